@@ -331,6 +331,14 @@ class EngineConfig:
         details="On a CUDA device, and native families. Graphs are captured at start, after a run of every kernel, and again"
         " when the cache service's memory is mapped anew. Steps with prompts, guesses, or sink and window go without.",
     )
+    groups: bool = setting(
+        True,
+        group="Model",
+        help="keep only the window of layers that have one, in block tables of their own",
+        details="For native families with sliding windows in some layers and none in others; others are served as without."
+        " Not with --role prefill or decode, nor where the cache service has a host tier, a disk tier or --memory-dir: there"
+        " all layers keep all tokens.",
+    )
     threads: int | None = setting(
         None, group="Model", help="threads of the forward pass", default_text="torch's", check=between(1, 1024)
     )

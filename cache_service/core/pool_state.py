@@ -15,6 +15,7 @@ from .blocks.pressure import PressureGauge
 from .blocks.room_ahead import RoomAhead
 from .index.prefix_index import PrefixIndex
 from .sequences.claims import Claims, StartNumbers
+from .sequences.group_windows import GroupWindows
 from .sequences.pin_preemption import PinPreemption
 from .sequences.publisher import ALL_BLOCKS, Publisher
 from .sequences.retention import RetentionDrops
@@ -80,6 +81,7 @@ class PoolState:
             *(config.num_blocks, config.block_size, config.logits_memory, config.num_host_blocks),
             lose_hosts=self._lose_hosts,
             clock=self.clock,
+            group_windows=config.group_windows,
         )
         self.pool = BlockPool(config, self.index, self._forget_blocks)
         self.allocator = BlockAllocator(self.pool, self.index, self.counters)
@@ -88,6 +90,7 @@ class PoolState:
         self.claims = Claims(self.sequences, self.pool, self.clock)
         self.publisher = Publisher(config, self.sequences, self.index, self.pool, self.counters)
         self.retention = RetentionDrops(self.sequences, self.publisher, self.pool, self.counters)
+        self.windows = GroupWindows(self.sequences, self.publisher, self.pool)
         self.pin_preemption = PinPreemption(self.sequences, self.pool, self.pins)
         self.lower_tier: LowerTier | None = None  # set where there is one
         self.disk: DiskStore | None = None  # set where there is one
@@ -162,6 +165,10 @@ def _check_config(config: PoolConfig) -> None:
     for name, least in (("num_blocks", 2), ("block_size", 1), ("max_sequences", 1), ("max_tokens_per_sequence", 1)):
         if getattr(config, name) < least:
             raise InvalidField(f"{name} is {least} or more", field=name, limit=least)
+    if not config.group_windows or config.group_windows[0] or min(config.group_windows) < 0:
+        raise InvalidField("the first group of layers reads all tokens", field="group_windows", limit=0)
+    if len(config.group_windows) > 1 and (config.num_host_blocks or config.logits_memory):
+        raise InvalidField("groups of layers have no host tier and no stored logits", field="group_windows", limit=1)
     if not 0 <= config.watermark < 1:
         raise InvalidField("watermark is a share from 0 to below 1", field="watermark", limit=1)
     if config.num_host_blocks and config.num_host_blocks < 2:

@@ -113,6 +113,8 @@ class Description:
 
     def encode(self) -> bytes:
         fields = {**asdict(self), "spec": {**asdict(self.spec), "key": self.spec.key.hex()}}
+        if not self.spec.groups:  # as before there were groups; a pool of several is not kept
+            del fields["spec"]["groups"]
         if self.place == Place():  # as before there were other places
             del fields["device"], fields["held"]
         return json.dumps(fields).encode()
@@ -133,6 +135,8 @@ class Description:
             type(text) is not str for text in texts
         ):
             raise FileRefused("its description has a value out of range")
+        if decoded.spec.groups:
+            raise FileRefused("its description has groups of layers")
         if decoded.place != Place() and _PLACE.fullmatch(f"{decoded.device} {decoded.held}") is None:
             raise FileRefused("its description names no place")
         if decoded.num_blocks > _MOST_BLOCKS or decoded.num_blocks * decoded.spec.block_bytes > decoded.num_bytes:

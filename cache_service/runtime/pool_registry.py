@@ -22,7 +22,7 @@ from ..config import CacheConfig, most_blocks
 from ..core.manager import PoolManager
 from ..core.sequences.claims import StartNumbers
 from ..core.tiers.disk_tier import DiskRules, DiskTier
-from ..core.values.errors import OutOfPools, PoolNotReady
+from ..core.values.errors import NotImplementedYet, OutOfPools, PoolNotReady
 from ..core.values.kv_spec import KvSpec
 from ..core.values.pool_config import PoolConfig
 from ..memory.arena import Arena, ByteArray, KeptArena
@@ -159,7 +159,15 @@ class PoolRegistry:
         for _ in range(num_missing_hosts if num_host_bytes else 0):
             self._spare_hosts.append(await asyncio.to_thread(self._memory.allocate_host, num_host_bytes))
 
+    def _check_groups(self, spec: KvSpec) -> None:
+        """Raises NotImplementedYet for several groups of layers where pools have what these do without."""
+        below = self._directory or self._disks or self._config.host_memory or self._config.num_host_blocks
+        if len(spec.groups) > 1 and below:
+            text = "groups of layers are not served beside a host tier, a disk tier or --memory-dir"
+            raise NotImplementedYet(text, feature="layer_groups")
+
     async def _make(self, spec: KvSpec, *, may_replace: bool) -> Pool:
+        self._check_groups(spec)
         config, num_bytes = self._sizes(spec)
         if not self._spare and len(self._pools) >= self._config.num_pools:
             self._replace_idle_pool(spec, may_replace=may_replace)
@@ -311,8 +319,9 @@ class PoolRegistry:
             max_cached_blocks=self._config.max_cached_blocks,
             tenant_quota=self._config.tenant_quota,
             tenant_quotas=self._config.tenant_quotas,
-            logits_memory=self._config.logits_memory,
+            logits_memory=self._config.logits_memory if not spec.groups else 0,
             num_host_blocks=self._num_host_blocks(bytes_per_block),
+            group_windows=tuple(group.window for group in spec.groups) or (0,),
         )
         return config, num_bytes
 

@@ -29,6 +29,11 @@ def is_out_of_sequences(error: KvkeeperError) -> bool:
     return error.reason == "OUT_OF_SEQUENCES"
 
 
+def refuses_groups(error: KvkeeperError) -> bool:
+    """The service serves no groups of layers, or not beside what it is configured with."""
+    return error.metadata.get("feature") == "layer_groups" or error.metadata.get("field") == "spec.layout"
+
+
 def is_unknown_sequence(error: KvkeeperError) -> bool:
     """The session has no such sequence."""
     return error.reason == "UNKNOWN_SEQUENCE"

@@ -28,7 +28,7 @@ from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..scheduler.plan import Plan
 from ..values.request import Sequence, TakenBlocks
-from .failures import is_unknown_sequence
+from .failures import is_unknown_sequence, refuses_groups
 from .kv_spec import kv_spec_of
 from .lease import Lease
 from .pool_limits import limits_of
@@ -162,11 +162,17 @@ async def open_memory(client: AsyncCacheClient, model: ServedModel, config: Engi
 
     address: of this engine.
     """
-    layout = model.layout(config.block_size)
     name = client_name(model, address)
-    session = await client.open_session(
-        kv_spec_of(model, config.block_size), pb.EXECUTOR_ENGINE, ttl_ms=config.lease_ms, client_name=name
-    )
+    try:
+        session = await client.open_session(
+            kv_spec_of(model, config.block_size), pb.EXECUTOR_ENGINE, ttl_ms=config.lease_ms, client_name=name
+        )
+    except KvkeeperError as error:
+        if model.whole is None or not refuses_groups(error):
+            raise
+        log.info("layer_groups_refused", message=error.args[0])
+        return await open_memory(client, model.whole, config, address)
+    layout = model.layout(config.block_size)
     try:
         _require_device(session.pool, model.device)
         arena = await session.attach(step_lane=config.step_carrier == "auto")

@@ -5,6 +5,7 @@ import torch
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..compute.served_model import ServedModel
+from ..model.layer_groups import LayerGroup
 
 _KV_DTYPES = {
     torch.float16: pb.KV_DTYPE_FLOAT16,
@@ -15,18 +16,24 @@ _KV_DTYPES = {
 
 def kv_spec_of(model: ServedModel, block_size: int) -> pb.KvSpec:
     """What must be equal in another engine's model for the two to share K and V."""
-    layout = model.layout(block_size)
+    layout, groups = model.layout(block_size), model.groups
     return pb.KvSpec(
         model_id=model.model_id,
         revision=model.revision,
-        num_layers=layout.num_layers,
+        num_layers=sum(len(group.layers) for group in groups) or layout.num_layers,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
         kv_dtype=_KV_DTYPES[layout.dtype],
         block_size=block_size,
-        layout=pb.KV_LAYOUT_BLOCK_MAJOR,
+        layout=pb.KV_LAYOUT_GROUPED if groups else pb.KV_LAYOUT_BLOCK_MAJOR,
+        groups=[_group(group) for group in groups],
         sliding_window=model.sliding_window,
         rope_parameters=model.rope_parameters,
         compute_dtype=model.compute_dtype,
         tensor_parallel_size=1,
     )
+
+
+def _group(group: LayerGroup) -> pb.LayerGroup:
+    kind = pb.LAYER_GROUP_KIND_FULL if group.window is None else pb.LAYER_GROUP_KIND_SLIDING_WINDOW
+    return pb.LayerGroup(kind=kind, layer_idx=group.layers, window_tokens=group.window or 0)

@@ -16,7 +16,10 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
     """What the scheduler may do on this pool."""
     own = _OWN_BOUND, config.max_tokens_per_sequence or pool.max_tokens_with_retention
     of_cache = _CACHE_BOUND, pool.max_tokens_with_retention
+    windows = tuple(group.window_tokens for group in pool.spec.groups) or (0,)
     of_pool = _POOL_BOUND, (pool.num_blocks - 1) * pool.block_size
+    if len(windows) > 1:
+        of_pool = _POOL_BOUND, pool.max_tokens_per_sequence
     of_model = f"the model has {model.max_len} positions", model.max_len
     bound, max_len = min((of_model, of_pool, of_cache, own), key=lambda bounded: bounded[1])  # of equals the first
     retained_bound, most = min((of_cache, own), key=lambda bounded: bounded[1])
@@ -36,6 +39,7 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
         block_bytes=pool.block_bytes,
         prefix_caching=pool.prefix_caching,
         num_usable_blocks=pool.num_blocks - 1,
+        group_windows=windows,
         max_distance=model.max_len,
         max_retained_len=0 if model.refuses_retention else most,
         bound=bound,

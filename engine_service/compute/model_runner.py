@@ -18,9 +18,10 @@ from kvkeeper.kernels.copy_blocks import copy_blocks
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.scratch import Scratch
 
-from ..model.attention import AttentionMetadata, attention_arrays, build_attention_metadata
+from ..model.attention import StepAttention, attention_arrays, build_step_attention
 from ..model.checkpoint.errors import ModelError
 from ..model.decoder import Decoder
+from ..model.layer_groups import LayerGroup
 from ..values.batch import Batch
 from .graphs.graph_api import GraphApi
 from .graphs.graphed_decode import DecodeShape, GraphedDecode, capture_decode
@@ -92,35 +93,38 @@ class Model(Protocol):
         positions: torch.Tensor,
         max_position: int,
         kv_view: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: StepAttention,
         logit_rows: torch.Tensor,
     ) -> torch.Tensor: ...
 
 
-def kv_layout_of(config: Shape, dtype: torch.dtype, block_size: int) -> KvLayout:
-    """The layout of the blocks that a model of this config, computing in `dtype`, needs."""
-    return KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype, block_size)
+def kv_layout_of(config: Shape, dtype: torch.dtype, block_size: int, groups: Sequence[LayerGroup] = ()) -> KvLayout:
+    """The layout of the blocks that a model of this config, computing in `dtype`, needs. groups: a block has one's layers."""
+    num_layers = max((len(group.layers) for group in groups), default=config.num_layers)
+    return KvLayout(num_layers, config.num_kv_heads, config.head_dim, dtype, block_size)
 
 
 class ModelRunner:
     """A decoder on an arena."""
 
-    def __init__(self, model: Model, kv_view: torch.Tensor, layout: KvLayout) -> None:
+    def __init__(self, model: Model, kv_view: torch.Tensor, layout: KvLayout, groups: Sequence[LayerGroup] = ()) -> None:
         """
         Args:
             model: the loaded decoder.
-            kv_view: KvLayout.view of the arena, [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
+            kv_view: KvLayout.view of the arena, [num_blocks, layers of a block, 2, block_size, num_kv_heads, head_dim].
             layout: the arena's.
+            groups: of the layers; () where a block has all of them.
 
         Raises:
             ModelError: the arena's layout is not the model's.
         """
-        needed = kv_layout_of(model.config, model.dtype, layout.block_size)
+        needed = kv_layout_of(model.config, model.dtype, layout.block_size, groups)
         if layout != needed or kv_view.shape[1:] != layout.view_shape or kv_view.dtype != layout.dtype:
             raise ModelError(f"the arena's layout {layout} is not the model's {needed}")
         self._model = model
         self._kv_view = kv_view
         self._layout = layout
+        self._groups = groups
         self._scratch = Scratch(kv_view.device)
         self._upload = upload_to(kv_view)
         self._num_positions = 0  # that the model has tables for, once it is made ready
@@ -152,7 +156,7 @@ class ModelRunner:
             return
         self._num_positions = self._model.reserve_positions(bounds.most_tokens)
         width = -(-bounds.most_tokens // self._layout.block_size)
-        shape = DecodeShape(min(bounds.most_rows, MOST_ROWS), width, self._num_positions)
+        shape = DecodeShape(min(bounds.most_rows, MOST_ROWS), width, self._num_positions, max(len(self._groups), 1))
         try:
             self.graphed = capture_decode(self._plain_decode, shape, self._kv_view.device, graphs, progress=progress)
         except Exception:  # whatever a driver says of it, the engine can serve
@@ -162,7 +166,7 @@ class ModelRunner:
     def _plain_decode(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> torch.Tensor:
         """See graphed_decode.PlainDecode."""
         windows, dtype = self._model.config.windows, self._model.dtype
-        metadata = build_attention_metadata(tensors, self._kv_view[:, 0], windows, dtype, scratch)
+        metadata = build_step_attention(tensors, self._kv_view, self._groups, windows, dtype, scratch)
         token_ids, positions, last = tensors["token_ids"], tensors["positions"], self._num_positions - 1
         return self._model.forward(token_ids, positions, last, self._kv_view, metadata, tensors["logit_rows"])
 
@@ -181,7 +185,7 @@ class ModelRunner:
         arrays = {"token_ids": batch.token_ids, "positions": batch.positions, "logit_rows": batch.logit_rows}
         with self._current_device():
             tensors = self._upload(arrays | attention_arrays(batch))
-            metadata = build_attention_metadata(tensors, self._kv_view[:, 0], windows, dtype, self._scratch)
+            metadata = build_step_attention(tensors, self._kv_view, self._groups, windows, dtype, self._scratch)
             return self._model.forward(
                 tensors["token_ids"],
                 tensors["positions"],

@@ -28,6 +28,7 @@ from ..model.config import ModelConfig, why_library
 from ..model.decoder import Decoder
 from ..model.dtype_name import INT8, DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
+from ..model.layer_groups import LayerGroup, group_layers
 from ..model.loader import load_model
 from ..outputs.model_text import ModelText
 from ..outputs.tokenizer import Tokenizer
@@ -60,6 +61,8 @@ class ServedModel:
     sliding_window: int = 0
     rope_parameters: str = ""
     sampling_defaults: SamplingParams = NEUTRAL  # where a request names no field
+    groups: tuple[LayerGroup, ...] = ()  # of its layers; empty: a block has all of them
+    whole: "ServedModel | None" = None  # the same with all layers in a block, where it has groups
     refuses_retention: str = ""  # why it cannot attend to sinks and a window of one sequence; empty: it can
     device: torch.device = _CPU
 
@@ -87,7 +90,24 @@ def load_served_model(config: EngineConfig) -> ServedModel:
     both = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
     name = INT8 if dtype == INT8 else _name(decoder.dtype)
     served = _from_folder(folder, raw, decoder, name, _num_parameters(folder, model_config), json.dumps(both))
-    return _ready_on_device(served, config, progress=progress)
+    return _in_groups(_ready_on_device(served, config, progress=progress), decoder, config)
+
+
+def _in_groups(served: ServedModel, model: Decoder, config: EngineConfig) -> ServedModel:
+    """The same with groups of its layers, where it has layers with windows beside full ones and the configuration lets it.
+
+    Sequences with several tables are not handed over, so engines of one role do without.
+    """
+    groups, dtype = group_layers(model.config.windows), model.dtype
+    if not groups or not config.groups or config.role != "both":
+        return served
+    return dataclasses.replace(
+        served,
+        layout=lambda block_size: kv_layout_of(model.config, dtype, block_size, groups),
+        make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout, groups),
+        groups=groups,
+        whole=served,
+    )
 
 
 def _ready_on_device(served: ServedModel, config: EngineConfig, *, progress: bool) -> ServedModel:

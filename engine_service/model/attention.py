@@ -1,6 +1,6 @@
 """Attention of one step: which rows decode, which prefill, and what both need, worked out once for all layers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from kvkeeper.kernels.scratch import Scratch
 from kvkeeper.kernels.store_kv import StorePlan, plan_store, store_kv
 
 from ..values.batch import Batch, BatchRetention, IntArray
+from .layer_groups import LayerGroup, places_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,23 @@ class AttentionMetadata:
     sink_positions: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class StepAttention:
+    """What attention needs by group of layers, and of each layer its group and its place in the group's blocks."""
+
+    groups: tuple[AttentionMetadata, ...]
+    places: tuple[tuple[int, int], ...]
+
+    @property
+    def sink_positions(self) -> torch.Tensor | None:
+        return self.groups[0].sink_positions
+
+    def of_layer(self, layer: int) -> tuple[AttentionMetadata, int]:
+        """The metadata, and the layer's index in a block."""
+        group, at = self.places[layer]
+        return self.groups[group], at
+
+
 def attention_arrays(batch: Batch) -> dict[str, IntArray]:
     """What a step's attention has to know of its batch, split into rows that decode and rows that prefill.
 
@@ -73,7 +91,38 @@ def attention_arrays(batch: Batch) -> dict[str, IntArray]:
         arrays["prefill_tokens"] = np.flatnonzero(np.repeat(query_lens > 1, query_lens)).astype(np.int64)
     if batch.retention is not None:
         arrays["sink_positions"] = _sink_positions(batch, batch.retention)
+    if batch.group_tables is not None and batch.group_slots is not None:
+        for at, slots in enumerate(batch.group_slots):
+            arrays[f"slot_mapping_{at + 1}"] = slots
+            for part, rows in (("decode", ones), ("prefill", several)):
+                if len(rows):
+                    arrays[f"{part}_tables_{at + 1}"] = np.ascontiguousarray(batch.group_tables[rows, at])
     return arrays
+
+
+_BY_GROUP = ("slot_mapping", "decode_tables", "prefill_tables")
+
+
+def build_step_attention(
+    tensors: Mapping[str, torch.Tensor],
+    kv_view: torch.Tensor,
+    groups: Sequence[LayerGroup],
+    windows: Sequence[int | None],
+    dtype: torch.dtype,
+    scratch: Scratch,
+) -> StepAttention:
+    """As build_attention_metadata, for each group of layers; one of all layers where groups is empty.
+
+    A batch without tables of groups, as before the first step, has the first group's for all.
+    """
+    if not groups:
+        whole = build_attention_metadata(tensors, kv_view[:, 0], windows, dtype, scratch)
+        return StepAttention((whole,), tuple((0, layer) for layer in range(len(windows))))
+    found = []
+    for at, group in enumerate(groups):
+        own = {name: tensors[f"{name}_{at}"] for name in _BY_GROUP if f"{name}_{at}" in tensors}
+        found.append(build_attention_metadata({**tensors, **own}, kv_view[:, 0], (group.window,), dtype, scratch))
+    return StepAttention(tuple(found), places_of(groups))
 
 
 def _sink_positions(batch: Batch, retention: BatchRetention) -> IntArray:

@@ -20,7 +20,7 @@ from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 
-from .attention import AttentionMetadata, attend_stored
+from .attention import AttentionMetadata, StepAttention, attend_stored
 from .config import ModelConfig
 from .experts import ExpertWeights, MlpWeights, Weight, apply_mlp
 from .rope import RotaryTable
@@ -98,14 +98,14 @@ class Decoder:
         positions: torch.Tensor,
         max_position: int,
         kv_view: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: StepAttention,
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
         """Compute a step's tokens, writing their K and V into the arena.
 
         Args:
             token_ids, positions: int64 [T]; max_position is the highest of the positions.
-            kv_view: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], the model's dtype.
+            kv_view: [num_blocks, layers of a block, 2, block_size, num_kv_heads, head_dim], the model's dtype.
             metadata: of the step.
             logit_rows: int64 [R], the tokens whose logits are wanted.
 
@@ -127,7 +127,8 @@ class Decoder:
             x, residual = _add_and_norm(x, layer.input_norm, eps, residual)
             window = self.config.windows[index]
             turned = rotation if window is None else local_rotation
-            x = self._attention(x, layer, turned, at_sinks, kv_view[:, index], metadata, window)
+            of_layer, at = metadata.of_layer(index)
+            x = self._attention(x, layer, turned, at_sinks, kv_view[:, at], of_layer, window)
             if index + 1 == len(self._layers):  # K and V are written: only the wanted rows go on
                 x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
             x = self._branch(linear(x, layer.o), layer.attention_out_norm)

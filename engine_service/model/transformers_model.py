@@ -21,7 +21,7 @@ import torch
 
 from kvkeeper.service.extras import install_command
 
-from .attention import AttentionMetadata, attend
+from .attention import AttentionMetadata, StepAttention, attend
 from .checkpoint.errors import UnsupportedModelError, WeightsError
 from .dtype_name import INT8, DtypeChoice
 from .loader import compute_dtype
@@ -87,11 +87,11 @@ class TransformersModel:
         positions: torch.Tensor,
         max_position: int,
         kv_view: torch.Tensor,
-        metadata: AttentionMetadata,
+        metadata: StepAttention,
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
         """As Decoder.forward."""
-        with _during(_Step(kv_view, metadata, self.config.windows)):
+        with _during(_Step(kv_view, metadata.groups[0], self.config.windows)):
             output = self._network(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows
             )

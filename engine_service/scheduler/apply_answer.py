@@ -79,7 +79,10 @@ class AnswerApplier:
 
     def _update_tables(self, answer: StepAnswer, chosen: npt.NDArray[np.bool_]) -> None:
         running = self._state.running
-        columns = (answer.update_ids, answer.update_table_idx, answer.update_block_ids)
+        places = answer.update_table_idx
+        if len(answer.update_groups):
+            places = answer.update_groups * np.int32(running.table_width) + places
+        columns = (answer.update_ids, places, answer.update_block_ids)
         for sequence_id, table_idx, block_id in zip(*(column[chosen].tolist() for column in columns), strict=True):
             row = running.by_id.get(sequence_id)  # a sequence released in this step has none any more
             if row is not None:
@@ -138,13 +141,15 @@ class AnswerApplier:
         """The reservations' rows, and a mask of those that exist: a child may have no row."""
         running = self._state.running
         rows, item_idx, block_ids = plan.reserve_rows, answer.new_block_item_idx, answer.new_block_ids
+        groups = answer.new_block_groups
         if len(child_rows):
             rows = np.concatenate((rows, child_rows))
         there = rows >= 0
         if not there.all():
             kept = there[item_idx]
             rows, item_idx, block_ids = rows[there], (np.cumsum(there) - 1)[item_idx[kept]], block_ids[kept]
-        running.append_blocks(rows, item_idx, block_ids)
+            groups = groups[kept] if len(groups) else groups
+        running.append_blocks(rows, item_idx, block_ids, groups)
         running.num_reserved[rows] = answer.reserve_reserved[there]
         return rows, there
 
@@ -152,8 +157,9 @@ class AnswerApplier:
         """Rows of the sequences that started. refused: swap-ins for which there was no room."""
         state = self._state
         waiting, rows = state.waiting, []
-        ends = np.cumsum(answer.start_num_blocks).tolist()
-        columns = (answer.start_results, answer.start_hits, answer.start_reserved, answer.start_num_blocks)
+        counts = answer.start_num_blocks * np.int32(state.limits.num_groups)
+        ends = np.cumsum(counts).tolist()
+        columns = (answer.start_results, answer.start_hits, answer.start_reserved, counts)
         items = zip(plan.started, ends, *(column.tolist() for column in columns), strict=True)
         for sequence, end, result, hit_len, reserved, num_blocks in items:
             if sequence.state is SequenceState.ENDED:
@@ -180,7 +186,7 @@ class AnswerApplier:
     def _take_ready(self, answer: StepAnswer) -> None:
         """The loads of these sequences have ended: they compute from the next step on."""
         state = self._state
-        ends = answer.ready_num_blocks.cumsum().tolist()
+        ends = answer.ready_num_blocks.cumsum().tolist()  # there are swaps in pools of one group only
         columns = (answer.ready_ids, answer.ready_hits, answer.ready_reserved, answer.ready_num_blocks)
         for end, sequence_id, hit_len, reserved, num_blocks in zip(ends, *(column.tolist() for column in columns), strict=True):
             sequence = state.loading.pop(sequence_id, None)

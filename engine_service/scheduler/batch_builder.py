@@ -100,6 +100,11 @@ def assemble_batch(running: RunningSequences, rows: IndexArray, num_new: Int32Ar
     positions = (np.repeat(computed, num_new) + ranks(num_new)).astype(np.int64)
     block_idx, offsets = np.divmod(positions, block_size)
     max_blocks = -(-int(seq_lens.max()) // block_size)
+    group_tables = group_slots = None
+    if running.num_groups > 1:
+        tables = running.group_tables
+        group_tables = tables[rows, 1:, :max_blocks]
+        group_slots = tables[row_of_token, 1:, block_idx].T.astype(np.int64) * block_size + offsets
     return Batch(
         token_ids=running.tokens[row_of_token, positions].astype(np.int64),
         positions=positions,
@@ -110,6 +115,8 @@ def assemble_batch(running: RunningSequences, rows: IndexArray, num_new: Int32Ar
         logit_rows=(np.repeat(query_start_loc[1:] - num_logits, num_logits) + ranks(num_logits)).astype(np.int64),
         logit_start_loc=logit_start_loc,
         retention=_retention(running, rows, seq_lens) if running.num_retaining else None,
+        group_tables=group_tables,
+        group_slots=group_slots,
     )
 
 

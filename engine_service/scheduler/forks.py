@@ -35,16 +35,21 @@ class Forks:
 
     def _may_fork(self, child: Sequence, committed: Int32Array) -> bool:
         """Whether the parent, with so many tokens committed by row, still keeps all tokens that a fork would read."""
-        retention = child.request.retention
-        if retention is None or child.parent is None:
+        retention, limits = child.request.retention, self._state.limits
+        if child.parent is None:
             return True
-        return retention.may_fork(int(committed[child.parent.row]), len(child.token_ids) - 1, self._state.limits.block_size)
+        if limits.num_groups > 1 and not limits.may_cut(int(committed[child.parent.row]), len(child.token_ids) - 1):
+            return False
+        if retention is None:
+            return True
+        return retention.may_fork(int(committed[child.parent.row]), len(child.token_ids) - 1, limits.block_size)
 
     def shared_table(self, child: Sequence) -> Int32Array:
-        """The part of the parent's block table that a child forked now shares."""
+        """The part of the parent's block tables that a child forked now shares."""
         assert child.parent is not None
         num_blocks = -(-(len(child.token_ids) - 1) // self._state.limits.block_size)
-        return self._state.running.tables[child.parent.row, :num_blocks].copy()
+        assert child.parent.row is not None
+        return self._state.running.table_of(child.parent.row, num_blocks)
 
     def start_children_alone(self, parent: Sequence) -> None:
         """A parent gives its blocks back: its unforked children start alone."""
@@ -54,7 +59,7 @@ class Forks:
     def start_unforkable_alone(self) -> None:
         """Children start alone if their parent has committed beyond the window that a fork would read."""
         state = self._state
-        if state.running.num_retaining:
+        if state.running.num_retaining or state.limits.num_groups > 1:
             for child in [child for child in state.unforked if not self._may_fork(child, state.running.num_committed)]:
                 self.start_alone(child)
 

@@ -51,7 +51,7 @@ class Planner:
         fork_lens = _column(len(child.token_ids) - 1 for child in forks)
         fork_children = np.array([waiting.draw_id() for _ in forks], np.int64)
         num_new, budget, prompt_budget, room = self._share_budget(live, len(forks))
-        if running.num_retaining:
+        if running.num_retaining or running.num_groups > 1:
             self._hold_back(live, num_new)
         reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
         computed = running.num_computed[reserve_rows] + running.num_computing[reserve_rows]
@@ -173,7 +173,7 @@ class Planner:
         return fitting, num_guessed
 
     def _hold_back(self, live: IndexArray, num_new: Int32Array) -> None:
-        """Bound the blocks that sequences with retention take, because those that they give back show only in the next step.
+        """Bound the blocks that sequences with holes take, because those that they give back show only in the next step.
 
         Beside other sequences, a chunk takes at most half of the blocks that are left, so that no other sequence has to give
         way for blocks that come back at once. A sequence is left out if the pool cannot hold its next token beside the tokens
@@ -186,8 +186,12 @@ class Planner:
         if len(live) > 1:
             most = running.num_blocks[live] * size - computing + state.headroom.most_at_once * size
             np.minimum(num_new, np.maximum(most, 1), out=num_new, where=windows > 0)
+        num_usable = state.limits.num_usable_blocks
         num_holes = np.maximum((computed - windows) // size + -running.num_sink[live] // size, 0)
-        num_new[(windows > 0) & (computing >= (state.limits.num_usable_blocks + num_holes) * size)] = 0
+        num_new[(windows > 0) & (computing >= (num_usable + num_holes) * size)] = 0
+        if running.num_groups > 1:
+            num_held = num_usable + sum(state.limits.hole_ends(computed))
+            num_new[computing >= num_held // running.num_groups * size] = 0
 
     def _plan_starts(
         self, budget: int, num_free_rows: int, promised: Counter[Request], room: PromptRoom | None
@@ -243,7 +247,7 @@ class Planner:
 
     def _num_new_blocks(self, rows: IndexArray, lens: Int32Array) -> int:
         needed = -(-lens // self._state.limits.block_size) - self._state.running.num_blocks[rows]
-        return int(np.maximum(needed, 0).sum())
+        return int(np.maximum(needed, 0).sum()) * self._state.limits.num_groups
 
 
 def _ids(sequences: Iterable[Sequence]) -> Int64Array:

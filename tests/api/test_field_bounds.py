@@ -125,7 +125,7 @@ def request_of(case: Case, session: Session) -> Any:
     request = GetMessageClass(case.method.input_type)(**fields)
     message = request
     for field in case.path[:-1]:
-        message = getattr(message, field.name)
+        message = getattr(message, field.name).add() if field.is_repeated else getattr(message, field.name)
     _set(message, case.path[-1], case.value)
     return request
 

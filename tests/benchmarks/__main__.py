@@ -27,6 +27,7 @@ NAMES = (
     "preempt",
     "speculation",
     "quality",
+    "groups",
     "trace",
     "hints",
     "policies",

@@ -43,6 +43,8 @@ MOVE_COLUMNS = (
     ("ready_reserved", "ready_num_reserved_tokens", "<i4"),
     ("ready_num_blocks", "ready_num_blocks", "<i4"),
     ("ready_block_ids", "ready_block_ids", "<i4"),
+    ("new_block_groups", "new_block_group_idx", "<i4"),
+    ("update_groups", "table_update_group_idx", "<i4"),
 )
 ANSWER_COUNTS = (
     ("num_free", "num_free_blocks"),

@@ -7,6 +7,8 @@ caller only sequences that were not used for GARBAGE_IDLE seconds are cut.
 
 from typing import NamedTuple
 
+import numpy as np
+
 from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
 from ..tiers.sequence_swap import SequenceSwapper
@@ -66,15 +68,16 @@ class GarbageCalls:
                 continue
             blocks = self._surplus(slot)
             if len(blocks):
-                seqs.trim_reserved(slot, (len(seqs.table(slot)) - len(blocks)) * seqs.block_size)
+                seqs.trim_reserved(slot, (len(seqs.table(slot)) - len(blocks) // seqs.num_groups) * seqs.block_size)
                 owner.drop_blocks(state.pool, blocks, until=owner.completed_step_id)
                 num_trimmed += len(blocks)
         return num_trimmed
 
     def _surplus(self, slot: int) -> Int32Array:
-        """Blocks behind the known tokens of a running sequence, the last one first."""
+        """Blocks behind the known tokens of a running sequence, as many of each group, the last one first."""
         seqs = self._state.sequences
-        return seqs.table(slot)[seqs.num_blocks(int(seqs.num_tokens[slot])) :][::-1].copy()
+        first = seqs.num_blocks(int(seqs.num_tokens[slot]))
+        return np.concatenate([seqs.group_table(slot, group)[first:][::-1] for group in range(seqs.num_groups)])
 
     def _num_free_hosts(self) -> int:
         return len(self._swapper.host.pool.free) if self._swapper is not None else 0

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..blocks.pins import MAX_PIN_TTL, MAX_PINS, MIN_PIN_TTL, Pin
 from ..pool_state import PoolState
+from ..sequences.group_windows import refuse_groups
 from ..values.errors import InvalidField, OutOfPins, UnknownLogits, UnknownPin, WrongState
 from ..values.types import Int32Array, SequenceState, SessionId
 
@@ -29,6 +30,7 @@ class PrefixCalls:
         Raises UnknownSession, InvalidField, OutOfPins.
         """
         self._state.session(session)
+        refuse_groups(self._state.config.group_windows, "pins of prefixes")
         if not MIN_PIN_TTL <= ttl <= MAX_PIN_TTL:
             raise InvalidField("ttl_ms is 1 to a day's", field="ttl_ms", limit=round(MAX_PIN_TTL * 1000))
         pins, index = self._state.pins, self._state.index
@@ -65,6 +67,7 @@ class PrefixCalls:
         Raises UnknownSession, UnknownSequence, InvalidField, WrongState (not cached, or nothing is stored here).
         """
         _, slot = self._state.find_sequence(session, sequence_id)
+        refuse_groups(self._state.config.group_windows, "stored logits")
         seqs, index, is_on = self._state.sequences, self._state.index, self._state.config.logits_memory > 0
         committed, size = int(seqs.num_committed[slot]), self._state.config.block_size
         if num_tokens % size or not size <= num_tokens <= committed:

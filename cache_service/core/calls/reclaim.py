@@ -65,7 +65,7 @@ class Reclaim:
         seqs = self._sequences
         slots = owner.ids.first_slots(max_blocks // _SEQUENCE_COST + 1)
         counts = -(-seqs.num_reserved[slots] // seqs.block_size)
-        if counts[0] > max_blocks and not seqs.num_window[slots[0]]:  # of one with retention, holes would come into its window
+        if counts[0] > max_blocks and not seqs.num_window[slots[0]] and seqs.num_groups == 1:  # holes would come into windows
             self._release_end(owner, int(slots[0]), int(counts[0]) - max_blocks)
             return max_blocks
         costs = np.cumsum(counts + _SEQUENCE_COST)
@@ -107,4 +107,4 @@ class Reclaim:
             first = hit_len
         elif seqs.states[slot] != SequenceState.RUNNING and not seqs.keeps_table[slot]:
             return NO_INT32
-        return seqs.table(slot)[first // seqs.block_size :]
+        return np.concatenate([seqs.group_table(slot, group)[first // seqs.block_size :] for group in range(seqs.num_groups)])

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..values.clock import Clock
 from ..values.kept_index import Digest, UInt64Array
-from ..values.types import NO_INT32, Int32Array, MatchEnd, Tier
+from ..values.types import NO_INT32, Int32Array, Int64Array, MatchEnd, Tier
 from .change_log import ChangeLog
 from .eviction_log import EvictionLog
 from .index_record import IndexRecord, Unwritten
@@ -45,6 +45,7 @@ class PrefixIndex:
         num_host_blocks: int = 0,
         lose_hosts: Callable[[Int32Array], None] = lambda hosts: None,
         clock: Clock | None = None,
+        group_windows: tuple[int, ...] = (0,),
     ) -> None:
         """lose_hosts(host blocks) is called with the host copies whose node was forgotten."""
         self.clock = clock or Clock()
@@ -61,6 +62,11 @@ class PrefixIndex:
         self.node_of_block: Int32Array = np.zeros(num_blocks, np.int32)
         self.host_of_node: Int32Array = np.zeros(num_nodes, np.int32)
         self.node_of_host: Int32Array = np.zeros(max(num_host_blocks, 1), np.int32)
+        # Of the groups behind the first, by group - 1: the block that each node has there, 0 for none. node_of_block names the
+        # node of such a block, too. Where a group's window has passed, its blocks are forgotten apart from their nodes.
+        self.group_windows = group_windows
+        self.group_blocks: list[Int32Array] = [np.zeros(num_nodes, np.int32) for _ in group_windows[1:]]
+        self.group_of_block = np.zeros(num_blocks if self.group_blocks else 1, np.int8)
         self.eviction_log = EvictionLog(num_nodes, MAX_TENANTS, block_size, self.clock)
         self.change_log: ChangeLog | None = None  # while the pool is watched
         self.record: IndexRecord | None = None  # where the index is kept for a later run
@@ -154,7 +160,12 @@ class PrefixIndex:
         return result
 
     def forget_blocks(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
-        """Forgets the nodes of these blocks and all nodes below. Answers the other blocks that lost their node with them."""
+        """Forgets the nodes of these blocks and all nodes below. Answers the other blocks that lost their node with them.
+
+        A block of a group with a window is forgotten alone.
+        """
+        if self.group_blocks:
+            return self._forget_grouped(blocks, cause)
         lost = self.forget_nodes(self.node_of_block[blocks], cause)
         return np.setdiff1d(lost, blocks) if len(lost) else lost
 
@@ -214,6 +225,46 @@ class PrefixIndex:
             self.record.note(Tier.DEVICE, blocks)
         if self.change_log is not None and len(nodes):
             self.change_log.tier_changed(nodes, Tier.DEVICE)
+
+    def add_group_blocks(self, group: int, nodes: Int32Array, blocks: Int32Array) -> Int32Array:
+        """Gives blocks [n] of a group behind the first to these nodes [n]. Answers [n] the blocks that the nodes have there."""
+        of_node = self.group_blocks[group - 1]
+        fresh = of_node[nodes] == 0
+        if fresh.any():
+            new, first = np.unique(nodes[fresh], return_index=True)  # the same content twice: the first block is kept
+            chosen = blocks[fresh][first]
+            of_node[new] = chosen
+            self.node_of_block[chosen], self.group_of_block[chosen] = new, group
+            self.num_changes += len(new)
+        return of_node[nodes]
+
+    def usable(self, nodes: Int32Array) -> Int32Array:
+        """[usable] the longest start of a match [n] behind which each group has all that its window reads."""
+        count = len(nodes)
+        if not self.group_blocks or not count:
+            return nodes
+        lens = np.arange(1, count + 1)
+        is_whole = np.ones(count, np.bool_)
+        for window, of_node in zip(self.group_windows[1:], self.group_blocks, strict=True):
+            gaps = np.where(of_node[nodes] == 0, lens, 0)  # entry i: the length behind the gap at i
+            last_gap = np.maximum.accumulate(gaps)
+            is_whole &= last_gap <= self.first_read(lens, window)
+        found = is_whole.nonzero()[0]
+        return nodes[: int(found[-1]) + 1] if len(found) else nodes[:0]
+
+    def first_read(self, num_blocks: Int64Array, window: int) -> Int64Array:
+        """[n] the first table entry that the token behind so many whole blocks [n] reads in a group with this window."""
+        if not window:
+            return np.zeros_like(num_blocks)
+        return np.maximum(num_blocks * self.block_size - window + 1, 0) // self.block_size
+
+    def group_hits(self, nodes: Int32Array) -> Int32Array:
+        """[groups - 1, n] the blocks of a usable match that each group's window reads; 0 before them."""
+        hits = np.zeros((len(self.group_blocks), len(nodes)), np.int32)
+        for row, window, of_node in zip(hits, self.group_windows[1:], self.group_blocks, strict=True):
+            first = int(self.first_read(np.array([len(nodes)]), window)[0])
+            row[first:] = of_node[nodes[first:]]
+        return hits
 
     def add_hosts(self, nodes: Int32Array, hosts: Int32Array) -> None:
         """Gives host copies to nodes that had none."""
@@ -322,6 +373,10 @@ class PrefixIndex:
             yield f"node {node} and its block disagree"
         if not block and not host:
             yield f"node {node} has no block in any tier"
+        for group, of_node in enumerate(self.group_blocks, 1):
+            named = int(of_node[node])
+            if named and (self.node_of_block[named] != node or self.group_of_block[named] != group):
+                yield f"node {node} and its block of group {group} disagree"
         after, before = int(self._next_sibling[node]), int(self._prev_sibling[node])
         links_here = self._next_sibling[before] if before else self._first_child[parent]
         if links_here != node or (after and self._prev_sibling[after] != node):
@@ -337,8 +392,9 @@ class PrefixIndex:
         wrong: list[str] = []
         if any(self._keys[node] is None for node in self.logits.by_node):
             wrong.append("logits are stored for a node that is not in use")
-        for of_node, of_block in ((self.block_of_node, self.node_of_block), (self.host_of_node, self.node_of_host)):
-            if np.count_nonzero(of_node) != np.count_nonzero(of_block):
+        num_named = np.count_nonzero(self.block_of_node) + sum(map(np.count_nonzero, self.group_blocks))
+        for number, of_block in ((num_named, self.node_of_block), (np.count_nonzero(self.host_of_node), self.node_of_host)):
+            if number != np.count_nonzero(of_block):
                 wrong.append("blocks with a node and nodes with a block differ in number")
         if len(self._unused) + len(self._nodes) != len(self._keys) - 1:
             wrong.append("used and unused node numbers do not add up")
@@ -354,6 +410,19 @@ class PrefixIndex:
                 found += 1
                 stack += (int(self._next_sibling[node]), int(self._first_child[node]))
         return found
+
+    def _forget_grouped(self, blocks: Int32Array, cause: MatchEnd) -> Int32Array:
+        """forget_blocks with several groups."""
+        groups = self.group_of_block[blocks]
+        has_window = np.array(self.group_windows)[groups] > 0
+        for group in np.unique(groups[has_window]).tolist():
+            some = blocks[groups == group]
+            nodes = self.node_of_block[some]
+            self.group_blocks[group - 1][nodes] = 0
+            self.node_of_block[some], self.group_of_block[some] = NO_NODE, 0
+            self.num_changes += len(some)
+        lost = self.forget_nodes(self.node_of_block[blocks[~has_window]], cause)
+        return np.setdiff1d(lost, blocks) if len(lost) else lost
 
     def children(self, parent: int, most: int) -> list[int]:
         """At most `most` children of a node or root, the youngest first."""
@@ -464,7 +533,8 @@ class PrefixIndex:
         self._first_child[parents] = heads
 
     def _columns(self) -> tuple[Int32Array, ...]:
-        columns = (self.block_of_node, self.host_of_node, self._first_child, self._next_sibling, self._prev_sibling)
+        links = (self._first_child, self._next_sibling, self._prev_sibling)
+        columns = (self.block_of_node, self.host_of_node, *self.group_blocks, *links)
         return columns if self._num_children is None else (*columns, self._num_children)
 
     def _unlink(self, node: int, parent: int) -> None:
@@ -492,6 +562,11 @@ class PrefixIndex:
         """Makes the numbers of removed nodes usable again. Answers the blocks that the nodes had on the device."""
         blocks, hosts = self.block_of_node[nodes], self.host_of_node[nodes]
         blocks, hosts = blocks[blocks > 0], hosts[hosts > 0]
+        if self.group_blocks:
+            of_groups = np.concatenate([of_node[nodes] for of_node in self.group_blocks])
+            of_groups = of_groups[of_groups > 0]
+            self.group_of_block[of_groups] = 0
+            blocks = np.concatenate([blocks, of_groups])
         self.node_of_block[blocks] = NO_NODE
         self.node_of_host[hosts] = NO_NODE
         if self.record is not None:

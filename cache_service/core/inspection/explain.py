@@ -38,7 +38,7 @@ def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: I
     num_matched = len(nodes) * size
     last = int(nodes[-1]) if len(nodes) else root
     num_host = int(np.count_nonzero(index.block_of_node[nodes] == 0)) * size
-    num_hit = min(num_matched, (len(tokens) - 1) // size * size)
+    num_hit = len(index.usable(nodes[: (len(tokens) - 1) // size])) * size
     if num_matched == len(tokens) and not num_host and last in index.logits.by_node:
         num_hit = num_matched
     if 0 < num_hit < state.config.min_prefix_tokens:

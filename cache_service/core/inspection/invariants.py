@@ -40,7 +40,7 @@ def audit(state: PoolState) -> Iterator[list[str]]:
     yield state.claims.check()
     for slot in state.sequences.running_slots().tolist():
         if _is_running(state, slot):  # it may have ended since
-            yield _check_sequence(state, slot) + _check_retention(state, slot)
+            yield _check_sequence(state, slot) + _check_retention(state, slot) + _check_groups(state, slot)
             yield from _check_published(state, slot)
 
 
@@ -173,7 +173,7 @@ def _check_sequence(state: PoolState, slot: int) -> list[str]:
     if last != seqs.last_nodes[slot]:
         wrong.append(f"{name} does not know its last published node")
     if not seqs.may_copy[slot]:
-        tail = row[num_full:]
+        tail = np.concatenate([seqs.group_table(slot, group)[num_full:] for group in range(seqs.num_groups)])
         if (pool.ref_counts[tail] > 1).any() or pool.indexed[tail].any():
             wrong.append(f"{name} could write a block that has another holder")
     return wrong
@@ -216,4 +216,25 @@ def _check_retention(state: PoolState, slot: int) -> list[str]:
     limit = min((sink + window) // size, first) if end else (sink + window) // size
     if seqs.share_limits[slot] != (min(limit, 2**31 - 1) if window else 2**31 - 1):
         wrong.append(f"{name} shares more or less than its retention allows")
+    return wrong
+
+
+def _check_groups(state: PoolState, slot: int) -> list[str]:
+    """The holes of each group end where its window begins, and what the index names of its table is named by its group."""
+    seqs, index, wrong = state.sequences, state.index, list[str]()
+    name, committed = f"sequence {int(seqs.ids[slot])}", int(seqs.num_committed[slot])
+    for group in range(1, seqs.num_groups):
+        row, end, window = seqs.group_table(slot, group), int(seqs.group_hole_ends[slot, group]), seqs.group_windows[group]
+        start = max(committed - window + 1, 0) // seqs.block_size if window else 0
+        if np.flatnonzero(row == NULL_BLOCK).tolist() != list(range(end)):
+            wrong.append(f"{name} has other holes in group {group} than it says")
+        if end > start:
+            wrong.append(f"{name} has a hole in its window of group {group}")
+        if end < start:
+            wrong.append(f"{name} holds a block of group {group} that its window has left behind")
+        num_published = int(seqs.num_published[slot])
+        nodes, held = index.node_of_block[seqs.table(slot)[end:num_published]], row[end:num_published]
+        nodes, held = nodes[state.pool.indexed[held]], held[state.pool.indexed[held]]
+        if (index.node_of_block[held] != nodes).any() or (index.group_of_block[held] != group).any():
+            wrong.append(f"{name} has a block of group {group} under other tokens")
     return wrong

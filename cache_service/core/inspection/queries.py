@@ -86,7 +86,8 @@ class Queries:
 
     def match_prefix(self, tenant: str, token_ids: Int32Array) -> Int32Array:
         """[matched] block ids of the longest cached prefix in any tier, whole blocks; 0 for one in the host tier only."""
-        return self._state.index.block_of_node[self._lookup.match_prompt(tenant, token_ids)]
+        index = self._state.index
+        return index.block_of_node[index.usable(self._lookup.match_prompt(tenant, token_ids))]
 
     def explain_match(self, tenant: str, token_ids: Int32Array) -> Explanation:
         """Why the longest cached prefix ends where it does. May take a millisecond."""
@@ -141,5 +142,6 @@ class Queries:
             retention=seqs.retention(slot),
             start_number=int(seqs.start_numbers[slot]),
             reuse_hint=ReuseHint(int(seqs.reuse_hints[slot])),
+            group_tables=tuple(table.copy() for table in seqs.shown_group_tables(slot)) if len(table) else (),
             idle_seconds=max(0.0, self._state.now - float(seqs.last_access[slot])),
         )

@@ -16,7 +16,11 @@ def pool_stats(state: PoolState, swapper: SequenceSwapper | None) -> PoolStats:
     running = seqs.running_slots()
     num_reserved = seqs.num_reserved[running]
     num_holes = int(np.maximum(seqs.hole_ends[running] - -(-seqs.num_sink[running] // seqs.block_size), 0).sum())
-    num_slots = (int((-(-num_reserved // seqs.block_size)).sum()) - num_holes) * seqs.block_size
+    if seqs.num_groups > 1:
+        num_holes += int(seqs.group_hole_ends[running].sum())
+        num_reserved = num_reserved * np.int64(seqs.num_groups)
+    num_entries = int((-(-seqs.num_reserved[running] // seqs.block_size)).sum()) * seqs.num_groups
+    num_slots = (num_entries - num_holes) * seqs.block_size
     return PoolStats(
         num_free_blocks=len(pool.free),
         num_cached_blocks=pool.num_evictable,

@@ -181,7 +181,10 @@ class Publisher:
         counts = last - first
         of = np.repeat(np.arange(len(slots)), counts)
         places = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(len(of))
-        filling = self._pool.is_filling[self._sequences.tables[slots[of], places]].nonzero()[0]
+        is_filling, seqs = self._pool.is_filling, self._sequences
+        filling = is_filling[seqs.tables[slots[of], places]].nonzero()[0]
+        for group in range(1, seqs.num_groups):
+            filling = np.append(filling, is_filling[seqs.tables[slots[of], places + group * seqs.max_blocks]].nonzero()[0])
         np.minimum.at(last, of[filling], places[filling].astype(np.int32))
         return distinct(of[filling])
 
@@ -236,6 +239,23 @@ class Publisher:
             self._adopt(owner, until, slots[twice], places[twice], own[twice], known[twice])
         if pool.reuse is not None:
             pool.reuse.claim(known[hints != ReuseHint.NONE])
+        for group in range(1, seqs.num_groups):
+            self._settle_group(owner, until, group, slots, places + np.int32(group * seqs.max_blocks), nodes)
+
+    def _settle_group(
+        self, owner: SessionState, until: int, group: int, slots: Int64Array, places: Int32Array, nodes: Int32Array
+    ) -> None:
+        """The same for one group behind the first, as far as its window has left the blocks in the table."""
+        own = self._sequences.tables[slots, places]
+        there = own.nonzero()[0]
+        if not len(there):
+            return
+        slots, places, own = slots[there], places[there], own[there]
+        known = self._index.add_group_blocks(group, nodes[there], own)
+        self._pool.mark_indexed(known)
+        twice = known != own
+        if np.count_nonzero(twice):
+            self._adopt(owner, until, slots[twice], places[twice], own[twice], known[twice])
 
     def _adopt(
         self,

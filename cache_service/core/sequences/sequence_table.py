@@ -66,7 +66,12 @@ class SequenceTable:
         self.share_limits: Int32Array = np.full(slots, _ALL, np.int32)
         self.num_retaining = 0  # sequences with a window
         self.most_held_blocks = config.num_usable_blocks
-        self.tables: Int32Array = untouched(slots, self.max_blocks)
+        # Groups of layers, see group_windows.py: each has a table of its own, max_blocks entries behind that of the one before,
+        # so that one number, group * max_blocks + table index, is the place of an entry. Leading entries may be holes.
+        self.group_windows = config.group_windows
+        self.num_groups = len(config.group_windows)
+        self.group_hole_ends: Int32Array = np.zeros((slots, self.num_groups), np.int32)
+        self.tables: Int32Array = untouched(slots, self.num_groups * self.max_blocks)
         self._tokens: Int32Array = untouched(slots, config.max_tokens_per_sequence)
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
@@ -187,6 +192,10 @@ class SequenceTable:
         self._enter(child, SequenceState.RUNNING)
         self.tables[child, :num_blocks] = self.tables[parent, :num_blocks]
         self._tokens[child, :num_tokens] = self._tokens[parent, :num_tokens]
+        for group in range(1, self.num_groups):
+            first = group * self.max_blocks
+            self.tables[child, first : first + num_blocks] = self.tables[parent, first : first + num_blocks]
+        self.group_hole_ends[child] = self.group_hole_ends[parent]
         for column in (self.num_tokens, self.num_committed, self.num_reserved, self.num_prompt):
             column[child] = num_tokens
         for column in (self.owners, self.roots, self.max_tokens, self.priorities, self.num_hit):
@@ -220,6 +229,18 @@ class SequenceTable:
         self.num_hit[slot], self.num_reserved[slot], self.last_reserve_step[slot] = hit_len, num_reserved, step_id
         self._num_accesses[slot] += 1  # at once: no step named it while it waited
         self._last_access[slot] = now
+
+    def place_groups(self, slot: int, start: int, blocks: Int32Array, first_holes: int = 0) -> None:
+        """Entries of the groups behind the first [groups - 1, n], from table index `start` on; 0 is a hole.
+
+        first_holes: of the first entries placed, those that may be holes.
+        """
+        for group, row in enumerate(blocks, 1):
+            first = group * self.max_blocks + start
+            self.tables[slot, first : first + len(row)] = row
+            if first_holes:
+                there = row[:first_holes].nonzero()[0]
+                self.group_hole_ends[slot, group] = start + (int(there[0]) if len(there) else first_holes)
 
     def set_hit(self, slot: int, hit_len: int) -> None:
         """So many tokens of a start are there, and count as committed."""
@@ -356,6 +377,13 @@ class SequenceTable:
             limit = int(self.num_sink[slot] + self.num_window[slot]) // self.block_size
             self.share_limits[slot] = min(limit, _ALL)
 
+    # Windows of groups
+
+    def open_group_hole(self, slot: int, group: int, places: Int64Array, end: int) -> None:
+        """These places of the group's table are holes; the last hole ends before table index `end`."""
+        self.tables[slot, places] = NULL_BLOCK
+        self.group_hole_ends[slot, group] = end
+
     # Waiting for a prefix that is being computed, see inflight_prefix.py
 
     def restart_waits(self, slot: int, found_len: int) -> None:
@@ -371,14 +399,26 @@ class SequenceTable:
         """[ceil(reserved / block size)] block ids, NULL_BLOCK for a hole of retention; a view."""
         return self.tables[slot, : self.num_blocks(int(self.num_reserved[slot]))]
 
+    def group_table(self, slot: int, group: int) -> Int32Array:
+        """The same of one group; NULL_BLOCK for what its window has left behind."""
+        first = group * self.max_blocks
+        return self.tables[slot, first : first + self.num_blocks(int(self.num_reserved[slot]))]
+
+    def shown_group_tables(self, slot: int) -> tuple[Int32Array, ...]:
+        """Those of the groups behind the first, as the session sees them; () where there is one group."""
+        return tuple(self.group_table(slot, group) for group in range(1, self.num_groups))
+
     def shown_table(self, slot: int) -> Int32Array:
         """The table as its session sees it: a swapped sequence has none."""
         table = self.table(slot)
         return table[:0] if self.states[slot] == SequenceState.SWAPPED else table
 
     def held(self, slot: int) -> Int32Array:
-        """The blocks that a table names, in order, without its holes."""
+        """The blocks that a table names, in order, without its holes; behind them those of the other groups."""
         table = self.table(slot)
+        if self.num_groups > 1:
+            table = np.concatenate([table, *self.shown_group_tables(slot)])
+            return table[table != NULL_BLOCK]
         return table[table != NULL_BLOCK] if self.hole_ends[slot] else table
 
     def retention(self, slot: int) -> Retention | None:
@@ -413,4 +453,5 @@ class SequenceTable:
             column[slot] = 0
         self.may_copy[slot] = False
         self.share_limits[slot] = _ALL
+        self.group_hole_ends[slot] = 0
         return slot

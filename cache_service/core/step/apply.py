@@ -263,7 +263,7 @@ class StepApplier:
             return False
         seqs = self._sequences
         new_blocks = seqs.num_blocks_of(batch.reserve_max) - seqs.num_blocks_of(seqs.num_reserved[slots])
-        num_new = int(np.maximum(new_blocks, 0).sum()) + int(np.count_nonzero(seqs.may_copy[slots]))
+        num_new = (int(np.maximum(new_blocks, 0).sum()) + int(np.count_nonzero(seqs.may_copy[slots]))) * seqs.num_groups
         num_blocks = num_wanted(self._state, plan.start_slots.tolist(), num_new=num_new)
         return fits_in_free(self._state, num_blocks, len(slots) + len(plan.start_slots))
 
@@ -288,7 +288,9 @@ class StepApplier:
         seqs = self._sequences
         for slots, ids, table_idx, blocks in owner.updates:
             holds = (seqs.ids[slots] == ids) & (seqs.owners[slots] == owner.number)
-            holds &= (seqs.states[slots] == SequenceState.RUNNING) & (table_idx * seqs.block_size < seqs.num_reserved[slots])
+            holds &= (seqs.states[slots] == SequenceState.RUNNING) & (
+                table_idx % seqs.max_blocks * seqs.block_size < seqs.num_reserved[slots]
+            )
             holds &= seqs.tables[slots, table_idx] == blocks
             log.update_ids.extend(ids[holds].tolist())
             log.update_table_idx.extend(table_idx[holds].tolist())
@@ -384,7 +386,7 @@ class StepApplier:
         grants = self._reservations.reserve(owner, log, slots, batch.reserve_min[there], batch.reserve_max[there])
         reserved = np.zeros(len(there), np.int32)
         reserved[there] = grants.reserved
-        return Grants(reserved, np.flatnonzero(there).astype(np.int32)[grants.item_idx], grants.blocks)
+        return Grants(reserved, np.flatnonzero(there).astype(np.int32)[grants.item_idx], grants.blocks, grants.groups)
 
 
 def _there(owner: SessionState, ids: Int64Array) -> list[int]:

@@ -61,7 +61,7 @@ class Forecast:
 
 def foretell(seqs: SequenceTable, owner: SessionState) -> Forecast | None:
     """The forecast of the session's next step, its last one being applied; None where no step is likely."""
-    if not owner.granted or owner.granted[-1].step_id != owner.step_id or seqs.num_retaining:
+    if not owner.granted or owner.granted[-1].step_id != owner.step_id or seqs.num_retaining or seqs.num_groups > 1:
         return None
     last = owner.granted[-1]
     completing = next((granted for granted in owner.granted if granted.step_id == last.completes_next), None)

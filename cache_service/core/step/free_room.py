@@ -6,7 +6,7 @@ from ..pool_state import PoolState
 def num_wanted(state: PoolState, start_slots: list[int], *, num_new: int) -> int:
     """Blocks that a step may take for its starts, without their hits, and for num_new that its reservations want."""
     seqs = state.sequences
-    return num_new + sum(seqs.num_blocks(int(seqs.num_tokens[slot])) for slot in start_slots)
+    return num_new + sum(seqs.num_blocks(int(seqs.num_tokens[slot])) for slot in start_slots) * seqs.num_groups
 
 
 def fits_in_free(state: PoolState, num_blocks: int, num_granted: int) -> bool:
@@ -18,4 +18,5 @@ def fits_in_free(state: PoolState, num_blocks: int, num_granted: int) -> bool:
     if state.claims.claims or state.lower_tier is not None:
         return False
     pool = state.pool
-    return num_blocks <= len(pool.free) and num_blocks + num_granted + state.num_spare() <= pool.num_available
+    num_grown = num_granted * state.sequences.num_groups
+    return num_blocks <= len(pool.free) and num_blocks + num_grown + state.num_spare() <= pool.num_available

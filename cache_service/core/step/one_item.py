@@ -3,6 +3,7 @@
 import numpy as np
 
 from ..pool_state import PoolState
+from ..sequences.group_windows import window_holes
 from ..sequences.retention import dropped_span
 from ..sequences.session_state import SessionState
 from ..sequences.transitions import wrong_state
@@ -14,7 +15,7 @@ from ..tiers.sequence_swap import SequenceSwapper
 from ..values.copies import Copies
 from ..values.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfHostBlocks, OutOfSequences
 from ..values.step_columns import StepBatch, StepReply
-from ..values.types import Int32Array, ItemResult, SequenceState, SessionId
+from ..values.types import NO_INT32, Int32Array, ItemResult, SequenceState, SessionId
 from .apply import StepApplier
 from .reply import copies_from, copies_of
 from .validate import too_long
@@ -59,6 +60,7 @@ class OneItemCalls:
         if num_tokens > seqs.max_tokens[slot]:
             raise too_long("num_tokens", int(seqs.max_tokens[slot]))
         dropped_span(seqs, slot).check_fits("num_tokens", num_tokens, seqs)
+        window_holes(seqs, slot).check_fits("num_tokens", num_tokens, seqs)
         if seqs.states[slot] == SequenceState.RUNNING:
             reply = self._step_once(
                 owner,
@@ -136,8 +138,9 @@ class OneItemCalls:
     def release(self, session: SessionId, sequence_id: int) -> int:
         """Gives a sequence's blocks back and forgets it. Answers how many of them nothing else holds."""
         owner, slot = self._state.find_sequence(session, sequence_id)
-        table = self._sequences.shown_table(slot)
-        num_alone = self._blocks_left.num_held_once(table[table > 0])
+        seqs = self._sequences
+        shown = seqs.held(slot) if seqs.states[slot] != SequenceState.SWAPPED else NO_INT32
+        num_alone = self._blocks_left.num_held_once(shown)
         self._step_once(owner, release_ids=np.array([sequence_id]))
         return num_alone
 
@@ -173,15 +176,21 @@ class OneItemCalls:
     def _shortage(self, owner: SessionState, slot: int, num_tokens: int, *, look_up: bool) -> tuple[int, int]:
         """(blocks that an extend takes beside its hit, copies included; blocks that it could have)."""
         seqs, pool = self._sequences, self._pool
-        num_needed = seqs.num_blocks(num_tokens) - len(seqs.table(slot))
+        num_groups = seqs.num_groups
+        num_needed = (seqs.num_blocks(num_tokens) - len(seqs.table(slot))) * num_groups
         if seqs.states[slot] == SequenceState.RUNNING:
             num_room = max(0, pool.num_available - self._claims.num_kept_from(slot))
             return num_needed + len(self._reservations.copies_due(owner, slot, num_tokens)), num_room
-        hits = self._state.index.block_of_node[self._lookup.match_sequence(slot, num_tokens if look_up else 0)]
+        nodes = self._lookup.match_sequence(slot, num_tokens if look_up else 0)
+        hits = self._state.index.block_of_node[nodes]
         hits = hits[: int(np.argmin(hits > 0))] if not hits.all() else hits
+        num_needed -= len(hits) * num_groups
+        if num_groups > 1:
+            of_groups = self._state.index.group_hits(nodes)
+            hits = np.concatenate([hits, of_groups[of_groups > 0]])
         if self._claims.is_later(slot):
-            return num_needed - len(hits), 0
-        return num_needed - len(hits), max(0, self._blocks_left.beside(hits, self._state.num_spare()))
+            return num_needed, 0
+        return num_needed, max(0, self._blocks_left.beside(hits, self._state.num_spare()))
 
     def _start_exactly(self, owner: SessionState, log: StepLog, slot: int, max_hit: int, num_tokens: int) -> bool:
         """Starts a waiting sequence; its hits in the host tier are loaded by the copies of this call."""

@@ -30,7 +30,10 @@ def step_reply(
 ) -> StepReply:
     """The reply of most steps."""
     # A start that was refused holds nothing, so its row is zeros by itself. A loading start is told when its blocks are there.
-    tables = [seqs.table(slot) for slot in plan.start_slots.tolist()]
+    tables = [_tables(seqs, slot) for slot in plan.start_slots.tolist()]
+    update_groups, update_table_idx = NO_INT32, int32_of(log.update_table_idx)
+    if seqs.num_groups > 1 and len(update_table_idx):
+        update_groups, update_table_idx = np.divmod(update_table_idx, np.int32(seqs.max_blocks))
     reserved = seqs.num_reserved[plan.start_slots] if tables else NO_INT32
     if StartResult.LOADING in starts:
         is_loading = [result is StartResult.LOADING for result in starts]
@@ -45,13 +48,13 @@ def step_reply(
         start_results=int32_of(starts),
         start_hits=hits,
         start_reserved=reserved,
-        start_num_blocks=int32_of([len(table) for table in tables]),
+        start_num_blocks=int32_of([len(table) // seqs.num_groups for table in tables]),
         start_block_ids=np.concatenate(tables) if tables else NO_INT32,
         reserve_reserved=grants.reserved,
         new_block_item_idx=grants.item_idx,
         new_block_ids=grants.blocks,
         update_ids=np.array(log.update_ids, np.int64) if log.update_ids else NO_INT64,
-        update_table_idx=int32_of(log.update_table_idx),
+        update_table_idx=update_table_idx,
         update_block_ids=int32_of(log.update_blocks),
         copy_sources=int32_of(log.copy_sources),
         copy_destinations=int32_of(log.copy_destinations),
@@ -61,7 +64,14 @@ def step_reply(
         pressure=pressure,
         revision=revision,
         num_reclaim_hint=num_reclaim_hint,
+        new_block_groups=grants.groups,
+        update_groups=update_groups,
     )
+
+
+def _tables(seqs: SequenceTable, slot: int) -> Int32Array:
+    """The tables of all groups, one behind the other."""
+    return seqs.table(slot) if seqs.num_groups == 1 else np.concatenate([seqs.table(slot), *seqs.shown_group_tables(slot)])
 
 
 def with_moves(

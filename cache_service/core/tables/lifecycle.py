@@ -26,6 +26,7 @@ class SequenceLifecycle:
         self._pool = state.pool
         self._publisher = state.publisher
         self._retention = state.retention
+        self._windows = state.windows
         self._claims = state.claims
         self._counters = state.counters
         self._swapper = swapper
@@ -52,12 +53,16 @@ class SequenceLifecycle:
         self._publisher.note_commits(owner, slots)
         if seqs.num_retaining:
             self._retention.drop_outside(owner, slots, told_now=True)
+        if seqs.num_groups > 1:
+            self._windows.drop_outside(owner, slots)
 
     def fork(self, parent: int, child_id: int, owner: SessionState, num_tokens: int) -> int:
         """Makes a child on the parent's first blocks and answers its slot; needs a free one."""
         seqs = self._sequences
         child = seqs.add_fork(parent, child_id, num_tokens, self._clock.now)
         blocks = seqs.table(child)
+        if seqs.num_groups > 1:
+            blocks = seqs.held(child)
         self._pool.acquire(blocks[blocks != NULL_BLOCK] if seqs.hole_ends[parent] else blocks)
         num_full = num_tokens // self._block_size
         self._publisher.set_published(child, min(num_full, int(seqs.num_published[parent])), like=parent)
@@ -74,6 +79,9 @@ class SequenceLifecycle:
         if seqs.hole_ends[slot] > num_kept:  # cut before the holes
             dropped = dropped[dropped != NULL_BLOCK]
             seqs.close_hole(slot)
+        if seqs.num_groups > 1:
+            behind = [seqs.group_table(slot, group)[num_kept:][::-1] for group in range(1, seqs.num_groups)]
+            dropped = np.concatenate([dropped, *behind])
         seqs.truncate(slot, num_tokens)
         num_full = int(seqs.num_committed[slot]) // self._block_size
         if num_full < seqs.num_published[slot]:
@@ -88,6 +96,8 @@ class SequenceLifecycle:
         self._tell_uses(running)
         # Deepest first, so that leaves are evicted before their parents.
         tables = [seqs.held(slot)[::-1] for slot in running]
+        if seqs.num_groups > 1:  # the first group goes first: with its blocks, those of the others are forgotten
+            tables = [self._first_group_first(slot) for slot in running]
         if tables:
             owner.drop_blocks(self._pool, np.concatenate(tables), until=owner.step_id - 1)
         if self._swapper is not None:
@@ -100,6 +110,12 @@ class SequenceLifecycle:
             owner.ids.remove(int(seqs.ids[slot]))
             owner.logits.pop(int(seqs.ids[slot]), None)
             seqs.remove(slot)
+
+    def _first_group_first(self, slot: int) -> Int32Array:
+        seqs = self._sequences
+        tables = [seqs.group_table(slot, group)[::-1] for group in range(seqs.num_groups)]
+        blocks = np.concatenate(tables)
+        return blocks[blocks != NULL_BLOCK]
 
     def release_end(self, owner: SessionState, slot: int, num_kept: int) -> None:
         """Gives back the blocks of a running sequence behind the first num_kept; its release is to follow."""

@@ -105,7 +105,8 @@ class PrefixLookup:
         if key == self._last_key and self._host is None:
             return self._last_match
         tokens = seqs.prompts[slot, : num_most * self._block_size]
-        self._last_key, self._last_match = key, self.match_tokens(int(seqs.roots[slot]), tokens, num_most)
+        found = self.match_tokens(int(seqs.roots[slot]), tokens, num_most)
+        self._last_key, self._last_match = key, self._index.usable(found)
         return self._last_match
 
     def match_tokens(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:

@@ -36,7 +36,8 @@ class Reservations:
         table_lens = (held + self._round_up) // self._divisor
         num_new = (wanted + self._round_up) // self._divisor - table_lens
         growing = num_new.nonzero()[0]
-        total = int(num_new.sum()) if len(growing) else 0
+        num_groups = seqs.num_groups
+        total = int(num_new.sum()) * num_groups if len(growing) else 0
         seqs.note_access(slots, self._clock.now)
         if total > pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
             return self._reserve_in_order(owner, log, slots, least, wanted)
@@ -49,14 +50,18 @@ class Reservations:
         if not total:
             return Grants(wanted, NO_INT32, NO_INT32)
         places = table_lens[growing]
-        if total > len(growing):
+        if total > len(growing) * num_groups:
             counts = num_new[growing]
-            within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+            within = np.arange(total // num_groups) - np.repeat(np.cumsum(counts) - counts, counts)
             growing, places = np.repeat(growing, counts), np.repeat(places, counts) + within
+        groups = NO_INT32
+        if num_groups > 1:
+            groups = np.repeat(np.arange(num_groups, dtype=np.int32), len(growing))
+            growing, places = np.tile(growing, num_groups), np.tile(places, num_groups) + groups * seqs.max_blocks
         rows = slots[growing]
         blocks = self._allocator.allocate(log, total, seqs.roots[rows])
         seqs.set_blocks(rows, places, blocks)
-        return Grants(wanted, growing.astype(np.int32), blocks)
+        return Grants(wanted, growing.astype(np.int32), blocks, groups)
 
     def allot(self, log: StepLog, wanted: Int32Array, growing: Int64Array, roots: Int32Array) -> Grants:
         """Blocks for the sequences of a forecast, one for each that grows; there are as many. `grant_allotted` writes them."""
@@ -76,16 +81,20 @@ class Reservations:
             seqs.set_blocks(slots[grants.item_idx], places, grants.blocks)
 
     def copies_due(self, owner: SessionState, slot: int, wanted: int) -> Int64Array:
-        """Table indices in [committed, wanted) whose blocks have another holder or reader; the index is a holder (R5)."""
+        """Places in [committed, wanted) of the tables whose blocks have another holder or reader, as the index is (R5)."""
         seqs, pool = self._sequences, self._pool
         if not seqs.may_copy[slot] or wanted <= seqs.num_committed[slot]:
             return np.empty(0, np.int64)
         first = int(seqs.num_committed[slot]) // self._block_size
-        blocks = seqs.table(slot)[first:]
+        blocks, places = seqs.table(slot)[first:], np.arange(first, len(seqs.table(slot)))
+        if seqs.num_groups > 1:
+            groups = range(seqs.num_groups)
+            blocks = np.concatenate([seqs.group_table(slot, group)[first:] for group in groups])
+            places = np.concatenate([places + group * seqs.max_blocks for group in groups])
         others = pool.fence_counts[blocks]
         if others.any():  # a session's own steps run in order, so its own fences do not matter here
             others = others - np.count_nonzero(owner.fenced_blocks()[:, None] == blocks, axis=0)
-        return first + np.flatnonzero((pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0))
+        return places[(pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0)]
 
     def _reserve_in_order(
         self, owner: SessionState, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array
@@ -95,25 +104,27 @@ class Reservations:
         reserved = np.empty(len(slots), np.int32)
         item_idx: list[int] = []
         new_blocks: list[int] = []
+        of_groups: list[int] = []
+        num_groups = seqs.num_groups
         refused: list[tuple[int, int]] = []  # slot, blocks asked for
         starved = False
         for row, (slot, low, want) in enumerate(zip(slots.tolist(), least.tolist(), wanted.tolist(), strict=True)):
             held = int(seqs.num_reserved[slot])
             table_len = seqs.num_blocks(held)
             due = self.copies_due(owner, slot, want)
-            num_least = len(due) + max(seqs.num_blocks(low) - table_len, 0)
+            num_least = len(due) + max(seqs.num_blocks(low) - table_len, 0) * num_groups
             num_kept = claims.num_kept_from(slot) if claims.claims else 0
             may_take = not starved or (claims.claims and not num_kept)
             if may_take and not num_kept and num_least > pool.num_available:
                 self._pin_preemption.make_pins_give_way(slot, num_least - pool.num_available, NO_INT32)
             num_room = (max(0, pool.num_available - num_kept) if may_take else 0) - len(due)
             granted = want
-            if num_room < seqs.num_blocks(want) - table_len:
-                granted = max(held, (table_len + max(num_room, 0)) * self._block_size)
+            if num_room < (seqs.num_blocks(want) - table_len) * num_groups:
+                granted = max(held, (table_len + max(num_room, 0) // num_groups) * self._block_size)
             if granted < low or num_room < 0:
                 # Blocks reserved for an older claim help nobody else, so later items are not held back for them.
                 starved = starved or num_least > pool.num_available
-                refused.append((slot, seqs.num_blocks(want) - table_len + len(due)))
+                refused.append((slot, (seqs.num_blocks(want) - table_len) * num_groups + len(due)))
                 reserved[row] = min(held, low - 1)
                 self._counters.num_refusals += 1
                 continue
@@ -121,15 +132,19 @@ class Reservations:
                 claims.forget_claim(slot)
             if len(due):
                 self._copy_on_write(owner, log, slot, due)
-            blocks = self._allocator.allocate(log, seqs.num_blocks(granted) - table_len, seqs.roots[slot])
-            seqs.set_run(slot, table_len, blocks)
+            num_new = seqs.num_blocks(granted) - table_len
+            blocks = self._allocator.allocate(log, num_new * num_groups, seqs.roots[slot])
+            if num_groups > 1:
+                seqs.place_groups(slot, table_len, blocks.reshape(num_groups, num_new)[1:])
+                of_groups.extend(np.repeat(np.arange(num_groups), num_new).tolist())
+            seqs.set_run(slot, table_len, blocks[:num_new])
             seqs.grant_one(slot, held, granted, owner.step_id)
             item_idx.extend([row] * len(blocks))
             new_blocks.extend(blocks.tolist())
             reserved[row] = granted
         for slot, num_blocks in refused:
             claims.add_claim(owner, slot, num_blocks)
-        return Grants(reserved, np.array(item_idx, np.int32), np.array(new_blocks, np.int32))
+        return Grants(reserved, *(np.array(column, np.int32) for column in (item_idx, new_blocks, of_groups)))
 
     def _copy_on_write(self, owner: SessionState, log: StepLog, slot: int, due: Int64Array) -> None:
         seqs = self._sequences

@@ -21,17 +21,23 @@ class Hit(NamedTuple):
     """The prefix that a start finds: nodes and their blocks [n], 0 for one to be loaded.
 
     joined: loads under way that bring a part of it, where it is not wholly on the device; else None. logits: what follows the
-    whole prompt, where no token is left to compute.
+    whole prompt, where no token is left to compute. groups: blocks of the groups behind the first [groups - 1, n].
     """
 
     nodes: Int32Array
     blocks: Int32Array
     joined: list[tuple[TransferOrder, int]] | None
     logits: bytes | None
+    groups: Int32Array | None = None
+
+    @property
+    def held(self) -> Int32Array:
+        """All blocks that the start would hold; zeros are to be loaded."""
+        return self.blocks if self.groups is None else np.concatenate([self.blocks, self.groups[self.groups > 0]])
 
 
 class Fit(NamedTuple):
-    """A start: new blocks and slots that it would get, and how many blocks it lacks, 0 where it fits.
+    """A start: new table entries and slots that it would get, and how many blocks it lacks, 0 where it fits.
 
     num_wanted: available blocks that it would take for all that it asks for, those that it must leave alone included.
     """
@@ -78,7 +84,7 @@ class SequenceStarter:
             hit = self._part_on_device(hit)
             fit = self._fit(slot, hit, max_new, num_spare, exactly)
         is_later = bool(claims.claims) and claims.is_later(slot)
-        if fit.num_short and not is_later and self._pin_preemption.make_pins_give_way(slot, fit.num_short, hit.blocks):
+        if fit.num_short and not is_later and self._pin_preemption.make_pins_give_way(slot, fit.num_short, hit.held):
             return self.start(owner, log, slot, max_hit, max_new, num_spare=num_spare, exactly=exactly)
         if fit.num_short or is_later:
             self._counters.num_refusals += 1
@@ -107,7 +113,8 @@ class SequenceStarter:
         blocks, joined = self._index.block_of_node[nodes], None
         if self._swapper is not None and np.count_nonzero(blocks) < len(blocks):
             joined = self._swapper.join_loads(owner, nodes, blocks)
-        return Hit(nodes, blocks, joined, None)
+        groups = self._index.group_hits(nodes) if self._sequences.num_groups > 1 else None
+        return Hit(nodes, blocks, joined, None, groups)
 
     def _part_on_device(self, hit: Hit) -> Hit:
         """The first part of a hit, which needs no load."""
@@ -119,20 +126,20 @@ class SequenceStarter:
 
     def _fit(self, slot: int, hit: Hit, max_new: int, num_spare: int, exactly: int) -> Fit:
         """How a start on this hit fits; its zeros are to be loaded, and take a block each."""
-        seqs, num_hits = self._sequences, len(hit.blocks)
+        seqs, num_hits, num_groups = self._sequences, len(hit.blocks), self._sequences.num_groups
         hit_len = num_hits * self._block_size
         least, most = hit_len + (hit.logits is None), min(hit_len + max_new, int(seqs.num_tokens[slot]))
         if exactly:
             least = most = max(exactly, hit_len)
         num_loads = num_hits - int(np.count_nonzero(hit.blocks))
-        num_room = self._blocks_left.beside(hit.blocks, num_spare + num_loads)
+        num_room = self._blocks_left.beside(hit.held, num_spare + num_loads)
         num_new = seqs.num_blocks(most) - num_hits
-        num_short, num_wanted = 0, num_new + self._pool.num_available - num_room
-        if num_new > num_room:
-            num_new = max(num_room, 0)
+        num_short, num_wanted = 0, num_new * num_groups + self._pool.num_available - num_room
+        if num_new * num_groups > num_room:
+            num_new = max(num_room, 0) // num_groups
             most = (num_hits + num_new) * self._block_size
         if most < least or (num_loads and num_room < 0):
-            num_short = seqs.num_blocks(least) - num_hits - num_room
+            num_short = (seqs.num_blocks(least) - num_hits) * num_groups - num_room
         return Fit(num_new, most, num_short, num_wanted)
 
     def _admit(self, owner: SessionState, log: StepLog, slot: int, hit: Hit, fit: Fit, *, is_look_up: bool) -> None:
@@ -141,10 +148,14 @@ class SequenceStarter:
         if hit.joined is not None and self._swapper is not None:
             self._swapper.start_load(owner, slot, hit.nodes, hit.blocks, hit.joined)
         else:
-            self._pool.acquire(hit.blocks)
+            self._pool.acquire(hit.held)
             if self._pool.reuse is not None and seqs.reuse_hints[slot] != ReuseHint.NONE:
                 self._pool.reuse.claim(hit.blocks)
-        new_blocks = self._allocator.allocate(log, fit.num_new, seqs.roots[slot])
+        new_blocks = self._allocator.allocate(log, fit.num_new * seqs.num_groups, seqs.roots[slot])
+        if hit.groups is not None:
+            by_group = new_blocks.reshape(seqs.num_groups, fit.num_new)
+            new_blocks = by_group[0]
+            seqs.place_groups(slot, 0, np.concatenate([hit.groups, by_group[1:]], axis=1), num_hits)
         seqs.place_start(slot, hit.blocks, new_blocks, fit.num_slots, owner.step_id, self._clock.now)
         counters.num_look_ups += is_look_up
         counters.num_look_up_tokens += int(seqs.num_tokens[slot]) * is_look_up

@@ -6,7 +6,7 @@ Owns nothing but these values.
 from dataclasses import dataclass, field
 
 from ..tiers.transfers import TransferOrder
-from ..values.types import NULL_BLOCK, Int32Array
+from ..values.types import NO_INT32, NULL_BLOCK, Int32Array
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class StepLog:
     computing_lens: dict[int, int] = field(default_factory=dict)  # slots told COMPUTING, and the lengths to come
 
     def update(self, sequence_id: int, table_idx: int, block: int) -> None:
-        """An entry of a block table was replaced."""
+        """The entry at this place of a sequence's tables was replaced."""
         self.update_ids.append(sequence_id)
         self.update_table_idx.append(table_idx)
         self.update_blocks.append(block)
@@ -41,8 +41,10 @@ class StepLog:
 
 @dataclass(slots=True)
 class Grants:
-    """Answer to reservations: slots granted [n]; new blocks [m] and the index of the item each belongs to [m]."""
+    """Answer to reservations: slots granted [n]; new blocks [m], the item each belongs to [m], and its group of layers [m],
+    empty where there is one."""
 
     reserved: Int32Array
     item_idx: Int32Array
     blocks: Int32Array
+    groups: Int32Array = field(default_factory=lambda: NO_INT32)

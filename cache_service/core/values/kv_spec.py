@@ -4,11 +4,20 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose K and V of a token lie in one block. window: tokens that each token reads, itself included; 0: all."""
+
+    layers: tuple[int, ...]
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
 class KvSpec:
     """The parts of a KV spec that this service counts with, and all of it as `key`.
 
     key is equal exactly for specs that may share K and V, fields of newer clients included. A spec has layers, heads, elements
-    and their bytes, or else page_bytes alone: then a block is an opaque page, and the other four are 0.
+    and their bytes, or else page_bytes alone: then a block is an opaque page, and the other four are 0. With groups a block
+    has the layers of one group, and the bytes of the largest.
     """
 
     key: bytes
@@ -19,6 +28,7 @@ class KvSpec:
     item_bytes: int  # of one element of K or V
     block_size: int
     page_bytes: int = 0
+    groups: tuple[LayerGroup, ...] = ()  # empty: one block has all layers
 
     @property
     def is_opaque(self) -> bool:
@@ -33,5 +43,9 @@ class KvSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, K and V."""
-        return self.page_bytes or self.num_layers * 2 * self.block_size * self.token_bytes
+        """Bytes of one block over all its layers, K and V."""
+        return self.page_bytes or self.layers_per_block * 2 * self.block_size * self.token_bytes
+
+    @property
+    def layers_per_block(self) -> int:
+        return max((len(group.layers) for group in self.groups), default=self.num_layers)

@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from .sequence_args import Retention
 
 
+def window_blocks(window: int, block_size: int) -> int:
+    """Most blocks that a group with this window holds of a sequence that grows by one token at a time."""
+    return (window - 1) // block_size + 2
+
+
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
     """Sizes and rules of one pool. num_blocks and num_host_blocks count the null block of their tier."""
@@ -26,6 +31,9 @@ class PoolConfig:
     tenant_quotas: tuple[tuple[str, float], ...] = ()  # of tenants with a share of their own
     soon_share: float = 0.25  # of the pool: most blocks that are kept because they are expected back soon
     logits_memory: int = 0  # bytes of stored logits; 0 stores none
+    group_windows: tuple[int, ...] = (
+        0,
+    )  # window of each group of layers in tokens, 0 for one that reads all; the first reads all
 
     @property
     def num_usable_blocks(self) -> int:
@@ -34,7 +42,23 @@ class PoolConfig:
     @property
     def limit_tokens(self) -> int:
         """Most tokens that one sequence can ever have here."""
-        return min(self.max_tokens_per_sequence, self.num_usable_blocks * self.block_size)
+        return min(self.max_tokens_per_sequence, self._most_entries() * self.block_size)
+
+    def held_blocks(self, num_entries: int) -> int:
+        """Most blocks of all groups that a sequence of so many table entries holds, while it grows by one token at a time."""
+        most = (window_blocks(window, self.block_size) if window else num_entries for window in self.group_windows)
+        return sum(min(each, num_entries) for each in most)
+
+    def _most_entries(self) -> int:
+        """Entries of the longest table that fits the pool."""
+        usable = self.num_usable_blocks
+        if len(self.group_windows) == 1:
+            return usable
+        low, high = 0, usable
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.held_blocks(middle) <= usable else (low, middle - 1)
+        return low
 
     def limit_with(self, retention: Retention | None) -> int:
         """Most tokens of a sequence with this retention: the blocks that it holds at once have to fit, not all it ever held."""

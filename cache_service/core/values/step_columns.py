@@ -106,6 +106,9 @@ class StepReply(NamedTuple):
     ready_reserved: Annotated[Int32Array, In("ready", "ready_num_reserved_tokens")] = NO_INT32
     ready_num_blocks: Annotated[Int32Array, In("ready", "ready_num_blocks")] = NO_INT32
     ready_block_ids: Annotated[Int32Array, In("ready", "ready_block_ids", Length.JOINED)] = NO_INT32
+    # Groups of layers; empty: all are of the first.
+    new_block_groups: Annotated[Int32Array, In("new_block", "new_block_group_idx", Length.OPTIONAL)] = NO_INT32
+    update_groups: Annotated[Int32Array, In("update", "table_update_group_idx", Length.OPTIONAL)] = NO_INT32
 
 
 def _marks_of(values: type) -> list[tuple[str, Any, Any]]:

@@ -27,6 +27,7 @@ class SequenceView:
     start_number: int = 0
     reuse_hint: ReuseHint = ReuseHint.UNSPECIFIED
     idle_seconds: float = 0.0
+    group_tables: tuple[Int32Array, ...] = ()  # of the groups of layers behind the first; NULL_BLOCK behind their windows
 
 
 class Readable(NamedTuple):

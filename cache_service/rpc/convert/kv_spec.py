@@ -5,11 +5,14 @@ import re
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ...core.values.errors import InvalidField, NotImplementedYet
-from ...core.values.kv_spec import KvSpec
+from ...core.values.kv_spec import KvSpec, LayerGroup
 from .checks import MAX_INT32, check_range, check_text
 
 _ITEM_BYTES = {pb.KV_DTYPE_FLOAT16: 2, pb.KV_DTYPE_BFLOAT16: 2, pb.KV_DTYPE_FLOAT32: 4}
 _PAGE_ALIGNMENT = 16
+_MOST_GROUPS = 64
+_SERVED_KINDS = (pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_SLIDING_WINDOW)
+_OTHER_KINDS = (pb.LAYER_GROUP_KIND_CHUNKED, pb.LAYER_GROUP_KIND_LATENT, pb.LAYER_GROUP_KIND_RECURRENT)
 _MOST_PAGE_BYTES = 1 << 30
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _OF_ELEMENTS = ("num_layers", "num_kv_heads", "head_dim", "kv_dtype")  # what an opaque page does not tell
@@ -22,10 +25,13 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
     check_text("spec.adapter_id", spec.adapter_id, 256)
     if spec.layout == pb.KV_LAYOUT_OPAQUE:
         _check_page(spec)
-    elif spec.layout == pb.KV_LAYOUT_BLOCK_MAJOR:
+    elif spec.layout in (pb.KV_LAYOUT_BLOCK_MAJOR, pb.KV_LAYOUT_GROUPED):
         _check_elements(spec)
     else:
-        raise InvalidField("layout is KV_LAYOUT_BLOCK_MAJOR or KV_LAYOUT_OPAQUE", field="spec.layout")
+        text = "layout is KV_LAYOUT_BLOCK_MAJOR, KV_LAYOUT_GROUPED or KV_LAYOUT_OPAQUE"
+        raise InvalidField(text, field="spec.layout")
+    if spec.groups and spec.layout != pb.KV_LAYOUT_GROUPED:
+        raise InvalidField("groups are for KV_LAYOUT_GROUPED", field="spec.groups")
     check_range("spec.block_size", spec.block_size, 1, 1024)
     check_range("spec.sliding_window", spec.sliding_window, 0, MAX_INT32)
     check_text("spec.rope_parameters", spec.rope_parameters, 4096)
@@ -45,7 +51,30 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
         item_bytes=_ITEM_BYTES.get(spec.kv_dtype, 0),
         block_size=spec.block_size,
         page_bytes=spec.page.page_bytes,
+        groups=_groups(spec) if spec.layout == pb.KV_LAYOUT_GROUPED else (),
     )
+
+
+def _groups(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
+    """Raises InvalidField, NotImplementedYet."""
+    check_range("spec.groups", len(spec.groups), 1, _MOST_GROUPS)
+    seen: list[int] = []
+    for group in spec.groups:
+        if group.kind not in _SERVED_KINDS:
+            if group.kind in _OTHER_KINDS:
+                name = pb.LayerGroupKind.Name(group.kind)
+                raise NotImplementedYet(f"{name} is not served by this build", feature="layer_group_kind")
+            raise InvalidField("kind is one of LayerGroupKind", field="spec.groups.kind")
+        has_window = group.kind == pb.LAYER_GROUP_KIND_SLIDING_WINDOW
+        check_range("spec.groups.window_tokens", group.window_tokens, int(has_window), MAX_INT32 if has_window else 0)
+        if not group.layer_idx or list(group.layer_idx) != sorted(set(group.layer_idx)):
+            raise InvalidField("layer_idx are the group's layers, ascending", field="spec.groups.layer_idx")
+        seen += group.layer_idx
+    if sorted(seen) != list(range(spec.num_layers)):
+        raise InvalidField("each layer is in one group", field="spec.groups.layer_idx", limit=spec.num_layers - 1)
+    if spec.groups[0].kind != pb.LAYER_GROUP_KIND_FULL:
+        raise InvalidField("the first group is LAYER_GROUP_KIND_FULL", field="spec.groups.kind")
+    return tuple(LayerGroup(tuple(group.layer_idx), group.window_tokens) for group in spec.groups)
 
 
 def kv_spec_message(spec: KvSpec) -> pb.KvSpec:

@@ -89,4 +89,5 @@ def sequence_info(view: SequenceView, *, with_table: bool = True, tokens: Int32A
         idle_ms=round(view.idle_seconds * 1000),
         start_number=view.start_number,
         reuse_hint=int(view.reuse_hint),  # type: ignore[arg-type]
+        group_tables=[pb.GroupTable(block_table=table.tolist()) for table in view.group_tables] if with_table else (),
     )

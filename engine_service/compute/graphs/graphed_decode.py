@@ -25,11 +25,15 @@ PlainDecode = Callable[[Mapping[str, torch.Tensor], Scratch], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """The largest step that is captured: rows, blocks of a row's table, and positions that the model has tables for."""
+    """The largest step that is captured: rows, blocks of a row's table, and positions that the model has tables for.
+
+    num_groups: of layers, each with tables of its own.
+    """
 
     most_rows: int
     table_width: int
     num_positions: int
+    num_groups: int = 1
 
 
 class GraphedDecode:
@@ -48,6 +52,8 @@ class GraphedDecode:
             return None
         if int(batch.positions.max()) >= self._shape.num_positions:
             return None
+        if self._shape.num_groups > 1 and batch.group_tables is None:
+            return None
         graph, logits = self._graphs[size]
         self._inputs.fill(batch, size)
         graph.replay()
@@ -62,7 +68,8 @@ def capture_decode(
 
     progress: show a bar on stderr.
     """
-    inputs = DecodeInputs(shape.most_rows, shape.table_width, device, pin_memory=device.type == "cuda")
+    is_pinned = device.type == "cuda"
+    inputs = DecodeInputs(shape.most_rows, shape.table_width, device, pin_memory=is_pinned, num_groups=shape.num_groups)
     sizes = graph_sizes(shape.most_rows)
     scratch = Scratch(device)  # of the graphs alone: it must not move once the first one is captured
     graphs = {}

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from ...values.request import Int32Array
 from ...values.retention import Retention
 from .preemption_cost import Preemption
 
@@ -24,6 +27,7 @@ class Limits:
     block_bytes: int = 0
     prefix_caching: bool = True
     num_usable_blocks: int = 0  # of the pool
+    group_windows: tuple[int, ...] = (0,)  # of each group of layers, in tokens; 0 reads all
     max_distance: int = 0  # most tokens that the model has positions for
     max_retained_len: int = 0  # most tokens of a sequence that gives blocks back
     bound: str = ""  # what makes max_len so short, as people can change it
@@ -35,6 +39,21 @@ class Limits:
             return self.max_len
         fits = retention.num_held_blocks(self.block_size) <= self.num_usable_blocks
         return max(self.max_len, self.max_retained_len) if fits else self.max_len
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.group_windows)
+
+    def hole_ends(self, num_committed: Int32Array) -> list[Int32Array]:
+        """Of each group the blocks [n] that its window has left behind, where so many tokens [n] are committed."""
+        size = self.block_size
+        return [np.maximum(num_committed - w + 1, 0) // size if w else np.zeros_like(num_committed) for w in self.group_windows]
+
+    def may_cut(self, num_committed: int, num_tokens: int) -> bool:
+        """Whether a sequence with so many committed tokens keeps what its first num_tokens read next."""
+        size = self.block_size
+        ends = ((max(num_committed - window + 1, 0) // size, window) for window in self.group_windows if window)
+        return all(not end or num_tokens >= end * size + window - 1 for end, window in ends)
 
     def bound_of(self, retention: Retention | None) -> str:
         """What makes that so short, in words; empty where it was not said."""

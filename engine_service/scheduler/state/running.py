@@ -20,7 +20,7 @@ Int64Array = npt.NDArray[np.int64]
 class RunningSequences:
     """Rows of sequences. Every array is indexed by row."""
 
-    def __init__(self, num_rows: int, max_len: int, block_size: int) -> None:
+    def __init__(self, num_rows: int, max_len: int, block_size: int, num_groups: int = 1) -> None:
         self.num_rows = num_rows
         self.block_size = block_size
         self.sequences: list[Sequence | None] = [None] * num_rows
@@ -51,7 +51,10 @@ class RunningSequences:
         self.discarded = np.zeros(num_rows, bool)  # ended, and what the device computes for it now is not to be shared
         self._rank = np.zeros((3, num_rows), np.int64)  # least significant key first: index, arrival, -priority
         self.tokens = untouched(num_rows, max_len)
-        self.tables = untouched(num_rows, -(-max_len // block_size))  # null blocks behind each table
+        # Of each group of layers a table, behind that of the group before; null blocks behind each table.
+        self.num_groups, self.table_width = num_groups, -(-max_len // block_size)
+        self.tables = untouched(num_rows, num_groups * self.table_width)
+        self.group_tables = self.tables.reshape(num_rows, num_groups, self.table_width)
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._order: IndexArray | None = None
 
@@ -96,8 +99,8 @@ class RunningSequences:
         self.num_known[row], self.num_reserved[row] = num_known, num_reserved
         self.num_left[row] = sequence.request.max_new_tokens - sequence.num_output
         self.num_computing[row] = self.num_drawing[row] = 0
-        self.num_blocks[row] = len(table)
-        self.tables[row, : len(table)] = table
+        self.num_blocks[row] = num_blocks = len(table) // self.num_groups  # of each group
+        self.group_tables[row, :, :num_blocks] = table.reshape(self.num_groups, num_blocks)
         self.ended[row] = self.kept[row] = self.swapping[row] = self.discarded[row] = False
         self.searches[row] = is_search = sequence.request.num_beams is not None
         self.num_searching += is_search
@@ -121,7 +124,7 @@ class RunningSequences:
         self._forget_row_of(sequence.request.client)
         self.num_searching -= int(self.searches[row])
         self.num_retaining -= int(self.num_window[row] > 0)
-        self.tables[row, : self.num_blocks[row]] = 0
+        self.group_tables[row, :, : self.num_blocks[row]] = 0
         self._free_rows.append(row)
         self._order = None
 
@@ -153,11 +156,26 @@ class RunningSequences:
             del self._num_rows_of[client], self._numbers[client]
 
     def num_held(self, row: int) -> int:
-        """Blocks that a row's table names, holes of retention taken off."""
-        return int(np.count_nonzero(self.tables[row, : self.num_blocks[row]]))
+        """Blocks that a row's tables name, holes taken off."""
+        return int(np.count_nonzero(self.group_tables[row, :, : self.num_blocks[row]]))
 
-    def append_blocks(self, rows: IndexArray, item_idx: Int32Array, block_ids: Int32Array) -> None:
-        """Append new blocks to tables: block_ids[i] belongs to rows[item_idx[i]]; item_idx ascends."""
+    def table_of(self, row: int, num_blocks: int) -> Int32Array:
+        """The first blocks of a row's tables, one table behind the other; a copy."""
+        return self.group_tables[row, :, :num_blocks].flatten()
+
+    def append_blocks(self, rows: IndexArray, item_idx: Int32Array, block_ids: Int32Array, groups: Int32Array) -> None:
+        """Append new blocks to tables: block_ids[i] belongs to rows[item_idx[i]], and there to the group groups[i].
+
+        item_idx ascends within each group, and is the same in all; groups is empty where there is one.
+        """
+        if len(groups):
+            for group in range(self.num_groups):
+                of_group = groups == group
+                items = item_idx[of_group]
+                counts, owners = np.bincount(items, minlength=len(rows)).astype(np.int32), rows[items]
+                self.group_tables[owners, group, self.num_blocks[owners] + ranks(counts)] = block_ids[of_group]
+            self.num_blocks[rows] += counts
+            return
         counts = np.bincount(item_idx, minlength=len(rows)).astype(np.int32)
         owners = rows[item_idx]
         self.tables[owners, self.num_blocks[owners] + ranks(counts)] = block_ids

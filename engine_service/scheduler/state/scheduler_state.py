@@ -35,7 +35,8 @@ class SchedulerState:
         """Nothing runs, and nothing is known of the pool but its limits."""
         self.limits = limits
         num_rows = min(limits.max_running, limits.token_budget)  # a running sequence computes a token a step
-        self.running = RunningSequences(num_rows, max(limits.max_len, limits.max_retained_len), limits.block_size)
+        most = max(limits.max_len, limits.max_retained_len)
+        self.running = RunningSequences(num_rows, most, limits.block_size, limits.num_groups)
         self.headroom = Headroom()
 
     def tokens_of(self, sequence: Sequence) -> Int32Array:

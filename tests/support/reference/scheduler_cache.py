@@ -40,6 +40,8 @@ class FakeAnswer:
     update_ids: list[int] = field(default_factory=list)
     update_table_idx: list[int] = field(default_factory=list)
     update_block_ids: list[int] = field(default_factory=list)
+    new_block_groups: list[int] = field(default_factory=list)
+    update_groups: list[int] = field(default_factory=list)
     copy_sources: list[int] = field(default_factory=list)
     copy_destinations: list[int] = field(default_factory=list)
     transfer_ids: list[int] = field(default_factory=list)

@@ -100,6 +100,8 @@ class StepResult(NamedTuple):
     ready_reserved: Int32Array = _EMPTY32
     ready_num_blocks: Int32Array = _EMPTY32
     ready_block_ids: Int32Array = _EMPTY32  # their block tables, concatenated
+    new_block_groups: Int32Array = _EMPTY32  # with groups of layers: the one whose table a block or an update belongs to
+    update_groups: Int32Array = _EMPTY32
 
 
 # (field of StepItems, field of StepRequest, dtype)
@@ -156,6 +158,8 @@ _ANSWER_COLUMNS = (
     ("ready_reserved", "ready_num_reserved_tokens", _INT32),
     ("ready_num_blocks", "ready_num_blocks", _INT32),
     ("ready_block_ids", "ready_block_ids", _INT32),
+    ("new_block_groups", "new_block_group_idx", _INT32),
+    ("update_groups", "table_update_group_idx", _INT32),
 )
 _ANSWER_NUMBERS = (
     ("step_id", "step_id"),

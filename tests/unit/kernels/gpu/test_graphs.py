@@ -1,5 +1,6 @@
 """Captured decodes, on the Triton path, interpreted: the same logits, for all sizes, on whatever arena is mapped."""
 
+import dataclasses
 import itertools
 from collections import Counter
 
@@ -11,6 +12,7 @@ import triton.runtime.interpreter as interpreter
 from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, capture_decode
 from kvkeeper.engine_service.compute.graphs.sizes import graph_sizes
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, kv_layout_of
+from kvkeeper.engine_service.model.layer_groups import group_layers
 from kvkeeper.engine_service.model.loader import load_model
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
 from tests.support.stand_ins.recorded_graphs import HostRead, NothingAllocates, RecordedGraphs
@@ -86,6 +88,33 @@ def test_logits_are_those_without_graphs_for_every_number_of_rows(each_model):
         torch.testing.assert_close(plain(found), plain(expected), rtol=0, atol=1e-6)
     torch.testing.assert_close(seen[1:], other[1:], rtol=0, atol=1e-6, equal_nan=True)
     assert not seen[0].any(), "padding wrote to the null block"
+
+
+def test_layers_in_groups_have_the_same_logits_by_tables_of_their_own(tmp_path):
+    model = load_model(build_model_folder(tmp_path, next(each for each in CHOSEN if each.name == "gemma2")), progress=False)[0]
+    groups, (without, _) = group_layers(model.config.windows), make_runner(model)
+    assert len(groups) == 2
+    layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE, groups)
+    view = layout.view(torch.zeros((2 * NUM_BLOCKS) * layout.block_bytes, dtype=torch.uint8)).fill_(float("nan"))
+    view[0] = 0
+    captured = ModelRunner(model, on_cuda(view)[0], layout, groups)
+    captured.make_ready(BOUNDS, RecordedGraphs(), with_retention=False, progress=False)
+    prompts(without)
+    for seq in range(MOST_ROWS):
+        captured.forward(in_groups(rows([seq], lambda seq: 0, lambda seq: CONTEXTS[seq])))
+    before = captured.graphed.num_replays
+    for replays, seqs in enumerate(([0], [1, 2], list(range(MOST_ROWS)), [8, 0], [3]), before + 1):
+        found, expected = captured.forward(in_groups(rows(seqs))), without.forward(rows(seqs))
+        assert captured.graphed.num_replays == replays
+        torch.testing.assert_close(plain(found), plain(expected), rtol=0, atol=1e-6)
+    assert not view[0].any(), "padding wrote to the null block"
+
+
+def in_groups(batch):
+    """The same with blocks of its own for the second group, those behind all of the first group's."""
+    tables, slots = batch.block_tables[:, None], batch.slot_mapping[None]
+    shifted = np.where(tables > 0, tables + NUM_BLOCKS, 0).astype(np.int32)
+    return dataclasses.replace(batch, group_tables=shifted, group_slots=slots + NUM_BLOCKS * BLOCK_SIZE)
 
 
 def test_a_sequence_goes_on_from_replay_to_replay(model):

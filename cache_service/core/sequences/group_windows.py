@@ -1,0 +1,109 @@
+"""Groups of layers: what the windows of a sequence's groups leave behind, and giving those blocks back.
+
+A pool may hold K and V of several groups of layers, each of which has a table of every sequence (SequenceTable). The first
+group reads all tokens. A token at position p reads, in a group with window w, the tokens from p - w + 1 on. So with L committed
+tokens nothing before L - w + 1 is read again, and a block wholly before it is dropped: its entry becomes a hole, and all behind
+it keeps its place. Holes are a run from the first entry to SequenceTable.group_hole_ends. What is dropped may stay cached, for
+hits that end there. No sequence is cut to a length whose windows reach into its holes.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ..blocks.block_pool import BlockPool
+from ..values.errors import InvalidField, NotImplementedYet
+from ..values.types import Int64Array, SequenceState
+from .publisher import Publisher
+from .sequence_table import SequenceTable
+from .session_state import SessionState, TableUpdates
+
+
+class WindowHoles(NamedTuple):
+    """What the windows of one sequence's groups have left behind: windows [groups], 0 for none, and table indices [groups]."""
+
+    windows: tuple[int, ...]
+    ends: tuple[int, ...]
+
+    def after_commit(self, num_committed: int, block_size: int) -> "WindowHoles":
+        """The holes once so many tokens are committed."""
+        if len(self.windows) == 1:
+            return self
+        ends = (
+            max(end, _hole_end(num_committed, window, block_size)) for window, end in zip(self.windows, self.ends, strict=True)
+        )
+        return self._replace(ends=tuple(ends))
+
+    def check_cut(self, field: str, num_tokens: int, block_size: int) -> None:
+        """Raises InvalidField where a sequence of num_tokens would read what is left behind; its limit is the least length."""
+        if not any(self.ends):
+            return
+        limit = max(end * block_size + window - 1 for window, end in zip(self.windows, self.ends, strict=True) if end)
+        if num_tokens < limit:
+            text = f"the window of a group of layers has moved on, so keep {limit} tokens or more"
+            raise InvalidField(text, field=field, limit=limit)
+
+    def check_fits(self, field: str, num_tokens: int, sequences: SequenceTable) -> None:
+        """Raises InvalidField for a length whose blocks of all groups no pool of this size can hold at once."""
+        num_groups = len(self.windows)
+        if num_groups == 1:
+            return
+        num_blocks = (sequences.most_held_blocks + sum(self.ends)) // num_groups
+        if sequences.num_blocks(num_tokens) > num_blocks:
+            limit = num_blocks * sequences.block_size
+            raise InvalidField(f"{field}: the pool cannot hold {num_tokens} tokens at once", field=field, limit=limit)
+
+
+def window_holes(sequences: SequenceTable, slot: int) -> WindowHoles:
+    if sequences.num_groups == 1:
+        return _NO_HOLES
+    return WindowHoles(sequences.group_windows, tuple(sequences.group_hole_ends[slot].tolist()))
+
+
+def refuse_groups(group_windows: tuple[int, ...], what: str) -> None:
+    """Raises NotImplementedYet in a pool of several groups of layers."""
+    if len(group_windows) > 1:
+        raise NotImplementedYet(f"{what} with several groups of layers", feature="layer_groups")
+
+
+class GroupWindows:
+    """Gives back the blocks that the windows of one pool's groups have left behind."""
+
+    def __init__(self, sequences: SequenceTable, publisher: Publisher, pool: BlockPool) -> None:
+        self._sequences = sequences
+        self._publisher = publisher
+        self._pool = pool
+
+    def drop_outside(self, owner: SessionState, slots: Int64Array) -> None:
+        """Drops what is wholly before each window, as the committed lengths have it now; the reply, not written yet, tells.
+
+        The blocks wait for the steps that were told of them. What may be shared of them is published first.
+        """
+        seqs, size = self._sequences, self._sequences.block_size
+        windows = np.array(seqs.group_windows)
+        slots = slots[seqs.states[slots] == SequenceState.RUNNING]
+        ends = np.maximum(seqs.num_committed[slots][:, None] - windows + 1, 0) // size
+        rows, groups = ((windows > 0) & (ends > seqs.group_hole_ends[slots])).nonzero()
+        if not len(rows):
+            return
+        self._publisher.publish(told_now=owner)
+        dropped, told_slots, told_places = [], [], []
+        for row, group in zip(rows.tolist(), groups.tolist(), strict=True):
+            slot, end = int(slots[row]), int(ends[row, group])
+            first, start = group * seqs.max_blocks, int(seqs.group_hole_ends[slot, group])
+            places = np.arange(first + start, first + end)[::-1]  # deepest first
+            dropped.append(seqs.tables[slot, places])
+            told_slots.append(np.full(len(places), slot))
+            told_places.append(places)
+            seqs.open_group_hole(slot, group, places, end)
+        blocks, of = np.concatenate(dropped), np.concatenate(told_slots)
+        holes = np.zeros(len(blocks), np.int32)
+        owner.updates.append(TableUpdates(of, seqs.ids[of], np.concatenate(told_places).astype(np.int32), holes))
+        owner.drop_blocks(self._pool, blocks, until=owner.step_id - 1)
+
+
+def _hole_end(num_committed: int, window: int, block_size: int) -> int:
+    return max(num_committed - window + 1, 0) // block_size if window else 0
+
+
+_NO_HOLES = WindowHoles((0,), (0,))

@@ -1,0 +1,57 @@
+"""Groups of layers: which layers of a model keep their K and V in one block, by the windows that the layers have.
+
+Owns the choice. Each group has layers of one window, and about equally many, because blocks of all groups have one size: what a
+smaller group leaves of its blocks is wasted. Pure.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_MOST_GROUPS = 12  # each has a table of every sequence, which a step has to handle
+_FULL_WEIGHT = 16  # of a layer that keeps all tokens, against one that keeps a window
+_Kinds = Sequence[tuple[int | None, list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Numbers of layers, ascending. window: tokens that each token reads in them, itself included; None: all."""
+
+    layers: tuple[int, ...]
+    window: int | None
+
+
+def group_layers(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
+    """The groups of a model with these windows of its layers, full ones first; () where one table serves as well.
+
+    That is so without full layers, because the cache finds prefixes by them, and without windows.
+    """
+    by_window: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        by_window.setdefault(window, []).append(layer)
+    if None not in by_window or len(by_window) == 1:
+        return ()
+    kinds = sorted(by_window.items(), key=lambda kind: kind[0] or 0)  # the full one is first
+    sizes = range(1, max(map(len, by_window.values())) + 1)
+    size = min(
+        (each for each in sizes if _num_groups(kinds, each) <= _MOST_GROUPS), key=lambda each: (_cost(kinds, each), -each)
+    )
+    return tuple(
+        LayerGroup(tuple(layers[first : first + size]), window)
+        for window, layers in kinds
+        for first in range(0, len(layers), size)
+    )
+
+
+def _num_groups(kinds: _Kinds, size: int) -> int:
+    return sum(-(-len(layers) // size) for _, layers in kinds)
+
+
+def _cost(kinds: _Kinds, size: int) -> int:
+    """Room of a long sequence in layers, unused room included; where it keeps all tokens it counts more."""
+    return sum(-(-len(layers) // size) * size * (1 if window else _FULL_WEIGHT) for window, layers in kinds)
+
+
+def places_of(groups: Sequence[LayerGroup]) -> tuple[tuple[int, int], ...]:
+    """Of each layer, its group and which layer of the group's blocks it is."""
+    places = {layer: (group_idx, at) for group_idx, group in enumerate(groups) for at, layer in enumerate(group.layers)}
+    return tuple(places[layer] for layer in range(len(places)))

@@ -1,0 +1,229 @@
+"""A pool of several groups of layers, driven by random lawful steps, with the bytes of every block watched.
+
+Owns two sessions whose device work runs late, what each computes, and the comparison of three views after every step: the
+tables that the pool has, those that a client keeps of what it was told, and the contents of the blocks behind them. The
+contents of each group are its own, so a block of another group never spells a sequence. What a token reads is worked out here
+anew, from the windows alone.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvkeeper.cache_service.core.manager import PoolManager
+from kvkeeper.cache_service.core.values.errors import InvalidField, NeverFits, OutOfSequences
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepReply
+from kvkeeper.cache_service.core.values.types import Executor, ItemResult, SequenceId, SequenceState, SessionId, StartResult
+from tests.support.reference.shadow_memory import Contents, DeviceStep, Read, ShadowMemory
+from tests.support.reference.told_tables import ToldTables
+from tests.support.worlds.core_pool import step_batch
+
+_TENANTS = ("", "other")
+
+
+@dataclass(slots=True)
+class Sequence:
+    """What its engine knows of a sequence."""
+
+    tenant: str
+    tokens: list[int]
+    is_running: bool = False
+    committed: int = 0
+    reserved: int = 0
+    computed: int = 0  # tokens whose K and V steps have written, or are about to
+    busy_until: int = 0  # the step that computes the last of them
+
+
+@dataclass(slots=True)
+class Engine:
+    """One session of the world."""
+
+    session: SessionId
+    told: ToldTables
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    step_id: int = 0
+
+
+class GroupedWorld:
+    """Random steps of two engines on one pool. windows: of each group, 0 for none."""
+
+    def __init__(self, seed: int, windows: tuple[int, ...], num_blocks: int, block_size: int, policy: str = "adaptive") -> None:
+        self.random = random.Random(seed)
+        self.windows, self.size = windows, block_size
+        config = PoolConfig(
+            num_blocks, block_size, max_sequences=12, max_tokens_per_sequence=96, group_windows=windows, eviction_policy=policy
+        )
+        self.manager, self.contents = PoolManager(config), Contents()
+        self.memory = ShadowMemory(num_blocks, block_size)
+        self.engines = [self._open(name) for name in ("a", "b")]
+        self.prompts = [[self.random.randrange(3) for _ in range(60)] for _ in range(3)]
+        self.num_hits = self.num_refused = self.num_cut = self.num_forks = self.num_copies = self.num_holes = self._last_id = 0
+
+    def _open(self, name: str) -> Engine:
+        self.manager.open_session(SessionId(name), Executor.ENGINE)
+        return Engine(SessionId(name), ToldTables(self.size, len(self.windows)))
+
+    # One step
+
+    def run_step(self) -> None:
+        """A step of one of the engines, or the end of its session."""
+        engine = self.random.choice(self.engines)
+        if self.random.random() < 0.01:
+            self._reopen(engine)
+            return
+        if len(engine.sequences) < 5 and self.random.random() < 0.4:
+            self._create(engine)
+        completed = engine.step_id - self.random.choice((0, 0, 1))
+        completed = max(completed, 0)
+        faults = self.memory.run_through(engine.session, completed)
+        assert not faults, faults
+        items = self._items(engine, completed)
+        batch = step_batch(engine.step_id + 1, completed, **items)
+        before = self.manager.check_invariants()
+        assert not before, before
+        try:
+            reply = self.manager.step(engine.session, batch)
+        except InvalidField as error:
+            if error.metadata["field"] not in ("truncate_num_tokens", "fork_num_tokens", "reserve_min_tokens"):
+                raise
+            self.num_refused += 1
+            return
+        engine.step_id += 1
+        self._apply(engine, items, batch, reply)
+        if self.random.random() < 0.5:
+            self.manager.publish_pending(self.random.choice((1, 3, 1000)))
+        self._check(engine)
+
+    def _create(self, engine: Engine) -> None:
+        self._last_id += 1
+        tokens = self.random.choice(self.prompts)[: self.random.randrange(1, 60)]
+        tokens = [*tokens, *(self.random.randrange(3) for _ in range(self.random.choice((0, 0, 5))))]
+        tenant = self.random.choice(_TENANTS)
+        args = SequenceArgs(SequenceId(self._last_id), np.array(tokens, np.int32), tenant=tenant)
+        try:
+            self.manager.create_sequence(engine.session, args)
+        except (NeverFits, OutOfSequences):
+            return
+        engine.sequences[self._last_id] = Sequence(tenant, tokens)
+
+    def _items(self, engine: Engine, completed: int) -> dict[str, list[tuple[object, ...]]]:
+        draw, running = self.random.random, {i: each for i, each in engine.sequences.items() if each.is_running}
+        commits, truncates, forks, releases, starts, reserves = [], [], [], [], [], []
+        lens = {}
+        for i, each in running.items():
+            lens[i] = each.committed
+            if each.computed > each.committed and each.busy_until <= completed:
+                new = [self.random.randrange(3)] if each.computed == len(each.tokens) < 90 else []
+                commits.append((i, each.computed, new))
+                lens[i] = each.computed
+        for i, each in running.items():
+            is_idle, kind = each.busy_until <= completed, draw()
+            if kind < 0.05:
+                releases.append(i)
+            elif kind < 0.1 and is_idle and lens[i] > 1:
+                truncates.append((i, self.random.randrange(max(1, lens[i] - 9), lens[i] + 1)))
+            elif kind < 0.16 and lens[i] > 1:
+                self._last_id += 1
+                forks.append(
+                    (i, self._last_id, lens[i] - self.random.choice((0, 0, 0, min(lens[i] - 1, self.random.randrange(9)))))
+                )
+            elif is_idle and kind < 0.95:
+                known = len(each.tokens) + sum(len(new) for item, _, new in commits if item == i)
+                most = min(known, lens[i] + self.random.choice((1, 1, 4, 20)))
+                if most > lens[i]:
+                    reserves.append((i, self.random.choice((lens[i] + 1, most)), most))
+        for i, each in engine.sequences.items():
+            if not each.is_running and draw() < 0.5:
+                starts.append((i, self.random.choice((4, 30)), self.random.choice((0, 1000, 1000))))
+        named = {"commits": commits, "truncates": truncates, "forks": forks, "releases": releases, "starts": starts}
+        return {**named, "reserves": reserves}  # type: ignore[return-value]
+
+    def _apply(self, engine: Engine, items: dict, batch: object, reply: StepReply) -> None:  # type: ignore[type-arg]
+        """What the engine makes of the answer: tables, and the device work of the step."""
+        engine.told.apply(batch, reply)  # type: ignore[arg-type]
+        sequences, work = engine.sequences, DeviceStep(engine.step_id, is_known=True)
+        self.memory.issue(str(engine.session), work)
+        work.copies = list(zip(reply.copy_sources.tolist(), reply.copy_destinations.tolist(), strict=True))
+        self.num_copies += len(work.copies)
+        for i, length, new in items["commits"]:
+            sequences[i].committed = length
+            sequences[i].tokens += new
+        for (parent, child, length), result in zip(items["forks"], reply.fork_results.tolist(), strict=True):
+            if result == ItemResult.OK:
+                self.num_forks += 1
+                each = sequences[parent]
+                sequences[child] = Sequence(each.tenant, each.tokens[:length], True, length, length, length, 0)
+        for i, length in items["truncates"]:
+            each = sequences[i]
+            self.num_cut += 1
+            each.tokens, each.committed, each.reserved = (
+                each.tokens[:length],
+                min(each.committed, length),
+                min(each.reserved, length),
+            )
+            each.computed = each.committed
+        for i in items["releases"]:
+            del sequences[i]
+        columns = (reply.start_results, reply.start_hits, reply.start_reserved)
+        for (i, _, _), result, hit, reserved in zip(items["starts"], *(each.tolist() for each in columns), strict=True):
+            if result == StartResult.STARTED:
+                each = sequences[i]
+                each.is_running, each.committed, each.computed, each.reserved = True, hit, hit, reserved
+                self.num_hits += hit > 0
+                self._compute(engine, work, i, reserved)
+        for (i, least, _), granted in zip(items["reserves"], reply.reserve_reserved.tolist(), strict=True):
+            each = sequences[i]
+            if granted >= least:
+                each.reserved = max(each.reserved, granted)
+                self._compute(engine, work, i, min(granted, len(each.tokens)))
+
+    def _compute(self, engine: Engine, work: DeviceStep, sequence_id: int, end: int) -> None:
+        """The step computes a sequence from its committed tokens up to `end`."""
+        each, start = engine.sequences[sequence_id], engine.sequences[sequence_id].committed
+        for group, table in enumerate(self._tables(engine, sequence_id)):
+            contents = self.contents.spell(f"{each.tenant}/{group}", each.tokens[:end])
+            work.reads.append(Read(f"{sequence_id} group {group}", list(table), contents[:start], self._unread(group, start)))
+            work.writes += [(self.memory.slot(table, at), contents[at]) for at in range(start, end)]
+        each.computed, each.busy_until = end, engine.step_id
+
+    def _unread(self, group: int, length: int) -> range:
+        """Positions that no token from `length` on reads in a group: the one at `length` reads window - 1 tokens before it."""
+        window = self.windows[group]
+        return range(max(0, length - window + 1)) if window else range(0)
+
+    def _tables(self, engine: Engine, sequence_id: int) -> list[list[int]]:
+        return [engine.told.tables[sequence_id], *engine.told.groups[sequence_id]]
+
+    def _reopen(self, engine: Engine) -> None:
+        """The session ends without its engine; what it may still write is withheld until it has."""
+        self.manager.close_session(engine.session, may_still_write=True)
+        while self.memory.num_in_flight(str(engine.session)):
+            self.memory.run_one(str(engine.session), ended=True)
+        self.manager.end_quarantine(engine.session)
+        self._last_id += 1
+        self.engines[self.engines.index(engine)] = self._open(f"{engine.session}{self._last_id}")
+
+    # Checks
+
+    def _check(self, engine: Engine) -> None:
+        wrong = self.manager.check_invariants()
+        assert not wrong, wrong
+        reads = []
+        for i, each in engine.sequences.items():
+            view = self.manager.view(engine.session, i)
+            assert (view.state == SequenceState.RUNNING) == each.is_running
+            if not each.is_running:
+                continue
+            told = self._tables(engine, i)
+            has = [view.block_table.tolist(), *(table.tolist() for table in view.group_tables)]
+            if not self.manager.state.session(engine.session).updates:  # else the next reply tells the rest
+                assert has == told, (i, has, told)
+            self.num_holes += sum(table.count(0) for table in has)
+            for group, table in enumerate(told):
+                contents = self.contents.spell(f"{each.tenant}/{group}", each.tokens[: each.committed])
+                reads.append(Read(f"{i} group {group}", table, contents, self._unread(group, each.committed)))
+        faults = self.memory.check(str(engine.session), reads)
+        assert not faults, faults
