@@ -42,6 +42,7 @@ from kvkeeper.trust.settings import (
 from .core.blocks.pressure import PressureGauge
 from .core.eviction import POLICY_NAMES
 from .core.values.errors import InvalidField
+from .memory.remote.remote_address import FORM_WORDS, parse_address
 
 MIB = 1 << 20
 MAX_POOL_BLOCKS = 1 << 24
@@ -86,6 +87,15 @@ def parse_shares(text: str) -> tuple[float, ...]:
 def _runtime_dir_refusal(path: Path) -> str | None:
     is_short = len(os.fsencode(path)) <= _MAX_RUNTIME_DIR_BYTES
     return None if is_short else f"a path of at most {_MAX_RUNTIME_DIR_BYTES} bytes, for the sockets in it"
+
+
+def _remote_refusal(text: str) -> str | None:
+    """Never repeats the text: it may hold a password."""
+    try:
+        parse_address(text or "redis://localhost:1")
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _pressure_refusal(shares: tuple[float, ...]) -> str | None:
@@ -320,6 +330,50 @@ class CacheConfig:
         unit="seconds",
         details="An order that takes longer makes the disk rest.",
     )
+    remote: str = setting(
+        "",
+        group="Remote tier",
+        help="Valkey or Redis server in which cache services share blocks",
+        example="rediss://cache.internal:6379/0",
+        default_text="no remote tier",
+        check=Check(FORM_WORDS, _remote_refusal),
+        details="Without a user or a password, which are in --remote-secret. It needs that file and a host tier.",
+    )
+    remote_secret: Path | None = setting(
+        None,
+        group="Remote tier",
+        help="file with the key that services share, and the user and password of the server",
+        default_text="none",
+        details="Lines key = ..., user = ... and password = ..., mode 0600. Services with the same key share blocks.",
+    )
+    remote_ca: Path | None = setting(
+        None,
+        group="Remote tier",
+        help="certificates that vouch for the server of rediss:// and valkeys://",
+        default_text="those that the machine knows",
+    )
+    remote_admit: str = setting(
+        "second-use",
+        group="Remote tier",
+        help="what is stored: all that comes to the host tier, or what was loaded back from there",
+        choices=("all", "second-use"),
+        details="second-use keeps one service from flooding what others share.",
+    )
+    remote_ttl: float = setting(
+        86_400.0,
+        group="Remote tier",
+        help="seconds that a block lives there without being used",
+        check=between(1, 30 * 86_400),
+        unit="seconds",
+    )
+    remote_deadline: float = setting(
+        1.0,
+        group="Remote tier",
+        help="seconds that a sequence waits for its blocks from the remote tier, before it computes them",
+        check=between(0.01, 60),
+        unit="seconds",
+        details="A server that takes longer is left alone for a while.",
+    )
     tls_cert: Path | None = tls_cert_setting()
     tls_key: Path | None = tls_key_setting()
     tls_client_ca: Path | None = tls_client_ca_setting()
@@ -356,6 +410,14 @@ class CacheConfig:
             raise ConfigError("--disk-path takes what leaves the host tier, so it needs one, see --host-memory")
         if self.disk_path is not None and self.prefix_ttl is not None:
             raise ConfigError("--disk-path keeps blocks without an end, so it does not go with --prefix-ttl")
+        if bool(self.remote) != (self.remote_secret is not None):
+            raise ConfigError("a remote tier has a server and a secret, see --remote and --remote-secret")
+        if self.remote_ca is not None and not self.remote.startswith(("rediss:", "valkeys:")):
+            raise ConfigError("--remote-ca is for a server under TLS, see --remote")
+        if self.remote and not (self.host_memory or self.num_host_blocks):
+            raise ConfigError("--remote takes what leaves the host tier, so it needs one, see --host-memory")
+        if self.remote and self.prefix_ttl is not None:
+            raise ConfigError("--remote has a time to live of its own, so it does not go with --prefix-ttl")
         if self.memory_dir is not None and self.device != "cpu" and not self.hold:
             raise ConfigError("--memory-dir holds memory of the machine, so it needs --device cpu, or a holder, see --hold")
         if self.hold and (self.memory_dir is None or self.device == "cpu"):

@@ -30,6 +30,7 @@ from .memory.disk.disk_directory import DiskDirectory, DiskRefused
 from .memory.memory_directory import MemoryDirectory, MemoryRefused
 from .memory.predecessor import end_predecessor
 from .memory.private_directory import private_directory
+from .memory.remote.open_remote import RemoteMaker, RemoteRefused, open_remote
 from .memory.select_memory import kept_memory_of, memory_of
 from .metrics import cache_metrics
 from .rpc.eviction_calls import EvictionCalls
@@ -130,8 +131,9 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
             directory = MemoryDirectory(config.memory_dir, keep=config.keep, memory=kept_memory)
         if config.disk_path is not None:
             disks = DiskDirectory(config.disk_path, config.disk_memory, config.num_pools)
+        remote = _remote_of(config)
         kinds = memory or memory_of(config.device)
-        registry = PoolRegistry(config, kinds, watch_streams.note_replaced, directory, disks, timing.time)
+        registry = PoolRegistry(config, kinds, watch_streams.note_replaced, directory, disks, timing.time, remote)
         most_bytes = max_message_bytes(config.max_sequences)
         guard = Guard(config)
         endpoint = await Endpoint.open(config.listen, most_bytes, guard=guard)
@@ -169,6 +171,8 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
             raise StartError(f"--memory-dir {config.memory_dir}: {error}") from None
         if isinstance(error, DiskRefused):
             raise StartError(f"--disk-path {config.disk_path}: {error}") from None
+        if isinstance(error, RemoteRefused):
+            raise StartError(str(error)) from None
         if isinstance(error, AddressInUse):
             raise StartError(f"--listen {config.listen}: {error}") from None
         if isinstance(error, OutOfMemory):
@@ -179,6 +183,15 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
     log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)
     kept = directory, disks
     return RunningServer(attach.path, session_manager, config.drain_timeout, guard, endpoint, attach, metrics, own_clock, *kept)
+
+
+def _remote_of(config: CacheConfig) -> RemoteMaker | None:
+    """Raises RemoteRefused."""
+    if not config.remote:
+        return None
+    assert config.remote_secret is not None, "checked by the config"
+    seconds = {"ttl": config.remote_ttl, "timeout": config.remote_deadline}
+    return open_remote(config.remote, secret=config.remote_secret, ca=config.remote_ca, **seconds)
 
 
 def _groups_of_calls(

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .core.manager import PoolManager
-from .core.tiers.disk_tier import DiskRules
-from .core.values.copies import DiskResult
+from .core.tiers.named_tier import TierRules
+from .core.values.copies import TierResult
 from .core.values.pool_config import PoolConfig
 from .core.values.sequence_args import SequenceArgs
 from .core.values.step_columns import StepBatch, StepReply
@@ -54,7 +54,7 @@ class TierSums:
 
 
 def replay_tiers(requests: Iterable[list[int]], sizes: TierSizes, policy: str, *, on_second_use: bool = False) -> TierSums:
-    """The device has to hold the longest request, and one block more. on_second_use: what the disk admits, see DiskRules."""
+    """The device has to hold the longest request, and one block more. on_second_use: what the disk admits, see TierRules."""
     replay = _TierReplay(sizes, policy, on_second_use=on_second_use)
     for request in requests:
         replay.run(request)
@@ -71,7 +71,7 @@ class _TierReplay:
         )
         self._manager = PoolManager(config)
         if sizes.disk:
-            self._manager.add_disk(b"replay", sizes.disk, 0, (), DiskRules(on_second_use=on_second_use))
+            self._manager.add_disk(b"replay", sizes.disk, 0, (), TierRules(on_second_use=on_second_use))
         self._manager.open_session(_SESSION, Executor.ENGINE)
         self._num_requests = self._num_steps = self._num_blocks = self._num_hits = 0
         self._num_to_host = self._num_from_host = 0
@@ -97,7 +97,7 @@ class _TierReplay:
 
     def sums(self) -> TierSums:
         disk = self._manager.disk.counts if self._manager.disk is not None else None
-        from_disk, to_disk = (disk.num_disk_hit_blocks, disk.num_disk_stored_blocks) if disk is not None else (0, 0)
+        from_disk, to_disk = (disk.num_hit_blocks, disk.num_stored_blocks) if disk is not None else (0, 0)
         return TierSums(
             self._num_blocks,
             self._num_hits - self._num_from_host,
@@ -112,12 +112,12 @@ class _TierReplay:
         """What the disk has of the sequence that was created is in the host tier."""
         if (disk := self._manager.disk) is not None:
             for load in disk.take_loads():
-                disk.complete_load(load, [DiskResult.DONE] * len(load.orders))
+                disk.complete_load(load, [TierResult.DONE] * len(load.orders))
 
     def _store(self) -> None:
         disk = self._manager.disk
         while disk is not None and (store := disk.prepare_store(_STORED_AT_ONCE)) is not None:
-            disk.complete_store(store, [DiskResult.DONE] * len(store.orders))
+            disk.complete_store(store, [TierResult.DONE] * len(store.orders))
 
     def _step(self, **columns: np.ndarray) -> StepReply:
         self._num_steps += 1

@@ -36,9 +36,12 @@ from .tables.lifecycle import SequenceLifecycle
 from .tables.prefix_lookup import PrefixLookup
 from .tables.reserve import Reservations
 from .tables.start import SequenceStarter
-from .tiers.disk_tier import DiskRules, DiskTier
+from .tiers.named_tier import NamedTier, Table, TierRules
 from .tiers.offload import Offloader
 from .tiers.sequence_swap import SequenceSwapper
+from .tiers.slot_table import SlotTable
+from .tiers.tier_chain import TierChain
+from .tiers.told_table import ToldTable
 from .values.copies import Copies, StoredBlock
 from .values.kept_index import Digest, KeptIndex, UInt64Array, Verification
 from .values.pool_config import PoolConfig
@@ -74,7 +77,9 @@ class PoolManager:
         self._garbage = GarbageCalls(state, self._maintenance, swapper)
         self._sessions = SessionCalls(state, self.reclaim, swapper)
         self._queries = Queries(state, lookup, swapper)
-        self.disk: DiskTier | None = None
+        self.disk: NamedTier | None = None
+        self.remote: NamedTier | None = None
+        self._below = TierChain()
 
     @property
     def config(self) -> PoolConfig:
@@ -102,15 +107,32 @@ class PoolManager:
     def reclaim_some(self, max_blocks: int) -> bool:
         return self._sessions.reclaim_blocks(max_blocks)
 
-    # A disk tier
+    # Tiers below the host tier, added before any other call, the disk first
 
     def add_disk(
-        self, key: bytes, num_slots: int, era: int, stored: Sequence[StoredBlock] = (), rules: DiskRules | None = None
-    ) -> DiskTier:
-        """Before any other call, to a pool with a host tier. See DiskTier."""
-        assert self.swapper is not None, "a disk tier lies behind a host tier"
-        tier = DiskTier(self.state, self.swapper.offloader, key, num_slots, era, stored, rules)
-        self.disk = self.state.disk = tier
+        self,
+        key: bytes,
+        num_slots: int,
+        era: int,
+        stored: Sequence[StoredBlock] = (),
+        rules: TierRules | None = None,
+        eviction_policy: str = "lru",
+    ) -> NamedTier:
+        """A tier on a disk of this pool alone. stored: what earlier runs have left under this key in this era."""
+        self.disk = self._add_tier(key, SlotTable(num_slots, stored, eviction_policy), era, rules)
+        return self.disk
+
+    def add_remote(self, key: bytes, rules: TierRules) -> NamedTier:
+        """A tier in a store that other pools of the same key share."""
+        self.remote = self._add_tier(key, ToldTable(), 0, rules)
+        return self.remote
+
+    def _add_tier(self, key: bytes, table: Table, era: int, rules: TierRules | None) -> NamedTier:
+        assert self.swapper is not None, "such a tier lies behind a host tier"
+        if self.state.below is None:
+            self.state.below = self._below
+        tier = NamedTier(self.state, self.swapper.offloader, key, table, era, rules)
+        self._below.tiers.append(tier)
         return tier
 
     # A kept index

@@ -38,17 +38,17 @@ class LowerTier(Protocol):
         """The nodes of these host blocks were forgotten."""
 
 
-class DiskStore(Protocol):
-    """The tier below the host tier, as far as the calls know it."""
+class LowerTiers(Protocol):
+    """The tiers below the host tier, as far as the calls know them."""
 
     def expect(self, slot: int) -> None:
-        """A sequence was created in this slot: what it wants is brought, as far as the disk has it."""
+        """A sequence was created in this slot: what it wants is brought, as far as they have it."""
 
     def length_to_come(self, slot: int, max_hit: int) -> int:
         """Tokens that the waiting sequence could hit once what it waits for has come; 0 where it is not to wait."""
 
     def end_behind(self, node: int, tokens: bytes) -> MatchEnd | None:
-        """Why a block of these tokens behind this node is in no tier above, where the disk has it."""
+        """Why a block of these tokens behind this node is in no tier above, where one of them has it."""
 
     def begin_clearing(self) -> None: ...
 
@@ -93,7 +93,7 @@ class PoolState:
         self.windows = GroupWindows(self.sequences, self.publisher, self.pool)
         self.pin_preemption = PinPreemption(self.sequences, self.pool, self.pins)
         self.lower_tier: LowerTier | None = None  # set where there is one
-        self.disk: DiskStore | None = None  # set where there is one
+        self.below: LowerTiers | None = None  # set where there is one
         self.gauge = PressureGauge(config.pressure_levels, config.num_usable_blocks)
         self.gauge.on_change = self._tell_pressure
         self.room_ahead = RoomAhead(config.num_usable_blocks)

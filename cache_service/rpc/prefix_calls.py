@@ -1,5 +1,6 @@
 """Calls on cached prefixes: look-up, explanation of a match, pins, stored logits, and clearing the prefix cache."""
 
+import asyncio
 import secrets
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
@@ -13,7 +14,7 @@ from .convert.reports import explanation
 from .ownership import check_sequence, own_session, readable_session, require_all_tenants
 
 _SLICE_BLOCKS = 128  # forgotten in less than a millisecond
-_DISK_SECONDS = 5.0  # that a clearing waits for the disk to have it written down
+_TIER_SECONDS = 5.0  # that a clearing waits for a lower tier to have it written down
 
 
 class PrefixCalls:
@@ -71,8 +72,8 @@ class PrefixCalls:
             live.pool.finish_step()
             result = clearing.end()
             live.pool.publish_soon()
-        if live.pool.disk is not None:
-            await live.pool.disk.cleared(_DISK_SECONDS)
+        tiers = [tier for tier in (live.pool.disk, live.pool.remote) if tier is not None]
+        await asyncio.gather(*(tier.cleared(_TIER_SECONDS) for tier in tiers))
         return pb.ClearPrefixCacheResponse(
             num_freed_blocks=result.num_freed_blocks, num_forgotten_blocks=result.num_forgotten_blocks
         )

@@ -18,8 +18,8 @@ from ..core.values.types import SessionId
 from ..core.values.views import PoolStats
 from ..memory.arena import Arena, ByteArray
 from ..memory.shared_memory import SharedMemoryArena
-from .pool_disk import PoolDisk
 from .pool_keeper import PoolKeeper
+from .pool_tier import PoolTier
 from .turns import PAUSE, Turns
 
 log = structlog.get_logger()
@@ -46,10 +46,11 @@ class PoolInfo:
     num_host_blocks: int
     host_arena_bytes: int
     num_disk_blocks: int  # slots
+    has_remote: bool
     arena_kind: str  # as the attach socket's line names it
 
 
-PoolDiskMaker = Callable[[Callable[[], PoolManager], ByteArray], PoolDisk]
+PoolTierMaker = Callable[[Callable[[], PoolManager], ByteArray], PoolTier]
 
 
 class Pool:
@@ -63,11 +64,12 @@ class Pool:
         arena: Arena,
         host_arena: SharedMemoryArena | None = None,
         keeper: PoolKeeper | None = None,
-        disk: PoolDiskMaker | None = None,
+        disk: PoolTierMaker | None = None,
+        remote: PoolTierMaker | None = None,
     ) -> None:
         """keeper: of a pool whose memory outlives the service, with what earlier runs have left taken over.
 
-        disk: makes what runs the orders of the core's disk tier, where it has one.
+        disk, remote: make what runs the orders of the core's tiers of these names, where it has them.
         """
         self.key = spec.key
         self._manager = manager
@@ -91,6 +93,7 @@ class Pool:
             num_host_blocks=num_host_blocks,
             host_arena_bytes=num_host_blocks * block_bytes,
             num_disk_blocks=manager.disk.num_slots if manager.disk is not None else 0,
+            has_remote=manager.remote is not None,
             arena_kind=str(arena.fields()["kind"]),
         )
         self.sessions: set[SessionId] = set()
@@ -104,15 +107,18 @@ class Pool:
         self.keeper = keeper
         self._postponed: Callable[[], None] | None = None  # does a step that was answered
         self._is_publishing = self._is_reclaiming = False
-        self.disk: PoolDisk | None = None
-        if disk is not None:
-            assert self.hosts is not None, "a disk tier lies behind a host tier"
-            self.disk = disk(lambda: self.manager, self.hosts)
+        self.disk, self.remote = self._made(disk), self._made(remote)
         if keeper is not None:
             keeper.copying = lambda: self.copying
         if keeper is not None and keeper.is_quarantining:
             self.quarantines.add(EARLIER_RUN)
             keeper.watch_earlier(self._end_earlier_quarantine)
+
+    def _made(self, maker: PoolTierMaker | None) -> PoolTier | None:
+        if maker is None:
+            return None
+        assert self.hosts is not None, "such a tier lies behind a host tier"
+        return maker(lambda: self.manager, self.hosts)
 
     @property
     def manager(self) -> PoolManager:
@@ -219,8 +225,9 @@ class Pool:
 
     def close(self, *, keep: bool = False) -> None:
         """Gives the memory back; keep: where it outlives the service, it stays for the next one."""
-        if self.disk is not None:
-            self.disk.close()
+        for tier in (self.disk, self.remote):
+            if tier is not None:
+                tier.close()
         if self.keeper is not None:
             if keep:
                 self.manager.publish_pending()

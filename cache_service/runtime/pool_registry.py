@@ -21,7 +21,7 @@ from kvkeeper.service.sizes import size
 from ..config import CacheConfig, most_blocks
 from ..core.manager import PoolManager
 from ..core.sequences.claims import StartNumbers
-from ..core.tiers.disk_tier import DiskRules, DiskTier
+from ..core.tiers.named_tier import NamedTier, TierRules
 from ..core.values.errors import NotImplementedYet, OutOfPools, PoolNotReady
 from ..core.values.kv_spec import KvSpec
 from ..core.values.pool_config import PoolConfig
@@ -31,13 +31,16 @@ from ..memory.disk.disk_directory import DiskDirectory
 from ..memory.disk.slab import Slab
 from ..memory.kept_file import KeptPool
 from ..memory.memory_directory import MemoryDirectory
+from ..memory.remote.open_remote import RemoteMaker
 from ..memory.shared_memory import SharedMemoryArena
 from ..preflight import pools_text
-from .pool import Pool, PoolDiskMaker, PoolInfo
-from .pool_disk import PoolDisk
+from .pool import Pool, PoolInfo, PoolTierMaker
 from .pool_keeper import PoolKeeper
+from .pool_tier import Place, PoolTier
 
 log = structlog.get_logger()
+
+_MOST_ASKED = 1024  # blocks of a prompt, in one question to a remote server
 
 
 class Memory(Protocol):
@@ -62,14 +65,16 @@ class PoolRegistry:
         directory: MemoryDirectory | None = None,
         disks: DiskDirectory | None = None,
         now: Callable[[], float] = time.monotonic,
+        remote: RemoteMaker | None = None,
     ) -> None:
         """on_replaced is called with each pool that made room for another spec.
 
         directory: where pools outlive the service; the arenas are allocated there then. disks: where pools have their disk
-        tier. now: the clock that pools are told the time of.
+        tier. now: the clock that pools are told the time of. remote: makes the remote store of each pool.
         """
         self._disks = disks
         self._now = now
+        self._remote = remote
         self.num_replaced = 0
         self._config = config
         self._memory: Memory = directory or memory
@@ -178,8 +183,9 @@ class PoolRegistry:
         try:
             host_arena = await self._host_arena(self._host_bytes(config, spec))
             disk = await self._disk_of(spec, manager)
+            remote = self._remote_of(spec, manager)
             keeper = None if self._directory is None else await self._keep(self._directory, arena, host_arena, spec, manager)
-            return Pool(spec, config, manager, arena, host_arena, keeper, disk)
+            return Pool(spec, config, manager, arena, host_arena, keeper, disk, remote)
         except BaseException:
             for each in (arena, host_arena):
                 if each is not None:
@@ -187,7 +193,7 @@ class PoolRegistry:
                     each.close()
             raise
 
-    async def _disk_of(self, spec: KvSpec, manager: PoolManager) -> PoolDiskMaker | None:
+    async def _disk_of(self, spec: KvSpec, manager: PoolManager) -> PoolTierMaker | None:
         """The disk tier of a pool, with what earlier runs have left. A disk that cannot be had costs hits, not the pool."""
         if self._disks is None:
             return None
@@ -198,13 +204,23 @@ class PoolRegistry:
             log.warning("disk_refused", model_id=spec.model_id, why=str(error))
             return None
         config = self._config
-        rules = DiskRules(
-            on_second_use=config.disk_admit == "second-use",
-            deadline=config.disk_deadline,
-            eviction_policy=config.disk_eviction_policy,
+        rules = TierRules(on_second_use=config.disk_admit == "second-use", deadline=config.disk_deadline)
+        form, policy = slab.form, config.disk_eviction_policy
+        tier = manager.add_disk(slab.name_key, form.num_slots, slab.era, stored, rules, policy)
+        return partial(_pool_tier, tier, slab, self._now, partial(self._disks.give_back, slab))
+
+    def _remote_of(self, spec: KvSpec, manager: PoolManager) -> PoolTierMaker | None:
+        """The remote tier of a pool with a host tier. The server is not asked yet."""
+        if self._remote is None:
+            return None
+        config, store = self._config, self._remote(spec)
+        rules = TierRules(
+            on_second_use=config.remote_admit == "second-use",
+            deadline=config.remote_deadline,
+            most_asked=_MOST_ASKED,
+            name="remote",
         )
-        tier = manager.add_disk(slab.name_key, slab.form.num_slots, slab.era, stored, rules)
-        return partial(_disk_of_pool, tier, slab, self._now, self._disks.give_back)
+        return partial(_pool_tier, manager.add_remote(store.name_key, rules), store, self._now, lambda: None)
 
     async def _keep(
         self,
@@ -268,7 +284,8 @@ class PoolRegistry:
         keeper = self._keeper(manager, kept)
         await keeper.restore(self._config.verify_blocks)
         disk = await self._disk_of(spec, manager)
-        self._pools[spec.key] = Pool(spec, config, manager, device.arena, host_arena, keeper, disk)
+        remote = self._remote_of(spec, manager)
+        self._pools[spec.key] = Pool(spec, config, manager, device.arena, host_arena, keeper, disk, remote)
 
     async def _restore_hosts(self, kept: KeptPool, manager: PoolManager) -> SharedMemoryArena | None:
         """The host tier of a pool of an earlier run: what that has left, where the configuration has a place for it, or anew.
@@ -383,12 +400,12 @@ class PoolRegistry:
         gc.collect()  # a pool refers to itself
 
 
-def _disk_of_pool(
-    tier: DiskTier,
-    slab: Slab,
+def _pool_tier(
+    tier: NamedTier,
+    place: Place,
     now: Callable[[], float],
-    give_back: Callable[[Slab], None],
+    give_back: Callable[[], None],
     manager: Callable[[], PoolManager],
     hosts: ByteArray,
-) -> PoolDisk:
-    return PoolDisk(manager, tier, slab, hosts, now, give_back)
+) -> PoolTier:
+    return PoolTier(manager, tier, place, hosts, now, give_back)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkeeper.cache_service.core.values.copies import NAME_BYTES, DiskOrder, DiskResult
+from kvkeeper.cache_service.core.values.copies import NAME_BYTES, TierOrder, TierResult
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.memory.disk.disk_threads import NUM_THREADS
 from kvkeeper.cache_service.memory.disk.slab import Slab, make_slab
@@ -32,7 +32,7 @@ _SLAB_BYTES, _HOST_BYTES = 768 << 20, 256 << 20
 _NUM_TURNS = 6
 _PROMPT_TOKENS, _NUM_PROMPTS = 2_000, 6
 
-Work = Callable[[list[DiskOrder]], None]
+Work = Callable[[list[TierOrder]], None]
 
 
 def figures() -> Iterator[dict[str, object]]:
@@ -54,21 +54,21 @@ def _rates(block_bytes: int) -> dict[str, object]:
         hosts = arena.blocks(_HOST_BYTES // block_bytes, block_bytes)
         plain = os.open(path, os.O_RDWR | (os.O_DIRECT if slab.is_direct else 0))
         orders = [
-            DiskOrder(slot, slot % len(hosts), slot.to_bytes(NAME_BYTES), bytes(NAME_BYTES), bytes(64), slot, slab.era)
+            TierOrder(slot, slot % len(hosts), slot.to_bytes(NAME_BYTES), bytes(NAME_BYTES), bytes(64), slot, slab.era)
             for slot in range(1, slab.form.num_slots + 1)
         ]
 
         def plainly(call: Callable[[int, list[memoryview], int], int]) -> Work:
-            def work(part: list[DiskOrder]) -> None:
+            def work(part: list[TierOrder]) -> None:
                 for order in part:
                     done = call(plain, [memoryview(hosts[order.host])], slab.form.slot_at(order.slot))
                     assert done == block_bytes
 
             return work
 
-        def through(call: Callable[..., list[DiskResult]]) -> Work:
-            def work(part: list[DiskOrder]) -> None:
-                assert call(part, hosts) == [DiskResult.DONE] * len(part)
+        def through(call: Callable[..., list[TierResult]]) -> Work:
+            def work(part: list[TierOrder]) -> None:
+                assert call(part, hosts) == [TierResult.DONE] * len(part)
 
             return work
 
@@ -95,7 +95,7 @@ def _rates(block_bytes: int) -> dict[str, object]:
         return {**rates, **shares, "direct": is_direct}
 
 
-def _timed(orders: list[DiskOrder], work: Work) -> float:
+def _timed(orders: list[TierOrder], work: Work) -> float:
     """Seconds until the threads have done all orders, in parts as the service gives them."""
     size = max((4 << 20) // _block_bytes(orders), 1)
     parts = [orders[first : first + size] for first in range(0, len(orders), size)]
@@ -118,7 +118,7 @@ def _timed(orders: list[DiskOrder], work: Work) -> float:
     return time.perf_counter() - begin
 
 
-def _block_bytes(orders: list[DiskOrder]) -> int:
+def _block_bytes(orders: list[TierOrder]) -> int:
     return _SLAB_BYTES // len(orders)
 
 

@@ -10,7 +10,8 @@ SHARES = {"slot_utilization": 0.111, "hit_rate": 0.222, "block_utilization": 0.3
 
 
 def test_every_count_has_its_place() -> None:
-    pool = pb.PoolStats(pressure=pb.PRESSURE_LEVEL_HIGH, pool=pb.PoolInfo(num_host_blocks=9, num_disk_blocks=9), **SHARES)
+    info = pb.PoolInfo(num_host_blocks=9, num_disk_blocks=9, has_remote=True)
+    pool = pb.PoolStats(pressure=pb.PRESSURE_LEVEL_HIGH, pool=info, **SHARES)
     shown_as = {name: f"{share:.1%}" for name, share in SHARES.items()} | {"pressure": "high", "pool": "pool: "}
     for field in pool.DESCRIPTOR.fields:
         if field.name not in shown_as:
@@ -23,4 +24,4 @@ def test_every_count_has_its_place() -> None:
 
 def test_a_pool_without_lower_tiers_says_nothing_of_them() -> None:
     text = show_pool(pb.PoolStats(pressure=pb.PRESSURE_LEVEL_LOW))
-    assert "host" not in text and "disk" not in text
+    assert "host" not in text and "disk" not in text and "remote" not in text

@@ -25,7 +25,11 @@ PACKAGE_ROOTS = (
 
 
 OF_THE_ENGINE = ("kvkeeper.engine_service", "kvkeeper.kernels")  # modules that need the extra
-OF_OTHER_EXTRAS = ("kvkeeper.kernels.cpu.kernels", "kvkeeper.engine_service.rpc.gateway")  # `cpu`, `gateway`
+OF_OTHER_EXTRAS = (  # `cpu`, `gateway`, `remote`
+    "kvkeeper.kernels.cpu.kernels",
+    "kvkeeper.engine_service.rpc.gateway",
+    "kvkeeper.cache_service.memory.remote.remote_store",
+)
 OF_VLLM = "kvkeeper.vllm.connector"  # needs vLLM, which no extra brings; `make vllm-check` imports it
 IMPORT_ALL = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
 UNTIL_SERVING = """
@@ -104,7 +108,7 @@ def test_wheel_holds_and_imports_every_module(tmp_path: Path) -> None:
     modules = sorted(modules_in_tree() - {OF_VLLM})
     assert f"{OF_VLLM.replace('.', '/')}.py" in names
     assert {"kvkeeper.cache_service.core.manager", "kvkeeper.client", "kvkeeper.cache.v1.cache_service_pb2"} <= set(modules)
-    others = [name for name in modules if not name.startswith(OF_THE_ENGINE)]
+    others = [name for name in modules if not name.startswith((*OF_THE_ENGINE, *OF_OTHER_EXTRAS))]
 
     run(python, "-m", "pip", "install", "-q", "-c", constraints, str(wheel), cwd=tmp_path)
     installed = {name_of(line).lower() for line in run(python, "-m", "pip", "freeze", cwd=tmp_path).splitlines()}
@@ -128,5 +132,5 @@ def test_wheel_holds_and_imports_every_module(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
 
-    run(python, "-m", "pip", "install", "-q", "-c", constraints, f"{wheel}[engine,cpu,gateway]", cwd=tmp_path)
+    run(python, "-m", "pip", "install", "-q", "-c", constraints, f"{wheel}[engine,cpu,gateway,remote]", cwd=tmp_path)
     run(python, "-W", "error", "-c", IMPORT_ALL, *(name for name in modules if name.startswith(OF_OTHER_EXTRAS)), cwd=tmp_path)

@@ -29,8 +29,8 @@ class Clearing:
         state.revision += 1
         state.pins.clear()
         state.publisher.pause()
-        if state.disk is not None:
-            state.disk.begin_clearing()
+        if state.below is not None:
+            state.below.begin_clearing()
         self._walk = LeafWalk(state.index)
 
     def clear_some(self, max_blocks: int = ALL_BLOCKS) -> bool:
@@ -47,8 +47,8 @@ class Clearing:
         """From now on everything that runs is published again."""
         state = self._state
         state.publisher.resume()
-        if state.disk is not None:
-            state.disk.end_clearing()
+        if state.below is not None:
+            state.below.end_clearing()
         for owner in state.sessions.values():
             slots = owner.ids.items()[1]
             state.publisher.note_commits(owner, slots[state.sequences.states[slots] == SequenceState.RUNNING])

@@ -78,8 +78,8 @@ class CreateCalls:
         if args.retention is not None:
             seqs.retain(slot, args.retention.num_sink_tokens, args.retention.num_window_tokens)
         owner.ids.add(args.sequence_id, slot)
-        if state.disk is not None:
-            state.disk.expect(slot)
+        if state.below is not None:
+            state.below.expect(slot)
 
     def _is_same(self, slot: int, args: SequenceArgs, max_tokens: int) -> bool:
         seqs = self._state.sequences

@@ -103,8 +103,8 @@ def _end(state: PoolState, tokens: Int32Array, root: int, last: int, num_matched
     index = state.index
     if len(index.match(last, needed[num_matched:], 1)):
         return MatchEnd.EVICTED, None  # it has left the device, and its copy has not arrived yet
-    if state.disk is not None:
-        below = state.disk.end_behind(last, needed[num_matched:].astype("<i4").tobytes())
+    if state.below is not None:
+        below = state.below.end_behind(last, needed[num_matched:].astype("<i4").tobytes())
         if below is not None:
             return below, None
     gone = index.eviction_log.last_end(last, needed[num_matched:])

@@ -55,7 +55,7 @@ def pool_stats(state: PoolState, swapper: SequenceSwapper | None) -> PoolStats:
         num_soon_blocks=pool.reuse.num_soon if pool.reuse is not None else 0,
         **{field.name: getattr(counters, field.name) for field in fields(counters)},
         **_host_stats(swapper),
-        **(state.disk.stats() if state.disk is not None else {}),
+        **(state.below.stats() if state.below is not None else {}),
     )
 
 

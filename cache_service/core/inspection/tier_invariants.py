@@ -22,8 +22,8 @@ def audit(state: PoolState, swapper: SequenceSwapper) -> Iterator[list[str]]:
         yield [f"in the host tier {text}" for text in wrong]
     yield _check_orders(swapper)
     yield _check_moves(state, swapper)
-    if state.disk is not None:
-        yield state.disk.check()
+    if state.below is not None:
+        yield state.below.check()
 
 
 def _check_blocks(state: PoolState, swapper: SequenceSwapper) -> list[str]:
@@ -31,14 +31,14 @@ def _check_blocks(state: PoolState, swapper: SequenceSwapper) -> list[str]:
     out_sources, out_destinations = transfers.ends(TransferKind.SWAP_OUT)
     in_sources, in_destinations = transfers.ends(TransferKind.SWAP_IN)
     held = [table[table > 0] for table in host.tables.values()]
-    disk_ends, disk_fills = state.disk.host_ends() if state.disk is not None else (NO_INT32, NO_INT32)
+    lower_ends, lower_fills = state.below.host_ends() if state.below is not None else (NO_INT32, NO_INT32)
     wrong: list[str] = []
     for name, counts, entries in (
         ("transfers", state.pool.transfer_counts, [out_sources, in_destinations]),
         ("host references", host.pool.ref_counts, held),
-        ("host transfers", host.pool.transfer_counts, [in_sources, out_destinations, disk_ends]),
+        ("host transfers", host.pool.transfer_counts, [in_sources, out_destinations, lower_ends]),
         ("host quarantines", host.pool.quarantine_counts, host.quarantined_blocks()),
-        ("orders that fill it", host.is_filling.astype(np.int32), [out_destinations, disk_fills]),
+        ("orders that fill it", host.is_filling.astype(np.int32), [out_destinations, lower_fills]),
     ):
         differ = np.flatnonzero(counts != _count(entries, len(counts)))
         wrong.extend(f"block {block} has the wrong number of {name}" for block in differ.tolist())

@@ -364,9 +364,9 @@ class StepApplier:
         columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, waiting)
         owners = {other.number: other for other in self._state.sessions.values()} if is_asked else {}
         results: list[StartResult] = []
-        disk = self._state.disk
+        below = self._state.below
         for slot, max_new, max_hit, waits in zip(*(column.tolist() for column in columns), strict=True):
-            length = disk.length_to_come(slot, max_hit) if waits and disk is not None else 0
+            length = below.length_to_come(slot, max_hit) if waits and below is not None else 0
             if length or (waits and (length := self._inflight.length_to_come(slot, max_hit, owners, leaving))):
                 self._claims.forget_claim(slot)  # it does not wait for blocks
                 self._counters.num_computing_answers += 1

@@ -31,8 +31,8 @@ class Offloader:
         self.outs: dict[int, TransferOrder] = {}
         self.loads: dict[int, TransferOrder] = {}  # host block: a load in flight that reads it
         self.fills: dict[int, TransferOrder] = {}  # host block: the order in flight that fills it
-        self.on_filled: Callable[[Int32Array], None] | None = None  # told the host blocks that were written
-        self.on_used: Callable[[Int32Array], None] | None = None  # told the host blocks that were loaded from
+        self.on_filled: list[Callable[[Int32Array], None]] = []  # told the host blocks that were written
+        self.on_used: list[Callable[[Int32Array], None]] = []  # told the host blocks that were loaded from
         self._index = state.index
         self._pool = state.pool
         self._allocator = state.allocator
@@ -92,8 +92,8 @@ class Offloader:
             self._forget_hosts(lost, MatchEnd.EVICTED)
         else:
             self._index.note_filled(destinations)
-            if self.on_filled is not None:
-                self.on_filled(destinations)
+            for tell in self.on_filled:
+                tell(destinations)
         self._pool.end_transfers(sources)
         self.host.pool.end_transfers(destinations)
 
@@ -110,8 +110,8 @@ class Offloader:
             index.add_blocks(nodes[first], destinations[first])
             self._pool.mark_indexed(destinations[first])
             self.num_promoted += len(first)
-            if self.on_used is not None:
-                self.on_used(sources)
+            for tell in self.on_used:
+                tell(sources)
         self.host.pool.end_transfers(sources)
         self._pool.end_transfers(destinations)
 

@@ -1,4 +1,4 @@
-"""Block copies, transfers and orders of the disk tier: what the core asks others to run."""
+"""Block copies, transfers and orders of the tiers below the host: what the core asks others to run."""
 
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -24,21 +24,22 @@ class Copies:
         return len(self.sources) + len(self.transfer_kinds)
 
 
-class DiskResult(IntEnum):
+class TierResult(IntEnum):
     """How one order ended."""
 
     DONE = 1
-    DAMAGED = 2  # the slot does not hold what the order names: nothing was read that counts
-    FAILED = 3  # the disk refused, or gave or took less than a block
+    DAMAGED = 2  # the place does not hold what the order names: nothing was read that counts
+    FAILED = 3  # the tier refused, or gave or took less than a block
     CANCELLED = 4  # it was not begun
+    MISSING = 5  # a shared store has no such block any more
 
 
 @dataclass(frozen=True, slots=True)
-class DiskOrder:
-    """Moves one whole block between a slot of the slab and a block of the host tier.
+class TierOrder:
+    """Moves one whole block between a tier asked by name and a block of the host tier.
 
-    name, parent: of the content and of what leads to it, NAME_BYTES each. tokens: of the block, LE32. number: grows with each
-    store. era: counts how often the tier was cleared.
+    slot: of a slab; 0 in a shared store. name, parent: of the content and of what leads to it, NAME_BYTES each. tokens: of the
+    block, LE32. number: grows with each store. era: counts how often the tier was cleared.
     """
 
     slot: int

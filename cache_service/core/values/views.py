@@ -141,3 +141,11 @@ class PoolStats:
     num_damaged_disk_blocks: int = 0
     num_failed_disk_blocks: int = 0
     num_disk_rests: int = 0
+    num_queued_remote_blocks: int = 0
+    num_remote_loads: int = 0
+    num_late_remote_loads: int = 0
+    num_remote_hit_blocks: int = 0
+    num_remote_stored_blocks: int = 0
+    num_damaged_remote_blocks: int = 0
+    num_failed_remote_blocks: int = 0
+    num_remote_rests: int = 0

@@ -16,13 +16,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kvkeeper.service.memory_limit import OutOfMemory
-
-from ...core.values.copies import DiskOrder, DiskResult, StoredBlock
+from ...core.values.copies import StoredBlock, TierOrder, TierResult
 from ...core.values.kv_spec import KvSpec
 from ..arena import ByteArray
 from ..kept_file import FileRefused, make_file, open_file
-from .slab_form import DIGEST_BYTES, KEY_BYTES, PAGE, Header, Rows, decode_header, form_of, name_key
+from .digests import digest_under
+from .slab_form import KEY_BYTES, PAGE, Header, Rows, decode_header, form_of, name_key
 
 _MOST_TOGETHER = 8 << 20  # bytes in one call of the system
 _MOST_BUFFERS = 256
@@ -53,7 +52,7 @@ class Slab:
                 raise FileRefused(f"it cannot be read: {error.strerror}") from None
             raise
         self._rows = Rows(header.key, self.form)
-        self._digest = _digest_under(int.from_bytes(header.key[:8], "little"))
+        self._digest = digest_under(int.from_bytes(header.key[:8], "little"))
         self._buffers = threading.local()
 
     @property
@@ -65,11 +64,35 @@ class Slab:
     def name_key(self) -> bytes:
         return name_key(self._header.key, self._spec)
 
-    def write_era(self, era: int) -> None:
-        """What was stored before this era is not there any more. Raises OSError."""
+    @property
+    def block_bytes(self) -> int:
+        return self.form.block_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.form.slot_bytes
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """For the log."""
+        return {"num_slots": self.form.num_slots, "direct": self.is_direct}
+
+    def begin_clearing(self) -> None:
+        """The orders name the era, so none finds what was stored before."""
+
+    def write_era(self, era: int) -> bool:
+        """What was stored before this era is not there any more. Whether that is written."""
         header = self._header._replace(era=era)
-        _put(self._file, header.encode(self._spec), 0)
+        try:
+            _put(self._file, header.encode(self._spec), 0)
+        except OSError:
+            return False
         self._header = header
+        return True
+
+    def ask(self, names: Sequence[bytes]) -> int | None:
+        """Nobody asks a slab: its table is known."""
+        return None
 
     def scan(self) -> list[StoredBlock]:
         """What the rows of the present era say. Bytes are compared when they are read. Raises OSError."""
@@ -86,25 +109,25 @@ class Slab:
                     found.append(block)
         return found
 
-    def write(self, orders: Sequence[DiskOrder], hosts: ByteArray) -> list[DiskResult]:
+    def write(self, orders: Sequence[TierOrder], hosts: ByteArray) -> list[TierResult]:
         """Stores hosts [num_host_blocks, block_bytes] as the orders say. Answers a result for each."""
-        results: list[DiskResult] = []
+        results: list[TierResult] = []
         for run in self._runs(orders):
             try:
                 self._write_run(run, hosts)
-                results += [DiskResult.DONE] * len(run)
+                results += [TierResult.DONE] * len(run)
             except OSError:
-                results += [DiskResult.FAILED] * len(run)
+                results += [TierResult.FAILED] * len(run)
         return results
 
-    def read(self, orders: Sequence[DiskOrder], hosts: ByteArray) -> list[DiskResult]:
+    def read(self, orders: Sequence[TierOrder], hosts: ByteArray) -> list[TierResult]:
         """Fills hosts [num_host_blocks, block_bytes] as the orders say. A block without the result DONE holds anything."""
-        results: list[DiskResult] = []
+        results: list[TierResult] = []
         for run in self._runs(orders):
             try:
                 results += self._read_run(run, hosts)
             except OSError:
-                results += [DiskResult.FAILED] * len(run)
+                results += [TierResult.FAILED] * len(run)
         return results
 
     def close(self) -> None:
@@ -114,10 +137,10 @@ class Slab:
                 os.close(descriptor)
         self._file = self._data = -1
 
-    def _runs(self, orders: Sequence[DiskOrder]) -> Iterator[list[DiskOrder]]:
+    def _runs(self, orders: Sequence[TierOrder]) -> Iterator[list[TierOrder]]:
         """Orders of consecutive slots together, as they come."""
         most = max(min(_MOST_TOGETHER // self.form.slot_bytes, _MOST_BUFFERS), 1)
-        run: list[DiskOrder] = []
+        run: list[TierOrder] = []
         for order in orders:
             if run and (order.slot != run[-1].slot + 1 or len(run) == most):
                 yield run
@@ -126,7 +149,7 @@ class Slab:
         if run:
             yield run
 
-    def _write_run(self, run: list[DiskOrder], hosts: ByteArray) -> None:
+    def _write_run(self, run: list[TierOrder], hosts: ByteArray) -> None:
         first, form = run[0].slot, self.form
         _put(self._file, self._rows.empty * len(run), form.row_at(first))
         digests = [self._digest(memoryview(hosts[order.host])) for order in run]
@@ -140,7 +163,7 @@ class Slab:
         rows = b"".join(self._rows.encode(order, digest) for order, digest in zip(run, digests, strict=True))
         _put(self._file, rows, form.row_at(first))
 
-    def _read_run(self, run: list[DiskOrder], hosts: ByteArray) -> list[DiskResult]:
+    def _read_run(self, run: list[TierOrder], hosts: ByteArray) -> list[TierResult]:
         first, form, size = run[0].slot, self.form, self.form.row_bytes
         rows = os.pread(self._file, len(run) * size, form.row_at(first))
         wanted = [self._rows.digest_of(rows[at * size : (at + 1) * size], order) for at, order in enumerate(run)]
@@ -152,7 +175,7 @@ class Slab:
             if not is_straight:
                 memoryview(hosts[order.host])[:] = buffer[: form.block_bytes]
             is_it = digest is not None and self._digest(memoryview(hosts[order.host])) == digest
-            results.append(DiskResult.DONE if is_it else DiskResult.DAMAGED)
+            results.append(TierResult.DONE if is_it else TierResult.DAMAGED)
             if not is_it:
                 _put(self._file, self._rows.empty, form.row_at(order.slot))  # so that no later run believes it either
         return results
@@ -216,21 +239,6 @@ def _open_data(path: Path) -> tuple[int, bool]:
         pass
     os.close(descriptor)
     return plain, False
-
-
-def _digest_under(seed: int) -> Callable[[memoryview], bytes]:
-    """XXH3 of 128 bits: as fast as memory, and it finds every accident. That a slot holds what it should is the rows' check."""
-    try:
-        import xxhash
-    except ImportError:
-        raise OutOfMemory("the disk tier needs the package xxhash: pip install xxhash") from None
-
-    def digest(block: memoryview) -> bytes:
-        made: bytes = xxhash.xxh3_128_digest(block, seed)
-        assert len(made) == DIGEST_BYTES
-        return made
-
-    return digest
 
 
 def _transfer(call: Callable[[int, Buffers, int], int], descriptor: int, buffers: Buffers, at: int) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import struct
 from typing import NamedTuple
 
-from ...core.values.copies import NAME_BYTES, DiskOrder, StoredBlock
+from ...core.values.copies import NAME_BYTES, StoredBlock, TierOrder
 from ...core.values.kv_spec import KvSpec
 
 PAGE = 4096  # what O_DIRECT wants of offsets, lengths and memory on every disk that is sold
@@ -97,12 +97,12 @@ class Rows:
         self._key, self._form = key, form
         self.empty = bytes(form.row_bytes)
 
-    def encode(self, order: DiskOrder, digest: bytes) -> bytes:
+    def encode(self, order: TierOrder, digest: bytes) -> bytes:
         """The row of a block that was stored."""
         text = _ROW.pack(order.era, order.number, self._form.block_bytes, 0, order.name, order.parent, digest) + order.tokens
         return self._check(order.slot, text) + text
 
-    def digest_of(self, row: bytes, order: DiskOrder) -> bytes | None:
+    def digest_of(self, row: bytes, order: TierOrder) -> bytes | None:
         """The digest of what the slot of an order should hold; None where that is not what the order names."""
         found = self._decode(row, order.slot)
         if found is None:

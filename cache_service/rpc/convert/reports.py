@@ -79,6 +79,8 @@ def pool_stats(pool: Pool) -> pb.PoolStats:
         num_lagged_watches=pool.num_lagged_watches,
         disk_read_rate_bytes=pool.disk.reads.bytes_per_second if pool.disk is not None else 0,
         disk_write_rate_bytes=pool.disk.writes.bytes_per_second if pool.disk is not None else 0,
+        remote_read_rate_bytes=pool.remote.reads.bytes_per_second if pool.remote is not None else 0,
+        remote_write_rate_bytes=pool.remote.writes.bytes_per_second if pool.remote is not None else 0,
         **values,
     )
 

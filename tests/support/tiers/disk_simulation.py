@@ -5,8 +5,9 @@ One seed replays everything. The pool is audited again and again, and each read 
 
 import random
 from collections.abc import Callable
+from typing import Any
 
-from kvkeeper.cache_service.core.tiers.disk_tier import DiskRules
+from kvkeeper.cache_service.core.tiers.named_tier import TierRules
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor
 from tests.support.tiers.disk_world import DiskCounts, DiskWorld
@@ -29,16 +30,16 @@ class DiskSimulation:
             eviction_policy=rng.choice(["lru", "adaptive"]),
             num_host_blocks=rng.choice([3, 5, 9]),
         )
-        self.rules = DiskRules(
+        self.rules = TierRules(
             on_second_use=rng.choice([False, False, False, True]),
             deadline=rng.choice([0.5, 2.0]),
             most_loading=rng.choice([1, 2, 64]),
-            eviction_policy=rng.choice(["lru", "fifo", "clock"]),
         )
+        self.policy = rng.choice(["lru", "fifo", "clock"])
         self.num_slots, self.faults = rng.choice([1, 3, 8, 24]), rng.choice([3, 8, 40])
-        self.sizes = {"alphabet": rng.choice([1, 1, 2]), "num_tenants": rng.choice([1, 2]), "faults": 20}
+        self.sizes: dict[str, Any] = {"alphabet": rng.choice([1, 1, 2]), "num_tenants": rng.choice([1, 2]), "faults": 20}
         self.counts = DiskCounts()
-        self.world = DiskWorld(self.config, self.num_slots, self.rules, **self.sizes)
+        self.world = DiskWorld(self.config, self.num_slots, self.rules, self.policy, **self.sizes)
 
     def choose(self, count: int) -> int:
         return int(self.rng.random() * count)
@@ -82,9 +83,8 @@ class DiskSimulation:
         old = self.world
         old.kill(self.choose)
         self._add_up(old)
-        self.world = DiskWorld(
-            *(self.config, self.num_slots, self.rules), slab=old.slab, contents=old.contents, era=old.disk.era, **self.sizes
-        )
+        kept: dict[str, Any] = {"slab": old.slab, "contents": old.contents, "era": old.disk.era}
+        self.world = DiskWorld(self.config, self.num_slots, self.rules, self.policy, **kept, **self.sizes)
 
     def finish(self) -> DiskCounts:
         """The last audit: no block of any tier is left behind. Answers the sums."""

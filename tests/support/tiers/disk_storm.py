@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.tiers.disk_tier import DiskRules, Load, Store
-from kvkeeper.cache_service.core.values.copies import DiskResult, StoredBlock
+from kvkeeper.cache_service.core.tiers.named_tier import Load, Store, TierRules
+from kvkeeper.cache_service.core.values.copies import StoredBlock, TierResult
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Int32Array
 
@@ -26,9 +26,8 @@ class DiskStorm:
         self.rng = rng = random.Random(seed)
         self.size = rng.choice([1, 2])
         self.config = PoolConfig(num_blocks=4, block_size=self.size, num_host_blocks=rng.choice([3, 6]))
-        self.rules = DiskRules(
-            deadline=5.0, most_loading=rng.choice([1, 3, 64]), eviction_policy=rng.choice(["lru", "fifo", "clock"])
-        )
+        self.rules = TierRules(deadline=5.0, most_loading=rng.choice([1, 3, 64]))
+        self.policy = rng.choice(["lru", "fifo", "clock"])
         self.num_slots, self.faults = rng.choice([2, 8, 32]), rng.choice([6, 40, 1000])
         self.hosts: dict[int, Content | None] = {}
         self.slab: dict[int, tuple[StoredBlock, int, Content | None]] = {}  # with its era; None: torn
@@ -43,7 +42,7 @@ class DiskStorm:
         assert swapper is not None
         self.host, self.offloader = swapper.host, swapper.offloader
         stored = [block for block, of_era, _ in self.slab.values() if of_era == era]
-        self.disk = self.manager.add_disk(KEY, self.num_slots, era, stored, self.rules)
+        self.disk = self.manager.add_disk(KEY, self.num_slots, era, stored, self.rules, self.policy)
         self.roots = {tenant: self.state.index.root(tenant) for tenant in ("", "other")}
         self.jobs: list[Load | Store] = []
         # The naive model: names that are stored for sure. An eviction takes the oldest away, so it is asked after each event.
@@ -114,8 +113,9 @@ class DiskStorm:
             self.hosts[int(hosts[0])] = tenant, tuple(tokens[: (len(nodes) + 1) * self.size].tolist())
             self.host.pool.mark_indexed(hosts)
         self.host.is_filling[hosts] = False
-        if len(kept) == len(nodes) and self.offloader.on_filled is not None:
-            self.offloader.on_filled(hosts)
+        if len(kept) == len(nodes):
+            for tell in self.offloader.on_filled:
+                tell(hosts)
         self.host.pool.end_transfers(hosts)
 
     def _run(self, job: Load | Store) -> None:
@@ -127,28 +127,28 @@ class DiskStorm:
                 content = self.hosts[order.host]
                 block = StoredBlock(order.slot, order.name, order.number)
                 self.slab[order.slot] = block, order.era, None if fails else content
-                results.append(DiskResult.FAILED if fails else DiskResult.DONE)
+                results.append(TierResult.FAILED if fails else TierResult.DONE)
                 continue
             self.hosts[order.host] = None
             found, _, content = self.slab[order.slot]
             assert found.name == order.name, "a slot is read under another name than it was stored under"
             if fails:
-                results.append(DiskResult.FAILED)
+                results.append(TierResult.FAILED)
             elif content is None:
-                results.append(DiskResult.DAMAGED)
+                results.append(TierResult.DAMAGED)
                 self.num_damaged += 1
             else:
                 self.hosts[order.host] = content
-                results.append(DiskResult.DONE)
+                results.append(TierResult.DONE)
         if isinstance(job, Load):
             self.num_loaded += self.disk.complete_load(job, results)
             self._check_loaded(job)
             ends = zip(job.orders, results, strict=True)
-            self.stored -= {order.name for order, result in ends if result is DiskResult.DAMAGED}
+            self.stored -= {order.name for order, result in ends if result is TierResult.DAMAGED}
             return
         self.disk.complete_store(job, results)
         for order, result in zip(job.orders, results, strict=True):
-            if result is DiskResult.DONE and order.era == self.disk.era:
+            if result is TierResult.DONE and order.era == self.disk.era:
                 self.stored.add(order.name)
 
     def _check_loaded(self, load: Load) -> None:
@@ -180,7 +180,7 @@ class DiskStorm:
     def _check(self) -> None:
         known = self.disk.stored_names()
         assert known <= self.stored, "the tier has what was never stored"
-        num_evicted = self.disk.counts.num_evicted_disk_blocks
+        num_evicted = self.disk.stats()["num_evicted_disk_blocks"]
         assert len(self.stored - known) <= num_evicted - self.num_evicted, "lost without an eviction"
         self.num_evicted = num_evicted
         self.stored = set(known)

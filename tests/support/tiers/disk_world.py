@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvkeeper.cache_service.core.tiers.disk_tier import DiskRules, Load, Store
-from kvkeeper.cache_service.core.values.copies import DiskOrder, DiskResult, StoredBlock
+from kvkeeper.cache_service.core.tiers.named_tier import Load, Store, TierRules
+from kvkeeper.cache_service.core.values.copies import StoredBlock, TierOrder, TierResult
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.step_columns import StepBatch
 from kvkeeper.cache_service.core.values.types import Int64Array
@@ -65,10 +65,10 @@ class _Job:
     """A load or a store in flight; results of the orders that were run."""
 
     what: Load | Store
-    results: list[DiskResult] = field(default_factory=list)
+    results: list[TierResult] = field(default_factory=list)
 
     @property
-    def next_order(self) -> DiskOrder | None:
+    def next_order(self) -> TierOrder | None:
         orders = self.what.orders
         return orders[len(self.results)] if len(self.results) < len(orders) else None
 
@@ -80,7 +80,8 @@ class DiskWorld(TierWorld):
         self,
         config: PoolConfig,
         num_slots: int,
-        rules: DiskRules,
+        rules: TierRules,
+        policy: str = "lru",
         *,
         slab: dict[int, Slot] | None = None,
         contents: Contents | None = None,
@@ -95,7 +96,7 @@ class DiskWorld(TierWorld):
         self._jobs: list[_Job] = []
         stored = [StoredBlock(at, slot.name, slot.number) for at, slot in self.slab.items() if slot.era == era]
         self.disk_counts.restored += len(stored)
-        self.disk = self.manager.add_disk(KEY, num_slots, era, stored, rules)
+        self.disk = self.manager.add_disk(KEY, num_slots, era, stored, rules, policy)
 
     # Events
 
@@ -119,7 +120,7 @@ class DiskWorld(TierWorld):
         if order is None:
             self._report(job)
         elif choose(4 * faults) == 1:
-            job.results += [DiskResult.CANCELLED] * (len(job.what.orders) - len(job.results))
+            job.results += [TierResult.CANCELLED] * (len(job.what.orders) - len(job.results))
             self.disk_counts.cancelled += 1
         else:
             job.results.append(self._run(job.what, order, fails=choose(faults) == 1))
@@ -178,7 +179,7 @@ class DiskWorld(TierWorld):
     def _take_loads(self) -> None:
         self._jobs += [_Job(load) for load in self.disk.take_loads()]
 
-    def _run(self, what: Load | Store, order: DiskOrder, *, fails: bool) -> DiskResult:
+    def _run(self, what: Load | Store, order: TierOrder, *, fails: bool) -> TierResult:
         counts, host = self.disk_counts, self.memory.host
         counts.orders += 1
         if isinstance(what, Store):
@@ -186,19 +187,19 @@ class DiskWorld(TierWorld):
             if fails:
                 self.slab[order.slot] = Slot(order.name, order.number, order.era, [GARBAGE] * len(content), False)
                 counts.failed_stores += 1
-                return DiskResult.FAILED
+                return TierResult.FAILED
             self.slab[order.slot] = Slot(order.name, order.number, order.era, content)
             counts.stored += 1
-            return DiskResult.DONE
+            return TierResult.DONE
         host[order.host] = [GARBAGE] * self.config.block_size
         if fails:
             counts.failed_loads += 1
-            return DiskResult.FAILED
+            return TierResult.FAILED
         slot = self.slab[order.slot]
         if not slot.is_intact or slot.name != order.name:
-            return DiskResult.DAMAGED
+            return TierResult.DAMAGED
         host[order.host] = list(slot.content)
-        return DiskResult.DONE
+        return TierResult.DONE
 
     def _report(self, job: _Job) -> None:
         self._jobs.remove(job)
@@ -207,4 +208,4 @@ class DiskWorld(TierWorld):
             return
         num_loaded = self.disk.complete_load(job.what, job.results)
         self.disk_counts.loaded += num_loaded
-        self.disk_counts.dropped += num_loaded < job.results.count(DiskResult.DONE)
+        self.disk_counts.dropped += num_loaded < job.results.count(TierResult.DONE)

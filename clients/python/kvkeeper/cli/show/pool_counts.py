@@ -54,6 +54,8 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
         yield "host tier", _host_tier(pool)
     if pool.pool.num_disk_blocks:
         yield "disk tier", _disk_tier(pool)
+    if pool.pool.has_remote:
+        yield "remote tier", _remote_tier(pool)
     yield (
         "room",
         [
@@ -104,6 +106,17 @@ def _host_tier(pool: Any) -> Rows:
         ("blocks demoted, promoted", _counts(pool.num_demoted_blocks, pool.num_promoted_blocks)),
         ("host blocks evicted", pool.num_evicted_host_blocks),
         ("transfers, failed", _counts(pool.num_transfers, pool.num_failed_transfers)),
+    ]
+
+
+def _remote_tier(pool: Any) -> Rows:
+    return [
+        ("blocks on their way or waiting", pool.num_queued_remote_blocks),
+        ("loads, of them too late", _counts(pool.num_remote_loads, pool.num_late_remote_loads)),
+        ("blocks loaded, stored", _counts(pool.num_remote_hit_blocks, pool.num_remote_stored_blocks)),
+        ("read, written a second", f"{size(pool.remote_read_rate_bytes)}, {size(pool.remote_write_rate_bytes)}"),
+        ("blocks damaged, failed", _counts(pool.num_damaged_remote_blocks, pool.num_failed_remote_blocks)),
+        ("rests after failures", pool.num_remote_rests),
     ]
 
 

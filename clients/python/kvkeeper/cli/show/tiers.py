@@ -40,20 +40,28 @@ def show_tiers(pool: Any) -> str:
     num_blocks = max(info.num_blocks - 1, 0)
     held = pool.num_referenced_blocks + pool.num_fenced_blocks + pool.num_quarantined_blocks
     device = (pool.num_free_blocks, pool.num_cached_blocks, held, pool.num_transfer_blocks)
-    rows = [("device", num_blocks, _bytes(info, num_blocks), *device, pool.num_promoted_blocks, pool.num_evicted_blocks)]
+    rows: list[tuple[object, ...]] = [
+        ("device", num_blocks, _bytes(info, num_blocks), *device, pool.num_promoted_blocks, pool.num_evicted_blocks)
+    ]
     if info.num_host_blocks:
         num_blocks = info.num_host_blocks - 1
         host = (pool.num_free_host_blocks, pool.num_cached_host_blocks, pool.num_held_host_blocks, pool.num_busy_host_blocks)
-        came, left = pool.num_demoted_blocks + pool.num_disk_hit_blocks, pool.num_evicted_host_blocks
+        came = pool.num_demoted_blocks + pool.num_disk_hit_blocks + pool.num_remote_hit_blocks
+        left = pool.num_evicted_host_blocks
         rows.append(("host", num_blocks, _bytes(info, num_blocks), *host, came, left))
     if info.num_disk_blocks:
         disk = (pool.num_free_disk_blocks, pool.num_cached_disk_blocks, 0, pool.num_busy_disk_blocks)
         came, left = pool.num_disk_stored_blocks, pool.num_evicted_disk_blocks
         rows.append(("disk", info.num_disk_blocks, _bytes(info, info.num_disk_blocks), *disk, came, left))
+    if info.has_remote:  # what others have stored there is not known here
+        rows.append(("remote", "-", "-", "-", "-", "-", "-", pool.num_remote_stored_blocks, "-"))
     lines = [pool_line(info), table(_HEADERS, rows)]
     if info.num_disk_blocks:
         rates = f"read {size(pool.disk_read_rate_bytes)}/s, written {size(pool.disk_write_rate_bytes)}/s"
         lines.append(f"disk: {rates}, {pool.num_queued_disk_blocks:,} blocks queued, {pool.num_disk_rests:,} rests")
+    if info.has_remote:
+        rates = f"read {size(pool.remote_read_rate_bytes)}/s, written {size(pool.remote_write_rate_bytes)}/s"
+        lines.append(f"remote: {rates}, {pool.num_queued_remote_blocks:,} blocks queued, {pool.num_remote_rests:,} rests")
     return "\n".join(lines)
 
 

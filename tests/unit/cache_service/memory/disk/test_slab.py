@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.core.values.copies import NAME_BYTES, DiskOrder, DiskResult
+from kvkeeper.cache_service.core.values.copies import NAME_BYTES, TierOrder, TierResult
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.memory.arena import ByteArray
 from kvkeeper.cache_service.memory.disk.slab import Slab, make_slab, rows_path
@@ -47,19 +47,19 @@ def hosts(spec: KvSpec) -> Iterator[ByteArray]:
     arena.close()
 
 
-def order(number: int, *, slot: int, host: int, era: int = 1) -> DiskOrder:
+def order(number: int, *, slot: int, host: int, era: int = 1) -> TierOrder:
     """Content of this number, which is its name and its tokens."""
-    return DiskOrder(slot, host, number.to_bytes(NAME_BYTES), (number - 1).to_bytes(NAME_BYTES), bytes(range(16)), number, era)
+    return TierOrder(slot, host, number.to_bytes(NAME_BYTES), (number - 1).to_bytes(NAME_BYTES), bytes(range(16)), number, era)
 
 
-def stored(slab: Slab, hosts: ByteArray, count: int) -> list[DiskOrder]:
+def stored(slab: Slab, hosts: ByteArray, count: int) -> list[TierOrder]:
     """Stores host blocks 1 to count in slots 1 to count."""
     orders = [order(number, slot=number, host=number) for number in range(1, count + 1)]
-    assert slab.write(orders, hosts) == [DiskResult.DONE] * count
+    assert slab.write(orders, hosts) == [TierResult.DONE] * count
     return orders
 
 
-def elsewhere(orders: list[DiskOrder]) -> list[DiskOrder]:
+def elsewhere(orders: list[TierOrder]) -> list[TierOrder]:
     """The same blocks, to be read behind those that they were stored from."""
     return [replace(each, host=each.host + len(orders)) for each in orders]
 
@@ -67,7 +67,7 @@ def elsewhere(orders: list[DiskOrder]) -> list[DiskOrder]:
 def test_blocks_come_back_as_they_were_stored(slab: Slab, hosts: ByteArray) -> None:
     orders = stored(slab, hosts, 9)
     back = elsewhere(orders)
-    assert slab.read(back[::2] + back[1::2], hosts) == [DiskResult.DONE] * 9
+    assert slab.read(back[::2] + back[1::2], hosts) == [TierResult.DONE] * 9
     assert np.array_equal(hosts[10:19], hosts[1:10])
     assert [(block.slot, block.number) for block in slab.scan()] == [(number, number) for number in range(1, 10)]
 
@@ -77,7 +77,7 @@ def test_the_next_run_finds_what_was_stored(slab: Slab, spec: KvSpec, hosts: Byt
     again = Slab(slab.path, spec, NUM_BYTES)
     assert [block.name for block in again.scan()] == [each.name for each in orders]
     assert again.name_key == slab.name_key
-    assert again.read(elsewhere(orders), hosts) == [DiskResult.DONE] * 5
+    assert again.read(elsewhere(orders), hosts) == [TierResult.DONE] * 5
     again.close()
 
 
@@ -91,9 +91,9 @@ def test_a_slot_is_read_only_as_what_was_stored_there(slab: Slab, hosts: ByteArr
         replace(first, era=2),
         replace(first, slot=7),
     ):
-        assert slab.read([replace(wrong, host=9)], hosts) == [DiskResult.DAMAGED], wrong
+        assert slab.read([replace(wrong, host=9)], hosts) == [TierResult.DAMAGED], wrong
         stored(slab, hosts, 2)
-    assert slab.read([replace(first, host=9)], hosts) == [DiskResult.DONE]
+    assert slab.read([replace(first, host=9)], hosts) == [TierResult.DONE]
 
 
 def test_of_ten_thousand_damaged_slots_each_is_found_and_none_is_believed_again(slab: Slab, hosts: ByteArray) -> None:
@@ -120,11 +120,11 @@ def test_of_ten_thousand_damaged_slots_each_is_found_and_none_is_believed_again(
             _flip(rows, form.row_at(slot) + rng.randrange(form.row_bytes), rng)
         else:
             os.pwrite(rows, os.pread(rows, form.row_bytes, form.row_at(other)), form.row_at(slot))
-        assert slab.read([back[at]], hosts) == [DiskResult.DAMAGED], kind
+        assert slab.read([back[at]], hosts) == [TierResult.DAMAGED], kind
         if not rng.randrange(100):
             assert slot not in {block.slot for block in slab.scan()}, kind
-        assert slab.write([orders[at]], hosts) == [DiskResult.DONE]
-    assert slab.read(back, hosts) == [DiskResult.DONE] * count
+        assert slab.write([orders[at]], hosts) == [TierResult.DONE]
+    assert slab.read(back, hosts) == [TierResult.DONE] * count
     assert min(damages.values()) > 1_000
     os.close(descriptor)
     os.close(rows)
@@ -157,7 +157,7 @@ def test_a_store_that_was_cut_off_leaves_no_block(
         with pytest.raises(_Killed):
             slab.write([replace(first, host=5, number=9)], hosts)
     assert 1 not in {block.slot for block in slab.scan()}
-    assert slab.read([replace(first, host=9)], hosts) == [DiskResult.DAMAGED]
+    assert slab.read([replace(first, host=9)], hosts) == [TierResult.DAMAGED]
 
 
 def test_errors_and_short_calls_of_the_disk_are_failures(slab: Slab, hosts: ByteArray, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_errors_and_short_calls_of_the_disk_are_failures(slab: Slab, hosts: Byte
         for fails in (eio, lambda *_: 0):
             with monkeypatch.context() as patch:
                 patch.setattr(os, call, fails)
-                assert act(elsewhere(orders), hosts) == [DiskResult.FAILED] * 3
+                assert act(elsewhere(orders), hosts) == [TierResult.FAILED] * 3
         stored(slab, hosts, 3)
     real = os.preadv
 
@@ -178,17 +178,17 @@ def test_errors_and_short_calls_of_the_disk_are_failures(slab: Slab, hosts: Byte
         return real(descriptor, [buffers[0][:PAGE]], at)
 
     monkeypatch.setattr(os, "preadv", one_page)
-    assert slab.read(elsewhere(orders), hosts) == [DiskResult.DONE] * 3
+    assert slab.read(elsewhere(orders), hosts) == [TierResult.DONE] * 3
     assert np.array_equal(hosts[4:7], hosts[1:4])
 
 
 def test_a_file_that_was_cut_short_or_deleted_gives_no_wrong_block(slab: Slab, spec: KvSpec, hosts: ByteArray) -> None:
     orders = stored(slab, hosts, 6)
     slab.path.unlink()
-    assert slab.read(elsewhere(orders), hosts) == [DiskResult.DONE] * 6  # it is there as long as it is open
+    assert slab.read(elsewhere(orders), hosts) == [TierResult.DONE] * 6  # it is there as long as it is open
     os.truncate(f"/proc/self/fd/{slab._data}", slab.form.slot_at(3))
     results = slab.read([orders[number] for number in (0, 2, 4)], hosts)
-    assert results == [DiskResult.DONE, DiskResult.FAILED, DiskResult.FAILED]
+    assert results == [TierResult.DONE, TierResult.FAILED, TierResult.FAILED]
     with pytest.raises(FileRefused):
         Slab(slab.path, spec, NUM_BYTES)
 

@@ -1,9 +1,9 @@
-"""PoolDisk: the disk tier of one running pool: what the core has ordered is run by threads, and reported back to it.
+"""PoolTier: a tier below the host tier of one running pool: what the core has ordered is run by threads, and reported back.
 
 Owns when the core is asked for orders, how they are divided among the threads, and what is measured of them. Nothing here waits
-for the disk: the loop hands work over and is told of its end. What a load's deadline has overtaken before a thread began with
-it is not begun. At its end the pool waits for the threads only for a moment, because a disk may never let go of one; the memory
-that such a thread writes into stays mapped as long as it does.
+for a disk or a server: the loop hands work over and is told of its end. What a load's deadline has overtaken before a thread
+began with it is not begun. At its end the pool waits for the threads only for a moment, because a disk may never let go of one;
+the memory that such a thread writes into stays mapped as long as it does.
 """
 
 import asyncio
@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
+from typing import Protocol
 
 import structlog
 
 from ..core.manager import PoolManager
-from ..core.tiers.disk_tier import DiskTier, Load, Store
-from ..core.values.copies import DiskOrder, DiskResult
+from ..core.tiers.named_tier import Load, NamedTier, Question, Store
+from ..core.values.copies import TierOrder, TierResult
 from ..memory.arena import ByteArray
 from ..memory.disk.disk_threads import NUM_THREADS, DiskThreads
-from ..memory.disk.slab import Slab
 
 log = structlog.get_logger()
 
@@ -30,7 +30,7 @@ _STORES_AT_ONCE = NUM_THREADS  # turns that are given before one of them has end
 _CLOSE_SECONDS = 5.0
 _MEASURED_SECONDS = 4.0  # of work, after which what was measured counts half
 
-Io = Callable[[Sequence[DiskOrder], ByteArray], list[DiskResult]]
+Io = Callable[[Sequence[TierOrder], ByteArray], list[TierResult]]
 
 
 @dataclass(slots=True)
@@ -65,42 +65,72 @@ class _Job:
     """A load or a store, in parts; results by part."""
 
     what: Load | Store
-    parts: list[list[DiskOrder]]
-    results: list[list[DiskResult]] = field(default_factory=list)
+    parts: list[list[TierOrder]]
+    results: list[list[TierResult]] = field(default_factory=list)
     num_left: int = 0
     is_cancelled: bool = False
 
 
-class PoolDisk:
-    """Runs the orders of one pool's disk tier."""
+class Place(Protocol):
+    """Where the blocks of a tier are. Its methods are called in threads, but for begin_clearing, which waits for nothing."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def slot_bytes(self) -> int: ...
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """For the log."""
+
+    def begin_clearing(self) -> None:
+        """Nothing that was stored before may be found."""
+
+    def write_era(self, era: int) -> bool:
+        """Whether a later run will know, too."""
+
+    def ask(self, names: Sequence[bytes]) -> int | None:
+        """How many of the first names are there; None where there is no answer."""
+
+    def read(self, orders: Sequence[TierOrder], hosts: ByteArray) -> list[TierResult]: ...
+
+    def write(self, orders: Sequence[TierOrder], hosts: ByteArray) -> list[TierResult]: ...
+
+    def close(self) -> None: ...
+
+
+class PoolTier:
+    """Runs the orders of one tier of one pool."""
 
     def __init__(
         self,
         manager: Callable[[], PoolManager],
-        tier: DiskTier,
-        slab: Slab,
+        tier: NamedTier,
+        place: Place,
         hosts: ByteArray,
         now: Callable[[], float],
-        give_back: Callable[[Slab], None],
+        give_back: Callable[[], None],
     ) -> None:
-        """manager: the core between two steps. hosts: [num_host_blocks, block_bytes]. give_back: the slab, at the end."""
+        """manager: the core between two steps. hosts: [num_host_blocks, block_bytes]. give_back: called at the end,
+        unless a thread is still at the place.
+        """
         self.reads, self.writes = Rate(), Rate()
-        self.slab = slab
+        self.place = place
         self._manager, self._tier, self._hosts, self._now, self._give_back = manager, tier, hosts, now, give_back
         self._loop = asyncio.get_running_loop()
         self._threads = DiskThreads()
         self._jobs: dict[int, _Job] = {}
-        self._era = slab.era
+        self._era = self._cleared_era = tier.era
+        self._name = tier.rules.name
         self._pumping: asyncio.TimerHandle | None = None
         self._tending: asyncio.TimerHandle | None = None
         self._num_rests = 0
         self._is_closed = False
-        self._settled = asyncio.Event()  # the slab knows the present era
+        self._settled = asyncio.Event()  # the place knows the present era
         self._settled.set()
         tier.wake = self._wake
-        log.info(
-            "disk_opened", num_slots=tier.num_slots, num_blocks=tier.stats()["num_cached_disk_blocks"], direct=slab.is_direct
-        )
+        log.info(f"{self._name}_opened", num_blocks=len(tier.stored_names()), **place.facts)
 
     async def cleared(self, seconds: float) -> None:
         """Returns once a later run will know, too, that the pool was cleared; or after so many seconds."""
@@ -108,7 +138,7 @@ class PoolDisk:
             async with asyncio.timeout(seconds):
                 await self._settled.wait()
         except TimeoutError:
-            log.warning("disk_clear_unsure", seconds=seconds)
+            log.warning(f"{self._name}_clear_unsure", seconds=seconds)
 
     def close(self) -> None:
         """What is queued is dropped, what a thread is at is waited for, but not for long."""
@@ -120,14 +150,16 @@ class PoolDisk:
         for job in self._jobs.values():
             job.is_cancelled = True
         if self._threads.close(_CLOSE_SECONDS):
-            self.slab.close()
-            self._give_back(self.slab)
+            self.place.close()
+            self._give_back()
         else:
-            log.warning("disk_hangs", num_orders=len(self._jobs))
+            log.warning(f"{self._name}_hangs", num_orders=len(self._jobs))
 
     def _wake(self) -> None:
-        if self._era != self._tier.era:
+        if self._cleared_era != self._tier.era:
+            self._cleared_era = self._tier.era
             self._settled.clear()
+            self.place.begin_clearing()
         if self._pumping is None and not self._is_closed:
             self._pumping = self._loop.call_later(_PUMP_AFTER, self._pump)
 
@@ -138,16 +170,18 @@ class PoolDisk:
             return
         manager = self._manager()
         manager.tick(self._now())
-        tier, part = self._tier, max(_PART_BYTES // self.slab.form.slot_bytes, 1)
+        tier, part = self._tier, max(_PART_BYTES // self.place.slot_bytes, 1)
         if tier.era != self._era:
             self._era = tier.era
             self._threads.do(partial(self._write_era, self._era))
+        for question in tier.take_questions():
+            self._threads.do(partial(self._ask, question))
         for load in tier.take_loads():
             size = min(part, max(-(-len(load.orders) // NUM_THREADS), 1))
-            self._begin(load, size, self.slab.read, self.reads)
+            self._begin(load, size, self.place.read, self.reads)
         while len(tier.stores) < _STORES_AT_ONCE and (store := tier.prepare_store(part)) is not None:
-            self._begin(store, part, self.slab.write, self.writes)
-        if (tier.loads or tier.stores) and self._tending is None:
+            self._begin(store, part, self.place.write, self.writes)
+        if (tier.loads or tier.stores or tier.questions) and self._tending is None:
             self._tending = self._loop.call_later(_TEND_EVERY, self._tend)
 
     def _begin(self, what: Load | Store, part: int, io: Io, rate: Rate) -> None:
@@ -157,20 +191,20 @@ class PoolDisk:
             rate.begin(perf_counter())
             self._threads.do(partial(self._run, job, at, orders, io, rate))
 
-    def _run(self, job: _Job, at: int, orders: list[DiskOrder], io: Io, rate: Rate) -> None:
+    def _run(self, job: _Job, at: int, orders: list[TierOrder], io: Io, rate: Rate) -> None:
         """In a thread."""
         if job.is_cancelled:
-            results = [DiskResult.CANCELLED] * len(orders)
+            results = [TierResult.CANCELLED] * len(orders)
         else:
             try:
                 results = io(orders, self._hosts)
             except Exception:  # a thread that ends would leave its work to nobody
-                log.exception("disk_order_failed")
-                results = [DiskResult.FAILED] * len(orders)
+                log.exception("tier_order_failed", tier=self._name)
+                results = [TierResult.FAILED] * len(orders)
         self._tell(partial(self._end_part, job, at, results, rate))
 
-    def _end_part(self, job: _Job, at: int, results: list[DiskResult], rate: Rate) -> None:
-        rate.end(perf_counter(), results.count(DiskResult.DONE) * self.slab.form.block_bytes)
+    def _end_part(self, job: _Job, at: int, results: list[TierResult], rate: Rate) -> None:
+        rate.end(perf_counter(), results.count(TierResult.DONE) * self.place.block_bytes)
         job.results[at] = results
         job.num_left -= 1
         if job.num_left or self._is_closed:
@@ -183,10 +217,10 @@ class PoolDisk:
             self._tier.complete_load(job.what, all_results)
         else:
             self._tier.complete_store(job.what, all_results)
-        num_damaged, num_failed = (all_results.count(result) for result in (DiskResult.DAMAGED, DiskResult.FAILED))
+        num_damaged, num_failed = (all_results.count(result) for result in (TierResult.DAMAGED, TierResult.FAILED))
         if num_damaged or num_failed:
             kind = "load" if isinstance(job.what, Load) else "store"
-            log.warning("disk_blocks_lost", kind=kind, num_damaged=num_damaged, num_failed=num_failed)
+            log.warning(f"{self._name}_blocks_lost", kind=kind, num_damaged=num_damaged, num_failed=num_failed)
         self._tell_rests()
         self._wake()
 
@@ -197,6 +231,8 @@ class PoolDisk:
         manager.tick(now)
         for job in self._jobs.values():
             job.is_cancelled |= job.what.deadline <= now
+        for question in self._tier.questions.values():
+            question.is_cancelled |= question.deadline <= now
         if self._tier.tend():
             self._tending = self._loop.call_later(_TEND_EVERY, self._tend)
         self._tell_rests()
@@ -205,16 +241,32 @@ class PoolDisk:
         num_rests = self._tier.breaker.num_rests
         if num_rests > self._num_rests:
             self._num_rests = num_rests
-            log.warning("disk_rests", seconds=round(self._tier.breaker.seconds_left(self._now()), 1))
+            log.warning(f"{self._name}_rests", seconds=round(self._tier.breaker.seconds_left(self._now()), 1))
 
     def _write_era(self, era: int) -> None:
         """In a thread."""
-        try:
-            self.slab.write_era(era)
-        except OSError as error:
-            log.warning("disk_clear_failed", why=str(error.strerror))
+        if self.place.write_era(era):
+            self._tell(partial(self._end_clearing, era))
+        else:
+            log.warning(f"{self._name}_clear_failed")
+
+    def _end_clearing(self, era: int) -> None:
+        if era == self._tier.era:
+            self._settled.set()
+
+    def _ask(self, question: Question) -> None:
+        """In a thread."""
+        num_stored = None if question.is_cancelled else self.place.ask(question.names)
+        self._tell(partial(self._end_question, question, num_stored))
+
+    def _end_question(self, question: Question, num_stored: int | None) -> None:
+        if self._is_closed:
             return
-        self._tell(self._settled.set)
+        manager = self._manager()
+        manager.tick(self._now())
+        self._tier.complete_question(question, num_stored)
+        self._tell_rests()
+        self._wake()
 
     def _tell(self, done: Callable[[], None]) -> None:
         """From a thread."""

@@ -1,0 +1,162 @@
+"""SlotTable: which slot of a slab holds which content, which is evicted next, and which are being read or written.
+
+Rules: a slot is found only under the name that it was stored under, and not before its store has ended; a slot that an order
+reads or writes is not used again before the order ends. Knows no order's host block.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ..eviction import make_policy
+from ..values.copies import StoredBlock, TierOrder
+
+
+class SlotTable:
+    """Slots 1 to num_slots."""
+
+    def __init__(self, num_slots: int, stored: Sequence[StoredBlock] = (), eviction_policy: str = "lru") -> None:
+        """stored: what earlier runs have left."""
+        self.num_slots = num_slots
+        self.num_evicted = 0
+        self.last_number = max((block.number for block in stored), default=0)
+        self._names: list[bytes | None] = [None] * (num_slots + 1)
+        self._of_name: dict[bytes, int] = {}
+        self._storing: set[int] = set()
+        self._num_reads: dict[int, int] = {}
+        self._policy = make_policy(eviction_policy, num_slots + 1)
+        for slot, name, _ in sorted(stored, key=lambda block: block.number, reverse=True):
+            if name not in self._of_name and self._names[slot] is None:  # of two of one name the younger one counts
+                self._of_name[name], self._names[slot] = slot, name
+        self._free = deque(slot for slot in range(1, num_slots + 1) if self._names[slot] is None)
+        # Parents were stored before their children as a rule, so the youngest go first into the order, as leaves do.
+        numbers = {block.slot: block.number for block in stored}
+        oldest_first = sorted(self._of_name.values(), key=numbers.__getitem__)
+        self._policy.add(np.array(oldest_first, np.int32))
+
+    @property
+    def may_have_some(self) -> bool:
+        """Whether a prompt is worth looking up."""
+        return bool(self._of_name)
+
+    def find(self, name: bytes) -> int | None:
+        """The slot that can be read under this name."""
+        slot = self._of_name.get(name)
+        return None if slot is None or slot in self._storing else slot
+
+    def knows(self, name: bytes) -> bool:
+        """Whether there is such a block, or will be."""
+        return name in self._of_name
+
+    def names(self) -> set[bytes]:
+        """Of all that could be read; for audits."""
+        return {name for name, slot in self._of_name.items() if slot not in self._storing}
+
+    def learn(self, names: Iterable[bytes], lost: Iterable[bytes] = ()) -> None:
+        """A slab has what this table says, so there is nothing to learn."""
+
+    def use(self, name: bytes) -> bool:
+        """Whether there is such a block, or will be; it was of use, so it is evicted later."""
+        slot = self._of_name.get(name)
+        if slot is None:
+            return False
+        if slot not in self._storing and slot not in self._num_reads:
+            one = np.array([slot], np.int32)
+            self._policy.hit(one)
+            self._policy.add(one)
+        return True
+
+    def begin_store(self, name: bytes) -> int | None:
+        """A slot for a name that is not known, or None where all are busy."""
+        if self._free:
+            slot = self._free.popleft()
+        elif len(self._of_name) <= len(self._storing) + len(self._num_reads):
+            return None
+        else:
+            slot = int(self._policy.take_victims(1)[0])
+            evicted = self._names[slot]
+            assert evicted is not None, "an evictable slot is stored"
+            del self._of_name[evicted]
+            self.num_evicted += 1
+        self._of_name[name], self._names[slot] = slot, name
+        self._storing.add(slot)
+        return slot
+
+    def end_store(self, order: TierOrder, *, is_stored: bool) -> None:
+        self._storing.discard(order.slot)
+        if is_stored:
+            self._policy.add(np.array([order.slot], np.int32))
+        else:
+            self._release(order.slot)
+
+    def begin_read(self, order: TierOrder) -> None:
+        slot = order.slot
+        num_before = self._num_reads.get(slot, 0)
+        if not num_before:
+            self._policy.hit(np.array([slot], np.int32))
+        self._num_reads[slot] = num_before + 1
+
+    def end_read(self, order: TierOrder, *, is_lost: bool) -> None:
+        slot = order.slot
+        self._num_reads[slot] -= 1
+        if is_lost and self._of_name.get(order.name) == slot:
+            del self._of_name[order.name]
+        if self._num_reads[slot]:
+            return
+        del self._num_reads[slot]
+        if self._of_name.get(order.name) == slot:
+            self._policy.add(np.array([slot], np.int32))
+        else:
+            self._release(slot)
+
+    def clear(self) -> None:
+        """Nothing is found any more. Busy slots are free once their orders end."""
+        busy = self._storing | self._num_reads.keys()
+        idle = [slot for slot in self._of_name.values() if slot not in busy]
+        self._policy.forget_blocks(np.array(idle, np.int32))
+        for slot in idle:
+            self._names[slot] = None
+        self._free.extend(idle)
+        self._of_name.clear()
+
+    def stats(self) -> dict[str, int]:
+        """By the protocol's names."""
+        num_busy = len(self._storing) + len(self._num_reads)
+        return {
+            "num_free_disk_blocks": len(self._free),
+            "num_cached_disk_blocks": self.num_slots - len(self._free) - num_busy,
+            "num_busy_disk_blocks": num_busy,
+            "num_evicted_disk_blocks": self.num_evicted,
+        }
+
+    def check(self, reads: Sequence[TierOrder], stores: Sequence[TierOrder]) -> list[str]:
+        """The broken invariants, one sentence each, beside the orders in flight."""
+        wrong = list[str]()
+        order = self._policy.order()
+        live = [blocks[order.stamps.are_live(blocks, stamps)] for blocks, stamps in order.rows]
+        evictable = np.concatenate([order.first, *live]).tolist() if live or len(order.first) else []
+        idle = {slot for slot in self._of_name.values() if slot not in self._storing and slot not in self._num_reads}
+        if sorted(evictable) != sorted(idle):
+            wrong.append("the slots that can be evicted are not those that are stored and at rest")
+        if any(self._names[slot] != name for name, slot in self._of_name.items()):
+            wrong.append("a slot has another name than the one that it is found by")
+        busy = self._storing | self._num_reads.keys()
+        if len(self._free) != len(set(self._free)) or len(self._free) + len(idle) + len(busy) != self.num_slots:
+            wrong.append("free, stored and busy slots of the disk do not add up")
+        num_reads: dict[int, int] = {}
+        for each in reads:
+            num_reads[each.slot] = num_reads.get(each.slot, 0) + 1
+        if num_reads != self._num_reads:
+            wrong.append("slots are read by other loads than those in flight")
+        if self._storing != {each.slot for each in stores}:
+            wrong.append("slots are written by other stores than those in flight")
+        return wrong
+
+    def _release(self, slot: int) -> None:
+        """Of a slot at rest that is not in the order of eviction."""
+        name = self._names[slot]
+        if name is not None and self._of_name.get(name) == slot:
+            del self._of_name[name]
+        self._names[slot] = None
+        self._free.append(slot)
