@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvkeeper.service.extras import install_command
 from kvkeeper.trust.private_file import FileRefused
 
 from ...core.values.kv_spec import KvSpec
@@ -30,7 +31,7 @@ def open_remote(remote: str, *, secret: Path, ca: Path | None, ttl: float, timeo
     try:
         from .remote_store import RemoteStore
     except ImportError:
-        raise RemoteRefused("--remote needs the package redis: pip install 'kvkeeper[remote]'") from None
+        raise RemoteRefused(f"--remote needs the package redis: {install_command('remote')}") from None
     try:
         address = parse_address(remote, ca)
     except ValueError as error:

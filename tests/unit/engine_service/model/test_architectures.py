@@ -35,6 +35,7 @@ SECTIONS = {
     "Refused: the forward pass needs masks, a cache, or a language": "flat batches without masks",
     "Refused: other logits than the library's": "logits on the paged cache",
 }
+NOT_OF_TYPES = {"Quantised weights"}  # sections of the page that name other things than model types
 LIMITED = {"phi3": 32, "llama4_text": 32}
 
 
@@ -43,6 +44,8 @@ def read_page() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for section in PAGE.read_text().split("\n## ")[1:]:
         title, _, text = section.partition("\n")
+        if title in NOT_OF_TYPES:
+            continue
         lists = re.findall(r"^`.*$", text, re.MULTILINE)
         found[title] = [name for line in lists for name in re.findall(r"`([^`]+)`", line)] + re.findall(
             r"^\| `([^`]+)`", text, re.MULTILINE
