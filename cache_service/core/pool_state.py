@@ -82,6 +82,7 @@ class PoolState:
             lose_hosts=self._lose_hosts,
             clock=self.clock,
             group_windows=config.group_windows,
+            has_tail=config.has_tail,
         )
         self.pool = BlockPool(config, self.index, self._forget_blocks)
         self.allocator = BlockAllocator(self.pool, self.index, self.counters)

@@ -8,6 +8,7 @@ import torch
 from .launch import Launcher
 
 if TYPE_CHECKING:
+    from ..quantised.formats import KvFormat
     from ..quantised.layout import QuantisedLayer
 
 _ALL_KEYS = 1 << 62
@@ -168,3 +169,10 @@ def read(
         out.data_ptr(),
     )
     return out
+
+
+def prepare(kv_format: "KvFormat") -> None:
+    """Compile the kernels of a format, or take them from disk, so that no request waits for it."""
+    from .quantised_kernels import of_format
+
+    of_format(kv_format.code)

@@ -1,8 +1,8 @@
 """Loops over stored K and V, compiled by numba for one format at a time, when it is first used.
 
-Follows kernels.py in all: what a kernel is given, how threads share its items, and that numbers that are not finite stay so. Each
-format is compiled by itself, so that a loop has the decoding of its elements inside and nothing of other formats. The kernels on
-disk are those of this file and of kernels.py as both are now: the stamp of kernels.py is a constant in them.
+Follows kernels.py in all: what a kernel is given, how threads share its items, and that numbers that are not finite stay so.
+Each format is compiled by itself, so that a loop has the decoding of its elements inside and nothing of other formats. The
+kernels on disk are those of this file and of kernels.py as both are now: the stamp of kernels.py is a constant in them.
 """
 
 import zlib
@@ -123,7 +123,7 @@ def _scale_of_head(row, most):
     for i in range(len(row)):
         poison += row[i] * np.float32(0)  # not a number where one is not finite
     raw = np.float32(np.float64(_greatest_magnitude(row)) / np.float64(most))
-    if not (poison == np.float32(0)):
+    if poison != np.float32(0):  # also where it is not a number
         return np.uint16(0x7FC0), np.float32(0)
     if raw < _LEAST:
         return np.uint16(0), np.float32(0)
@@ -151,7 +151,7 @@ def _build(code: int, stamp: int) -> Compiled:
     @_helper
     def row_of(at, count):
         """The elements at an address, count bytes of them or, of 16 bits, count of them."""
-        if code == _FP16 or code == _BF16:
+        if code in (_FP16, _BF16):
             return _halves(at, count)
         if code == _INT8:
             return _bytes(at, count)

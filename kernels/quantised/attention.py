@@ -1,8 +1,9 @@
-"""quantised_decode and quantised_prefill: attention over stored K and V, and over the pages of the tail where a sequence has them.
+"""quantised_decode and quantised_prefill: attention over stored K and V, and over pages of the tail where there are some.
 
-One call reads both: each block of a sequence is read from its page of the tail if the tail's table names one, else as it is stored.
-On a CPU, compiled kernels read stored elements in place for decode; all else makes numbers of a sequence's K and V first and runs
-torch's fused attention on them. Windows and soft caps are those of paged_attention_decode; retention is not served.
+One call reads both: each block of a sequence is read from its page of the tail if the tail's table names one, else as it is
+stored. On a CPU, compiled kernels read stored elements in place for decode; all else makes numbers of a sequence's K and V
+first and runs torch's fused attention on them. Windows and soft caps are those of paged_attention_decode; retention is not
+served.
 """
 
 from dataclasses import dataclass
@@ -163,7 +164,13 @@ def quantised_prefill(
             dead = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
             mask = torch.zeros(dead.shape, dtype=q.dtype).masked_fill_(dead, -torch.inf)
             attended = dense_attention(
-                heads[:, :, at:last], k[:, :, :num_keys], v[:, :, :num_keys], mask, is_causal=False, scale=scale, soft_cap=soft_cap
+                heads[:, :, at:last],
+                k[:, :, :num_keys],
+                v[:, :, :num_keys],
+                mask,
+                is_causal=False,
+                scale=scale,
+                soft_cap=soft_cap,
             )
             out[begin + at : begin + last] = attended.permute(2, 0, 1, 3).flatten(1, 2)
     return out

@@ -1,9 +1,9 @@
-"""Formats: what a stored element is, and the arithmetic between it and a number. This file is the definition; kernels follow it.
+"""Formats: what a stored element is, and the arithmetic between it and a number. Kernels follow this definition.
 
-Scaled formats have one scale for each token and KV head, of K and of V each (as vLLM's per-token-head caches). An element times the
-scale is the number. The scale is the head's greatest magnitude divided by the format's greatest element, as a bfloat16 that is
-rounded up, so that nothing is cut off and every machine comes to the same bits. A head that is not finite has a scale that is not a
-number, so that it stays so. A head below 1e-30 is stored as zeros.
+Scaled formats have one scale for each token and KV head, of K and of V each (as vLLM's per-token-head caches). An element
+times the scale is the number. The scale is the head's greatest magnitude divided by the format's greatest element, as a
+bfloat16 that is rounded up, so that nothing is cut off and every machine comes to the same bits. A head that is not finite has
+a scale that is not a number, so that it stays so. A head below 1e-30 is stored as zeros.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,9 @@ class KvFormat:
     def row_bytes(self, head_dim: int) -> int:
         """Of the elements of one head of one token. Raises KernelArgumentError for an odd number of elements."""
         step = 4 if self.bits == 4 else 2
-        require(head_dim % step == 0, "KvFormat", "head_dim", "must be a multiple of {} for {}, is {}", step, self.name, head_dim)
+        require(
+            head_dim % step == 0, "KvFormat", "head_dim", "must be a multiple of {} for {}, is {}", step, self.name, head_dim
+        )
         return head_dim * self.bits // 8
 
 
@@ -72,7 +74,9 @@ def scale_values(scales: torch.Tensor) -> torch.Tensor:
 def quantise(x: torch.Tensor, kv_format: KvFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Elements, uint8 [..., row_bytes], and bits of scales, int16 [...], of heads x [..., head_dim]."""
     if not kv_format.most:
-        return x.to(kv_format.dtype).contiguous().view(torch.uint8), torch.zeros(x.shape[:-1], dtype=torch.int16, device=x.device)
+        return x.to(kv_format.dtype).contiguous().view(torch.uint8), torch.zeros(
+            x.shape[:-1], dtype=torch.int16, device=x.device
+        )
     scales = scales_of(x, kv_format)
     values = scale_values(scales)
     factors = torch.where(values > 0, (1 / values.double()).float(), 0.0)[..., None]

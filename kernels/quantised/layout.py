@@ -1,9 +1,10 @@
 """The layout of blocks of stored K and V, and of the pages of the tail beside them.
 
-A block has all layers: for each layer K and then V, each of them the elements [block_size, num_kv_heads, row_bytes] of its tokens
-and behind these their scales [block_size, num_kv_heads], bfloat16. So a block moves between tiers, or is copied, with one copy.
-A page of the tail holds some layers as they are computed, [tail_layers, 2, block_size, num_kv_heads, head_dim]; blocks and pages have
-one size, a multiple of 16 bytes where there are scales or pages, and what either leaves of it is not used.
+A block has all layers: for each layer K and then V, each of them the elements [block_size, num_kv_heads, row_bytes] of its
+tokens and behind these their scales [block_size, num_kv_heads], bfloat16. So a block moves between tiers, or is copied, with
+one copy. A page of the tail holds some layers as they are computed, [tail_layers, 2, block_size, num_kv_heads, head_dim];
+blocks and pages have one size, a multiple of 16 bytes where there are scales or pages, and what either leaves of it is not
+used.
 """
 
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class QuantisedLayer:
     Attributes:
         elements: uint8 [num_blocks, 2, block_size, num_kv_heads, row_bytes].
         scales: int16 [num_blocks, 2, block_size, num_kv_heads], bits of bfloat16; without elements where the format has none.
-        tail: [num_blocks, 2, block_size, num_kv_heads, head_dim] of layout.dtype, the layer in pages of the tail; None: no tail.
+        tail: [num_blocks, 2, block_size, num_kv_heads, head_dim] of layout.dtype, the layer in pages; None: no tail.
     """
 
     layout: QuantisedLayout

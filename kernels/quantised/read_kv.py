@@ -1,4 +1,4 @@
-"""read_kv: K and V of tokens as numbers, from stored blocks and, where it has them, from the tail's pages. Plain torch, on any device.
+"""read_kv: K and V of tokens as numbers, from the tail's pages or from stored blocks, in plain torch.
 
 Owns what "the tail has it" means: the entry of the tail's table is not the null block. All ops on stored K and V follow it.
 """
@@ -10,7 +10,11 @@ from .layout import QuantisedLayer
 
 
 def read_kv(
-    layer: QuantisedLayer, block_table: torch.Tensor, tail_table: torch.Tensor | None, positions: torch.Tensor, dtype: torch.dtype
+    layer: QuantisedLayer,
+    block_table: torch.Tensor,
+    tail_table: torch.Tensor | None,
+    positions: torch.Tensor,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V, [T, num_kv_heads, head_dim] of `dtype`, of the tokens at `positions`.
 

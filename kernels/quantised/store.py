@@ -1,7 +1,8 @@
-"""store_quantised and rotary_store_quantised: write a step's K and V into stored blocks and into the pages of the tail, in one pass.
+"""store_quantised and rotary_store_quantised: write a step's K and V into stored blocks and pages of the tail, in one pass.
 
-As store_kv and rotary_store_kv do it for blocks of numbers: a slot is block_id * block_size + offset, and a negative one is skipped.
-Each token goes into its slot of the stored blocks, and as it was computed into its slot of the tail, where it has one.
+As store_kv and rotary_store_kv do it for blocks of numbers: a slot is block_id * block_size + offset, and a negative one is
+skipped. Each token goes into its slot of the stored blocks, and as it was computed into its slot of the tail, where it has
+one.
 """
 
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def plan_slots(stored: torch.Tensor, tail: torch.Tensor | None, layer: Quantised
 
 
 def store_quantised(k: torch.Tensor, v: torch.Tensor, layer: QuantisedLayer, slots: QuantisedSlots) -> None:
-    """Write k and v [T, num_kv_heads, head_dim] of the layout's dtype, the last dimension contiguous, into their slots, in place.
+    """Write k and v [T, num_kv_heads, head_dim] of the layout's dtype, contiguous in the last two, into their slots.
 
     Raises:
         KernelArgumentError: shapes, strides or dtypes that do not fit.

@@ -1,4 +1,4 @@
-"""Attention over stored K and V against the references on the same numbers, on both paths of a CPU; poison in all other memory."""
+"""Attention over stored K and V against the references on the same numbers, on both paths of a CPU; all else is poison."""
 
 import pytest
 import torch

@@ -53,7 +53,7 @@ def test_exactly_the_named_slots_are_written(name, slots, dtype):
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_queries_and_keys_are_rotated_and_normalised_first(name):
-    view, layer = arena(name)
+    _, layer = arena(name)
     qk, v, cos, sin = rows(3)
     weight = torch.rand(NUM_HEADS + NUM_KV_HEADS, DIM)
     where = plan_slots(torch.tensor([4, 9, 18]), torch.tensor([20, -1, 33]), layer)
@@ -70,7 +70,7 @@ def test_queries_and_keys_are_rotated_and_normalised_first(name):
 @pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
 def test_odd_heads_are_stored_as_the_definition_says(name):
     """Zeros, tiny and huge numbers, ties, and numbers that are not finite."""
-    view, layer = arena(name, tail_layers=0)
+    _, layer = arena(name, tail_layers=0)
     k = torch.zeros(6, NUM_KV_HEADS, DIM)
     k[0] = 1e-33
     k[1] = torch.linspace(-448, 448, DIM)

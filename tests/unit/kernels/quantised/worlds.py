@@ -34,7 +34,7 @@ def make_stored(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> StoredWorld:
-    """Random K and V of the given lengths in layer 1 of 3. tails: the table entries [first, end) of each sequence with pages."""
+    """Random K and V of the given lengths in layer 1 of 3. tails: the entries [first, end) of each sequence with pages."""
     generator = torch.Generator().manual_seed(seed)
     layout = QuantisedLayout(3, num_kv_heads, head_dim, block_size, FORMATS[name], dtype, 0 if tails is None else 2)
     used = [-(-length // block_size) for length in seq_lens]
