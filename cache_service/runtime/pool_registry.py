@@ -356,6 +356,7 @@ class PoolRegistry:
             logits_memory=self._config.logits_memory if not spec.groups else 0,
             num_host_blocks=self._num_host_blocks(spec.stored_bytes),
             group_windows=tuple(group.window for group in spec.groups) or (0,),
+            has_tail=any(group.is_tail for group in spec.groups),
         )
         return config, num_bytes
 
