@@ -261,7 +261,7 @@ def _load_proposer(config: EngineConfig, served: ServedModel) -> Proposer | None
     if config.speculation == "off":
         return None
     try:
-        draft = load_served_model(dataclasses.replace(config, model=config.draft_model))
+        draft = load_served_model(dataclasses.replace(config, model=config.draft_model, kv_dtype="auto"))
     except ModelError as error:
         raise StartError(f"--draft-model {config.draft_model}: {error}") from None
     if draft.vocab_size != served.vocab_size:

@@ -13,7 +13,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from ..core.sequences.group_windows import refuse_groups
 from ..core.sequences.retention import check_readable
 from ..core.sequences.transitions import wrong_state
-from ..core.values.errors import InvalidField, OpaquePages
+from ..core.values.errors import InvalidField, NotImplementedYet, OpaquePages
 from ..core.values.types import Int32Array, SequenceId, SequenceState, SessionId
 from ..core.values.views import Readable
 from ..runtime.pool import Pool
@@ -78,6 +78,11 @@ class KvCalls:
 def _require_rows(pool: Pool) -> None:
     """Raises OpaquePages where this service does not know where in a block a token's K and V are, and NotImplementedYet."""
     refuse_groups(pool.manager.config.group_windows, "reading and writing K and V by call")
+    if pool.info.spec.num_ranks > 1:
+        text = "K and V of several ranks are not read or written by call: map the memory of each rank"
+        raise NotImplementedYet(text, feature="tensor_parallel_size")
+    if pool.info.spec.scaled_bits:
+        raise NotImplementedYet("reading and writing K and V by call with a scale for each head", feature="scaled_layout")
     if pool.info.spec.is_opaque:
         raise OpaquePages("the blocks of this pool are opaque pages: map the memory, whose bytes only its clients can read")
 
