@@ -30,7 +30,7 @@ def kv_spec_of(model: ServedModel, block_size: int) -> pb.KvSpec:
         sliding_window=model.sliding_window,
         rope_parameters=model.rope_parameters,
         compute_dtype=model.compute_dtype,
-        tensor_parallel_size=1,
+        tensor_parallel_size=model.num_ranks,
     )
 
 

@@ -86,6 +86,12 @@ def config_of_rank(config: ModelConfig, split: Split) -> ModelConfig:
     )
 
 
+def require_one_rank(model_type: object, num_ranks: int) -> None:
+    """Of models that the transformers library computes. Raises UnsupportedModelError."""
+    if num_ranks > 1:
+        raise UnsupportedModelError("tensor parallelism of model type", model_type, "the native families")
+
+
 def _check_divides(num_ranks: int, what: str, total: int) -> None:
     if total % num_ranks:
         raise _refused(num_ranks, f"divisors of the model's {what}, {total}")
