@@ -37,8 +37,8 @@ from .loop.time_limits import end_stalled
 from .loop.tracing import EngineTracing
 from .model.checkpoint.errors import ModelError, NoDeviceError
 from .model.split import WHOLE
+from .ranks.failures import RankLost
 from .ranks.ranks import Ranks
-from .ranks.team import RankLost
 from .rpc.admission import connection_of
 from .rpc.hand_over.taker import TakeOverRefused
 from .rpc.methods import intake_of, router_of

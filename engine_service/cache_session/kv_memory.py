@@ -26,10 +26,10 @@ from kvkeeper.client.steps import StepItems, StepResult
 from ..compute.model_runner import Runner, StepBounds
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
+from ..ranks.failures import RankLost, RankRefused
 from ..ranks.mapped_arena import arena_tensor, host_blocks
 from ..ranks.ranked_runner import RankedRunner
 from ..ranks.ranks import Ranks, attachment_of
-from ..ranks.team import RankLost, RankRefused
 from ..scheduler.plan import Plan
 from ..values.request import Sequence, TakenBlocks
 from .failures import is_unknown_sequence, rank_lost, refuses_groups

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .failures import SumFailed
+
 
 class Meeting:
     """Where the ranks add up, once they have joined."""
@@ -55,11 +57,14 @@ class Meeting:
         A step without logits adds up nothing behind its last K and V, but meets all the same: so a step that one rank has
         computed is one whose K and V all ranks have written.
 
-        Raises RuntimeError where a rank has ended or does not come in time.
+        Raises SumFailed.
         """
         group = self._group
         if group is None:
-            raise RuntimeError("the ranks have not met")
+            raise SumFailed("the ranks have parted")
         part = part.contiguous()
-        group.allreduce([part if part.numel() else part.new_zeros(1)]).wait()
+        try:
+            group.allreduce([part if part.numel() else part.new_zeros(1)]).wait()
+        except RuntimeError as error:
+            raise SumFailed(str(error)) from None
         return part

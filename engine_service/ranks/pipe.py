@@ -2,11 +2,8 @@
 
 import socket
 
+from .failures import PipeEnded
 from .messages import HEAD, MOST_BYTES
-
-
-class PipeEnded(Exception):
-    """The process at the other end has ended, or does not read or answer in time. One line."""
 
 
 class Pipe:

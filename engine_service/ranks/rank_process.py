@@ -26,8 +26,9 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from kvkeeper.service import log as service_log
 
+from .failures import PipeEnded, SumFailed
 from .messages import Answer, Kind, decode_batch, encode_ids
-from .pipe import Pipe, PipeEnded
+from .pipe import Pipe
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+PARTED = 70  # exit code of a rank that cannot go on because another one is lost
 _PR_SET_NAME = 15
 _Failed = list[int]  # ids of transfer orders of the step that is computed
 
@@ -167,8 +169,11 @@ def main() -> None:
         pipe.send(Answer.DONE)
         while True:
             rank.obey(*pipe.receive())
-    except PipeEnded:
-        pass  # the engine wants no more of this process
+    except PipeEnded:  # the engine wants no more of this process, or has ended
+        shutil.rmtree(folder, ignore_errors=True)
+    except SumFailed as error:
+        log.warning("rank_parted", why=str(error))
+        code = PARTED
     except BaseException:
         log.exception("rank_failed")
         code = 1

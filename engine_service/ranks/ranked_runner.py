@@ -18,9 +18,9 @@ from kvkeeper.kernels.layout import KvLayout
 from ..compute.graphs.graph_api import GraphApi
 from ..compute.model_runner import ModelRunner, Runner, StepBounds
 from ..values.batch import Batch
+from .failures import RankLost, SumFailed
 from .messages import Kind, decode_ids, encode_batch
 from .ranks import Ranks
-from .team import RankLost
 
 
 class RankedRunner:
@@ -52,8 +52,10 @@ class RankedRunner:
         self._ranks.tell(Kind.FORWARD, encode_batch(batch))
         try:
             logits = self._own.forward(batch)
+        except SumFailed as error:
+            raise self._ranks.lose(f"a sum over the ranks failed: {error}", is_ours=False) from None
         except Exception as error:  # the others are in the middle of the step, and this rank has left it
-            raise self._ranks.lose(f"the first rank could not compute a step: {error}") from error
+            raise self._ranks.lose(f"the first rank could not compute a step: {error}", is_ours=True) from error
         self._hear()
         return logits
 

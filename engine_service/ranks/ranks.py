@@ -17,9 +17,10 @@ from kvkeeper.client.cache import AsyncCacheSession
 
 from ..config import EngineConfig
 from ..model.split import Split
+from .failures import RankLost
 from .meeting import Meeting
 from .messages import Kind
-from .team import RankLost, Team
+from .team import Team
 
 log = structlog.get_logger()
 
@@ -120,9 +121,9 @@ class Ranks:
         team.tell(kind, body)
         team.hear()
 
-    def lose(self, why: str) -> RankLost:
-        """The first rank cannot go on with the others; the error for it."""
-        return self._required().lose(why)
+    def lose(self, why: str, *, is_ours: bool) -> RankLost:
+        """The ranks cannot go on together; the error for it. is_ours: the first rank is why, and not one of the others."""
+        return self._required().lose(why, is_ours=is_ours)
 
     def stop(self) -> None:
         """End all of them, for good."""

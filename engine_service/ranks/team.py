@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,27 +23,16 @@ import structlog
 import torch
 
 from . import rank_process
+from .failures import PipeEnded, RankLost, RankRefused
 from .meeting import Meeting
 from .messages import Answer, Kind
-from .pipe import Pipe, PipeEnded
+from .pipe import Pipe
 
 log = structlog.get_logger()
 
 _END_S = 10.0  # until a killed process is gone
 _LAST_WORDS_S = 2.0  # for a rank whose end another one was told of first
 _DROPPED = frozenset(("service", "pid", "version", "level", "event", "timestamp"))  # of a line of a rank's log
-
-
-class RankLost(Exception):
-    """A rank has ended or hangs, or its sums fail. One line, which names the rank."""
-
-
-class RankRefused(Exception):
-    """The cache service refused a rank. fields: code, reason and message of its error."""
-
-    def __init__(self, fields: dict[str, str]) -> None:
-        super().__init__(fields["message"])
-        self.fields = fields
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,30 +93,39 @@ class Team:
         """The answer of each, by rank. Raises RankLost, RankRefused."""
         return [self._hear_one(member, self._timeout_s) for member in self._members]
 
-    def lose(self, why: str, suspect: _Member | None = None) -> RankLost:
+    def lose(self, why: str, suspect: _Member | None = None, *, is_ours: bool = False) -> RankLost:
         """Note that the team is of no use any more; the error for it. Only the first reason counts.
 
-        suspect: who did not answer; None: perhaps one that has ended, perhaps none.
+        suspect: who did not answer, or has ended; None: any of them, unless is_ours says that it is the first rank.
         """
         with self._losing:
             if self.lost or self._is_stopping:
                 return RankLost(self.lost or why)
-            if (ended := self._first_ended(suspect)) is not None:
-                suspect, why = ended, f"its process ended with {ended.process.returncode}"
+            if not is_ours:
+                suspect, why = self._culprit(suspect, why)
             self.lost = why if suspect is None else f"rank {suspect.rank}: {why}"
             log.error("rank_lost", rank=None if suspect is None else suspect.rank, why=why)
         self._meeting.leave()
         self._on_lost()
         return RankLost(self.lost)
 
-    def _first_ended(self, suspect: _Member | None) -> _Member | None:
-        """Who has ended, or does so now: one that was killed rather than one that ended because it could not go on alone."""
-        ended = []
-        for member in self._members if suspect is None else [suspect]:
+    def _culprit(self, suspect: _Member | None, why: str) -> tuple[_Member | None, str]:
+        """Who is the cause, and what happened to it.
+
+        A rank that cannot go on without another ends by itself, and says so by its code. So it is the first that has ended with
+        another code, else one that neither ends nor answers.
+        """
+        members = self._members if suspect is None else [suspect, *(each for each in self._members if each is not suspect)]
+        deadline = time.monotonic() + _LAST_WORDS_S
+        for member in members:
             with suppress(subprocess.TimeoutExpired):
-                member.process.wait(_LAST_WORDS_S / len(self._members))
-                ended.append(member)
-        return min(ended, key=lambda member: member.process.returncode, default=None)
+                code = member.process.wait(max(deadline - time.monotonic(), 0))
+                if code != rank_process.PARTED:
+                    return member, _ended(code)
+        for member in members:
+            if member.process.returncode is None:
+                return member, why if member is suspect else "it does not answer"
+        return suspect, why
 
     def stop(self) -> None:
         """End all of them; what they have mapped is unmapped when this returns. Idempotent."""
@@ -177,7 +176,11 @@ class Team:
                 _log_line(member.rank, line)
         member.process.wait()
         if not self._is_stopping:
-            self.lose(f"its process ended with {member.process.returncode}", member)
+            self.lose(_ended(member.process.returncode), member)
+
+
+def _ended(code: int) -> str:
+    return f"its process ended with {code}"
 
 
 def _log_line(rank: int, line: bytes) -> None:
