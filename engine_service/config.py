@@ -46,6 +46,7 @@ HASH_TOY = "hash-toy"  # value of --model for the toy whose output proves its ca
 
 _SPECULATIONS = ("off", "prompt-look-up", "draft-model")
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+_KV_DTYPES = ("auto", "fp16", "bf16", "fp8", "int8", "int4")
 _CPU_KERNELS = ("auto", "compiled", "torch")
 
 
@@ -317,6 +318,23 @@ class EngineConfig:
         details="int8, on a CPU: the matrix products are of 8-bit integers, two to three times as fast and less exact; all else"
         " is float32.",
     )
+    kv_dtype: str = setting(
+        "auto",
+        group="Model",
+        help="what K and V are stored in, where auto is what the model computes in",
+        choices=_KV_DTYPES,
+        details="fp8, int8 and int4 have a scale for each token and KV head. Native families. Requests with sink and window are"
+        " refused with anything but auto, and layers with windows keep all tokens.",
+    )
+    kv_tail_tokens: int = setting(
+        256,
+        group="Model",
+        help="most of a sequence's newest tokens, in whole blocks, that are also kept as the model computes them; 0: none",
+        check=between(0, 1 << 20),
+        unit="tokens",
+        details="With --kv-dtype fp8, int8 or int4. Not with --role prefill or decode, nor where the cache service has a host"
+        " tier, a disk tier or --memory-dir: there all tokens are read as they are stored.",
+    )
     cpu_kernels: str = setting(
         "auto",
         group="Model",
@@ -490,6 +508,8 @@ class EngineConfig:
             raise ConfigError("--cache-tls-cert: goes with --cache-tls-key, and the other way round")
         if self.cache_tls_cert is not None and self.cache_tls_ca is None:
             raise ConfigError("--cache-tls-cert: goes with --cache-tls-ca, which is missing")
+        if self.model == HASH_TOY and self.kv_dtype != "auto":
+            raise ConfigError(f"--kv-dtype: {HASH_TOY} stores what it computes")
         if self.model == HASH_TOY and self.device != "cpu":
             raise ConfigError(f"--device: {HASH_TOY} computes on a CPU")
 

@@ -214,7 +214,12 @@ class PoolRegistry:
             log.warning("disk_refused", model_id=spec.model_id, why=str(error))
             return None
         config = self._config
-        rules = TierRules(on_second_use=config.disk_admit == "second-use", deadline=config.disk_deadline)
+        rules = TierRules(
+            on_second_use=config.disk_admit == "second-use",
+            deadline=config.disk_deadline,
+            weighs=config.tier_worth == "auto",
+            tenants=frozenset(config.disk_tenants) or None,
+        )
         form, policy = slab.form, config.disk_eviction_policy
         tier = manager.add_disk(slab.name_key, form.num_slots, slab.era, stored, rules, policy)
         return partial(_pool_tier, tier, slab, self._now, partial(self._disks.give_back, slab))
@@ -229,6 +234,8 @@ class PoolRegistry:
             deadline=config.remote_deadline,
             most_asked=_MOST_ASKED,
             name="remote",
+            weighs=config.tier_worth == "auto",
+            tenants=frozenset(config.remote_tenants) or None,
         )
         return partial(_pool_tier, manager.add_remote(store.name_key, rules), store, self._now, lambda: None)
 
@@ -349,6 +356,7 @@ class PoolRegistry:
             logits_memory=self._config.logits_memory if not spec.groups else 0,
             num_host_blocks=self._num_host_blocks(spec.stored_bytes),
             group_windows=tuple(group.window for group in spec.groups) or (0,),
+            has_tail=any(group.is_tail for group in spec.groups),
         )
         return config, num_bytes
 

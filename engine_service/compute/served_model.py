@@ -16,8 +16,6 @@ from typing import Any, cast
 import structlog
 import torch
 
-from kvkeeper.kernels.layout import KvLayout
-
 from ..config import HASH_TOY, EngineConfig
 from ..model.checkpoint.digest import weights_digest
 from ..model.checkpoint.errors import NoDeviceError
@@ -35,9 +33,10 @@ from ..outputs.model_text import ModelText
 from ..outputs.tokenizer import Tokenizer
 from ..values.sampling_params import NEUTRAL, SamplingParams
 from .graphs.graph_api import CudaGraphs
-from .model_runner import Model, ModelRunner, Runner, StepBounds, WarmedRunner, kv_layout_of
+from .model_runner import AnyLayout, Model, ModelRunner, Runner, StepBounds, WarmedRunner, kv_layout_of
 from .sampling_defaults import read_sampling_defaults
 from .self_check import load_checked_model
+from .stored_model import format_for, refuse_stored, stored_model
 
 log = structlog.get_logger()
 
@@ -56,8 +55,8 @@ class ServedModel:
     max_len: int
     compute_dtype: str
     text: ModelText
-    layout: Callable[[int], KvLayout]
-    make_runner: Callable[[torch.Tensor, KvLayout], Runner]
+    layout: Callable[[int], AnyLayout]
+    make_runner: Callable[[torch.Tensor, Any], Runner]
     make_ready: Callable[[Runner, StepBounds], None] | None = None  # before the runner's first step, in a thread; None: at once
     sliding_window: int = 0
     rope_parameters: str = ""
@@ -84,6 +83,7 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
     raw = read_json_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
     if reason := why_library(raw, has_library=find_spec("transformers") is not None):
         require_one_rank(raw["model_type"], split.num_ranks)
+        refuse_stored(config.kv_dtype, "models that the transformers library runs")
         log.info("model_through_transformers", model_type=raw["model_type"], reason=reason)
         model = load_checked_model(folder, raw["model_type"], dtype, device=device, progress=progress)
         ropes = model.config.rope_parameters
@@ -93,8 +93,12 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
     both = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
     name = INT8 if dtype == INT8 else _name(decoder.dtype)
     served = _from_folder(folder, raw, decoder, name, _num_parameters(folder, model_config), json.dumps(both))
-    served = dataclasses.replace(served, num_ranks=split.num_ranks)
-    return _in_groups(_ready_on_device(served, config, progress=progress), decoder, config)
+    served = dataclasses.replace(_ready_on_device(served, config, progress=progress), num_ranks=split.num_ranks)
+    if (kv_format := format_for(config.kv_dtype, decoder.dtype)) is not None:
+        if model_config.has_sink_logits:
+            refuse_stored(config.kv_dtype, "models with sinks in their softmax")
+        return stored_model(served, decoder, kv_format, config)
+    return _in_groups(served, decoder, config)
 
 
 def _in_groups(served: ServedModel, model: Decoder, config: EngineConfig) -> ServedModel:

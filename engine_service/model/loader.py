@@ -78,12 +78,11 @@ def load_model(
             if tuple(tensor.shape) != destination.shape:
                 problem = f"tensor {name} has shape {tuple(tensor.shape)}, must have {destination.shape}"
                 raise WeightsError(file_name, problem)
-            for place, part in destination.runs():
-                found = tensor[part]
-                if found.dtype not in _DTYPES.values():
-                    known = ", ".join(name for name in _DTYPES if name != INT8)
-                    raise UnsupportedModelError("weight dtype", str(found.dtype), known)
-                place.copy_(found)
+            if tensor.dtype not in _DTYPES.values():
+                raise UnsupportedModelError(
+                    "weight dtype", str(tensor.dtype), ", ".join(name for name in _DTYPES if name != INT8)
+                )
+            destination.fill(tensor)
     if destinations:
         raise WeightsError(folder.name, f"{len(destinations)} tensors are missing, among them {min(destinations)}")
     if config.norm_offset:

@@ -70,10 +70,11 @@ def config_of_rank(config: ModelConfig, split: Split) -> ModelConfig:
     if config.qk_norm == "whole":
         raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without norms over all heads")
     _check_divides(num_ranks, "attention heads", config.num_heads)
-    _check_divides(num_ranks, "inner width", config.intermediate_size)
     if config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads:
         raise _refused(num_ranks, f"divisors or multiples of the {config.num_kv_heads} KV heads")
     experts = config.experts
+    if experts is None or len(experts.layers) < config.num_layers:
+        _check_divides(num_ranks, "inner width", config.intermediate_size)
     if experts is not None:
         _check_divides(num_ranks, "inner width of an expert", experts.intermediate_size)
         experts = dataclasses.replace(experts, intermediate_size=experts.intermediate_size // num_ranks)

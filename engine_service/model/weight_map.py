@@ -7,38 +7,45 @@ import torch
 
 from kvkeeper.kernels.activations.linear_weight import LinearWeight
 
+from .checkpoint.safetensors_files import StoredTensor
 from .config import ModelConfig
 from .decoder import DecoderWeights, LayerWeights
-from .experts import ExpertWeights, MlpWeights, Weight
+from .experts import ExpertWeights, MlpWeights, StackedExperts, Weight
+from .families.family import ExpertNames
 from .families.table import FAMILIES
 from .rope import rotated_order
 from .split import WHOLE, Split, config_of_rank
 
 _Empty = Callable[..., torch.Tensor]
+_ALL = (slice(None),)
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
     """A stored tensor of `shape` is copied to `part`, a view of a parameter (broadcast where part is larger).
 
-    rows: which of its rows, one run behind the other; None: all. columns: which of its columns; None: all.
+    turned: how what is read of the stored tensor is looked at first; None: as it is.
+    places: which parts of the stored tensor they are, one behind the other by rows; all of it by default.
     """
 
     part: torch.Tensor
     shape: tuple[int, ...]
-    rows: tuple[range, ...] | None = None
-    columns: range | None = None
+    turned: Callable[[torch.Tensor], torch.Tensor] | None = None
+    places: tuple[tuple[slice, ...], ...] = (_ALL,)
 
-    def runs(self) -> Iterator[tuple[torch.Tensor, tuple[slice, ...]]]:
-        """Where each run of rows goes, and where it is in the stored tensor."""
-        behind = () if self.columns is None else (slice(self.columns.start, self.columns.stop),)
-        if self.rows is None:
-            yield self.part, (slice(None), *behind)
+    def fill(self, stored: torch.Tensor | StoredTensor) -> None:
+        """Reads no more than what goes to the part. Raises WeightsError."""
+        if len(self.places) == 1:
+            self._put(self.part, stored[self.places[0]])
             return
         at = 0
-        for rows in self.rows:
-            yield self.part[at : at + len(rows)], (slice(rows.start, rows.stop), *behind)
-            at += len(rows)
+        for place in self.places:
+            found = stored[place]
+            self._put(self.part[at : at + len(found)], found)
+            at += len(found)
+
+    def _put(self, part: torch.Tensor, found: torch.Tensor) -> None:
+        part.copy_(found if self.turned is None else self.turned(found))
 
 
 def allocate_weights(
@@ -70,7 +77,9 @@ def allocate_weights(
 def biases_added_up(weights: DecoderWeights) -> Iterator[torch.Tensor]:
     """The biases of what is added up over the ranks: one rank has to add them, and no other."""
     for layer in weights.layers:
-        members = layer.mlp.experts if isinstance(layer.mlp, ExpertWeights) else (layer.mlp,)
+        members: tuple[MlpWeights, ...] = (layer.mlp,) if isinstance(layer.mlp, MlpWeights) else layer.mlp.experts
+        if isinstance(layer.mlp, ExpertWeights) and layer.mlp.shared is not None:
+            members = (*members, layer.mlp.shared)
         for weight in (layer.o, *(member.down for member in members)):
             if weight.bias is not None:
                 yield weight.bias
@@ -108,23 +117,38 @@ def _allocate_layer(config: ModelConfig, index: int, empty: _Empty) -> LayerWeig
         gate_up = projection(2 * intermediate, hidden, config.mlp_bias)
         return MlpWeights(gate_up, projection(hidden, intermediate, config.mlp_bias))
 
-    experts = config.experts if config.experts is not None and index in config.experts.layers else None
+    has_experts = config.experts is not None and index in config.experts.layers
     return LayerWeights(
         input_norm=None if config.norms == "after" else empty(hidden),
         qkv=projection((num_rotated + config.num_kv_heads) * head_dim, hidden, config.qkv_bias),
         qk_norm=None if config.qk_norm == "none" else empty(num_rotated, head_dim),
         o=projection(hidden, config.num_heads * head_dim, config.o_bias),
         post_norm=None if config.norms == "after" else empty(hidden),
-        mlp=mlp(config.intermediate_size)
-        if experts is None
-        else ExpertWeights(
-            projection(experts.num_experts, hidden, False),
-            tuple(mlp(experts.intermediate_size) for _ in range(experts.num_experts)),
-            experts.num_chosen,
-            experts.is_renormalised,
-        ),
+        mlp=_allocate_experts(config, empty) if has_experts else mlp(config.intermediate_size),
         attention_out_norm=None if config.norms == "before" else empty(hidden),
         mlp_out_norm=None if config.norms == "before" else empty(hidden),
+        sink_logits=empty(config.num_heads).float() if config.has_sink_logits else None,
+    )
+
+
+def _allocate_experts(config: ModelConfig, empty: _Empty) -> ExpertWeights:
+    """Each expert is a view of all of them, which lie in one tensor."""
+    experts, stored = config.experts, FAMILIES[config.family].experts
+    assert experts is not None and stored is not None, "these layers come from that family"
+    num, hidden, inner = experts.num_experts, config.hidden_size, experts.intermediate_size
+
+    def stack(num_out: int, num_in: int) -> LinearWeight:
+        return LinearWeight(empty(num, num_out, num_in), empty(num, num_out) if stored.has_bias else None)
+
+    def one_of(weight: LinearWeight, index: int) -> LinearWeight:
+        return LinearWeight(weight.data[index], None if weight.bias is None else weight.bias[index])
+
+    stacked = StackedExperts(stack(2 * inner, hidden), stack(hidden, inner))
+    return ExpertWeights(
+        router=LinearWeight(empty(num, hidden), empty(num) if stored.has_bias else None),
+        experts=tuple(MlpWeights(one_of(stacked.gate_up, index), one_of(stacked.down, index)) for index in range(num)),
+        routing=experts.routing,
+        stacked=stacked,
     )
 
 
@@ -151,6 +175,8 @@ def _layer_destinations(
     )
     yield from _by_outputs(layer.qkv, stored, "self_attn.qkv_proj" if FAMILIES[config.family].is_fused else "")
     yield from _by_inputs(layer.o, "self_attn.o_proj", q_size, q_rows)
+    if layer.sink_logits is not None:
+        yield "self_attn.sinks", Destination(layer.sink_logits, (config.num_heads,), places=_rows(split.of(config.num_heads)))
     yield from _mlp_destinations(config, layer.mlp, split)
     if layer.qk_norm is not None:
         for name, part in (("q_norm", layer.qk_norm[: own.num_heads]), ("k_norm", layer.qk_norm[own.num_heads :])):
@@ -164,15 +190,50 @@ def _mlp_destinations(config: ModelConfig, mlp: MlpWeights | ExpertWeights, spli
     if isinstance(mlp, ExpertWeights):
         stored = FAMILIES[config.family].experts
         assert stored is not None and config.experts is not None, "these layers come from that family"
+        for kind, part in (("weight", mlp.router.data), ("bias", mlp.router.bias)):
+            if part is not None:
+                yield f"{stored.block}.{stored.router}.{kind}", _whole(part)
+        if stored.form == "stacked":
+            assert mlp.stacked is not None, "nothing is packed yet"
+            width = config.experts.intermediate_size
+            yield from _stacked_destinations(stored, mlp.stacked, width, split.of(width))
+            return
         names, width = stored.projections, config.experts.intermediate_size
         members = {f"{stored.block}.experts.{index}": expert for index, expert in enumerate(mlp.experts)}
-        yield f"{stored.block}.gate.weight", _whole(mlp.router.data)
     gate, up, down = names
     own = split.of(width)
     for place, member in members.items():
         parts = (f"{place}.{gate}", width, own), (f"{place}.{up}", width, own)
         yield from _by_outputs(member.gate_up, parts, f"{place}.gate_up_proj" if FAMILIES[config.family].is_fused else "")
         yield from _by_inputs(member.down, f"{place}.{down}", width, own)
+
+
+def _stacked_destinations(
+    stored: ExpertNames, stacked: StackedExperts, width: int, own: range
+) -> Iterator[tuple[str, Destination]]:
+    """Inputs come before outputs, and each gate is followed by its up. own: of the experts' width, those of the rank."""
+    gate_up, _, down = stored.projections
+    pairs = slice(2 * own.start, 2 * own.stop)
+    for name, weight, is_paired in ((gate_up, stacked.gate_up, True), (down, stacked.down, False)):
+        for suffix, whole in (("", weight.data.transpose(1, 2)), ("_bias", weight.bias)):
+            if whole is None:
+                continue
+            shape, place = list(whole.shape), _ALL
+            if is_paired:
+                shape[-1], place = 2 * width, (*_ALL * (whole.ndim - 1), pairs)
+            elif not suffix:
+                shape[1], place = width, (*_ALL, slice(own.start, own.stop))
+            part = whole.unflatten(-1, (2, -1)).transpose(-1, -2) if is_paired else whole
+            turned = _in_pairs if is_paired else None
+            yield f"{stored.block}.experts.{name}{suffix}", Destination(part, tuple(shape), turned, (place,))
+
+
+def _in_pairs(stored: torch.Tensor) -> torch.Tensor:
+    return stored.unflatten(-1, (-1, 2))
+
+
+def _rows(own: range) -> tuple[tuple[slice, ...], ...]:
+    return ((slice(own.start, own.stop),),)
 
 
 def _scaled(heads: range, head_dim: int) -> range:
@@ -191,20 +252,23 @@ def _by_outputs(fused: Weight, parts: Sequence[tuple[str, int, range]], fused_na
         if whole is None:
             continue
         if fused_name:
-            num_rows, rows = 0, []
+            num_rows, places = 0, []
             for _, size, own in parts:
-                rows.append(range(num_rows + own.start, num_rows + own.stop))
+                places.append((slice(num_rows + own.start, num_rows + own.stop),))
                 num_rows += size
-            yield f"{fused_name}.{kind}", Destination(whole, (num_rows, *whole.shape[1:]), tuple(rows))
+            yield f"{fused_name}.{kind}", Destination(whole, (num_rows, *whole.shape[1:]), places=tuple(places))
             continue
         for (name, size, own), part in zip(parts, whole.split([len(own) for _, _, own in parts]), strict=True):
-            yield f"{name}.{kind}", Destination(part, (size, *part.shape[1:]), (own,))
+            yield f"{name}.{kind}", Destination(part, (size, *part.shape[1:]), places=_rows(own))
 
 
 def _by_inputs(weight: Weight, name: str, num_inputs: int, own: range) -> Iterator[tuple[str, Destination]]:
     """A weight with its inputs of the rank, and its bias, where it has one, whole."""
     assert isinstance(weight, LinearWeight), "weights are quantised when all are read"
-    yield f"{name}.weight", Destination(weight.data, (len(weight.data), num_inputs), columns=own)
+    yield (
+        f"{name}.weight",
+        Destination(weight.data, (len(weight.data), num_inputs), places=((*_ALL, slice(own.start, own.stop)),)),
+    )
     if weight.bias is not None:
         yield f"{name}.bias", _whole(weight.bias)
 

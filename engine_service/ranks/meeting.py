@@ -38,7 +38,7 @@ class Meeting:
             torch.cuda.set_device(device)
             self._group = dist.ProcessGroupNCCL(store, rank, self._num_ranks, options)
         else:
-            gloo = dist.ProcessGroupGloo._Options()
+            gloo = getattr(dist.ProcessGroupGloo, "_Options")()  # noqa: B009  # a name that torch's stubs lack
             gloo._timeout = timeout
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
             self._group = dist.ProcessGroupGloo(store, rank, self._num_ranks, gloo)

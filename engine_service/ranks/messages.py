@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ..values.batch import Batch, BatchRetention
 
@@ -65,7 +66,7 @@ def encode_batch(batch: Batch) -> bytes:
         if found is None:
             shapes.append(_SHAPE.pack(-1, 0, 0, 0))
             continue
-        array = np.ascontiguousarray(found, dtype)
+        array = np.ascontiguousarray(found.cpu() if isinstance(found, torch.Tensor) else found, dtype)
         shapes.append(_SHAPE.pack(array.ndim, *array.shape, *[0] * (3 - array.ndim)))
         arrays.append(array.tobytes().ljust(_padded(array.nbytes), b"\0"))
         num_bytes += len(arrays[-1])
@@ -92,7 +93,7 @@ def decode_batch(body: bytearray) -> Batch:
         at += _padded(num_bytes)
     sink_lens, window_lens = (found.pop(name) for name in _RETENTION)
     retention = None if sink_lens is None or window_lens is None else BatchRetention(sink_lens, window_lens)
-    return Batch(**found, retention=retention)  # type: ignore[arg-type]
+    return Batch(**found, retention=retention)
 
 
 def encode_ids(ids: list[int]) -> bytes:

@@ -7,6 +7,7 @@ from typing import cast
 import torch
 
 from ..compute.model_runner import ModelRunner, Runner, kv_layout_of
+from ..compute.stored_model import format_for, prepare_for, stored_layout
 from ..config import HASH_TOY, EngineConfig
 from ..model.dtype_name import DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
@@ -29,7 +30,13 @@ def load_rank_model(config: EngineConfig, split: Split) -> OnArena:
         Path(config.model), device=config.device, dtype=cast(DtypeChoice, config.dtype), progress=False, split=split
     )
 
+    if (kv_format := format_for(config.kv_dtype, decoder.dtype)) is not None:
+        prepare_for(decoder, kv_format)
+
     def on_arena(memory: torch.Tensor, block_size: int, has_groups: bool) -> Runner:
+        if kv_format is not None:
+            stored, tails = stored_layout(decoder, kv_format, block_size, config.kv_tail_tokens if has_groups else 0)
+            return ModelRunner(decoder, stored.view(memory), stored, tails)
         groups = group_layers(decoder.config.windows) if has_groups else ()
         layout = kv_layout_of(decoder.config, decoder.dtype, block_size, groups)
         return ModelRunner(decoder, layout.view(memory), layout, groups)

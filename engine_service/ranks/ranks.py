@@ -24,7 +24,7 @@ from .team import Team
 
 log = structlog.get_logger()
 
-_TOLD = ("model", "dtype", "cpu_kernels", "threads", "log_level")  # of the engine's config
+_TOLD = ("model", "dtype", "kv_dtype", "kv_tail_tokens", "cpu_kernels", "threads", "log_level")  # of the engine's config
 _MOST_LOSSES = 3  # in a row
 
 

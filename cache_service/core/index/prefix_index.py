@@ -46,6 +46,7 @@ class PrefixIndex:
         lose_hosts: Callable[[Int32Array], None] = lambda hosts: None,
         clock: Clock | None = None,
         group_windows: tuple[int, ...] = (0,),
+        has_tail: bool = False,
     ) -> None:
         """lose_hosts(host blocks) is called with the host copies whose node was forgotten."""
         self.clock = clock or Clock()
@@ -64,7 +65,7 @@ class PrefixIndex:
         self.node_of_host: Int32Array = np.zeros(max(num_host_blocks, 1), np.int32)
         # Of the groups behind the first, by group - 1: the block that each node has there, 0 for none. node_of_block names the
         # node of such a block, too. Where a group's window has passed, its blocks are forgotten apart from their nodes.
-        self.group_windows = group_windows
+        self.group_windows, self.has_tail = group_windows, has_tail
         self.group_blocks: list[Int32Array] = [np.zeros(num_nodes, np.int32) for _ in group_windows[1:]]
         self.group_of_block = np.zeros(num_blocks if self.group_blocks else 1, np.int8)
         self.eviction_log = EvictionLog(num_nodes, MAX_TENANTS, block_size, self.clock)
@@ -239,9 +240,12 @@ class PrefixIndex:
         return of_node[nodes]
 
     def usable(self, nodes: Int32Array) -> Int32Array:
-        """[usable] the longest start of a match [n] behind which each group has all that its window reads."""
+        """[usable] the longest start of a match [n] behind which each group has all that its window reads.
+
+        That is all of it where the groups are a tail: what it lacks is read from the first group.
+        """
         count = len(nodes)
-        if not self.group_blocks or not count:
+        if not self.group_blocks or self.has_tail or not count:
             return nodes
         lens = np.arange(1, count + 1)
         is_whole = np.ones(count, np.bool_)
@@ -259,10 +263,16 @@ class PrefixIndex:
         return np.maximum(num_blocks * self.block_size - window + 1, 0) // self.block_size
 
     def group_hits(self, nodes: Int32Array) -> Int32Array:
-        """[groups - 1, n] the blocks of a usable match that each group's window reads; 0 before them."""
+        """[groups - 1, n] the blocks of a usable match that each group's window reads; 0 before them.
+
+        Of a tail those behind its last gap.
+        """
         hits = np.zeros((len(self.group_blocks), len(nodes)), np.int32)
         for row, window, of_node in zip(hits, self.group_windows[1:], self.group_blocks, strict=True):
             first = int(self.first_read(np.array([len(nodes)]), window)[0])
+            if self.has_tail:
+                gaps = (of_node[nodes[first:]] == 0).nonzero()[0]
+                first += int(gaps[-1]) + 1 if len(gaps) else 0
             row[first:] = of_node[nodes[first:]]
         return hits
 

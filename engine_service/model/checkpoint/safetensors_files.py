@@ -85,6 +85,10 @@ class StoredTensor:
         return tuple(self._part.get_shape())
 
     @property
+    def dtype(self) -> "torch.dtype":
+        return self[(slice(0, 0),)].dtype
+
+    @property
     def nbytes(self) -> int:
         """As it is stored."""
         return math.prod(self.shape) * _ITEM_BYTES.get(self._part.get_dtype(), 4)
