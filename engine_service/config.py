@@ -365,8 +365,29 @@ class EngineConfig:
         " Not with --role prefill or decode, nor where the cache service has a host tier, a disk tier or --memory-dir: there"
         " all layers keep all tokens.",
     )
+    tensor_parallel: int = setting(
+        1,
+        group="Model",
+        help="processes that share the model, each with a part of its heads and of its weights",
+        check=between(1, 64),
+        details="For native families. The number divides the heads and widths of the model. On CUDA devices rank r is on the"
+        " device r behind that of --device, and so are the pools of the cache service. --pool-memory of the cache service is of"
+        " each rank.",
+    )
+    rank_timeout: float = setting(
+        60.0,
+        group="Patience",
+        help="seconds that one rank waits for another before that counts as lost",
+        check=between(1, 3600),
+        unit="seconds",
+        details="With --tensor-parallel. All ranks are then started anew, and requests go on from the tokens that they hold.",
+    )
     threads: int | None = setting(
-        None, group="Model", help="threads of the forward pass", default_text="torch's", check=between(1, 1024)
+        None,
+        group="Model",
+        help="threads of the forward pass, of each rank",
+        default_text="torch's, divided by the ranks",
+        check=between(1, 1024),
     )
     lease_ms: int = setting(
         10_000,

@@ -149,6 +149,10 @@ class Engine:
         """Go on with the requests that are held and still open, and take new ones."""
         await self.leaving.end(self.memory)
 
+    def wake(self) -> None:
+        """Have the loop look whether its session can go on."""
+        self._wake.loop.set()
+
     def close(self) -> None:
         """End the worker thread, after the last session."""
         self._step_worker.close()
@@ -183,6 +187,7 @@ class Engine:
         try:
             await tell_ready()
             while not (self._stopping and not self.requests.generations and self.scheduler.is_empty):
+                memory.require_ranks()
                 await self.step(memory)
         finally:
             self.memory = None

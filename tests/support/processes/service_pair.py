@@ -70,12 +70,15 @@ class Services:
             self._cache_is_up = False
             await self.cache.stop()
 
-    async def start_engine(self, model: ServedModel | None = None, **options: Any) -> RunningEngine:
+    async def start_engine(
+        self, model: ServedModel | None = None, *, model_folder: Path | None = None, **options: Any
+    ) -> RunningEngine:
+        """model: loaded already; model_folder: what the engine loads itself; by default the hash toy."""
         self._num_engines += 1
         address = f"unix:{self.folder}/engine{self._num_engines}"
         options = {
             "listen": address,
-            "model": HASH_TOY,
+            "model": HASH_TOY if model_folder is None else str(model_folder),
             "block_size": BLOCK_SIZE,
             "progress": False,
             "drain_timeout": 2.0,
