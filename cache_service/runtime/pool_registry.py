@@ -166,9 +166,9 @@ class PoolRegistry:
 
     def _check_groups(self, spec: KvSpec) -> None:
         """Raises NotImplementedYet for several groups of layers where pools have what these do without."""
-        below = self._directory or self._disks or self._config.host_memory or self._config.num_host_blocks
+        below = self._directory or self._disks or self._remote
         if len(spec.groups) > 1 and below:
-            text = "groups of layers are not served beside a host tier, a disk tier or --memory-dir"
+            text = "groups of layers are not served beside a disk tier, a remote tier or --memory-dir"
             raise NotImplementedYet(text, feature="layer_groups")
 
     async def _make(self, spec: KvSpec, *, may_replace: bool) -> Pool:
@@ -336,7 +336,7 @@ class PoolRegistry:
             max_cached_blocks=self._config.max_cached_blocks,
             tenant_quota=self._config.tenant_quota,
             tenant_quotas=self._config.tenant_quotas,
-            logits_memory=self._config.logits_memory if not spec.groups else 0,
+            logits_memory=self._config.logits_memory,
             num_host_blocks=self._num_host_blocks(bytes_per_block),
             group_windows=tuple(group.window for group in spec.groups) or (0,),
         )

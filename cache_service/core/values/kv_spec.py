@@ -46,6 +46,13 @@ class KvSpec:
         """Bytes of one block over all its layers, K and V."""
         return self.page_bytes or self.layers_per_block * 2 * self.block_size * self.token_bytes
 
+    def place_of(self, layer_idx: int) -> tuple[int, int]:
+        """The group of a layer, and its place among the layers in a block of that group."""
+        for group_idx, group in enumerate(self.groups):
+            if layer_idx in group.layers:
+                return group_idx, group.layers.index(layer_idx)
+        return 0, layer_idx
+
     @property
     def layers_per_block(self) -> int:
         return max((len(group.layers) for group in self.groups), default=self.num_layers)
