@@ -166,9 +166,9 @@ class PoolRegistry:
 
     def _check_groups(self, spec: KvSpec) -> None:
         """Raises NotImplementedYet for several groups of layers where pools have what these do without."""
-        below = self._directory or self._disks or self._remote
+        below = self._disks or self._remote
         if len(spec.groups) > 1 and below:
-            text = "groups of layers are not served beside a disk tier, a remote tier or --memory-dir"
+            text = "groups of layers are not served beside a disk tier or a remote tier"
             raise NotImplementedYet(text, feature="layer_groups")
 
     async def _make(self, spec: KvSpec, *, may_replace: bool) -> Pool:

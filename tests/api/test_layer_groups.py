@@ -9,6 +9,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.steps import decode
 from tests.support.worlds.cache_api import Api, Session, le32, le64, refusal, serving
+from tests.support.worlds.memory_folder import memory_folder
 
 FULL, WINDOW = pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_SLIDING_WINDOW
 SIZE, WINDOW_TOKENS = 4, 7
@@ -291,3 +292,19 @@ async def test_one_item_calls_grow_and_share_all_groups(api: Api) -> None:
     assert answer.num_dropped_blocks == 0
     await session.call("ReleaseSequence", sequence_id=2)
     assert [pool.num_referenced_blocks for pool in (await api.stats()).pools] == [0]
+
+
+async def test_memory_that_is_kept_comes_back_with_all_groups() -> None:
+    with memory_folder() as folder:
+        for has_come_back in (False, True):
+            async with serving(memory_dir=folder, keep=True, host_memory=64 << 10, block_digests=True) as api:
+                if not has_come_back:
+                    session = await written(api, 21)
+                    await session.call("ReleaseSequence", sequence_id=1)
+                    continue
+                session = await api.open(spec=SPEC, engine=False)
+                assert await session.create(1, 21) == 20
+                await session.call("ExtendSequence", sequence_id=1, num_tokens=21)
+                chunks = await session.read_kv(1, first_token_idx=12, num_tokens=8)
+                assert [chunk.key for chunk in chunks] == [rows[0, 12:20].tobytes() for rows in rows_of(21)]
+                await api.audit()

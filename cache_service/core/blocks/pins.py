@@ -2,7 +2,8 @@
 
 Owns the session, blocks and deadline of each pin. Rules: a pin holds its blocks as a table does, from the root down without a
 gap, so that no block above a held block is evicted before it; of the other groups of layers it holds what a hit of that length
-reads; all pins together hold at most half the pool; a pin ends at its deadline, with its session, or where a sequence that runs alone could not go on beside it, so that a pin delays no sequence for
+reads; all pins together hold at most half the pool; a pin ends at its deadline, with its session, or where a sequence
+that runs alone could not go on beside it, so that a pin delays no sequence for
 ever. Ids and time come from the caller. Does not know tokens or the index.
 """
 

@@ -381,16 +381,16 @@ class PrefixIndex:
         blocks = taken.blocks[stays]
         if len(blocks):
             nodes = (self.node_of_block if taken.tier is Tier.DEVICE else self.node_of_host)[blocks]
+            groups = self.groups_of(blocks) if taken.tier is Tier.DEVICE else self.groups_of_hosts(blocks)
             keys = [key for node in nodes.tolist() if (key := self._keys[node]) is not None]
             words = np.frombuffer(b"".join(keys), "<i4").reshape(len(nodes), -1)
             made = digests[stays] if digests is not None else np.zeros(len(blocks), np.uint64)
-            record.write(taken.tier, blocks, nodes, words[:, 0], words[:, 1:], made)
+            record.write(taken.tier, blocks, nodes, words[:, 0], words[:, 1:], made, groups)
         return record.is_behind
 
     def add_tree(self, tree: KeptTree, record: IndexRecord) -> None:
         """Takes over a tree that an earlier run has left, and keeps the record up to date from now on."""
         assert not self._nodes, "a tree is taken over by an empty index"
-        self.record = record
         num_nodes, parents, tokens = len(tree), tree.parents, tree.tokens
         raw, width = np.column_stack([parents, tokens]).astype("<i4").tobytes(), self._key_len
         keys = [raw[start : start + width] for start in range(0, len(raw), width)]
@@ -404,19 +404,25 @@ class PrefixIndex:
         ):
             of_node[nodes] = places
             of_place[places[places > 0]] = nodes[places > 0]
+        for groups, add in ((tree.group_blocks, self.add_blocks), (tree.group_hosts, self.add_hosts)):
+            for group, places in enumerate(groups, 1):
+                there = places > 0
+                add(nodes[there], places[there], np.full(np.count_nonzero(there), group, np.int8))
         self._link_below(nodes, parents)
         for start, end in tree.levels:
             self.eviction_log.add_each(nodes[start:end], parents[start:end], tokens[start:end])
         if self.root_of_node is not None:
             self.root_of_node[nodes] = tree.roots
+        self.record = record
 
     def check(self) -> Iterator[list[str]]:
         """The broken invariants of the tree, one sentence each, in slices; the tree may change between two of them."""
         for start in range(1, len(self._keys), _SLICE_NODES):
             yield [text for node in range(start, min(start + _SLICE_NODES, len(self._keys))) for text in self._check_node(node)]
         if self.record is not None:
-            yield from self.record.check(Tier.DEVICE, self.node_of_block)
-            yield from self.record.check(Tier.HOST, self.node_of_host)
+            of_blocks, of_hosts = (self.group_of_block, self.group_of_host) if self.group_blocks else (None, None)
+            yield from self.record.check(Tier.DEVICE, self.node_of_block, of_blocks)
+            yield from self.record.check(Tier.HOST, self.node_of_host, of_hosts)
         yield self._check_totals()
 
     def _check_node(self, node: int) -> Iterator[str]:

@@ -134,8 +134,8 @@ class TierAnswers:
         own = self.written.setdefault(q.tenant, set())
         for group, table in enumerate(q.tables):
             label = f"{engine.session[-2:]}/{q.id} group {group} step {step.step_id}"
-            spelled = self._spell(q, group, upto)
-            step.reads.append((label, list(table), self._read(q, group, spelled[: q.computed])))
+            spelled = self.spell(q, group, upto)
+            step.reads.append((label, list(table), self.read(q, group, spelled[: q.computed])))
             own.update(spelled)
             step.own.append((label, list(table), own))
             for position in range(q.computed, upto):
@@ -220,11 +220,11 @@ class TierAnswers:
         starts = [first + group * num_entries for group in range(len(self.windows))]
         return [blocks[start : start + num_entries].tolist() for start in starts]
 
-    def _spell(self, q: TierSequence, group: int, length: int) -> list[int]:
+    def spell(self, q: TierSequence, group: int, length: int) -> list[int]:
         """What the slots of one group hold; each group has contents of its own."""
         return self.contents.spell(f"{q.tenant}/{group}", q.tokens[:length])
 
-    def _read(self, q: TierSequence, group: int, contents: list[int]) -> list[int]:
+    def read(self, q: TierSequence, group: int, contents: list[int]) -> list[int]:
         """The contents that attention reads, PASSED for those between sink and window, and before a group's window."""
         passed, window = unread(q.retention, len(contents)), self.windows[group]
         start = len(contents) - window + 1 if window else 0
@@ -234,7 +234,7 @@ class TierAnswers:
         """Blocks hold what the token at this length reads right now, before anything in flight has run (R4, R6)."""
         for group, table in enumerate(tables):
             label = f"{what} of {q.id}, group {group}"
-            fault = self.memory.fault(label, table, self._read(q, group, self._spell(q, group, length)))
+            fault = self.memory.fault(label, table, self.read(q, group, self.spell(q, group, length)))
             assert not fault, fault
 
     def _check_hit(self, q: TierSequence, tables: list[list[int]], hit: int) -> None:
