@@ -14,6 +14,7 @@ from .blocks.pins import Pins
 from .blocks.pressure import PressureGauge
 from .blocks.room_ahead import RoomAhead
 from .index.prefix_index import PrefixIndex
+from .index.reach import Reach
 from .sequences.claims import Claims, StartNumbers
 from .sequences.group_windows import GroupWindows
 from .sequences.pin_preemption import PinPreemption
@@ -48,7 +49,10 @@ class LowerTiers(Protocol):
         """Tokens that the waiting sequence could hit once what it waits for has come; 0 where it is not to wait."""
 
     def end_behind(self, node: int, tokens: bytes) -> MatchEnd | None:
-        """Why a block of these tokens behind this node is in no tier above, where one of them has it."""
+        """Why the first block of these tokens behind this node is in no tier above, where one of them has it.
+
+        What is behind it, in whole blocks, decides whether a load of all of them would pay.
+        """
 
     def begin_clearing(self) -> None: ...
 
@@ -83,6 +87,7 @@ class PoolState:
             clock=self.clock,
             group_windows=config.group_windows,
         )
+        self.reach = Reach(config.block_size, self.clock, self.counters)
         self.pool = BlockPool(config, self.index, self._forget_blocks)
         self.allocator = BlockAllocator(self.pool, self.index, self.counters)
         self.blocks_left = BlocksLeft(config, self.pool)

@@ -12,7 +12,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.sequences.retention import check_readable
 from ..core.sequences.transitions import wrong_state
-from ..core.values.errors import InvalidField, OpaquePages
+from ..core.values.errors import InvalidField, NotImplementedYet, OpaquePages
 from ..core.values.types import Int32Array, SequenceId, SequenceState, SessionId
 from ..core.values.views import Readable, SequenceView
 from ..runtime.pool import Pool
@@ -78,7 +78,10 @@ class KvCalls:
 
 
 def _require_rows(pool: Pool) -> None:
-    """Raises OpaquePages where this service does not know where in a block a token's K and V are."""
+    """Raises OpaquePages where this service does not know where in a block a token's K and V are, and NotImplementedYet."""
+    if pool.info.spec.num_ranks > 1:
+        text = "K and V of several ranks are not read or written by call: map the memory of each rank"
+        raise NotImplementedYet(text, feature="tensor_parallel_size")
     if pool.info.spec.is_opaque:
         raise OpaquePages("the blocks of this pool are opaque pages: map the memory, whose bytes only its clients can read")
 

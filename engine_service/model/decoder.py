@@ -7,10 +7,12 @@ that read the same input are one matrix. K and V live in the arena and nowhere e
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
 
+from kvkeeper.kernels.activations.clamped_swiglu import clamped_swiglu
 from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
 from kvkeeper.kernels.activations.linear import linear, pack_linear
 from kvkeeper.kernels.activations.linear_int8 import quantise_linear
@@ -36,6 +38,7 @@ class LayerWeights:
         qkv: [(N + 2 M) D, H]: queries, keys, values.
         qk_norm: [N + M, D], the norm's weight for every query and key head.
         o: [H, N D].
+        sink_logits: float32 [N], see paged_attention_decode.
     """
 
     input_norm: torch.Tensor | None
@@ -46,6 +49,7 @@ class LayerWeights:
     mlp: MlpWeights | ExpertWeights
     attention_out_norm: torch.Tensor | None = None
     mlp_out_norm: torch.Tensor | None = None
+    sink_logits: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ class Decoder:
             self._local_rotary = RotaryTable(config.local_rope, config.head_dim, self.dtype, self.device, most)
         # transformers rounds the factor to the model's dtype, in training too.
         self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=self.dtype, device=self.device)
-        self._gate = gelu_and_mul if config.activation == "gelu_tanh" else silu_and_mul
+        self._gate = _gate_of(config)
 
     def reserve_positions(self, num_positions: int) -> int:
         """Size the rotary tables once and for all, for at least so many positions or all of the model's. How many there are.
@@ -180,7 +184,14 @@ class Decoder:
                 qk, norm = rms_norm(qk, *norm)[0], None
             q_sink = rotary(qk[:, : config.num_heads], *at_sinks)
         q = rotary_store_kv(qk, v, *rotation, kv_layer, metadata.slot_mapping, metadata.store, norm)
-        return attend_stored(q, kv_layer, metadata, config.scale, window, config.attention_soft_cap, q_sink).flatten(1)
+        cap = config.attention_soft_cap
+        return attend_stored(q, kv_layer, metadata, config.scale, window, cap, q_sink, layer.sink_logits).flatten(1)
+
+
+def _gate_of(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    if config.activation == "clamped_swiglu":
+        return partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+    return gelu_and_mul if config.activation == "gelu_tanh" else silu_and_mul
 
 
 def _add_and_norm(

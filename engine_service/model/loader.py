@@ -70,7 +70,7 @@ def load_model(
                 raise UnsupportedModelError(
                     "weight dtype", str(tensor.dtype), ", ".join(name for name in _DTYPES if name != INT8)
                 )
-            destination.part.copy_(tensor)
+            destination.fill(tensor)
     if destinations:
         raise WeightsError(folder.name, f"{len(destinations)} tensors are missing, among them {min(destinations)}")
     if config.norm_offset:

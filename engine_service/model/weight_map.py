@@ -9,7 +9,8 @@ from kvkeeper.kernels.activations.linear_weight import LinearWeight
 
 from .config import ModelConfig
 from .decoder import DecoderWeights, LayerWeights
-from .experts import ExpertWeights, MlpWeights, Weight
+from .experts import ExpertWeights, MlpWeights, StackedExperts, Weight
+from .families.family import ExpertNames
 from .families.table import FAMILIES
 from .rope import rotated_order
 
@@ -18,10 +19,17 @@ _Empty = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A stored tensor of `shape` is copied to `part`, a view of a parameter (broadcast where part is larger)."""
+    """A stored tensor of `shape` is copied to `part`, a view of a parameter (broadcast where part is larger).
+
+    turned: how the stored tensor is looked at first; None: as it is.
+    """
 
     part: torch.Tensor
     shape: tuple[int, ...]
+    turned: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def fill(self, stored: torch.Tensor) -> None:
+        self.part.copy_(stored if self.turned is None else self.turned(stored))
 
 
 def allocate_weights(
@@ -76,23 +84,38 @@ def _allocate_layer(config: ModelConfig, index: int, empty: _Empty) -> LayerWeig
         gate_up = projection(2 * intermediate, hidden, config.mlp_bias)
         return MlpWeights(gate_up, projection(hidden, intermediate, config.mlp_bias))
 
-    experts = config.experts if config.experts is not None and index in config.experts.layers else None
+    has_experts = config.experts is not None and index in config.experts.layers
     return LayerWeights(
         input_norm=None if config.norms == "after" else empty(hidden),
         qkv=projection((num_rotated + config.num_kv_heads) * head_dim, hidden, config.qkv_bias),
         qk_norm=None if config.qk_norm == "none" else empty(num_rotated, head_dim),
         o=projection(hidden, config.num_heads * head_dim, config.o_bias),
         post_norm=None if config.norms == "after" else empty(hidden),
-        mlp=mlp(config.intermediate_size)
-        if experts is None
-        else ExpertWeights(
-            projection(experts.num_experts, hidden, False),
-            tuple(mlp(experts.intermediate_size) for _ in range(experts.num_experts)),
-            experts.num_chosen,
-            experts.is_renormalised,
-        ),
+        mlp=_allocate_experts(config, empty) if has_experts else mlp(config.intermediate_size),
         attention_out_norm=None if config.norms == "before" else empty(hidden),
         mlp_out_norm=None if config.norms == "before" else empty(hidden),
+        sink_logits=empty(config.num_heads).float() if config.has_sink_logits else None,
+    )
+
+
+def _allocate_experts(config: ModelConfig, empty: _Empty) -> ExpertWeights:
+    """Each expert is a view of all of them, which lie in one tensor."""
+    experts, stored = config.experts, FAMILIES[config.family].experts
+    assert experts is not None and stored is not None, "these layers come from that family"
+    num, hidden, inner = experts.num_experts, config.hidden_size, experts.intermediate_size
+
+    def stack(num_out: int, num_in: int) -> LinearWeight:
+        return LinearWeight(empty(num, num_out, num_in), empty(num, num_out) if stored.has_bias else None)
+
+    def one_of(weight: LinearWeight, index: int) -> LinearWeight:
+        return LinearWeight(weight.data[index], None if weight.bias is None else weight.bias[index])
+
+    stacked = StackedExperts(stack(2 * inner, hidden), stack(hidden, inner))
+    return ExpertWeights(
+        router=LinearWeight(empty(num, hidden), empty(num) if stored.has_bias else None),
+        experts=tuple(MlpWeights(one_of(stacked.gate_up, index), one_of(stacked.down, index)) for index in range(num)),
+        routing=experts.routing,
+        stacked=stacked,
     )
 
 
@@ -114,6 +137,8 @@ def _layer_destinations(config: ModelConfig, layer: LayerWeights) -> Iterator[tu
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         yield from _parts(layer.qkv, names, (q_size, kv_size, kv_size))
     yield from _parts(layer.o, ("self_attn.o_proj",), (config.hidden_size,))
+    if layer.sink_logits is not None:
+        yield "self_attn.sinks", _whole(layer.sink_logits)
     yield from _mlp_destinations(config, layer.mlp)
     if layer.qk_norm is not None:
         for name, part in (("q_norm", layer.qk_norm[: config.num_heads]), ("k_norm", layer.qk_norm[config.num_heads :])):
@@ -127,9 +152,13 @@ def _mlp_destinations(config: ModelConfig, mlp: MlpWeights | ExpertWeights) -> I
     if isinstance(mlp, ExpertWeights):
         stored = FAMILIES[config.family].experts
         assert stored is not None and config.experts is not None, "these layers come from that family"
+        yield from _parts(mlp.router, (f"{stored.block}.{stored.router}",), (config.experts.num_experts,))
+        if stored.form == "stacked":
+            assert mlp.stacked is not None, "nothing is packed yet"
+            yield from _stacked_destinations(stored, mlp.stacked)
+            return
         names, width = stored.projections, config.experts.intermediate_size
         members = {f"{stored.block}.experts.{index}": expert for index, expert in enumerate(mlp.experts)}
-        yield f"{stored.block}.gate.weight", _whole(mlp.router.data)
     gate, up, down = names
     for place, member in members.items():
         if FAMILIES[config.family].is_fused:
@@ -137,6 +166,21 @@ def _mlp_destinations(config: ModelConfig, mlp: MlpWeights | ExpertWeights) -> I
         else:
             yield from _parts(member.gate_up, (f"{place}.{gate}", f"{place}.{up}"), (width, width))
         yield from _parts(member.down, (f"{place}.{down}",), (config.hidden_size,))
+
+
+def _stacked_destinations(stored: ExpertNames, stacked: StackedExperts) -> Iterator[tuple[str, Destination]]:
+    """Inputs come before outputs, and each gate is followed by its up."""
+    gate_up, _, down = stored.projections
+    for name, weight, is_paired in ((gate_up, stacked.gate_up, True), (down, stacked.down, False)):
+        for suffix, whole in (("", weight.data.transpose(1, 2)), ("_bias", weight.bias)):
+            if whole is not None:
+                part = whole.unflatten(-1, (2, -1)).transpose(-1, -2) if is_paired else whole
+                turned = _in_pairs if is_paired else None
+                yield f"{stored.block}.experts.{name}{suffix}", Destination(part, tuple(whole.shape), turned)
+
+
+def _in_pairs(stored: torch.Tensor) -> torch.Tensor:
+    return stored.unflatten(-1, (-1, 2))
 
 
 def _parts(fused: Weight, names: tuple[str, ...], sizes: tuple[int, ...]) -> Iterator[tuple[str, Destination]]:

@@ -78,6 +78,8 @@ class CreateCalls:
         if args.retention is not None:
             seqs.retain(slot, args.retention.num_sink_tokens, args.retention.num_window_tokens)
         owner.ids.add(args.sequence_id, slot)
+        if state.config.prefix_caching:
+            state.reach.note_prompt(root, args.token_ids)
         if state.below is not None:
             state.below.expect(slot)
 

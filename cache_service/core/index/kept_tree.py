@@ -3,8 +3,8 @@
 Pure array work, of a few passes over all rows. Rules: a row belongs to the tree if its ancestors, in whichever tier, lead to
 the root of a known tenant; all others are left out, rings among them. Rows that contradict each other (a name twice in a tier,
 the same tokens twice behind one parent, or one name that is not the same node in both tiers) make all tables worthless, because
-then the program that wrote them was wrong. With several groups of layers, the first group's rows make the tree; a node of which a
-group that reads all tokens has no row is left out, and a row of another group counts where its node is in the tree.
+then the program that wrote them was wrong. With several groups of layers, the first group's rows make the tree. A node without
+a row of a group that reads all tokens is left out. A row of another group counts where its node is in the tree.
 """
 
 from dataclasses import dataclass, field, replace
@@ -92,7 +92,7 @@ def tree_of(device: Slots, num_roots: int, hosts: Slots | None = None, group_win
 
 
 def _placed(tree: KeptTree, slots: Slots) -> Int32Array | None:
-    """[n] the block of each node that these rows of one group and tier name, 0 for none; None where they contradict the tree."""
+    """[n] the block of each node, as these rows of one group and tier say, 0 for none; None where they contradict the tree."""
     blocks = np.zeros(len(tree), np.int32)
     order = np.argsort(tree.names, kind="stable")
     if len(np.unique(slots.names)) < len(slots):

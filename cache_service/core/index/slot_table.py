@@ -3,8 +3,7 @@
 Owns the form of a row and of its check. Rules: a row is stored before its check, so a row that was being stored when its
 process was killed has none; a block's row is forgotten by one store, of 0 into its check; a row whose check does not fit says
 nothing. The check covers the block's number and the memory's key, so a row in another place, or of other memory, says nothing
-either. Knows no tree: the names of nodes are plain numbers here, below which a row has the number of the block's group of layers,
-0 for the first.
+either. Knows no tree: the names of nodes are plain numbers here. Beside it a row has the number of the block's group of layers.
 """
 
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 class Slots:
     """What rows say of n blocks of one tier: names [n] and parents [n] of nodes, tokens [n, block_size].
 
-    A negative parent is a root. digests [n]: of what the blocks hold; 0 where none was made. groups [n]: of layers; None: all of
-    the first.
+    A negative parent is a root. digests [n]: of what the blocks hold; 0 where none was made. groups [n]: of layers; None: all
+    are of the first.
     """
 
     blocks: Int32Array

@@ -82,8 +82,9 @@ _WORDS = {
     MatchEnd.COMPUTING: "a running sequence is computing the next block",
     MatchEnd.BELOW_MINIMUM: "so short a prefix does not count on this pool",
     MatchEnd.CACHING_OFF: "this pool does not cache prefixes",
-    MatchEnd.ON_DISK: "the next block is on the disk, which a sequence that is created has loaded",
-    MatchEnd.DISK_RESTS: "the next block is on the disk, which is left alone for a while because it failed or hung",
+    MatchEnd.ON_DISK: "the next block is in the disk or remote tier, from which a sequence that is created has it loaded",
+    MatchEnd.DISK_RESTS: "the next block is in the disk or remote tier, which failed or hung and is left alone for a while",
+    MatchEnd.NOT_WORTH_LOADING: "the next block is in the disk or remote tier, from where it comes later than it is computed",
 }
 
 
@@ -105,7 +106,8 @@ def _end(state: PoolState, tokens: Int32Array, root: int, last: int, num_matched
     if len(index.match(last, needed[num_matched:], 1)):
         return MatchEnd.EVICTED, None  # it has left the device, and its copy has not arrived yet
     if state.below is not None:
-        below = state.below.end_behind(last, needed[num_matched:].astype("<i4").tobytes())
+        num_whole = (len(tokens) - num_matched) // config.block_size * config.block_size
+        below = state.below.end_behind(last, tokens[num_matched : num_matched + num_whole].astype("<i4").tobytes())
         if below is not None:
             return below, None
     gone = index.eviction_log.last_end(last, needed[num_matched:])

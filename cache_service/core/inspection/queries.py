@@ -8,6 +8,7 @@ from ..pool_state import PoolState, unknown_sequence
 from ..sequences.session_state import SessionState
 from ..sequences.transitions import wrong_state
 from ..tables.prefix_lookup import PrefixLookup
+from ..tables.prompt_watch import PromptWatch
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.errors import UnknownBlock
 from ..values.types import NO_INT32, Executor, Int32Array, Int64Array, ReuseHint, SequenceId, SequenceState, SessionId
@@ -20,11 +21,12 @@ from .stats import pool_stats
 class Queries:
     """Asks one pool."""
 
-    def __init__(self, state: PoolState, lookup: PrefixLookup, swapper: SequenceSwapper | None) -> None:
+    def __init__(self, state: PoolState, lookup: PrefixLookup, swapper: SequenceSwapper | None, prompts: PromptWatch) -> None:
         self._state = state
         self._sequences = state.sequences
         self._lookup = lookup
         self._swapper = swapper
+        self._prompts = prompts
 
     # Sequences
 
@@ -114,7 +116,7 @@ class Queries:
 
     def stats(self) -> PoolStats:
         """Counts derived from the state, and sums over the pool's life."""
-        return pool_stats(self._state, self._swapper)
+        return pool_stats(self._state, self._swapper, self._prompts)
 
     def audit(self) -> Iterator[list[str]]:
         """The broken invariants, one sentence each, in slices between which the pool may change."""

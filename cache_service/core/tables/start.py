@@ -14,6 +14,7 @@ from ..tiers.sequence_swap import SequenceSwapper
 from ..tiers.transfers import TransferOrder
 from ..values.types import NO_INT32, Int32Array, Int64Array, ReuseHint
 from .prefix_lookup import PrefixLookup
+from .prompt_watch import PromptWatch
 from .step_log import StepLog
 
 
@@ -52,7 +53,7 @@ class Fit(NamedTuple):
 class SequenceStarter:
     """Starts the waiting sequences of one pool."""
 
-    def __init__(self, state: PoolState, lookup: PrefixLookup, swapper: SequenceSwapper | None) -> None:
+    def __init__(self, state: PoolState, lookup: PrefixLookup, swapper: SequenceSwapper | None, prompts: PromptWatch) -> None:
         self._block_size = state.config.block_size
         self._clock = state.clock
         self._sequences = state.sequences
@@ -66,6 +67,7 @@ class SequenceStarter:
         self._counters = state.counters
         self._lookup = lookup
         self._swapper = swapper
+        self._prompts = prompts
 
     def start(
         self, owner: SessionState, log: StepLog, slot: int, max_hit: int, max_new: int, *, num_spare: int, exactly: int = 0
@@ -171,6 +173,8 @@ class SequenceStarter:
         seqs.set_hit(slot, num_hits * self._block_size)
         seqs.set_published(slot, num_hits, int(hit.nodes[-1] if num_hits else seqs.roots[slot]))
         seqs.run(slot)
+        if self._prompts.is_on:
+            self._prompts.note_start(slot, num_hits * self._block_size)
         if hit.logits is not None:
             owner.logits[int(seqs.ids[slot])] = HeldLogits(owner.step_id, hit.logits)
             counters.num_full_hits += 1

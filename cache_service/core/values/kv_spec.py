@@ -18,6 +18,9 @@ class KvSpec:
     key is equal exactly for specs that may share K and V, fields of newer clients included. A spec has layers, heads, elements
     and their bytes, or else page_bytes alone: then a block is an opaque page, and the other four are 0. With groups a block
     has the layers of one group, and the bytes of the largest.
+
+    With several ranks all that is told of heads, elements and bytes is of each rank alone: each has its share of every block in
+    an arena of its own, under the same number.
     """
 
     key: bytes
@@ -29,6 +32,7 @@ class KvSpec:
     block_size: int
     page_bytes: int = 0
     groups: tuple[LayerGroup, ...] = ()  # empty: one block has all layers
+    num_ranks: int = 1
 
     @property
     def is_opaque(self) -> bool:
@@ -52,6 +56,11 @@ class KvSpec:
             if layer_idx in group.layers:
                 return group_idx, group.layers.index(layer_idx)
         return 0, layer_idx
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of one block below the device: the shares of all ranks, one behind the other."""
+        return self.num_ranks * self.block_bytes
 
     @property
     def layers_per_block(self) -> int:

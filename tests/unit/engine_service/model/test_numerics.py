@@ -25,6 +25,7 @@ from tests.support.models.tiny_models import (
     TinyModel,
     build_model_folder,
     choose_all_experts,
+    has_sdpa,
     logits_of,
     numerics_cases,
     quiet_transformers,
@@ -140,10 +141,9 @@ def test_greedy_tokens_are_those_of_transformers(folder):
     assert found.argmax(1)[4:-1].tolist() == text[5:].tolist()
 
 
-def test_the_noise_is_not_nothing(world):
-    """Where transformers has both kinds of attention; for capped scores it has eager alone."""
-    has_both = world.model.config.attention_soft_cap is None
-    assert (1e-7 < world.reference.noise < 1e-5) if has_both else world.reference.noise == math.inf
+def test_the_noise_is_not_nothing(world, folder):
+    """Where transformers has both kinds of attention."""
+    assert (1e-7 < world.reference.noise < 1e-5) if has_sdpa(folder) else world.reference.noise == math.inf
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float16", 0.02), ("bfloat16", 0.15)])
