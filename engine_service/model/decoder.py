@@ -7,10 +7,12 @@ that read the same input are one matrix. K and V live in the arena and nowhere e
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
 
+from kvkeeper.kernels.activations.clamped_swiglu import clamped_swiglu
 from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
 from kvkeeper.kernels.activations.linear import linear, pack_linear
 from kvkeeper.kernels.activations.linear_int8 import quantise_linear
@@ -25,6 +27,7 @@ from .attention import AttentionMetadata, StepAttention, attend_stored
 from .config import ModelConfig
 from .experts import ExpertWeights, MlpWeights, Weight, apply_mlp
 from .rope import RotaryTable
+from .split import WHOLE, Split
 from .stored_attention import StoredAttention, StoredMetadata, attend_as_stored
 
 
@@ -38,6 +41,7 @@ class LayerWeights:
         qkv: [(N + 2 M) D, H]: queries, keys, values.
         qk_norm: [N + M, D], the norm's weight for every query and key head.
         o: [H, N D].
+        sink_logits: float32 [N], see paged_attention_decode.
     """
 
     input_norm: torch.Tensor | None
@@ -48,24 +52,29 @@ class LayerWeights:
     mlp: MlpWeights | ExpertWeights
     attention_out_norm: torch.Tensor | None = None
     mlp_out_norm: torch.Tensor | None = None
+    sink_logits: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """embed and lm_head are [vocab_size, H], one tensor when tied; norm is [H]. `layers` is emptied by the Decoder."""
+    """embed and lm_head are [vocab_size, H], one tensor when tied; norm is [H]. `layers` is emptied by the Decoder.
+
+    lm_head: None on the ranks that give no logits.
+    """
 
     embed: torch.Tensor
     layers: list[LayerWeights]
     norm: torch.Tensor
-    lm_head: LinearWeight
+    lm_head: LinearWeight | None
 
 
 class Decoder:
     """A loaded model. Holds weights and rotary tables; no sequence, no K or V."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, *, is_int8: bool = False) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, *, is_int8: bool = False, split: Split = WHOLE) -> None:
         """Take over `weights`, layer by layer, so that packing them never needs the memory of two models.
 
+        config, split: of the rank that these weights are of.
         is_int8: projections multiply 8-bit integers; the weights are float32 on a CPU. Raises UnsupportedDeviceError where
             this CPU cannot.
         """
@@ -73,7 +82,9 @@ class Decoder:
         self.config = config
         self.dtype = weights.embed.dtype
         self.device = weights.embed.device
-        self._embed, self._norm, self._lm_head = weights.embed, weights.norm, pack(weights.lm_head)
+        self._embed, self._norm = weights.embed, weights.norm
+        self._lm_head = None if weights.lm_head is None else pack(weights.lm_head)
+        self._add_up = split.add_up
         self._layers: list[LayerWeights] = []
         while weights.layers:
             self._layers.append(_pack_layer(weights.layers.pop(0), pack))
@@ -85,7 +96,7 @@ class Decoder:
         # transformers rounds the factor to the model's dtype, in training too.
         self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=self.dtype, device=self.device)
         self.watch: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None  # for measurements: see forward
-        self._gate = gelu_and_mul if config.activation == "gelu_tanh" else silu_and_mul
+        self._gate = _gate_of(config)
 
     def reserve_positions(self, num_positions: int) -> int:
         """Size the rotary tables once and for all, for at least so many positions or all of the model's. How many there are.
@@ -114,8 +125,8 @@ class Decoder:
             logit_rows: int64 [R], the tokens whose logits are wanted.
 
         Returns:
-            Logits, float32 [R, vocab_size]. The watch, where there is one, is told the number of each layer, its rotated
-            queries [T, N, D], and what its heads attend to [T, N * D].
+            Logits, float32 [R, vocab_size]; [R, 0] on the ranks that give none. The watch, where there is one, is told the
+            number of each layer, its rotated queries [T, N, D], and what its heads attend to [T, N * D].
         """
         eps = self.config.rms_norm_eps
         rotation = local_rotation = self._rotary.rows(positions, max_position)
@@ -136,9 +147,11 @@ class Decoder:
             x = self._attention(index, x, layer, turned, at_sinks, kv_view[:, at], of_layer)
             if index + 1 == len(self._layers):  # K and V are written: only the wanted rows go on
                 x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
-            x = self._branch(linear(x, layer.o), layer.attention_out_norm)
+            x = self._branch(self._add_up(linear(x, layer.o)), layer.attention_out_norm)
             x, residual = _add_and_norm(x, layer.post_norm, eps, residual)
-            x = self._branch(apply_mlp(x, layer.mlp, self._gate), layer.mlp_out_norm)
+            x = self._branch(self._add_up(apply_mlp(x, layer.mlp, self._gate)), layer.mlp_out_norm)
+        if self._lm_head is None:
+            return x.new_empty((len(x), 0), dtype=torch.float32)
         x, _ = rms_norm(x, self._norm, eps, residual)
         logits = linear(x, self._lm_head)
         if self.config.logit_divisor is not None:
@@ -189,10 +202,17 @@ class Decoder:
             out = attend_as_stored(q, metadata, config.scale, window, config.attention_soft_cap).flatten(1)
         else:
             q = rotary_store_kv(qk, v, *rotation, kv_layer, metadata.slot_mapping, metadata.store, norm)
-            out = attend_stored(q, kv_layer, metadata, config.scale, window, config.attention_soft_cap, q_sink).flatten(1)
+            cap = config.attention_soft_cap
+            out = attend_stored(q, kv_layer, metadata, config.scale, window, cap, q_sink, layer.sink_logits).flatten(1)
         if self.watch is not None:
             self.watch(index, q, out)
         return out
+
+
+def _gate_of(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    if config.activation == "clamped_swiglu":
+        return partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+    return gelu_and_mul if config.activation == "gelu_tanh" else silu_and_mul
 
 
 def _add_and_norm(

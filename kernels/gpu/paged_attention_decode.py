@@ -10,7 +10,17 @@ import triton
 import triton.language as tl
 
 from ..scratch import Scratch
-from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options, dense_heads, slot_offsets, take_tile, tile_scores
+from .attention_tiles import (
+    COMPUTE_TYPES,
+    LOWEST,
+    NO_WINDOW,
+    Options,
+    begin_rows,
+    dense_heads,
+    slot_offsets,
+    take_tile,
+    tile_scores,
+)
 from .decode_work import DecodeWork, tile_tokens, visible_tiles
 from .sizes import power_of_2
 
@@ -64,6 +74,7 @@ def decode_kernel(
     len_ptr,
     sink_len_ptr,
     window_len_ptr,
+    logit_ptr,
     items_ptr,
     out_ptr,
     part_ptr,
@@ -118,8 +129,7 @@ def decode_kernel(
     wanted = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     q_offsets = heads[:, None] * HEAD_DIM + dims[None, :]
     acc = tl.zeros([M, D], tl.float32)
-    most = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
+    most, total = begin_rows(logit_ptr, heads, rows < GROUP, begin == 0, M)
     if sink_len_ptr is not None:
         q_sink = tl.load(q_sink_ptr + seq.to(tl.int64) * q_sink_stride + q_offsets, mask=wanted, other=0.0).to(COMPUTE)
         acc, most, total = _take_tiles(
@@ -254,6 +264,7 @@ def paged_attention_decode(
         seq_lens,
         sink_lens,
         window_lens,
+        options.sink_logits,
         None if work is None else work.items,
         out,
         part,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options, dense_heads, slot_offsets, take_tile, tile_scores
+from .attention_tiles import COMPUTE_TYPES, NO_WINDOW, Options, begin_rows, dense_heads, slot_offsets, take_tile, tile_scores
 from .decode_work import PROGRAMS_PER_MULTIPROCESSOR, num_multiprocessors
 from .paged_attention_decode import MERGED_AT_ONCE, merge_items_kernel
 from .sizes import cdiv, power_of_2
@@ -100,6 +100,7 @@ def prefill_kernel(
     loc_ptr,
     sink_len_ptr,
     window_len_ptr,
+    logit_ptr,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -153,10 +154,9 @@ def prefill_kernel(
     table_ptr += seq.to(tl.int64) * table_stride
     k_ptr = layer_ptr + kv_head * HEAD_DIM
     acc = tl.zeros([M, D], tl.float32)
-    most = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
-
     split = tl.program_id(2)
+    most, total = begin_rows(logit_ptr, heads, rows < TOKENS * GROUP, split == 0, M)
+
     if sink_len_ptr is not None:
         own_window = tl.load(window_len_ptr + seq)
         if own_window > 0:
@@ -344,6 +344,7 @@ def paged_attention_prefill(
         query_start_loc,
         sink_lens,
         window_lens,
+        options.sink_logits,
         out,
         part,
         lse,

@@ -27,6 +27,9 @@ class KvSpec:
     key is equal exactly for specs that may share K and V, fields of newer clients included. A spec has layers, heads, elements
     and their bytes, or else page_bytes alone: then a block is an opaque page, and the other four are 0. With groups a block
     has the layers of one group, and the bytes of the largest.
+
+    With several ranks all that is told of heads, elements and bytes is of each rank alone: each has its share of every block in
+    an arena of its own, under the same number.
     """
 
     key: bytes
@@ -38,9 +41,8 @@ class KvSpec:
     block_size: int
     page_bytes: int = 0
     groups: tuple[LayerGroup, ...] = ()  # empty: one block has all layers
-    scaled_bits: int = (
-        0  # of an element of K or V where each head of a token has a scale; 0: elements have item_bytes, and no scale
-    )
+    num_ranks: int = 1
+    scaled_bits: int = 0  # of an element of K or V where a head of a token has a scale; 0: elements of item_bytes
 
     @property
     def is_opaque(self) -> bool:
@@ -63,6 +65,18 @@ class KvSpec:
             tail = max((len(group.layers) * element * group.tail_item_bytes for group in self.groups), default=0)
             return -(-2 * self.block_size * max(tail, self.num_layers * self.token_bytes) // _ALIGNMENT) * _ALIGNMENT
         return self.page_bytes or self.layers_per_block * 2 * self.block_size * self.token_bytes
+
+    def place_of(self, layer_idx: int) -> tuple[int, int]:
+        """The group of a layer, and its place among the layers in a block of that group."""
+        for group_idx, group in enumerate(self.groups):
+            if layer_idx in group.layers:
+                return group_idx, group.layers.index(layer_idx)
+        return 0, layer_idx
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of one block below the device: the shares of all ranks, one behind the other."""
+        return self.num_ranks * self.block_bytes
 
     @property
     def layers_per_block(self) -> int:

@@ -88,7 +88,10 @@ class PinnedArena(SharedMemoryArena):
 
 
 class CudaMemory:
-    """Allocates arenas on a CUDA device and pinned host arenas. Raises CudaError where there is no such device."""
+    """Allocates arenas on a CUDA device, those of further ranks on the next ones, and pinned host arenas.
+
+    Raises CudaError where there is no such device.
+    """
 
     def __init__(self, runtime: CudaRuntime, device: int) -> None:
         if device >= (count := len(runtime.device_uuids())):
@@ -102,9 +105,12 @@ class CudaMemory:
             raise OutOfMemory(f"{size(num_bytes)} are wanted, {size(available)} are available on the device")
         memory_limit.require(num_host_bytes)
 
-    def allocate(self, num_bytes: int) -> Arena:
-        """Raises OutOfMemory."""
-        return CudaArena(self._runtime, self._device, num_bytes)
+    def allocate(self, num_bytes: int, rank: int = 0) -> Arena:
+        """On the device that is so many behind the first rank's. Raises OutOfMemory."""
+        device, count = self._device + rank, len(self._runtime.device_uuids())
+        if device >= count:
+            raise OutOfMemory(f"rank {rank} is for device {device}, and {count} CUDA devices are visible")
+        return CudaArena(self._runtime, device, num_bytes)
 
     def allocate_host(self, num_bytes: int) -> SharedMemoryArena:
         """Raises OutOfMemory."""

@@ -16,6 +16,7 @@ _MOST_GROUPS = 64
 _SERVED_KINDS = (pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_SLIDING_WINDOW)
 _OTHER_KINDS = (pb.LAYER_GROUP_KIND_CHUNKED, pb.LAYER_GROUP_KIND_LATENT, pb.LAYER_GROUP_KIND_RECURRENT)
 _MOST_PAGE_BYTES = 1 << 30
+MOST_RANKS = 64
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _OF_ELEMENTS = ("num_layers", "num_kv_heads", "head_dim", "kv_dtype")  # what an opaque page does not tell
 
@@ -43,12 +44,14 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
     check_range("spec.sliding_window", spec.sliding_window, 0, MAX_INT32)
     check_text("spec.rope_parameters", spec.rope_parameters, 4096)
     check_text("spec.compute_dtype", spec.compute_dtype, 32)
-    check_range("spec.tensor_parallel_size", spec.tensor_parallel_size, 0, MAX_INT32)
-    if spec.tensor_parallel_size > 1:
-        raise NotImplementedYet("this build serves one rank only", feature="tensor_parallel_size")
+    check_range("spec.tensor_parallel_size", spec.tensor_parallel_size, 0, MOST_RANKS)
+    num_ranks = spec.tensor_parallel_size or 1
+    if num_ranks > 1 and spec.layout == pb.KV_LAYOUT_OPAQUE:
+        text = "opaque pages are of one rank each: its number belongs into the digest"
+        raise InvalidField(text, field="spec.tensor_parallel_size", limit=1)
     whole = pb.KvSpec()
     whole.CopyFrom(spec)
-    whole.tensor_parallel_size = 1
+    whole.tensor_parallel_size = num_ranks
     return KvSpec(
         key=whole.SerializeToString(deterministic=True),
         model_id=spec.model_id,
@@ -60,6 +63,7 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
         page_bytes=spec.page.page_bytes,
         groups=_groups(spec) if spec.layout == pb.KV_LAYOUT_GROUPED else _tails(spec) if spec.groups else (),
         scaled_bits=_SCALED_BITS[spec.kv_dtype] if spec.layout == pb.KV_LAYOUT_SCALED else 0,
+        num_ranks=num_ranks,
     )
 
 

@@ -224,7 +224,7 @@ BOUNDS: dict[str, Bound] = {
     "KvSpec.sliding_window": Number(0),
     "KvSpec.rope_parameters": Text(4096),
     "KvSpec.compute_dtype": Text(32),
-    "KvSpec.tensor_parallel_size": Number(0),
+    "KvSpec.tensor_parallel_size": Number(0, 64),
     "Retention.num_sink_tokens": Number(0),
     "Retention.num_window_tokens": Number(1),
     "CheckAdmissionRequest.token_ids": Many(TOKEN),
