@@ -36,7 +36,7 @@ class RankedRunner:
         return self._own.vocab_size
 
     @property
-    def layout(self) -> KvLayout:
+    def layout(self) -> AnyLayout:
         return self._own.layout
 
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
