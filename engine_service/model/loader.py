@@ -66,8 +66,10 @@ def load_model(
         tensors: Iterator[tuple[str, str, torch.Tensor | StoredTensor]]
         if config.scheme is not None:
             tensors = restored(_counted(iterate_tensors(files), bar), config.scheme)
+        elif split.num_ranks == 1:
+            tensors = _counted(iterate_tensors(files), bar)
         else:
-            tensors = _counted(iterate_tensors(files) if split.num_ranks == 1 else iterate_stored(files), bar)
+            tensors = _counted(iterate_stored(files), bar)
         has_no_head = config.tied_embeddings or not split.is_first
         for file_name, name, tensor in tensors:
             if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and has_no_head):

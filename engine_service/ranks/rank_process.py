@@ -100,7 +100,7 @@ class RankProcess:
         from ..compute.move_blocks import move_blocks
 
         if kind == Kind.TRANSFERS:
-            orders = np.frombuffer(body, "<i8").reshape(4, -1).T.tolist()
+            orders = zip(*np.frombuffer(body, "<i8").reshape(4, -1).tolist(), strict=True)
             self._failed += move_blocks(mapped.device_blocks, mapped.host_blocks, orders)[1]
         elif kind == Kind.COPIES:
             mapped.runner.copy_blocks([(source, to) for source, to in np.frombuffer(body, "<i8").reshape(-1, 2).tolist()])
