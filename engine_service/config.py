@@ -349,6 +349,14 @@ class EngineConfig:
         details="On a CUDA device, and native families. Graphs are captured at start, after a run of every kernel, and again"
         " when the cache service's memory is mapped anew. Steps with prompts, guesses, or sink and window go without.",
     )
+    overlap: bool = setting(
+        True,
+        group="Model",
+        help="launch a step before the tokens of the one before it are read",
+        details="A sequence that ends unforeseen, by a stop token, a stop string or a cancellation, has then been computed for"
+        " one token more, which nobody sees. Steps wait for those before them beside constrained outputs, guesses and beam"
+        " searches, while blocks are short, and where sequences move between tiers.",
+    )
     groups: bool = setting(
         True,
         group="Model",

@@ -180,7 +180,8 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         proposer = await asyncio.to_thread(_load_proposer, config, served)
         shares = FairShare() if config.fair_share else FairShare(connection_of) if config.client_shares else None
         waiting = WaitingSequences(make_ordering(config.policy), shares)
-        engine = make_engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
+        engine_tracing = EngineTracing(tracing.tracer(), served.model_id)
+        engine = make_engine(config.max_waiting, proposer, engine_tracing, waiting, runs_ahead=config.overlap)
         share = config.intake_percent / 100
         engine.on_turn = lambda is_computing: intake.turns.open_window(share if is_computing else 1.0)
         limits = Limits(config.text_seconds, config.text_memory)

@@ -120,6 +120,7 @@ class MemoryDirectory:
 
     def allocate(self, num_bytes: int, rank: int = 0) -> KeptArena:
         """An arena of a new file, all zero. Raises OutOfMemory."""
+        assert not rank, "pools of several ranks are refused here"
         return self._made(self._memory.make, num_bytes, is_in_file=self._memory.is_in_files)
 
     def _made(self, make: Callable[[int, int], A], num_bytes: int, *, is_in_file: bool) -> A:

@@ -109,7 +109,8 @@ class KvMemory:
     async def take(self, offer: bytes, sequence_id: int) -> TakenBlocks:
         """Take a sequence that another session offers, under an id of this one's. Raises KvkeeperError."""
         taken = await self.session.take(offer, sequence_id)
-        table = np.array(taken.block_table, np.int32)
+        tables = [taken.block_table, *(group.block_table for group in taken.group_tables)]
+        table = np.concatenate([np.array(each, np.int32) for each in tables])
         return TakenBlocks(sequence_id, taken.num_tokens, taken.num_committed_tokens, taken.num_reserved_tokens, table)
 
     async def withdraw(self, sequence_id: int) -> bool:

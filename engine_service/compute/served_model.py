@@ -102,12 +102,9 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
 
 
 def _in_groups(served: ServedModel, model: Decoder, config: EngineConfig) -> ServedModel:
-    """The same with groups of its layers, where it has layers with windows beside full ones and the configuration lets it.
-
-    Sequences with several tables are not handed over, so engines of one role do without.
-    """
+    """The same with groups of its layers, where it has layers with windows beside full ones and the configuration lets it."""
     groups, dtype = group_layers(model.config.windows), model.dtype
-    if not groups or not config.groups or config.role != "both":
+    if not groups or not config.groups:
         return served
     return dataclasses.replace(
         served,

@@ -29,6 +29,7 @@ NAMES = (
     "quality",
     "groups",
     "tensor_parallel",
+    "kv_dtypes",
     "trace",
     "hints",
     "policies",

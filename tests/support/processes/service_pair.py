@@ -1,6 +1,7 @@
 """Both services in this process, behind real channels and shared memory, for end-to-end tests."""
 
 import asyncio
+import os
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -20,12 +21,15 @@ from kvkeeper.engine_service.model.hash_toy import expected_next_token
 from kvkeeper.engine_service.server import RunningServer as RunningEngine
 from kvkeeper.engine_service.server import start_server as start_engine
 from kvkeeper.engine_service.values.retention import Retention as ToyRetention
+from kvkeeper.service.settings import parse_switch
 from tests.support.models.odd_models import odd_model
 
 T = TypeVar("T")
 BLOCK_SIZE = 4
 DEADLINE_S = 20.0  # of anything in a test
 _ALWAYS = {"tier_worth": "always"}  # what a tier hits does not depend on how fast this machine is
+# The variable by which an engine in a process of its own takes it, too: KVKEEPER_ENGINE_OVERLAP=off pytest tests/e2e.
+OVERLAP = parse_switch(os.environ.get("KVKEEPER_ENGINE_OVERLAP", "on"))
 GREEDY = Sampling(temperature=0, repetition_penalty=1.0)
 
 
@@ -78,6 +82,7 @@ class Services:
             "block_size": BLOCK_SIZE,
             "progress": False,
             "drain_timeout": 2.0,
+            "overlap": OVERLAP,
             **options,
         }
         engine = await start_engine(EngineConfig(cache=self.cache.address, **options), model=model)
