@@ -22,8 +22,8 @@ from .checkpoint.safetensors_files import StoredTensor, iterate_stored, iterate_
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder
 from .dtype_name import INT8, DtypeChoice, dtype_name
+from .parallel.split import WHOLE, Split, config_of_rank
 from .quantised.restored import restored
-from .split import WHOLE, Split, config_of_rank
 from .weight_map import allocate_weights, biases_added_up, norms_of, pair_rotated
 
 log = structlog.get_logger()

@@ -13,8 +13,8 @@ from .decoder import DecoderWeights, LayerWeights
 from .experts import ExpertWeights, MlpWeights, StackedExperts, Weight
 from .families.family import ExpertNames
 from .families.table import FAMILIES
+from .parallel.split import WHOLE, Split, config_of_rank
 from .rope import rotated_order
-from .split import WHOLE, Split, config_of_rank
 
 _Empty = Callable[..., torch.Tensor]
 _ALL: tuple[slice, ...] = (slice(None),)

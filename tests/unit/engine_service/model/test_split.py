@@ -13,7 +13,7 @@ from kvkeeper.engine_service.model.config import read_model_config
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.model.hash_toy import HashToyConfig, HashToyRunner, expected_next_token
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.split import WHOLE, Split, config_of_rank
+from kvkeeper.engine_service.model.parallel.split import WHOLE, Split, config_of_rank
 from kvkeeper.engine_service.ranks.rank_model import load_rank_model
 from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.layout import QuantisedLayout
@@ -33,7 +33,16 @@ torch.set_num_threads(1)
 
 BLOCK_SIZE = 4
 # Of each kind of projection, norm and window one; and some for four ranks on two KV heads.
-TWO = ["llama_tied", "mistral_window", "qwen2", "granite_biased", "qwen3_moe_renormalised_one_dense", "phi3", "gemma2", "gpt_oss"]
+TWO = [
+    "llama_tied",
+    "mistral_window",
+    "qwen2",
+    "granite_biased",
+    "qwen3_moe_renormalised_one_dense",
+    "phi3",
+    "gemma2",
+    "gpt_oss",
+]
 FOUR = ["llama_biased_linear_rope", "qwen3_tied", "mixtral", "phi3_window_partial", "gemma3"]
 BY_NAME = {model.name: model for model in TINY_MODELS}
 
