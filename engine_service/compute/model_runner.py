@@ -62,7 +62,7 @@ class Runner(Protocol):
 
 
 @runtime_checkable
-class WarmedRunner(Runner, Protocol):
+class Warmed(Protocol):
     """A Runner with something to do before its first step, as on a device."""
 
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None: ...
