@@ -26,6 +26,7 @@ from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.memory.disk.disk_threads import NUM_THREADS
 from kvkeeper.cache_service.memory.disk.slab import Slab, make_slab
 from kvkeeper.cache_service.memory.kept_file import make_file
+from kvkeeper.cache_service.memory.remote.redis_server import RedisServer as RedisPlaces
 from kvkeeper.cache_service.memory.remote.remote_address import parse_address
 from kvkeeper.cache_service.memory.remote.remote_store import RemoteStore
 from kvkeeper.cache_service.memory.remote.secret import read_secret
@@ -113,7 +114,8 @@ def _remote_rates(server: RedisServer, block_bytes: int) -> dict[str, object]:
     """The store beside a bare client; both have a connection for each thread."""
     spec = KvSpec(b"bench", "bench", 0, 0, 0, 0, 16, page_bytes=block_bytes)
     address = parse_address(server.address)
-    store = RemoteStore(address, read_secret(server.secret()), spec, ttl=3600.0, timeout=60.0)
+    secret = read_secret(server.secret())
+    store = RemoteStore(RedisPlaces(address, secret, ttl=3600.0, timeout=60.0), secret, spec)
     bare = redis.Redis(address.host, address.port, password=PASSWORD, protocol=2, socket_timeout=60.0)
     arena = SharedMemoryArena(_REMOTE_BYTES)
     arena.array[:] = np.random.default_rng(1).integers(0, 256, len(arena.array), np.uint8)
