@@ -349,6 +349,14 @@ class EngineConfig:
         details="On a CUDA device, and native families. Graphs are captured at start, after a run of every kernel, and again"
         " when the cache service's memory is mapped anew. Steps with prompts, guesses, or sink and window go without.",
     )
+    overlap: bool = setting(
+        True,
+        group="Model",
+        help="launch a step before the tokens of the one before it are read",
+        details="A sequence that ends unforeseen, by a stop token, a stop string or a cancellation, has then been computed for"
+        " one token more, which nobody sees. Steps wait for those before them beside constrained outputs, guesses and beam"
+        " searches, while blocks are short, and where sequences move between tiers.",
+    )
     groups: bool = setting(
         True,
         group="Model",
@@ -357,8 +365,29 @@ class EngineConfig:
         " Not with --role prefill or decode, nor where the cache service has a host tier, a disk tier or --memory-dir: there"
         " all layers keep all tokens.",
     )
+    tensor_parallel: int = setting(
+        1,
+        group="Model",
+        help="processes that share the model, each with a part of its heads and of its weights",
+        check=between(1, 64),
+        details="For native families. The number divides the heads and widths of the model. On CUDA devices rank r is on the"
+        " device r behind that of --device, and so are the pools of the cache service. --pool-memory of the cache service is of"
+        " each rank.",
+    )
+    rank_timeout: float = setting(
+        60.0,
+        group="Patience",
+        help="seconds that one rank waits for another before that counts as lost",
+        check=between(1, 3600),
+        unit="seconds",
+        details="With --tensor-parallel. All ranks are then started anew, and requests go on from the tokens that they hold.",
+    )
     threads: int | None = setting(
-        None, group="Model", help="threads of the forward pass", default_text="torch's", check=between(1, 1024)
+        None,
+        group="Model",
+        help="threads of the forward pass, of each rank",
+        default_text="torch's, divided by the ranks",
+        check=between(1, 1024),
     )
     lease_ms: int = setting(
         10_000,

@@ -173,8 +173,6 @@ def _check_config(config: PoolConfig) -> None:
             raise InvalidField(f"{name} is {least} or more", field=name, limit=least)
     if not config.group_windows or config.group_windows[0] or min(config.group_windows) < 0:
         raise InvalidField("the first group of layers reads all tokens", field="group_windows", limit=0)
-    if len(config.group_windows) > 1 and (config.num_host_blocks or config.logits_memory):
-        raise InvalidField("groups of layers have no host tier and no stored logits", field="group_windows", limit=1)
     if not 0 <= config.watermark < 1:
         raise InvalidField("watermark is a share from 0 to below 1", field="watermark", limit=1)
     if config.num_host_blocks and config.num_host_blocks < 2:

@@ -167,10 +167,13 @@ class PoolRegistry:
 
     def _check_groups(self, spec: KvSpec) -> None:
         """Raises NotImplementedYet for several groups of layers where pools have what these do without."""
-        below = self._directory or self._disks or self._config.host_memory or self._config.num_host_blocks
+        below = self._disks or self._remote
         if len(spec.groups) > 1 and below:
-            text = "groups of layers are not served beside a host tier, a disk tier or --memory-dir"
+            text = "groups of layers are not served beside a disk tier or a remote tier"
             raise NotImplementedYet(text, feature="layer_groups")
+        has_host = bool(self._config.num_host_blocks or self._host_memory)
+        if (has_host or self._directory is not None) and any(group.is_tail for group in spec.groups):
+            raise NotImplementedYet("a tail is not served beside a host tier or --memory-dir", feature="layer_groups")
 
     def _check_ranks(self, spec: KvSpec) -> None:
         """Raises NotImplementedYet for several ranks where one file is to keep a pool's arena."""
@@ -353,7 +356,7 @@ class PoolRegistry:
             max_cached_blocks=self._config.max_cached_blocks,
             tenant_quota=self._config.tenant_quota,
             tenant_quotas=self._config.tenant_quotas,
-            logits_memory=self._config.logits_memory if not spec.groups else 0,
+            logits_memory=self._config.logits_memory,
             num_host_blocks=self._num_host_blocks(spec.stored_bytes),
             group_windows=tuple(group.window for group in spec.groups) or (0,),
             has_tail=any(group.is_tail for group in spec.groups),

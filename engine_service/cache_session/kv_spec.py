@@ -42,7 +42,7 @@ def kv_spec_of(model: ServedModel, block_size: int) -> pb.KvSpec:
         sliding_window=model.sliding_window,
         rope_parameters=model.rope_parameters,
         compute_dtype=model.compute_dtype,
-        tensor_parallel_size=1,
+        tensor_parallel_size=model.num_ranks,
     )
 
 
@@ -71,7 +71,7 @@ def _stored_spec(model: ServedModel, layout: QuantisedLayout) -> pb.KvSpec:
         sliding_window=model.sliding_window,
         rope_parameters=model.rope_parameters,
         compute_dtype=model.compute_dtype,
-        tensor_parallel_size=1,
+        tensor_parallel_size=model.num_ranks,
     )
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import structlog
 import torch
@@ -59,6 +59,13 @@ class Runner(Protocol):
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 
     def synchronize(self) -> None: ...
+
+
+@runtime_checkable
+class WarmedRunner(Runner, Protocol):
+    """A Runner with something to do before its first step, as on a device."""
+
+    def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None: ...
 
 
 class Shape(Protocol):
@@ -178,7 +185,9 @@ class ModelRunner:
         """
         batches = list(warm_up_batches(self._layout.block_size, bounds.most_tokens, with_retention=with_retention))
         for batch in tqdm(batches, "warming up", unit="step", file=sys.stderr, disable=not progress):
-            warm_up_sampling(self.forward(batch))
+            logits = self.forward(batch)
+            if logits.shape[1]:  # a rank that gives none draws none
+                warm_up_sampling(logits)
         self.synchronize()
         if graphs is None or not isinstance(self._model, Decoder):
             return

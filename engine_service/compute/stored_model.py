@@ -62,12 +62,17 @@ def stored_layout(
     return dataclasses.replace(layout, tail_layers=count), (LayerGroup(every, None), *tails)
 
 
+def prepare_for(model: Decoder, kv_format: KvFormat) -> None:
+    """Compile what computes with this format on a CPU, before a request waits for it."""
+    if compiled.serves(torch.empty(0, dtype=model.dtype, device=model.device)):
+        prepare(kv_format)
+
+
 def stored_model(served: "ServedModel", model: Decoder, kv_format: KvFormat, config: EngineConfig) -> "ServedModel":
     """The same with K and V in this format. Raises UnsupportedModelError for heads that the format cannot hold."""
     if any(model.config.windows):
         log.info("kv_windows_kept", message="layers with windows keep all tokens, because K and V are stored by --kv-dtype")
-    if compiled.serves(torch.empty(0, dtype=model.dtype, device=model.device)):
-        prepare(kv_format)
+    prepare_for(model, kv_format)
     _, groups = stored_layout(model, kv_format, config.block_size, config.kv_tail_tokens)
     whole = dataclasses.replace(
         served,

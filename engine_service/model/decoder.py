@@ -27,6 +27,7 @@ from .attention import AttentionMetadata, StepAttention, attend_stored
 from .config import ModelConfig
 from .experts import ExpertWeights, MlpWeights, Weight, apply_mlp
 from .rope import RotaryTable
+from .split import WHOLE, Split
 from .stored_attention import StoredAttention, StoredMetadata, attend_as_stored
 
 
@@ -56,20 +57,24 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """embed and lm_head are [vocab_size, H], one tensor when tied; norm is [H]. `layers` is emptied by the Decoder."""
+    """embed and lm_head are [vocab_size, H], one tensor when tied; norm is [H]. `layers` is emptied by the Decoder.
+
+    lm_head: None on the ranks that give no logits.
+    """
 
     embed: torch.Tensor
     layers: list[LayerWeights]
     norm: torch.Tensor
-    lm_head: LinearWeight
+    lm_head: LinearWeight | None
 
 
 class Decoder:
     """A loaded model. Holds weights and rotary tables; no sequence, no K or V."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, *, is_int8: bool = False) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, *, is_int8: bool = False, split: Split = WHOLE) -> None:
         """Take over `weights`, layer by layer, so that packing them never needs the memory of two models.
 
+        config, split: of the rank that these weights are of.
         is_int8: projections multiply 8-bit integers; the weights are float32 on a CPU. Raises UnsupportedDeviceError where
             this CPU cannot.
         """
@@ -77,7 +82,9 @@ class Decoder:
         self.config = config
         self.dtype = weights.embed.dtype
         self.device = weights.embed.device
-        self._embed, self._norm, self._lm_head = weights.embed, weights.norm, pack(weights.lm_head)
+        self._embed, self._norm = weights.embed, weights.norm
+        self._lm_head = None if weights.lm_head is None else pack(weights.lm_head)
+        self._add_up = split.add_up
         self._layers: list[LayerWeights] = []
         while weights.layers:
             self._layers.append(_pack_layer(weights.layers.pop(0), pack))
@@ -118,8 +125,8 @@ class Decoder:
             logit_rows: int64 [R], the tokens whose logits are wanted.
 
         Returns:
-            Logits, float32 [R, vocab_size]. The watch, where there is one, is told the number of each layer, its rotated
-            queries [T, N, D], and what its heads attend to [T, N * D].
+            Logits, float32 [R, vocab_size]; [R, 0] on the ranks that give none. The watch, where there is one, is told the
+            number of each layer, its rotated queries [T, N, D], and what its heads attend to [T, N * D].
         """
         eps = self.config.rms_norm_eps
         rotation = local_rotation = self._rotary.rows(positions, max_position)
@@ -140,9 +147,11 @@ class Decoder:
             x = self._attention(index, x, layer, turned, at_sinks, kv_view[:, at], of_layer)
             if index + 1 == len(self._layers):  # K and V are written: only the wanted rows go on
                 x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
-            x = self._branch(linear(x, layer.o), layer.attention_out_norm)
+            x = self._branch(self._add_up(linear(x, layer.o)), layer.attention_out_norm)
             x, residual = _add_and_norm(x, layer.post_norm, eps, residual)
-            x = self._branch(apply_mlp(x, layer.mlp, self._gate), layer.mlp_out_norm)
+            x = self._branch(self._add_up(apply_mlp(x, layer.mlp, self._gate)), layer.mlp_out_norm)
+        if self._lm_head is None:
+            return x.new_empty((len(x), 0), dtype=torch.float32)
         x, _ = rms_norm(x, self._norm, eps, residual)
         logits = linear(x, self._lm_head)
         if self.config.logit_divisor is not None:

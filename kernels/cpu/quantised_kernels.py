@@ -94,6 +94,11 @@ def _brain_of_float(number):
 
 
 @_helper
+def _float_of_integer(element):
+    return np.float32(element)
+
+
+@_helper
 def _float_of_e4m3(byte):
     """Normal numbers by their bits, the others by their size: neither is a float that a processor is slow with."""
     magnitude = np.int32(byte) & np.int32(0x7F)
@@ -148,24 +153,9 @@ def _build(code: int, stamp: int) -> Compiled:
     most = np.float32({_FP8: 448, _INT8: 127, _INT4: 7}.get(code, 0))
     scaled = code in (_FP8, _INT8, _INT4)
 
-    @_helper
-    def row_of(at, count):
-        """The elements at an address, count bytes of them or, of 16 bits, count of them."""
-        if code in (_FP16, _BF16):
-            return _halves(at, count)
-        if code == _INT8:
-            return _bytes(at, count)
-        return _unsigned_bytes(at, count)
-
-    @_helper
-    def number_of(element):
-        if code == _FP16:
-            return _float_of_half(element)
-        if code == _BF16:
-            return _float_of_brain(element)
-        if code == _FP8:
-            return _float_of_e4m3(element)
-        return np.float32(element)
+    # Of the elements at an address, and the number that one of them is; chosen here, because a loop knows one type.
+    row_of = _halves if code in (_FP16, _BF16) else _bytes if code == _INT8 else _unsigned_bytes
+    number_of = {_FP16: _float_of_half, _BF16: _float_of_brain, _FP8: _float_of_e4m3}.get(code, _float_of_integer)
 
     @_helper
     def scale_at(scales_at, slot):

@@ -6,7 +6,8 @@ first and runs torch's fused attention on them. Windows and soft caps are those 
 served.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from ..cpu import quantised as fast
 from ..cpu.quantised import DirectTables
 from .layout import QuantisedLayer
 from .read_kv import read_kv
+
+if TYPE_CHECKING:
+    from ..gpu.decode_work import DecodeWork
 
 _OP = "quantised_attention"
 _MOST_QUERIES = 64  # of one call of torch's attention, see paged_attention_prefill
@@ -34,6 +38,7 @@ class QuantisedRows:
         seq_lens: int32 [S].
         query_start_loc: int32 [S + 1]; None: each row has one query.
         lens, locs: seq_lens and query_start_loc as numbers, on a CPU.
+        works: by window the work list of decode on a device, once a layer has made it.
     """
 
     block_tables: torch.Tensor
@@ -42,6 +47,7 @@ class QuantisedRows:
     query_start_loc: torch.Tensor | None
     lens: tuple[int, ...] = ()
     locs: tuple[int, ...] = ()
+    works: "dict[int | None, DecodeWork | None]" = field(default_factory=dict)
 
 
 def plan_rows(

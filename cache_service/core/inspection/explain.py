@@ -38,8 +38,9 @@ def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: I
     num_matched = len(nodes) * size
     last = int(nodes[-1]) if len(nodes) else root
     num_host = int(np.count_nonzero(index.block_of_node[nodes] == 0)) * size
-    num_hit = len(index.usable(nodes[: (len(tokens) - 1) // size])) * size
-    if num_matched == len(tokens) and not num_host and last in index.logits.by_node:
+    num_hit = len(lookup.usable(nodes[: (len(tokens) - 1) // size])) * size
+    is_whole = num_matched == len(tokens) and not num_host and len(index.usable(nodes)) == len(nodes)
+    if is_whole and last in index.logits.by_node:
         num_hit = num_matched
     if 0 < num_hit < state.config.min_prefix_tokens:
         end, seconds_ago, num_hit = MatchEnd.BELOW_MINIMUM, None, 0

@@ -150,7 +150,9 @@ def _check_pins(state: PoolState) -> list[str]:
         if pin.owner not in sessions:
             wrong.append("a pin outlives its session")
         nodes = index.node_of_block[pin.blocks].tolist()
-        if 0 in nodes or [index.key_tokens(node)[0] for node in nodes[1:]] != nodes[:-1]:
+        path, others = nodes[: pin.num_entries], nodes[pin.num_entries :]
+        is_path = 0 not in path and [index.key_tokens(node)[0] for node in path[1:]] == path[:-1]
+        if not is_path or not set(path).issuperset(others):
             wrong.append("a pin keeps what is no cached prefix")
     return wrong
 

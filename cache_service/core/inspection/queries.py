@@ -72,8 +72,9 @@ class Queries:
             raise wrong_state(sequence_id, view.state)
         num_tokens, owner = view.num_committed_tokens, self._state.session(session)
         if owner.executor is Executor.ENGINE and owner.copies:
-            filling = np.flatnonzero(self._state.pool.is_filling[view.block_table])
-            num_tokens = min(num_tokens, int(filling[0]) * self._sequences.block_size) if len(filling) else num_tokens
+            for table in (view.block_table, *view.group_tables):
+                filling = np.flatnonzero(self._state.pool.is_filling[table])
+                num_tokens = min(num_tokens, int(filling[0]) * self._sequences.block_size) if len(filling) else num_tokens
         return Readable(view, num_tokens)
 
     def writable_slots(self, session: SessionId, sequence_id: int) -> tuple[int, int]:
@@ -89,7 +90,7 @@ class Queries:
     def match_prefix(self, tenant: str, token_ids: Int32Array) -> Int32Array:
         """[matched] block ids of the longest cached prefix in any tier, whole blocks; 0 for one in the host tier only."""
         index = self._state.index
-        return index.block_of_node[index.usable(self._lookup.match_prompt(tenant, token_ids))]
+        return index.block_of_node[self._lookup.usable(self._lookup.match_prompt(tenant, token_ids))]
 
     def explain_match(self, tenant: str, token_ids: Int32Array) -> Explanation:
         """Why the longest cached prefix ends where it does. May take a millisecond."""
@@ -107,7 +108,7 @@ class Queries:
             num_transfers=int(pool.transfer_counts[block]),
             num_quarantines=int(pool.quarantine_counts[block]),
             indexed=bool(pool.indexed[block]),
-            has_host_copy=bool(index.host_of_node[index.node_of_block[block]]),
+            has_host_copy=bool(index.hosts_of(np.array([block], np.int32))[0]),
             reuse_hint=pool.reuse.hint_of(block) if pool.reuse is not None else ReuseHint.UNSPECIFIED,
         )
 

@@ -99,9 +99,7 @@ class SequenceLifecycle:
         if self._is_shared:
             self._note_ends(running)
         # Deepest first, so that leaves are evicted before their parents.
-        tables = [seqs.held(slot)[::-1] for slot in running]
-        if seqs.num_groups > 1:  # the first group goes first: with its blocks, those of the others are forgotten
-            tables = [self._first_group_first(slot) for slot in running]
+        tables = [seqs.leaves_first(slot) for slot in running]
         if tables:
             owner.drop_blocks(self._pool, np.concatenate(tables), until=owner.step_id - 1)
         if self._swapper is not None:
@@ -123,12 +121,6 @@ class SequenceLifecycle:
             num_prompt = int(seqs.num_prompt[slot])
             if num_shared >= num_prompt:
                 self._reach.note_end(int(seqs.roots[slot]), num_prompt, seqs.tokens_of(slot)[slot, :num_shared].copy())
-
-    def _first_group_first(self, slot: int) -> Int32Array:
-        seqs = self._sequences
-        tables = [seqs.group_table(slot, group)[::-1] for group in range(seqs.num_groups)]
-        blocks = np.concatenate(tables)
-        return blocks[blocks != NULL_BLOCK]
 
     def release_end(self, owner: SessionState, slot: int, num_kept: int) -> None:
         """Gives back the blocks of a running sequence behind the first num_kept; its release is to follow."""

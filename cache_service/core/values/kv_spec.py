@@ -66,6 +66,13 @@ class KvSpec:
             return -(-2 * self.block_size * max(tail, self.num_layers * self.token_bytes) // _ALIGNMENT) * _ALIGNMENT
         return self.page_bytes or self.layers_per_block * 2 * self.block_size * self.token_bytes
 
+    def place_of(self, layer_idx: int) -> tuple[int, int]:
+        """The group of a layer, and its place among the layers in a block of that group."""
+        for group_idx, group in enumerate(self.groups):
+            if layer_idx in group.layers:
+                return group_idx, group.layers.index(layer_idx)
+        return 0, layer_idx
+
     @property
     def stored_bytes(self) -> int:
         """Bytes of one block below the device: the shares of all ranks, one behind the other."""

@@ -131,7 +131,7 @@ class GroupedWorld:
     def _items(self, engine: Engine, completed: int) -> dict[str, list[tuple[object, ...]]]:
         draw, running = self.random.random, {i: each for i, each in engine.sequences.items() if each.is_running}
         commits, truncates, forks, releases, starts, reserves = [], [], [], [], [], []
-        lens = {}
+        lens, depth = {}, 30 if self.has_tail else 9
         for i, each in running.items():
             lens[i] = each.committed
             if each.computed > each.committed and each.busy_until <= completed:
@@ -143,11 +143,11 @@ class GroupedWorld:
             if kind < 0.05:
                 releases.append(i)
             elif kind < 0.1 and is_idle and lens[i] > 1:
-                truncates.append((i, self.random.randrange(max(1, lens[i] - 9), lens[i] + 1)))
+                truncates.append((i, self.random.randrange(max(1, lens[i] - depth), lens[i] + 1)))
             elif kind < 0.16 and lens[i] > 1:
                 self._last_id += 1
                 forks.append(
-                    (i, self._last_id, lens[i] - self.random.choice((0, 0, 0, min(lens[i] - 1, self.random.randrange(9)))))
+                    (i, self._last_id, lens[i] - self.random.choice((0, 0, 0, min(lens[i] - 1, self.random.randrange(depth)))))
                 )
             elif is_idle and kind < 0.95:
                 known = len(each.tokens) + sum(len(new) for item, _, new in commits if item == i)

@@ -77,7 +77,7 @@ def test_a_cut_into_a_tail_that_forgets_its_holes_is_found(monkeypatch: pytest.M
 def test_a_hit_that_reads_before_what_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: a hit takes all that the first group has, whether or not the windows behind it are there."""
 
-    def usable(self: PrefixIndex, nodes: Int32Array) -> Int32Array:
+    def usable(self: PrefixIndex, nodes: Int32Array, is_filling: object = None) -> Int32Array:
         return nodes
 
     monkeypatch.setattr(PrefixIndex, "usable", usable)
