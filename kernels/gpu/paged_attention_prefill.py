@@ -374,6 +374,18 @@ def paged_attention_prefill(
     )
     if splits > 1:
         merge_items_kernel[num_heads, num_tokens](
-            part, lse, None, out, splits, HEAD_DIM=head_dim, D=dims, AT_ONCE=MERGED_AT_ONCE, num_warps=4
+            part,
+            lse,
+            None,
+            None,
+            None,
+            out,
+            splits,
+            0,
+            HEAD_DIM=head_dim,
+            D=dims,
+            AT_ONCE=MERGED_AT_ONCE,
+            MEMBERS=1,
+            num_warps=4,
         )
     return out
