@@ -76,6 +76,14 @@ def parse_quotas(text: str) -> tuple[tuple[str, float], ...]:
     return tuple(quotas.items())
 
 
+def parse_names(text: str) -> tuple[str, ...]:
+    """Names of "a,b". Raises ValueError."""
+    names = tuple(text.split(",")) if text else ()
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError("names, each once, such as a,b")
+    return names
+
+
 def parse_shares(text: str) -> tuple[float, ...]:
     """Shares of "0.6,0.8,0.95". Raises ValueError."""
     try:
@@ -113,6 +121,9 @@ def _quotas_refusal(quotas: tuple[tuple[str, float], ...]) -> str | None:
 _QUOTA = must_be(
     f"0 to {_MOST_OF_A_TENANT}, or 1 for no quota", lambda share: 0 <= share <= _MOST_OF_A_TENANT or share == 1, str
 )
+
+
+_TENANTS = Check("TENANT, ...", lambda names: None if all(names) and len(set(names)) == len(names) else "names, each once")
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +347,15 @@ class CacheConfig:
         choices=("all", "second-use"),
         details="second-use spares the disk what is never seen again.",
     )
+    disk_tenants: tuple[str, ...] = setting(
+        (),
+        group="Disk tier",
+        help="tenants whose blocks are stored",
+        example="a,b",
+        default_text="all",
+        parse=parse_names,
+        check=_TENANTS,
+    )
     disk_eviction_policy: str = setting(
         "lru", group="Disk tier", help="which block on the disk is forgotten first", choices=("clock", "fifo", "lru")
     )
@@ -376,6 +396,15 @@ class CacheConfig:
         choices=("all", "second-use"),
         details="second-use keeps one service from flooding what others share.",
     )
+    remote_tenants: tuple[str, ...] = setting(
+        (),
+        group="Remote tier",
+        help="tenants whose blocks are stored",
+        example="a,b",
+        default_text="all",
+        parse=parse_names,
+        check=_TENANTS,
+    )
     remote_ttl: float = setting(
         86_400.0,
         group="Remote tier",
@@ -390,6 +419,13 @@ class CacheConfig:
         check=between(0.01, 60),
         unit="seconds",
         details="A server that takes longer is left alone for a while.",
+    )
+    tier_worth: str = setting(
+        "auto",
+        group="Disk tier",
+        help="which loads from disk and remote tier are ordered: those that beat computing, or all",
+        choices=("auto", "always"),
+        details="auto compares what loads and prompts took lately. Before it has measured a few of both, it loads.",
     )
     tls_cert: Path | None = tls_cert_setting()
     tls_key: Path | None = tls_key_setting()

@@ -136,8 +136,13 @@ def plan_work(
     kv_layer: torch.Tensor,
     window: int | None,
     retention: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
+    may_share: bool = False,
 ) -> DecodeWork | None:
-    """The work list for the arguments of paged_attention_decode; None: each sequence is one item."""
+    """The work list for the arguments of paged_attention_decode; None: each sequence is one item.
+
+    may_share: what sequences have in common is looked for, and is not in their items.
+    """
     num_seqs, (_, _, block_size, num_kv_heads, head_dim) = seq_lens.shape[0], kv_layer.shape
     most_tokens = min(block_tables.shape[1] * block_size, window or NO_WINDOW)
     num_extra = num_extra_items(num_seqs, num_kv_heads, most_tokens, num_multiprocessors(seq_lens.device)) if num_seqs else 0
@@ -146,7 +151,7 @@ def plan_work(
     num_items, tile = num_seqs + num_extra, tile_tokens(head_dim)
     fewest_tiles = FEWEST_ITEM_TOKENS // tile
     shared = None
-    if window is None and retention is None:
+    if may_share and window is None and retention is None:
         shared = plan_shared(block_tables, seq_lens, block_size, num_extra, tile, fewest_tiles)
     items = torch.empty((num_items, 4), dtype=torch.int32, device=seq_lens.device)
     runs = torch.empty((num_seqs, 2), dtype=torch.int32, device=seq_lens.device)

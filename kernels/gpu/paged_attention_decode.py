@@ -10,12 +10,22 @@ import triton
 import triton.language as tl
 
 from ..scratch import Scratch
-from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options, dense_heads, slot_offsets, take_tile, tile_scores
+from .attention_tiles import (
+    COMPUTE_TYPES,
+    LOWEST,
+    NO_WINDOW,
+    Options,
+    begin_rows,
+    dense_heads,
+    slot_offsets,
+    take_tile,
+    tile_scores,
+)
 from .decode_work import DecodeWork, tile_tokens, visible_tiles
-from .shared_prefix import MEMBERS, members_at_once, shared_kernel
+from .shared_prefix import MEMBERS, SharedWork, members_at_once, shared_kernel
 from .sizes import cdiv, power_of_2
 
-MERGED_AT_ONCE = 16
+_MERGED_AT_ONCE = 16
 
 
 @triton.jit
@@ -65,6 +75,7 @@ def decode_kernel(
     len_ptr,
     sink_len_ptr,
     window_len_ptr,
+    logit_ptr,
     items_ptr,
     out_ptr,
     part_ptr,
@@ -119,8 +130,7 @@ def decode_kernel(
     wanted = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     q_offsets = heads[:, None] * HEAD_DIM + dims[None, :]
     acc = tl.zeros([M, D], tl.float32)
-    most = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
+    most, total = begin_rows(logit_ptr, heads, rows < GROUP, begin == 0, M)
     if sink_len_ptr is not None:
         q_sink = tl.load(q_sink_ptr + seq.to(tl.int64) * q_sink_stride + q_offsets, mask=wanted, other=0.0).to(COMPUTE)
         acc, most, total = _take_tiles(
@@ -263,6 +273,35 @@ def merge_items_kernel(
     tl.store(out_ptr + out_row * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
+def merge_items(
+    part: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    runs: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    num_splits: int = 0,
+    num_own: int = 0,
+    shared: SharedWork | None = None,
+) -> None:
+    """Launch merge_items_kernel for out [S, H, HEAD_DIM]. num_own: parts before those of `shared`."""
+    num_rows, num_heads, head_dim = out.shape
+    merge_items_kernel[num_heads, num_rows](
+        part,
+        lse,
+        runs,
+        None if shared is None else shared.members,
+        None if shared is None else shared.runs,
+        out,
+        num_splits,
+        num_own,
+        HEAD_DIM=head_dim,
+        D=power_of_2(head_dim),
+        AT_ONCE=_MERGED_AT_ONCE,
+        MEMBERS=MEMBERS,
+        num_warps=4,
+    )
+
+
 def paged_attention_decode(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
@@ -296,6 +335,7 @@ def paged_attention_decode(
         seq_lens,
         sink_lens,
         window_lens,
+        options.sink_logits,
         None if work is None else work.items,
         out,
         part,
@@ -326,6 +366,7 @@ def paged_attention_decode(
             q,
             kv_layer,
             block_tables,
+            options.sink_logits,
             shared.order,
             shared.items,
             part,
@@ -352,19 +393,5 @@ def paged_attention_decode(
             num_stages=5,
         )
     if work is not None:
-        merge_items_kernel[num_heads, num_seqs](
-            part,
-            lse,
-            work.runs,
-            None if shared is None else shared.members,
-            None if shared is None else shared.runs,
-            out,
-            0,
-            num_own,
-            HEAD_DIM=head_dim,
-            D=dims,
-            AT_ONCE=MERGED_AT_ONCE,
-            MEMBERS=MEMBERS,
-            num_warps=4,
-        )
+        merge_items(part, lse, work.runs, out, num_own=num_own, shared=shared)
     return out

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options, dense_heads, slot_offsets, take_tile, tile_scores
+from .attention_tiles import COMPUTE_TYPES, NO_WINDOW, Options, begin_rows, dense_heads, slot_offsets, take_tile, tile_scores
 from .decode_work import PROGRAMS_PER_MULTIPROCESSOR, num_multiprocessors
-from .paged_attention_decode import MERGED_AT_ONCE, merge_items_kernel
+from .paged_attention_decode import merge_items
 from .sizes import cdiv, power_of_2
 
 _SEQS_AT_ONCE = 256
@@ -77,7 +77,7 @@ def _take_tiles(
 
 
 @triton.jit
-def _find_sequence(loc_ptr, num_seqs, program, TOKENS: tl.constexpr, SEQS: tl.constexpr):
+def find_sequence(loc_ptr, num_seqs, program, TOKENS: tl.constexpr, SEQS: tl.constexpr):
     """The sequence whose tokens a program takes: sequence s has the programs from loc[s] // TOKENS + s on.
 
     That gives each sequence at least as many programs as it needs, and the grid follows from shapes alone.
@@ -100,6 +100,7 @@ def prefill_kernel(
     loc_ptr,
     sink_len_ptr,
     window_len_ptr,
+    logit_ptr,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -134,7 +135,7 @@ def prefill_kernel(
     """
     TOKENS: tl.constexpr = M // GROUP
     program, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    seq = _find_sequence(loc_ptr, num_seqs, program, TOKENS, SEQS)
+    seq = find_sequence(loc_ptr, num_seqs, program, TOKENS, SEQS)
     loc = tl.load(loc_ptr + seq)
     query_len = tl.load(loc_ptr + seq + 1) - loc
     first_token = (program - loc // TOKENS - seq) * TOKENS
@@ -153,10 +154,9 @@ def prefill_kernel(
     table_ptr += seq.to(tl.int64) * table_stride
     k_ptr = layer_ptr + kv_head * HEAD_DIM
     acc = tl.zeros([M, D], tl.float32)
-    most = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
-
     split = tl.program_id(2)
+    most, total = begin_rows(logit_ptr, heads, rows < TOKENS * GROUP, split == 0, M)
+
     if sink_len_ptr is not None:
         own_window = tl.load(window_len_ptr + seq)
         if own_window > 0:
@@ -346,6 +346,7 @@ def paged_attention_prefill(
         query_start_loc,
         sink_lens,
         window_lens,
+        options.sink_logits,
         out,
         part,
         lse,
@@ -375,19 +376,5 @@ def paged_attention_prefill(
         num_stages=5,  # see paged_attention_decode
     )
     if splits > 1:
-        merge_items_kernel[num_heads, num_tokens](
-            part,
-            lse,
-            None,
-            None,
-            None,
-            out,
-            splits,
-            0,
-            HEAD_DIM=head_dim,
-            D=dims,
-            AT_ONCE=MERGED_AT_ONCE,
-            MEMBERS=1,
-            num_warps=4,
-        )
+        merge_items(part, lse, None, out, num_splits=splits)
     return out

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_tiles import LOWEST, slot_offsets, take_tile, tile_scores
+from .attention_tiles import begin_rows, slot_offsets, take_tile, tile_scores
 from .sizes import power_of_2
 
 MEMBERS = 16  # of a row
@@ -173,6 +173,7 @@ def shared_kernel(
     q_ptr,
     layer_ptr,
     table_ptr,
+    logit_ptr,
     order_ptr,
     items_ptr,
     part_ptr,
@@ -217,8 +218,7 @@ def shared_kernel(
     table_ptr += tl.load(order_ptr + place).to(tl.int64) * table_stride
     k_ptr = layer_ptr + kv_head * HEAD_DIM
     acc = tl.zeros([AT_ONCE * GROUP_ROWS, D], tl.float32)
-    most = tl.full([AT_ONCE * GROUP_ROWS], LOWEST, tl.float32)
-    total = tl.zeros([AT_ONCE * GROUP_ROWS], tl.float32)
+    most, total = begin_rows(logit_ptr, heads, live, begin == 0, AT_ONCE * GROUP_ROWS)
     for tile in range(begin, end):
         _, offsets = slot_offsets(table_ptr, tile, end * T, block_stride, T, BLOCK_SIZE, SLOT_LEN)
         ptrs = k_ptr + offsets[:, None] + dims[None, :]

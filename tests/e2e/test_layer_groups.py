@@ -8,8 +8,10 @@ import pytest
 from kvkeeper.client import Sampling
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
+from tests.e2e.test_roles import start_pair
+from tests.e2e.test_take_over import reached, start_giver, take_over
 from tests.support.models.tiny_models import TinyModel, build_model_folder, random_tokens
-from tests.support.processes.service_pair import GREEDY, Output, Services, generate, services
+from tests.support.processes.service_pair import Output, Services, generate, services
 
 WINDOW = 8
 HYBRID = TinyModel(
@@ -28,11 +30,13 @@ def model_of(folder: Path, *, groups: bool) -> ServedModel:
     return load_served_model(EngineConfig(model=str(folder), progress=False, groups=groups))
 
 
-async def outputs(world: Services, folder: Path, *, groups: bool, num_blocks: int, **options: object) -> list[Output]:
+async def outputs(
+    world: Services, folder: Path, *, groups: bool, num_blocks: int, num_host_blocks: int = 0, **options: object
+) -> list[Output]:
     """Of all prompts, twice and at once: alone, sampled, with continuations, and as beams."""
     model = model_of(folder, groups=groups)
     assert bool(model.groups) == groups
-    await world.start_cache(num_blocks=num_blocks)
+    await world.start_cache(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
     engine = await world.start_engine(model, **options)
     client = await world.client(engine)
     found = [await generate(client, prompt, 24) for prompt in PROMPTS]
@@ -41,6 +45,9 @@ async def outputs(world: Services, folder: Path, *, groups: bool, num_blocks: in
     found += await asyncio.gather(*(generate(client, [*prompt, 9], 30) for prompt in PROMPTS * 2))
     pool = await world.wait_idle()
     assert len(pool.pool.spec.groups) == (3 if groups else 0)
+    if groups and num_host_blocks:
+        assert 0 < pool.num_swap_outs == pool.num_swap_ins
+        assert pool.num_promoted_blocks > 0
     return found
 
 
@@ -52,8 +59,9 @@ async def outputs(world: Services, folder: Path, *, groups: bool, num_blocks: in
         (400, {"speculation": "prompt-look-up"}),
         (90, {"chunk_size": 8, "token_budget": 32}),
         (40, {"chunk_size": 64}),
+        (60, {"num_host_blocks": 200, "preemption": "swap"}),
     ],
-    ids=["roomy", "chunks", "speculation", "preemptions", "tight"],
+    ids=["roomy", "chunks", "speculation", "preemptions", "tight", "host-tier"],
 )
 async def test_groups_change_no_token(folder: Path, num_blocks: int, options: dict[str, object]) -> None:
     found = []
@@ -66,9 +74,25 @@ async def test_groups_change_no_token(folder: Path, num_blocks: int, options: di
     assert num_blocks > 90 or sum(each.usage.num_preemptions for each in grouped) > 0
 
 
-async def test_a_service_with_a_host_tier_serves_all_layers_in_one_block(world: Services, folder: Path) -> None:
-    await world.start_cache(num_host_blocks=32)
-    engine = await world.start_engine(model_of(folder, groups=True))
-    output = await generate(await world.client(engine), PROMPTS[1], 4, GREEDY)
-    assert len(output.token_ids[0]) == 4
-    assert not (await world.pool()).pool.spec.groups
+async def test_a_sequence_moves_between_engines_with_the_tables_of_all_groups(world: Services, folder: Path) -> None:
+    model = model_of(folder, groups=True)
+    await world.start_cache(num_blocks=600)
+    helper, decoder, client = await start_pair(world, model)
+    outputs = await asyncio.gather(*(generate(client, prompt, 24) for prompt in PROMPTS))
+    assert decoder.engine.stats.num_prefill_tokens == 0, "the blocks came along"
+    assert helper.engine.stats.num_prefill_tokens == sum(map(len, PROMPTS))
+    assert (await world.pool()).num_hand_offs == len(PROMPTS)
+    await decoder.stop()
+    await helper.stop()
+    giver, gate = await start_giver(world, len(PROMPTS[3]) + 9, model)
+    client = await world.client(giver)
+    running = asyncio.create_task(generate(client, PROMPTS[3], 24, skip_look_up=True))
+    await reached(gate)
+    taker = await take_over(world, giver, gate, model)
+    moved = await running
+    assert (await world.pool()).num_hand_offs == len(PROMPTS) + 1
+    assert taker.engine.stats.num_prefill_tokens < len(PROMPTS[3]), "the blocks came along"
+    assert moved.token_ids == outputs[3].token_ids
+    alone = await world.start_engine(model_of(folder, groups=False))
+    client = await world.client(alone)
+    assert [(await generate(client, prompt, 24)).token_ids for prompt in PROMPTS] == [each.token_ids for each in outputs]

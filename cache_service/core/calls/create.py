@@ -46,7 +46,7 @@ class CreateCalls:
             self._add(owner, args, max_tokens)
         elif not self._is_same(slot, args, max_tokens):
             raise DuplicateSequence(f"sequence {sequence_id} exists", sequence_id=sequence_id)
-        found = state.index.usable(self._lookup.match_prompt(args.tenant, args.token_ids))
+        found = self._lookup.usable(self._lookup.match_prompt(args.tenant, args.token_ids))
         return len(found) * state.config.block_size
 
     def _add(self, owner: SessionState, args: SequenceArgs, max_tokens: int) -> None:
@@ -78,6 +78,8 @@ class CreateCalls:
         if args.retention is not None:
             seqs.retain(slot, args.retention.num_sink_tokens, args.retention.num_window_tokens)
         owner.ids.add(args.sequence_id, slot)
+        if state.config.prefix_caching:
+            state.reach.note_prompt(root, args.token_ids)
         if state.below is not None:
             state.below.expect(slot)
 

@@ -6,7 +6,7 @@ does not know what is stored is asked a question first. Rules: nothing that was 
 is neither reused nor evicted while an order has an end there, however late that is; a load is taken into the index top down, up
 to its first block that failed, behind a parent that is still there. No request depends on the tier: a sequence waits for its
 load up to a deadline and starts without it then, and a tier that fails or hangs is left alone for a while. Knows no file, no
-network and no thread.
+network and no thread. Whether a load is worth its time is for worth.py to say.
 """
 
 from collections import deque
@@ -23,18 +23,24 @@ from .breaker import Breaker
 from .content_names import ContentNames
 from .host_tier import HostTier
 from .offload import Offloader
+from .worth import NEVER, TierWorth
 
 _STORE_PATIENCE = 4  # deadlines that a store may take: nobody waits for it
 
 
 class TierRules(NamedTuple):
-    """How a tier is used. on_second_use: only blocks that were loaded back from the host tier are stored."""
+    """How a tier is used. on_second_use: only blocks that were loaded back from the host tier are stored.
+
+    weighs: loads that take longer than computing are not ordered, see worth.py. tenants: whose blocks are stored, if not all.
+    """
 
     on_second_use: bool = False
     deadline: float = 2.0  # seconds that a sequence waits for its load
     most_loading: int = 4096  # blocks in flight towards the host tier
     most_asked: int = 0  # blocks of a prompt that a question is about; 0 where the table knows what is stored
     name: str = "disk"  # in the names of counts
+    weighs: bool = False
+    tenants: frozenset[str] | None = None
 
 
 class Table(Protocol):
@@ -84,7 +90,9 @@ class Question:
     first: int
     names: list[bytes]
     era: int
+    asked_at: float
     deadline: float
+    is_trial: bool = False  # what is found is loaded even if that does not pay
     is_in_flight: bool = True
     is_cancelled: bool = False  # too late to be worth an answer
 
@@ -94,6 +102,7 @@ class Load:
     """A part of a prompt on its way to the host tier.
 
     tokens: of the prompt up to the end of the load. first: index of its first block. held: host blocks of the blocks before it.
+    wanted_at: since when a sequence has waited for it.
     """
 
     root: int
@@ -101,6 +110,7 @@ class Load:
     first: int
     orders: list[TierOrder]
     held: Int32Array
+    wanted_at: float
     deadline: float
     is_in_flight: bool = True
 
@@ -150,10 +160,11 @@ class NamedTier:
         key: bytes,
         table: Table,
         era: int,
-        rules: TierRules | None = None,
+        rules: TierRules,
+        worth: TierWorth,
     ) -> None:
         """key: see ContentNames. era: counts how often the tier was cleared."""
-        self.rules = rules or TierRules()
+        self.rules, self.worth = rules, worth
         self.num_slots, self.era = table.num_slots, era
         self.breaker, self.counts = Breaker(), TierCounts()
         self.loads: dict[int, Load] = {}  # in flight, by identity, oldest first
@@ -215,14 +226,19 @@ class NamedTier:
         num_most = min(num_most, len(nodes) + self.rules.most_asked)
         if len(nodes) == num_most or not self._may_begin():
             return
+        num_worth, is_trial = self.worth.admit(num_most - len(nodes), self.rules.deadline, self._clock.now)
+        if not num_worth:  # even if all of it were there
+            return
+        num_most = len(nodes) + num_worth
         raw, width = np.ascontiguousarray(tokens, "<i4").tobytes(), 4 * size
         name, names = self._names.of(int(nodes[-1]) if len(nodes) else root), list[bytes]()
         for at in range(len(nodes), num_most):
             name = self._names.child(name, raw[at * width : (at + 1) * width])
             names.append(name)
-        deadline = self._clock.now + self.rules.deadline
+        now = self._clock.now
+        deadline = now + self.rules.deadline
         known = np.array(tokens[: num_most * size], np.int32)
-        question = Question(slot, root, known, len(nodes), names, self.era, deadline)
+        question = Question(slot, root, known, len(nodes), names, self.era, now, deadline, is_trial)
         self.questions[id(question)] = question
         self._new_questions.append(question)
         self._awaited[slot] = _Awaited([], num_most * size, deadline, question)
@@ -243,7 +259,8 @@ class NamedTier:
         self.table.learn(question.names[:num_stored], question.names[num_stored:])
         tokens = question.tokens[: (question.first + num_stored) * self._block_size]
         if num_stored:
-            awaited.loads, end = self.prepare_load(question.root, tokens)
+            since, is_trial = question.asked_at, question.is_trial
+            awaited.loads, end = self.prepare_load(question.root, tokens, since=since, is_trial=is_trial)
             awaited.length = end * self._block_size
 
     def take_questions(self) -> list[Question]:
@@ -276,9 +293,12 @@ class NamedTier:
             parent = name
         return nodes, found
 
-    def prepare_load(self, root: int, tokens: Int32Array) -> tuple[list[Load], int]:
+    def prepare_load(
+        self, root: int, tokens: Int32Array, *, since: float | None = None, is_trial: bool = False
+    ) -> tuple[list[Load], int]:
         """Orders what the tier has of these tokens behind what the tiers above have, as far as the host tier has room.
 
+        since: when a sequence began to wait for it, if not now. is_trial: also what would be computed sooner than loaded.
         Answers the loads that bring it, those under way for others included, and how many blocks of the prompt are cached then.
         """
         nodes, found = self.lookup(root, tokens)
@@ -296,11 +316,15 @@ class NamedTier:
         own = own[: next((at for at, order in enumerate(own) if order.name in self._loading), len(own))]
         if not own or not self._may_begin():
             return loads, first
+        now = self._clock.now
+        num_worth = len(own) if is_trial else self.worth.admit(len(own), self.rules.deadline, now)[0]
+        if not num_worth:
+            return loads, first
         hosts = self._index.host_of_node[nodes]
         held = hosts[hosts > 0]
         self._host.pool.begin_transfers(held)  # what leads to the load stays while it lasts
         num_loading = sum(len(load.orders) for load in self.loads.values())
-        num_room = min(len(own), self._host.pool.num_available // 2 or self._host.pool.num_available)
+        num_room = min(num_worth, self._host.pool.num_available // 2 or self._host.pool.num_available)
         num_room = min(num_room, self.rules.most_loading - num_loading)
         if num_room <= 0:
             self._host.pool.end_transfers(held[::-1])
@@ -312,7 +336,7 @@ class NamedTier:
         ]
         end = first + num_room
         known = np.array(tokens[: end * self._block_size], np.int32)
-        load = Load(root, known, first, orders, held, self._clock.now + self.rules.deadline)
+        load = Load(root, known, first, orders, held, now if since is None else since, now + self.rules.deadline)
         for order in orders:
             self._loading[order.name] = load
             self.table.begin_read(order)
@@ -331,6 +355,8 @@ class NamedTier:
                 del self._loading[order.name]
             self.table.end_read(order, is_lost=result in (TierResult.DAMAGED, TierResult.MISSING))
         self._count(results)
+        if results.count(TierResult.DONE) == len(results):
+            self.worth.note_load(len(results), self._clock.now - load.wanted_at, self._clock.now)
         host, index, size = self._host, self._index, self._block_size
         hosts = np.array([order.host for order in load.orders], np.int32)
         host.is_filling[hosts] = False
@@ -366,7 +392,7 @@ class NamedTier:
             if not node or self._host.is_filling[host]:
                 continue
             name = self._names.of(node)
-            if self.table.use(name):
+            if not self._is_admitted(node) or self.table.use(name):
                 continue
             slot = self.table.begin_store(name)
             if slot is None:
@@ -423,11 +449,19 @@ class NamedTier:
     # Questions
 
     def end_behind(self, node: int, tokens: bytes) -> MatchEnd | None:
-        """Why a block of these tokens behind this node or root is in no tier above, where this tier is known to have it."""
-        name = self._names.child(self._names.of(node), tokens)
-        if not self.table.knows(name):
+        """Why the first block of these tokens behind this node is in no tier above, where this tier is known to have it."""
+        width, name, num_known = 4 * self._block_size, self._names.of(node), 0
+        for at in range(0, len(tokens) - width + 1, width):
+            name = self._names.child(name, tokens[at : at + width])
+            if not self.table.knows(name):
+                break
+            num_known += 1
+        if not num_known:
             return None
-        return MatchEnd.DISK_RESTS if not self._may_ask(self._clock.now) else MatchEnd.ON_DISK
+        if not self._may_ask(self._clock.now):
+            return MatchEnd.DISK_RESTS
+        pays = self.worth.num_paying(num_known, self.rules.deadline) > 0
+        return MatchEnd.ON_DISK if pays else MatchEnd.NOT_WORTH_LOADING
 
     def stored_names(self) -> set[bytes]:
         """The names of all that could be loaded; for audits."""
@@ -445,6 +479,9 @@ class NamedTier:
             f"num_{name}_stored_blocks": counts.num_stored_blocks,
             f"num_damaged_{name}_blocks": counts.num_damaged_blocks,
             f"num_failed_{name}_blocks": counts.num_failed_blocks,
+            f"num_unworthy_{name}_loads": self.worth.num_unworthy,
+            f"{name}_first_byte_us": min(round(self.worth.loads.first * 1e6), NEVER),
+            f"{name}_break_even_tokens": self.worth.least_tokens,
             **self.table.stats(),
         }
 
@@ -464,6 +501,11 @@ class NamedTier:
         return wrong
 
     # Parts
+
+    def _is_admitted(self, node: int) -> bool:
+        """Whether blocks of this node's tenant are stored."""
+        tenants = self.rules.tenants
+        return tenants is None or self._index.tenants[-self._names.root_of(node) - 1] in tenants
 
     def _may_ask(self, now: float) -> bool:
         return not self.breaker.rests(now) and not self._has_overdue(now)

@@ -105,9 +105,9 @@ class Offloader:
         if ok:
             self._allocator.note_loaded(destinations, [order.root for order in orders])
             nodes, index = self._index.node_of_host[sources], self._index
-            _, first = np.unique(nodes, return_index=True)  # of two loads of one block, the first is the node's from now on
-            first = np.sort(first[(nodes[first] > 0) & (index.block_of_node[nodes[first]] == 0)])
-            index.add_blocks(nodes[first], destinations[first])
+            _, first = np.unique(sources, return_index=True)  # of two loads of one block, the first is the node's from now on
+            first = np.sort(first[(nodes[first] > 0) & (index.blocks_of(sources[first]) == 0)])
+            index.add_blocks(nodes[first], destinations[first], index.groups_of_hosts(sources[first]))
             self._pool.mark_indexed(destinations[first])
             self.num_promoted += len(first)
             for tell in self.on_used:
@@ -121,7 +121,7 @@ class Offloader:
         Victims come leaves first, so the last ones get the room: a parent that is forgotten takes its children along.
         """
         index, host = self._index, self.host
-        hosts = index.host_of_node[index.node_of_block[victims]]
+        hosts = index.hosts_of(victims)
         index.leave_device(victims[hosts > 0])
         self.num_demoted += int(np.count_nonzero(hosts))
         needy = victims[hosts == 0]
@@ -131,10 +131,10 @@ class Offloader:
         needy, moved = needy[: len(needy) - num_room], needy[len(needy) - num_room :]
         copies = host.take_blocks(num_room, held=False)
         nodes = index.node_of_block[moved]  # now: making room in the host tier may have forgotten a node
-        index.add_hosts(nodes[nodes > 0], copies[nodes > 0])
-        host.pool.mark_indexed(copies[nodes > 0])
         host.return_blocks(copies[nodes == 0])
-        moved, copies = moved[nodes > 0], copies[nodes > 0]
+        nodes, moved, copies = nodes[nodes > 0], moved[nodes > 0], copies[nodes > 0]
+        index.add_hosts(nodes, copies, index.groups_of(moved))
+        host.pool.mark_indexed(copies)
         self.order_swap_outs(moved, copies)
         index.leave_device(moved)
         self.num_demoted += len(moved)

@@ -81,6 +81,14 @@ def test_attention_multiplies_matrices_and_reads_ahead(kernels, kernel, instruct
         assert figures[instruction] and figures["LDGSTS"], (launch, figures)
 
 
+def test_experts_multiply_matrices_and_read_ahead(kernels):
+    """Many rows to an expert by the instructions of whole warp groups."""
+    products = [(launch, figures) for launch, figures in kernels if figures["kernel"] == "grouped_linear_kernel"]
+    assert products
+    for launch, figures in products:
+        assert figures["HGMMA" if "32768" in launch else "HMMA"] and figures["LDGSTS"], (launch, figures)
+
+
 def test_no_kernel_got_worse(compiled):
     if not triton.__version__.startswith(_TABLE_TRITON):
         pytest.skip(f"the table was made with triton {_TABLE_TRITON}, this is {triton.__version__}")

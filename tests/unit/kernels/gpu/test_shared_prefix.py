@@ -41,12 +41,14 @@ def plan(world):
     return plan_decode(*tensors, world.layout.dtype, None).work
 
 
-def check(world, num_heads, soft_cap=None):
+def check(world, num_heads, soft_cap=None, sink_logits=None):
     """Decode is right, and the plan's tiles are each sequence's, once each. The work list."""
     q = random_queries(len(world.seq_lens), num_heads, world.layout.head_dim, world.layout.dtype)
     tensors = [q, world.layer, world.block_tables, world.seq_lens]
-    expected = reference.paged_attention_decode(*tensors, scale=SCALE, soft_cap=soft_cap)
-    found = paged_attention_decode(*on_cuda(*tensors), scale=SCALE, soft_cap=soft_cap).as_subclass(torch.Tensor)
+    expected = reference.paged_attention_decode(*tensors, scale=SCALE, soft_cap=soft_cap, sink_logits=sink_logits)
+    found = paged_attention_decode(*on_cuda(*tensors), scale=SCALE, soft_cap=soft_cap, sink_logits=sink_logits).as_subclass(
+        torch.Tensor
+    )
     tolerance = 4e-3 if world.layout.dtype is torch.float16 else 3e-6
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
     work = plan(world)
@@ -83,7 +85,8 @@ def test_two_groups_strangers_and_padding(group, dtype):
 
 def test_more_members_than_a_row_has():
     lengths = [80 + 3 * seq for seq in range(11)]
-    work = check(make_shared_world(lengths, [(list(range(11)), 4)], num_kv_heads=1), 2, soft_cap=0.7)
+    world = make_shared_world(lengths, [(list(range(11)), 4)], num_kv_heads=1)
+    work = check(world, 2, soft_cap=0.7, sink_logits=torch.tensor([0.5, 2.0]))  # a logit counts once for each sequence
     assert shared_tiles(work) == [1] * 11
     assert sorted(size for _, size, _, _ in work.shared.items.tolist() if size) == [3, 4, 4]
 
