@@ -214,6 +214,8 @@ def test_no_kernel_is_compiled_after_the_warm_up(each_model, monkeypatch):
     monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.tile_tokens", lambda head_dim: 16)
     monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_decode.tile_tokens", lambda head_dim: 16)
     monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_prefill._FEWEST_SPLIT_TOKENS", 16)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.shared_prefix._FEWEST_SEQS", 3)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.shared_prefix.FEWEST_SHARED_TOKENS", 16)
     seen, run = Counter(), interpreter.GridExecutor.__call__
 
     def count(self, *args, **kwargs):
