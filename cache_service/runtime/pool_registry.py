@@ -167,9 +167,8 @@ class PoolRegistry:
 
     def _check_groups(self, spec: KvSpec) -> None:
         """Raises NotImplementedYet for several groups of layers where pools have what these do without."""
-        below = self._disks or self._remote
-        if len(spec.groups) > 1 and below:
-            text = "groups of layers are not served beside a disk tier or a remote tier"
+        if len(spec.groups) > 1 and self._remote:
+            text = "groups of layers are not served beside a remote tier"
             raise NotImplementedYet(text, feature="layer_groups")
 
     def _check_ranks(self, spec: KvSpec) -> None:

@@ -8,6 +8,7 @@ import pytest
 from kvkeeper.client import Sampling
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
+from tests.e2e.test_disk_tier import stored
 from tests.e2e.test_roles import start_pair
 from tests.e2e.test_take_over import reached, start_giver, take_over
 from tests.support.models.tiny_models import TinyModel, build_model_folder, random_tokens
@@ -96,3 +97,22 @@ async def test_a_sequence_moves_between_engines_with_the_tables_of_all_groups(wo
     alone = await world.start_engine(model_of(folder, groups=False))
     client = await world.client(alone)
     assert [(await generate(client, prompt, 24)).token_ids for prompt in PROMPTS] == [each.token_ids for each in outputs]
+
+
+async def test_prompts_that_left_the_host_tier_come_from_the_disk_by_group(
+    world: Services, folder: Path, tmp_path: Path
+) -> None:
+    sizes = {"num_blocks": 60, "num_host_blocks": 61, "disk_memory": 16 << 20, "num_pools": 1}
+    await world.start_cache(**sizes, disk_path=tmp_path / "disk")
+    client = await world.client(await world.start_engine(model_of(folder, groups=True)))
+    prompts = [random_tokens(50, seed=100 + number) for number in range(6)]
+    first = [(await generate(client, prompt, 8)).token_ids for prompt in prompts]
+    await stored(world)
+    for _ in range(2):
+        outputs = [await generate(client, prompt, 8) for prompt in prompts]
+        assert [output.token_ids for output in outputs] == first
+        await stored(world)
+    pool = await world.pool()
+    assert len(pool.pool.spec.groups) == 3
+    assert pool.num_disk_hit_blocks > 10
+    assert sum(output.usage.cached_tokens for output in outputs) > 100

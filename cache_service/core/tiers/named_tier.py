@@ -11,7 +11,7 @@ network and no thread. Whether a load is worth its time is for worth.py to say.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..values.copies import TierOrder, TierResult
 from ..values.types import Int32Array, MatchEnd
 from .breaker import Breaker
 from .content_names import ContentNames
+from .group_loads import GroupLoads
 from .host_tier import HostTier
 from .offload import Offloader
 from .worth import NEVER, TierWorth
@@ -102,7 +103,7 @@ class Load:
     """A part of a prompt on its way to the host tier.
 
     tokens: of the prompt up to the end of the load. first: index of its first block. held: host blocks of the blocks before it.
-    wanted_at: since when a sequence has waited for it.
+    wanted_at: since when a sequence has waited for it. num_entries: of a table, that it makes a hit longer.
     """
 
     root: int
@@ -112,6 +113,7 @@ class Load:
     held: Int32Array
     wanted_at: float
     deadline: float
+    num_entries: int
     is_in_flight: bool = True
 
 
@@ -177,6 +179,8 @@ class NamedTier:
         self._is_on = state.config.prefix_caching
         self._host: HostTier = offloader.host
         self._names = ContentNames(state.index, key)
+        self._num_groups = len(state.config.group_windows)
+        self._groups = GroupLoads(state.index, self._host, self._names) if self._num_groups > 1 else None
         self._loading: dict[bytes, Load] = {}
         self._new_loads: deque[Load] = deque()
         self._new_questions: deque[Question] = deque()
@@ -301,6 +305,8 @@ class NamedTier:
         since: when a sequence began to wait for it, if not now. is_trial: also what would be computed sooner than loaded.
         Answers the loads that bring it, those under way for others included, and how many blocks of the prompt are cached then.
         """
+        if self._groups is not None:
+            return self._prepare_groups(self._groups, root, tokens, since, is_trial=is_trial)
         nodes, found = self.lookup(root, tokens)
         loads: list[Load] = []
         num_joined = 0
@@ -323,20 +329,65 @@ class NamedTier:
         hosts = self._index.host_of_node[nodes]
         held = hosts[hosts > 0]
         self._host.pool.begin_transfers(held)  # what leads to the load stays while it lasts
-        num_loading = sum(len(load.orders) for load in self.loads.values())
-        num_room = min(num_worth, self._host.pool.num_available // 2 or self._host.pool.num_available)
-        num_room = min(num_room, self.rules.most_loading - num_loading)
+        num_room = min(num_worth, self._num_room())
         if num_room <= 0:
             self._host.pool.end_transfers(held[::-1])
             return loads, first
-        blocks = self._host.take_blocks(num_room, held=False).tolist()
-        orders = [
-            TierOrder(order.slot, host, order.name, order.parent, order.tokens, 0, self.era)
-            for order, host in zip(own, blocks, strict=False)
-        ]
         end = first + num_room
-        known = np.array(tokens[: end * self._block_size], np.int32)
-        load = Load(root, known, first, orders, held, now if since is None else since, now + self.rules.deadline)
+        known = tokens[: end * self._block_size]
+        load = self._begin_load(root, known, first, own[:num_room], held, now if since is None else since, num_room)
+        return [*loads, load], end
+
+    def _prepare_groups(
+        self, groups: GroupLoads, root: int, tokens: Int32Array, since: float | None, *, is_trial: bool
+    ) -> tuple[list[Load], int]:
+        """The same with several groups of layers. A load that has no room whole is cut to an end where it has."""
+        now, size, num_most = self._clock.now, self._block_size, len(tokens) // self._block_size
+        is_weighed = is_trial
+        while True:
+            found = groups.lookup(root, tokens[: num_most * size], self.table.find, self.era)
+            loads = {id(load): load for order in found.orders if (load := self._loading.get(order.name)) is not None}
+            own = [order for order in found.orders if order.name not in self._loading]
+            if not own:
+                return list(loads.values()), found.end
+            if not self._may_begin():
+                return [], found.num_above
+            if not is_weighed:
+                num_worth = self.worth.admit(found.end - found.num_above, self.rules.deadline, now)[0]
+                is_weighed, num_most = True, found.num_above + num_worth
+                if num_most < found.end:
+                    continue
+            self._host.pool.begin_transfers(found.held)
+            num_missing = len(own) - self._num_room()
+            if num_missing <= 0:
+                wanted_at, num_entries = now if since is None else since, found.end - found.num_above
+                known = tokens[: found.end * size]
+                load = self._begin_load(root, known, min(found.first, found.end), own, found.held, wanted_at, num_entries)
+                return [*loads.values(), load], found.end
+            self._host.pool.end_transfers(found.held[::-1])
+            num_most = found.end - -(-num_missing // self._num_groups)
+
+    def _num_room(self) -> int:
+        """Blocks of the host tier that a load may take."""
+        num_loading = sum(len(load.orders) for load in self.loads.values())
+        num_room = self._host.pool.num_available // 2 or self._host.pool.num_available
+        return min(num_room, self.rules.most_loading - num_loading)
+
+    def _begin_load(
+        self,
+        root: int,
+        tokens: Int32Array,
+        first: int,
+        wanted: list[TierOrder],
+        held: Int32Array,
+        wanted_at: float,
+        num_entries: int,
+    ) -> Load:
+        """Gives the orders their host blocks. held: ends of transfers that end with the load."""
+        blocks = self._host.take_blocks(len(wanted), held=False).tolist()
+        orders = [replace(order, host=host) for order, host in zip(wanted, blocks, strict=True)]
+        deadline = self._clock.now + self.rules.deadline
+        load = Load(root, np.array(tokens, np.int32), first, orders, held, wanted_at, deadline, num_entries)
         for order in orders:
             self._loading[order.name] = load
             self.table.begin_read(order)
@@ -344,7 +395,7 @@ class NamedTier:
         self._new_loads.append(load)
         self.counts.num_loads += 1
         self.wake()
-        return [*loads, load], end
+        return load
 
     def complete_load(self, load: Load, results: Sequence[TierResult]) -> int:
         """The orders of a load have ended, each with its result. Answers how many blocks the host tier has from it."""
@@ -356,13 +407,16 @@ class NamedTier:
             self.table.end_read(order, is_lost=result in (TierResult.DAMAGED, TierResult.MISSING))
         self._count(results)
         if results.count(TierResult.DONE) == len(results):
-            self.worth.note_load(len(results), self._clock.now - load.wanted_at, self._clock.now)
+            self.worth.note_load(load.num_entries, self._clock.now - load.wanted_at, self._clock.now)
         host, index, size = self._host, self._index, self._block_size
         hosts = np.array([order.host for order in load.orders], np.int32)
         host.is_filling[hosts] = False
         kept: list[int] = []
         before = index.match(load.root, load.tokens[: load.first * size], load.first)
-        if len(before) == load.first and not self._is_stale(load.orders[0]):
+        if self._groups is not None:
+            if not self._is_stale(load.orders[0]):
+                kept = self._groups.take(load.root, load.tokens, load.orders, results)
+        elif len(before) == load.first and not self._is_stale(load.orders[0]):
             node = int(before[-1]) if load.first else load.root
             for order, result in zip(load.orders, results, strict=True):
                 if result is not TierResult.DONE:
@@ -391,7 +445,7 @@ class NamedTier:
             node = int(self._index.node_of_host[host])
             if not node or self._host.is_filling[host]:
                 continue
-            name = self._names.of(node)
+            name = self._names.of(node) if self._groups is None else self._groups.name_of(host)
             if not self._is_admitted(node) or self.table.use(name):
                 continue
             slot = self.table.begin_store(name)
