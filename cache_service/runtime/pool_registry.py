@@ -165,19 +165,12 @@ class PoolRegistry:
         for _ in range(num_missing_hosts if num_host_bytes else 0):
             self._spare_hosts.append(await asyncio.to_thread(self._memory.allocate_host, num_host_bytes))
 
-    def _check_groups(self, spec: KvSpec) -> None:
-        """Raises NotImplementedYet for several groups of layers where pools have what these do without."""
-        if len(spec.groups) > 1 and self._remote:
-            text = "groups of layers are not served beside a remote tier"
-            raise NotImplementedYet(text, feature="layer_groups")
-
     def _check_ranks(self, spec: KvSpec) -> None:
         """Raises NotImplementedYet for several ranks where one file is to keep a pool's arena."""
         if spec.num_ranks > 1 and self._directory is not None:
             raise NotImplementedYet("several ranks are not served beside --memory-dir", feature="tensor_parallel_size")
 
     async def _make(self, spec: KvSpec, *, may_replace: bool) -> Pool:
-        self._check_groups(spec)
         self._check_ranks(spec)
         config, num_bytes = self._sizes(spec)
         if not self._spare and len(self._pools) >= self._config.num_pools:

@@ -21,8 +21,8 @@ from .host_tier import HostTier
 class Found(NamedTuple):
     """What a tier has of a prompt behind and beside what the tiers above have.
 
-    num_above: entries of a table that could be hit now, and end: once the orders have come. first: entries that have nodes. held:
-    host blocks that a hit up to `end` reads.
+    num_above: entries of a table that could be hit now. end: those once the orders have come. first: entries that have nodes.
+    held: host blocks that a hit up to `end` reads.
     """
 
     orders: list[TierOrder]
@@ -80,6 +80,27 @@ class GroupLoads:
         orders += [order for (at, group), order in windows.items() if order is not None and firsts[group] <= at < end]
         orders.sort(key=lambda order: (order.entry, order.group))
         return Found(orders, num_above, end, len(nodes), self._held(nodes[:end], firsts))
+
+    @property
+    def num_full(self) -> int:
+        """Groups that read all tokens."""
+        return len(self._full)
+
+    def num_known(self, root: int, tokens: Int32Array) -> int:
+        """Entries of a prompt that have nodes."""
+        return len(self._index.match(root, tokens, len(tokens) // self._index.block_size))
+
+    def names_to_ask(
+        self, root: int, tokens: Int32Array, find: Callable[[bytes], int | None], asked: frozenset[bytes], era: int
+    ) -> list[bytes]:
+        """Of which names it is not known whether they are stored, that the longest hit that could be would read.
+
+        asked: the names of which it is known. First those of the groups that read all tokens; then the windows, the last first.
+        """
+        found = self.lookup(root, tokens, lambda name: find(name) if name in asked else 0, era)
+        unknown = [order for order in found.orders if order.name not in asked]
+        full = [order.name for order in unknown if not self._windows[order.group]]
+        return full + [order.name for order in reversed(unknown) if self._windows[order.group]]
 
     def take(self, root: int, tokens: Int32Array, orders: Sequence[TierOrder], results: Sequence[TierResult]) -> list[int]:
         """The orders of a load have ended, those of an entry together. Answers the host blocks that the index has taken."""

@@ -27,6 +27,7 @@ from .offload import Offloader
 from .worth import NEVER, TierWorth
 
 _STORE_PATIENCE = 4  # deadlines that a store may take: nobody waits for it
+_MOST_TURNS = 4  # questions about one prompt with several groups of layers
 
 
 class TierRules(NamedTuple):
@@ -82,7 +83,8 @@ class Table(Protocol):
 class Question:
     """Which of these names, each the child of the one before, are stored: so many of the first as all are.
 
-    slot: of the sequence that waits. tokens: of its prompt up to the end of the last name.
+    slot: of the sequence that waits. tokens: of its prompt up to the end of the last name. With several groups of layers a name
+    is that of one block, and `asked` has those of which it is known whether they are stored, after num_turns questions.
     """
 
     slot: int
@@ -96,6 +98,8 @@ class Question:
     is_trial: bool = False  # what is found is loaded even if that does not pay
     is_in_flight: bool = True
     is_cancelled: bool = False  # too late to be worth an answer
+    asked: frozenset[bytes] = frozenset()
+    num_turns: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -225,6 +229,9 @@ class NamedTier:
 
     def _ask(self, slot: int, root: int, tokens: Int32Array) -> None:
         """Asks which blocks of these tokens are stored, behind what the tiers above have."""
+        if self._groups is not None:
+            self._ask_groups(self._groups, slot, root, tokens)
+            return
         size, num_most = self._block_size, len(tokens) // self._block_size
         nodes = self._index.match(root, tokens, num_most)
         num_most = min(num_most, len(nodes) + self.rules.most_asked)
@@ -243,9 +250,29 @@ class NamedTier:
         deadline = now + self.rules.deadline
         known = np.array(tokens[: num_most * size], np.int32)
         question = Question(slot, root, known, len(nodes), names, self.era, now, deadline, is_trial)
+        self._awaited[slot] = _Awaited([], num_most * size, deadline, question)
+        self._put_question(question)
+
+    def _ask_groups(self, groups: GroupLoads, slot: int, root: int, tokens: Int32Array) -> None:
+        """The same with several groups of layers: first of all that a hit on all of these tokens would read."""
+        size, now, deadline = self._block_size, self._clock.now, self._clock.now + self.rules.deadline
+        most = groups.num_known(root, tokens) + self.rules.most_asked // groups.num_full
+        found = groups.lookup(root, tokens[: most * size], lambda name: 0, self.era)
+        if not found.orders or not self._may_begin():
+            return
+        num_worth, is_trial = self.worth.admit(found.end - found.num_above, self.rules.deadline, now)
+        if not num_worth:
+            return
+        end = found.num_above + num_worth
+        known = np.array(tokens[: end * size], np.int32)
+        names = groups.names_to_ask(root, known, self.table.find, frozenset(), self.era)
+        question = Question(slot, root, known, found.first, names, self.era, now, deadline, is_trial)
+        self._awaited[slot] = _Awaited([], end * size, deadline, question)
+        self._put_question(question)
+
+    def _put_question(self, question: Question) -> None:
         self.questions[id(question)] = question
         self._new_questions.append(question)
-        self._awaited[slot] = _Awaited([], num_most * size, deadline, question)
         self.wake()
 
     def complete_question(self, question: Question, num_stored: int | None) -> None:
@@ -260,9 +287,20 @@ class NamedTier:
         awaited = self._awaited.get(question.slot)
         if question.era != self.era or awaited is None or awaited.question is not question:
             return
-        self.table.learn(question.names[:num_stored], question.names[num_stored:])
         tokens = question.tokens[: (question.first + num_stored) * self._block_size]
-        if num_stored:
+        if self._groups is not None:
+            tokens, names = question.tokens, question.names
+            self.table.learn(names[:num_stored], names[num_stored : num_stored + 1])
+            asked = question.asked.union(names[: num_stored + 1])
+            left = self._groups.names_to_ask(question.root, tokens, self.table.find, asked, self.era)
+            if left and question.num_turns < _MOST_TURNS:
+                again = replace(question, names=left, asked=asked, num_turns=question.num_turns + 1, is_in_flight=True)
+                awaited.question = again
+                self._put_question(again)
+                return
+        else:
+            self.table.learn(question.names[:num_stored], question.names[num_stored:])
+        if num_stored or self._groups is not None:
             since, is_trial = question.asked_at, question.is_trial
             awaited.loads, end = self.prepare_load(question.root, tokens, since=since, is_trial=is_trial)
             awaited.length = end * self._block_size
