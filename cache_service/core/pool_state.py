@@ -86,6 +86,7 @@ class PoolState:
             lose_hosts=self._lose_hosts,
             clock=self.clock,
             group_windows=config.group_windows,
+            has_tail=config.has_tail,
         )
         self.reach = Reach(config.block_size, self.clock, self.counters)
         self.pool = BlockPool(config, self.index, self._forget_blocks)

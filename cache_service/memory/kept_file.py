@@ -113,6 +113,8 @@ class Description:
 
     def encode(self) -> bytes:
         fields = {**asdict(self), "spec": {**asdict(self.spec), "key": self.spec.key.hex()}}
+        if not self.spec.scaled_bits:
+            del fields["spec"]["scaled_bits"]
         if not self.spec.groups:  # as before there were groups
             del fields["spec"]["groups"]
         if self.place == Place():  # as before there were other places

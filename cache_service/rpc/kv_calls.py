@@ -82,6 +82,8 @@ def _require_rows(pool: Pool) -> None:
     if pool.info.spec.num_ranks > 1:
         text = "K and V of several ranks are not read or written by call: map the memory of each rank"
         raise NotImplementedYet(text, feature="tensor_parallel_size")
+    if pool.info.spec.scaled_bits:
+        raise NotImplementedYet("reading and writing K and V by call with a scale for each head", feature="scaled_layout")
     if pool.info.spec.is_opaque:
         raise OpaquePages("the blocks of this pool are opaque pages: map the memory, whose bytes only its clients can read")
 

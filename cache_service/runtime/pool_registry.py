@@ -165,12 +165,19 @@ class PoolRegistry:
         for _ in range(num_missing_hosts if num_host_bytes else 0):
             self._spare_hosts.append(await asyncio.to_thread(self._memory.allocate_host, num_host_bytes))
 
+    def _check_groups(self, spec: KvSpec) -> None:
+        """Raises NotImplementedYet for a tail where pools have what it does without."""
+        has_host = bool(self._config.num_host_blocks or self._host_memory)
+        if (has_host or self._directory is not None) and any(group.is_tail for group in spec.groups):
+            raise NotImplementedYet("a tail is not served beside a host tier or --memory-dir", feature="layer_groups")
+
     def _check_ranks(self, spec: KvSpec) -> None:
         """Raises NotImplementedYet for several ranks where one file is to keep a pool's arena."""
         if spec.num_ranks > 1 and self._directory is not None:
             raise NotImplementedYet("several ranks are not served beside --memory-dir", feature="tensor_parallel_size")
 
     async def _make(self, spec: KvSpec, *, may_replace: bool) -> Pool:
+        self._check_groups(spec)
         self._check_ranks(spec)
         config, num_bytes = self._sizes(spec)
         if not self._spare and len(self._pools) >= self._config.num_pools:
@@ -348,6 +355,7 @@ class PoolRegistry:
             logits_memory=self._config.logits_memory,
             num_host_blocks=self._num_host_blocks(spec.stored_bytes),
             group_windows=tuple(group.window for group in spec.groups) or (0,),
+            has_tail=any(group.is_tail for group in spec.groups),
         )
         return config, num_bytes
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import structlog
 import torch
@@ -16,12 +16,14 @@ from tqdm import tqdm
 
 from kvkeeper.kernels.copy_blocks import copy_blocks
 from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
 from kvkeeper.kernels.scratch import Scratch
 
 from ..model.attention import StepAttention, attention_arrays, build_step_attention
 from ..model.checkpoint.errors import ModelError
 from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup
+from ..model.stored_attention import StoredAttention, build_stored_attention
 from ..values.batch import Batch
 from .graphs.graph_api import GraphApi
 from .graphs.graphed_decode import DecodeShape, GraphedDecode, capture_decode
@@ -30,6 +32,9 @@ from .graphs.warm_up import warm_up_batches, warm_up_sampling
 from .upload import upload_to
 
 log = structlog.get_logger()
+
+
+AnyLayout = KvLayout | QuantisedLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +52,20 @@ class Runner(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def layout(self) -> KvLayout: ...
+    def layout(self) -> AnyLayout: ...
 
     def forward(self, batch: Batch) -> torch.Tensor: ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 
     def synchronize(self) -> None: ...
+
+
+@runtime_checkable
+class WarmedRunner(Runner, Protocol):
+    """A Runner with something to do before its first step, as on a device."""
+
+    def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None: ...
 
 
 class Shape(Protocol):
@@ -93,7 +105,7 @@ class Model(Protocol):
         positions: torch.Tensor,
         max_position: int,
         kv_view: torch.Tensor,
-        metadata: StepAttention,
+        metadata: StepAttention | StoredAttention,
         logit_rows: torch.Tensor,
     ) -> torch.Tensor: ...
 
@@ -104,23 +116,46 @@ def kv_layout_of(config: Shape, dtype: torch.dtype, block_size: int, groups: Seq
     return KvLayout(num_layers, config.num_kv_heads, config.head_dim, dtype, block_size)
 
 
+def _needed_layout(model: Model, layout: AnyLayout, groups: Sequence[LayerGroup]) -> AnyLayout:
+    """The one like `layout` that the model computes on."""
+    if not isinstance(layout, QuantisedLayout):
+        return kv_layout_of(model.config, model.dtype, layout.block_size, groups)
+    config, tail_layers = model.config, len(groups[1].layers) if groups else 0
+    return QuantisedLayout(
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        layout.block_size,
+        layout.kv_format,
+        model.dtype,
+        tail_layers,
+    )
+
+
 class ModelRunner:
     """A decoder on an arena."""
 
-    def __init__(self, model: Model, kv_view: torch.Tensor, layout: KvLayout, groups: Sequence[LayerGroup] = ()) -> None:
+    def __init__(self, model: Model, kv_view: torch.Tensor, layout: AnyLayout, groups: Sequence[LayerGroup] = ()) -> None:
         """
         Args:
             model: the loaded decoder.
-            kv_view: KvLayout.view of the arena, [num_blocks, layers of a block, 2, block_size, num_kv_heads, head_dim].
+            kv_view: the layout's view of the arena, of a KvLayout [num_blocks, layers of a block, 2, block_size, num_kv_heads,
+                head_dim].
             layout: the arena's.
-            groups: of the layers; () where a block has all of them.
+            groups: of the layers; () where a block has all of them, and no tail is beside it.
 
         Raises:
             ModelError: the arena's layout is not the model's.
         """
-        needed = kv_layout_of(model.config, model.dtype, layout.block_size, groups)
-        if layout != needed or kv_view.shape[1:] != layout.view_shape or kv_view.dtype != layout.dtype:
+        needed = _needed_layout(model, layout, groups)
+        dtype = torch.uint8 if isinstance(layout, QuantisedLayout) else layout.dtype
+        if layout != needed or kv_view.shape[1:] != layout.view_shape or kv_view.dtype != dtype:
             raise ModelError(f"the arena's layout {layout} is not the model's {needed}")
+        self._stored = (
+            tuple(layer_of(kv_view, layout, layer) for layer in range(layout.num_layers))
+            if isinstance(layout, QuantisedLayout)
+            else ()
+        )
         self._model = model
         self._kv_view = kv_view
         self._layout = layout
@@ -135,7 +170,7 @@ class ModelRunner:
         return self._model.config.vocab_size
 
     @property
-    def layout(self) -> KvLayout:
+    def layout(self) -> AnyLayout:
         return self._layout
 
     @torch.inference_mode()
@@ -150,7 +185,9 @@ class ModelRunner:
         """
         batches = list(warm_up_batches(self._layout.block_size, bounds.most_tokens, with_retention=with_retention))
         for batch in tqdm(batches, "warming up", unit="step", file=sys.stderr, disable=not progress):
-            warm_up_sampling(self.forward(batch))
+            logits = self.forward(batch)
+            if logits.shape[1]:  # a rank that gives none draws none
+                warm_up_sampling(logits)
         self.synchronize()
         if graphs is None or not isinstance(self._model, Decoder):
             return
@@ -165,10 +202,15 @@ class ModelRunner:
 
     def _plain_decode(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> torch.Tensor:
         """See graphed_decode.PlainDecode."""
-        windows, dtype = self._model.config.windows, self._model.dtype
-        metadata = build_step_attention(tensors, self._kv_view, self._groups, windows, dtype, scratch)
+        metadata = self._attention(tensors, scratch)
         token_ids, positions, last = tensors["token_ids"], tensors["positions"], self._num_positions - 1
         return self._model.forward(token_ids, positions, last, self._kv_view, metadata, tensors["logit_rows"])
+
+    def _attention(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> StepAttention | StoredAttention:
+        if self._stored:
+            return build_stored_attention(tensors, self._stored)
+        windows, dtype = self._model.config.windows, self._model.dtype
+        return build_step_attention(tensors, self._kv_view, self._groups, windows, dtype, scratch)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -181,11 +223,10 @@ class ModelRunner:
             with self._current_device():
                 if (logits := self.graphed.forward(batch)) is not None:
                     return logits
-        windows, dtype = self._model.config.windows, self._model.dtype
         arrays = {"token_ids": batch.token_ids, "positions": batch.positions, "logit_rows": batch.logit_rows}
         with self._current_device():
             tensors = self._upload(arrays | attention_arrays(batch))
-            metadata = build_step_attention(tensors, self._kv_view, self._groups, windows, dtype, self._scratch)
+            metadata = self._attention(tensors, self._scratch)
             return self._model.forward(
                 tensors["token_ids"],
                 tensors["positions"],

@@ -17,6 +17,7 @@ from kvkeeper.kernels.philox import uniforms
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 
 from ..values.sampling_params import SamplingRow, are_likeliest
+from .last_tokens import LastTokens
 from .penalties import apply_penalties
 from .upload import at_device
 
@@ -49,31 +50,40 @@ class Drawn:
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
     """Draw one token per row, and wait for it; see draw."""
-    return taken(draw(logits, rows))[0]
+    drawn = draw(logits, rows)
+    return split(joined(drawn, drawn.is_finite[:0]).cpu(), len(rows))[0]
 
 
-def taken(drawn: Drawn, *others: torch.Tensor) -> tuple[SampledTokens, list[npt.NDArray[np.int64]]]:
-    """The tokens and the other tensors on the host, by one copy that waits for the device."""
-    columns = (drawn.token_ids, drawn.is_finite, drawn.can_go_on, *others)
-    flat = torch.cat([column.long() for column in columns]).cpu().numpy()
-    token_ids, is_finite, can_go_on, *rest = np.split(flat, np.cumsum([len(column) for column in columns])[:-1])
+def joined(drawn: Drawn, other: torch.Tensor) -> torch.Tensor:
+    """The tokens, what is told of them, and the other tensor [n] in one, int64 [3 S + n], so that one copy brings all."""
+    return torch.cat([column.long() for column in (drawn.token_ids, drawn.is_finite, drawn.can_go_on, other)])
+
+
+def split(flat: torch.Tensor, num_rows: int) -> tuple[SampledTokens, npt.NDArray[np.int64]]:
+    """The tokens and the other tensor out of what joined made, on the host."""
+    values = flat.numpy()
+    told, rest = values[: 3 * num_rows].reshape(3, num_rows), values[3 * num_rows :]
+    if told[1:].all():
+        return SampledTokens(told[0], ()), rest
+    token_ids, is_finite, can_go_on = told
     bad, stuck = np.flatnonzero(is_finite == 0), np.flatnonzero((is_finite == 1) & (can_go_on == 0))
     return SampledTokens(token_ids, tuple(bad.tolist()), tuple(stuck.tolist())), rest
 
 
 @torch.inference_mode()
-def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Drawn:
+def draw(logits: torch.Tensor, rows: Sequence[SamplingRow], last: LastTokens | None = None) -> Drawn:
     """Draw one token per row.
 
     Args:
         logits: float32 [S, V], not changed. -inf is a token that must not be drawn.
         rows: S of them, in the order of the logits.
+        last: has the tokens that rows await; None: none does.
     """
     assert logits.shape[0] == len(rows), "one row per row of logits"
     likeliest, is_finite = _likeliest_and_finite(logits)
     if are_likeliest(rows):
         return Drawn(_likeliest(logits) if likeliest is None else likeliest, is_finite, torch.ones_like(is_finite))
-    raw, logits = logits, apply_penalties(logits, rows)
+    raw, logits = logits, apply_penalties(logits, rows, last)
     constrained = _apply_constraints(logits, rows)
     can_go_on = torch.ones_like(is_finite) if constrained is logits else constrained.amax(dim=1) > -torch.inf
     logits = _with_sound_rows(constrained, is_finite & can_go_on)
@@ -132,7 +142,7 @@ def _uniforms(rows: Sequence[SamplingRow]) -> npt.NDArray[np.float64]:
     return uniforms(
         np.array([row.seed for row in rows], dtype=np.uint64),
         np.array([row.sample_idx for row in rows], dtype=np.uint64),
-        np.array([len(row.token_ids) for row in rows], dtype=np.uint64),
+        np.array([row.position for row in rows], dtype=np.uint64),
     )
 
 

@@ -13,11 +13,11 @@ from typing import Any, Literal
 from .checkpoint.errors import ModelError, UnsupportedModelError
 from .checkpoint.json_fields import CONFIG_FILE, bad, count, flag, number
 from .checkpoint.json_file import read_json_object
-from .experts import Routing
 from .families.family import Family
 from .families.table import FAMILIES
 from .quantised.scheme import FIELD, Scheme, parse_scheme
 from .rope_config import RopeConfig, parse_local_rope, parse_rope
+from .routing import Routing
 
 
 @dataclass(frozen=True, slots=True)

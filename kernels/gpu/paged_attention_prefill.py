@@ -77,7 +77,7 @@ def _take_tiles(
 
 
 @triton.jit
-def _find_sequence(loc_ptr, num_seqs, program, TOKENS: tl.constexpr, SEQS: tl.constexpr):
+def find_sequence(loc_ptr, num_seqs, program, TOKENS: tl.constexpr, SEQS: tl.constexpr):
     """The sequence whose tokens a program takes: sequence s has the programs from loc[s] // TOKENS + s on.
 
     That gives each sequence at least as many programs as it needs, and the grid follows from shapes alone.
@@ -135,7 +135,7 @@ def prefill_kernel(
     """
     TOKENS: tl.constexpr = M // GROUP
     program, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    seq = _find_sequence(loc_ptr, num_seqs, program, TOKENS, SEQS)
+    seq = find_sequence(loc_ptr, num_seqs, program, TOKENS, SEQS)
     loc = tl.load(loc_ptr + seq)
     query_len = tl.load(loc_ptr + seq + 1) - loc
     first_token = (program - loc // TOKENS - seq) * TOKENS

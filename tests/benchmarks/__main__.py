@@ -28,6 +28,7 @@ NAMES = (
     "speculation",
     "quality",
     "groups",
+    "kv_dtypes",
     "trace",
     "hints",
     "policies",

@@ -22,6 +22,7 @@ from kvkeeper.kernels.copy_blocks import copy_blocks
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
+from tests.gpu import stored_kernels
 from tests.gpu.checks import Check, text_of
 from tests.unit.kernels.worlds import World, make_world, random_queries
 
@@ -92,6 +93,7 @@ def _cases(
             lambda o=options: _attention(dtype, device, 128, 16, lengths=prefix, queries=[17, 2], **o),
         )
     yield "prefill_short_suffix_d256", lambda: _attention(dtype, device, 256, 16, lengths=prefix, queries=[40, 1])
+    yield from stored_kernels.cases(dtype, device, head_dims)
     for op in ("decode", "prefill", "store_kv", "copy_blocks"):
         yield f"{op}_far", lambda o=op: _far(dtype, device, o)
 

@@ -47,6 +47,7 @@ class PrefixIndex:
         lose_hosts: Callable[[Int32Array], None] = lambda hosts: None,
         clock: Clock | None = None,
         group_windows: tuple[int, ...] = (0,),
+        has_tail: bool = False,
     ) -> None:
         """lose_hosts(host blocks) is called with the host copies whose node was forgotten."""
         self.clock = clock or Clock()
@@ -66,7 +67,7 @@ class PrefixIndex:
         # Of the groups behind the first, by group - 1: the block and the host copy that each node has there, 0 for none.
         # node_of_block and node_of_host name the node of such a block, too. What a group has with a window is forgotten apart
         # from its node.
-        self.group_windows = group_windows
+        self.group_windows, self.has_tail = group_windows, has_tail
         self.group_blocks: list[Int32Array] = [np.zeros(num_nodes, np.int32) for _ in group_windows[1:]]
         self.group_of_block = np.zeros(num_blocks if self.group_blocks else 1, np.int8)
         self.group_hosts: list[Int32Array] = [np.zeros(num_nodes, np.int32) for _ in group_windows[1:]]
@@ -269,10 +270,11 @@ class PrefixIndex:
     def usable(self, nodes: Int32Array, is_filling: npt.NDArray[np.bool_] | None = None) -> Int32Array:
         """[usable] the longest start of a match [n] behind which each group has all that its window reads.
 
+        That is all of it where the groups are a tail: what it lacks is read from the first group.
         is_filling: of each host copy, whether its content is still on the way; without it host copies do not count.
         """
         count = len(nodes)
-        if not self.group_blocks or not count:
+        if not self.group_blocks or self.has_tail or not count:
             return nodes
         is_there = [of_node[nodes] > 0 for of_node in self.group_blocks]
         if is_filling is not None:
@@ -302,10 +304,16 @@ class PrefixIndex:
         return np.maximum(num_blocks * self.block_size - window + 1, 0) // self.block_size
 
     def group_hits(self, nodes: Int32Array) -> Int32Array:
-        """[groups - 1, n] the blocks of a usable match that each group's window reads; 0 before them."""
+        """[groups - 1, n] the blocks of a usable match that each group's window reads; 0 before them.
+
+        Of a tail those behind its last gap.
+        """
         hits = np.zeros((len(self.group_blocks), len(nodes)), np.int32)
         for row, window, of_node in zip(hits, self.group_windows[1:], self.group_blocks, strict=True):
             first = int(self.first_read(np.array([len(nodes)]), window)[0])
+            if self.has_tail:
+                gaps = (of_node[nodes[first:]] == 0).nonzero()[0]
+                first += int(gaps[-1]) + 1 if len(gaps) else 0
             row[first:] = of_node[nodes[first:]]
         return hits
 

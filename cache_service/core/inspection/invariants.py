@@ -176,6 +176,7 @@ def _check_sequence(state: PoolState, slot: int) -> list[str]:
         wrong.append(f"{name} does not know its last published node")
     if not seqs.may_copy[slot]:
         tail = np.concatenate([seqs.group_table(slot, group)[num_full:] for group in range(seqs.num_groups)])
+        tail = tail[tail != NULL_BLOCK]
         if (pool.ref_counts[tail] > 1).any() or pool.indexed[tail].any():
             wrong.append(f"{name} could write a block that has another holder")
     return wrong
@@ -230,7 +231,7 @@ def _check_groups(state: PoolState, slot: int) -> list[str]:
         start = max(committed - window + 1, 0) // seqs.block_size if window else 0
         if np.flatnonzero(row == NULL_BLOCK).tolist() != list(range(end)):
             wrong.append(f"{name} has other holes in group {group} than it says")
-        if end > start:
+        if end > start and not seqs.has_tail:
             wrong.append(f"{name} has a hole in its window of group {group}")
         if end < start:
             wrong.append(f"{name} holds a block of group {group} that its window has left behind")

@@ -68,7 +68,7 @@ class SequenceTable:
         self.most_held_blocks = config.num_usable_blocks
         # Groups of layers, see group_windows.py: each has a table of its own, max_blocks entries behind that of the one before,
         # so that one number, group * max_blocks + table index, is the place of an entry. Leading entries may be holes.
-        self.group_windows = config.group_windows
+        self.group_windows, self.has_tail = config.group_windows, config.has_tail
         self.num_groups = len(config.group_windows)
         self.group_hole_ends: Int32Array = np.zeros((slots, self.num_groups), np.int32)
         self.tables: Int32Array = untouched(slots, self.num_groups * self.max_blocks)
@@ -195,7 +195,7 @@ class SequenceTable:
         for group in range(1, self.num_groups):
             first = group * self.max_blocks
             self.tables[child, first : first + num_blocks] = self.tables[parent, first : first + num_blocks]
-        self.group_hole_ends[child] = self.group_hole_ends[parent]
+        self.group_hole_ends[child] = np.minimum(self.group_hole_ends[parent], num_blocks)
         for column in (self.num_tokens, self.num_committed, self.num_reserved, self.num_prompt):
             column[child] = num_tokens
         for column in (self.owners, self.roots, self.max_tokens, self.priorities, self.num_hit):
@@ -312,6 +312,8 @@ class SequenceTable:
         """No counter is above num_tokens any more. Blocks behind them may be shared."""
         for column in (self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before):
             column[slot] = min(int(column[slot]), num_tokens)
+        if self.has_tail:
+            np.minimum(self.group_hole_ends[slot], self.num_blocks(num_tokens), out=self.group_hole_ends[slot])
         self.may_copy[slot] = True
 
     def cut_hit(self, slot: int, num_tokens: int) -> None:

@@ -83,6 +83,7 @@ class SequenceLifecycle:
         if seqs.num_groups > 1:
             behind = [seqs.group_table(slot, group)[num_kept:][::-1] for group in range(1, seqs.num_groups)]
             dropped = np.concatenate([dropped, *behind])
+            dropped = dropped[dropped != NULL_BLOCK] if seqs.has_tail else dropped
         seqs.truncate(slot, num_tokens)
         num_full = int(seqs.num_committed[slot]) // self._block_size
         if num_full < seqs.num_published[slot]:

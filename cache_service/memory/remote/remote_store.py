@@ -4,7 +4,8 @@ Rules: keys are `kvkeeper:1:` and a keyed hash of era and name, so they tell not
 question for the era, and what was asked under another one does not count. The era is a random value of the server that all
 services of one secret and KV spec share: a clearing draws a new one, and none that was there before comes back, also where the
 server has lost it. A clearing that the server does not hear leaves this store silent until it does. Errors of the server never
-leave this file but as results, because their texts may name the address. Every method may be called in any thread.
+leave this file but as results, because their texts may name the address. A client library asks and tells; blocks themselves
+travel between arena and socket, see bulk_connection.py. Every method may be called in any thread.
 """
 
 import hashlib
@@ -21,9 +22,10 @@ from ...core.values.copies import TierOrder, TierResult
 from ...core.values.kv_spec import KvSpec
 from ..arena import ByteArray
 from ..disk.digests import digest_under
+from .bulk_connection import BulkConnections, Part, Received, Refusal
 from .remote_address import RemoteAddress
 from .secret import RemoteSecret
-from .value_form import ValueForm
+from .value_form import HEADER_BYTES, ValueForm
 
 _PREFIX = b"kvkeeper:1:"
 _ERA_BYTES, _KEY_BYTES = 16, 20
@@ -49,6 +51,7 @@ class RemoteStore:
         self._num_clearings = self._num_told = 0  # asked for, and known to the server; the former is the loop's alone
         self._asking = threading.Lock()  # for the era; the loop never takes it
         tls: dict[str, Any] = {"ssl": True, "ssl_ca_certs": address.ca and str(address.ca)} if address.is_tls else {}
+        self._bulk = BulkConnections(address, secret, timeout)
         self._client = redis.Redis(
             address.host,
             address.port,
@@ -88,13 +91,13 @@ class RemoteStore:
         def read() -> list[TierResult]:
             era = self._settled_era()
             places = [self._at(era, order.name) for order in orders]
-            values = self._run(era, [("GET", place) for place in places])
+            headers = [memoryview(bytearray(HEADER_BYTES)) for _ in orders]
+            blocks = [memoryview(hosts[order.host]) for order in orders]
+            values = self._run_bulk(era, [(b"GET", place) for place in places], list(zip(headers, blocks, strict=True)))
             if values is None:
                 return [TierResult.MISSING] * len(orders)
-            results = [
-                self._take(place, value, memoryview(hosts[order.host]))
-                for place, value, order in zip(places, values, orders, strict=True)
-            ]
+            each = zip(places, values, headers, blocks, strict=True)
+            results = [self._result(place, value, bytes(header), block) for place, value, header, block in each]
             damaged = [place for place, result in zip(places, results, strict=True) if result is TierResult.DAMAGED]
             if damaged:
                 self._guarded(lambda: self._client.delete(*damaged))
@@ -108,28 +111,31 @@ class RemoteStore:
         def write() -> list[TierResult]:
             era = self._settled_era()
             places = [self._at(era, order.name) for order in orders]
-            values = [self._form.encode(at, memoryview(hosts[order.host])) for at, order in zip(places, orders, strict=True)]
-            sets = [("SET", place, value, "PX", self._ttl_ms) for place, value in zip(places, values, strict=True)]
-            answers = self._run(era, sets)
+            sets = []
+            for place, order in zip(places, orders, strict=True):
+                block = memoryview(hosts[order.host])
+                sets.append((b"SET", place, (self._form.header(place, block), block), b"PX", b"%d" % self._ttl_ms))
+            answers = self._run_bulk(era, sets)
             if answers is None:
                 return [TierResult.CANCELLED] * len(orders)
-            return [TierResult.DONE if each in (b"OK", True) else TierResult.FAILED for each in answers]
+            return [TierResult.DONE if each == b"OK" else TierResult.FAILED for each in answers]
 
         return self._guarded(write) or [TierResult.FAILED] * len(orders)
 
     def close(self) -> None:
         """No thread may be at work."""
+        self._bulk.close()
         self._guarded(self._client.close)
 
     def _at(self, era: bytes, name: bytes) -> bytes:
         return _PREFIX + hashlib.blake2b(era + name, digest_size=_KEY_BYTES, key=self._key, person=b"at").hexdigest().encode()
 
-    def _take(self, at: bytes, value: object, block: memoryview) -> TierResult:
-        if value is None:
+    def _result(self, at: bytes, answer: object, header: bytes, block: memoryview) -> TierResult:
+        if answer is None:
             return TierResult.MISSING
-        if isinstance(value, redis.RedisError):
+        if isinstance(answer, Refusal):
             return TierResult.FAILED
-        is_it = isinstance(value, bytes) and self._form.decode_into(at, value, block)
+        is_it = isinstance(answer, Received) and self._form.is_whole(at, header, block)
         return TierResult.DONE if is_it else TierResult.DAMAGED
 
     def _settled_era(self) -> bytes:
@@ -154,15 +160,28 @@ class RemoteStore:
         for command in (("GET", self._era_key), *commands):
             batch.execute_command(*command)
         answers = batch.execute(raise_on_error=False)
-        if answers[0] != era:
-            if isinstance(answers[0], redis.RedisError):
-                raise answers[0]
+        if isinstance(answers[0], redis.RedisError):
+            raise answers[0]
+        return answers[1:] if self._is_still(era, answers[0]) else None
+
+    def _run_bulk(
+        self, era: bytes, commands: Sequence[tuple[Part, ...]], into: Sequence[Sequence[memoryview]] = ()
+    ) -> list[object] | None:
+        """The same for values of blocks, which are received into the buffers. Raises OSError, ValueError."""
+        with self._bulk.one() as connection:
+            answers = connection.exchange([(b"GET", self._era_key), *commands], into)
+        if isinstance(answers[0], Refusal):
+            raise ConnectionRefusedError("the server does not tell its era")
+        return list(answers[1:]) if self._is_still(era, answers[0]) else None
+
+    def _is_still(self, era: bytes, told: object) -> bool:
+        """Whether what was asked in this era counts, now that the server has told the one that it is in."""
+        if told != era:
             with self._asking:
                 if self._era == era:
                     self._era = None
-            return None
-        is_cleared = self._era != era or self._num_clearings != self._num_told
-        return None if is_cleared else answers[1:]
+            return False
+        return self._era == era and self._num_clearings == self._num_told
 
     def _guarded(self, ask: Callable[[], Answer]) -> Answer | None:
         """The answer, or None where the server refuses, is gone, hangs or speaks something else."""

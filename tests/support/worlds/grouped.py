@@ -48,19 +48,38 @@ class Engine:
 
 
 class GroupedWorld:
-    """Random steps of two engines on one pool. windows: of each group, 0 for none."""
+    """Random steps of two engines on one pool.
 
-    def __init__(self, seed: int, windows: tuple[int, ...], num_blocks: int, block_size: int, policy: str = "adaptive") -> None:
+    windows: of each group, 0 for none. has_tail: those behind the first are finer copies, which a sequence may lack parts of.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        windows: tuple[int, ...],
+        num_blocks: int,
+        block_size: int,
+        policy: str = "adaptive",
+        *,
+        has_tail: bool = False,
+    ) -> None:
         self.random = random.Random(seed)
-        self.windows, self.size = windows, block_size
+        self.windows, self.size, self.has_tail = windows, block_size, has_tail
         config = PoolConfig(
-            num_blocks, block_size, max_sequences=12, max_tokens_per_sequence=96, group_windows=windows, eviction_policy=policy
+            num_blocks,
+            block_size,
+            max_sequences=12,
+            max_tokens_per_sequence=96,
+            group_windows=windows,
+            eviction_policy=policy,
+            has_tail=has_tail,
         )
         self.manager, self.contents = PoolManager(config), Contents()
         self.memory = ShadowMemory(num_blocks, block_size)
         self.engines = [self._open(name) for name in ("a", "b")]
         self.prompts = [[self.random.randrange(3) for _ in range(60)] for _ in range(3)]
         self.num_hits = self.num_refused = self.num_cut = self.num_forks = self.num_copies = self.num_holes = self._last_id = 0
+        self.num_lacking = self.num_unwritten = 0  # tables of a tail without part of its window; tokens without a place in one
 
     def _open(self, name: str) -> Engine:
         self.manager.open_session(SessionId(name), Executor.ENGINE)
@@ -112,7 +131,7 @@ class GroupedWorld:
     def _items(self, engine: Engine, completed: int) -> dict[str, list[tuple[object, ...]]]:
         draw, running = self.random.random, {i: each for i, each in engine.sequences.items() if each.is_running}
         commits, truncates, forks, releases, starts, reserves = [], [], [], [], [], []
-        lens = {}
+        lens, depth = {}, 30 if self.has_tail else 9
         for i, each in running.items():
             lens[i] = each.committed
             if each.computed > each.committed and each.busy_until <= completed:
@@ -124,11 +143,11 @@ class GroupedWorld:
             if kind < 0.05:
                 releases.append(i)
             elif kind < 0.1 and is_idle and lens[i] > 1:
-                truncates.append((i, self.random.randrange(max(1, lens[i] - 9), lens[i] + 1)))
+                truncates.append((i, self.random.randrange(max(1, lens[i] - depth), lens[i] + 1)))
             elif kind < 0.16 and lens[i] > 1:
                 self._last_id += 1
                 forks.append(
-                    (i, self._last_id, lens[i] - self.random.choice((0, 0, 0, min(lens[i] - 1, self.random.randrange(9)))))
+                    (i, self._last_id, lens[i] - self.random.choice((0, 0, 0, min(lens[i] - 1, self.random.randrange(depth)))))
                 )
             elif is_idle and kind < 0.95:
                 known = len(each.tokens) + sum(len(new) for item, _, new in commits if item == i)
@@ -185,14 +204,26 @@ class GroupedWorld:
         each, start = engine.sequences[sequence_id], engine.sequences[sequence_id].committed
         for group, table in enumerate(self._tables(engine, sequence_id)):
             contents = self.contents.spell(f"{each.tenant}/{group}", each.tokens[:end])
-            work.reads.append(Read(f"{sequence_id} group {group}", list(table), contents[:start], self._unread(group, start)))
-            work.writes += [(self.memory.slot(table, at), contents[at]) for at in range(start, end)]
+            unread = self._unread(group, start, table)
+            work.reads.append(Read(f"{sequence_id} group {group}", list(table), contents[:start], unread))
+            places = [at for at in range(start, end) if not self._is_lacking(group, table, at)]
+            self.num_unwritten += end - start - len(places)
+            work.writes += [(self.memory.slot(table, at), contents[at]) for at in places]
         each.computed, each.busy_until = end, engine.step_id
 
-    def _unread(self, group: int, length: int) -> range:
-        """Positions that no token from `length` on reads in a group: the one at `length` reads window - 1 tokens before it."""
+    def _unread(self, group: int, length: int, table: list[int]) -> range:
+        """Positions that no token from `length` on reads in a group: the one at `length` reads window - 1 tokens before it.
+
+        Of a tail also those that it lacks, which are before all that it has.
+        """
         window = self.windows[group]
-        return range(max(0, length - window + 1)) if window else range(0)
+        end = max(0, length - window + 1) if window else 0
+        while end < length and self._is_lacking(group, table, end):
+            end += 1
+        return range(end)
+
+    def _is_lacking(self, group: int, table: list[int], position: int) -> bool:
+        return self.has_tail and group > 0 and table[position // self.size] == 0
 
     def _tables(self, engine: Engine, sequence_id: int) -> list[list[int]]:
         return [engine.told.tables[sequence_id], *engine.told.groups[sequence_id]]
@@ -224,6 +255,10 @@ class GroupedWorld:
             self.num_holes += sum(table.count(0) for table in has)
             for group, table in enumerate(told):
                 contents = self.contents.spell(f"{each.tenant}/{group}", each.tokens[: each.committed])
-                reads.append(Read(f"{i} group {group}", table, contents, self._unread(group, each.committed)))
+                unread = self._unread(group, each.committed, table)
+                self.num_lacking += (
+                    self.has_tail and group > 0 and len(unread) > max(0, each.committed - self.windows[group] + 1)
+                )
+                reads.append(Read(f"{i} group {group}", table, contents, unread))
         faults = self.memory.check(str(engine.session), reads)
         assert not faults, faults
