@@ -25,13 +25,15 @@ def test_random_steps_read_what_was_written_for_them(
 ) -> None:
     worlds = [GroupedWorld(seed, windows, num_blocks, block_size, policy) for seed in range(3)]
     for world in worlds:
-        for _ in range(250):
+        for _ in range(280):
             world.run_step()
     assert sum(world.num_hits for world in worlds) > 20
     assert sum(world.num_forks for world in worlds) > 20
     assert sum(world.num_copies for world in worlds) > 5
     assert sum(world.num_cut for world in worlds) > 5
     assert sum(world.num_holes for world in worlds) > 0
+    assert sum(world.num_handed for world in worlds) > 0
+    assert sum(world.num_pinned for world in worlds) > 0
 
 
 @pytest.mark.parametrize("windows", [(0, 9), (0, 13, 13, 13)], ids=str)
