@@ -81,6 +81,7 @@ class GroupedWorld:
         self.prompts = [[self.random.randrange(3) for _ in range(60)] for _ in range(3)]
         self.num_hits = self.num_refused = self.num_cut = self.num_forks = self.num_copies = self.num_holes = self._last_id = 0
         self.num_handed = self.num_pinned = 0
+        self._extra = random.Random(seed + 1000)  # for hand-overs and pins
         self._pins: list[tuple[SessionId, str]] = []
         self.num_lacking = self.num_unwritten = 0  # tables of a tail without part of its window; tokens without a place in one
 
@@ -96,9 +97,9 @@ class GroupedWorld:
         if self.random.random() < 0.01:
             self._reopen(engine)
             return
-        if self.random.random() < 0.04:
+        if self._extra.random() < 0.03:
             self._hand_over(engine, next(other for other in self.engines if other is not engine))
-        if self.random.random() < 0.03:
+        if self._extra.random() < 0.03:
             self._pin(engine)
         if len(engine.sequences) < 5 and self.random.random() < 0.4:
             self._create(engine)
@@ -128,7 +129,7 @@ class GroupedWorld:
         running = [i for i, each in giver.sequences.items() if each.is_running]
         if not running or self.manager.state.session(giver.session).updates:
             return
-        sequence_id, self._last_id = self.random.choice(running), self._last_id + 1
+        sequence_id, self._last_id = self._extra.choice(running), self._last_id + 1
         try:
             offer = self.manager.offer_sequence(giver.session, SequenceId(sequence_id), self._last_id.to_bytes(16, "little"))
         except StepNotCompleted:
@@ -145,15 +146,15 @@ class GroupedWorld:
 
     def _pin(self, engine: Engine) -> None:
         """A prefix is kept for a while, or a pin ends."""
-        if self._pins and self.random.random() < 0.6:
+        if self._pins:
             session, pin_id = self._pins.pop()
             if session in self.manager.state.sessions:
                 with contextlib.suppress(UnknownPin):  # it gave way
                     self.manager.unpin_prefix(session, pin_id)
             return
         self._last_id += 1
-        tokens = np.array(self.random.choice(self.prompts)[: self.random.randrange(1, 60)], np.int32)
-        pinned = self.manager.pin_prefix(engine.session, f"pin {self._last_id}", self.random.choice(_TENANTS), tokens, 60.0)
+        tokens = np.array(self._extra.choice(self.prompts)[: self._extra.randrange(1, 60)], np.int32)
+        pinned = self.manager.pin_prefix(engine.session, f"pin {self._last_id}", self._extra.choice(_TENANTS), tokens, 60.0)
         self.num_pinned += pinned.num_tokens > 0
         self._pins += [(engine.session, pinned.pin_id)] if pinned.pin_id else []
 

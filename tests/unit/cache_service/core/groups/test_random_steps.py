@@ -25,7 +25,7 @@ def test_random_steps_read_what_was_written_for_them(
 ) -> None:
     worlds = [GroupedWorld(seed, windows, num_blocks, block_size, policy) for seed in range(3)]
     for world in worlds:
-        for _ in range(280):
+        for _ in range(250):
             world.run_step()
     assert sum(world.num_hits for world in worlds) > 20
     assert sum(world.num_forks for world in worlds) > 20
