@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from kvkeeper.client.steps import StepResult
-from kvkeeper.kernels.layout import KvLayout
 
 from ..compute.graphs.graph_api import GraphApi
-from ..compute.model_runner import ModelRunner, Runner, StepBounds
+from ..compute.model_runner import AnyLayout, ModelRunner, Runner, StepBounds
 from ..values.batch import Batch
 from .failures import RankLost, SumFailed
 from .messages import Kind, decode_ids, encode_batch

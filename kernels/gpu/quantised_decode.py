@@ -12,7 +12,7 @@ from ..quantised.formats import FP8
 from ..quantised.layout import QuantisedLayer
 from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options
 from .decode_work import DecodeWork, plan_work, visible_tiles
-from .paged_attention_decode import MERGED_AT_ONCE, merge_items_kernel
+from .paged_attention_decode import merge_items
 from .sizes import power_of_2
 from .stored_tiles import find_tokens, half_scores, load_side, pointers_of, take_halves
 
@@ -171,17 +171,7 @@ def quantised_decode(
         num_stages=3,
     )
     if work is not None:
-        merge_items_kernel[num_heads, num_seqs](
-            part,
-            lse,
-            work.runs,
-            out,
-            0,
-            HEAD_DIM=head_dim,
-            D=power_of_2(head_dim),
-            AT_ONCE=MERGED_AT_ONCE,
-            num_warps=4,
-        )
+        merge_items(part, lse, work.runs, out)
     return out
 
 
