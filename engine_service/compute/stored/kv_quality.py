@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..model.dtype_name import DtypeChoice
-from ..model.layer_groups import LayerGroup
-from ..model.loader import load_model
-from ..values.batch import Batch
-from .model_runner import AnyLayout, ModelRunner, kv_layout_of
+from ...model.dtype_name import DtypeChoice
+from ...model.layer_groups import LayerGroup
+from ...model.loader import load_model
+from ...values.batch import Batch
+from ..model_runner import AnyLayout, ModelRunner, kv_layout_of
 from .stored_model import format_for, stored_layout
 
 Tokens = npt.NDArray[np.int64]
