@@ -25,7 +25,7 @@ from .stored_model import format_for, stored_layout
 Tokens = npt.NDArray[np.int64]
 _BLOCK_SIZE = 16
 _CHUNK = 32  # tokens; all of a chunk see the tail that the first of them has
-_SAMPLED = 61  # of so many tokens one has its attention compared
+_SAMPLED = 13  # of so many tokens one has its attention compared
 EXACT = "exact"
 
 
