@@ -142,6 +142,23 @@ class CacheConfig:
     device: str = setting(
         "cpu", group="Pools", help="where pools are: cpu, cuda or cuda:N; engines on it need the same device", check=DEVICE
     )
+    device_wait: float = setting(
+        30.0,
+        group="Pools",
+        help="seconds that a start waits for memory of a CUDA device which an earlier run's engines still have",
+        check=between(0, 3600),
+        unit="seconds",
+        details="The log says so. The memory of a pool comes back when the last engine has unmapped it.",
+    )
+    quarantine_quiet: float = setting(
+        1.0,
+        group="Pools",
+        help="seconds that blocks a killed engine may have been writing on a CUDA device stay out of use after its end",
+        check=between(0, 60),
+        unit="seconds",
+        details="Kernels that it had queued run until the driver has ended them. make gpu-check measures how long"
+        " (quiet_after_ms of part a).",
+    )
     pool_memory: int = setting(
         256 * MIB,
         group="Pools",
