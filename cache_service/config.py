@@ -370,7 +370,7 @@ class CacheConfig:
     remote: str = setting(
         "",
         group="Remote tier",
-        help="Valkey or Redis server in which cache services share blocks",
+        help="Valkey or Redis server, or master of a Mooncake store, in which cache services share blocks",
         example="rediss://cache.internal:6379/0",
         default_text="no remote tier",
         check=Check(FORM_WORDS, _remote_refusal),
@@ -382,6 +382,15 @@ class CacheConfig:
         help="file with the key that services share, and the user and password of the server",
         default_text="none",
         details="Lines key = ..., user = ... and password = ..., mode 0600. Services with the same key share blocks.",
+    )
+    remote_memory: int = setting(
+        0,
+        group="Remote tier",
+        help="memory of this machine that each pool gives to the store of mooncake://",
+        example="64GiB",
+        parse=parse_size,
+        check=size_between(0, 1 << 46),
+        details="A Mooncake store has no memory but what its clients give. What is in it is lost when this service ends.",
     )
     remote_ca: Path | None = setting(
         None,
@@ -465,6 +474,8 @@ class CacheConfig:
             raise ConfigError("--disk-path keeps blocks without an end, so it does not go with --prefix-ttl")
         if bool(self.remote) != (self.remote_secret is not None):
             raise ConfigError("a remote tier has a server and a secret, see --remote and --remote-secret")
+        if self.remote_memory and not self.remote.startswith("mooncake:"):
+            raise ConfigError("--remote-memory is given to a store of mooncake://, see --remote")
         if self.remote_ca is not None and not self.remote.startswith(("rediss:", "valkeys:")):
             raise ConfigError("--remote-ca is for a server under TLS, see --remote")
         if self.remote and not (self.host_memory or self.num_host_blocks):

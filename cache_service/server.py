@@ -190,8 +190,14 @@ def _remote_of(config: CacheConfig) -> RemoteMaker | None:
     if not config.remote:
         return None
     assert config.remote_secret is not None, "checked by the config"
-    seconds = {"ttl": config.remote_ttl, "timeout": config.remote_deadline}
-    return open_remote(config.remote, secret=config.remote_secret, ca=config.remote_ca, **seconds)
+    return open_remote(
+        config.remote,
+        secret=config.remote_secret,
+        ca=config.remote_ca,
+        ttl=config.remote_ttl,
+        timeout=config.remote_deadline,
+        memory=config.remote_memory,
+    )
 
 
 def _groups_of_calls(

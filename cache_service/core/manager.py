@@ -50,7 +50,7 @@ from .values.pool_config import PoolConfig
 from .values.sequence_args import Retention, SequenceArgs
 from .values.step_columns import StepBatch, StepReply
 from .values.types import NO_INT64, BlockId, BlockState, Executor, Int32Array, Int64Array, PressureLevel, ReuseHint, SessionId
-from .values.views import Admission, BlockView, PoolStats, Readable, SequenceView
+from .values.views import Admission, BlockView, GroupStats, PoolStats, Readable, SequenceView
 
 
 class PoolManager:
@@ -369,6 +369,9 @@ class PoolManager:
 
     def stats(self) -> PoolStats:
         return self._queries.stats()
+
+    def group_stats(self) -> list[GroupStats]:
+        return self._queries.group_stats()
 
     @property
     def pressure(self) -> PressureLevel:

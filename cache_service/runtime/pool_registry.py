@@ -182,11 +182,7 @@ class PoolRegistry:
             await asyncio.sleep(_LOOK_AGAIN)
 
     def _check_groups(self, spec: KvSpec) -> None:
-        """Raises NotImplementedYet for several groups of layers where pools have what these do without."""
-        below = self._disks or self._remote
-        if len(spec.groups) > 1 and below:
-            text = "groups of layers are not served beside a disk tier or a remote tier"
-            raise NotImplementedYet(text, feature="layer_groups")
+        """Raises NotImplementedYet for a tail where pools have what it does without."""
         has_host = bool(self._config.num_host_blocks or self._host_memory)
         if (has_host or self._directory is not None) and any(group.is_tail for group in spec.groups):
             raise NotImplementedYet("a tail is not served beside a host tier or --memory-dir", feature="layer_groups")

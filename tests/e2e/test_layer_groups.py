@@ -8,10 +8,12 @@ import pytest
 from kvkeeper.client import Sampling
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
+from tests.e2e.test_disk_tier import stored
 from tests.e2e.test_roles import start_pair
 from tests.e2e.test_take_over import reached, start_giver, take_over
 from tests.support.models.tiny_models import TinyModel, build_model_folder, random_tokens
 from tests.support.processes.service_pair import Output, Services, generate, services
+from tests.support.remote.redis_server import RedisServer
 
 WINDOW = 8
 HYBRID = TinyModel(
@@ -96,3 +98,47 @@ async def test_a_sequence_moves_between_engines_with_the_tables_of_all_groups(wo
     alone = await world.start_engine(model_of(folder, groups=False))
     client = await world.client(alone)
     assert [(await generate(client, prompt, 24)).token_ids for prompt in PROMPTS] == [each.token_ids for each in outputs]
+
+
+async def test_prompts_that_left_the_host_tier_come_from_the_disk_by_group(
+    world: Services, folder: Path, tmp_path: Path
+) -> None:
+    sizes = {"num_blocks": 60, "num_host_blocks": 61, "disk_memory": 16 << 20, "num_pools": 1}
+    await world.start_cache(**sizes, disk_path=tmp_path / "disk")
+    client = await world.client(await world.start_engine(model_of(folder, groups=True)))
+    prompts = [random_tokens(50, seed=100 + number) for number in range(6)]
+    first = [(await generate(client, prompt, 8)).token_ids for prompt in prompts]
+    await stored(world)
+    for _ in range(2):
+        outputs = [await generate(client, prompt, 8) for prompt in prompts]
+        assert [output.token_ids for output in outputs] == first
+        await stored(world)
+    pool = await world.pool()
+    assert len(pool.pool.spec.groups) == 3
+    assert pool.num_disk_hit_blocks > 10
+    assert sum(output.usage.cached_tokens for output in outputs) > 100
+
+
+async def test_a_second_service_finds_in_the_server_what_each_group_of_the_first_has_stored(
+    world: Services, folder: Path, tmp_path: Path
+) -> None:
+    server = RedisServer(tmp_path)
+    sizes = {"num_blocks": 60, "num_host_blocks": 61, "num_pools": 1, "remote_admit": "all", "remote_deadline": 10.0}
+    flags = {**sizes, "remote": server.address, "remote_secret": server.secret()}
+    model, prompts = model_of(folder, groups=True), [random_tokens(50, seed=100 + number) for number in range(6)]
+    await world.start_cache(**flags)
+    client = await world.client(await world.start_engine(model))
+    first = [(await generate(client, prompt, 8)).token_ids for prompt in prompts * 2]
+    while (pool := await world.pool()).num_queued_remote_blocks:  # each turn is a call to the service
+        pass
+    assert pool.num_remote_stored_blocks > 20
+    async with services() as other:
+        await other.start_cache(**flags)
+        client = await other.client(await other.start_engine(model))
+        outputs = [await generate(client, prompt, 8) for prompt in prompts]
+        assert [output.token_ids for output in outputs] == first[:6] == first[6:]
+        pool = await other.pool()
+        assert pool.num_remote_hit_blocks > 20
+        assert pool.num_damaged_remote_blocks == 0
+        assert sum(output.usage.cached_tokens for output in outputs) > 100
+    server.close()

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..pool_state import PoolState
-from ..sequences.group_windows import refuse_groups
+from ..sequences.group_windows import refuse_retention
 from ..tables.prefix_lookup import PrefixLookup
 from ..values.sequence_args import Retention
 from ..values.types import NO_INT32, Int32Array
@@ -36,7 +36,7 @@ class AdmissionCalls:
             hits = state.index.block_of_node[nodes]
         num_required = -(-num_prompt_tokens // block_size)
         if retention is not None:
-            refuse_groups(config.group_windows, "retention of a sequence")
+            refuse_retention(config.group_windows)
             hits = hits[: (retention.num_sink_tokens + retention.num_window_tokens) // block_size]
             num_required = min(num_required, max(retention.num_held_blocks(block_size), len(hits) + 1))
         if len(hits) * block_size < config.min_prefix_tokens:

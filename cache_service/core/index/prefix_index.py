@@ -363,6 +363,13 @@ class PrefixIndex:
                 self.change_log.tier_changed(nodes, Tier.HOST)
         return node, True
 
+    def add_group_host(self, group: int, node: int, host: int) -> bool:
+        """Gives a node a host copy of a group behind the first, which has been written. Whether it had none there."""
+        if self.group_hosts[group - 1][node]:
+            return False
+        self.add_hosts(np.array([node], np.int32), np.array([host], np.int32), np.array([group], np.int8))
+        return True
+
     def note_filled(self, hosts: Int32Array) -> None:
         """These host copies have been written; those without a node are of no interest."""
         if self.record is not None:

@@ -28,6 +28,7 @@ class Explanation:
     num_common: int  # behind the matched ones, in the nearest cached block
     end: MatchEnd
     seconds_ago: float | None = None
+    short_group: int | None = None  # a group of layers whose window ends the hit before the match
 
 
 def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: Int32Array) -> Explanation:
@@ -42,6 +43,9 @@ def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: I
     is_whole = num_matched == len(tokens) and not num_host and len(index.usable(nodes)) == len(nodes)
     if is_whole and last in index.logits.by_node:
         num_hit = num_matched
+    short_group = None
+    if num_hit < min(num_matched, (len(tokens) - 1) // size * size):
+        short_group = _short_group(lookup, nodes[: (len(tokens) - 1) // size])
     if 0 < num_hit < state.config.min_prefix_tokens:
         end, seconds_ago, num_hit = MatchEnd.BELOW_MINIMUM, None, 0
     else:
@@ -54,7 +58,13 @@ def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: I
         num_common=_num_common(index, last, tokens[num_matched : num_matched + size], size),
         end=end,
         seconds_ago=seconds_ago,
+        short_group=short_group,
     )
+
+
+def _short_group(lookup: PrefixLookup, nodes: Int32Array) -> int | None:
+    """The first group of layers of which a hit on all of these nodes would read what no tier has."""
+    return next((group for group, is_whole in enumerate(lookup.whole_windows(nodes), 1) if not is_whole), None)
 
 
 def in_words(found: Explanation) -> str:
@@ -69,7 +79,10 @@ def in_words(found: Explanation) -> str:
         why += f" {found.seconds_ago:,.1f} s ago"
     if found.num_common:
         why += f"; the nearest cached block has {found.num_common:,} more tokens in common"
-    return f"{first}: {why}. A start would take {found.num_hit:,}."
+    text = f"{first}: {why}. A start would take {found.num_hit:,}."
+    if found.short_group is not None:
+        text += f" Group {found.short_group} of the layers lacks what its window reads behind more."
+    return text
 
 
 _WORDS = {

@@ -12,10 +12,10 @@ from ..tables.prompt_watch import PromptWatch
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.errors import UnknownBlock
 from ..values.types import NO_INT32, Executor, Int32Array, Int64Array, ReuseHint, SequenceId, SequenceState, SessionId
-from ..values.views import BlockView, PoolStats, Readable, SequenceView
+from ..values.views import BlockView, GroupStats, PoolStats, Readable, SequenceView
 from . import invariants, tier_invariants
 from .explain import Explanation, explain_match
-from .stats import pool_stats
+from .stats import group_stats, pool_stats
 
 
 class Queries:
@@ -117,6 +117,10 @@ class Queries:
     def stats(self) -> PoolStats:
         """Counts derived from the state, and sums over the pool's life."""
         return pool_stats(self._state, self._swapper, self._prompts)
+
+    def group_stats(self) -> list[GroupStats]:
+        """The same of each group of layers; none where all layers are one."""
+        return group_stats(self._state)
 
     def audit(self) -> Iterator[list[str]]:
         """The broken invariants, one sentence each, in slices between which the pool may change."""

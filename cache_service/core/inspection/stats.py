@@ -8,7 +8,7 @@ from ..pool_state import PoolState
 from ..tables.prompt_watch import PromptWatch
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.types import SequenceState
-from ..values.views import PoolStats
+from ..values.views import GroupStats, PoolStats
 
 
 def pool_stats(state: PoolState, swapper: SequenceSwapper | None, prompts: PromptWatch) -> PoolStats:
@@ -60,6 +60,17 @@ def pool_stats(state: PoolState, swapper: SequenceSwapper | None, prompts: Promp
         **_host_stats(swapper),
         **(state.below.stats() if state.below is not None else {}),
     )
+
+
+def group_stats(state: PoolState) -> list[GroupStats]:
+    """Of each group of layers; none where all layers are one. Costs a look at every sequence, but at no block."""
+    seqs = state.sequences
+    if seqs.num_groups == 1:
+        return []
+    running = seqs.running_slots()
+    num_entries = int(seqs.num_blocks_of(seqs.num_reserved[running]).sum())
+    num_holes = seqs.group_hole_ends[running].sum(axis=0).tolist()
+    return [GroupStats(window, num_entries - holes, holes) for window, holes in zip(seqs.group_windows, num_holes, strict=True)]
 
 
 def _host_stats(swapper: SequenceSwapper | None) -> dict[str, int]:

@@ -65,10 +65,10 @@ def window_holes(sequences: SequenceTable, slot: int) -> WindowHoles:
     return WindowHoles(sequences.group_windows, tuple(sequences.group_hole_ends[slot].tolist()), sequences.has_tail)
 
 
-def refuse_groups(group_windows: tuple[int, ...], what: str) -> None:
-    """Raises NotImplementedYet in a pool of several groups of layers."""
+def refuse_retention(group_windows: tuple[int, ...]) -> None:
+    """Raises NotImplementedYet in a pool of several groups of layers: a layer with a window of its own reads no sink."""
     if len(group_windows) > 1:
-        raise NotImplementedYet(f"{what} with several groups of layers", feature="layer_groups")
+        raise NotImplementedYet("retention with several groups of layers, whose windows read no sink", feature="layer_groups")
 
 
 class GroupWindows:

@@ -123,6 +123,15 @@ class PrefixLookup:
         """[usable] the longest start of a match behind which each group of layers has what the next token reads."""
         return self._index.usable(nodes, None if self._host is None else self._host.is_filling)
 
+    def whole_windows(self, nodes: Int32Array) -> list[bool]:
+        """Of each group of layers behind the first, whether it has what its window reads behind all of these nodes."""
+        blocks, hosts = self._index.hit_table(nodes)
+        if self._host is not None:
+            hosts = np.where(self._host.is_filling[hosts], 0, hosts)
+        there = (np.maximum(blocks, hosts) > 0).reshape(len(self._index.group_windows), -1)
+        firsts = (self._index.first_read(np.array([len(nodes)]), window)[0] for window in self._index.group_windows[1:])
+        return [bool(row[first:].all()) for row, first in zip(there[1:], firsts, strict=True)]
+
     def match_prompt(self, tenant: str, tokens: Int32Array) -> Int32Array:
         """[matched] nodes of a tenant's prompt, whole blocks, in any tier."""
         return self.match_tokens(self._index.find_root(tenant), tokens, len(tokens) // self._block_size)

@@ -29,6 +29,12 @@ class ContentNames:
         """The name of a block with these tokens, LE32, behind a parent of that name."""
         return hashlib.blake2b(parent + tokens, digest_size=NAME_BYTES, key=self._key).digest()
 
+    def of_group(self, name: bytes, group: int) -> bytes:
+        """The name of what a group of layers has of the content of this name; of the first group the name itself."""
+        if not group:
+            return name
+        return hashlib.blake2b(name, digest_size=NAME_BYTES, key=self._key, person=b"group" + struct.pack("<I", group)).digest()
+
     def of(self, node: int) -> bytes:
         """The name of a node in use, or of a root."""
         return self._look_up(node)[0]

@@ -66,6 +66,14 @@ class Admission:
     limit_tokens: int
 
 
+class GroupStats(NamedTuple):
+    """What the tables of running sequences have in one group of layers: entries with a block, and those left behind."""
+
+    window_tokens: int  # 0: the group reads all tokens
+    num_held_entries: int
+    num_passed_entries: int
+
+
 @dataclass(frozen=True, slots=True)
 class PoolStats:
     """Counts of one pool, derived from its state, and sums over its life. The names are the protocol's."""

@@ -133,9 +133,8 @@ class TierEngine:
             while (
                 len(items.forks) < MOST_FORKS and q.state is SequenceState.RUNNING and q.committed and choose(odds) == odds - 1
             ):
-                least = self.least_cut(q, block_size)
-                short = max(least, 1 + choose(q.committed))
-                length = q.committed if q.retention is not None or choose(2) else short
+                is_whole = q.retention is not None or choose(2)
+                length = q.committed if is_whole else max(self.least_cut(q, block_size), 1 + choose(q.committed))
                 items.forks.append((q.id, self.next_id, length))
                 counters = {"num_known": length, "committed": length, "reserved": length, "computed": length}
                 seen.append(replace(q, id=self.next_id, **counters))

@@ -1,18 +1,19 @@
 """A pool of several groups of layers, driven by random lawful steps, with the bytes of every block watched.
 
-Owns two sessions whose device work runs late, what each computes, and the comparison of three views after every step: the
-tables that the pool has, those that a client keeps of what it was told, and the contents of the blocks behind them. The
-contents of each group are its own, so a block of another group never spells a sequence. What a token reads is worked out here
-anew, from the windows alone.
+Owns two sessions whose device work runs late, what each computes, hands to the other and pins, and the comparison of three
+views after every step: the tables that the pool has, those that a client keeps of what it was told, and the contents of the
+blocks behind them. The contents of each group are its own, so a block of another group never spells a sequence. What a token
+reads is worked out here anew, from the windows alone.
 """
 
+import contextlib
 import random
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.errors import InvalidField, NeverFits, OutOfSequences
+from kvkeeper.cache_service.core.values.errors import InvalidField, NeverFits, OutOfSequences, StepNotCompleted, UnknownPin
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepReply
@@ -79,6 +80,9 @@ class GroupedWorld:
         self.engines = [self._open(name) for name in ("a", "b")]
         self.prompts = [[self.random.randrange(3) for _ in range(60)] for _ in range(3)]
         self.num_hits = self.num_refused = self.num_cut = self.num_forks = self.num_copies = self.num_holes = self._last_id = 0
+        self.num_handed = self.num_pinned = 0
+        self._extra = random.Random(seed + 1000)  # for hand-overs and pins
+        self._pins: list[tuple[SessionId, str]] = []
         self.num_lacking = self.num_unwritten = 0  # tables of a tail without part of its window; tokens without a place in one
 
     def _open(self, name: str) -> Engine:
@@ -93,6 +97,10 @@ class GroupedWorld:
         if self.random.random() < 0.01:
             self._reopen(engine)
             return
+        if self._extra.random() < 0.03:
+            self._hand_over(engine, next(other for other in self.engines if other is not engine))
+        if self._extra.random() < 0.03:
+            self._pin(engine)
         if len(engine.sequences) < 5 and self.random.random() < 0.4:
             self._create(engine)
         completed = engine.step_id - self.random.choice((0, 0, 1))
@@ -116,6 +124,40 @@ class GroupedWorld:
             self.manager.publish_pending(self.random.choice((1, 3, 1000)))
         self._check(engine)
 
+    def _hand_over(self, giver: Engine, taker: Engine) -> None:
+        """A running sequence changes its session, where no step works on it and no update of its tables is untold."""
+        running = [i for i, each in giver.sequences.items() if each.is_running]
+        if not running or self.manager.state.session(giver.session).updates:
+            return
+        sequence_id, self._last_id = self._extra.choice(running), self._last_id + 1
+        try:
+            offer = self.manager.offer_sequence(giver.session, SequenceId(sequence_id), self._last_id.to_bytes(16, "little"))
+        except StepNotCompleted:
+            return
+        self.manager.publish_pending()
+        if self.manager.state.session(giver.session).updates:
+            return
+        self.manager.take_sequence(taker.session, offer, SequenceId(self._last_id))
+        taker.sequences[self._last_id] = each = giver.sequences.pop(sequence_id)
+        each.computed, each.busy_until = each.committed, 0
+        taker.told.tables[self._last_id] = giver.told.tables.pop(sequence_id)
+        taker.told.groups[self._last_id] = giver.told.groups.pop(sequence_id)
+        self.num_handed += 1
+
+    def _pin(self, engine: Engine) -> None:
+        """A prefix is kept for a while, or a pin ends."""
+        if self._pins:
+            session, pin_id = self._pins.pop()
+            if session in self.manager.state.sessions:
+                with contextlib.suppress(UnknownPin):  # it gave way
+                    self.manager.unpin_prefix(session, pin_id)
+            return
+        self._last_id += 1
+        tokens = np.array(self._extra.choice(self.prompts)[: self._extra.randrange(1, 60)], np.int32)
+        pinned = self.manager.pin_prefix(engine.session, f"pin {self._last_id}", self._extra.choice(_TENANTS), tokens, 60.0)
+        self.num_pinned += pinned.num_tokens > 0
+        self._pins += [(engine.session, pinned.pin_id)] if pinned.pin_id else []
+
     def _create(self, engine: Engine) -> None:
         self._last_id += 1
         tokens = self.random.choice(self.prompts)[: self.random.randrange(1, 60)]
@@ -138,6 +180,8 @@ class GroupedWorld:
                 new = [self.random.randrange(3)] if each.computed == len(each.tokens) < 90 else []
                 commits.append((i, each.computed, new))
                 lens[i] = each.computed
+            elif self.has_tail and each.computed == each.committed == len(each.tokens) < 90 and each.busy_until <= completed:
+                commits.append((i, each.committed, [self.random.randrange(3)]))  # goes on behind where it was cut
         for i, each in running.items():
             is_idle, kind = each.busy_until <= completed, draw()
             if kind < 0.05:

@@ -50,6 +50,8 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
             ("dropped by retention", pool.num_retention_dropped_blocks),
         ],
     )
+    if pool.groups:
+        yield "groups of layers: entries of tables with a block, left behind", [_of_group(group) for group in pool.groups]
     yield "prefix cache", _prefix_cache(pool)
     if pool.pool.num_host_blocks:
         yield "host tier", _host_tier(pool)
@@ -71,6 +73,11 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
         ],
     )
     yield "watches", [("open, cut off", _counts(pool.num_watches, pool.num_lagged_watches))]
+
+
+def _of_group(group: Any) -> tuple[str, str]:
+    kind = f"window of {group.window_tokens:,} tokens" if group.window_tokens else "all tokens"
+    return kind, _counts(group.num_held_entries, group.num_passed_entries)
 
 
 def _blocks(pool: Any) -> Rows:

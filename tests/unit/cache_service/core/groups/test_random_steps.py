@@ -32,6 +32,8 @@ def test_random_steps_read_what_was_written_for_them(
     assert sum(world.num_copies for world in worlds) > 5
     assert sum(world.num_cut for world in worlds) > 5
     assert sum(world.num_holes for world in worlds) > 0
+    assert sum(world.num_handed for world in worlds) > 0
+    assert sum(world.num_pinned for world in worlds) > 0
 
 
 @pytest.mark.parametrize("windows", [(0, 9), (0, 13, 13, 13)], ids=str)

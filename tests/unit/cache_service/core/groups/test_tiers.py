@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
+from kvkeeper.cache_service.core.inspection.explain import in_words
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.tiers.sequence_swap import SequenceSwapper
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
@@ -87,6 +88,26 @@ def test_a_hit_ends_where_a_window_has_gone_from_both_tiers() -> None:
     assert len(copies.transfer_kinds) >= hit // 2
     assert manager.view(A, 2).state is SequenceState.RUNNING
     assert manager.check_invariants() == []
+
+
+def test_an_explanation_names_the_group_whose_window_ends_a_hit() -> None:
+    manager = pool(num_host_blocks=0)
+    compute(manager, 1, list(range(11)))
+    manager.release(A, 1)
+    index = manager.state.index
+    nodes = index.match(index.find_root(""), np.arange(11, dtype=np.int32), 5)
+    manager.state.pool.expire(index.group_blocks[0][nodes[3:4]])
+    assert manager.check_invariants() == []
+    found = manager.explain_match("", np.array([*range(10), 99], np.int32))
+    assert (found.num_matched, found.num_hit, found.short_group) == (10, 6, 1)
+    assert "Group 1 of the layers lacks what its window reads" in in_words(found)
+
+
+def test_statistics_tell_what_each_group_holds() -> None:
+    manager = pool()
+    assert PoolManager(PoolConfig(9, 2)).group_stats() == []
+    compute(manager, 1, list(range(11)))
+    assert [tuple(group) for group in manager.group_stats()] == [(0, 6, 0), (5, 3, 3)]
 
 
 def _run(seeds: range) -> TierCounts:
