@@ -142,6 +142,23 @@ class CacheConfig:
     device: str = setting(
         "cpu", group="Pools", help="where pools are: cpu, cuda or cuda:N; engines on it need the same device", check=DEVICE
     )
+    device_wait: float = setting(
+        30.0,
+        group="Pools",
+        help="seconds that a start waits for memory of a CUDA device which an earlier run's engines still have",
+        check=between(0, 3600),
+        unit="seconds",
+        details="The log says so. The memory of a pool comes back when the last engine has unmapped it.",
+    )
+    quarantine_quiet: float = setting(
+        1.0,
+        group="Pools",
+        help="seconds that blocks a killed engine may have been writing on a CUDA device stay out of use after its end",
+        check=between(0, 60),
+        unit="seconds",
+        details="Kernels that it had queued run until the driver has ended them. make gpu-check measures how long"
+        " (quiet_after_ms of part a).",
+    )
     pool_memory: int = setting(
         256 * MIB,
         group="Pools",
@@ -353,7 +370,7 @@ class CacheConfig:
     remote: str = setting(
         "",
         group="Remote tier",
-        help="Valkey or Redis server in which cache services share blocks",
+        help="Valkey or Redis server, or master of a Mooncake store, in which cache services share blocks",
         example="rediss://cache.internal:6379/0",
         default_text="no remote tier",
         check=Check(FORM_WORDS, _remote_refusal),
@@ -365,6 +382,15 @@ class CacheConfig:
         help="file with the key that services share, and the user and password of the server",
         default_text="none",
         details="Lines key = ..., user = ... and password = ..., mode 0600. Services with the same key share blocks.",
+    )
+    remote_memory: int = setting(
+        0,
+        group="Remote tier",
+        help="memory of this machine that each pool gives to the store of mooncake://",
+        example="64GiB",
+        parse=parse_size,
+        check=size_between(0, 1 << 46),
+        details="A Mooncake store has no memory but what its clients give. What is in it is lost when this service ends.",
     )
     remote_ca: Path | None = setting(
         None,
@@ -448,6 +474,8 @@ class CacheConfig:
             raise ConfigError("--disk-path keeps blocks without an end, so it does not go with --prefix-ttl")
         if bool(self.remote) != (self.remote_secret is not None):
             raise ConfigError("a remote tier has a server and a secret, see --remote and --remote-secret")
+        if self.remote_memory and not self.remote.startswith("mooncake:"):
+            raise ConfigError("--remote-memory is given to a store of mooncake://, see --remote")
         if self.remote_ca is not None and not self.remote.startswith(("rediss:", "valkeys:")):
             raise ConfigError("--remote-ca is for a server under TLS, see --remote")
         if self.remote and not (self.host_memory or self.num_host_blocks):

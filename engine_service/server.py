@@ -36,7 +36,7 @@ from .loop.session_loop import CacheServiceRefused, keep_serving
 from .loop.time_limits import end_stalled
 from .loop.tracing import EngineTracing
 from .model.checkpoint.errors import ModelError, NoDeviceError
-from .model.split import WHOLE
+from .model.parallel.split import WHOLE
 from .ranks.failures import RankLost
 from .ranks.ranks import Ranks
 from .rpc.admission import connection_of
@@ -241,13 +241,19 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
 
     client = AsyncCacheClient(config.cache, call_options(config), credentials)
     if ranks is not None:
-        ranks.on_lost = partial(asyncio.get_running_loop().call_soon_threadsafe, engine.wake)
+        loop = asyncio.get_running_loop()
+        ranks.on_lost = lambda: _wake_from_a_thread(loop, engine)
     serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, endpoint.address, ranks))
     stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
     taking = asyncio.create_task(take_over()) if config.take_over else None
     return RunningServer(
         engine, config, service, text_work, intake, guard, serving, ready, endpoint, client, metrics, stalls, taking, ranks
     )
+
+
+def _wake_from_a_thread(loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(engine.wake)
 
 
 def _gateway_routers(config: EngineConfig, service: EngineService, engine: Engine, served: ServedModel) -> list[MethodRouter]:

@@ -40,6 +40,7 @@ from .pool_tier import Place, PoolTier
 
 log = structlog.get_logger()
 
+_LOOK_AGAIN = 0.25  # seconds, for memory of a device
 _MOST_ASKED = 1024  # blocks of a prompt, in one question to a remote server
 
 
@@ -159,11 +160,26 @@ class PoolRegistry:
         """Memory for so many pools, all of it asked for before the first is allocated. Raises OutOfMemory."""
         num_bytes, num_host_bytes = self._config.pool_memory, self._host_memory
         num_missing, num_missing_hosts = num_pools - len(self._spare), num_pools - len(self._spare_hosts)
-        self._memory.require(num_missing * num_bytes, num_missing_hosts * num_host_bytes)
+        await self._require(num_missing * num_bytes, num_missing_hosts * num_host_bytes)
         for _ in range(num_missing):
             self._spare.append(await asyncio.to_thread(self._memory.allocate, num_bytes))
         for _ in range(num_missing_hosts if num_host_bytes else 0):
             self._spare_hosts.append(await asyncio.to_thread(self._memory.allocate_host, num_host_bytes))
+
+    async def _require(self, num_bytes: int, num_host_bytes: int) -> None:
+        """Waits for memory of a device that an earlier run's engines have mapped, or that the driver takes back. See Memory."""
+        deadline = self._now() + self._config.device_wait
+        is_told = False
+        while True:
+            try:
+                return self._memory.require(num_bytes, num_host_bytes)
+            except OutOfMemory as error:
+                if not error.on_device or self._now() >= deadline:
+                    raise
+                if not is_told:
+                    log.warning("waiting_for_device_memory", why=str(error), seconds=self._config.device_wait)
+                    is_told = True
+            await asyncio.sleep(_LOOK_AGAIN)
 
     def _check_groups(self, spec: KvSpec) -> None:
         """Raises NotImplementedYet for a tail where pools have what it does without."""
@@ -269,7 +285,8 @@ class PoolRegistry:
             await asyncio.to_thread(directory.add_hosts, kept, host_arena, manager.config.num_host_blocks)
 
     def _keeper(self, manager: PoolManager, kept: KeptPool) -> PoolKeeper:
-        return PoolKeeper(manager, kept, BlockDigests(kept) if self._config.block_digests else None)
+        quiet = self._config.quarantine_quiet if self.is_on_device else 0.0
+        return PoolKeeper(manager, kept, BlockDigests(kept) if self._config.block_digests else None, quiet)
 
     def _forget_file(self, arena: Arena) -> None:
         """Of an arena that is closed and not kept."""

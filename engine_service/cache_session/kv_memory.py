@@ -200,7 +200,7 @@ async def open_memory(
         arena = await session.attach(step_lane=config.step_carrier == "auto")
         block_bytes = session.pool.block_bytes
         assert block_bytes == layout.block_bytes, "both services compute a block's size alike"
-        arena.pin_hosts()
+        _require_index(arena, model.device)
         memory = arena_tensor(arena)
         runner: Runner = model.make_runner(layout.view(memory), layout)
         others: RankedRunner | None = None
@@ -216,13 +216,15 @@ async def open_memory(
         with contextlib.suppress(KvkeeperError):
             await session.close()
         raise
-    if model.make_ready is not None:
-        limits = limits_of(session.pool, model, config)
-        try:
+    try:
+        if arena.is_on_device:
+            await _renewing(made, arena.pin_hosts)  # seconds for each 10 GB
+        if model.make_ready is not None:
+            limits = limits_of(session.pool, model, config)
             await _renewing(made, partial(model.make_ready, made.runner, StepBounds(limits.num_rows, limits.max_len)))
-        except BaseException:
-            await made.close()
-            raise
+    except BaseException:
+        await made.close()
+        raise
     return made
 
 
@@ -248,6 +250,17 @@ async def _renewing(memory: KvMemory, work: Callable[[], None]) -> None:
     finally:
         await asyncio.wait({working})  # until then it reads the arena
     await working
+
+
+def _require_index(arena: Arena, device: torch.device) -> None:
+    """Raises KvkeeperError where the pool's memory is on another device than the model, by the indices of this process."""
+    if not arena.is_on_device:
+        return
+    index = arena.device_bytes().device
+    if index != (device.index or 0):
+        arena.close()
+        message = f"its pools are on another CUDA device: start this engine with --device cuda:{index}"
+        raise KvkeeperError(grpc.StatusCode.FAILED_PRECONDITION, message=message)
 
 
 def _require_device(pool: pb.PoolInfo, device: torch.device) -> None:

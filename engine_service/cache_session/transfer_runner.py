@@ -12,7 +12,7 @@ import torch
 
 from kvkeeper.client.steps import StepResult
 
-from ..compute.move_blocks import move_blocks
+from ..ranks.move_blocks import move_blocks
 from ..scheduler.state.preemption_cost import Moved
 
 _NO_BLOCKS = torch.empty((0, 1), dtype=torch.uint8)

@@ -82,6 +82,11 @@ class CudaQueue:
             return _Event()
 
 
+def queue_of(device: torch.device) -> DeviceQueue:
+    """The order in which this device works."""
+    return CudaQueue(device) if device.type == "cuda" else HostQueue()
+
+
 class _Event:
     """An event that lets the processor sleep while it is waited for: the loop goes on meanwhile."""
 

@@ -5,9 +5,10 @@ its own and knows no sequence: the block tables say which blocks to read and wri
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import structlog
@@ -25,10 +26,13 @@ from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup
 from ..model.stored_attention import StoredAttention, build_stored_attention
 from ..values.batch import Batch
+from .device_queue import DeviceQueue, queue_of
 from .graphs.graph_api import GraphApi
 from .graphs.graphed_decode import DecodeShape, GraphedDecode, capture_decode
 from .graphs.sizes import MOST_ROWS
 from .graphs.warm_up import warm_up_batches, warm_up_sampling
+from .last_tokens import LastTokens
+from .step_logits import StepLogits
 from .upload import upload_to
 
 log = structlog.get_logger()
@@ -62,7 +66,7 @@ class Runner(Protocol):
 
 
 @runtime_checkable
-class WarmedRunner(Runner, Protocol):
+class Warmed(Protocol):
     """A Runner with something to do before its first step, as on a device."""
 
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None: ...
@@ -135,7 +139,14 @@ def _needed_layout(model: Model, layout: AnyLayout, groups: Sequence[LayerGroup]
 class ModelRunner:
     """A decoder on an arena."""
 
-    def __init__(self, model: Model, kv_view: torch.Tensor, layout: AnyLayout, groups: Sequence[LayerGroup] = ()) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv_view: torch.Tensor,
+        layout: AnyLayout,
+        groups: Sequence[LayerGroup] = (),
+        queue: DeviceQueue | None = None,
+    ) -> None:
         """
         Args:
             model: the loaded decoder.
@@ -143,6 +154,7 @@ class ModelRunner:
                 head_dim].
             layout: the arena's.
             groups: of the layers; () where a block has all of them, and no tail is beside it.
+            queue: the order in which the arena's device works; None: that of its kind.
 
         Raises:
             ModelError: the arena's layout is not the model's.
@@ -161,7 +173,9 @@ class ModelRunner:
         self._layout = layout
         self._groups = groups
         self._scratch = Scratch(kv_view.device)
-        self._upload = upload_to(kv_view)
+        self.queue = queue or queue_of(kv_view.device)
+        self._upload = upload_to(kv_view, self.queue)
+        self.last_tokens = LastTokens(kv_view.device)
         self._num_positions = 0  # that the model has tables for, once it is made ready
         self.graphed: GraphedDecode | None = None
 
@@ -194,8 +208,12 @@ class ModelRunner:
         self._num_positions = self._model.reserve_positions(bounds.most_tokens)
         width = -(-bounds.most_tokens // self._layout.block_size)
         shape = DecodeShape(min(bounds.most_rows, MOST_ROWS), width, self._num_positions, max(len(self._groups), 1))
+        self.last_tokens.fix(bounds.most_rows + 1)
+        device = self._kv_view.device
         try:
-            self.graphed = capture_decode(self._plain_decode, shape, self._kv_view.device, graphs, progress=progress)
+            self.graphed = capture_decode(
+                self._plain_decode, shape, device, graphs, self.queue, self.last_tokens, progress=progress
+            )
         except Exception:  # whatever a driver says of it, the engine can serve
             log.exception("graphs_failed", message="decodes are computed without CUDA graphs; --no-graphs does not try them")
             self.synchronize()
@@ -219,22 +237,34 @@ class ModelRunner:
         Returns:
             Logits of batch.logit_rows, float32 [R, vocab_size], valid until the next call.
         """
-        if self.graphed is not None:
-            with self._current_device():
-                if (logits := self.graphed.forward(batch)) is not None:
-                    return logits
+        return self.stage(batch)().values
+
+    def stage(self, batch: Batch) -> Callable[[], StepLogits]:
+        """Take what the batch says; it may change before the call that computes it, as forward does, is made."""
+        if self.graphed is not None and (replay := self.graphed.stage(batch)) is not None:
+            return partial(self._on_device, replay)
         arrays = {"token_ids": batch.token_ids, "positions": batch.positions, "logit_rows": batch.logit_rows}
+        if batch.awaited_rows is not None:
+            arrays["awaited_rows"] = batch.awaited_rows
+        upload = self._upload.stage(arrays | attention_arrays(batch))
+        return partial(self._on_device, partial(self._plain, upload, int(batch.positions.max())))
+
+    @torch.inference_mode()
+    def _on_device(self, compute: Callable[[], StepLogits]) -> StepLogits:
         with self._current_device():
-            tensors = self._upload(arrays | attention_arrays(batch))
-            metadata = self._attention(tensors, self._scratch)
-            return self._model.forward(
-                tensors["token_ids"],
-                tensors["positions"],
-                int(batch.positions.max()),
-                self._kv_view,
-                metadata,
-                tensors["logit_rows"],
-            )
+            return compute()
+
+    def _plain(self, upload: Callable[[], Mapping[str, torch.Tensor]], max_position: int) -> StepLogits:
+        """Without a graph."""
+        tensors = upload()
+        token_ids = tensors["token_ids"]
+        if "awaited_rows" in tensors:
+            token_ids = self.last_tokens.filled_there(token_ids, tensors["awaited_rows"])
+        metadata = self._attention(tensors, self._scratch)
+        logits = self._model.forward(
+            token_ids, tensors["positions"], max_position, self._kv_view, metadata, tensors["logit_rows"]
+        )
+        return StepLogits(logits)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Run (source, destination) block copies in order; a later one sees what earlier ones wrote."""

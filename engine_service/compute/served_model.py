@@ -28,12 +28,12 @@ from ..model.dtype_name import INT8, DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
 from ..model.layer_groups import LayerGroup, group_layers
 from ..model.loader import load_model
-from ..model.split import WHOLE, Split, require_one_rank
+from ..model.parallel.split import WHOLE, Split, require_one_rank
 from ..outputs.model_text import ModelText
 from ..outputs.tokenizer import Tokenizer
 from ..values.sampling_params import NEUTRAL, SamplingParams
 from .graphs.graph_api import CudaGraphs
-from .model_runner import AnyLayout, Model, ModelRunner, Runner, StepBounds, WarmedRunner, kv_layout_of
+from .model_runner import AnyLayout, Model, ModelRunner, Runner, StepBounds, Warmed, kv_layout_of
 from .sampling_defaults import read_sampling_defaults
 from .self_check import load_checked_model
 from .stored_model import format_for, refuse_stored, stored_model
@@ -121,7 +121,7 @@ def _ready_on_device(served: ServedModel, config: EngineConfig, *, progress: boo
         return served
 
     def make_ready(runner: Runner, bounds: StepBounds) -> None:
-        assert isinstance(runner, WarmedRunner), "made by this model"
+        assert isinstance(runner, Warmed), "made by this model"
         graphs = CudaGraphs(served.device) if config.graphs and served.num_ranks == 1 else None
         runner.make_ready(bounds, graphs, with_retention=not served.refuses_retention, progress=progress)
 

@@ -4,6 +4,7 @@ Values in, values out; it never sees a request's stream or the session, and a fa
 and read later: on a device the next one may be launched in between, and goes on from tokens that nobody has read.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +15,7 @@ import structlog
 import torch
 
 from ..scheduler.work import PromptScore, Work
+from ..values.batch import Batch
 from ..values.beam_values import Candidates, SearchRow
 from ..values.sampling_params import SamplingRow, are_likeliest
 from ..values.token_logprobs import TokenLogprobs
@@ -21,8 +23,9 @@ from .beam_candidates import find_candidates
 from .device_queue import DeviceQueue, HostQueue, Mark
 from .last_tokens import LastTokens
 from .logprobs import LogprobTensors, find_logprobs
-from .model_runner import Runner
-from .sampler import SampledTokens, draw, joined, split
+from .model_runner import ModelRunner, Runner
+from .sampler import SampledTokens, draw, tokens_of
+from .step_logits import StepLogits
 from .upload import at_device
 
 log = structlog.get_logger()
@@ -59,11 +62,13 @@ class Computed:
 class _Results:
     """What the device leaves for the host: to be read once it has got that far."""
 
-    flat: torch.Tensor | None = None  # tokens, whether each is finite and can go on, and whether each of unfinished is finite
+    told: torch.Tensor | None = None  # the tokens that were drawn, or why there is none
+    is_finite: torch.Tensor | None = None  # of each of unfinished
     logprobs: LogprobTensors | None = None
     scores: list[LogprobTensors] = field(default_factory=list)
     candidates: SequenceOf[Candidates | None] = ()
     has_failed: bool = False
+    is_launched: bool = False
 
 
 class Launched:
@@ -79,6 +84,7 @@ class Launched:
         """
         try:
             self._mark.wait()
+            assert self._results.is_launched, "the device has not got that far"
             if self._results.has_failed:
                 self._runner.synchronize()
                 return None
@@ -92,25 +98,26 @@ class Launched:
         scores = [
             found.told([score.num_top] * len(score.token_ids)) for score, found in zip(work.scores, results.scores, strict=True)
         ]
-        if results.flat is None:
-            return Computed()
-        sampled, is_finite = split(results.flat, len(rows))
+        broken = [] if results.is_finite is None else torch.nonzero(~results.is_finite)[:, 0].tolist()
+        sampled = _NO_TOKENS if results.told is None else tokens_of(results.told.numpy())
         logprobs: dict[int, TokenLogprobs] = {}
         if results.logprobs is not None:
             asked = _asked(rows)
             bad = {*sampled.bad_rows, *sampled.stuck_rows}
             told = zip(asked, results.logprobs.told([count for _, count in asked]), strict=True)
             logprobs = {row: found for (row, _), found in told if row not in bad}
-        return Computed(sampled, logprobs, results.candidates, scores, np.flatnonzero(is_finite == 0).tolist())
+        return Computed(sampled, logprobs, results.candidates, scores, broken)
 
 
 class StepCompute:
     """A model on one session's memory, and the tokens that its steps have drawn."""
 
     def __init__(self, runner: Runner, queue: DeviceQueue | None = None) -> None:
-        """queue: of the device that the model computes on; None: it computes when it is called."""
-        self._runner, self._queue = runner, queue or HostQueue()
-        self._last = LastTokens()
+        """queue: the order in which the model's device works; None: the runner's own, or it computes when it is called."""
+        self._runner = runner
+        has_own = isinstance(runner, ModelRunner)
+        self._queue = queue or (runner.queue if has_own else HostQueue())
+        self._last = runner.last_tokens if has_own else LastTokens()
 
     @property
     def is_immediate(self) -> bool:
@@ -120,42 +127,60 @@ class StepCompute:
     def launch(self, work: Work, how: StepRows) -> Launched:
         """Begin a step behind those that were launched before. At most two are not read yet."""
         results = _Results()
-        self._queue.submit(partial(self._run, work, how, results))
+        try:
+            forward = None if work.batch is None else self._stage(work.batch)
+            self._queue.submit(partial(self._run, forward, work, how, results))
+        except Exception:
+            log.exception("batch_failed")
+            results.has_failed = results.is_launched = True
         return Launched(self._runner, work, how, results, self._queue.mark())
 
-    def _run(self, work: Work, how: StepRows, results: _Results) -> None:
+    def _stage(self, batch: Batch) -> Callable[[], StepLogits]:
+        """The forward pass, to be run in the order of the device."""
+        if isinstance(self._runner, ModelRunner):
+            return self._runner.stage(batch)
+        return partial(self._forward_with_known, batch)
+
+    def _forward_with_known(self, batch: Batch) -> StepLogits:
+        """Of a runner that takes its tokens from the host."""
+        if batch.awaited_rows is not None:
+            batch = replace(batch, token_ids=self._last.filled(batch.token_ids, batch.awaited_rows), awaited_rows=None)
+        return StepLogits(self._runner.forward(batch))
+
+    def _run(self, forward: Callable[[], StepLogits] | None, work: Work, how: StepRows, results: _Results) -> None:
         try:
-            self._copy_forward_sample(work, how, results)
+            self._runner.copy_blocks(work.copies)
+            if forward is not None:
+                self._forward_and_sample(forward, work, how, results)
         except Exception:
             log.exception("batch_failed")
             results.has_failed = True
+        results.is_launched = True
 
-    def _copy_forward_sample(self, work: Work, how: StepRows, results: _Results) -> None:
-        runner, fetch, batch = self._runner, self._queue.fetch, work.batch
-        runner.copy_blocks(work.copies)
-        if batch is None:
-            return
-        if batch.awaited_rows is not None:
-            batch = replace(batch, token_ids=self._last.filled(batch.token_ids, batch.awaited_rows), awaited_rows=None)
-        logits = runner.forward(batch)
+    @torch.inference_mode()
+    def _forward_and_sample(self, forward: Callable[[], StepLogits], work: Work, how: StepRows, results: _Results) -> None:
+        fetch, step = self._queue.fetch, forward()
+        logits = step.values
         results.scores = [_score(logits, score).fetched(fetch) for score in work.scores]
-        is_finite = _is_finite(logits, work)
+        if len(work.check_idx):
+            results.is_finite = fetch(torch.isfinite(logits[at_device(work.check_idx, logits)].amax(dim=1)))
         if how.searched:
             results.candidates = find_candidates(logits[at_device(work.search_idx, logits)], how.searched)
         if not (rows := how.sampled):
-            results.flat = fetch(is_finite.long())
             return
         # One prompt's row of logits serves all its continuations.
-        is_whole = np.array_equal(work.logit_idx, np.arange(len(logits)))
-        logits = logits if is_whole else logits[at_device(work.logit_idx, logits)]
-        drawn = draw(logits, rows, self._last)
-        if len(rows) == len(work.sampled):  # behind guesses the host has to look which of them are kept
+        if not np.array_equal(work.logit_idx, np.arange(len(logits))):
+            logits = logits[at_device(work.logit_idx, logits)]
+            step = StepLogits(logits)
+        drawn = draw(step, rows, self._last)
+        results.told = fetch(drawn.told)
+        are_kept = drawn.token_ids is step.likeliest  # the graph that found them has left them there
+        if not are_kept and len(rows) == len(work.sampled):  # of guesses the host has to say which are right
             self._last.put(work.sample_rows, drawn.token_ids[: len(work.sample_rows)])
         if asked := _asked(rows):
             picked = at_device(np.array([row for row, _ in asked]), logits)
             found = find_logprobs(logits[picked], drawn.token_ids[picked], max(count for _, count in asked))
             results.logprobs = found.fetched(fetch)
-        results.flat = fetch(joined(drawn, is_finite))
 
 
 def _asked(rows: SequenceOf[SamplingRow]) -> list[tuple[int, int]]:
@@ -163,13 +188,6 @@ def _asked(rows: SequenceOf[SamplingRow]) -> list[tuple[int, int]]:
     if are_likeliest(rows):
         return []
     return [(index, row.num_logprobs) for index, row in enumerate(rows) if row.num_logprobs is not None]
-
-
-def _is_finite(logits: torch.Tensor, work: Work) -> torch.Tensor:
-    """Of each of work.unfinished, on the logits' device."""
-    if not len(work.check_idx):
-        return logits.new_ones(0, dtype=torch.bool)
-    return torch.isfinite(logits[at_device(work.check_idx, logits)].amax(dim=1))
 
 
 def _score(logits: torch.Tensor, score: PromptScore) -> LogprobTensors:

@@ -26,8 +26,8 @@ from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from .attention import AttentionMetadata, StepAttention, attend_stored
 from .config import ModelConfig
 from .experts import ExpertWeights, MlpWeights, Weight, apply_mlp
+from .parallel.split import WHOLE, Split
 from .rope import RotaryTable
-from .split import WHOLE, Split
 from .stored_attention import StoredAttention, StoredMetadata, attend_as_stored
 
 

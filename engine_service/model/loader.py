@@ -22,8 +22,8 @@ from .checkpoint.safetensors_files import StoredTensor, iterate_stored, iterate_
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder
 from .dtype_name import INT8, DtypeChoice, dtype_name
+from .parallel.split import WHOLE, Split, config_of_rank
 from .quantised.restored import restored
-from .split import WHOLE, Split, config_of_rank
 from .weight_map import allocate_weights, biases_added_up, norms_of, pair_rotated
 
 log = structlog.get_logger()
@@ -66,8 +66,10 @@ def load_model(
         tensors: Iterator[tuple[str, str, torch.Tensor | StoredTensor]]
         if config.scheme is not None:
             tensors = restored(_counted(iterate_tensors(files), bar), config.scheme)
+        elif split.num_ranks == 1:
+            tensors = _counted(iterate_tensors(files), bar)
         else:
-            tensors = _counted(iterate_tensors(files) if split.num_ranks == 1 else iterate_stored(files), bar)
+            tensors = _counted(iterate_stored(files), bar)
         has_no_head = config.tied_embeddings or not split.is_first
         for file_name, name, tensor in tensors:
             if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and has_no_head):

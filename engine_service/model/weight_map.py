@@ -13,11 +13,11 @@ from .decoder import DecoderWeights, LayerWeights
 from .experts import ExpertWeights, MlpWeights, StackedExperts, Weight
 from .families.family import ExpertNames
 from .families.table import FAMILIES
+from .parallel.split import WHOLE, Split, config_of_rank
 from .rope import rotated_order
-from .split import WHOLE, Split, config_of_rank
 
 _Empty = Callable[..., torch.Tensor]
-_ALL = (slice(None),)
+_ALL: tuple[slice, ...] = (slice(None),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def _stacked_destinations(
         for suffix, whole in (("", weight.data.transpose(1, 2)), ("_bias", weight.bias)):
             if whole is None:
                 continue
-            shape, place = list(whole.shape), _ALL
+            shape, place = list(whole.shape), tuple(_ALL)
             if is_paired:
                 shape[-1], place = 2 * width, (*_ALL * (whole.ndim - 1), pairs)
             elif not suffix:

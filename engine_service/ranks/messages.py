@@ -93,7 +93,7 @@ def decode_batch(body: bytearray) -> Batch:
         at += _padded(num_bytes)
     sink_lens, window_lens = (found.pop(name) for name in _RETENTION)
     retention = None if sink_lens is None or window_lens is None else BatchRetention(sink_lens, window_lens)
-    return Batch(**found, retention=retention)
+    return Batch(**found, retention=retention)  # type: ignore[arg-type]
 
 
 def encode_ids(ids: list[int]) -> bytes:
@@ -101,7 +101,7 @@ def encode_ids(ids: list[int]) -> bytes:
 
 
 def decode_ids(body: bytes | bytearray) -> list[int]:
-    return np.frombuffer(body, "<i8").tolist()  # type: ignore[no-any-return]
+    return np.frombuffer(body, "<i8").tolist()
 
 
 def _padded(num_bytes: int) -> int:

@@ -63,7 +63,7 @@ class RankProcess:
 
         from ..compute.cpu_kernels import switch_kernels
         from ..config import EngineConfig
-        from ..model.split import Split
+        from ..model.parallel.split import Split
         from .meeting import Meeting
         from .rank_model import load_rank_model
 
@@ -97,10 +97,10 @@ class RankProcess:
         import numpy as np
 
         from ..compute.model_runner import ModelRunner, StepBounds
-        from ..compute.move_blocks import move_blocks
+        from .move_blocks import move_blocks
 
         if kind == Kind.TRANSFERS:
-            orders = np.frombuffer(body, "<i8").reshape(4, -1).T.tolist()
+            orders = zip(*np.frombuffer(body, "<i8").reshape(4, -1).tolist(), strict=True)
             self._failed += move_blocks(mapped.device_blocks, mapped.host_blocks, orders)[1]
         elif kind == Kind.COPIES:
             mapped.runner.copy_blocks([(source, to) for source, to in np.frombuffer(body, "<i8").reshape(-1, 2).tolist()])

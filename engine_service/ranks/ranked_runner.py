@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from kvkeeper.client.steps import StepResult
-from kvkeeper.kernels.layout import KvLayout
 
 from ..compute.graphs.graph_api import GraphApi
-from ..compute.model_runner import ModelRunner, Runner, StepBounds
+from ..compute.model_runner import AnyLayout, ModelRunner, Runner, StepBounds
 from ..values.batch import Batch
 from .failures import RankLost, SumFailed
 from .messages import Kind, decode_ids, encode_batch
@@ -36,7 +35,7 @@ class RankedRunner:
         return self._own.vocab_size
 
     @property
-    def layout(self) -> KvLayout:
+    def layout(self) -> AnyLayout:
         return self._own.layout
 
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:

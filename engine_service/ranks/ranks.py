@@ -16,7 +16,7 @@ import torch
 from kvkeeper.client.cache import AsyncCacheSession
 
 from ..config import EngineConfig
-from ..model.split import Split
+from ..model.parallel.split import Split
 from .failures import RankLost
 from .meeting import Meeting
 from .messages import Kind

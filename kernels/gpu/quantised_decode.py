@@ -12,7 +12,7 @@ from ..quantised.formats import FP8
 from ..quantised.layout import QuantisedLayer
 from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options
 from .decode_work import DecodeWork, plan_work, visible_tiles
-from .paged_attention_decode import MERGED_AT_ONCE, merge_items_kernel
+from .paged_attention_decode import merge_items
 from .sizes import power_of_2
 from .stored_tiles import find_tokens, half_scores, load_side, pointers_of, take_halves
 
@@ -63,7 +63,7 @@ def quantised_decode_kernel(
         if seq < 0:
             return
     seq_len = tl.load(len_ptr + seq)
-    first, _, num_tiles = visible_tiles(seq_len, seq_len * 0, seq_len * 0, window, T)
+    first, _num_sinks, num_tiles = visible_tiles(seq_len, seq_len * 0, seq_len * 0, window, T)
     begin, end, is_part = num_tiles * 0, num_tiles, num_tiles < 0
     if items_ptr is not None:
         begin, end = tl.load(items_ptr + item * 4 + 1), tl.load(items_ptr + item * 4 + 2)
@@ -84,7 +84,7 @@ def quantised_decode_kernel(
     if tail_ptr is not None:
         tail_values += tail_side_stride
     for tile in range(begin + first // T, end + first // T):
-        _, live, blocks, pages, slots = find_tokens(table_ptr, tail_table_ptr, tile, first, seq_len, T, BLOCK_SIZE)
+        _tokens, live, blocks, pages, slots = find_tokens(table_ptr, tail_table_ptr, tile, first, seq_len, T, BLOCK_SIZE)
         k_low, k_high, k_scales = load_side(
             elements_ptr, scales_ptr, tail_ptr, blocks, pages, slots, live, kv_head, block_stride, scale_stride, tail_stride,
             PACKED, FLOAT, KV_HEADS, HEAD_DIM, DH, COMPUTE,
@@ -168,20 +168,10 @@ def quantised_decode(
         T=64 if half <= 64 else 32,
         COMPUTE=COMPUTE_TYPES[q.dtype],
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if half > 32 else 2,  # with three, the smaller ones spill
     )
     if work is not None:
-        merge_items_kernel[num_heads, num_seqs](
-            part,
-            lse,
-            work.runs,
-            out,
-            0,
-            HEAD_DIM=head_dim,
-            D=power_of_2(head_dim),
-            AT_ONCE=MERGED_AT_ONCE,
-            num_warps=4,
-        )
+        merge_items(part, lse, work.runs, out)
     return out
 
 

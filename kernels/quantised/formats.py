@@ -92,10 +92,11 @@ def quantise(x: torch.Tensor, kv_format: KvFormat) -> tuple[torch.Tensor, torch.
 
 def dequantise(elements: torch.Tensor, scales: torch.Tensor, kv_format: KvFormat, dtype: torch.dtype) -> torch.Tensor:
     """Numbers [..., head_dim] of elements, uint8 [..., row_bytes], and bits of scales, int16 [...]."""
-    if not kv_format.most:
-        return elements.view(kv_format.dtype).to(dtype)
     if kv_format.dtype is None:
         numbers = torch.cat((elements & 15, elements >> 4), -1).to(torch.float32) - 8
     else:
-        numbers = elements.view(kv_format.dtype).to(torch.float32)
+        stored = elements.view(kv_format.dtype)
+        if not kv_format.most:
+            return stored.to(dtype)
+        numbers = stored.to(torch.float32)
     return (numbers * scale_values(scales)[..., None]).to(dtype)

@@ -28,6 +28,7 @@ NAMES = (
     "speculation",
     "quality",
     "groups",
+    "tensor_parallel",
     "kv_dtypes",
     "trace",
     "hints",

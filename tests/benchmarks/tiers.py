@@ -4,9 +4,10 @@ Both sides of the first take turns: blocks in batches, in the four threads of th
 O_DIRECT reads and writes the same places with one call a block and nothing else; the slab makes digests and rows beside it.
 Nothing of it is in the system's cache, so reads are cold. The remote tier's store takes turns with a pipelined client of
 redis-py on the same server, with values of the same size, in the same batches and threads; the store makes digests and keyed
-checks beside it, asks for the era with each batch, and has the bytes in the arena at the end. The last is a 32 M parameter
-Llama in both services, one thread: prompts of 2,000 tokens that lie in the tier alone, after pool and host tier have had
-others, against prompts that are new. What is measured there decides whether a load pays; with `always` every load is ordered.
+checks beside it, asks for the era with each batch, and has the bytes in the arena at the end. Then a 32 M parameter Llama in
+both services, one thread: prompts of 2,000 tokens that lie in the tier alone, after pool and host tier have had others, against
+prompts that are new. What is measured there decides whether a load pays; with `always` every load is ordered. The last are the
+times between the tokens of one stream beside others, while the server of the remote tier answers, hangs, or is gone.
 """
 
 import asyncio
@@ -26,11 +27,12 @@ from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.memory.disk.disk_threads import NUM_THREADS
 from kvkeeper.cache_service.memory.disk.slab import Slab, make_slab
 from kvkeeper.cache_service.memory.kept_file import make_file
+from kvkeeper.cache_service.memory.remote.redis_server import RedisServer as RedisPlaces
 from kvkeeper.cache_service.memory.remote.remote_address import parse_address
 from kvkeeper.cache_service.memory.remote.remote_store import RemoteStore
 from kvkeeper.cache_service.memory.remote.secret import read_secret
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
-from kvkeeper.client import AsyncCacheClient, AsyncEngineClient
+from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, Sampling
 from tests.benchmarks.both_services import ask
 from tests.benchmarks.llama import build_folder, random_prompt
 from tests.benchmarks.processes import process
@@ -38,7 +40,7 @@ from tests.support.remote.redis_server import PASSWORD, RedisServer
 
 _SLAB_BYTES, _HOST_BYTES, _REMOTE_BYTES = 768 << 20, 256 << 20, 192 << 20
 _NUM_TURNS = 6
-_PROMPT_TOKENS, _NUM_PROMPTS = 2_000, 6
+_PROMPT_TOKENS, _NUM_PROMPTS, _STREAM_TOKENS = 2_000, 6, 300
 
 Work = Callable[[list[TierOrder]], None]
 
@@ -55,6 +57,8 @@ def figures() -> Iterator[dict[str, object]]:
             for worth in ("auto", "always"):
                 found = asyncio.run(_first_tokens(folder, tier, worth))
                 yield {"case": "first token", "tier": tier, "worth": worth, "prompt_tokens": _PROMPT_TOKENS, **found}
+        for row in asyncio.run(_others(folder)):
+            yield {"case": "others, while the remote tier's server", **row}
 
 
 def _rates(block_bytes: int) -> dict[str, object]:
@@ -113,7 +117,8 @@ def _remote_rates(server: RedisServer, block_bytes: int) -> dict[str, object]:
     """The store beside a bare client; both have a connection for each thread."""
     spec = KvSpec(b"bench", "bench", 0, 0, 0, 0, 16, page_bytes=block_bytes)
     address = parse_address(server.address)
-    store = RemoteStore(address, read_secret(server.secret()), spec, ttl=3600.0, timeout=60.0)
+    secret = read_secret(server.secret())
+    store = RemoteStore(RedisPlaces(address, secret, ttl=3600.0, timeout=60.0), secret, spec)
     bare = redis.Redis(address.host, address.port, password=PASSWORD, protocol=2, socket_timeout=60.0)
     arena = SharedMemoryArena(_REMOTE_BYTES)
     arena.array[:] = np.random.default_rng(1).integers(0, 256, len(arena.array), np.uint8)
@@ -205,8 +210,54 @@ async def _first_tokens(folder: str, tier: str, worth: str) -> dict[str, object]
         }
 
 
+async def _others(folder: str) -> list[dict[str, object]]:
+    """Times between the tokens of one stream while short prompts, which ask the server, come and go; turn by turn."""
+    gaps: dict[str, list[float]] = {"answers": [], "hangs": [], "is gone": []}
+    num_asked = dict.fromkeys(gaps, 0)
+    async with AsyncExitStack() as stack:
+        server = stack.enter_context(closing(RedisServer(Path(stack.enter_context(tempfile.TemporaryDirectory())))))
+        cache, engine = await stack.enter_async_context(_services(folder, "remote", "always", server))
+        rng = np.random.default_rng(3)
+
+        async def come_and_go(state: str) -> None:
+            while True:
+                await ask(engine, random_prompt(rng, 48), 1)
+                num_asked[state] += 1
+
+        for state in ("answers", "hangs", "answers", "is gone") * 2:
+            {"hangs": server.hang, "is gone": server.kill}.get(state, lambda: None)()
+            others = asyncio.create_task(come_and_go(state))
+            gaps[state] += await _gaps(engine, random_prompt(rng, 64))
+            others.cancel()
+            await asyncio.gather(others, return_exceptions=True)
+            {"hangs": server.go_on, "is gone": server.start}.get(state, lambda: None)()
+        pool = (await cache.stats()).pools[0]
+    return [
+        {
+            "state": state,
+            "token_p50_ms": round(float(np.median(each)) * 1e3, 2),
+            "token_p99_ms": round(float(np.percentile(each, 99)) * 1e3, 2),
+            "prompts": num_asked[state],
+            "rests": pool.num_remote_rests,
+        }
+        for state, each in gaps.items()
+    ]
+
+
+async def _gaps(engine: AsyncEngineClient, prompt: np.ndarray) -> list[float]:
+    """Seconds between the tokens of a stream."""
+    sampling = Sampling(max_tokens=_STREAM_TOKENS, temperature=0.0, repetition_penalty=1.0, ignore_eos=True)
+    times = list[float]()
+    async with engine.generate(prompt, GenerateOptions(sampling=sampling)) as chunks:
+        async for _ in chunks:
+            times.append(time.perf_counter())
+    return np.diff(times).tolist()
+
+
 @asynccontextmanager
-async def _services(folder: str, tier: str, worth: str) -> AsyncIterator[tuple[AsyncCacheClient, AsyncEngineClient]]:
+async def _services(
+    folder: str, tier: str, worth: str, server: RedisServer | None = None
+) -> AsyncIterator[tuple[AsyncCacheClient, AsyncEngineClient]]:
     """Both services, with room for two of the prompts in the pool and for two in the host tier."""
     async with AsyncExitStack() as stack:
         own = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
@@ -214,7 +265,7 @@ async def _services(folder: str, tier: str, worth: str) -> AsyncIterator[tuple[A
         sizes = ("--num-pools", "1", "--num-blocks", "300", "--num-host-blocks", "300", "--tier-worth", worth)
         below: tuple[str, ...] = ("--disk-path", f"{own}/disk", "--disk-memory", "2GiB")
         if tier == "remote":
-            server = stack.enter_context(closing(RedisServer(Path(own))))
+            server = server or stack.enter_context(closing(RedisServer(Path(own))))
             below = ("--remote", server.address, "--remote-secret", str(server.secret()), "--remote-admit", "all")
         flags = ("--listen", cache, "--runtime-dir", own, *sizes, *below)
         await stack.enter_async_context(process("-m", "kvkeeper.cache_service", *flags))

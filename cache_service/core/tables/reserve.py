@@ -9,7 +9,7 @@ import numpy as np
 
 from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
-from ..values.types import NO_INT32, NULL_BLOCK, Int32Array, Int64Array
+from ..values.types import NO_INT32, Int32Array, Int64Array
 from .step_log import Grants, StepLog
 
 
@@ -94,8 +94,7 @@ class Reservations:
         others = pool.fence_counts[blocks]
         if others.any():  # a session's own steps run in order, so its own fences do not matter here
             others = others - np.count_nonzero(owner.fenced_blocks()[:, None] == blocks, axis=0)
-        is_due = (pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0)
-        return places[is_due & (blocks != NULL_BLOCK) if seqs.has_tail else is_due]
+        return places[(pool.ref_counts[blocks] > 1) | pool.indexed[blocks] | (others > 0)]
 
     def _reserve_in_order(
         self, owner: SessionState, log: StepLog, slots: Int64Array, least: Int32Array, wanted: Int32Array

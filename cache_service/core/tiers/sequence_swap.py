@@ -127,7 +127,7 @@ class SequenceSwapper:
         named = (nodes > 0) & (index.hosts_of(blocks) == 0)
         index.add_hosts(nodes[named], copies[named], index.groups_of(blocks[named]))
         host.pool.mark_indexed(copies[named])
-        for order in self.offloader.order_swap_outs(blocks, copies):
+        for order in self.offloader.prepare_store(blocks, copies):
             order.add_waiter(move, 0)
             self.offloader.outs.setdefault(order.source, order)
         host_table = np.zeros(len(table), np.int32)
@@ -227,7 +227,7 @@ class SequenceSwapper:
             order.add_waiter(move, at)
         if len(missing):
             root = int(self._sequences.roots[move.slot])
-            blocks[missing], orders = self.offloader.order_loads(hosts[missing], root)
+            blocks[missing], orders = self.offloader.prepare_load(hosts[missing], root)
             for order, at in zip(orders, missing.tolist(), strict=True):
                 order.add_waiter(move, at)
 

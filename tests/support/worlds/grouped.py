@@ -180,6 +180,8 @@ class GroupedWorld:
                 new = [self.random.randrange(3)] if each.computed == len(each.tokens) < 90 else []
                 commits.append((i, each.computed, new))
                 lens[i] = each.computed
+            elif self.has_tail and each.computed == each.committed == len(each.tokens) < 90 and each.busy_until <= completed:
+                commits.append((i, each.committed, [self.random.randrange(3)]))  # goes on behind where it was cut
         for i, each in running.items():
             is_idle, kind = each.busy_until <= completed, draw()
             if kind < 0.05:

@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError, WeightsError
 from kvkeeper.engine_service.model.checkpoint.safetensors_files import StoredTensor
 from kvkeeper.engine_service.model.config import read_model_config
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.model.hash_toy import HashToyConfig, HashToyRunner, expected_next_token
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.split import WHOLE, Split, config_of_rank
+from kvkeeper.engine_service.model.parallel.split import WHOLE, Split, config_of_rank
+from kvkeeper.engine_service.ranks.rank_model import load_rank_model
+from kvkeeper.kernels.quantised.formats import FORMATS
+from kvkeeper.kernels.quantised.layout import QuantisedLayout
 from tests.support.models.tiny_models import (
     TINY_MODELS,
     NumericsCase,
@@ -29,7 +33,16 @@ torch.set_num_threads(1)
 
 BLOCK_SIZE = 4
 # Of each kind of projection, norm and window one; and some for four ranks on two KV heads.
-TWO = ["llama_tied", "mistral_window", "qwen2", "granite_biased", "qwen3_moe_renormalised_one_dense", "phi3", "gemma2"]
+TWO = [
+    "llama_tied",
+    "mistral_window",
+    "qwen2",
+    "granite_biased",
+    "qwen3_moe_renormalised_one_dense",
+    "phi3",
+    "gemma2",
+    "gpt_oss",
+]
 FOUR = ["llama_biased_linear_rope", "qwen3_tied", "mixtral", "phi3_window_partial", "gemma3"]
 BY_NAME = {model.name: model for model in TINY_MODELS}
 
@@ -71,6 +84,28 @@ def test_eight_bits_are_split_too(tmp_path):
     whole, _ = load_model(folder, dtype="int8", progress=False)
     alone = reference.error(HandTables(whole, BLOCK_SIZE).compute(cases, 7))
     assert reference.error(split_logits(folder, 2, cases, dtype="int8")) < 1.5 * alone
+
+
+def test_k_and_v_in_fewer_bits_are_those_of_one_rank(tmp_path):
+    """A head of a token has a scale of its own, so that each rank stores its heads as one rank would store them."""
+    folder = build_model_folder(tmp_path, BY_NAME["llama"])
+    config = EngineConfig(model=str(folder), kv_dtype="int8", progress=False)
+
+    def compute(split):
+        on_arena = load_rank_model(config, split)
+        runner = on_arena(torch.zeros(1 << 20, dtype=torch.uint8)[: (1 << 20) // size(split) * size(split)], BLOCK_SIZE, False)
+        tokens, table = random_tokens(13), np.array([3, 1, 4, 2], np.int32)
+        runner.forward(build_batch([ScheduledRow(tokens[:-1], 0, table)], BLOCK_SIZE))
+        return runner.forward(build_batch([ScheduledRow(tokens[-1:], 12, table)], BLOCK_SIZE))
+
+    def size(split):
+        decoder = config_of_rank(read_model_config(folder), split)
+        return QuantisedLayout(2, decoder.num_kv_heads, 16, BLOCK_SIZE, FORMATS["int8"], torch.float32).block_bytes
+
+    (alone,) = on_ranks(1, compute)
+    first, second = on_ranks(2, compute)
+    assert second.shape == (1, 0)
+    assert float((first - alone).abs().max()) < 1e-4 < float(alone.abs().max())
 
 
 def test_a_rank_reads_its_part_alone(tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def _attend(
     block_size: int,
     dtype: torch.dtype,
     *,
-    num_seqs: int = 16,
+    num_seqs: int = 8,
     num_queries: int | None = None,
     window: int | None = None,
     cap: float | None = None,
@@ -150,6 +150,7 @@ for head_dim in (64, 80, 96, 128, 256):
     _add(f"decode whole d{head_dim}", _attend, *base, num_seqs=256, width=16)  # without a work list
     _add(f"prefill few d{head_dim}", _attend, *base, num_queries=64, width=16)
     _add(f"prefill split d{head_dim}", _attend, *base, num_seqs=1, num_queries=64)
+    _add(f"decode shared d{head_dim}", _attend, *base, num_seqs=32)  # what many sequences have in common is read once
 _FEATURES: dict[str, dict] = {
     "cap": {"cap": 30.0},
     "sinks": {"sinks": True},
@@ -160,6 +161,8 @@ _FEATURES: dict[str, dict] = {
 for head_dim in (128, 256):
     for label, features in _FEATURES.items():
         _add(f"prefill {label} d{head_dim}", _attend, head_dim, 16, torch.bfloat16, num_queries=8192, **features)
+        if label == "cap":
+            _add(f"decode shared cap d{head_dim}", _attend, head_dim, 16, torch.bfloat16, num_seqs=32, **features)
         if "window" not in features:  # decode has one kernel for any window
             _add(f"decode {label} d{head_dim}", _attend, head_dim, 16, torch.bfloat16, **features)
 for head_dim in (64, 128):
@@ -171,7 +174,8 @@ for label, dtype in DTYPES.items():
         _add(f"experts of {num_rows} rows {label}", _group, num_rows, dtype)
 # What differs from step to step, and may not compile a kernel anew: the width of tables, the numbers of rows and tokens.
 VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
-    "decode": (4, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (3, 16) for w in (1, 7, 16, 100)]),
+    "decode": (4, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (3, 8) for w in (1, 7, 16, 100)]),
+    "decode shared": (6, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (16, 33) for w in (64, 99)]),
     "prefill": (5, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
                     for n in (1, 2, 16) for t in (17, 64, 999) for w in (1, 7, 16, 200, 211)]),
     "experts": (5, [partial(_group, n, torch.bfloat16) for n in (1, 4, 16, 500, 700)]),
