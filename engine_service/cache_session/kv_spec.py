@@ -3,6 +3,7 @@
 import torch
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.kernels.layout import KvLayout
 
 from ..compute.served_model import ServedModel
 from ..model.layer_groups import LayerGroup
@@ -17,6 +18,8 @@ _KV_DTYPES = {
 def kv_spec_of(model: ServedModel, block_size: int) -> pb.KvSpec:
     """What must be equal in another engine's model for the two to share K and V."""
     layout, groups = model.layout(block_size), model.groups
+    if layout.is_latent:
+        return _latent_spec(model, layout)
     return pb.KvSpec(
         model_id=model.model_id,
         revision=model.revision,
@@ -28,6 +31,24 @@ def kv_spec_of(model: ServedModel, block_size: int) -> pb.KvSpec:
         layout=pb.KV_LAYOUT_GROUPED if groups else pb.KV_LAYOUT_BLOCK_MAJOR,
         groups=[_group(group) for group in groups],
         sliding_window=model.sliding_window,
+        rope_parameters=model.rope_parameters,
+        compute_dtype=model.compute_dtype,
+        tensor_parallel_size=1,
+    )
+
+
+def _latent_spec(model: ServedModel, layout: KvLayout) -> pb.KvSpec:
+    """A latent is K and V at once, so to the cache service a block is an opaque page, and reading K and V of it is refused.
+
+    The digest says what the page is, in words: engines that agree in them lay out the same bytes.
+    """
+    shape, dtype = list(layout.view_shape), str(layout.dtype).removeprefix("torch.")
+    return pb.KvSpec(
+        model_id=model.model_id,
+        revision=model.revision,
+        block_size=layout.block_size,
+        layout=pb.KV_LAYOUT_OPAQUE,
+        page=pb.PageLayout(page_bytes=layout.block_bytes, digest=f"latent and rotated key, {shape} {dtype}"),
         rope_parameters=model.rope_parameters,
         compute_dtype=model.compute_dtype,
         tensor_parallel_size=1,

@@ -164,6 +164,8 @@ def _refuses_retention(model: Model) -> str:
     """Why the model cannot use retention; empty: it can. Retention rotates queries a second time, and needs full attention."""
     if not isinstance(model, Decoder):
         return "a model that the transformers library runs"
+    if model.config.is_latent:
+        return "a model whose cache holds latents"
     return "a model with windows of its own" if any(model.config.windows) else ""
 
 

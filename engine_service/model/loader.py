@@ -4,6 +4,7 @@ Weights are read one tensor at a time, straight into the fused matrices of the d
 the dtype that is computed in.
 """
 
+import re
 import sys
 from pathlib import Path
 from typing import Final, NoReturn
@@ -21,11 +22,13 @@ from .checkpoint.safetensors_files import iterate_tensors, list_weight_files
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder
 from .dtype_name import INT8, DtypeChoice, dtype_name
+from .families.table import FAMILIES
 from .quantised.restored import Tensors, restored
 from .weight_map import allocate_weights, norms_of, pair_rotated
 
 log = structlog.get_logger()
 
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, INT8: torch.float32}
 
 
@@ -51,6 +54,7 @@ def load_model(
     config = read_model_config(folder)
     files = list_weight_files(folder)
     weights, destinations = allocate_weights(config, compute_dtype(config.weights_dtype, device, dtype), device)
+    ignored = _LAYER if FAMILIES[config.family].ignores_later_layers else None
     num_bytes = sum(file.stat().st_size for file in files)
     bar = tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
     with bar:
@@ -60,6 +64,8 @@ def load_model(
         for file_name, name, tensor in tensors:
             if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tied_embeddings):
                 continue  # written by old versions of transformers; follows from config.json
+            if ignored is not None and (found := ignored.match(name)) and int(found[1]) >= config.num_layers:
+                continue
             destination = destinations.pop(name, None)
             if destination is None:
                 raise WeightsError(file_name, f"tensor {name} is not part of this model, or is stored twice")

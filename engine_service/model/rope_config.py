@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from .checkpoint.errors import UnsupportedModelError
@@ -26,6 +26,7 @@ class RopeConfig:
         beta_fast, beta_slow: turns within the original length, above and below which a frequency is kept or divided.
         is_truncated: the frequencies between are bounded by whole numbers.
         magnitude: factor of cosines and sines.
+        score_magnitude: factor of queries and of keys whose rotated part alone has `magnitude`; latent attention has it.
         part: the share of each head that is rotated, its first dimensions.
         divisors: of each frequency, up to the original length. Beyond it longrope would rotate all keys of a sequence anew, by
             others: then no prefix could be shared, so the engine goes no farther.
@@ -41,6 +42,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     is_truncated: bool = True
     magnitude: float = 1.0
+    score_magnitude: float = 1.0
     part: float = 1.0
     divisors: tuple[float, ...] = ()
 
@@ -83,6 +85,15 @@ def parse_local_rope(raw: Mapping[str, Any], max_position: int, default_theta: f
 def _parse(
     raw: Mapping[str, Any], parameters: Mapping[str, Any], max_position: int, *, may_be_part: bool = False
 ) -> RopeConfig:
+    found = _parse_kind(raw, parameters, max_position, may_be_part=may_be_part)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default" or not parameters.get("mscale_all_dim"):
+        return found
+    magnitude = _magnitude(number(parameters, "factor"), number(parameters, "mscale_all_dim"))
+    return replace(found, score_magnitude=magnitude)
+
+
+def _parse_kind(raw: Mapping[str, Any], parameters: Mapping[str, Any], max_position: int, *, may_be_part: bool) -> RopeConfig:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind in ("su", "yarn") and parameters.get("short_factor") is not None:
         kind = "longrope"  # its names in the first releases of Phi-3
