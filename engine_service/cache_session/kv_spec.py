@@ -1,5 +1,7 @@
 """The KV spec of a model, which the cache service compares before engines share a pool."""
 
+from hashlib import sha256
+
 import torch
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
@@ -40,15 +42,15 @@ def kv_spec_of(model: ServedModel, block_size: int) -> pb.KvSpec:
 def _latent_spec(model: ServedModel, layout: KvLayout) -> pb.KvSpec:
     """A latent is K and V at once, so to the cache service a block is an opaque page, and reading K and V of it is refused.
 
-    The digest says what the page is, in words: engines that agree in them lay out the same bytes.
+    The digest is of what the page is, in words: engines that agree in them lay out the same bytes.
     """
-    shape, dtype = list(layout.view_shape), str(layout.dtype).removeprefix("torch.")
+    words = f"latent and rotated key, {list(layout.view_shape)} {str(layout.dtype).removeprefix('torch.')}"
     return pb.KvSpec(
         model_id=model.model_id,
         revision=model.revision,
         block_size=layout.block_size,
         layout=pb.KV_LAYOUT_OPAQUE,
-        page=pb.PageLayout(page_bytes=layout.block_bytes, digest=f"latent and rotated key, {shape} {dtype}"),
+        page=pb.PageLayout(page_bytes=layout.block_bytes, digest=sha256(words.encode()).hexdigest()),
         rope_parameters=model.rope_parameters,
         compute_dtype=model.compute_dtype,
         tensor_parallel_size=1,
