@@ -116,7 +116,7 @@ def _prefill(
 ) -> torch.Tensor:
     plan = rows.plans[None]
     sizes = [(chunk.last - chunk.first, len(chunk.kv_rows) // 2) for chunk in plan.chunks]  # none on CUDA
-    if sizes and widths.prefers_expanded(sum(n for n, _ in sizes), max(num_keys for _, num_keys in sizes)):
+    if sizes and widths.prefers_expanded(sizes):
         return expanded_prefill(torch.cat((q, q_rope), 2), kv_layer, weights.up, widths, scale=scale, plan=plan)
     found = latent_attention_prefill(
         _absorbed(q, q_rope, weights, widths),

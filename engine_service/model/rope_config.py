@@ -85,15 +85,6 @@ def parse_local_rope(raw: Mapping[str, Any], max_position: int, default_theta: f
 def _parse(
     raw: Mapping[str, Any], parameters: Mapping[str, Any], max_position: int, *, may_be_part: bool = False
 ) -> RopeConfig:
-    found = _parse_kind(raw, parameters, max_position, may_be_part=may_be_part)
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default" or not parameters.get("mscale_all_dim"):
-        return found
-    magnitude = _magnitude(number(parameters, "factor"), number(parameters, "mscale_all_dim"))
-    return replace(found, score_magnitude=magnitude)
-
-
-def _parse_kind(raw: Mapping[str, Any], parameters: Mapping[str, Any], max_position: int, *, may_be_part: bool) -> RopeConfig:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind in ("su", "yarn") and parameters.get("short_factor") is not None:
         kind = "longrope"  # its names in the first releases of Phi-3
@@ -105,10 +96,17 @@ def _parse_kind(raw: Mapping[str, Any], parameters: Mapping[str, Any], max_posit
     if not isinstance(part, int | float) or not 0 < part <= 1:
         raise bad("partial_rotary_factor", f"must be above 0 and at most 1, is {part!r}")
     theta = number(parameters, "rope_theta")
+    score_magnitude = 1.0
+    if kind != "default" and parameters.get("mscale_all_dim"):
+        score_magnitude = _magnitude(number(parameters, "factor"), number(parameters, "mscale_all_dim"))
+    return replace(_parse_kind(kind, parameters, theta, max_position), part=part, score_magnitude=score_magnitude)
+
+
+def _parse_kind(kind: str, parameters: Mapping[str, Any], theta: float, max_position: int) -> RopeConfig:
     if kind in ("default", "dynamic"):
-        return RopeConfig(theta, part=part)
+        return RopeConfig(theta)
     if kind == "longrope":
-        return _parse_longrope(parameters, theta, max_position, part)
+        return _parse_longrope(parameters, theta, max_position)
     if kind == "yarn":
         return _parse_yarn(parameters, theta, max_position)
     factor = number(parameters, "factor")
@@ -121,7 +119,7 @@ def _parse_kind(raw: Mapping[str, Any], parameters: Mapping[str, Any], max_posit
     return RopeConfig(theta, kind, factor, low, high, original)
 
 
-def _parse_longrope(parameters: Mapping[str, Any], theta: float, max_position: int, part: float) -> RopeConfig:
+def _parse_longrope(parameters: Mapping[str, Any], theta: float, max_position: int) -> RopeConfig:
     """LongRoPE (arXiv 2402.13753). Without a factor it is the ratio of the lengths, as in transformers."""
     original = count(parameters, _ORIGINAL)
     divisors = parameters.get("short_factor")
@@ -137,7 +135,6 @@ def _parse_longrope(parameters: Mapping[str, Any], theta: float, max_position: i
         "longrope",
         original_max_position=original,
         magnitude=magnitude,
-        part=part,
         divisors=tuple(float(each) for each in divisors),
     )
 

@@ -60,10 +60,12 @@ def test_expanded_keys_and_values_give_the_same():
 
 def test_a_long_prompt_is_expanded_and_a_short_one_behind_many_tokens_is_not():
     deepseek = LatentWidths(latent=512, rope=64, key=128, value=128)
-    assert deepseek.prefers_expanded(1024, 1024)
-    assert deepseek.prefers_expanded(512, 4096)
-    assert not deepseek.prefers_expanded(16, 4096)
-    assert not deepseek.prefers_expanded(1, 100)
+    assert deepseek.prefers_expanded([(1024, 1024)])
+    assert deepseek.prefers_expanded([(512, 4096)])
+    assert deepseek.prefers_expanded([(5, 5), (6, 6)])
+    assert not deepseek.prefers_expanded([(16, 4096)])
+    assert not deepseek.prefers_expanded([(5, 5), (16, 4096)])
+    assert deepseek.prefers_expanded([(16, 4096), (1024, 1024), (1024, 1024)])
 
 
 def test_latents_are_stored_once_and_nowhere_else():
