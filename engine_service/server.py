@@ -36,6 +36,9 @@ from .loop.session_loop import CacheServiceRefused, keep_serving
 from .loop.time_limits import end_stalled
 from .loop.tracing import EngineTracing
 from .model.checkpoint.errors import ModelError, NoDeviceError
+from .model.parallel.split import WHOLE
+from .ranks.failures import RankLost
+from .ranks.ranks import Ranks
 from .rpc.admission import connection_of
 from .rpc.hand_over.taker import TakeOverRefused
 from .rpc.methods import intake_of, router_of
@@ -73,6 +76,7 @@ class RunningServer:
     metrics: MetricsServer | None = None
     _stalls: asyncio.Task[None] | None = None
     _taking: asyncio.Task[None] | None = None  # over, from another engine
+    ranks: Ranks | None = None  # beside this process, where several share the model
     _is_stopped: bool = False
 
     @property
@@ -131,6 +135,9 @@ class RunningServer:
         if self._stalls is not None:
             self._stalls.cancel()
         self._serving.cancel()
+        if self.ranks is not None:
+            stopping = asyncio.to_thread(self.ranks.stop)  # a step that waits for them ends with them
+            await asyncio.gather(self._serving, stopping, return_exceptions=True)
         await asyncio.gather(self._serving, return_exceptions=True)
         await self._endpoint.stop()
         await self.service.close()
@@ -143,8 +150,11 @@ class RunningServer:
 
 async def start_server(config: EngineConfig, *, model: ServedModel | None = None) -> RunningServer:
     """A service that listens and looks for its session. model is for tests. Raises StartError."""
+    if config.threads is None and config.tensor_parallel > 1:
+        config = dataclasses.replace(config, threads=max(torch.get_num_threads() // config.tensor_parallel, 1))
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    ranks: Ranks | None = None
     endpoint: Endpoint | None = None
     metrics: MetricsServer | None = None
     credentials = credentials_of(config)
@@ -160,11 +170,18 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
             endpoint.open_health(config.health_address)
         await asyncio.to_thread(switch_kernels, config)
         log.info("starting", doing="loading the model", model=Path(config.model).name, device=config.device)
-        served = model if model is not None else await asyncio.to_thread(load_served_model, config)
+        if model is None and config.tensor_parallel > 1:
+            ranks = Ranks(config)
+            await asyncio.to_thread(ranks.start)  # they load their parts beside this one
+        split = WHOLE if ranks is None else ranks.split
+        served = model if model is not None else await asyncio.to_thread(load_served_model, config, split)
+        if ranks is not None:
+            await asyncio.to_thread(ranks.make_ready)
         proposer = await asyncio.to_thread(_load_proposer, config, served)
         shares = FairShare() if config.fair_share else FairShare(connection_of) if config.client_shares else None
         waiting = WaitingSequences(make_ordering(config.policy), shares)
-        engine = make_engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
+        engine_tracing = EngineTracing(tracing.tracer(), served.model_id)
+        engine = make_engine(config.max_waiting, proposer, engine_tracing, waiting, runs_ahead=config.overlap)
         share = config.intake_percent / 100
         engine.on_turn = lambda is_computing: intake.turns.open_window(share if is_computing else 1.0)
         limits = Limits(config.text_seconds, config.text_memory)
@@ -183,11 +200,15 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         routers = [router_of(service), *_gateway_routers(config, service, engine, served)]
         await endpoint.start(*routers, has_reflection=config.reflection)
     except BaseException as error:
+        if ranks is not None:
+            ranks.stop()
         if metrics is not None:
             await metrics.stop()
         if endpoint is not None:
             await endpoint.stop(grace=None)
             endpoint.release()
+        if isinstance(error, RankLost):
+            raise StartError(f"--tensor-parallel {config.tensor_parallel}: {error}") from None
         if isinstance(error, ModelError):
             raise StartError(f"--model {config.model}: {error}") from None
         if isinstance(error, NoDeviceError):
@@ -219,12 +240,20 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         has_taken_over.set()
 
     client = AsyncCacheClient(config.cache, call_options(config), credentials)
-    serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, endpoint.address))
+    if ranks is not None:
+        loop = asyncio.get_running_loop()
+        ranks.on_lost = lambda: _wake_from_a_thread(loop, engine)
+    serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, endpoint.address, ranks))
     stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
     taking = asyncio.create_task(take_over()) if config.take_over else None
     return RunningServer(
-        engine, config, service, text_work, intake, guard, serving, ready, endpoint, client, metrics, stalls, taking
+        engine, config, service, text_work, intake, guard, serving, ready, endpoint, client, metrics, stalls, taking, ranks
     )
+
+
+def _wake_from_a_thread(loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(engine.wake)
 
 
 def _gateway_routers(config: EngineConfig, service: EngineService, engine: Engine, served: ServedModel) -> list[MethodRouter]:
@@ -261,7 +290,9 @@ def _load_proposer(config: EngineConfig, served: ServedModel) -> Proposer | None
     if config.speculation == "off":
         return None
     try:
-        draft = load_served_model(dataclasses.replace(config, model=config.draft_model))
+        draft = load_served_model(
+            dataclasses.replace(config, model=config.draft_model, kv_dtype="auto")
+        )  # whole, on the first rank
     except ModelError as error:
         raise StartError(f"--draft-model {config.draft_model}: {error}") from None
     if draft.vocab_size != served.vocab_size:

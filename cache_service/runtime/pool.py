@@ -144,6 +144,11 @@ class Pool:
             self._manager.finish_step()
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether its blocks are in CUDA memory."""
+        return self.info.arena_kind != "memfd"
+
+    @property
     def is_idle(self) -> bool:
         return not (self.sessions or self.mappings or self.quarantines)
 
@@ -161,10 +166,11 @@ class Pool:
     def copy(self, copies: Copies) -> Awaitable[None] | None:
         """Runs a call's copies, in order; awaitable when they are large, so that only this pool waits for them.
 
-        Large copies are a task of the service, not of the call, and go on when the call is cancelled. Until they are done a
+        All copies on a device count as large: each waits for its end there, and for the turns of what engines compute. Large
+        copies are a task of the service, not of the call, and go on when the call is cancelled. Until they are done a
         granted block could be one of their sources, so a call that grants blocks of this pool awaits `copying` first.
         """
-        if len(copies) * self.info.spec.stored_bytes <= _MAX_INLINE_COPY_BYTES:
+        if not len(copies) or (not self.is_on_device and len(copies) * self.info.spec.stored_bytes <= _MAX_INLINE_COPY_BYTES):
             self._copy_all_ranks(copies)
             return None
         self.copying = asyncio.create_task(self._copy_in_thread(copies))

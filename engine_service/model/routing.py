@@ -1,4 +1,4 @@
-"""Routing: how a token's experts are chosen. Knows no tensor."""
+"""Routing: how the experts of a token are chosen, as data. Knows no tensor, so that a config is read without torch."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -199,12 +199,14 @@ class AnswerApplier:
     def _take_ready(self, answer: StepAnswer) -> None:
         """The loads of these sequences have ended: they compute from the next step on."""
         state = self._state
-        ends = answer.ready_num_blocks.cumsum().tolist()  # there are swaps in pools of one group only
-        columns = (answer.ready_ids, answer.ready_hits, answer.ready_reserved, answer.ready_num_blocks)
+        counts = answer.ready_num_blocks * np.int32(state.limits.num_groups)
+        ends = counts.cumsum().tolist()
+        columns = (answer.ready_ids, answer.ready_hits, answer.ready_reserved, counts)
         for end, sequence_id, hit_len, reserved, num_blocks in zip(ends, *(column.tolist() for column in columns), strict=True):
             sequence = state.loading.pop(sequence_id, None)
+            table = answer.ready_block_ids[end - num_blocks : end]
             if sequence is None:
-                self._preemptor.recompute_returned(sequence_id, num_blocks)
+                self._preemptor.recompute_returned(sequence_id, int(np.count_nonzero(table)))
                 continue
             num_computed, num_known = hit_len, len(sequence.token_ids)
             if sequence.state is SequenceState.RETURNING:
@@ -212,7 +214,7 @@ class AnswerApplier:
             else:
                 self._note_start(sequence, hit_len)
             move_to(sequence, SequenceState.RUNNING)
-            state.running.add(sequence, num_computed, num_known, reserved, answer.ready_block_ids[end - num_blocks : end])
+            state.running.add(sequence, num_computed, num_known, reserved, table)
 
     def _note_start(self, sequence: Sequence, hit_len: int) -> None:
         """The sequence has started, for the first time or again, and found so many of its tokens cached."""

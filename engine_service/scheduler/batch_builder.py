@@ -132,6 +132,7 @@ def assemble_batch(running: RunningSequences, rows: IndexArray, num_new: Int32Ar
         group_tables=group_tables,
         group_slots=group_slots,
         awaited_rows=awaited_rows,
+        rows=rows,
     )
 
 

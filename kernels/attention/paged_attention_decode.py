@@ -96,7 +96,7 @@ def plan_decode(
     if on_cuda(_OP, seq_lens):
         from ..gpu.decode_work import plan_work
 
-        work = plan_work(block_tables, seq_lens, kv_layer, window, retention)
+        work = plan_work(block_tables, seq_lens, kv_layer, window, retention, may_share=True)
         return DecodePlan((), None, None, None, scratch or Scratch(seq_lens.device), work=work)
     tables, lens = block_tables.numpy().astype(np.int64), seq_lens.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)

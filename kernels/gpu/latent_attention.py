@@ -12,7 +12,7 @@ import triton.language as tl
 from ..scratch import Scratch
 from .attention_tiles import COMPUTE_TYPES, LOG2_E, LOWEST, dense_heads, slot_offsets, take_tile
 from .decode_work import DecodeWork, tile_tokens
-from .paged_attention_decode import MERGED_AT_ONCE, merge_items_kernel
+from .paged_attention_decode import merge_items
 from .sizes import cdiv, power_of_2
 
 _SEQS_AT_ONCE = 256
@@ -128,9 +128,7 @@ def latent_decode(
     part, lse = scratch.take(num_parts * (latent + 1), torch.float32).split([num_parts * latent, num_parts])
     parts = {"items": work.items, "part": part, "lse": lse}
     _launch(q, kv_layer, block_tables, seq_lens, scale, out, work.items.shape[0], **parts)
-    merge_items_kernel[num_heads, num_seqs](
-        part, lse, work.runs, out, 0, HEAD_DIM=latent, D=power_of_2(latent), AT_ONCE=MERGED_AT_ONCE, num_warps=4
-    )
+    merge_items(part, lse, work.runs, out)
     return out
 
 

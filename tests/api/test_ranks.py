@@ -60,7 +60,7 @@ async def attach(processes: Processes, session: Session, rank: int) -> Attached:
 
 async def refused(processes: Processes, session: Session, words: str) -> str:
     child = await processes.start(session.opened.attach_socket_path, f"{session.opened.attach_token}{words}")
-    _, error = await child.process.communicate()
+    _, error = await asyncio.wait_for(child.process.communicate(), DEADLINE)
     return error.decode().strip()
 
 
@@ -126,6 +126,19 @@ async def test_a_session_ends_with_its_first_rank_and_its_quarantine_with_the_la
     await first.tell("unmap")
     await first.says("unmapped")
     await api.until(lambda stats: stats.pools[0].num_quarantined_blocks == 0)
+
+
+async def test_a_pool_is_in_use_until_the_last_rank_has_unmapped(api: Api, processes: Processes) -> None:
+    session = await api.open(spec=spec_of())
+    children = [await attach(processes, session, rank) for rank in range(NUM_RANKS)]
+    (pool,) = api.server.session_manager.registry.pools
+    await session.call("CloseSession", drained=True)
+    for child in children:
+        assert not pool.is_idle
+        await child.tell("unmap")
+        await child.says("unmapped")
+        await api.stats()  # a turn of the service
+    await api.until(lambda stats: pool.is_idle)
 
 
 async def test_a_drained_close_ends_the_quarantine_of_all_ranks(api: Api, processes: Processes, clock: ManualClock) -> None:

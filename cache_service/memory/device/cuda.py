@@ -8,8 +8,9 @@ Not yet run on a device.
 
 import itertools
 
+from kvkeeper.cuda.errors import CudaError
 from kvkeeper.cuda.handle import ArenaHandle
-from kvkeeper.cuda.runtime import CudaError, CudaRuntime
+from kvkeeper.cuda.runtime import CudaRuntime
 from kvkeeper.service import memory_limit
 from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.sizes import size
@@ -35,7 +36,7 @@ class CudaArena:
             self._bytes = DeviceBytes(runtime, device, runtime.allocate(device, -(-num_bytes // _GRANULARITY) * _GRANULARITY))
         except CudaError as error:
             if error.is_out_of_memory:
-                raise OutOfMemory(f"{size(num_bytes)} could not be had on the device") from None
+                raise OutOfMemory(f"{size(num_bytes)} could not be had on the device", on_device=True) from None
             raise
         try:
             self._bytes.clear(num_bytes)
@@ -102,7 +103,8 @@ class CudaMemory:
         """Raises OutOfMemory where arenas of num_bytes and host tiers of num_host_bytes do not fit now."""
         available = max(0, self._runtime.free_bytes(self._device) - _HEADROOM)
         if num_bytes > available:
-            raise OutOfMemory(f"{size(num_bytes)} are wanted, {size(available)} are available on the device")
+            text = f"{size(num_bytes)} are wanted, {size(available)} are available on the device"
+            raise OutOfMemory(text, on_device=True)
         memory_limit.require(num_host_bytes)
 
     def allocate(self, num_bytes: int, rank: int = 0) -> Arena:

@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 from kvkeeper.client.attaching import HandedOver, attaching
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.cuda.errors import CudaError
 from kvkeeper.cuda.handle import DESCRIPTOR_KIND, described_arena, handle_of
 from kvkeeper.cuda.handle import KIND as CUDA_KIND
 from kvkeeper.cuda.imported import ImportedArena, MappedArena
-from kvkeeper.cuda.runtime import CudaError, cuda_runtime
+from kvkeeper.cuda.runtime import cuda_runtime
 from kvkeeper.cuda.vmm import vmm_driver
 
 OnDevice = ImportedArena | MappedArena
@@ -89,7 +90,8 @@ class Arena:
     def pin_hosts(self) -> None:
         """Pin the host tier in this process, so that copies between it and the device need no staging.
 
-        Where the system refuses, copies are only slower. Does nothing for a pool in the host's memory.
+        Where the system refuses, copies are only slower. Does nothing for a pool in the host's memory. It takes seconds for
+        each 10 GB, and may run in any thread.
         """
         if self._imported is not None and self._pinned is None and (hosts := self.host_array).size:
             with contextlib.suppress(CudaError):

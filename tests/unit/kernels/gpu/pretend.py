@@ -39,10 +39,11 @@ _OPS = ("attend_stored", "clamped_swiglu", "gelu_and_mul", "linear", "rms_norm",
 
 def pretend_model_on_cuda(monkeypatch):
     """A model's uploads, and what an op makes of them, claim to be on CUDA: new memory has forgotten the claim."""
-    upload = PackedUpload.__call__
+    stage = PackedUpload.stage
 
-    def upload_all(self, arrays):
-        return {name: tensor.as_subclass(PretendCuda) for name, tensor in upload(self, arrays).items()}
+    def stage_all(self, arrays):
+        copy = stage(self, arrays)
+        return lambda: {name: tensor.as_subclass(PretendCuda) for name, tensor in copy().items()}
 
     def claiming(op):
         def run(x, *args, **options):
@@ -54,7 +55,7 @@ def pretend_model_on_cuda(monkeypatch):
 
     for kernels in ("decode_work", "paged_attention_prefill"):
         monkeypatch.setattr(f"kvkeeper.kernels.gpu.{kernels}.num_multiprocessors", lambda device: 2)
-    monkeypatch.setattr(PackedUpload, "__call__", upload_all)
+    monkeypatch.setattr(PackedUpload, "stage", stage_all)
     monkeypatch.setattr(experts, "linear", claiming(experts.linear))
     monkeypatch.setattr(experts, "grouped_linear", claiming(experts.grouped_linear))
     for name in ("linear", "rms_norm", "rotary", "latent_attention_decode", "latent_attention_prefill"):

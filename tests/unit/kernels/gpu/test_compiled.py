@@ -72,7 +72,9 @@ def test_kernels_that_move_memory_move_16_bytes_at_a_time(kernels):
         assert figures["LDG.128"] and figures["STG.128"], (launch, figures)
 
 
-@pytest.mark.parametrize(("kernel", "instruction"), [("prefill_kernel", "HGMMA"), ("decode_kernel", "HMMA")])
+@pytest.mark.parametrize(
+    ("kernel", "instruction"), [("prefill_kernel", "HGMMA"), ("decode_kernel", "HMMA"), ("shared_kernel", "HGMMA")]
+)
 def test_attention_multiplies_matrices_and_reads_ahead(kernels, kernel, instruction):
     attending = [(launch, figures) for launch, figures in kernels if figures["kernel"] == kernel]
     assert attending
