@@ -7,13 +7,16 @@ StartError of one line, with everything undone.
 
 import asyncio
 import dataclasses
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import structlog
 import torch
+from prometheus_client import Metric
 
 from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
@@ -23,7 +26,7 @@ from kvkeeper.service.endpoint import Admission, Endpoint
 from kvkeeper.service.extras import missing
 from kvkeeper.service.intake import Intake
 from kvkeeper.service.listen import AddressInUse
-from kvkeeper.service.methods import MethodRouter
+from kvkeeper.service.methods import Contract, MethodRouter
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
 from kvkeeper.trust.guard import Guard
@@ -37,6 +40,8 @@ from .loop.time_limits import end_stalled
 from .loop.tracing import EngineTracing
 from .model.checkpoint.errors import ModelError, NoDeviceError
 from .rpc.admission import connection_of
+from .rpc.fronts.fronts import Fronts, open_fronts
+from .rpc.fronts.set_up import front_services, front_set_up
 from .rpc.hand_over.taker import TakeOverRefused
 from .rpc.methods import intake_of, router_of
 from .rpc.metrics import PREFIX as METRICS_PREFIX
@@ -68,7 +73,7 @@ class RunningServer:
     guard: Guard
     _serving: asyncio.Task[None]
     _ready: asyncio.Event
-    _endpoint: Endpoint
+    _endpoint: Endpoint | Fronts
     _client: AsyncCacheClient
     metrics: MetricsServer | None = None
     _stalls: asyncio.Task[None] | None = None
@@ -145,17 +150,13 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     """A service that listens and looks for its session. model is for tests. Raises StartError."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    endpoint: Endpoint | None = None
+    endpoint: Endpoint | Fronts | None = None
     metrics: MetricsServer | None = None
     credentials = credentials_of(config)
     try:
         # Before the long load, so that a taken address is refused at once.
         guard, intake = Guard(config), intake_of(config)
-        opened = endpoint = await Endpoint.open(
-            config.listen,
-            admission=Admission(config.connections, config.connection_calls, (intake,)),
-            guard=guard,
-        )
+        opened = endpoint = await _open(config, guard, intake)
         if config.health_address:
             endpoint.open_health(config.health_address)
         await asyncio.to_thread(switch_kernels, config)
@@ -178,10 +179,17 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
 
         service = EngineService(config, served, engine, text_work, intake.turns, leave, credentials)
         if config.metrics_listen:
-            refused = partial(guard.metrics, METRICS_PREFIX, model=served.model_id)
-            metrics = MetricsServer(config.metrics_listen, lambda: chain(service.metrics(), refused()))
-        routers = [router_of(service), *_gateway_routers(config, service, engine, served)]
-        await endpoint.start(*routers, has_reflection=config.reflection)
+            metrics = MetricsServer(config.metrics_listen, partial(_metrics, service, guard, opened, served.model_id))
+        gateway = _gateway(config, service, engine, served)
+        if isinstance(endpoint, Fronts):
+            await endpoint.start(
+                front_services(service, intake.turns, guard, gateway),
+                front_set_up(config, endpoint, served, gateway),
+                lambda: service.max_len,
+            )
+        else:
+            routers = [router_of(service), *(MethodRouter(*each) for each in gateway)]
+            await endpoint.start(*routers, has_reflection=config.reflection)
     except BaseException as error:
         if metrics is not None:
             await metrics.stop()
@@ -227,16 +235,31 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     )
 
 
-def _gateway_routers(config: EngineConfig, service: EngineService, engine: Engine, served: ServedModel) -> list[MethodRouter]:
-    """Of the gateway's protocol, where it is wanted and its package is installed."""
+async def _open(config: EngineConfig, guard: Guard, intake: Intake) -> Endpoint | Fronts:
+    """Takes the address, for this process or for its fronts. Raises StartError, AddressInUse."""
+    if config.fronts:
+        return await open_fronts(config.listen, config.fronts)
+    admission = Admission(config.connections, config.connection_calls, (intake,))
+    return await Endpoint.open(config.listen, admission=admission, guard=guard)
+
+
+def _metrics(service: EngineService, guard: Guard, endpoint: Endpoint | Fronts, model: str) -> Iterator[Metric]:
+    """Of a scrape."""
+    yield from service.metrics()
+    if isinstance(endpoint, Fronts):
+        yield from endpoint.metrics(METRICS_PREFIX, model)
+    refused = endpoint.refused if isinstance(endpoint, Fronts) else Counter[str]()
+    yield from guard.metrics(METRICS_PREFIX, refused, model=model)
+
+
+def _gateway(config: EngineConfig, service: EngineService, engine: Engine, served: ServedModel) -> list[tuple[Contract, Any]]:
+    """The gateway's protocol, where it is wanted and its package is installed: its contract, and what answers."""
     if config.gateway == "off" or missing(GATEWAY_PACKAGE):
         return []
     from .rpc.gateway.calls import VllmEngine
     from .rpc.gateway.methods import CONTRACT as GATEWAY_CONTRACT
 
-    return [
-        MethodRouter(GATEWAY_CONTRACT, VllmEngine(config, service, engine, has_tokenizer=served.text.tokenizer is not None))
-    ]
+    return [(GATEWAY_CONTRACT, VllmEngine(config, service, engine, has_tokenizer=served.text.tokenizer is not None))]
 
 
 def credentials_of(config: EngineConfig) -> Credentials:

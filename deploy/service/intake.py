@@ -19,7 +19,7 @@ from grpc_health.v1 import health
 
 from kvkeeper.service.fair_queue import TooManyWaiting
 from kvkeeper.service.status import Refusals
-from kvkeeper.service.turns import TurnLimits, Turns
+from kvkeeper.service.turns import TakesTurns, TurnLimits, Turns
 
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read answers when the client has ended its side
 SMALL_BYTES = 64 << 10  # of a message that leaves its place at once
@@ -37,13 +37,15 @@ class Intake(grpc.aio.ServerInterceptor):
         refusals: Refusals,
         full: Callable[[int], Exception],
         late: Callable[[float], Exception],
+        given: TakesTurns | None = None,
     ) -> None:
-        """seconds: from a call's turn until its message is there.
+        """seconds: from a call's turn until its message is there. given: the turns, where another process has them.
 
         full, late: the refusal of a call beyond so many that wait, and of a message that did not come in so many seconds.
         """
         self._seconds, self._refusals, self._full, self._late = seconds, refusals, full, late
-        self.turns = Turns(limits)
+        self.turns = Turns(limits)  # not used where others are given
+        self._taken: TakesTurns = self.turns if given is None else given
         self._health_turns = Turns(replace(limits, num_at_once=_NUM_HEALTH_CHECKS))
 
     async def intercept_service(
@@ -52,7 +54,7 @@ class Intake(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:  # a stream asks for one message after the other
             return handler
-        turns = self._health_turns if handler_call_details.method.startswith(_HEALTH_PREFIX) else self.turns
+        turns = self._health_turns if handler_call_details.method.startswith(_HEALTH_PREFIX) else self._taken
         parse = handler.request_deserializer
         if handler.response_streaming:
 
@@ -75,7 +77,7 @@ class Intake(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _message(
-        self, turns: Turns, parse: Callable[[bytes], Any] | None, context: grpc.aio.ServicerContext
+        self, turns: TakesTurns, parse: Callable[[bytes], Any] | None, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
         """The call's message, or the end of the call."""
         try:

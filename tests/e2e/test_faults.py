@@ -37,7 +37,7 @@ async def test_a_client_that_stops_reading_loses_its_request_and_holds_nothing(
     no_large_windows = ("grpc.http2.bdp_probe", 0)
     monkeypatch.setattr(transport, "_CHANNEL_OPTIONS", (*transport._CHANNEL_OPTIONS, no_large_windows))
     await world.start_cache(num_blocks=1024)
-    engine = await world.start_engine()
+    engine = await world.start_engine(fronts=0)  # whose limit is changed
     client = await world.client(engine)
     much = Sampling(max_tokens=300, temperature=0, repetition_penalty=1.0, num_logprobs=20)
     own = transport.AsyncTransport(engine.address, CallOptions(), pb_grpc.EngineServiceStub)

@@ -1,6 +1,7 @@
 """Both services in this process, behind real channels and shared memory, for end-to-end tests."""
 
 import asyncio
+import os
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -25,6 +26,7 @@ from tests.support.models.odd_models import odd_model
 T = TypeVar("T")
 BLOCK_SIZE = 4
 DEADLINE_S = 20.0  # of anything in a test
+NUM_FRONTS = int(os.environ.get("TEST_FRONTS", "0"))  # of each engine: the whole folder of end-to-end tests passes with any
 GREEDY = Sampling(temperature=0, repetition_penalty=1.0)
 
 
@@ -74,8 +76,11 @@ class Services:
             "block_size": BLOCK_SIZE,
             "progress": False,
             "drain_timeout": 2.0,
+            "fronts": NUM_FRONTS,
             **options,
         }
+        if NUM_FRONTS > 1 and options["listen"] == address:
+            options["listen"] = "127.0.0.1:0"  # a Unix socket takes one front
         engine = await start_engine(EngineConfig(cache=self.cache.address, **options), model=model)
         self._stack.push_async_callback(engine.stop)
         await engine.wait_ready()
@@ -93,8 +98,8 @@ class Services:
         """Run at the end, before what was started earlier is stopped."""
         self._stack.push_async_callback(close)
 
-    async def client(self, engine: RunningEngine) -> AsyncEngineClient:
-        return await self._stack.enter_async_context(AsyncEngineClient(engine.address, CallOptions(retry_s=0)))
+    async def client(self, engine: RunningEngine, retry_s: float = 0) -> AsyncEngineClient:
+        return await self._stack.enter_async_context(AsyncEngineClient(engine.address, CallOptions(retry_s=retry_s)))
 
     async def cache_client(self) -> AsyncCacheClient:
         return await self._stack.enter_async_context(AsyncCacheClient(self.cache.address))
