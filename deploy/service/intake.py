@@ -37,15 +37,14 @@ class Intake(grpc.aio.ServerInterceptor):
         refusals: Refusals,
         full: Callable[[int], Exception],
         late: Callable[[float], Exception],
-        given: TakesTurns | None = None,
     ) -> None:
-        """seconds: from a call's turn until its message is there. given: the turns, where another process has them.
+        """seconds: from a call's turn until its message is there.
 
         full, late: the refusal of a call beyond so many that wait, and of a message that did not come in so many seconds.
         """
         self._seconds, self._refusals, self._full, self._late = seconds, refusals, full, late
-        self.turns = Turns(limits)  # not used where others are given
-        self._taken: TakesTurns = self.turns if given is None else given
+        self.turns = Turns(limits)
+        self.taken: TakesTurns = self.turns  # or what stands before them
         self._health_turns = Turns(replace(limits, num_at_once=_NUM_HEALTH_CHECKS))
 
     async def intercept_service(
@@ -54,7 +53,7 @@ class Intake(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:  # a stream asks for one message after the other
             return handler
-        turns = self._health_turns if handler_call_details.method.startswith(_HEALTH_PREFIX) else self._taken
+        turns = self._health_turns if handler_call_details.method.startswith(_HEALTH_PREFIX) else self.taken
         parse = handler.request_deserializer
         if handler.response_streaming:
 

@@ -241,8 +241,10 @@ class Generation:
         self._num_taken[0] += len(token_ids)
         self._num_sent += len(token_ids)
         output, texts = self.outputs[0], list[str]()
+        if not output.has_text:
+            return PlainTokens(token_ids, "")
         try:
-            for token_id in token_ids if output.has_text else ():
+            for token_id in token_ids:
                 texts.append(output.push(token_id)[0])
         except Exception:
             log.exception("text_failed", request_id=self.request.request_id)

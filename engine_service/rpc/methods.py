@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service.intake import Intake
 from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, Context, Contract, MethodRouter
-from kvkeeper.service.turns import TakesTurns, TurnLimits
+from kvkeeper.service.turns import TurnLimits
 
 from ..values.errors import NotReceived, QueueFull
 from .status import REFUSALS
@@ -61,11 +61,10 @@ class IntakeConfig(Protocol):
     def connection_calls(self) -> int: ...
 
 
-def intake_of(config: IntakeConfig, given: TakesTurns | None = None) -> Intake:
-    """The turns of calls, and the bounds of messages on their way in. given: the turns, where another process has them."""
+def intake_of(config: IntakeConfig) -> Intake:
+    """The turns of calls, and the bounds of messages on their way in."""
     num_at_once = config.receive_memory // MAX_PROMPT_MESSAGE_BYTES
-    limits = TurnLimits(num_at_once, config.connection_calls)
-    return Intake(limits, config.receive_seconds, REFUSALS, _full, _late, given)
+    return Intake(TurnLimits(num_at_once, config.connection_calls), config.receive_seconds, REFUSALS, _full, _late)
 
 
 def _full(limit: int) -> QueueFull:

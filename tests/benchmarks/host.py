@@ -2,7 +2,8 @@
 
 Tokens a second and processor time a token, of all processes and of the engine's loop alone, at 1 to 1,024 streams; with no
 front, with one, and with two, on a TCP port then. With BASE= naming another checkout, which has a virtual environment of
-its own, its services are measured in turn with these. STREAMS= and FRONTS= choose.
+its own, its services are measured in turn with these. STREAMS= and FRONTS= choose. Streams are on one call a client, as
+the client of Python has them; with CALLS=own each is a call of its own, as gateways and other clients have them.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ _ENGINE = str(Path(__file__).with_name("null_engine.py"))
 _PROMPT_TOKENS = 64
 _NUM_TURNS = 3
 _NUM_TOKENS = {1: 2000, 64: 400, 256: 150, 1024: 60}  # by number of streams
+_CALLS = os.environ.get("CALLS", "many")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -52,7 +54,7 @@ def figures() -> Iterator[dict[str, object]]:
             for (_, python, num_fronts), found in zip(measured, turns, strict=True):
                 found.append(asyncio.run(_measure(python, num_fronts, num_streams, num_tokens)))
         for (label, _, _), found in zip(measured, turns, strict=True):
-            yield {"streams": num_streams, **label, **_figure(found, num_streams * num_tokens)}
+            yield {"streams": num_streams, "calls": _CALLS, **label, **_figure(found, num_streams * num_tokens)}
 
 
 def _figure(turns: Sequence[_Turn], num_tokens: int) -> dict[str, object]:
@@ -90,6 +92,8 @@ async def _measure(python: str, num_fronts: int | None, num_streams: int, num_to
             clients = [await stack.enter_async_context(AsyncEngineClient(address)) for _ in range(num_fronts or 1)]
             for client in clients:
                 await _stream(client, 0, 8)  # warms all up
+                for many in client._many.values():
+                    many._is_unknown = _CALLS == "own"  # as if the engine had no call of many
             client = clients[0]
             steps = (await client.stats()).num_steps
             pids = {"cache": cache_process.pid, "engine": engine_process.pid, "client": os.getpid()}

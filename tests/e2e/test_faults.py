@@ -173,7 +173,7 @@ async def test_text_that_fails_when_it_is_cancelled_is_cancelled_all_the_same(wo
 
     await world.start_cache()
     model = dataclasses.replace(odd_model(), text=Text())  # type: ignore[arg-type]
-    client = await world.client(await world.start_engine(model))
+    client = await world.client(await world.start_engine(model, fronts=0))  # its text is made in this process
     long = GenerateOptions(request_id="mine", n=2, sampling=dataclasses.replace(GREEDY, max_tokens=150))
     generation = client.generate([1, 2, 3], long)
     await anext(generation)

@@ -1,13 +1,13 @@
 """EngineLink: a front's end of its lane. It asks the engine on behalf of clients, and hands on what comes for each call.
 
-A call of a client asks for its turn before its message is read, as it would in the engine itself. Requests that come by a call
-of many have no such turn: they ask, and send their message with it.
+The engine has calls take turns, and their messages wait there meanwhile. So that they are not many, no further message is read
+from clients while those that the engine has not answered yet are large together.
 """
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,9 +20,6 @@ from kvkeeper.trust.caller import calling
 from ..fronts.frames import Kind, parts_of
 from ..fronts.lane import Lane, open_lane
 from ..fronts.told import FrontSetUp, FrontState, Told, error_of
-
-Told_ = tuple[Kind, bytes]
-TakePlain = Callable[[list[int]], None]
 
 _TRACE_KEYS = ("traceparent", "tracestate")
 _trace: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("trace", default=())
@@ -42,28 +39,22 @@ class Asked:
 
     def __init__(self, link: "EngineLink", number: int) -> None:
         self._link, self.number = link, number
-        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.answers = asyncio.Queue[Told_]()
+        self.num_bytes = 0  # of its message, until the engine answers
+        self.answers = asyncio.Queue[tuple[Kind, bytes]]()
         self.take: Callable[[Kind, bytes], None] = lambda kind, body: self.answers.put_nowait((kind, body))
-        self.take_plain: TakePlain = lambda token_ids: None  # the tokens of a request
+        self.take_plain: Callable[[list[int]], None] = lambda token_ids: None  # the tokens of a request
 
     def send(self, path: str, raw: bytes) -> None:
         """Send the call's message, in the name of the running call's caller."""
         told = Told(path, calling(), peer.get(), _trace.get())
-        self._link.lane.send(Kind.MESSAGE, self.number, told.with_message(raw))
+        self._link.send_message(self, told.with_message(raw))
 
     def tell(self, kind: Kind, body: bytes = b"") -> None:
         self._link.lane.send(kind, self.number, body)
 
-    def leave(self) -> None:
-        """The engine has the places, and gives them back itself."""
-
     def drop(self) -> None:
         """Nothing more of it is wanted, or to come. Idempotent."""
         self._link.drop(self)
-
-
-_asked: ContextVar[Asked | None] = ContextVar("asked", default=None)
 
 
 class EngineLink:
@@ -73,58 +64,60 @@ class EngineLink:
         self.lane: Lane
         self.set_up: asyncio.Future[FrontSetUp] = asyncio.get_running_loop().create_future()
         self.lost = asyncio.Event()
+        self.max_unanswered = 0  # bytes of messages
         self._on_state, self._on_stop = on_state, on_stop
         self._calls: dict[int, Asked] = {}
         self._last_number = 0
+        self._num_unanswered = 0  # bytes
+        self._has_room = asyncio.Event()
 
     # -- for calls
 
-    @asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[Asked]:
-        """A place for one message, whose call is the one that begin and the others go on with. Raises TooManyWaiting."""
-        asked = self._ask(client)
+    def ask(self) -> Asked:
+        """A new call, with its message to be sent. To be dropped."""
+        self._last_number += 1
+        asked = self._calls[self._last_number] = Asked(self, self._last_number)
+        return asked
+
+    def send_message(self, asked: Asked, body: bytes) -> None:
+        asked.num_bytes = len(body)
+        self._num_unanswered += len(body)
+        self.lane.send(Kind.MESSAGE, asked.number, body)
+
+    async def wait_room(self) -> None:
+        """Until another message may be read: those that the engine has not answered are few."""
+        while self._num_unanswered > self.max_unanswered:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    async def call(self, path: str, raw: bytes) -> bytes:
+        """The answer to a message. Raises ToldError, TooManyWaiting."""
+        async with contextlib.aclosing(self.stream(path, raw)) as answers:
+            async for answer in answers:
+                return answer
+        raise AssertionError("a call of one answer has one")
+
+    async def stream(self, path: str, raw: bytes) -> AsyncGenerator[bytes, None]:
+        """The answers to a message. Raises ToldError, TooManyWaiting."""
+        asked = self.ask()
         try:
-            await asked.granted
-            _asked.set(asked)
-            yield asked
+            asked.send(path, raw)
+            while True:
+                kind, body = await asked.answers.get()
+                if kind is Kind.END:
+                    return
+                if kind is not Kind.ANSWER:
+                    raise refusal_of(kind, body)
+                yield body
+                asked.tell(Kind.TAKEN)
         finally:
             asked.drop()
 
-    def begin(self) -> Asked:
-        """A call with a message to send: the running one, or for requests of a call of many, one of their own."""
-        asked = _asked.get()
-        if asked is not None:
-            return asked
-        asked = self._ask(peer.get())
-        asked.granted.add_done_callback(lambda granted: granted.cancelled() or granted.exception())
-        return asked
-
-    async def call(self, path: str, raw: bytes) -> bytes:
-        """The answer to a message. Raises ToldError."""
-        async for answer in self.stream(path, raw):
-            return answer
-        raise AssertionError("a call of one answer has one")
-
-    async def stream(self, path: str, raw: bytes) -> AsyncIterator[bytes]:
-        """The answers to a message. Raises ToldError."""
-        asked = self.begin()
-        asked.send(path, raw)
-        while True:
-            kind, body = await asked.answers.get()
-            if kind is Kind.ANSWER:
-                yield body
-                asked.tell(Kind.TAKEN)
-            elif kind is Kind.ERROR:
-                raise error_of(body)
-            elif kind is Kind.END:
-                return
-
     async def ping(self) -> None:
         """Until the engine's loop has answered."""
-        self._last_number += 1
-        asked = self._calls[self._last_number] = Asked(self, self._last_number)
+        asked = self.ask()
         try:
-            self.lane.send(Kind.PING, asked.number)
+            asked.tell(Kind.PING)
             await asked.answers.get()
         finally:
             self._calls.pop(asked.number, None)
@@ -132,12 +125,13 @@ class EngineLink:
     def drop(self, asked: Asked) -> None:
         if self._calls.pop(asked.number, None) is not None:
             self.lane.send(Kind.DROPPED, asked.number)
+            self._note_answer(asked)
 
-    def _ask(self, client: str) -> Asked:
-        self._last_number += 1
-        asked = self._calls[self._last_number] = Asked(self, self._last_number)
-        self.lane.send(Kind.ASK, asked.number, client.encode())
-        return asked
+    def _note_answer(self, asked: Asked) -> None:
+        if asked.num_bytes:
+            self._num_unanswered -= asked.num_bytes
+            asked.num_bytes = 0
+            self._has_room.set()
 
     # -- for the lane
 
@@ -148,7 +142,8 @@ class EngineLink:
                     asked.take_plain(token_ids)
         elif number:
             if (asked := self._calls.get(number)) is not None:
-                self._take_of_call(asked, kind, body)
+                self._note_answer(asked)
+                asked.take(kind, body)
         elif kind is Kind.SET_UP:
             self.set_up.set_result(FrontSetUp.of(body))
         elif kind is Kind.STATE:
@@ -156,19 +151,13 @@ class EngineLink:
         elif kind is Kind.STOP:
             self._on_stop(float(body))
 
-    def _take_of_call(self, asked: Asked, kind: Kind, body: bytes) -> None:
-        if kind is Kind.GRANTED:
-            if not asked.granted.done():
-                asked.granted.set_result(None)
-        elif kind is Kind.FULL:
-            if not asked.granted.done():
-                asked.granted.set_exception(TooManyWaiting(int(body)))
-            asked.take(kind, body)
-        else:
-            asked.take(kind, body)
-
     def note_loss(self) -> None:
         self.lost.set()
+
+
+def refusal_of(kind: Kind, body: bytes) -> Exception:
+    """What FULL and ERROR stand for."""
+    return TooManyWaiting(int(body)) if kind is Kind.FULL else error_of(body)
 
 
 async def open_link(end: socket.socket, on_state: Callable[[FrontState], None], on_stop: Callable[[float], None]) -> EngineLink:

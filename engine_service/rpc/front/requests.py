@@ -11,7 +11,6 @@ from dataclasses import replace
 import structlog
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service.fair_queue import TooManyWaiting
 
 from ...outputs.model_text import ModelText
 from ...outputs.stopping import TextOutput
@@ -21,12 +20,13 @@ from ...values.request import FinishReason
 from ..fronts.frames import Kind
 from ..fronts.told import Admitted, error_of, error_to_bytes, stopped_to_bytes
 from ..streams.streamed import Send
-from .engine_link import Asked, EngineLink
+from .engine_link import Asked, EngineLink, refusal_of
 
 log = structlog.get_logger()
 
 GENERATE_PATH = "/kvkeeper.engine.v1.EngineService/Generate"
 _MOST_PLAIN = 4096  # tokens without a chunk; then they are sent as one, so that what a client does not read is counted
+_CUT_SHORT = (FinishReason.CANCELLED, FinishReason.TIMED_OUT, FinishReason.STALLED)
 _REASONS = {pb.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
 
 
@@ -93,7 +93,7 @@ class FrontRequest:
             if not self.admitted.done():
                 self.admitted.set_result(None)
         elif not self.admitted.done():
-            self.admitted.set_exception(TooManyWaiting(int(body)) if kind is Kind.FULL else error_of(body))
+            self.admitted.set_exception(refusal_of(kind, body))
         elif self._is_over:
             return
         elif kind is Kind.ERROR:
@@ -145,7 +145,7 @@ class FrontRequest:
         if self._makes_text:
             text, num_tokens, is_stopped = self._text_of(index, message.token_ids)
             if reason is not None and not is_stopped:
-                text += self._output(index).flush()
+                text += self._rest(index, reason)
         self._num_taken[index] = self._num_taken.get(index, 0) + num_tokens
         chunk = OutputChunk(
             index,
@@ -176,6 +176,16 @@ class FrontRequest:
                 return "".join(texts), len(texts), True
         return "".join(texts), len(texts), False
 
+    def _rest(self, index: int, reason: FinishReason) -> str:
+        """The text that was held back; empty where that fails, if the request was cut short: that it has to be in any case."""
+        try:
+            return self._output(index).flush()
+        except Exception:
+            if reason not in _CUT_SHORT:
+                raise
+            log.exception("text_failed", request_id=self.request_id)
+            return ""
+
     def _output(self, index: int) -> TextOutput:
         output = self._outputs.get(index)
         if output is None:
@@ -201,10 +211,10 @@ class FrontRequests:
 
     async def admit(self, message: pb.GenerateRequest, send: Send) -> FrontRequest:
         """Queue what the message asks for. Raises EngineError, TooManyWaiting."""
-        asked = self._link.begin()
+        asked = self._link.ask()
         request = FrontRequest(asked, message, send, self.text)
-        asked.send(GENERATE_PATH, message.SerializeToString())
         try:
+            asked.send(GENERATE_PATH, message.SerializeToString())
             await request.admitted
         except BaseException:
             request.cancel()

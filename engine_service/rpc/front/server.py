@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ from kvkeeper.service.endpoint import Admission, Endpoint, HealthServicer
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.log import configure
 from kvkeeper.service.process import StartError
-from kvkeeper.service.turns import TakesPlace
+from kvkeeper.service.turns import TakesPlace, Turns
 from kvkeeper.trust.guard import Guard
 
 from ...outputs.model_text import ModelText
@@ -45,6 +46,20 @@ class PingedHealth(HealthServicer):
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> Any:
         await self._link.ping()
         return await super().Check(request, context)
+
+
+class _LinkTurns:
+    """Turns of messages that come from clients, while the engine has room for them. The engine has turns of its own behind."""
+
+    def __init__(self, turns: Turns, link: EngineLink) -> None:
+        self._turns, self._link = turns, link
+
+    @asynccontextmanager
+    async def turn(self, client: str) -> AsyncIterator[TakesPlace]:
+        """Raises TooManyWaiting."""
+        async with self._turns.turn(client) as place:
+            await self._link.wait_room()
+            yield place
 
 
 class _AtOnce:
@@ -86,8 +101,10 @@ class Front:
             self._link.lane.send(Kind.READY)
             tasks += [asyncio.create_task(self._apply_states()), asyncio.create_task(self._tell_refused(guard))]
             await asyncio.wait((lost, self._stop), return_when=asyncio.FIRST_COMPLETED)
+            if not self._stop.done():
+                os._exit(0)  # at once: the address is the next engine's
             if self._endpoint is not None:
-                await self._endpoint.stop(self._stop.result() if self._stop.done() else None)
+                await self._endpoint.stop(self._stop.result())
         finally:
             for task in (lost, *tasks):
                 task.cancel()
@@ -98,7 +115,9 @@ class Front:
         config = FrontConfig.of_json(set_up.config)
         configure(config.log_level, "front")
         guard = Guard(config)
-        intake = intake_of(config, self._link)
+        self._link.max_unanswered = config.receive_memory
+        intake = intake_of(config)
+        intake.taken = _LinkTurns(intake.turns, self._link)
         requests = FrontRequests(self._link)
         self._endpoint = await Endpoint.open(
             config.listen,

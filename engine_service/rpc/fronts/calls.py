@@ -1,4 +1,4 @@
-"""FrontCalls: the calls of one front in the engine, from ASK to their end, and the tokens of its requests.
+"""FrontCalls: the calls of one front in the engine, from their messages to their ends, and the tokens of its requests.
 
 A call has its turn here, among those of all fronts, and runs in a task of its own, as the caller that the front names. What is
 new of all requests leaves together, by rounds. When the front is gone, its calls end, and its requests are cancelled; what was
@@ -80,22 +80,23 @@ class FrontServices:
 @dataclass(slots=True, eq=False)
 class _Call:
     number: int
-    peer: str
-    message: asyncio.Future[bytes]
     buffer: StreamBuffer = field(init=False)
     task: asyncio.Task[None] | None = None
     taken: asyncio.Event = field(default_factory=asyncio.Event)  # its last answer was written
-    dropped: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # its last was sent, or the front dropped it
+    refusal: EngineError | None = None  # with which its request ended
     generation: Generation | None = None
     has_begun: bool = False  # something of its output was told
+    is_dropped: bool = False
     counted: ExitStack = field(default_factory=ExitStack)
 
     def end(self) -> None:
-        self.dropped.set()
-        if self.task is not None:
-            self.task.cancel()
+        self.is_dropped = True
+        self.over.set()
         if self.generation is not None:
             self.generation.cancel()
+        elif self.task is not None:
+            self.task.cancel()
         self.counted.close()
 
 
@@ -118,15 +119,12 @@ class FrontCalls:
 
     def take(self, kind: Kind, number: int, body: bytes) -> None:
         """A frame that says something of a call."""
-        if kind is Kind.ASK:
-            self._begin(number, body.decode())
+        if kind is Kind.MESSAGE:
+            self._begin(number, *Told.split(body))
             return
         if (call := self._calls.get(number)) is None:
             return
-        if kind is Kind.MESSAGE:
-            if not call.message.done():
-                call.message.set_result(body)
-        elif kind is Kind.TAKEN:
+        if kind is Kind.TAKEN:
             call.taken.set()
         elif kind is Kind.STOPPED and call.generation is not None:
             self._services.stop_at(call.generation, *stopped_of(body))
@@ -143,38 +141,39 @@ class FrontCalls:
         for call in calls:
             call.end()
 
-    def _begin(self, number: int, connection: str) -> None:
-        call = _Call(number, connection, asyncio.get_running_loop().create_future())
+    def _begin(self, number: int, told: Told, raw: bytes) -> None:
+        call = self._calls[number] = _Call(number)
         call.buffer = StreamBuffer(partial(self._tell, call))
-        self._calls[number] = call
-        call.task = asyncio.create_task(self._serve(call))
+        call.task = asyncio.create_task(self._serve(call, told, raw))
 
-    async def _serve(self, call: _Call) -> None:
-        peer.set(call.peer)
+    async def _serve(self, call: _Call, told: Told, raw: bytes) -> None:
+        peer.set(told.peer)
+        note_caller(told.caller, partial(self._services.note_foreign, told.path, told.caller.name))
         try:
-            async with self._services.turns.turn(call.peer) as place:
-                self._lane.send(Kind.GRANTED, call.number)
-                body = await call.message
-                if len(body) <= SMALL_BYTES:
+            async with self._services.turns.turn(told.peer) as place:
+                if len(raw) <= SMALL_BYTES:
                     place.leave()
-                told, raw = Told.split(body)
-                note_caller(told.caller, partial(self._services.note_foreign, told.path, told.caller.name))
-                with tracing.serving(told.path[1:], told.trace) as span:
-                    try:
-                        await (self._generate(call, raw) if told.path == GENERATE_PATH else self._answer(call, told.path, raw))
-                    except EngineError as error:
-                        tracing.fail(span, error.reason)
-                        self._lane.send(Kind.ERROR, call.number, error_to_bytes(error))
-                    except Exception:
-                        tracing.fail(span, "BROKEN_INVARIANT")
-                        bug = CONTRACT.hide_bug(told.path)
-                        assert isinstance(bug, EngineError)
-                        self._lane.send(Kind.ERROR, call.number, error_to_bytes(bug))
-                    else:
-                        if span is not None and call.generation is not None:
-                            await call.dropped.wait()  # the span is that of the whole stream
+                await self._serve_turn(call, told, raw)
         except TooManyWaiting as error:
             self._lane.send(Kind.FULL, call.number, str(error.limit).encode())
+
+    async def _serve_turn(self, call: _Call, told: Told, raw: bytes) -> None:
+        with tracing.serving(told.path[1:], told.trace) as span:
+            try:
+                await (self._generate(call, raw) if told.path == GENERATE_PATH else self._answer(call, told.path, raw))
+            except EngineError as error:
+                tracing.fail(span, error.reason)
+                self._lane.send(Kind.ERROR, call.number, error_to_bytes(error))
+            except Exception:
+                tracing.fail(span, "BROKEN_INVARIANT")
+                bug = CONTRACT.hide_bug(told.path)
+                assert isinstance(bug, EngineError)
+                self._lane.send(Kind.ERROR, call.number, error_to_bytes(bug))
+            else:
+                if span is not None and call.generation is not None:
+                    await call.over.wait()  # the span is that of the whole stream
+                    if call.refusal is not None:
+                        tracing.fail(span, call.refusal.reason)
 
     async def _answer(self, call: _Call, path: str, raw: bytes) -> None:
         served = self._services.methods[path]
@@ -223,7 +222,7 @@ class FrontCalls:
         unread, self._unread = self._unread, {}
         parts = PartColumns()
         for call in unread:
-            if call.dropped.is_set():
+            if call.is_dropped:
                 continue
             if call.has_begun and (plain := call.buffer.take_plain()) is not None:
                 parts.add(call.number, plain.token_ids)
@@ -233,6 +232,9 @@ class FrontCalls:
                 call.has_begun = True
                 self._lane.send(Kind.CHUNK, call.number, response_of("", chunk).SerializeToString())
             if error is not None:
+                call.refusal = error
                 self._lane.send(Kind.ERROR, call.number, error_to_bytes(error))
+            if error is not None or (chunks and chunks[-1].usage is not None):
+                call.over.set()
         if parts.num_tokens:
             self._lane.send(Kind.PARTS, 0, parts.to_bytes())

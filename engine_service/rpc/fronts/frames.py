@@ -1,9 +1,9 @@
 """Frames between an engine and a front, over one socket: a head of fixed size, then bytes.
 
-Nothing is pickled. Numbers are a front's, one for each call, and are not used again. A call is ASK, then MESSAGE, each once;
-Generate is a call, too, with answers of its own. An engine answers a call in this order: GRANTED or FULL; then MESSAGE, each
-confirmed by TAKEN, and END; or ADMITTED, then CHUNK and PARTS; and ERROR in place of all that is still to come. A front ends a
-call with DROPPED, whether it is over or not; then nothing more is said of it. Pure.
+Nothing is pickled. Numbers are a front's, one for each call, and are not used again. A call begins with MESSAGE;
+Generate is a call, too, with answers of its own. An engine answers a call with FULL; or with ANSWER, each confirmed by TAKEN,
+and END; or with ADMITTED, then CHUNK and PARTS; and with ERROR in place of all that is still to come. A front ends a call with
+DROPPED, whether it is over or not; then nothing more is said of it. Pure.
 """
 
 import struct
@@ -25,7 +25,6 @@ class Kind(IntEnum):
     STATE = 1  # [JSON of FrontState]
     STOP = 2  # [seconds, as text] stop serving, and end
     # From the engine, of a call.
-    GRANTED = 10  # its message may come
     FULL = 11  # [limit, as text] too many calls wait for their turn
     ANSWER = 12  # [a message]
     END = 13
@@ -38,9 +37,7 @@ class Kind(IntEnum):
     READY = 30
     FAILED = 31  # [text] it cannot serve, and ends
     REFUSED = 32  # [JSON of counts by reason] calls that were not let in so far
-    STREAMS = 33  # [number, as text] open streams
     # From a front, of a call.
-    ASK = 40  # [name of the connection]
     MESSAGE = 41  # [bytes of Told, and a message]
     TAKEN = 42  # the last ANSWER was written
     STOPPED = 43  # [index and number of tokens] a continuation met a stop string

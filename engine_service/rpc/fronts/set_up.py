@@ -35,12 +35,12 @@ def front_services(service: EngineService, turns: Turns, guard: Guard, gateway: 
 
 def front_set_up(config: EngineConfig, fronts: Fronts, model: ServedModel, gateway: list[tuple[Contract, Any]]) -> FrontSetUp:
     """What each of the fronts needs to serve at their address."""
-    own = _front_config(config, fronts.address, has_gateway=bool(gateway))
+    own = front_config(config, fronts.address, has_gateway=bool(gateway))
     tokenizer = model.text.tokenizer
     return FrontSetUp(own.to_json(), None if tokenizer is None else tokenizer.state())
 
 
-def _front_config(config: EngineConfig, address: str, *, has_gateway: bool) -> FrontConfig:
+def front_config(config: EngineConfig, address: str, *, has_gateway: bool) -> FrontConfig:
     """Bounds of connections are divided among the fronts."""
     own = {each.name: getattr(config, each.name) for each in fields(FrontConfig) if hasattr(config, each.name)}
     shared = {name: -(-own[name] // config.fronts) for name in ("connections", "many_calls")}

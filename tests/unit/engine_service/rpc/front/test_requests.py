@@ -16,6 +16,7 @@ from kvkeeper.engine_service.values.output_chunk import OutputChunk
 from kvkeeper.engine_service.values.request import FinishReason
 
 BROKEN_TOKEN = 0
+HALF_A_CHARACTER = 26  # z: what is held back behind it cannot be made text
 USAGE = pb.Usage(prompt_tokens=3, cached_tokens=1, new_tokens=50)
 
 
@@ -26,9 +27,11 @@ class Letters:
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.may_stop = bool(stops)
+        self.pushed: list[int] = []
         self._stops = StopStrings(stops) if stops else None
 
     def push(self, token_id: int) -> tuple[str, bool]:
+        self.pushed.append(token_id)
         if token_id == BROKEN_TOKEN:
             raise RuntimeError("a bug of the tokenizer")
         text = chr(ord("a") + token_id - 1)
@@ -38,6 +41,8 @@ class Letters:
         return match.text, match.stop is not None
 
     def flush(self) -> str:
+        if HALF_A_CHARACTER in self.pushed:
+            raise RuntimeError("a bug of the tokenizer")
         return "" if self._stops is None else self._stops.flush()
 
     def copy(self) -> "Letters":
@@ -109,7 +114,7 @@ async def test_plain_tokens_wait_for_their_reader_and_keep_their_place() -> None
 async def test_a_stop_string_ends_the_output_once_the_engine_has_confirmed_it() -> None:
     world = World("de")
     world.chunk("ab")
-    world.plain("cdexyz")
+    world.plain("cdexyw")
     assert (world.text, len(world.chunks)) == ("ab", 1), "its last chunk waits for the counts"
     assert [(kind, stopped_of(body)) for kind, body in world.asked.told] == [(Kind.STOPPED, (0, 5))]
     world.plain("more")
@@ -134,6 +139,20 @@ async def test_text_that_was_held_back_comes_with_the_end() -> None:
     assert world.text == "ab"
     world.chunk("", finish_reason="FINISH_REASON_CANCELLED", usage=USAGE)
     assert (world.text, world.chunks[-1].finish_reason) == ("abc", FinishReason.CANCELLED)
+
+
+@pytest.mark.parametrize(("reason", "is_told"), [("CANCELLED", True), ("STALLED", True), ("LENGTH", False)])
+async def test_a_request_that_is_cut_short_ends_also_where_its_rest_cannot_be_made_text(reason: str, is_told: bool) -> None:
+    world = World()
+    world.chunk("az")
+    world.chunk("", finish_reason=f"FINISH_REASON_{reason}", usage=USAGE)
+    last = world.sent[-1]
+    if is_told:
+        assert isinstance(last, OutputChunk)
+        assert last.finish_reason is FinishReason[reason]
+    else:
+        assert isinstance(last, EngineError)
+        assert last.reason == "REQUEST_FAILED"
 
 
 async def test_continuations_stop_apart() -> None:

@@ -7,7 +7,7 @@ from kvkeeper.engine_service.rpc.fronts.told import Admitted, FrontState, Told, 
 from kvkeeper.engine_service.values.errors import NeverFits
 from kvkeeper.trust.caller import Caller, Role
 
-SENT = [(Kind.ASK, 1, b"unix:"), (Kind.MESSAGE, 2**63, b"x" * 300), (Kind.END, 7, b"")]
+SENT = [(Kind.STOPPED, 1, b"12345678"), (Kind.MESSAGE, 2**63, b"x" * 300), (Kind.END, 7, b"")]
 
 
 @pytest.mark.parametrize("step", [1, 2, 13, 1000])
