@@ -76,6 +76,14 @@ def parse_quotas(text: str) -> tuple[tuple[str, float], ...]:
     return tuple(quotas.items())
 
 
+def parse_names(text: str) -> tuple[str, ...]:
+    """Names of "a,b". Raises ValueError."""
+    names = tuple(text.split(",")) if text else ()
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError("names, each once, such as a,b")
+    return names
+
+
 def parse_shares(text: str) -> tuple[float, ...]:
     """Shares of "0.6,0.8,0.95". Raises ValueError."""
     try:
@@ -115,6 +123,9 @@ _QUOTA = must_be(
 )
 
 
+_TENANTS = Check("TENANT, ...", lambda names: None if all(names) and len(set(names)) == len(names) else "names, each once")
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """Everything that is decided before the service starts. Raises ConfigError for a value out of its range."""
@@ -130,6 +141,23 @@ class CacheConfig:
     )
     device: str = setting(
         "cpu", group="Pools", help="where pools are: cpu, cuda or cuda:N; engines on it need the same device", check=DEVICE
+    )
+    device_wait: float = setting(
+        30.0,
+        group="Pools",
+        help="seconds that a start waits for memory of a CUDA device which an earlier run's engines still have",
+        check=between(0, 3600),
+        unit="seconds",
+        details="The log says so. The memory of a pool comes back when the last engine has unmapped it.",
+    )
+    quarantine_quiet: float = setting(
+        1.0,
+        group="Pools",
+        help="seconds that blocks a killed engine may have been writing on a CUDA device stay out of use after its end",
+        check=between(0, 60),
+        unit="seconds",
+        details="Kernels that it had queued run until the driver has ended them. make gpu-check measures how long"
+        " (quiet_after_ms of part a).",
     )
     pool_memory: int = setting(
         256 * MIB,
@@ -319,6 +347,15 @@ class CacheConfig:
         choices=("all", "second-use"),
         details="second-use spares the disk what is never seen again.",
     )
+    disk_tenants: tuple[str, ...] = setting(
+        (),
+        group="Disk tier",
+        help="tenants whose blocks are stored",
+        example="a,b",
+        default_text="all",
+        parse=parse_names,
+        check=_TENANTS,
+    )
     disk_eviction_policy: str = setting(
         "lru", group="Disk tier", help="which block on the disk is forgotten first", choices=("clock", "fifo", "lru")
     )
@@ -333,7 +370,7 @@ class CacheConfig:
     remote: str = setting(
         "",
         group="Remote tier",
-        help="Valkey or Redis server in which cache services share blocks",
+        help="Valkey or Redis server, or master of a Mooncake store, in which cache services share blocks",
         example="rediss://cache.internal:6379/0",
         default_text="no remote tier",
         check=Check(FORM_WORDS, _remote_refusal),
@@ -345,6 +382,15 @@ class CacheConfig:
         help="file with the key that services share, and the user and password of the server",
         default_text="none",
         details="Lines key = ..., user = ... and password = ..., mode 0600. Services with the same key share blocks.",
+    )
+    remote_memory: int = setting(
+        0,
+        group="Remote tier",
+        help="memory of this machine that each pool gives to the store of mooncake://",
+        example="64GiB",
+        parse=parse_size,
+        check=size_between(0, 1 << 46),
+        details="A Mooncake store has no memory but what its clients give. What is in it is lost when this service ends.",
     )
     remote_ca: Path | None = setting(
         None,
@@ -358,6 +404,15 @@ class CacheConfig:
         help="what is stored: all that comes to the host tier, or what was loaded back from there",
         choices=("all", "second-use"),
         details="second-use keeps one service from flooding what others share.",
+    )
+    remote_tenants: tuple[str, ...] = setting(
+        (),
+        group="Remote tier",
+        help="tenants whose blocks are stored",
+        example="a,b",
+        default_text="all",
+        parse=parse_names,
+        check=_TENANTS,
     )
     remote_ttl: float = setting(
         86_400.0,
@@ -373,6 +428,13 @@ class CacheConfig:
         check=between(0.01, 60),
         unit="seconds",
         details="A server that takes longer is left alone for a while.",
+    )
+    tier_worth: str = setting(
+        "auto",
+        group="Disk tier",
+        help="which loads from disk and remote tier are ordered: those that beat computing, or all",
+        choices=("auto", "always"),
+        details="auto compares what loads and prompts took lately. Before it has measured a few of both, it loads.",
     )
     tls_cert: Path | None = tls_cert_setting()
     tls_key: Path | None = tls_key_setting()
@@ -412,6 +474,8 @@ class CacheConfig:
             raise ConfigError("--disk-path keeps blocks without an end, so it does not go with --prefix-ttl")
         if bool(self.remote) != (self.remote_secret is not None):
             raise ConfigError("a remote tier has a server and a secret, see --remote and --remote-secret")
+        if self.remote_memory and not self.remote.startswith("mooncake:"):
+            raise ConfigError("--remote-memory is given to a store of mooncake://, see --remote")
         if self.remote_ca is not None and not self.remote.startswith(("rediss:", "valkeys:")):
             raise ConfigError("--remote-ca is for a server under TLS, see --remote")
         if self.remote and not (self.host_memory or self.num_host_blocks):

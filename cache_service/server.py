@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy.ma  # noqa: F401  numpy loads it at the first set operation, which would hold up all steps for 0.1 s
 import structlog
 
-from kvkeeper.cuda.runtime import CudaError
+from kvkeeper.cuda.errors import CudaError
 from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.memory_limit import OutOfMemory
@@ -140,7 +140,7 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
         if config.health_address:
             endpoint.open_health(config.health_address)
         # Microseconds since 1970 as the first epoch: larger than any that an earlier run counted up to.
-        session_manager = SessionManager(registry, timing, time.time_ns() // 1000, config.max_sessions)
+        session_manager = SessionManager(registry, timing, time.time_ns() // 1000, config.max_sessions, config.quarantine_quiet)
         step_handler = StepHandler(session_manager, most_bytes)
         lanes = StepLanes(session_manager, step_handler, most_bytes)
         attach = AttachServer(_attach_path(config, endpoint.address), lanes, timing)
@@ -190,8 +190,14 @@ def _remote_of(config: CacheConfig) -> RemoteMaker | None:
     if not config.remote:
         return None
     assert config.remote_secret is not None, "checked by the config"
-    seconds = {"ttl": config.remote_ttl, "timeout": config.remote_deadline}
-    return open_remote(config.remote, secret=config.remote_secret, ca=config.remote_ca, **seconds)
+    return open_remote(
+        config.remote,
+        secret=config.remote_secret,
+        ca=config.remote_ca,
+        ttl=config.remote_ttl,
+        timeout=config.remote_deadline,
+        memory=config.remote_memory,
+    )
 
 
 def _groups_of_calls(

@@ -46,6 +46,7 @@ HASH_TOY = "hash-toy"  # value of --model for the toy whose output proves its ca
 
 _SPECULATIONS = ("off", "prompt-look-up", "draft-model")
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+_KV_DTYPES = ("auto", "fp16", "bf16", "fp8", "int8", "int4")
 _CPU_KERNELS = ("auto", "compiled", "torch")
 
 
@@ -325,6 +326,23 @@ class EngineConfig:
         details="int8, on a CPU: the matrix products are of 8-bit integers, two to three times as fast and less exact; all else"
         " is float32.",
     )
+    kv_dtype: str = setting(
+        "auto",
+        group="Model",
+        help="what K and V are stored in, where auto is what the model computes in",
+        choices=_KV_DTYPES,
+        details="fp8, int8 and int4 have a scale for each token and KV head. Native families. Requests with sink and window are"
+        " refused with anything but auto, and layers with windows keep all tokens.",
+    )
+    kv_tail_tokens: int = setting(
+        256,
+        group="Model",
+        help="most of a sequence's newest tokens, in whole blocks, that are also kept as the model computes them; 0: none",
+        check=between(0, 1 << 20),
+        unit="tokens",
+        details="With --kv-dtype fp8, int8 or int4. Not with --role prefill or decode, nor where the cache service has a host"
+        " tier, a disk tier or --memory-dir: there all tokens are read as they are stored.",
+    )
     cpu_kernels: str = setting(
         "auto",
         group="Model",
@@ -339,6 +357,14 @@ class EngineConfig:
         details="On a CUDA device, and native families. Graphs are captured at start, after a run of every kernel, and again"
         " when the cache service's memory is mapped anew. Steps with prompts, guesses, or sink and window go without.",
     )
+    overlap: bool = setting(
+        True,
+        group="Model",
+        help="launch a step before the tokens of the one before it are read",
+        details="A sequence that ends unforeseen, by a stop token, a stop string or a cancellation, has then been computed for"
+        " one token more, which nobody sees. Steps wait for those before them beside constrained outputs, guesses and beam"
+        " searches, while blocks are short, and where sequences move between tiers.",
+    )
     groups: bool = setting(
         True,
         group="Model",
@@ -347,8 +373,29 @@ class EngineConfig:
         " Not with --role prefill or decode, nor where the cache service has a host tier, a disk tier or --memory-dir: there"
         " all layers keep all tokens.",
     )
+    tensor_parallel: int = setting(
+        1,
+        group="Model",
+        help="processes that share the model, each with a part of its heads and of its weights",
+        check=between(1, 64),
+        details="For native families. The number divides the heads and widths of the model. On CUDA devices rank r is on the"
+        " device r behind that of --device, and so are the pools of the cache service. --pool-memory of the cache service is of"
+        " each rank.",
+    )
+    rank_timeout: float = setting(
+        60.0,
+        group="Patience",
+        help="seconds that one rank waits for another before that counts as lost",
+        check=between(1, 3600),
+        unit="seconds",
+        details="With --tensor-parallel. All ranks are then started anew, and requests go on from the tokens that they hold.",
+    )
     threads: int | None = setting(
-        None, group="Model", help="threads of the forward pass", default_text="torch's", check=between(1, 1024)
+        None,
+        group="Model",
+        help="threads of the forward pass, of each rank",
+        default_text="torch's, divided by the ranks",
+        check=between(1, 1024),
     )
     lease_ms: int = setting(
         10_000,
@@ -479,6 +526,8 @@ class EngineConfig:
             raise ConfigError("--cache-tls-cert: goes with --cache-tls-key, and the other way round")
         if self.cache_tls_cert is not None and self.cache_tls_ca is None:
             raise ConfigError("--cache-tls-cert: goes with --cache-tls-ca, which is missing")
+        if self.model == HASH_TOY and self.kv_dtype != "auto":
+            raise ConfigError(f"--kv-dtype: {HASH_TOY} stores what it computes")
         if self.model == HASH_TOY and self.device != "cpu":
             raise ConfigError(f"--device: {HASH_TOY} computes on a CPU")
 

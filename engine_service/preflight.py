@@ -81,12 +81,9 @@ def check_gateway(config: EngineConfig) -> None:
 
 def needed_bytes(config: EngineConfig, memory: ModelMemory) -> int:
     """Memory of the host that the engine takes until it serves."""
-    return (
-        _PROGRAM_BYTES
-        + config.fronts * _FRONT_BYTES
-        + memory.largest_tensor
-        + (memory.weights if config.device == "cpu" else 0)
-    )
+    of_all_ranks = config.tensor_parallel * (_PROGRAM_BYTES + memory.largest_tensor)
+    weights = memory.weights if config.device == "cpu" else 0
+    return of_all_ranks + config.fronts * _FRONT_BYTES + weights
 
 
 def model_memory(config: EngineConfig) -> ModelMemory:
@@ -116,6 +113,8 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
     elif not has_library:
         supported = f"the native families; more with: {install_command('transformers')}"
         raise UnsupportedModelError("model type", model_type, supported)
+    elif config.tensor_parallel > 1:
+        raise UnsupportedModelError("tensor parallelism of model type", model_type, "the native families")
     elif config.dtype == INT8:
         raise UnsupportedModelError("dtype", INT8, f"the native families; {model_type} is computed by the transformers library")
     dtype = dtype_name(raw.get("dtype", raw.get("torch_dtype")), config.device.partition(":")[0], config.dtype)

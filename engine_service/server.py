@@ -7,8 +7,6 @@ StartError of one line, with everything undone.
 
 import asyncio
 import dataclasses
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,17 +14,16 @@ from typing import Any
 
 import structlog
 import torch
-from prometheus_client import Metric
 
 from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.retry import CallOptions
-from kvkeeper.service.endpoint import Admission, Endpoint
+from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.extras import missing
 from kvkeeper.service.intake import Intake
 from kvkeeper.service.listen import AddressInUse
-from kvkeeper.service.methods import Contract, MethodRouter
+from kvkeeper.service.methods import Contract
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
 from kvkeeper.trust.guard import Guard
@@ -39,12 +36,14 @@ from .loop.session_loop import CacheServiceRefused, keep_serving
 from .loop.time_limits import end_stalled
 from .loop.tracing import EngineTracing
 from .model.checkpoint.errors import ModelError, NoDeviceError
+from .model.parallel.split import WHOLE
+from .ranks.failures import RankLost
+from .ranks.ranks import Ranks
 from .rpc.admission import connection_of
-from .rpc.fronts.fronts import Fronts, open_fronts
-from .rpc.fronts.set_up import front_services, front_set_up
+from .rpc.fronts.fronts import Fronts
 from .rpc.hand_over.taker import TakeOverRefused
-from .rpc.methods import intake_of, router_of
-from .rpc.metrics import PREFIX as METRICS_PREFIX
+from .rpc.methods import intake_of
+from .rpc.public_address import metrics_at, open_address, serve_at
 from .rpc.service import EngineService
 from .scheduler.state.fair_share import FairShare
 from .scheduler.state.policies import make_ordering
@@ -78,6 +77,7 @@ class RunningServer:
     metrics: MetricsServer | None = None
     _stalls: asyncio.Task[None] | None = None
     _taking: asyncio.Task[None] | None = None  # over, from another engine
+    ranks: Ranks | None = None  # beside this process, where several share the model
     _is_stopped: bool = False
 
     @property
@@ -136,6 +136,9 @@ class RunningServer:
         if self._stalls is not None:
             self._stalls.cancel()
         self._serving.cancel()
+        if self.ranks is not None:
+            stopping = asyncio.to_thread(self.ranks.stop)  # a step that waits for them ends with them
+            await asyncio.gather(self._serving, stopping, return_exceptions=True)
         await asyncio.gather(self._serving, return_exceptions=True)
         await self._endpoint.stop()
         await self.service.close()
@@ -148,24 +151,34 @@ class RunningServer:
 
 async def start_server(config: EngineConfig, *, model: ServedModel | None = None) -> RunningServer:
     """A service that listens and looks for its session. model is for tests. Raises StartError."""
+    if config.threads is None and config.tensor_parallel > 1:
+        config = dataclasses.replace(config, threads=max(torch.get_num_threads() // config.tensor_parallel, 1))
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    ranks: Ranks | None = None
     endpoint: Endpoint | Fronts | None = None
     metrics: MetricsServer | None = None
     credentials = credentials_of(config)
     try:
         # Before the long load, so that a taken address is refused at once.
         guard, intake = Guard(config), intake_of(config)
-        opened = endpoint = await _open(config, guard, intake)
+        opened = endpoint = await open_address(config, guard, intake)
         if config.health_address:
             endpoint.open_health(config.health_address)
         await asyncio.to_thread(switch_kernels, config)
         log.info("starting", doing="loading the model", model=Path(config.model).name, device=config.device)
-        served = model if model is not None else await asyncio.to_thread(load_served_model, config)
+        if model is None and config.tensor_parallel > 1:
+            ranks = Ranks(config)
+            await asyncio.to_thread(ranks.start)  # they load their parts beside this one
+        split = WHOLE if ranks is None else ranks.split
+        served = model if model is not None else await asyncio.to_thread(load_served_model, config, split)
+        if ranks is not None:
+            await asyncio.to_thread(ranks.make_ready)
         proposer = await asyncio.to_thread(_load_proposer, config, served)
         shares = FairShare() if config.fair_share else FairShare(connection_of) if config.client_shares else None
         waiting = WaitingSequences(make_ordering(config.policy), shares)
-        engine = make_engine(config.max_waiting, proposer, EngineTracing(tracing.tracer(), served.model_id), waiting)
+        engine_tracing = EngineTracing(tracing.tracer(), served.model_id)
+        engine = make_engine(config.max_waiting, proposer, engine_tracing, waiting, runs_ahead=config.overlap)
         share = config.intake_percent / 100
         engine.on_turn = lambda is_computing: intake.turns.open_window(share if is_computing else 1.0)
         limits = Limits(config.text_seconds, config.text_memory)
@@ -179,23 +192,19 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
 
         service = EngineService(config, served, engine, text_work, intake.turns, leave, credentials)
         if config.metrics_listen:
-            metrics = MetricsServer(config.metrics_listen, partial(_metrics, service, guard, opened, served.model_id))
+            metrics = MetricsServer(config.metrics_listen, partial(metrics_at, opened, service, guard))
         gateway = _gateway(config, service, engine, served)
-        if isinstance(endpoint, Fronts):
-            await endpoint.start(
-                front_services(service, intake.turns, guard, gateway),
-                front_set_up(config, endpoint, served, gateway),
-                lambda: service.max_len,
-            )
-        else:
-            routers = [router_of(service), *(MethodRouter(*each) for each in gateway)]
-            await endpoint.start(*routers, has_reflection=config.reflection)
+        await serve_at(endpoint, config, service, intake.turns, guard, gateway)
     except BaseException as error:
+        if ranks is not None:
+            ranks.stop()
         if metrics is not None:
             await metrics.stop()
         if endpoint is not None:
             await endpoint.stop(grace=None)
             endpoint.release()
+        if isinstance(error, RankLost):
+            raise StartError(f"--tensor-parallel {config.tensor_parallel}: {error}") from None
         if isinstance(error, ModelError):
             raise StartError(f"--model {config.model}: {error}") from None
         if isinstance(error, NoDeviceError):
@@ -227,29 +236,20 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         has_taken_over.set()
 
     client = AsyncCacheClient(config.cache, call_options(config), credentials)
-    serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, endpoint.address))
+    if ranks is not None:
+        loop = asyncio.get_running_loop()
+        ranks.on_lost = lambda: _wake_from_a_thread(loop, engine)
+    serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, endpoint.address, ranks))
     stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
     taking = asyncio.create_task(take_over()) if config.take_over else None
     return RunningServer(
-        engine, config, service, text_work, intake, guard, serving, ready, endpoint, client, metrics, stalls, taking
+        engine, config, service, text_work, intake, guard, serving, ready, endpoint, client, metrics, stalls, taking, ranks
     )
 
 
-async def _open(config: EngineConfig, guard: Guard, intake: Intake) -> Endpoint | Fronts:
-    """Takes the address, for this process or for its fronts. Raises StartError, AddressInUse."""
-    if config.fronts:
-        return await open_fronts(config.listen, config.fronts)
-    admission = Admission(config.connections, config.connection_calls, (intake,))
-    return await Endpoint.open(config.listen, admission=admission, guard=guard)
-
-
-def _metrics(service: EngineService, guard: Guard, endpoint: Endpoint | Fronts, model: str) -> Iterator[Metric]:
-    """Of a scrape."""
-    yield from service.metrics()
-    if isinstance(endpoint, Fronts):
-        yield from endpoint.metrics(METRICS_PREFIX, model)
-    refused = endpoint.refused if isinstance(endpoint, Fronts) else Counter[str]()
-    yield from guard.metrics(METRICS_PREFIX, refused, model=model)
+def _wake_from_a_thread(loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(engine.wake)
 
 
 def _gateway(config: EngineConfig, service: EngineService, engine: Engine, served: ServedModel) -> list[tuple[Contract, Any]]:
@@ -284,7 +284,9 @@ def _load_proposer(config: EngineConfig, served: ServedModel) -> Proposer | None
     if config.speculation == "off":
         return None
     try:
-        draft = load_served_model(dataclasses.replace(config, model=config.draft_model))
+        draft = load_served_model(
+            dataclasses.replace(config, model=config.draft_model, kv_dtype="auto")
+        )  # whole, on the first rank
     except ModelError as error:
         raise StartError(f"--draft-model {config.draft_model}: {error}") from None
     if draft.vocab_size != served.vocab_size:

@@ -47,6 +47,15 @@ def require_kv_layer(op: str, kv_layer: torch.Tensor) -> None:
     require(dense and rows, op, "kv_layer", "must be a layer of a block-major arena, has stride {}", kv_layer.stride())
 
 
+def require_sink_logits(op: str, sink_logits: torch.Tensor | None, q: torch.Tensor) -> None:
+    """Raise unless there are none, or one in float32 for each head of q [..., num_heads, head_dim], on its device."""
+    if sink_logits is not None:
+        fits = sink_logits.shape == q.shape[1:2] and sink_logits.dtype is torch.float32 and sink_logits.is_contiguous()
+        problem = "must be contiguous float32 [{}], is {} {}"
+        require(fits, op, "sink_logits", problem, q.shape[1], sink_logits.dtype, sink_logits.shape)
+        require(sink_logits.device == q.device, op, "sink_logits", "must be on the queries' device")
+
+
 def slot_rows(kv_layer: torch.Tensor, row_len: int) -> torch.Tensor:
     """View a layer as rows of `row_len` elements [num_rows, row_len], where row_len divides a slot.
 

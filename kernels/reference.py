@@ -35,6 +35,7 @@ def paged_attention_decode(
     soft_cap: float | None = None,
     retention: Retention | None = None,
     q_sink: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of paged_attention_decode.paged_attention_decode."""
     out = torch.zeros_like(q)
@@ -43,7 +44,7 @@ def paged_attention_decode(
     for seq, seq_len in enumerate(seq_lens.tolist()):
         if seq_len:
             k, v = _read_sequence(kv_layer, block_tables[seq], seq_len)
-            out[seq] = _attend(q[seq], sunk[seq], k, v, seq_len - 1, scale, window, soft_cap, kept[seq])
+            out[seq] = _attend(q[seq], sunk[seq], k, v, seq_len - 1, scale, window, soft_cap, kept[seq], sink_logits)
     return out
 
 
@@ -59,6 +60,7 @@ def paged_attention_prefill(
     soft_cap: float | None = None,
     retention: Retention | None = None,
     q_sink: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of paged_attention_prefill.paged_attention_prefill."""
     out = torch.zeros_like(q)
@@ -70,7 +72,7 @@ def paged_attention_prefill(
         context_len = seq_len - (locs[seq + 1] - locs[seq])
         for row in range(locs[seq], locs[seq + 1]):
             position = context_len + row - locs[seq]
-            out[row] = _attend(q[row], sunk[row], k, v, position, scale, window, soft_cap, kept[seq])
+            out[row] = _attend(q[row], sunk[row], k, v, position, scale, window, soft_cap, kept[seq], sink_logits)
     return out
 
 
@@ -106,10 +108,28 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (gelu * up).to(gate_up.dtype)
 
 
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """Reference of clamped_swiglu.clamped_swiglu."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(gate_up.dtype)
+
+
 def linear(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     """Reference of linear.linear, for a weight that is not packed."""
     product = x.double() @ weight.data.double().T
     return (product if weight.bias is None else product + weight.bias.double()).to(x.dtype)
+
+
+def grouped_linear(x: torch.Tensor, weight: LinearWeight, starts: torch.Tensor) -> torch.Tensor:
+    """Reference of grouped_linear.grouped_linear."""
+    out = torch.zeros(len(x), weight.data.shape[1], dtype=torch.float64)
+    for group in range(len(weight.data)):
+        for row in range(int(starts[group]), int(starts[group + 1])):
+            out[row] = weight.data[group].double() @ x[row].double()
+            if weight.bias is not None:
+                out[row] += weight.bias[group].double()
+    return out.to(x.dtype)
 
 
 def _read_sequence(kv_layer: torch.Tensor, table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,6 +158,7 @@ def _attend(
     window: int | None,
     soft_cap: float | None,
     kept: tuple[int, int],
+    sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     """One query [num_heads, head_dim] at `position` over the keys it may see, one by one."""
     sink, own_window = kept
@@ -156,5 +177,7 @@ def _attend(
         scores = torch.where(torch.tensor(is_sink), keys @ sink_query, keys @ query) * scale
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        heads.append(torch.softmax(scores, dim=0) @ v[:, head // group])
+        if sink_logits is not None:
+            scores = torch.cat((scores, sink_logits[head].double()[None]))
+        heads.append(torch.softmax(scores, dim=0)[: len(keys)] @ v[:, head // group])
     return torch.stack(heads).to(q.dtype)

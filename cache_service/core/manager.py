@@ -34,6 +34,7 @@ from .step.waiting_starts import WaitingStarts
 from .tables.inflight_prefix import InflightPrefixes
 from .tables.lifecycle import SequenceLifecycle
 from .tables.prefix_lookup import PrefixLookup
+from .tables.prompt_watch import PromptWatch
 from .tables.reserve import Reservations
 from .tables.start import SequenceStarter
 from .tiers.named_tier import NamedTier, Table, TierRules
@@ -42,13 +43,14 @@ from .tiers.sequence_swap import SequenceSwapper
 from .tiers.slot_table import SlotTable
 from .tiers.tier_chain import TierChain
 from .tiers.told_table import ToldTable
+from .tiers.worth import TierWorth
 from .values.copies import Copies, StoredBlock
 from .values.kept_index import Digest, KeptIndex, UInt64Array, Verification
 from .values.pool_config import PoolConfig
 from .values.sequence_args import Retention, SequenceArgs
 from .values.step_columns import StepBatch, StepReply
 from .values.types import NO_INT64, BlockId, BlockState, Executor, Int32Array, Int64Array, PressureLevel, ReuseHint, SessionId
-from .values.views import Admission, BlockView, PoolStats, Readable, SequenceView
+from .values.views import Admission, BlockView, GroupStats, PoolStats, Readable, SequenceView
 
 
 class PoolManager:
@@ -60,9 +62,11 @@ class PoolManager:
         swapper = self.swapper = _add_host_tier(state) if config.num_host_blocks else None
         lookup = PrefixLookup(state, swapper.host if swapper is not None else None)
         lifecycle, reservations = SequenceLifecycle(state, swapper), Reservations(state)
-        starter = SequenceStarter(state, lookup, swapper)
+        prompts = self._prompts = PromptWatch(state)
+        starter = SequenceStarter(state, lookup, swapper, prompts)
         self.reclaim = Reclaim(state, lifecycle, swapper)
-        self._steps = StepApplier(state, lifecycle, reservations, starter, InflightPrefixes(state, lookup), swapper)
+        inflight = InflightPrefixes(state, lookup)
+        self._steps = StepApplier(state, lifecycle, reservations, starter, inflight, swapper, prompts)
         self._waiting = WaitingStarts(state, lookup)
         self._expected = ExpectedReplies(state, self._waiting)
         self._one_item = OneItemCalls(state, self._steps, lookup, starter, reservations, swapper)
@@ -76,7 +80,7 @@ class PoolManager:
         self._maintenance = Maintenance(state, swapper)
         self._garbage = GarbageCalls(state, self._maintenance, swapper)
         self._sessions = SessionCalls(state, self.reclaim, swapper)
-        self._queries = Queries(state, lookup, swapper)
+        self._queries = Queries(state, lookup, swapper, prompts)
         self.disk: NamedTier | None = None
         self.remote: NamedTier | None = None
         self._below = TierChain()
@@ -131,7 +135,10 @@ class PoolManager:
         assert self.swapper is not None, "such a tier lies behind a host tier"
         if self.state.below is None:
             self.state.below = self._below
-        tier = NamedTier(self.state, self.swapper.offloader, key, table, era, rules)
+        rules = rules or TierRules()
+        self._prompts.is_on = True
+        worth = TierWorth(self._prompts.seconds, self.config.block_size, is_on=rules.weighs)
+        tier = NamedTier(self.state, self.swapper.offloader, key, table, era, rules, worth)
         self._below.tiers.append(tier)
         return tier
 
@@ -362,6 +369,9 @@ class PoolManager:
 
     def stats(self) -> PoolStats:
         return self._queries.stats()
+
+    def group_stats(self) -> list[GroupStats]:
+        return self._queries.group_stats()
 
     @property
     def pressure(self) -> PressureLevel:

@@ -14,6 +14,7 @@ from .blocks.pins import Pins
 from .blocks.pressure import PressureGauge
 from .blocks.room_ahead import RoomAhead
 from .index.prefix_index import PrefixIndex
+from .index.reach import Reach
 from .sequences.claims import Claims, StartNumbers
 from .sequences.group_windows import GroupWindows
 from .sequences.pin_preemption import PinPreemption
@@ -48,7 +49,10 @@ class LowerTiers(Protocol):
         """Tokens that the waiting sequence could hit once what it waits for has come; 0 where it is not to wait."""
 
     def end_behind(self, node: int, tokens: bytes) -> MatchEnd | None:
-        """Why a block of these tokens behind this node is in no tier above, where one of them has it."""
+        """Why the first block of these tokens behind this node is in no tier above, where one of them has it.
+
+        What is behind it, in whole blocks, decides whether a load of all of them would pay.
+        """
 
     def begin_clearing(self) -> None: ...
 
@@ -82,7 +86,9 @@ class PoolState:
             lose_hosts=self._lose_hosts,
             clock=self.clock,
             group_windows=config.group_windows,
+            has_tail=config.has_tail,
         )
+        self.reach = Reach(config.block_size, self.clock, self.counters)
         self.pool = BlockPool(config, self.index, self._forget_blocks)
         self.allocator = BlockAllocator(self.pool, self.index, self.counters)
         self.blocks_left = BlocksLeft(config, self.pool)
@@ -167,8 +173,6 @@ def _check_config(config: PoolConfig) -> None:
             raise InvalidField(f"{name} is {least} or more", field=name, limit=least)
     if not config.group_windows or config.group_windows[0] or min(config.group_windows) < 0:
         raise InvalidField("the first group of layers reads all tokens", field="group_windows", limit=0)
-    if len(config.group_windows) > 1 and (config.num_host_blocks or config.logits_memory):
-        raise InvalidField("groups of layers have no host tier and no stored logits", field="group_windows", limit=1)
     if not 0 <= config.watermark < 1:
         raise InvalidField("watermark is a share from 0 to below 1", field="watermark", limit=1)
     if config.num_host_blocks and config.num_host_blocks < 2:

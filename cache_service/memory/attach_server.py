@@ -1,12 +1,12 @@
 """The attach socket: hands an arena to the process at the other end, and notices when that process or its mapping ends.
 
-Owns the listening socket and one connection per attached process. The kernel names the process that connects (SO_PEERCRED) and
-tells when it dies (pidfd); gRPC in Python can tell neither. The client sends a one-time token, perhaps the names of the parts
-that it wants, and a newline. The answer is one JSON line with the descriptors of the parts: of the arena, of the host tier's
-arena where there is one, and of the step lane; an arena in CUDA memory has a handle in the line instead of a descriptor. The
-client keeps the connection open for as long as it maps the arenas. So the end of the connection is the end of the mapping
-(forked children inherit both), and the pidfd is the end of the process that drives the session; a killed process shows both.
-Knows tokens, parts and descriptors, no sessions.
+Owns the listening socket and one connection per attached process. The kernel names the process that connects (SO_PEERCRED)
+and tells when it dies (pidfd); gRPC in Python can tell neither. The client sends a token that is good once for each rank,
+perhaps the names of the parts that it wants and its rank, and a newline. The answer is one JSON line with the descriptors of
+the parts: of the rank's arena, of the host tier's arena where there is one, and of the step lane; an arena in CUDA memory has a
+handle in the line instead of a descriptor. The client keeps the connection open for as long as it maps the arenas. So the end
+of the connection is the end of the mapping (forked children inherit both), and the pidfd is the end of a process without which
+the session cannot go on; a killed process shows both. Knows tokens, parts, ranks and descriptors, no sessions.
 """
 
 import array
@@ -27,6 +27,7 @@ from .timeouts import Clock, within
 
 _HANDSHAKE_TIMEOUT = 5.0  # seconds
 _MAX_TOKEN_BYTES = 128
+_RANK, _MAX_RANK_DIGITS = "rank:", 4
 _MAX_HANDSHAKES = 64  # connections that have not shown a token yet
 
 
@@ -56,8 +57,11 @@ class Grant:
 class AttachDesk(Protocol):
     """Decides about tokens."""
 
-    def redeem(self, token: str, parts: frozenset[Part]) -> Grant:
-        """Spends the token: its session counts as attached from now on, if memory is among the parts. Raises AttachRefused."""
+    def redeem(self, token: str, parts: frozenset[Part], rank: int) -> Grant:
+        """Spends the token for this rank, whose process counts as attached from now on, if memory is among the parts.
+
+        Raises AttachRefused.
+        """
 
 
 class AttachServer:
@@ -106,7 +110,7 @@ class AttachServer:
             try:
                 try:
                     async with within(self._clock, _HANDSHAKE_TIMEOUT):
-                        token, parts = await _read_request(connection)
+                        token, parts, rank = await _read_request(connection)
                 finally:
                     self._num_handshakes -= 1
                 process = _open_process(connection)
@@ -115,7 +119,7 @@ class AttachServer:
                 return
             try:
                 try:
-                    grant = self._desk.redeem(token, parts)
+                    grant = self._desk.redeem(token, parts, rank)
                 except AttachRefused as error:
                     await _refuse(connection, str(error))
                     return
@@ -158,8 +162,8 @@ def _hand_over(connection: socket.socket, grant: Grant) -> None:
             grant.given_away.close()
 
 
-async def _read_request(connection: socket.socket) -> tuple[str, frozenset[Part]]:
-    """The token and the wanted parts. Raises AttachRefused."""
+async def _read_request(connection: socket.socket) -> tuple[str, frozenset[Part], int]:
+    """The token, the wanted parts and the rank, 0 where none is named. Raises AttachRefused."""
     loop = asyncio.get_running_loop()
     line = b""
     while b"\n" not in line:
@@ -168,8 +172,14 @@ async def _read_request(connection: socket.socket) -> tuple[str, frozenset[Part]
         if not piece or len(line) > _MAX_TOKEN_BYTES:
             raise AttachRefused("UNKNOWN_TOKEN")
     token, *names = line.removesuffix(b"\n").decode("ascii", "replace").split(" ")
+    rank = 0
+    if names and names[-1].startswith(_RANK):
+        text = names.pop().removeprefix(_RANK)
+        if not (text.isascii() and text.isdigit() and len(text) <= _MAX_RANK_DIGITS):
+            raise AttachRefused("UNKNOWN_RANK")
+        rank = int(text)
     try:
-        return token, frozenset(map(Part, names or [Part.MEMORY]))
+        return token, frozenset(map(Part, names or [Part.MEMORY])), rank
     except ValueError:
         raise AttachRefused("UNKNOWN_PART") from None
 

@@ -26,7 +26,7 @@ import numpy as np
 from kvkeeper.service.memory_limit import OutOfMemory
 
 from ..core.values.kept_index import KeptIndex, KeptTable, row_words
-from ..core.values.kv_spec import KvSpec
+from ..core.values.kv_spec import KvSpec, LayerGroup
 from ..core.values.types import Int32Array
 from . import file_locks
 from .arena import KeptArena, Place
@@ -113,7 +113,9 @@ class Description:
 
     def encode(self) -> bytes:
         fields = {**asdict(self), "spec": {**asdict(self.spec), "key": self.spec.key.hex()}}
-        if not self.spec.groups:  # as before there were groups; a pool of several is not kept
+        if not self.spec.scaled_bits:
+            del fields["spec"]["scaled_bits"]
+        if not self.spec.groups:  # as before there were groups
             del fields["spec"]["groups"]
         if self.place == Place():  # as before there were other places
             del fields["device"], fields["held"]
@@ -125,7 +127,8 @@ class Description:
         try:
             fields = json.loads(text)
             spec = fields.pop("spec")
-            decoded = cls(**fields, spec=KvSpec(**{**spec, "key": bytes.fromhex(spec["key"])}))
+            groups = tuple(LayerGroup(tuple(each.pop("layers")), **each) for each in spec.pop("groups", ()))
+            decoded = cls(**fields, spec=KvSpec(**{**spec, "key": bytes.fromhex(spec["key"]), "groups": groups}))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise FileRefused("its description cannot be read") from None
         counts = [getattr(decoded, name) for name in _COUNT_FIELDS]
@@ -135,13 +138,24 @@ class Description:
             type(text) is not str for text in texts
         ):
             raise FileRefused("its description has a value out of range")
-        if decoded.spec.groups:
-            raise FileRefused("its description has groups of layers")
+        if decoded.spec.groups and not _are_groups(decoded.spec):
+            raise FileRefused("its description has groups that are none of its layers")
         if decoded.place != Place() and _PLACE.fullmatch(f"{decoded.device} {decoded.held}") is None:
             raise FileRefused("its description names no place")
         if decoded.num_blocks > _MOST_BLOCKS or decoded.num_blocks * decoded.spec.block_bytes > decoded.num_bytes:
             raise FileRefused("its description has sizes that do not fit each other")
         return decoded
+
+
+def _are_groups(spec: KvSpec) -> bool:
+    """Whether each layer is in one group, and the first group reads all tokens."""
+    layers = [layer for group in spec.groups for layer in group.layers]
+    numbers = [*layers, *(group.window for group in spec.groups)]
+    if not all(type(number) is int and 0 <= number < 1 << 31 for number in numbers) or not all(
+        group.layers for group in spec.groups
+    ):
+        return False
+    return sorted(layers) == list(range(len(layers))) and len(layers) == spec.num_layers and not spec.groups[0].window
 
 
 def _told_counts(spec: KvSpec) -> list[int]:
@@ -182,7 +196,8 @@ class IndexFile:
             secrets.randbits(62) + 1, inode, num_blocks, arena.num_bytes, spec, pool, place.device, place.name
         )
         text = description.encode()
-        assert len(text) <= _HEADER_BYTES - _HEAD.size - _COUNTS.size, "the fields of a KV spec are bounded"
+        if len(text) > _HEADER_BYTES - _HEAD.size - _COUNTS.size:
+            raise OutOfMemory(f"its description has {len(text)} bytes, more than an index has room for")
         descriptor = make_file(path, _fixed_bytes(description))
         os.pwrite(descriptor, _HEAD.pack(_MAGIC, _FORMAT, len(text), zlib.crc32(text)) + text, 0)
         return cls(descriptor, description, (), _fixed_bytes(description))

@@ -118,8 +118,9 @@ class MemoryDirectory:
         """The arena of a host tier in a new file, all zero. Raises OutOfMemory."""
         return self._made(self._memory.make_host, num_bytes, is_in_file=True)
 
-    def allocate(self, num_bytes: int) -> KeptArena:
+    def allocate(self, num_bytes: int, rank: int = 0) -> KeptArena:
         """An arena of a new file, all zero. Raises OutOfMemory."""
+        assert not rank, "pools of several ranks are refused here"
         return self._made(self._memory.make, num_bytes, is_in_file=self._memory.is_in_files)
 
     def _made(self, make: Callable[[int, int], A], num_bytes: int, *, is_in_file: bool) -> A:

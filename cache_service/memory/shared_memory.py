@@ -127,8 +127,8 @@ class SharedMemory:
         """Raises OutOfMemory where arenas of num_bytes and host tiers of num_host_bytes do not fit now."""
         memory_limit.require(num_bytes + num_host_bytes)
 
-    def allocate(self, num_bytes: int) -> Arena:
-        """Raises OutOfMemory."""
+    def allocate(self, num_bytes: int, rank: int = 0) -> Arena:
+        """All ranks have the same memory. Raises OutOfMemory."""
         return SharedMemoryArena(num_bytes)
 
     def allocate_host(self, num_bytes: int) -> SharedMemoryArena:

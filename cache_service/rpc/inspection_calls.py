@@ -38,7 +38,7 @@ class InspectionCalls:
                     live.core,
                     now,
                     live.pool.manager.num_sequences(live.core.id),
-                    int(live.is_mapped),
+                    len(live.mapped),
                     None if live.stream is None else live.stream.kind,
                 )
                 for live in manager.sessions

@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator, Iterator
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
-from ..core.sequences.group_windows import refuse_groups
 from ..core.sequences.retention import check_readable
 from ..core.sequences.transitions import wrong_state
-from ..core.values.errors import InvalidField, OpaquePages
+from ..core.values.errors import InvalidField, NotImplementedYet, OpaquePages
 from ..core.values.types import Int32Array, SequenceId, SequenceState, SessionId
-from ..core.values.views import Readable
+from ..core.values.views import Readable, SequenceView
 from ..runtime.pool import Pool
 from ..runtime.session_manager import SessionManager
 from .convert import checks
@@ -52,8 +51,11 @@ class KvCalls:
         check_range("num_tokens", request.num_tokens, 0, committed - first)
         count = request.num_tokens or max(readable.num_tokens - first, 0)
         check_bounds(readable, first, count)
+        layers = request.layer_idx or range(num_layers)
+        for layer_idx in layers:
+            _table(live.pool, readable.view, layer_idx, first, count)
         live.pool.manager.note_read(live.core.id, sequence_id)
-        for layer_idx in request.layer_idx or range(num_layers):
+        for layer_idx in layers:
             for token_idx, num_tokens in _chunks(live.pool, first, count):
                 await self._one_item.wait_for_copies(request)  # a copy may fill the block that is read
                 readable = live.pool.manager.readable(live.core.id, sequence_id)
@@ -77,7 +79,11 @@ class KvCalls:
 
 def _require_rows(pool: Pool) -> None:
     """Raises OpaquePages where this service does not know where in a block a token's K and V are, and NotImplementedYet."""
-    refuse_groups(pool.manager.config.group_windows, "reading and writing K and V by call")
+    if pool.info.spec.num_ranks > 1:
+        text = "K and V of several ranks are not read or written by call: map the memory of each rank"
+        raise NotImplementedYet(text, feature="tensor_parallel_size")
+    if pool.info.spec.scaled_bits:
+        raise NotImplementedYet("reading and writing K and V by call with a scale for each head", feature="scaled_layout")
     if pool.info.spec.is_opaque:
         raise OpaquePages("the blocks of this pool are opaque pages: map the memory, whose bytes only its clients can read")
 
@@ -108,7 +114,8 @@ def _read(pool: Pool, readable: Readable, layer_idx: int, first_token_idx: int, 
     view = readable.view
     if view.state is SequenceState.SWAPPED:
         raise wrong_state(view.sequence_id, view.state)
-    runs = list(_runs(pool, view.block_table, layer_idx, first_token_idx, num_tokens))
+    table = _table(pool, view, layer_idx, first_token_idx, num_tokens)
+    runs = list(_runs(pool, table, layer_idx, first_token_idx, num_tokens))
     key, value = (b"".join(pool.arena.read(first[side], count) for first, count in runs) for side in (_KEY, _VALUE))
     return key, value
 
@@ -126,7 +133,7 @@ def _write(
     if not (low <= first_token_idx and first_token_idx + num_tokens <= high):
         limit = low if first_token_idx < low else high
         raise InvalidField(f"slots {low} to {high} may be written", field="first_token_idx", limit=limit)
-    table = pool.manager.view(session, sequence).block_table
+    table = _table(pool, pool.manager.view(session, sequence), layer_idx, first_token_idx, num_tokens)
     done = 0
     for first, count in _runs(pool, table, layer_idx, first_token_idx, num_tokens):
         for side, data in ((_KEY, key), (_VALUE, value)):
@@ -134,8 +141,22 @@ def _write(
         done += count
 
 
+def _table(pool: Pool, view: SequenceView, layer_idx: int, first_token_idx: int, num_tokens: int) -> Int32Array:
+    """The table of the layer's group. Raises InvalidField for tokens that the group's window has left behind."""
+    group_idx, _ = pool.info.spec.place_of(layer_idx)
+    table = view.group_tables[group_idx - 1] if group_idx and view.group_tables else view.block_table
+    if group_idx and num_tokens:
+        there = table.nonzero()[0]
+        first = (int(there[0]) if len(there) else len(table)) * pool.info.block_size
+        if first_token_idx < first:
+            text = f"layer {layer_idx} has a window, which has left tokens before {first} behind"
+            raise InvalidField(text, field="first_token_idx", limit=first)
+    return table
+
+
 def _runs(pool: Pool, table: Int32Array, layer_idx: int, first_token_idx: int, num_tokens: int) -> Iterator[Run]:
-    """Where a run of tokens lies, block by block; blocks are [num_layers, 2, block_size, token_bytes]."""
+    """Where a run of tokens lies, block by block; blocks are [layers of the group, 2, block_size, token_bytes]."""
+    _, layer_idx = pool.info.spec.place_of(layer_idx)
     row_bytes, block_size = pool.info.spec.token_bytes, pool.info.block_size
     token_idx, end = first_token_idx, first_token_idx + num_tokens
     while token_idx < end:

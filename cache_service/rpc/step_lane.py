@@ -34,9 +34,9 @@ class StepLanes:
         # One for all lanes: a frame is taken out before the next one is read. With a byte to see that a message is too large.
         self._frame = bytearray(1 + max_message_bytes + 1)
 
-    def redeem(self, token: str, parts: frozenset[Part]) -> Grant:
+    def redeem(self, token: str, parts: frozenset[Part], rank: int) -> Grant:
         """See AttachDesk. Where no socket can be had, the grant says so and its process steps over gRPC."""
-        live, grant = self._session_manager.redeem(token, parts)
+        live, grant = self._session_manager.redeem(token, parts, rank)
         if Part.STEP_LANE not in parts:
             return grant
         try:

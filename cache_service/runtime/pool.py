@@ -4,7 +4,7 @@ A slice takes about a millisecond. Calls pass between two slices, so long work d
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -66,19 +66,23 @@ class Pool:
         keeper: PoolKeeper | None = None,
         disk: PoolTierMaker | None = None,
         remote: PoolTierMaker | None = None,
+        further_arenas: Sequence[Arena] = (),
     ) -> None:
-        """keeper: of a pool whose memory outlives the service, with what earlier runs have left taken over.
+        """arena: of the first rank; further_arenas: of the others, in their order.
+
+        keeper: of a pool whose memory outlives the service, with what earlier runs have left taken over.
 
         disk, remote: make what runs the orders of the core's tiers of these names, where it has them.
         """
         self.key = spec.key
         self._manager = manager
         self.arena = arena
+        self.arenas: tuple[Arena, ...] = (arena, *further_arenas)  # by rank
         self.host_arena = host_arena
         block_bytes, num_host_blocks = spec.block_bytes, config.num_host_blocks
-        self.hosts: ByteArray | None = None  # [num_host_blocks, block_bytes]
+        self.hosts: ByteArray | None = None  # [num_host_blocks, stored_bytes]: of each block the shares of all ranks
         if host_arena is not None:
-            self.hosts = host_arena.blocks(num_host_blocks, block_bytes)
+            self.hosts = host_arena.blocks(num_host_blocks, spec.stored_bytes)
         self.info = PoolInfo(
             num_blocks=config.num_blocks,
             block_size=config.block_size,
@@ -91,7 +95,7 @@ class Pool:
             eviction_policy=config.eviction_policy,
             prefix_caching=config.prefix_caching,
             num_host_blocks=num_host_blocks,
-            host_arena_bytes=num_host_blocks * block_bytes,
+            host_arena_bytes=num_host_blocks * spec.stored_bytes,
             num_disk_blocks=manager.disk.num_slots if manager.disk is not None else 0,
             has_remote=manager.remote is not None,
             arena_kind=str(arena.fields()["kind"]),
@@ -140,6 +144,11 @@ class Pool:
             self._manager.finish_step()
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether its blocks are in CUDA memory."""
+        return self.info.arena_kind != "memfd"
+
+    @property
     def is_idle(self) -> bool:
         return not (self.sessions or self.mappings or self.quarantines)
 
@@ -157,20 +166,29 @@ class Pool:
     def copy(self, copies: Copies) -> Awaitable[None] | None:
         """Runs a call's copies, in order; awaitable when they are large, so that only this pool waits for them.
 
-        Large copies are a task of the service, not of the call, and go on when the call is cancelled. Until they are done a
+        All copies on a device count as large: each waits for its end there, and for the turns of what engines compute. Large
+        copies are a task of the service, not of the call, and go on when the call is cancelled. Until they are done a
         granted block could be one of their sources, so a call that grants blocks of this pool awaits `copying` first.
         """
-        if len(copies) * self.info.block_bytes <= _MAX_INLINE_COPY_BYTES:
-            self.arena.copy(copies, self.info.block_bytes, self.hosts)
+        if not len(copies) or (not self.is_on_device and len(copies) * self.info.spec.stored_bytes <= _MAX_INLINE_COPY_BYTES):
+            self._copy_all_ranks(copies)
             return None
         self.copying = asyncio.create_task(self._copy_in_thread(copies))
         return asyncio.shield(self.copying)
 
     async def _copy_in_thread(self, copies: Copies) -> None:
         try:
-            await asyncio.to_thread(self.arena.copy, copies, self.info.block_bytes, self.hosts)
+            await asyncio.to_thread(self._copy_all_ranks, copies)
         finally:
             self.copying = None
+
+    def _copy_all_ranks(self, copies: Copies) -> None:
+        for rank, arena in enumerate(self.arenas):
+            arena.copy(copies, self.info.block_bytes, self._hosts_of(rank))
+
+    def _hosts_of(self, rank: int) -> ByteArray | None:
+        """[num_host_blocks, block_bytes]: the rank's share of the host tier."""
+        return None if self.hosts is None else self.hosts.reshape(len(self.hosts), len(self.arenas), -1)[:, rank]
 
     def publish_soon(self) -> None:
         """Publishes what steps committed, slice by slice, once the reply being made is on its way.
@@ -207,14 +225,14 @@ class Pool:
         if self._is_reclaiming:
             asyncio.get_running_loop().call_later(PAUSE, self._reclaim_slice)
 
-    def arena_fields(self, *, read_only: bool = False) -> dict[str, object]:
-        """How the attach socket describes the pool's memory."""
-        fields = {**self.arena.fields(), "num_bytes": self.info.arena_bytes} | ({"read_only": True} if read_only else {})
+    def arena_fields(self, rank: int, *, read_only: bool = False) -> dict[str, object]:
+        """How the attach socket describes the pool's memory to a rank."""
+        fields = {**self.arenas[rank].fields(), "num_bytes": self.info.arena_bytes} | ({"read_only": True} if read_only else {})
         return {**fields, "num_host_bytes": self.info.host_arena_bytes} if self.host_arena is not None else fields
 
-    def arena_descriptors(self, *, read_only: bool = False) -> list[int]:
+    def arena_descriptors(self, rank: int, *, read_only: bool = False) -> list[int]:
         """The descriptors that the attach socket hands over with that. read_only: of shared memory, for what must not write."""
-        arenas = (self.arena,) if self.host_arena is None else (self.arena, self.host_arena)
+        arenas = (self.arenas[rank],) if self.host_arena is None else (self.arenas[rank], self.host_arena)
         if not read_only:
             return [descriptor for arena in arenas for descriptor in arena.descriptors()]
         return [arena.read_only_descriptor for arena in arenas if isinstance(arena, SharedMemoryArena)]
@@ -235,6 +253,7 @@ class Pool:
                     pass
                 self.keeper.write_all()
             self.keeper.close(remove=not keep)
-        self.arena.close(is_mapped=bool(self.mappings))
+        for arena in self.arenas:
+            arena.close(is_mapped=bool(self.mappings))
         if self.host_arena is not None:
             self.host_arena.close()

@@ -36,8 +36,10 @@ _SLICE_BYTES = 32 << 20  # digested in a thread in about ten
 class PoolKeeper:
     """Keeps the index of one pool in its files."""
 
-    def __init__(self, manager: PoolManager, kept: KeptPool, digests: BlockDigests | None = None) -> None:
-        """digests: rows get one of their block's content."""
+    def __init__(self, manager: PoolManager, kept: KeptPool, digests: BlockDigests | None = None, quiet: float = 0.0) -> None:
+        """digests: rows get one of their block's content. quiet: seconds that a device may go on for a process that ended."""
+        self._quiet = quiet
+        self._quiet_at: float | None = None  # from when on nothing of an earlier run is at work, once none maps the memory
         self.is_quarantining = False
         self.copying: Callable[[], asyncio.Task[None] | None] = lambda: None  # a copy of blocks in a thread; set by the pool
         self._manager = manager
@@ -95,6 +97,11 @@ class PoolKeeper:
             return
         if self._kept.may_be_written():
             self._looking = self._loop.call_later(_LOOK_AFTER, self.look)
+            return
+        if self._quiet_at is None:
+            self._quiet_at = self._loop.time() + self._quiet
+        if self._quiet_at > self._loop.time():
+            self._looking = self._loop.call_at(self._quiet_at, self.look)
             return
         self.is_quarantining = False
         self._end_quarantine()

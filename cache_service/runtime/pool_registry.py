@@ -40,6 +40,7 @@ from .pool_tier import Place, PoolTier
 
 log = structlog.get_logger()
 
+_LOOK_AGAIN = 0.25  # seconds, for memory of a device
 _MOST_ASKED = 1024  # blocks of a prompt, in one question to a remote server
 
 
@@ -49,7 +50,8 @@ class Memory(Protocol):
     def require(self, num_bytes: int, num_host_bytes: int) -> None:
         """Refuses where arenas of num_bytes together and host tiers of num_host_bytes cannot be allocated now."""
 
-    def allocate(self, num_bytes: int) -> Arena: ...
+    def allocate(self, num_bytes: int, rank: int = 0) -> Arena:
+        """rank: whose arena it is to be, which may be on a device of its own."""
 
     def allocate_host(self, num_bytes: int) -> SharedMemoryArena: ...
 
@@ -158,36 +160,59 @@ class PoolRegistry:
         """Memory for so many pools, all of it asked for before the first is allocated. Raises OutOfMemory."""
         num_bytes, num_host_bytes = self._config.pool_memory, self._host_memory
         num_missing, num_missing_hosts = num_pools - len(self._spare), num_pools - len(self._spare_hosts)
-        self._memory.require(num_missing * num_bytes, num_missing_hosts * num_host_bytes)
+        await self._require(num_missing * num_bytes, num_missing_hosts * num_host_bytes)
         for _ in range(num_missing):
             self._spare.append(await asyncio.to_thread(self._memory.allocate, num_bytes))
         for _ in range(num_missing_hosts if num_host_bytes else 0):
             self._spare_hosts.append(await asyncio.to_thread(self._memory.allocate_host, num_host_bytes))
 
+    async def _require(self, num_bytes: int, num_host_bytes: int) -> None:
+        """Waits for memory of a device that an earlier run's engines have mapped, or that the driver takes back. See Memory."""
+        deadline = self._now() + self._config.device_wait
+        is_told = False
+        while True:
+            try:
+                return self._memory.require(num_bytes, num_host_bytes)
+            except OutOfMemory as error:
+                if not error.on_device or self._now() >= deadline:
+                    raise
+                if not is_told:
+                    log.warning("waiting_for_device_memory", why=str(error), seconds=self._config.device_wait)
+                    is_told = True
+            await asyncio.sleep(_LOOK_AGAIN)
+
     def _check_groups(self, spec: KvSpec) -> None:
-        """Raises NotImplementedYet for several groups of layers where pools have what these do without."""
-        below = self._directory or self._disks or self._config.host_memory or self._config.num_host_blocks
-        if len(spec.groups) > 1 and below:
-            text = "groups of layers are not served beside a host tier, a disk tier or --memory-dir"
-            raise NotImplementedYet(text, feature="layer_groups")
+        """Raises NotImplementedYet for a tail where pools have what it does without."""
+        has_host = bool(self._config.num_host_blocks or self._host_memory)
+        if (has_host or self._directory is not None) and any(group.is_tail for group in spec.groups):
+            raise NotImplementedYet("a tail is not served beside a host tier or --memory-dir", feature="layer_groups")
+
+    def _check_ranks(self, spec: KvSpec) -> None:
+        """Raises NotImplementedYet for several ranks where one file is to keep a pool's arena."""
+        if spec.num_ranks > 1 and self._directory is not None:
+            raise NotImplementedYet("several ranks are not served beside --memory-dir", feature="tensor_parallel_size")
 
     async def _make(self, spec: KvSpec, *, may_replace: bool) -> Pool:
         self._check_groups(spec)
+        self._check_ranks(spec)
         config, num_bytes = self._sizes(spec)
         if not self._spare and len(self._pools) >= self._config.num_pools:
             self._replace_idle_pool(spec, may_replace=may_replace)
         # In a thread: writing the arrays of a large pool takes as long as many steps of other pools.
         manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
         arena = await self._arena(num_bytes)
+        further: list[Arena] = []
         host_arena: SharedMemoryArena | None = None
         try:
+            for rank in range(1, spec.num_ranks):
+                further.append(await self._arena(num_bytes, rank))
             host_arena = await self._host_arena(self._host_bytes(config, spec))
             disk = await self._disk_of(spec, manager)
             remote = self._remote_of(spec, manager)
             keeper = None if self._directory is None else await self._keep(self._directory, arena, host_arena, spec, manager)
-            return Pool(spec, config, manager, arena, host_arena, keeper, disk, remote)
+            return Pool(spec, config, manager, arena, host_arena, keeper, disk, remote, further)
         except BaseException:
-            for each in (arena, host_arena):
+            for each in (arena, *further, host_arena):
                 if each is not None:
                     self._forget_file(each)
                     each.close()
@@ -204,7 +229,12 @@ class PoolRegistry:
             log.warning("disk_refused", model_id=spec.model_id, why=str(error))
             return None
         config = self._config
-        rules = TierRules(on_second_use=config.disk_admit == "second-use", deadline=config.disk_deadline)
+        rules = TierRules(
+            on_second_use=config.disk_admit == "second-use",
+            deadline=config.disk_deadline,
+            weighs=config.tier_worth == "auto",
+            tenants=frozenset(config.disk_tenants) or None,
+        )
         form, policy = slab.form, config.disk_eviction_policy
         tier = manager.add_disk(slab.name_key, form.num_slots, slab.era, stored, rules, policy)
         return partial(_pool_tier, tier, slab, self._now, partial(self._disks.give_back, slab))
@@ -219,6 +249,8 @@ class PoolRegistry:
             deadline=config.remote_deadline,
             most_asked=_MOST_ASKED,
             name="remote",
+            weighs=config.tier_worth == "auto",
+            tenants=frozenset(config.remote_tenants) or None,
         )
         return partial(_pool_tier, manager.add_remote(store.name_key, rules), store, self._now, lambda: None)
 
@@ -253,7 +285,8 @@ class PoolRegistry:
             await asyncio.to_thread(directory.add_hosts, kept, host_arena, manager.config.num_host_blocks)
 
     def _keeper(self, manager: PoolManager, kept: KeptPool) -> PoolKeeper:
-        return PoolKeeper(manager, kept, BlockDigests(kept) if self._config.block_digests else None)
+        quiet = self._config.quarantine_quiet if self.is_on_device else 0.0
+        return PoolKeeper(manager, kept, BlockDigests(kept) if self._config.block_digests else None, quiet)
 
     def _forget_file(self, arena: Arena) -> None:
         """Of an arena that is closed and not kept."""
@@ -309,7 +342,7 @@ class PoolRegistry:
 
     def _host_bytes(self, config: PoolConfig, spec: KvSpec) -> int:
         """Bytes of a host tier's arena; 0 where there is none."""
-        return max(config.num_host_blocks * spec.block_bytes, self._host_memory) if config.num_host_blocks else 0
+        return max(config.num_host_blocks * spec.stored_bytes, self._host_memory) if config.num_host_blocks else 0
 
     def _sizes(self, spec: KvSpec) -> tuple[PoolConfig, int]:
         """The configuration of a pool of this spec, and the bytes of its arena. Raises OutOfPools."""
@@ -336,9 +369,10 @@ class PoolRegistry:
             max_cached_blocks=self._config.max_cached_blocks,
             tenant_quota=self._config.tenant_quota,
             tenant_quotas=self._config.tenant_quotas,
-            logits_memory=self._config.logits_memory if not spec.groups else 0,
-            num_host_blocks=self._num_host_blocks(bytes_per_block),
+            logits_memory=self._config.logits_memory,
+            num_host_blocks=self._num_host_blocks(spec.stored_bytes),
             group_windows=tuple(group.window for group in spec.groups) or (0,),
+            has_tail=any(group.is_tail for group in spec.groups),
         )
         return config, num_bytes
 
@@ -364,12 +398,13 @@ class PoolRegistry:
         except OutOfMemory as error:
             raise OutOfPools(f"no memory for another pool's host tier, see {flag}: {error}", flag=flag) from None
 
-    async def _arena(self, num_bytes: int) -> Arena:
-        if self._spare:
+    async def _arena(self, num_bytes: int, rank: int = 0) -> Arena:
+        """Those of the first rank alone are reserved ahead: how many ranks there will be is not known before."""
+        if self._spare and not rank:
             return self._spare.pop()
         flag = "--pool-memory" if self._config.num_blocks is None else "--num-blocks"
         try:
-            return await asyncio.to_thread(self._memory.allocate, num_bytes)
+            return await asyncio.to_thread(self._memory.allocate, num_bytes, *([rank] if rank else []))
         except OutOfMemory as error:
             raise OutOfPools(f"no memory for another pool, see {flag}: {error}", flag=flag) from None
 

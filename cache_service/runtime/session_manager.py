@@ -3,8 +3,8 @@
 All calls on the core start here or hold a session from here. They run on one event loop, so the core needs no locks; only
 opening a session awaits anything. Rules: only messages renew a session. When a session ends, by CloseSession or by itself
 (lease, grace, death of its process), its sequences are reclaimed at once. The blocks that it may still write stay in quarantine
-until its mapping and its running copies are gone, or until it says that it has drained. Leases and graces are timed by the
-clock that is handed in, which does not count time in which this service could not read messages.
+until its mapping and its running copies are gone, and on a device a while longer, or until it says that it has drained. Leases
+and graces are timed by the clock that is handed in, which does not count time in which this service could not read messages.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class StepCarrier(Protocol):
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """A session with its pool, its attached process and its streams."""
+    """A session with its pool, its attached processes, one for each rank, and its streams."""
 
     core: Session
     pool: Pool
@@ -99,15 +99,16 @@ class LiveSession:
     read_only_memory: bool  # its process may only read what it maps
     stream: StepCarrier | None = None  # that carried the last step
     lane: StepCarrier | None = None  # the step lane that was handed to its process, until it ends; with or without steps on it
-    is_mapped: bool = False  # its process maps the arena, perhaps longer than the session lives
+    attached: set[int] = field(default_factory=set)  # ranks that have shown the token
+    mapped: set[int] = field(default_factory=set)  # ranks whose process maps its arena, perhaps longer than the session lives
+    quiet_at: float = 0.0  # from when on nothing of its processes is at work on a device any more
     over: asyncio.Event = field(default_factory=asyncio.Event)
     foretold: ForetoldRequest | None = None  # its next step, most likely
     watches: set[Stream] = field(default_factory=set)  # calls of WatchEvents; they end with the session
 
-    @property
-    def may_write(self) -> bool:
-        """Whether its process can write to the arena now."""
-        return self.is_mapped and not self.read_only_memory
+    def may_write(self, now: float) -> bool:
+        """Whether a process of it can write to an arena, or a device still does so for one."""
+        return (bool(self.mapped) or now < self.quiet_at) and not self.read_only_memory
 
 
 @dataclass(slots=True)
@@ -123,8 +124,11 @@ class _Ended:
 class SessionManager:
     """The live sessions of one service, and the ended ones that it remembers."""
 
-    def __init__(self, registry: PoolRegistry, clock: Clock, epoch: int, max_sessions: int) -> None:
+    def __init__(self, registry: PoolRegistry, clock: Clock, epoch: int, max_sessions: int, quiet: float = 0.0) -> None:
+        """quiet: seconds that a device may go on with the work of a process that is gone."""
         self.registry = registry
+        self._quiet = quiet
+        self._quieting: set[TimerHandle] = set()
         self.table = SessionTable(epoch, max_sessions)
         self.epoch = epoch
         self.is_draining = False
@@ -245,29 +249,39 @@ class SessionManager:
                 self.table.start_grace(live.core, self._clock.time())
                 self._watch_deadlines()
 
-    def redeem(self, token: str, parts: frozenset[Part]) -> tuple[LiveSession, Grant]:
-        """The session of a token, and what the attach socket hands to the process that shows it, once. Raises AttachRefused.
+    def redeem(self, token: str, parts: frozenset[Part], rank: int) -> tuple[LiveSession, Grant]:
+        """The session of a token, and what the attach socket hands to the process of this rank that shows it, once.
 
-        The grant has the memory where it is among the parts; a step lane is for the caller to add.
+        The grant has the rank's memory where it is among the parts; a step lane is for the caller to add. Every process that
+        attaches keeps the session alive: it ends with the first that dies, and its quarantine with the last that unmaps.
+        Raises AttachRefused.
         """
         live = self._tokens.get(token)
         if live is None:
             raise AttachRefused("UNKNOWN_TOKEN")
+        if rank >= live.pool.info.spec.num_ranks:
+            raise AttachRefused("UNKNOWN_RANK")
+        if rank in live.attached:
+            raise AttachRefused("UNKNOWN_TOKEN")
+        if rank and Part.STEP_LANE in parts:  # the first rank steps for all
+            raise AttachRefused("UNKNOWN_PART")
         has_memory = Part.MEMORY in parts
         if has_memory and live.tenant != ANY_TENANT:  # blocks of all tenants lie in it
             raise AttachRefused("TENANT_NOT_ALLOWED")
         if has_memory and live.core.ttl > MAX_TTL:
             raise AttachRefused("LEASE_TOO_LONG")
-        del self._tokens[token]
+        live.attached.add(rank)
+        if len(live.attached) == live.pool.info.spec.num_ranks:
+            del self._tokens[token]
         if has_memory:
-            live.is_mapped = True
+            live.mapped.add(rank)
             live.pool.mappings.add(live.core.id)
-        log.info("process_attached", client_name=live.core.client_name, parts=" ".join(sorted(parts)))
+        log.info("process_attached", client_name=live.core.client_name, parts=" ".join(sorted(parts)), rank=rank)
         return live, Grant(
-            fields=live.pool.arena_fields(read_only=live.read_only_memory) if has_memory else {},
-            descriptors=live.pool.arena_descriptors(read_only=live.read_only_memory) if has_memory else [],
-            on_process_end=lambda: self._process_ended(live),
-            on_unmapped=lambda: self._unmapped(live),
+            fields=live.pool.arena_fields(rank, read_only=live.read_only_memory) if has_memory else {},
+            descriptors=live.pool.arena_descriptors(rank, read_only=live.read_only_memory) if has_memory else [],
+            on_process_end=lambda: self._process_ended(live, rank),
+            on_unmapped=lambda: self._unmapped(live, rank),
             session_over=live.over,
         )
 
@@ -281,8 +295,8 @@ class SessionManager:
     def stop(self) -> None:
         """Ends the streams and cancels the timers; sessions end with the process."""
         self._stop_timer()
-        if self._ticker is not None:
-            self._ticker.cancel()
+        for timer in (*self._quieting, *((self._ticker,) if self._ticker is not None else ())):
+            timer.cancel()
         for live in self.sessions:
             _end_streams(live, Draining("the service is stopping"))
 
@@ -290,7 +304,7 @@ class SessionManager:
         session_id = live.core.id
         # Copies that run in a thread write as an attached process would: their destinations must not be reused yet.
         copying = live.pool.copying
-        may_still_write = copying is not None or (live.may_write and not drained)
+        may_still_write = copying is not None or (live.may_write(self.now()) and not drained)
         self.table.end_session(live.core)
         live.pool.manager.tick(self.now())
         result = live.pool.manager.close_session(session_id, may_still_write=may_still_write)
@@ -301,8 +315,8 @@ class SessionManager:
         ended = self._ended[session_id] = _Ended(live.core.epoch, live.tenant, live if may_still_write else None, drained)
         if may_still_write:
             live.pool.quarantines.add(session_id)
-            if copying is not None:
-                self._end_quarantine_when_safe(ended)  # when the copies are done
+            if copying is not None or not live.mapped:
+                self._end_quarantine_when_safe(ended)  # when the copies are done, or the device is quiet
         self._forget_oldest_ended()
         _end_streams(live, UnknownSession("the session has ended"))
         for watch in list(live.watches):
@@ -321,21 +335,29 @@ class SessionManager:
         )
         return result
 
-    def _process_ended(self, live: LiveSession) -> None:
+    def _process_ended(self, live: LiveSession, rank: int) -> None:
         if not live.over.is_set():
-            self._end_session(live, "process ended")
+            self._end_session(live, f"process of rank {rank} ended" if rank else "process ended")
 
-    def _unmapped(self, live: LiveSession) -> None:
-        live.is_mapped = False
+    def _unmapped(self, live: LiveSession, rank: int) -> None:
+        live.mapped.discard(rank)
+        if live.pool.is_on_device:
+            live.quiet_at = self.now() + self._quiet
+        if live.mapped:
+            return
         live.pool.mappings.discard(live.core.id)
         ended = self._ended.get(live.core.id)
         if ended is not None:
             self._end_quarantine_when_safe(ended)
 
     def _end_quarantine_when_safe(self, ended: _Ended) -> None:
-        """Ends the quarantine of an ended session once neither its process nor a copy can write any more."""
+        """Ends the quarantine of an ended session once neither its processes, nor a device, nor a copy can write any more."""
         live = ended.live
-        if live is None or (live.may_write and not ended.drained):
+        if live is None:
+            return
+        if live.may_write(self.now()) and not ended.drained:
+            if not live.mapped:
+                self._look_when_quiet(ended, live.quiet_at)
             return
         if live.pool.copying is not None:  # perhaps a later copy, which began when the first was done
             live.pool.copying.add_done_callback(lambda _: self._end_quarantine_when_safe(ended))
@@ -344,6 +366,14 @@ class SessionManager:
         num_blocks = live.pool.manager.end_quarantine(live.core.id)
         live.pool.quarantines.discard(live.core.id)
         log.info("quarantine_ended", client_name=live.core.client_name, num_blocks=num_blocks)
+
+    def _look_when_quiet(self, ended: _Ended, quiet_at: float) -> None:
+        def look() -> None:
+            self._quieting.discard(timer)
+            self._end_quarantine_when_safe(ended)
+
+        timer = self._clock.call_at(quiet_at, look)
+        self._quieting.add(timer)
 
     def _forget_oldest_ended(self) -> None:
         for session_id in list(self._ended)[: max(0, len(self._ended) - _MAX_REMEMBERED)]:

@@ -10,8 +10,9 @@ import os
 import threading
 from dataclasses import dataclass
 
+from kvkeeper.cuda.errors import CudaError
 from kvkeeper.cuda.handle import ArenaHandle, DescribedArena
-from kvkeeper.cuda.runtime import CudaError, CudaRuntime
+from kvkeeper.cuda.runtime import CudaRuntime
 from kvkeeper.cuda.vmm import VmmDriver
 
 

@@ -10,21 +10,10 @@ import threading
 from types import ModuleType
 from typing import Any, Protocol
 
+from kvkeeper.cuda.errors import CudaError
 from kvkeeper.service.extras import install_command
 
 HANDLE_BYTES = 64
-
-
-class CudaError(Exception):
-    """A call of the CUDA runtime failed. call: name of the call; name: of the error. Neither tells addresses or handles."""
-
-    def __init__(self, call: str, name: str) -> None:
-        super().__init__(f"{call}: {name}")
-        self.call, self.name = call, name
-
-    @property
-    def is_out_of_memory(self) -> bool:
-        return self.name in ("cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY")
 
 
 class CudaRuntime(Protocol):

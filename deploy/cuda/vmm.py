@@ -14,7 +14,7 @@ from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
 from typing import Any
 
-from kvkeeper.cuda.runtime import CudaError
+from kvkeeper.cuda.errors import CudaError
 
 _LIBRARY = "libcuda.so.1"
 _PINNED, _ON_DEVICE, _READ_WRITE, _LEAST = 1, 1, 3, 0  # type of memory, of location; access; the smaller granularity

@@ -13,7 +13,14 @@ _HEADROOM = 64 << 20  # left to other processes
 
 
 class OutOfMemory(Exception):
-    """The machine, its control group, the process's limits or the device have too little memory. The text is one sentence."""
+    """The machine, its control group, the process's limits or the device have too little memory. The text is one sentence.
+
+    on_device: it is memory of a device, and may come back when a process that maps an earlier run's has ended.
+    """
+
+    def __init__(self, text: str, *, on_device: bool = False) -> None:
+        super().__init__(text)
+        self.on_device = on_device
 
 
 def require(num_bytes: int) -> None:

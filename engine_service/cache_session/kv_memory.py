@@ -26,9 +26,13 @@ from kvkeeper.client.steps import StepItems, StepResult
 from ..compute.model_runner import Runner, StepBounds
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
+from ..ranks.failures import RankLost, RankRefused
+from ..ranks.mapped_arena import arena_tensor, host_blocks
+from ..ranks.ranked_runner import RankedRunner
+from ..ranks.ranks import Ranks, attachment_of
 from ..scheduler.plan import Plan
 from ..values.request import Sequence, TakenBlocks
-from .failures import is_unknown_sequence, refuses_groups
+from .failures import is_unknown_sequence, rank_lost, refuses_groups
 from .kv_spec import kv_spec_of
 from .lease import Lease
 from .pool_limits import limits_of
@@ -41,19 +45,19 @@ _RENEWALS = 3  # in the time of a lease
 _COLUMNS = tuple(StepItems.__dataclass_fields__.keys() & Plan.__dataclass_fields__.keys())
 
 
-def arena_tensor(arena: Arena) -> torch.Tensor:
-    """The arena as torch sees it, uint8 [arena_bytes], without a copy."""
-    if arena.is_on_device:
-        lent = arena.device_bytes()
-        return torch.as_tensor(lent, device=torch.device("cuda", lent.device))
-    return torch.from_numpy(arena.array)
-
-
 class KvMemory:
     """A live session and the memory of its pool, from open_memory until close."""
 
-    def __init__(self, session: AsyncCacheSession, arena: Arena, transfers: TransferRunner, runner: Runner) -> None:
-        """transfers, runner: on views of the arena, which close drops."""
+    def __init__(
+        self,
+        session: AsyncCacheSession,
+        arena: Arena,
+        transfers: TransferRunner,
+        runner: Runner,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """transfers, runner: on views of the arena, which close drops. ranks: the others, on their arenas of the session."""
+        self._ranks = ranks
         self.session = session
         self.transfers = transfers
         self.lease = Lease(session.ttl_ms / 1000)
@@ -70,6 +74,7 @@ class KvMemory:
 
     async def step(self, plan: Plan, completed_step_id: int | None = None, traceparent: str = "") -> StepResult:
         """Send the plan, as part of a span where there is one. Raises KvkeeperError."""
+        self.require_ranks()
         columns = {name: getattr(plan, name) for name in _COLUMNS}
         done, failed = self.transfers.take_ended()
         if done or failed:
@@ -104,7 +109,8 @@ class KvMemory:
     async def take(self, offer: bytes, sequence_id: int) -> TakenBlocks:
         """Take a sequence that another session offers, under an id of this one's. Raises KvkeeperError."""
         taken = await self.session.take(offer, sequence_id)
-        table = np.array(taken.block_table, np.int32)
+        tables = [taken.block_table, *(group.block_table for group in taken.group_tables)]
+        table = np.concatenate([np.array(each, np.int32) for each in tables])
         return TakenBlocks(sequence_id, taken.num_tokens, taken.num_committed_tokens, taken.num_reserved_tokens, table)
 
     async def withdraw(self, sequence_id: int) -> bool:
@@ -119,6 +125,7 @@ class KvMemory:
 
     async def renew(self, completed_step_id: int = 0) -> None:
         """Renew the lease, and report the transfer orders that ended. Raises KvkeeperError."""
+        self.require_ranks()
         done, failed = self.transfers.take_ended()
         sent_at = self.lease.now()
         if done or failed:
@@ -128,15 +135,26 @@ class KvMemory:
         self.lease.renewed(sent_at)
 
     async def require_lease(self) -> None:
-        """Make sure that the blocks read until now were still this session's. Raises KvkeeperError where they may not be."""
+        """Make sure that the blocks read until now were still this session's, and all ranks there.
+
+        Raises KvkeeperError where they may not be.
+        """
+        self.require_ranks()
         if not self.lease.is_certain:
             await self.renew()
 
+    def require_ranks(self) -> None:
+        """Raises KvkeeperError where one of them is lost: nothing can be computed any more, and what was last may be wrong."""
+        if self._ranks is not None and (why := self._ranks.lost):
+            raise rank_lost(why, is_hopeless=self._ranks.are_hopeless)
+
     async def close(self, *, is_away: bool = False) -> None:
-        """Unmap, then end the session. No thread may be computing.
+        """Unmap on all ranks, then end the session. No thread may be computing.
 
         is_away: the cache service does not answer. The end of the attach connection says enough to a service that lives.
         """
+        if self._ranks is not None:
+            await asyncio.to_thread(self._ranks.detach)
         self._runner = None
         self.transfers.drop_blocks()
         gc.collect()  # a cycle around a traceback may still view the arena
@@ -157,11 +175,15 @@ def client_name(model: ServedModel, address: str) -> str:
     return f"kvkeeper-engine {model.model_id[:_MAX_NAME_PART]} {address} pid {os.getpid()}"
 
 
-async def open_memory(client: AsyncCacheClient, model: ServedModel, config: EngineConfig, address: str = "") -> KvMemory:
+async def open_memory(
+    client: AsyncCacheClient, model: ServedModel, config: EngineConfig, address: str = "", ranks: Ranks | None = None
+) -> KvMemory:
     """Open a session for the model, attach, and put the model on the memory. Raises KvkeeperError.
 
-    address: of this engine.
+    address: of this engine. ranks: the others, where several share the model; they are started where they do not run.
     """
+    if ranks is not None:
+        await _on_ranks(ranks.make_ready)
     name = client_name(model, address)
     try:
         session = await client.open_session(
@@ -171,29 +193,50 @@ async def open_memory(client: AsyncCacheClient, model: ServedModel, config: Engi
         if model.whole is None or not refuses_groups(error):
             raise
         log.info("layer_groups_refused", message=error.args[0])
-        return await open_memory(client, model.whole, config, address)
+        return await open_memory(client, model.whole, config, address, ranks)
     layout = model.layout(config.block_size)
     try:
         _require_device(session.pool, model.device)
         arena = await session.attach(step_lane=config.step_carrier == "auto")
         block_bytes = session.pool.block_bytes
         assert block_bytes == layout.block_bytes, "both services compute a block's size alike"
-        arena.pin_hosts()
+        _require_index(arena, model.device)
         memory = arena_tensor(arena)
-        transfers = TransferRunner(memory.view(-1, block_bytes), torch.from_numpy(arena.host_array).view(-1, block_bytes))
-        made = KvMemory(session, arena, transfers, model.make_runner(layout.view(memory), layout))
+        runner: Runner = model.make_runner(layout.view(memory), layout)
+        others: RankedRunner | None = None
+        if ranks is not None:
+            await _on_ranks(partial(ranks.attach, attachment_of(session, has_groups=bool(model.groups))))
+            runner = others = RankedRunner(runner, ranks)
+        hosts = host_blocks(arena, block_bytes, 0, model.num_ranks)
+        transfers = TransferRunner(memory.view(-1, block_bytes), hosts, others)
+        made = KvMemory(session, arena, transfers, runner, ranks)
     except BaseException:
+        if ranks is not None:
+            await asyncio.to_thread(ranks.detach)
         with contextlib.suppress(KvkeeperError):
             await session.close()
         raise
-    if model.make_ready is not None:
-        limits = limits_of(session.pool, model, config)
-        try:
+    try:
+        if arena.is_on_device:
+            await _renewing(made, arena.pin_hosts)  # seconds for each 10 GB
+        if model.make_ready is not None:
+            limits = limits_of(session.pool, model, config)
             await _renewing(made, partial(model.make_ready, made.runner, StepBounds(limits.num_rows, limits.max_len)))
-        except BaseException:
-            await made.close()
-            raise
+    except BaseException:
+        await made.close()
+        raise
     return made
+
+
+async def _on_ranks(work: Callable[[], None]) -> None:
+    """Run the work in a thread. Raises KvkeeperError."""
+    try:
+        await asyncio.to_thread(work)
+    except RankLost as error:
+        raise rank_lost(str(error)) from None
+    except RankRefused as error:
+        code = grpc.StatusCode[error.fields["code"]]
+        raise KvkeeperError(code, error.fields["reason"], error.fields["message"]) from None
 
 
 async def _renewing(memory: KvMemory, work: Callable[[], None]) -> None:
@@ -207,6 +250,17 @@ async def _renewing(memory: KvMemory, work: Callable[[], None]) -> None:
     finally:
         await asyncio.wait({working})  # until then it reads the arena
     await working
+
+
+def _require_index(arena: Arena, device: torch.device) -> None:
+    """Raises KvkeeperError where the pool's memory is on another device than the model, by the indices of this process."""
+    if not arena.is_on_device:
+        return
+    index = arena.device_bytes().device
+    if index != (device.index or 0):
+        arena.close()
+        message = f"its pools are on another CUDA device: start this engine with --device cuda:{index}"
+        raise KvkeeperError(grpc.StatusCode.FAILED_PRECONDITION, message=message)
 
 
 def _require_device(pool: pb.PoolInfo, device: torch.device) -> None:

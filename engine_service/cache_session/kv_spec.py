@@ -3,6 +3,7 @@
 import torch
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.kernels.quantised.layout import QuantisedLayout
 
 from ..compute.served_model import ServedModel
 from ..model.layer_groups import LayerGroup
@@ -14,9 +15,20 @@ _KV_DTYPES = {
 }
 
 
+_STORED_DTYPES = {
+    "fp16": pb.KV_DTYPE_FLOAT16,
+    "bf16": pb.KV_DTYPE_BFLOAT16,
+    "fp8": pb.KV_DTYPE_FLOAT8_E4M3,
+    "int8": pb.KV_DTYPE_INT8,
+    "int4": pb.KV_DTYPE_INT4,
+}
+
+
 def kv_spec_of(model: ServedModel, block_size: int) -> pb.KvSpec:
     """What must be equal in another engine's model for the two to share K and V."""
     layout, groups = model.layout(block_size), model.groups
+    if isinstance(layout, QuantisedLayout):
+        return _stored_spec(model, layout)
     return pb.KvSpec(
         model_id=model.model_id,
         revision=model.revision,
@@ -30,7 +42,36 @@ def kv_spec_of(model: ServedModel, block_size: int) -> pb.KvSpec:
         sliding_window=model.sliding_window,
         rope_parameters=model.rope_parameters,
         compute_dtype=model.compute_dtype,
-        tensor_parallel_size=1,
+        tensor_parallel_size=model.num_ranks,
+    )
+
+
+def _stored_spec(model: ServedModel, layout: QuantisedLayout) -> pb.KvSpec:
+    """Of K and V in another format than they are computed in. Without scales a block is as any of that element type."""
+    tail = _KV_DTYPES[layout.dtype]
+    groups = [
+        pb.LayerGroup(
+            kind=pb.LAYER_GROUP_KIND_TAIL if group.window else pb.LAYER_GROUP_KIND_FULL,
+            layer_idx=group.layers,
+            window_tokens=group.window or 0,
+            kv_dtype=tail if group.window else pb.KV_DTYPE_UNSPECIFIED,
+        )
+        for group in model.groups
+    ]
+    return pb.KvSpec(
+        model_id=model.model_id,
+        revision=model.revision,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        kv_dtype=_STORED_DTYPES[layout.kv_format.name],
+        block_size=layout.block_size,
+        layout=pb.KV_LAYOUT_SCALED if layout.kv_format.scale_bytes else pb.KV_LAYOUT_BLOCK_MAJOR,
+        groups=groups,
+        sliding_window=model.sliding_window,
+        rope_parameters=model.rope_parameters,
+        compute_dtype=model.compute_dtype,
+        tensor_parallel_size=model.num_ranks,
     )
 
 

@@ -40,6 +40,7 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
         prefix_caching=pool.prefix_caching,
         num_usable_blocks=pool.num_blocks - 1,
         group_windows=windows,
+        has_tail=any(group.kind == pb.LAYER_GROUP_KIND_TAIL for group in pool.spec.groups),
         max_distance=model.max_len,
         max_retained_len=0 if model.refuses_retention else most,
         bound=bound,

@@ -6,25 +6,33 @@ so is the session, and its orders with it: nothing is reported twice.
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-import structlog
 import torch
 
 from kvkeeper.client.steps import StepResult
 
+from ..ranks.move_blocks import move_blocks
 from ..scheduler.state.preemption_cost import Moved
 
-log = structlog.get_logger()
-
-_SWAP_OUT = 1  # TransferKind of the protocol
 _NO_BLOCKS = torch.empty((0, 1), dtype=torch.uint8)
+
+
+class OtherRanks(Protocol):
+    """What runs the same orders on the arenas of the other ranks, where there are several."""
+
+    def run_transfers(self, answer: StepResult) -> None: ...
+
+    def take_failed(self) -> list[int]:
+        """Ids of the orders that failed there, of the steps that were computed since the last call."""
 
 
 class TransferRunner:
     """Copies blocks between a pool's device memory and its host tier, and keeps the orders that ended."""
 
-    def __init__(self, device_blocks: torch.Tensor, host_blocks: torch.Tensor) -> None:
-        """Both: uint8 [blocks, block_bytes], views of the arena."""
+    def __init__(self, device_blocks: torch.Tensor, host_blocks: torch.Tensor, other_ranks: OtherRanks | None = None) -> None:
+        """Both: uint8 [blocks, block_bytes], views of the arena. An order is done when it is done on all ranks."""
+        self._other_ranks = other_ranks
         self._device_blocks = device_blocks
         self._host_blocks = host_blocks
         self._done: list[int] = []  # orders that ended, and that the cache service has not been told of
@@ -47,22 +55,21 @@ class TransferRunner:
         if not len(answer.transfer_ids):
             return
         stop_clock = _start_clock(self._device_blocks.device)
+        if self._other_ranks is not None:
+            self._other_ranks.run_transfers(answer)
         columns = (answer.transfer_ids, answer.transfer_kinds, answer.transfer_sources, answer.transfer_destinations)
-        for order_id, kind, source, destination in zip(*(column.tolist() for column in columns), strict=True):
-            try:
-                if kind == _SWAP_OUT:
-                    self._host_blocks[destination].copy_(self._device_blocks[source], non_blocking=True)
-                else:
-                    self._device_blocks[destination].copy_(self._host_blocks[source], non_blocking=True)
-                self._done_now.append(order_id)
-            except (IndexError, RuntimeError):  # torch raises the latter for everything else that can be wrong with a copy
-                log.error("transfer_failed", order_id=order_id)
-                self._failed_now.append(order_id)
+        orders = zip(*(column.tolist() for column in columns), strict=True)
+        done, failed = move_blocks(self._device_blocks, self._host_blocks, orders)
+        self._done_now += done
+        self._failed_now += failed
         self._num_moved_bytes = len(self._done_now) * self._device_blocks.shape[1]
         self._moving_seconds = stop_clock()
 
     def note_computed(self) -> bool:
         """The step has been computed: its orders are to be reported. Whether one of them failed."""
+        if self._other_ranks is not None and (elsewhere := set(self._other_ranks.take_failed()) - set(self._failed_now)):
+            self._done_now = [order for order in self._done_now if order not in elsewhere]
+            self._failed_now += elsewhere
         has_failed = bool(self._failed_now)
         self._done += self._done_now
         self._failed += self._failed_now
@@ -83,6 +90,7 @@ class TransferRunner:
 
     def drop_blocks(self) -> None:
         """Release the views of the arena; no order can be run afterwards."""
+        self._other_ranks = None
         self._device_blocks = self._host_blocks = _NO_BLOCKS
 
 

@@ -3,40 +3,48 @@
 Taken from the logits as the model gave them, before penalties, temperature and filters, so that they compare across requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..values.token_logprobs import TokenLogprobs
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobTensors:
+    """Of R rows: the token, its log probability and rank [R]; ids and log probabilities of the likeliest tokens [R, top]."""
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+    top_ids: torch.Tensor
+    top_logprobs: torch.Tensor
+
+    def fetched(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> "LogprobTensors":
+        """The same, each tensor as fetch answers it."""
+        return LogprobTensors(*map(fetch, (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)))
+
+    def told(self, num_top: Sequence[int]) -> list[TokenLogprobs]:
+        """One answer per row, with so many of the likeliest tokens; of tensors on the host."""
+        columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
+        return [
+            TokenLogprobs(token_id, logprob, rank, tuple(ids[:count]), tuple(values[:count]))
+            for token_id, logprob, rank, ids, values, count in zip(*(each.tolist() for each in columns), num_top, strict=True)
+        ]
+
+
 @torch.inference_mode()
-def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """One answer per row.
+def find_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
+    """Where the logits are; the host does not wait.
 
     Args:
         logits: float32 [R, V], finite or -inf.
-        token_ids: [R], the token that stands at each position.
-        num_top: [R], how many of the likeliest tokens to tell; at most V are.
+        token_ids: int64 [R], the token that stands at each position.
+        num_top: how many of the likeliest tokens to find; at most V are.
     """
-    if not len(token_ids):
-        return []
-    tokens = torch.tensor(token_ids, device=logits.device)[:, None]
-    of_token = logits.gather(1, tokens)
-    ranks = (logits > of_token).sum(1) + 1
+    of_token = logits.gather(1, token_ids[:, None])
     totals = logits.logsumexp(1)
-    most = min(max(num_top), logits.shape[1])
-    top = logits.topk(most, dim=1)
-    columns = zip(
-        token_ids,
-        (of_token[:, 0] - totals).tolist(),
-        ranks.tolist(),
-        top.indices.tolist(),
-        (top.values - totals[:, None]).tolist(),
-        num_top,
-        strict=True,
-    )
-    return [
-        TokenLogprobs(token_id, logprob, rank, tuple(ids[:count]), tuple(values[:count]))
-        for token_id, logprob, rank, ids, values, count in columns
-    ]
+    top = logits.topk(min(num_top, logits.shape[1]), dim=1)
+    ranks = (logits > of_token).sum(1) + 1
+    return LogprobTensors(token_ids, of_token[:, 0] - totals, ranks, top.indices, top.values - totals[:, None])

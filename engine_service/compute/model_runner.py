@@ -5,10 +5,11 @@ its own and knows no sequence: the block tables say which blocks to read and wri
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import structlog
 import torch
@@ -16,20 +17,28 @@ from tqdm import tqdm
 
 from kvkeeper.kernels.copy_blocks import copy_blocks
 from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
 from kvkeeper.kernels.scratch import Scratch
 
 from ..model.attention import StepAttention, attention_arrays, build_step_attention
 from ..model.checkpoint.errors import ModelError
 from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup
+from ..model.stored_attention import StoredAttention, build_stored_attention
 from ..values.batch import Batch
+from .device_queue import DeviceQueue, queue_of
 from .graphs.graph_api import GraphApi
 from .graphs.graphed_decode import DecodeShape, GraphedDecode, capture_decode
 from .graphs.sizes import MOST_ROWS
 from .graphs.warm_up import warm_up_batches, warm_up_sampling
+from .last_tokens import LastTokens
+from .step_logits import StepLogits
 from .upload import upload_to
 
 log = structlog.get_logger()
+
+
+AnyLayout = KvLayout | QuantisedLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +56,20 @@ class Runner(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def layout(self) -> KvLayout: ...
+    def layout(self) -> AnyLayout: ...
 
     def forward(self, batch: Batch) -> torch.Tensor: ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
 
     def synchronize(self) -> None: ...
+
+
+@runtime_checkable
+class Warmed(Protocol):
+    """A Runner with something to do before its first step, as on a device."""
+
+    def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None: ...
 
 
 class Shape(Protocol):
@@ -93,7 +109,7 @@ class Model(Protocol):
         positions: torch.Tensor,
         max_position: int,
         kv_view: torch.Tensor,
-        metadata: StepAttention,
+        metadata: StepAttention | StoredAttention,
         logit_rows: torch.Tensor,
     ) -> torch.Tensor: ...
 
@@ -104,29 +120,62 @@ def kv_layout_of(config: Shape, dtype: torch.dtype, block_size: int, groups: Seq
     return KvLayout(num_layers, config.num_kv_heads, config.head_dim, dtype, block_size)
 
 
+def _needed_layout(model: Model, layout: AnyLayout, groups: Sequence[LayerGroup]) -> AnyLayout:
+    """The one like `layout` that the model computes on."""
+    if not isinstance(layout, QuantisedLayout):
+        return kv_layout_of(model.config, model.dtype, layout.block_size, groups)
+    config, tail_layers = model.config, len(groups[1].layers) if groups else 0
+    return QuantisedLayout(
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        layout.block_size,
+        layout.kv_format,
+        model.dtype,
+        tail_layers,
+    )
+
+
 class ModelRunner:
     """A decoder on an arena."""
 
-    def __init__(self, model: Model, kv_view: torch.Tensor, layout: KvLayout, groups: Sequence[LayerGroup] = ()) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv_view: torch.Tensor,
+        layout: AnyLayout,
+        groups: Sequence[LayerGroup] = (),
+        queue: DeviceQueue | None = None,
+    ) -> None:
         """
         Args:
             model: the loaded decoder.
-            kv_view: KvLayout.view of the arena, [num_blocks, layers of a block, 2, block_size, num_kv_heads, head_dim].
+            kv_view: the layout's view of the arena, of a KvLayout [num_blocks, layers of a block, 2, block_size, num_kv_heads,
+                head_dim].
             layout: the arena's.
-            groups: of the layers; () where a block has all of them.
+            groups: of the layers; () where a block has all of them, and no tail is beside it.
+            queue: the order in which the arena's device works; None: that of its kind.
 
         Raises:
             ModelError: the arena's layout is not the model's.
         """
-        needed = kv_layout_of(model.config, model.dtype, layout.block_size, groups)
-        if layout != needed or kv_view.shape[1:] != layout.view_shape or kv_view.dtype != layout.dtype:
+        needed = _needed_layout(model, layout, groups)
+        dtype = torch.uint8 if isinstance(layout, QuantisedLayout) else layout.dtype
+        if layout != needed or kv_view.shape[1:] != layout.view_shape or kv_view.dtype != dtype:
             raise ModelError(f"the arena's layout {layout} is not the model's {needed}")
+        self._stored = (
+            tuple(layer_of(kv_view, layout, layer) for layer in range(layout.num_layers))
+            if isinstance(layout, QuantisedLayout)
+            else ()
+        )
         self._model = model
         self._kv_view = kv_view
         self._layout = layout
         self._groups = groups
         self._scratch = Scratch(kv_view.device)
-        self._upload = upload_to(kv_view)
+        self.queue = queue or queue_of(kv_view.device)
+        self._upload = upload_to(kv_view, self.queue)
+        self.last_tokens = LastTokens(kv_view.device)
         self._num_positions = 0  # that the model has tables for, once it is made ready
         self.graphed: GraphedDecode | None = None
 
@@ -135,7 +184,7 @@ class ModelRunner:
         return self._model.config.vocab_size
 
     @property
-    def layout(self) -> KvLayout:
+    def layout(self) -> AnyLayout:
         return self._layout
 
     @torch.inference_mode()
@@ -150,25 +199,36 @@ class ModelRunner:
         """
         batches = list(warm_up_batches(self._layout.block_size, bounds.most_tokens, with_retention=with_retention))
         for batch in tqdm(batches, "warming up", unit="step", file=sys.stderr, disable=not progress):
-            warm_up_sampling(self.forward(batch))
+            logits = self.forward(batch)
+            if logits.shape[1]:  # a rank that gives none draws none
+                warm_up_sampling(logits)
         self.synchronize()
         if graphs is None or not isinstance(self._model, Decoder):
             return
         self._num_positions = self._model.reserve_positions(bounds.most_tokens)
         width = -(-bounds.most_tokens // self._layout.block_size)
         shape = DecodeShape(min(bounds.most_rows, MOST_ROWS), width, self._num_positions, max(len(self._groups), 1))
+        self.last_tokens.fix(bounds.most_rows + 1)
+        device = self._kv_view.device
         try:
-            self.graphed = capture_decode(self._plain_decode, shape, self._kv_view.device, graphs, progress=progress)
+            self.graphed = capture_decode(
+                self._plain_decode, shape, device, graphs, self.queue, self.last_tokens, progress=progress
+            )
         except Exception:  # whatever a driver says of it, the engine can serve
             log.exception("graphs_failed", message="decodes are computed without CUDA graphs; --no-graphs does not try them")
             self.synchronize()
 
     def _plain_decode(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> torch.Tensor:
         """See graphed_decode.PlainDecode."""
-        windows, dtype = self._model.config.windows, self._model.dtype
-        metadata = build_step_attention(tensors, self._kv_view, self._groups, windows, dtype, scratch)
+        metadata = self._attention(tensors, scratch)
         token_ids, positions, last = tensors["token_ids"], tensors["positions"], self._num_positions - 1
         return self._model.forward(token_ids, positions, last, self._kv_view, metadata, tensors["logit_rows"])
+
+    def _attention(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> StepAttention | StoredAttention:
+        if self._stored:
+            return build_stored_attention(tensors, self._stored)
+        windows, dtype = self._model.config.windows, self._model.dtype
+        return build_step_attention(tensors, self._kv_view, self._groups, windows, dtype, scratch)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -177,23 +237,34 @@ class ModelRunner:
         Returns:
             Logits of batch.logit_rows, float32 [R, vocab_size], valid until the next call.
         """
-        if self.graphed is not None:
-            with self._current_device():
-                if (logits := self.graphed.forward(batch)) is not None:
-                    return logits
-        windows, dtype = self._model.config.windows, self._model.dtype
+        return self.stage(batch)().values
+
+    def stage(self, batch: Batch) -> Callable[[], StepLogits]:
+        """Take what the batch says; it may change before the call that computes it, as forward does, is made."""
+        if self.graphed is not None and (replay := self.graphed.stage(batch)) is not None:
+            return partial(self._on_device, replay)
         arrays = {"token_ids": batch.token_ids, "positions": batch.positions, "logit_rows": batch.logit_rows}
+        if batch.awaited_rows is not None:
+            arrays["awaited_rows"] = batch.awaited_rows
+        upload = self._upload.stage(arrays | attention_arrays(batch))
+        return partial(self._on_device, partial(self._plain, upload, int(batch.positions.max())))
+
+    @torch.inference_mode()
+    def _on_device(self, compute: Callable[[], StepLogits]) -> StepLogits:
         with self._current_device():
-            tensors = self._upload(arrays | attention_arrays(batch))
-            metadata = build_step_attention(tensors, self._kv_view, self._groups, windows, dtype, self._scratch)
-            return self._model.forward(
-                tensors["token_ids"],
-                tensors["positions"],
-                int(batch.positions.max()),
-                self._kv_view,
-                metadata,
-                tensors["logit_rows"],
-            )
+            return compute()
+
+    def _plain(self, upload: Callable[[], Mapping[str, torch.Tensor]], max_position: int) -> StepLogits:
+        """Without a graph."""
+        tensors = upload()
+        token_ids = tensors["token_ids"]
+        if "awaited_rows" in tensors:
+            token_ids = self.last_tokens.filled_there(token_ids, tensors["awaited_rows"])
+        metadata = self._attention(tensors, self._scratch)
+        logits = self._model.forward(
+            token_ids, tensors["positions"], max_position, self._kv_view, metadata, tensors["logit_rows"]
+        )
+        return StepLogits(logits)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Run (source, destination) block copies in order; a later one sees what earlier ones wrote."""

@@ -17,10 +17,14 @@ from kvkeeper.kernels.philox import uniforms
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 
 from ..values.sampling_params import SamplingRow, are_likeliest
+from .last_tokens import LastTokens
 from .penalties import apply_penalties
+from .step_logits import NOT_FINITE, StepLogits, with_likeliest
 from .upload import at_device
 
 log = structlog.get_logger()
+
+STUCK = -2  # in the place of a token: nothing may be drawn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,70 +41,87 @@ class Drawn:
     """Tokens of S rows, still on the device of the logits: the host has not waited for them.
 
     Attributes:
-        token_ids: int64 [S], meaningless where a row is not sound.
-        is_finite, can_go_on: bool [S]; sound is both. What can not go on may draw nothing.
+        token_ids: int64 [S], of the vocabulary also where nothing could be drawn.
+        told: token_ids, but NOT_FINITE or STUCK where that is so.
     """
 
     token_ids: torch.Tensor
-    is_finite: torch.Tensor
-    can_go_on: torch.Tensor
+    told: torch.Tensor
 
 
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
     """Draw one token per row, and wait for it; see draw."""
-    return taken(draw(logits, rows))[0]
+    return tokens_of(draw(StepLogits(logits), rows).told.cpu().numpy())
 
 
-def taken(drawn: Drawn, *others: torch.Tensor) -> tuple[SampledTokens, list[npt.NDArray[np.int64]]]:
-    """The tokens and the other tensors on the host, by one copy that waits for the device."""
-    columns = (drawn.token_ids, drawn.is_finite, drawn.can_go_on, *others)
-    flat = torch.cat([column.long() for column in columns]).cpu().numpy()
-    token_ids, is_finite, can_go_on, *rest = np.split(flat, np.cumsum([len(column) for column in columns])[:-1])
-    bad, stuck = np.flatnonzero(is_finite == 0), np.flatnonzero((is_finite == 1) & (can_go_on == 0))
-    return SampledTokens(token_ids, tuple(bad.tolist()), tuple(stuck.tolist())), rest
+def tokens_of(told: npt.NDArray[np.int64]) -> SampledTokens:
+    """The tokens, and the rows that have none, out of Drawn.told."""
+    if (told >= 0).all():
+        return SampledTokens(told, ())
+    bad, stuck = np.flatnonzero(told == NOT_FINITE), np.flatnonzero(told == STUCK)
+    return SampledTokens(np.maximum(told, 0), tuple(bad.tolist()), tuple(stuck.tolist()))
 
 
 @torch.inference_mode()
-def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Drawn:
+def draw(step: StepLogits, rows: Sequence[SamplingRow], last: LastTokens | None = None) -> Drawn:
     """Draw one token per row.
 
     Args:
-        logits: float32 [S, V], not changed. -inf is a token that must not be drawn.
+        step: logits float32 [S, V], not changed. -inf is a token that must not be drawn.
         rows: S of them, in the order of the logits.
+        last: has the tokens that rows await; None: none does.
     """
+    logits = step.values
     assert logits.shape[0] == len(rows), "one row per row of logits"
-    likeliest, is_finite = _likeliest_and_finite(logits)
+    if step.told is None or step.likeliest is None:
+        if are_likeliest(rows) and not logits.is_cpu:
+            step = with_likeliest(logits)
+        else:
+            step = _looked_at(logits)
+    likeliest, told = step.likeliest, step.told
+    assert told is not None
     if are_likeliest(rows):
-        return Drawn(_likeliest(logits) if likeliest is None else likeliest, is_finite, torch.ones_like(is_finite))
-    raw, logits = logits, apply_penalties(logits, rows)
+        assert likeliest is not None
+        return Drawn(likeliest, told)
+    raw, logits, is_finite = logits, apply_penalties(logits, rows, last), told >= 0
     constrained = _apply_constraints(logits, rows)
-    can_go_on = torch.ones_like(is_finite) if constrained is logits else constrained.amax(dim=1) > -torch.inf
-    logits = _with_sound_rows(constrained, is_finite & can_go_on)
+    can_go_on = None if constrained is logits else constrained.amax(dim=1) > -torch.inf
+    logits = _with_sound_rows(constrained, is_finite if can_go_on is None else is_finite & can_go_on)
     if logits is not raw:
         likeliest = None
+    drawn = _drawn(logits, likeliest, rows)
+    if can_go_on is not None:
+        told = torch.where(is_finite & ~can_go_on, STUCK, told)
+    return Drawn(drawn, torch.where(told >= 0, drawn, told))
+
+
+def _drawn(logits: torch.Tensor, likeliest: torch.Tensor | None, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """A token of each row, all of which can be drawn from. likeliest: of each row, where it is known."""
     greedy = np.fromiter((row.params.temperature == 0 for row in rows), np.bool_, len(rows))
     if greedy.all():
-        return Drawn(_likeliest(logits) if likeliest is None else likeliest, is_finite, can_go_on)
+        return _likeliest(logits) if likeliest is None else likeliest
     picked = np.flatnonzero(~greedy)
     chosen = [rows[index] for index in picked.tolist()]
     where = None if len(picked) == len(rows) else at_device(picked, logits)
     own = logits if where is None else logits[where]
     drawn = sample_rows(own, *_tensors(chosen, logits))
-    if where is not None:
-        drawn = (_likeliest(logits) if likeliest is None else likeliest).index_copy_(0, where, drawn)
-    return Drawn(drawn, is_finite, can_go_on)
+    if where is None:
+        return drawn
+    return (_likeliest(logits) if likeliest is None else likeliest).index_copy(0, where, drawn)
 
 
-def _likeliest_and_finite(logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The likeliest token of each row where finding it costs nothing more, and whether the row can be drawn from, bool [S].
+def _looked_at(logits: torch.Tensor) -> StepLogits:
+    """Which rows are finite; and the likeliest tokens, where finding them costs nothing more.
 
     NaN and +inf win a maximum; -inf only if all are.
     """
     if not logits.is_cpu:
-        return None, torch.isfinite(logits.amax(dim=1))
+        is_finite = torch.isfinite(logits.amax(dim=1))
+        return StepLogits(logits, None, is_finite.long() - 1)
     values, found = logits.numpy(), _likeliest(logits)
-    return found, torch.from_numpy(np.isfinite(values[np.arange(len(values)), found.numpy()]))
+    is_finite = np.isfinite(values[np.arange(len(values)), found.numpy()])
+    return StepLogits(logits, found, torch.from_numpy(np.where(is_finite, found.numpy(), NOT_FINITE)))
 
 
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:
@@ -132,7 +153,7 @@ def _uniforms(rows: Sequence[SamplingRow]) -> npt.NDArray[np.float64]:
     return uniforms(
         np.array([row.seed for row in rows], dtype=np.uint64),
         np.array([row.sample_idx for row in rows], dtype=np.uint64),
-        np.array([len(row.token_ids) for row in rows], dtype=np.uint64),
+        np.array([row.position for row in rows], dtype=np.uint64),
     )
 
 

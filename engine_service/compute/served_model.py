@@ -16,8 +16,6 @@ from typing import Any, cast
 import structlog
 import torch
 
-from kvkeeper.kernels.layout import KvLayout
-
 from ..config import HASH_TOY, EngineConfig
 from ..model.checkpoint.digest import weights_digest
 from ..model.checkpoint.errors import NoDeviceError
@@ -30,13 +28,15 @@ from ..model.dtype_name import INT8, DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
 from ..model.layer_groups import LayerGroup, group_layers
 from ..model.loader import load_model
+from ..model.parallel.split import WHOLE, Split, require_one_rank
 from ..outputs.model_text import ModelText
 from ..outputs.tokenizer import Tokenizer
 from ..values.sampling_params import NEUTRAL, SamplingParams
 from .graphs.graph_api import CudaGraphs
-from .model_runner import Model, ModelRunner, Runner, StepBounds, kv_layout_of
+from .model_runner import AnyLayout, Model, ModelRunner, Runner, StepBounds, Warmed, kv_layout_of
 from .sampling_defaults import read_sampling_defaults
 from .self_check import load_checked_model
+from .stored_model import format_for, refuse_stored, stored_model
 
 log = structlog.get_logger()
 
@@ -55,8 +55,8 @@ class ServedModel:
     max_len: int
     compute_dtype: str
     text: ModelText
-    layout: Callable[[int], KvLayout]
-    make_runner: Callable[[torch.Tensor, KvLayout], Runner]
+    layout: Callable[[int], AnyLayout]
+    make_runner: Callable[[torch.Tensor, Any], Runner]
     make_ready: Callable[[Runner, StepBounds], None] | None = None  # before the runner's first step, in a thread; None: at once
     sliding_window: int = 0
     rope_parameters: str = ""
@@ -65,6 +65,7 @@ class ServedModel:
     whole: "ServedModel | None" = None  # the same with all layers in a block, where it has groups
     refuses_retention: str = ""  # why it cannot attend to sinks and a window of one sequence; empty: it can
     device: torch.device = _CPU
+    num_ranks: int = 1  # that share the model; layout and runner are of this one
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -72,34 +73,38 @@ class ServedModel:
         return self.text.tokenizer.eos_ids if self.text.tokenizer else frozenset()
 
 
-def load_served_model(config: EngineConfig) -> ServedModel:
-    """Load what --model names. Raises ModelError."""
+def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel:
+    """Load what --model names, or a rank's part of it. Raises ModelError."""
     if config.model == HASH_TOY:
-        return _hash_toy()
+        return _hash_toy(split)
     folder, dtype = Path(config.model).resolve(), cast(DtypeChoice, config.dtype)
-    device = _device_of(config)
+    device = _device_of(config, split.num_ranks)
     progress = config.progress and sys.stderr.isatty()  # in a log file a bar is noise
     raw = read_json_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
     if reason := why_library(raw, has_library=find_spec("transformers") is not None):
+        require_one_rank(raw["model_type"], split.num_ranks)
+        refuse_stored(config.kv_dtype, "models that the transformers library runs")
         log.info("model_through_transformers", model_type=raw["model_type"], reason=reason)
         model = load_checked_model(folder, raw["model_type"], dtype, device=device, progress=progress)
         ropes = model.config.rope_parameters
         served = _from_folder(folder, raw, model, _name(model.dtype), model.num_parameters, ropes)
         return _ready_on_device(served, config, progress=progress)
-    decoder, model_config = load_model(folder, device=device, dtype=dtype, progress=progress)
+    decoder, model_config = load_model(folder, device=device, dtype=dtype, progress=progress, split=split)
     both = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
     name = INT8 if dtype == INT8 else _name(decoder.dtype)
     served = _from_folder(folder, raw, decoder, name, _num_parameters(folder, model_config), json.dumps(both))
-    return _in_groups(_ready_on_device(served, config, progress=progress), decoder, config)
+    served = dataclasses.replace(_ready_on_device(served, config, progress=progress), num_ranks=split.num_ranks)
+    if (kv_format := format_for(config.kv_dtype, decoder.dtype)) is not None:
+        if model_config.has_sink_logits:
+            refuse_stored(config.kv_dtype, "models with sinks in their softmax")
+        return stored_model(served, decoder, kv_format, config)
+    return _in_groups(served, decoder, config)
 
 
 def _in_groups(served: ServedModel, model: Decoder, config: EngineConfig) -> ServedModel:
-    """The same with groups of its layers, where it has layers with windows beside full ones and the configuration lets it.
-
-    Sequences with several tables are not handed over, so engines of one role do without.
-    """
+    """The same with groups of its layers, where it has layers with windows beside full ones and the configuration lets it."""
     groups, dtype = group_layers(model.config.windows), model.dtype
-    if not groups or not config.groups or config.role != "both":
+    if not groups or not config.groups:
         return served
     return dataclasses.replace(
         served,
@@ -116,18 +121,20 @@ def _ready_on_device(served: ServedModel, config: EngineConfig, *, progress: boo
         return served
 
     def make_ready(runner: Runner, bounds: StepBounds) -> None:
-        assert isinstance(runner, ModelRunner), "made by this model"
-        graphs = CudaGraphs(served.device) if config.graphs else None
+        assert isinstance(runner, Warmed), "made by this model"
+        graphs = CudaGraphs(served.device) if config.graphs and served.num_ranks == 1 else None
         runner.make_ready(bounds, graphs, with_retention=not served.refuses_retention, progress=progress)
 
     return dataclasses.replace(served, make_ready=make_ready)
 
 
-def _device_of(config: EngineConfig) -> torch.device:
-    """Raises NoDeviceError where torch does not see it."""
+def _device_of(config: EngineConfig, num_ranks: int) -> torch.device:
+    """Of the first rank; the others are on the next ones. Raises NoDeviceError where torch does not see them."""
     device = torch.device(config.device)
-    count = torch.cuda.device_count() if device.type == "cuda" else 1
-    if (device.index or 0) >= count:
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    if (device.index or 0) + num_ranks > count:
         raise NoDeviceError(config.device, count)
     return device
 
@@ -167,7 +174,7 @@ def _refuses_retention(model: Model) -> str:
     return "a model with windows of its own" if any(model.config.windows) else ""
 
 
-def _hash_toy() -> ServedModel:
+def _hash_toy(split: Split) -> ServedModel:
     config = HashToyConfig()
     return ServedModel(
         model_id=HASH_TOY,
@@ -179,7 +186,8 @@ def _hash_toy() -> ServedModel:
         compute_dtype="uint64",
         text=ModelText(None),
         layout=config.kv_layout,
-        make_runner=lambda kv_view, layout: HashToyRunner(config, kv_view, layout),
+        make_runner=lambda kv_view, layout: HashToyRunner(config, kv_view, layout, split),
+        num_ranks=split.num_ranks,
     )
 
 

@@ -1,25 +1,32 @@
 """The part of a step that the worker thread does: copy, forward, sample.
 
-Values in, values out; it never sees a request's stream or the session, and a failure ends this batch alone.
+Values in, values out; it never sees a request's stream or the session, and a failure ends this batch alone. A step is launched,
+and read later: on a device the next one may be launched in between, and goes on from tokens that nobody has read.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 import torch
 
 from ..scheduler.work import PromptScore, Work
+from ..values.batch import Batch
 from ..values.beam_values import Candidates, SearchRow
 from ..values.sampling_params import SamplingRow, are_likeliest
 from ..values.token_logprobs import TokenLogprobs
 from .beam_candidates import find_candidates
-from .logprobs import token_logprobs
-from .model_runner import Runner
-from .sampler import SampledTokens, draw, taken
+from .device_queue import DeviceQueue, HostQueue, Mark
+from .last_tokens import LastTokens
+from .logprobs import LogprobTensors, find_logprobs
+from .model_runner import ModelRunner, Runner
+from .sampler import SampledTokens, draw, tokens_of
+from .step_logits import StepLogits
+from .upload import at_device
 
 log = structlog.get_logger()
 
@@ -51,62 +58,139 @@ class Computed:
     broken: SequenceOf[int] = ()
 
 
-def copy_forward_sample(runner: Runner, work: Work, how: StepRows) -> Computed | None:
-    """Compute a step. After a failure, which is logged, the answer is None and the loop goes on.
+@dataclass(slots=True, eq=False)
+class _Results:
+    """What the device leaves for the host: to be read once it has got that far."""
 
-    The exception is not handed back, because its traceback holds views of the arena.
-    """
-    try:
-        runner.copy_blocks(work.copies)
-        if work.batch is None:
-            runner.synchronize()  # transfer orders and copies are reported as done with the step
-            return Computed()
-        logits = runner.forward(work.batch)
-        scores = [_score(logits, score) for score in work.scores]
-        is_finite = _is_finite(logits, work)
-        found = _candidates(logits, work, how.searched) if how.searched else ()
+    told: torch.Tensor | None = None  # the tokens that were drawn, or why there is none
+    is_finite: torch.Tensor | None = None  # of each of unfinished
+    logprobs: LogprobTensors | None = None
+    scores: list[LogprobTensors] = field(default_factory=list)
+    candidates: SequenceOf[Candidates | None] = ()
+    has_failed: bool = False
+    is_launched: bool = False
+
+
+class Launched:
+    """A step on its way through the device."""
+
+    def __init__(self, runner: Runner, work: Work, how: StepRows, results: _Results, mark: Mark) -> None:
+        self._runner, self._work, self._how, self._results, self._mark = runner, work, how, results, mark
+
+    def read(self) -> Computed | None:
+        """Wait until the device has done it. None: it failed, which is logged, and the loop goes on.
+
+        The exception is not handed back, because its traceback holds views of the arena.
+        """
+        try:
+            self._mark.wait()
+            assert self._results.is_launched, "the device has not got that far"
+            if self._results.has_failed:
+                self._runner.synchronize()
+                return None
+            return self._told()
+        except Exception:
+            log.exception("batch_failed")
+            return None
+
+    def _told(self) -> Computed:
+        results, work, rows = self._results, self._work, self._how.sampled
+        scores = [
+            found.told([score.num_top] * len(score.token_ids)) for score, found in zip(work.scores, results.scores, strict=True)
+        ]
+        broken = [] if results.is_finite is None else torch.nonzero(~results.is_finite)[:, 0].tolist()
+        sampled = _NO_TOKENS if results.told is None else tokens_of(results.told.numpy())
+        logprobs: dict[int, TokenLogprobs] = {}
+        if results.logprobs is not None:
+            asked = _asked(rows)
+            bad = {*sampled.bad_rows, *sampled.stuck_rows}
+            told = zip(asked, results.logprobs.told([count for _, count in asked]), strict=True)
+            logprobs = {row: found for (row, _), found in told if row not in bad}
+        return Computed(sampled, logprobs, results.candidates, scores, broken)
+
+
+class StepCompute:
+    """A model on one session's memory, and the tokens that its steps have drawn."""
+
+    def __init__(self, runner: Runner, queue: DeviceQueue | None = None) -> None:
+        """queue: the order in which the model's device works; None: the runner's own, or it computes when it is called."""
+        self._runner = runner
+        has_own = isinstance(runner, ModelRunner)
+        self._queue = queue or (runner.queue if has_own else HostQueue())
+        self._last = runner.last_tokens if has_own else LastTokens()
+
+    @property
+    def is_immediate(self) -> bool:
+        """Whether a step is done when it is launched, so that reading it does not wait."""
+        return self._queue.is_immediate
+
+    def launch(self, work: Work, how: StepRows) -> Launched:
+        """Begin a step behind those that were launched before. At most two are not read yet."""
+        results = _Results()
+        try:
+            forward = None if work.batch is None else self._stage(work.batch)
+            self._queue.submit(partial(self._run, forward, work, how, results))
+        except Exception:
+            log.exception("batch_failed")
+            results.has_failed = results.is_launched = True
+        return Launched(self._runner, work, how, results, self._queue.mark())
+
+    def _stage(self, batch: Batch) -> Callable[[], StepLogits]:
+        """The forward pass, to be run in the order of the device."""
+        if isinstance(self._runner, ModelRunner):
+            return self._runner.stage(batch)
+        return partial(self._forward_with_known, batch)
+
+    def _forward_with_known(self, batch: Batch) -> StepLogits:
+        """Of a runner that takes its tokens from the host."""
+        if batch.awaited_rows is not None:
+            batch = replace(batch, token_ids=self._last.filled(batch.token_ids, batch.awaited_rows), awaited_rows=None)
+        return StepLogits(self._runner.forward(batch))
+
+    def _run(self, forward: Callable[[], StepLogits] | None, work: Work, how: StepRows, results: _Results) -> None:
+        try:
+            self._runner.copy_blocks(work.copies)
+            if forward is not None:
+                self._forward_and_sample(forward, work, how, results)
+        except Exception:
+            log.exception("batch_failed")
+            results.has_failed = True
+        results.is_launched = True
+
+    @torch.inference_mode()
+    def _forward_and_sample(self, forward: Callable[[], StepLogits], work: Work, how: StepRows, results: _Results) -> None:
+        fetch, step = self._queue.fetch, forward()
+        logits = step.values
+        results.scores = [_score(logits, score).fetched(fetch) for score in work.scores]
+        if len(work.check_idx):
+            results.is_finite = fetch(torch.isfinite(logits[at_device(work.check_idx, logits)].amax(dim=1)))
+        if how.searched:
+            results.candidates = find_candidates(logits[at_device(work.search_idx, logits)], how.searched)
         if not (rows := how.sampled):
-            return Computed(candidates=found, prompt_logprobs=scores, broken=_broken(is_finite.cpu().numpy()))
+            return
         # One prompt's row of logits serves all its continuations.
-        is_whole = np.array_equal(work.logit_idx, np.arange(len(logits)))
-        logits = logits if is_whole else logits[torch.from_numpy(work.logit_idx).to(logits.device)]
-        # The host waits for the device here and, unless log probabilities are asked for, nowhere else.
-        sampled, (finite,) = taken(draw(logits, rows), is_finite)
-        return Computed(sampled, _logprobs(logits, rows, sampled), found, scores, _broken(finite))
-    except Exception:
-        log.exception("batch_failed")
-        runner.synchronize()
-        return None
+        if not np.array_equal(work.logit_idx, np.arange(len(logits))):
+            logits = logits[at_device(work.logit_idx, logits)]
+            step = StepLogits(logits)
+        drawn = draw(step, rows, self._last)
+        results.told = fetch(drawn.told)
+        are_kept = drawn.token_ids is step.likeliest  # the graph that found them has left them there
+        if not are_kept and len(rows) == len(work.sampled):  # of guesses the host has to say which are right
+            self._last.put(work.sample_rows, drawn.token_ids[: len(work.sample_rows)])
+        if asked := _asked(rows):
+            picked = at_device(np.array([row for row, _ in asked]), logits)
+            found = find_logprobs(logits[picked], drawn.token_ids[picked], max(count for _, count in asked))
+            results.logprobs = found.fetched(fetch)
 
 
-def _candidates(logits: torch.Tensor, work: Work, rows: list[SearchRow]) -> list[Candidates | None]:
-    return find_candidates(logits[torch.from_numpy(work.search_idx).to(logits.device)], rows)
-
-
-def _is_finite(logits: torch.Tensor, work: Work) -> torch.Tensor:
-    """Of each of work.unfinished, on the logits' device."""
-    if not len(work.check_idx):
-        return logits.new_ones(0, dtype=torch.bool)
-    return torch.isfinite(logits[torch.from_numpy(work.check_idx).to(logits.device)].amax(dim=1))
-
-
-def _broken(is_finite: npt.NDArray[Any]) -> list[int]:
-    return [int(index) for index in np.flatnonzero(is_finite == 0)]
-
-
-def _logprobs(logits: torch.Tensor, rows: list[SamplingRow], sampled: SampledTokens) -> dict[int, TokenLogprobs]:
+def _asked(rows: SequenceOf[SamplingRow]) -> list[tuple[int, int]]:
+    """The rows whose log probabilities are asked for, and how many likeliest tokens beside each."""
     if are_likeliest(rows):
-        return {}
-    bad = {*sampled.bad_rows, *sampled.stuck_rows}
-    asked = [(index, row.num_logprobs) for index, row in enumerate(rows) if row.num_logprobs is not None and index not in bad]
-    if not asked:
-        return {}
-    picked = [index for index, _ in asked]
-    found = token_logprobs(logits[picked], sampled.token_ids[picked].tolist(), [count for _, count in asked])
-    return dict(zip(picked, found, strict=True))
+        return []
+    return [(index, row.num_logprobs) for index, row in enumerate(rows) if row.num_logprobs is not None]
 
 
-def _score(logits: torch.Tensor, score: PromptScore) -> list[TokenLogprobs]:
+def _score(logits: torch.Tensor, score: PromptScore) -> LogprobTensors:
     """Non-finite logits show in the sampled row as well, so nothing is said of them here."""
     part = logits[score.first_logit : score.first_logit + len(score.token_ids)]
-    return token_logprobs(part, score.token_ids, [score.num_top] * len(score.token_ids))
+    return find_logprobs(part, at_device(np.array(score.token_ids, np.int64), logits), score.num_top)

@@ -1,35 +1,44 @@
 """Upload: a step's arrays on their way to where the model computes, all in one copy.
 
 On a CPU the arrays are taken as they are. For a CUDA device they are put one behind the other into pinned memory, which one
-asynchronous copy takes over; what the model gets are views of it. The pinned memory is used again with the next step, which is
-safe because each step ends by waiting for the tokens it has drawn.
+asynchronous copy takes over; what the model gets are views of it. Two steps may be under way, so there is pinned memory for
+two, in turn: what the device has not copied yet is not written over.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from .device_queue import DeviceQueue, Mark
+
 Arrays = Mapping[str, npt.NDArray[np.integer]]
+Tensors = dict[str, torch.Tensor]
 _ALIGNMENT = 16  # bytes; the widest access of a kernel
 
 
 class Upload(Protocol):
-    """Arrays in, tensors of the same names out."""
+    """Arrays in, and a call that has the tensors of the same names. The arrays may change before it is made."""
 
-    def __call__(self, arrays: Arrays) -> dict[str, torch.Tensor]: ...
-
-
-def upload_to(memory: torch.Tensor) -> Upload:
-    """To the device that this memory is on."""
-    return PackedUpload(memory.device, pin_memory=memory.device.type == "cuda") if memory.is_cuda else as_they_are
+    def stage(self, arrays: Arrays) -> Callable[[], Tensors]: ...
 
 
-def as_they_are(arrays: Arrays) -> dict[str, torch.Tensor]:
-    """Tensors of the arrays' own memory."""
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+def upload_to(memory: torch.Tensor, queue: DeviceQueue) -> Upload:
+    """To the device that this memory is on, which works in this order."""
+    is_cuda = memory.device.type == "cuda"
+    if queue.is_immediate and not memory.is_cuda:
+        return AsTheyAre()
+    return PackedUpload(memory.device, queue, pin_memory=is_cuda)
+
+
+class AsTheyAre:
+    """For a processor, which computes at once."""
+
+    def stage(self, arrays: Arrays) -> Callable[[], Tensors]:
+        """See Upload. Tensors of the arrays' own memory."""
+        return lambda: {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def at_device(array: npt.NDArray[Any], beside: torch.Tensor) -> torch.Tensor:
@@ -40,29 +49,64 @@ def at_device(array: npt.NDArray[Any], beside: torch.Tensor) -> torch.Tensor:
     return tensor.to(beside.device, non_blocking=True)
 
 
+class Stage:
+    """Memory that a step's copy to the device reads; it is the step's until the copy was made."""
+
+    def __init__(self, num_bytes: int, *, pin_memory: bool) -> None:
+        self._pin_memory = pin_memory
+        self._copied: Mark | None = None
+        self._is_filled = False
+        self.memory = self._new(num_bytes)
+
+    def reuse(self, num_bytes: int = 0) -> torch.Tensor:
+        """The memory, uint8, at least so many bytes, for another step."""
+        assert not self._is_filled, "at most two steps are under way"
+        if self._copied is not None:
+            self._copied.wait()
+        if num_bytes > self.memory.numel():
+            self.memory = self._new(1 << num_bytes.bit_length())
+        self._is_filled = True
+        return self.memory
+
+    def note_copied(self, mark: Mark) -> None:
+        """The copy was launched; once the mark is passed it has read the memory."""
+        self._copied, self._is_filled = mark, False
+
+    def _new(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._pin_memory)
+
+
 class PackedUpload:
     """Uploads to a device through pinned memory, in one copy."""
 
-    def __init__(self, device: torch.device, *, pin_memory: bool) -> None:
-        self._device = device
-        self._pin_memory = pin_memory
-        self._staging = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, device: torch.device, queue: DeviceQueue, *, pin_memory: bool) -> None:
+        self._device, self._queue = device, queue
+        self._stages = [Stage(0, pin_memory=pin_memory) for _ in range(2)]
 
-    def __call__(self, arrays: Arrays) -> dict[str, torch.Tensor]:
+    def stage(self, arrays: Arrays) -> Callable[[], Tensors]:
         """See Upload."""
         firsts, num_bytes = [], 0
         for array in arrays.values():
             firsts.append(num_bytes)
             num_bytes += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if num_bytes > self._staging.numel():
-            self._staging = torch.empty(1 << num_bytes.bit_length(), dtype=torch.uint8, pin_memory=self._pin_memory)
-        raw = self._staging.numpy()
+        self._stages.reverse()
+        stage = self._stages[0]
+        memory = stage.reuse(num_bytes)
+        raw = memory.numpy()
         for first, array in zip(firsts, arrays.values(), strict=True):
             raw[first : first + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        # copy: on a CPU, where this is tried out, the memory would be the same.
-        on_device = self._staging[:num_bytes].to(self._device, non_blocking=True, copy=True)
-        tensors = {}
-        for first, (name, array) in zip(firsts, arrays.items(), strict=True):
-            part = on_device[first : first + array.nbytes]
-            tensors[name] = part.view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        return tensors
+        shapes = {
+            name: (first, array.nbytes, array.shape, array[:0])
+            for first, (name, array) in zip(firsts, arrays.items(), strict=True)
+        }
+
+        def copy() -> Tensors:
+            # copy: on a CPU, where this is tried out, the memory would be the same.
+            on_device = memory[:num_bytes].to(self._device, non_blocking=True, copy=True)
+            stage.note_copied(self._queue.mark())
+            return {
+                name: on_device[first : first + size].view(torch.from_numpy(empty).dtype).view(shape)
+                for name, (first, size, shape, empty) in shapes.items()
+            }
+
+        return copy

@@ -5,7 +5,9 @@ sequences, and the one that renews the lease; the middle three run in one worker
 renewals go on meanwhile. Other tasks submit and cancel; that takes effect when the next step is planned.
 
 Steps overlap: while the worker computes one step, the loop asks for the blocks of the next, counting on the tokens that will
-come, so that the device does not wait for the cache service. The batch of the next step is built once those tokens are there.
+come, so that the device does not wait for the cache service. Where nothing about the next step hangs on those tokens, it is
+launched at once, behind the one that is computed: it takes its tokens from the device, which does not wait for the loop either.
+Else its batch is built once they are there.
 """
 
 import asyncio
@@ -19,6 +21,7 @@ import structlog
 from kvkeeper.client.steps import StepResult
 
 from ..cache_session.kv_memory import KvMemory
+from ..compute.step_compute import StepCompute
 from ..outputs.generation import Generation
 from ..scheduler.plan import Plan
 from ..scheduler.planner import NO_GUESSES
@@ -55,14 +58,20 @@ class Engine:
         tracing: EngineTracing,
         wake: Wake,
         speculator: Speculator | None = None,
+        *,
+        runs_ahead: bool = True,
     ) -> None:
-        """requests, wake: the same wake, by which requests tell the loop. speculator None: every token takes a step."""
+        """requests, wake: the same wake, by which requests tell the loop. speculator None: every token takes a step.
+
+        runs_ahead: whether a step may be launched before the tokens of the one before are read.
+        """
         self.scheduler, self.requests, self.stats, self.speculator = scheduler, requests, stats, speculator
         self.memory: KvMemory | None = None  # of the session that is served on
         self.on_turn: Callable[[bool], None] = lambda is_computing: None  # told in each turn of the loop
         self.last_iteration: Iteration | None = None
         self._tracing, self._wake = tracing, wake
-        self._step_worker = StepWorker()
+        self._step_worker, self._runs_ahead = StepWorker(), runs_ahead
+        self._compute: StepCompute | None = None  # of the session
         self._creator: SequenceCreator | None = None  # of the session
         self._num_reported = 0  # steps that the cache service knows to be done
         self._stopping = False
@@ -140,6 +149,10 @@ class Engine:
         """Go on with the requests that are held and still open, and take new ones."""
         await self.leaving.end(self.memory)
 
+    def wake(self) -> None:
+        """Have the loop look whether its session can go on."""
+        self._wake.loop.set()
+
     def close(self) -> None:
         """End the worker thread, after the last session."""
         self._step_worker.close()
@@ -170,9 +183,11 @@ class Engine:
             limit = limits.max_len_of(request.retention)
             self.requests.fail(request, NeverFits(text, requested=request.max_len, limit=limit))
         self._creator = SequenceCreator(self.scheduler, memory, self._wake, self.requests.fail, self._tracing)
+        self._compute = StepCompute(memory.runner)
         try:
             await tell_ready()
             while not (self._stopping and not self.requests.generations and self.scheduler.is_empty):
+                memory.require_ranks()
                 await self.step(memory)
         finally:
             self.memory = None
@@ -186,6 +201,7 @@ class Engine:
             await self._creator.close()
             self._creator = None
             await self._step_worker.drop_step()
+            self._compute = None  # it looks into the memory
             self._tracing.drop_steps()
             self.requests.end_closed()
 
@@ -205,8 +221,15 @@ class Engine:
         answer = await self._reserve(memory, plan) if wants_step else None
         if answer is not None:
             self.prefilled.note_reported()
-        await self._finish(memory)
-        if answer is not None and not self._compute(memory, plan, answer, is_guessing=is_guessing):
+        goes_on = True
+        if answer is not None and self._may_run_ahead(plan, answer):
+            goes_on = self._start(memory, plan, answer, is_guessing=False)
+            await self._finish(memory)
+        else:
+            await self._finish(memory)
+            if answer is not None:
+                goes_on = self._start(memory, plan, answer, is_guessing=is_guessing)
+        if not goes_on:
             await wait_for(self._wake.loop, _PACE_S)
         self.requests.deliver()
         return None
@@ -237,17 +260,26 @@ class Engine:
         traceparent = self._tracing.begin_step(step_id + 1, plan, self.scheduler.running)
         return await self._step_worker.time_reply(memory.step(plan, self._step_worker.last_completed(step_id), traceparent))
 
-    def _compute(self, memory: KvMemory, plan: Plan, answer: StepResult, *, is_guessing: bool) -> bool:
+    def _may_run_ahead(self, plan: Plan, answer: StepResult) -> bool:
+        """Whether the planned step can be launched before the tokens of the one that is computed are known."""
+        flight = self._step_worker.in_flight
+        if not self._runs_ahead or flight is None or flight.has_transfers or len(answer.transfer_ids):
+            return False
+        return self.scheduler.may_run_ahead(plan, answer) and self.requests.may_run_ahead(plan)
+
+    def _start(self, memory: KvMemory, plan: Plan, answer: StepResult, *, is_guessing: bool) -> bool:
         """Copy, forward, sample, in the worker thread from now on. False where nothing was granted."""
+        assert self._compute is not None
         work = self.scheduler.apply(plan, answer)
         self._tracing.note_computing(work.sequences)
-        rows, run_transfers = self.requests.rows(work), partial(memory.transfers.run, answer)
+        rows = self.requests.rows(work)
+        run_transfers = partial(memory.transfers.run, answer) if len(answer.transfer_ids) else None
         step_id = memory.session.step_id
-        self._step_worker.start(step_id, work, memory.runner, rows, run_transfers, is_guessing=is_guessing)
+        self._step_worker.start(step_id, work, self._compute, rows, run_transfers, is_guessing=is_guessing)
         return not (work.batch is None and plan.only_asks and not len(answer.transfer_ids) and not len(answer.ready_ids))
 
     async def _finish(self, memory: KvMemory) -> None:
-        """Wait for the computing step, and emit its tokens."""
+        """Wait for the step that is computed, the first of two, and emit its tokens."""
         if (step := self._step_worker.in_flight) is None:
             return
         computed = await self._while_renewing(memory, step.computing)
@@ -319,10 +351,12 @@ def make_engine(
     proposer: Proposer | None = None,
     tracing: EngineTracing | None = None,
     waiting: WaitingSequences | None = None,
+    *,
+    runs_ahead: bool = True,
 ) -> Engine:
-    """An engine with its parts. proposer None: no guesses; waiting None: by arrival."""
+    """An engine with its parts. proposer None: no guesses; waiting None: by arrival; runs_ahead: see Engine."""
     tracing, stats, wake = tracing or EngineTracing(None), EngineStats(), Wake()
     scheduler = Scheduler(NO_POOL, waiting)
     requests = OpenRequests(scheduler, stats, tracing, max_waiting, wake.all)
     speculator = None if proposer is None else Speculator(proposer, requests.may_guess)
-    return Engine(scheduler, requests, stats, tracing, wake, speculator)
+    return Engine(scheduler, requests, stats, tracing, wake, speculator, runs_ahead=runs_ahead)

@@ -13,6 +13,7 @@ import structlog
 
 from ..compute.step_compute import Computed, StepRows
 from ..outputs.generation import Generation
+from ..scheduler.plan import Plan
 from ..scheduler.scheduler import NO_BLOCKS, Scheduler
 from ..scheduler.state.limits import Limits
 from ..scheduler.work import Work
@@ -41,6 +42,7 @@ class OpenRequests:
         self._closed: list[Generation] = []
         self._stopped: list[tuple[Request, int]] = []  # continuations that ended outside of a step, of requests that go on
         self._undelivered: dict[Generation, None] = {}  # those with chunks that their streams do not have yet
+        self._num_constrained = 0  # of the open ones
 
     def submit(self, generation: Generation) -> None:
         """Queue a request, or refuse it; no other task comes between check and queueing."""
@@ -75,6 +77,7 @@ class OpenRequests:
         request = generation.request
         generation.on_close = self._note_close
         self.generations[request.request_id] = self._by_request[request] = generation
+        self._num_constrained += bool(generation.constraints)
         self._scheduler.add(request, time.monotonic(), taken)
         self._tracing.begin_request(generation)
         self._wake_up()
@@ -143,15 +146,29 @@ class OpenRequests:
         for generation in list(self.generations.values()):
             generation.fail(error)
 
+    def may_run_ahead(self, plan: Plan) -> bool:
+        """Whether the next tokens of the planned step can be drawn without those that are drawn now.
+
+        What a constraint allows next follows from its last token.
+        """
+        if not self._num_constrained:
+            return True
+        running = self._scheduler.running
+        drawing = running.at(plan.reserve_rows[running.num_drawing[plan.reserve_rows] > 0])
+        return not any(self._by_request[sequence.request].constraints for sequence in drawing)
+
     def rows(self, work: Work) -> StepRows:
         """How each of the step's tokens is drawn, and the tokens of each list that a search extends."""
         by_request = self._by_request
         if not work.searched and all(by_request[sequence.request].draws_likeliest for sequence in work.sampled):
             return StepRows([LIKELIEST] * len(work.logit_idx), [])
         drawing = [sequence for sequence, own in zip(work.sampled, work.guesses, strict=True) for _ in range(len(own) + 1)]
+        awaited: list[int | None] = [None] * len(drawing)
+        for at in np.flatnonzero(work.awaited).tolist():  # there are no guesses in such a step
+            awaited[at] = int(work.sample_rows[at])
         sampled = [
-            self._by_request[sequence.request].sampling_row(sequence.index, tokens)
-            for sequence, tokens in zip(drawing, self._scheduler.histories(work), strict=True)
+            by_request[sequence.request].sampling_row(sequence.index, tokens, row)
+            for sequence, tokens, row in zip(drawing, self._scheduler.histories(work), awaited, strict=True)
         ]
         tokens_of = self._scheduler.tokens_of
         searched = [self._by_request[sequence.request].search_row(tokens_of(sequence)) for sequence in work.searched]
@@ -196,7 +213,8 @@ class OpenRequests:
         """The next tokens of each sequence. Most are plain, and one apiece: objects would cost more than the step."""
         sampled, by_request, undelivered = computed.sampled, self._by_request, self._undelivered
         token_ids, now, time_next_token = sampled.token_ids.tolist(), time.monotonic(), self._stats.time_next_token
-        if sampled.bad_rows or sampled.stuck_rows or len(token_ids) > len(work.sampled):
+        has_late = any(not len(own) for own in taken)  # a row whose sequence had ended before
+        if has_late or sampled.bad_rows or sampled.stuck_rows or len(token_ids) > len(work.sampled):
             row = 0
             for sequence, guesses, own in zip(work.sampled, work.guesses, taken, strict=True):
                 self._take_tokens(sequence, own.tolist(), row, computed)
@@ -275,6 +293,7 @@ class OpenRequests:
     def _note_close(self, generation: Generation) -> None:
         """A request ended, in a step or outside of one."""
         del self.generations[generation.request.request_id]
+        self._num_constrained -= bool(generation.constraints)
         self._held.discard(generation)
         if generation.timer is not None:
             generation.timer.cancel()

@@ -13,11 +13,12 @@ import structlog
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
 
-from ..cache_session.failures import has_ended_session, is_away
+from ..cache_session.failures import has_ended_session, has_hopeless_ranks, is_away
 from ..cache_session.kv_memory import KvMemory, open_memory
 from ..cache_session.pool_limits import limits_of
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
+from ..ranks.ranks import Ranks
 from ..scheduler.state.limits import Limits
 from ..values.errors import BrokenInvariant, CacheServiceDown, RequestFailed
 from .engine import Engine
@@ -38,14 +39,17 @@ async def keep_serving(
     config: EngineConfig,
     on_session: Callable[[bool], Awaitable[None]],
     address: str,
+    ranks: Ranks | None = None,
 ) -> None:
     """Serve until the engine is stopped. on_session: called with whether there is a session; address: of this engine.
+
+    ranks: the others, where several share the model. One that is lost ends the session, and all are started anew for the next.
 
     Raises CacheServiceRefused at the start.
     """
     has_served = False
     log.info("starting", doing="opening a session")
-    attempt = partial(open_memory, client, model, config, address)
+    attempt = partial(open_memory, client, model, config, address, ranks)
     while (memory := await _open(engine, attempt, config, may_refuse=not has_served)) is not None:
         has_served, has_gone_away = True, False
         try:
@@ -57,8 +61,9 @@ async def keep_serving(
             log.warning("session_lost", code=error.code.name, reason=error.reason)
             has_gone_away = is_away(error)
             if not has_ended_session(error):
-                # The cache service refuses these steps: going on with the same requests would be refused again.
-                engine.requests.fail_all(RequestFailed("the cache service refused a step"))
+                # The cache service refuses these steps, or no rank survives them: the same requests would meet it again.
+                failed = "all ranks fail again and again" if has_hopeless_ranks(error) else "the cache service refused a step"
+                engine.requests.fail_all(RequestFailed(failed))
         except Exception:
             # A bug in the loop: nothing moves these requests any more, and the operator has to end the service.
             log.exception("broken_invariant")

@@ -1,20 +1,21 @@
-"""StepWorker: computes one step's work at a time in a thread of its own, and knows how long it took and what it waited for.
+"""StepWorker: computes the steps' work in a thread of its own, and knows how long it took and what it waited for.
 
-The loop puts the next step together while this one is computed. It begins as late as it can, so that requests that arrive
+The loop puts the next step together while one is computed. It begins as late as it can, so that requests that arrive
 meanwhile are part of it, and early enough for the answer to be there in time: the durations of the last steps of the same kind
-and of the last answers tell when.
+and of the last answers tell when. The next step may be started before this one has ended: it runs ahead, behind it in the
+thread or on the device.
 """
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from ..compute.model_runner import Runner
-from ..compute.step_compute import Computed, StepRows, copy_forward_sample
+from ..compute.step_compute import Computed, Launched, StepCompute, StepRows
 from ..scheduler.work import Work
 
 T = TypeVar("T")
@@ -31,55 +32,99 @@ class InFlight:
     step_id: int
     work: Work
     cache_wait_seconds: float  # before it, without computing, because the cache service had not answered yet
-    idle_seconds: float  # before it, without computing, for any reason but that there was nothing to compute
     is_guessing: bool
-    started_at: float = field(default_factory=time.perf_counter)
+    idle_since: float | None  # without computing, for any reason but that there was nothing to compute; None: it was not
+    has_transfers: bool = False
+    started_at: float | None = None  # None: it waits for the step before
     ended_at: float | None = None
     computing: asyncio.Future[Computed | None] = field(init=False)
 
     @property
     def seconds(self) -> float:
         """Seconds since its computation began."""
+        if self.started_at is None:
+            return 0.0
         return (time.perf_counter() if self.ended_at is None else self.ended_at) - self.started_at
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds that nothing was computed before it."""
+        is_known = self.idle_since is not None and self.started_at is not None
+        return max(self.started_at - self.idle_since, 0.0) if is_known else 0.0  # type: ignore[operator]
 
 
 class StepWorker:
-    """Computes one step's work at a time, in a thread. in_flight is None while nothing is computed."""
+    """Computes steps' work in a thread, and reads what a device did in another. in_flight is None while nothing is computed."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "forward")
-        self.in_flight: InFlight | None = None
+        self._reader = ThreadPoolExecutor(1, "results")
+        self._flights: deque[InFlight] = deque()  # the one that is computed, and one that runs ahead
         # A step with a prompt takes many times as long as one that only decodes: with one mean for both, decoding steps behind
         # it would end before their successors' blocks were asked for. So each kind has its own; prompts count by the token.
         self._usual_decode = self._usual_token = self._usual_reply = 0.0
         self._cache_wait = 0.0
         self._idle_since: float | None = None  # None: there was nothing to compute
 
+    @property
+    def in_flight(self) -> InFlight | None:
+        """The step that is computed, or is not taken yet; the first of two."""
+        return self._flights[0] if self._flights else None
+
     def start(
         self,
         step_id: int,
         work: Work,
-        runner: Runner,
+        compute: StepCompute,
         how: StepRows,
-        run_transfers: Callable[[], None],
+        run_transfers: Callable[[], None] | None,
         *,
         is_guessing: bool = False,
     ) -> None:
-        """Compute a step's work, its transfer orders first; the step before has been taken.
+        """Compute a step's work, its transfer orders first; the step before may not have been taken yet, but the one before it.
 
         is_guessing: the loop waited for the step before, for the sake of guesses, whether there are any or not.
         """
-        assert self.in_flight is None, "one step at a time"
-        idle = 0.0 if self._idle_since is None else time.perf_counter() - self._idle_since
-        self.in_flight = InFlight(step_id, work, self._cache_wait, idle, is_guessing)
-        self.in_flight.computing = self.call(partial(_compute, self.in_flight, runner, how, run_transfers))
+        assert len(self._flights) < 2, "one step runs ahead"
+        idle_since = None if self._flights else self._idle_since
+        flight = InFlight(step_id, work, self._cache_wait, is_guessing, idle_since, run_transfers is not None)
+        computed: Future[Computed | None] = Future()
+        flight.computing = asyncio.wrap_future(computed)
+        self._flights.append(flight)
+        self._thread.submit(self._compute, flight, compute, how, run_transfers, computed)
         self._cache_wait = 0.0
 
+    def _compute(
+        self,
+        flight: InFlight,
+        compute: StepCompute,
+        how: StepRows,
+        run_transfers: Callable[[], None] | None,
+        computed: Future[Computed | None],
+    ) -> None:
+        """In the thread. What a device has done is read in the other one, so that the next step can be launched meanwhile."""
+        flight.started_at = time.perf_counter()
+        try:
+            if run_transfers is not None:
+                run_transfers()
+            launched = compute.launch(flight.work, how)
+        except BaseException as error:
+            computed.set_exception(error)
+            return
+        read = partial(_read, flight, launched, computed)
+        if compute.is_immediate:
+            read()
+        else:
+            self._reader.submit(read)
+
     def take_step(self) -> InFlight:
-        """Hands over the computed step; the worker is idle from now on."""
-        done, self.in_flight = self.in_flight, None
-        assert done is not None
+        """Hands over the computed step; the worker is idle from now on, or computes the one that ran ahead."""
+        done = self._flights.popleft()
         self._idle_since = done.ended_at
+        if self._flights and done.ended_at is not None:  # a device began with it when it had done this one
+            following = self._flights[0]
+            following.idle_since = done.ended_at
+            following.started_at = max(following.started_at or 0.0, done.ended_at)
         if done.work.num_prompt_tokens:
             self._usual_token += _SMOOTHING * (done.seconds / _num_tokens(done.work) - self._usual_token)
         elif done.work.batch is not None:
@@ -92,7 +137,7 @@ class StepWorker:
 
     def last_completed(self, step_id: int) -> int:
         """The last step up to step_id whose work is known to be done."""
-        return step_id if self.in_flight is None else self.in_flight.step_id - 1
+        return self._flights[0].step_id - 1 if self._flights else step_id
 
     async def wait_until_due(self, longest: float) -> None:
         """Wait until it is time to ask for the next step's blocks, but no longer than so many seconds."""
@@ -110,30 +155,37 @@ class StepWorker:
         answer = await reply
         now = time.perf_counter()
         self._usual_reply += _SMOOTHING * (now - asked_at - self._usual_reply)
-        idle_since = asked_at if self.in_flight is None else self.in_flight.ended_at or now
+        flight = self.in_flight
+        idle_since = asked_at if flight is None else flight.ended_at or now
         self._cache_wait = now - max(asked_at, idle_since)
         return answer
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run something else in the thread, after the step that is computed."""
+        """Run something else in the thread, after the steps that are computed."""
         return asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     async def drop_step(self) -> None:
-        """Wait for the step that is computed, and drop it."""
-        self.in_flight = None
+        """Wait for the steps that are computed, and drop them."""
+        dropped = [flight.computing for flight in self._flights]
+        self._flights.clear()
+        await asyncio.gather(*dropped, return_exceptions=True)
         await self.call(lambda: None)
 
     def close(self) -> None:
         """No more calls."""
         self._thread.shutdown()
+        self._reader.shutdown()
 
 
 def _num_tokens(work: Work) -> int:
     return int(work.num_new.sum())
 
 
-def _compute(flight: InFlight, runner: Runner, how: StepRows, run_transfers: Callable[[], None]) -> Computed | None:
-    run_transfers()
-    computed = copy_forward_sample(runner, flight.work, how)
+def _read(flight: InFlight, launched: Launched, computed: Future[Computed | None]) -> None:
+    try:
+        found = launched.read()
+    except BaseException as error:
+        computed.set_exception(error)
+        return
     flight.ended_at = time.perf_counter()
-    return computed
+    computed.set_result(found)

@@ -198,21 +198,22 @@ def attend_stored(
     window: int | None,
     soft_cap: float | None,
     q_sink: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same, where the step's K and V of the layer are in the arena already."""
+    """The same, where the step's K and V of the layer are in the arena already. sink_logits: see paged_attention_decode."""
     decode, prefill = metadata.decode, metadata.prefill
     if prefill is None:
         assert decode is not None, "a batch has tokens"
-        return _decode(q, kv_layer, decode, scale, window, soft_cap, q_sink)
+        return _decode(q, kv_layer, decode, scale, window, soft_cap, q_sink, sink_logits)
     if decode is None:
-        return _prefill(q, kv_layer, prefill, scale, window, soft_cap, q_sink)
+        return _prefill(q, kv_layer, prefill, scale, window, soft_cap, q_sink, sink_logits)
     assert decode.token_rows is not None
     assert prefill.token_rows is not None
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     decode_sink = q_sink[decode.token_rows] if q_sink is not None and decode.retention is not None else None
     prefill_sink = q_sink[prefill.token_rows] if q_sink is not None and prefill.retention is not None else None
-    decoded = _decode(q[decode.token_rows], kv_layer, decode, scale, window, soft_cap, decode_sink)
-    prefilled = _prefill(q[prefill.token_rows], kv_layer, prefill, scale, window, soft_cap, prefill_sink)
+    decoded = _decode(q[decode.token_rows], kv_layer, decode, scale, window, soft_cap, decode_sink, sink_logits)
+    prefilled = _prefill(q[prefill.token_rows], kv_layer, prefill, scale, window, soft_cap, prefill_sink, sink_logits)
     return out.index_copy_(0, decode.token_rows, decoded).index_copy_(0, prefill.token_rows, prefilled)
 
 
@@ -224,6 +225,7 @@ def _decode(
     window: int | None,
     soft_cap: float | None,
     q_sink: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     return paged_attention_decode(
         q,
@@ -235,6 +237,7 @@ def _decode(
         soft_cap=soft_cap,
         retention=rows.retention,
         q_sink=q_sink,
+        sink_logits=sink_logits,
         plan=rows.plans[window],
     )
 
@@ -247,6 +250,7 @@ def _prefill(
     window: int | None,
     soft_cap: float | None,
     q_sink: torch.Tensor | None,
+    sink_logits: torch.Tensor | None,
 ) -> torch.Tensor:
     return paged_attention_prefill(
         q,
@@ -259,5 +263,6 @@ def _prefill(
         soft_cap=soft_cap,
         retention=rows.retention,
         q_sink=q_sink,
+        sink_logits=sink_logits,
         plan=rows.plans[window],
     )

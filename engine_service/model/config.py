@@ -17,17 +17,17 @@ from .families.family import Family
 from .families.table import FAMILIES
 from .quantised.scheme import FIELD, Scheme, parse_scheme
 from .rope_config import RopeConfig, parse_local_rope, parse_rope
+from .routing import Routing
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Experts, in the MLPs of `layers`; num_chosen of them for each token, by weights that add up to 1 if renormalised."""
+    """Experts, in the MLPs of `layers`."""
 
     layers: frozenset[int]
     num_experts: int
-    num_chosen: int
     intermediate_size: int
-    is_renormalised: bool
+    routing: Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class ModelConfig:
         windows: per layer, the keys visible to a query, itself included; None: all.
         weights_dtype: name of the dtype that config.json states for the weights, or None.
         local_rope: of layers with a window, where they have their own; None: `rope` for all.
-        activation: of the MLP's gate, silu or gelu_tanh.
+        activation: of the MLP's gate: silu, gelu_tanh or clamped_swiglu.
+        swiglu_alpha, swiglu_limit: of clamped_swiglu.
         qk_norm: of queries and keys: none, of each head, or of all heads at once.
         norms: before attention and MLP, after them (of what they give, before it is added), or both.
         norm_offset: norms multiply by 1 + weight; the loader adds the 1, which is exact in float32.
@@ -46,6 +47,7 @@ class ModelConfig:
         score_scale: factor of the scores, instead of either. logit_divisor: of the logits.
         residual_scale: factor of what attention and MLP give, before it is added.
         attention_soft_cap, logit_soft_cap: bounds that scores and logits are bent towards.
+        has_sink_logits: each head's softmax has a key without a value, with a score of its own.
         experts: None: every MLP is one.
         scheme: how projections are stored; None: as plain numbers.
     """
@@ -79,6 +81,9 @@ class ModelConfig:
     logit_divisor: float | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    has_sink_logits: bool = False
     experts: ExpertsConfig | None = None
     scheme: Scheme | None = None
 
@@ -141,10 +146,10 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     head_dim = count(raw, "head_dim", family.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise bad("head_dim", f"must be even, is {head_dim}")
-    attention_bias = flag(raw, "attention_bias")
+    attention_bias = family.biased if raw.get("attention_bias") is None else flag(raw, "attention_bias")
     dtype = raw.get("dtype", raw.get("torch_dtype"))
     max_position = count(raw, "max_position_embeddings")
-    rope = parse_rope(raw, max_position, family.default_theta, may_be_part=family.has_partial_rope)
+    rope = parse_rope(raw, max_position, family)
     rotated_dim = rope.rotated_dim(head_dim)
     if rotated_dim < 2 or rotated_dim % 2:
         raise bad("partial_rotary_factor", f"must give an even number of dimensions, gives {rotated_dim} of {head_dim}")
@@ -172,7 +177,10 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         tied_embeddings=family.is_gemma if raw.get("tie_word_embeddings") is None else flag(raw, "tie_word_embeddings"),
         weights_dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
         local_rope=parse_local_rope(raw, max_position, family.local_theta),
-        activation="gelu_tanh" if family.is_gemma else "silu",
+        activation="gelu_tanh" if family.is_gemma else "clamped_swiglu" if family.has_clamped_swiglu else "silu",
+        swiglu_alpha=number(raw, "swiglu_alpha", 1.702),
+        swiglu_limit=number(raw, "swiglu_limit", 7.0),
+        has_sink_logits=family.has_sink_logits,
         norm_offset=family.is_gemma,
         norms=family.norms,
         embed_scale=hidden_size**0.5 if family.is_gemma else _multiplier(raw, family, "embedding_multiplier"),
@@ -225,9 +233,11 @@ def _parse_experts(raw: Mapping[str, Any], family: Family, num_layers: int) -> E
     return ExpertsConfig(
         layers=frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0),
         num_experts=num_experts,
-        num_chosen=num_chosen,
         intermediate_size=count(raw, family.experts.intermediate_key),
-        is_renormalised=family.experts.always_renormalises or flag(raw, "norm_topk_prob"),
+        routing=Routing(
+            num_chosen,
+            is_renormalised=family.experts.always_renormalises or flag(raw, "norm_topk_prob"),
+        ),
     )
 
 

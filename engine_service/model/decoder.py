@@ -7,10 +7,12 @@ that read the same input are one matrix. K and V live in the arena and nowhere e
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
 
+from kvkeeper.kernels.activations.clamped_swiglu import clamped_swiglu
 from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
 from kvkeeper.kernels.activations.linear import linear, pack_linear
 from kvkeeper.kernels.activations.linear_int8 import quantise_linear
@@ -18,12 +20,15 @@ from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
+from kvkeeper.kernels.quantised.store import rotary_store_quantised
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 
 from .attention import AttentionMetadata, StepAttention, attend_stored
 from .config import ModelConfig
 from .experts import ExpertWeights, MlpWeights, Weight, apply_mlp
+from .parallel.split import WHOLE, Split
 from .rope import RotaryTable
+from .stored_attention import StoredAttention, StoredMetadata, attend_as_stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,7 @@ class LayerWeights:
         qkv: [(N + 2 M) D, H]: queries, keys, values.
         qk_norm: [N + M, D], the norm's weight for every query and key head.
         o: [H, N D].
+        sink_logits: float32 [N], see paged_attention_decode.
     """
 
     input_norm: torch.Tensor | None
@@ -46,24 +52,29 @@ class LayerWeights:
     mlp: MlpWeights | ExpertWeights
     attention_out_norm: torch.Tensor | None = None
     mlp_out_norm: torch.Tensor | None = None
+    sink_logits: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """embed and lm_head are [vocab_size, H], one tensor when tied; norm is [H]. `layers` is emptied by the Decoder."""
+    """embed and lm_head are [vocab_size, H], one tensor when tied; norm is [H]. `layers` is emptied by the Decoder.
+
+    lm_head: None on the ranks that give no logits.
+    """
 
     embed: torch.Tensor
     layers: list[LayerWeights]
     norm: torch.Tensor
-    lm_head: LinearWeight
+    lm_head: LinearWeight | None
 
 
 class Decoder:
     """A loaded model. Holds weights and rotary tables; no sequence, no K or V."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, *, is_int8: bool = False) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, *, is_int8: bool = False, split: Split = WHOLE) -> None:
         """Take over `weights`, layer by layer, so that packing them never needs the memory of two models.
 
+        config, split: of the rank that these weights are of.
         is_int8: projections multiply 8-bit integers; the weights are float32 on a CPU. Raises UnsupportedDeviceError where
             this CPU cannot.
         """
@@ -71,7 +82,9 @@ class Decoder:
         self.config = config
         self.dtype = weights.embed.dtype
         self.device = weights.embed.device
-        self._embed, self._norm, self._lm_head = weights.embed, weights.norm, pack(weights.lm_head)
+        self._embed, self._norm = weights.embed, weights.norm
+        self._lm_head = None if weights.lm_head is None else pack(weights.lm_head)
+        self._add_up = split.add_up
         self._layers: list[LayerWeights] = []
         while weights.layers:
             self._layers.append(_pack_layer(weights.layers.pop(0), pack))
@@ -82,7 +95,8 @@ class Decoder:
             self._local_rotary = RotaryTable(config.local_rope, config.head_dim, self.dtype, self.device, most)
         # transformers rounds the factor to the model's dtype, in training too.
         self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=self.dtype, device=self.device)
-        self._gate = gelu_and_mul if config.activation == "gelu_tanh" else silu_and_mul
+        self.watch: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None  # for measurements: see forward
+        self._gate = _gate_of(config)
 
     def reserve_positions(self, num_positions: int) -> int:
         """Size the rotary tables once and for all, for at least so many positions or all of the model's. How many there are.
@@ -98,19 +112,21 @@ class Decoder:
         positions: torch.Tensor,
         max_position: int,
         kv_view: torch.Tensor,
-        metadata: StepAttention,
+        metadata: StepAttention | StoredAttention,
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
         """Compute a step's tokens, writing their K and V into the arena.
 
         Args:
             token_ids, positions: int64 [T]; max_position is the highest of the positions.
-            kv_view: [num_blocks, layers of a block, 2, block_size, num_kv_heads, head_dim], the model's dtype.
+            kv_view: [num_blocks, layers of a block, 2, block_size, num_kv_heads, head_dim], the model's dtype; where K and
+                V are stored in another format the arena of the metadata's layers.
             metadata: of the step.
             logit_rows: int64 [R], the tokens whose logits are wanted.
 
         Returns:
-            Logits, float32 [R, vocab_size].
+            Logits, float32 [R, vocab_size]; [R, 0] on the ranks that give none. The watch, where there is one, is told the
+            number of each layer, its rotated queries [T, N, D], and what its heads attend to [T, N * D].
         """
         eps = self.config.rms_norm_eps
         rotation = local_rotation = self._rotary.rows(positions, max_position)
@@ -128,12 +144,14 @@ class Decoder:
             window = self.config.windows[index]
             turned = rotation if window is None else local_rotation
             of_layer, at = metadata.of_layer(index)
-            x = self._attention(x, layer, turned, at_sinks, kv_view[:, at], of_layer, window)
+            x = self._attention(index, x, layer, turned, at_sinks, kv_view[:, at], of_layer)
             if index + 1 == len(self._layers):  # K and V are written: only the wanted rows go on
                 x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
-            x = self._branch(linear(x, layer.o), layer.attention_out_norm)
+            x = self._branch(self._add_up(linear(x, layer.o)), layer.attention_out_norm)
             x, residual = _add_and_norm(x, layer.post_norm, eps, residual)
-            x = self._branch(apply_mlp(x, layer.mlp, self._gate), layer.mlp_out_norm)
+            x = self._branch(self._add_up(apply_mlp(x, layer.mlp, self._gate)), layer.mlp_out_norm)
+        if self._lm_head is None:
+            return x.new_empty((len(x), 0), dtype=torch.float32)
         x, _ = rms_norm(x, self._norm, eps, residual)
         logits = linear(x, self._lm_head)
         if self.config.logit_divisor is not None:
@@ -155,16 +173,16 @@ class Decoder:
 
     def _attention(
         self,
+        index: int,
         x: torch.Tensor,
         layer: LayerWeights,
         rotation: tuple[torch.Tensor, torch.Tensor],
         at_sinks: tuple[torch.Tensor, torch.Tensor] | None,
         kv_layer: torch.Tensor,
-        metadata: AttentionMetadata,
-        window: int | None,
+        metadata: AttentionMetadata | StoredMetadata,
     ) -> torch.Tensor:
-        """Heads' outputs [T, N * D], before the output projection."""
-        config = self.config
+        """Heads' outputs [T, N * D], before the output projection, of layer `index`."""
+        config, window = self.config, self.config.windows[index]
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = linear(x, layer.qkv).unflatten(1, (-1, config.head_dim))
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
@@ -179,8 +197,22 @@ class Decoder:
             if norm is not None:
                 qk, norm = rms_norm(qk, *norm)[0], None
             q_sink = rotary(qk[:, : config.num_heads], *at_sinks)
-        q = rotary_store_kv(qk, v, *rotation, kv_layer, metadata.slot_mapping, metadata.store, norm)
-        return attend_stored(q, kv_layer, metadata, config.scale, window, config.attention_soft_cap, q_sink).flatten(1)
+        if isinstance(metadata, StoredMetadata):
+            q = rotary_store_quantised(qk, v, *rotation, metadata.layer, metadata.slots, norm)
+            out = attend_as_stored(q, metadata, config.scale, window, config.attention_soft_cap).flatten(1)
+        else:
+            q = rotary_store_kv(qk, v, *rotation, kv_layer, metadata.slot_mapping, metadata.store, norm)
+            cap = config.attention_soft_cap
+            out = attend_stored(q, kv_layer, metadata, config.scale, window, cap, q_sink, layer.sink_logits).flatten(1)
+        if self.watch is not None:
+            self.watch(index, q, out)
+        return out
+
+
+def _gate_of(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    if config.activation == "clamped_swiglu":
+        return partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+    return gelu_and_mul if config.activation == "gelu_tanh" else silu_and_mul
 
 
 def _add_and_norm(

@@ -1,16 +1,21 @@
 """Mixture of experts: each token goes through the few MLPs that a router chooses for it.
 
-Rows are sorted by expert, so that each expert is one product over its tokens; an expert that no token chose costs nothing.
+Owns how a token's experts are chosen and how what they give is added up. Rows are sorted by expert, so that each expert is one
+product over its tokens; an expert that no token chose costs nothing. On CUDA all experts are one launch over the sorted rows
+(grouped_linear), and the host waits for nothing.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from kvkeeper.kernels.activations.grouped_linear import grouped_linear
 from kvkeeper.kernels.activations.linear import linear
 from kvkeeper.kernels.activations.linear_int8 import Int8Weight
 from kvkeeper.kernels.activations.linear_weight import LinearWeight
+
+from .routing import Routing
 
 Weight = LinearWeight | Int8Weight
 
@@ -27,23 +32,38 @@ class MlpWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """The experts as grouped_linear takes them: gate_up [E, 2 I, H] and down [E, H, I], with biases [E, ...] or None."""
+
+    gate_up: LinearWeight
+    down: LinearWeight
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """The experts of a layer.
 
     Attributes:
         router: [E, H]. It stays in the weights' own dtype: a choice is no number that could be a little off.
-        num_chosen: experts of each token.
-        is_renormalised: the weights of a token's experts add up to 1.
+        experts: views of `stacked`, until they are packed.
+        correction: float32 [E], added to scores where experts are chosen, not where they are weighed; None: none.
+        shared: the MLP that all tokens go through beside their experts; None: none.
+        stacked: kept on CUDA; None: each expert is packed by itself.
     """
 
     router: LinearWeight
     experts: tuple[MlpWeights, ...]
-    num_chosen: int
-    is_renormalised: bool
+    routing: Routing
+    correction: torch.Tensor | None = None
+    shared: MlpWeights | None = None
+    stacked: StackedExperts | None = None
 
     def packed(self, pack: Callable[[Weight], Weight]) -> "ExpertWeights":
+        shared = None if self.shared is None else self.shared.packed(pack)
+        if self.stacked is not None and self.stacked.gate_up.data.is_cuda:
+            return replace(self, shared=shared)
         experts = tuple(expert.packed(pack) for expert in self.experts)
-        return ExpertWeights(self.router, experts, self.num_chosen, self.is_renormalised)
+        return replace(self, experts=experts, shared=shared, stacked=None)
 
 
 def apply_mlp(
@@ -52,23 +72,58 @@ def apply_mlp(
     """[T, H] for x [T, H]."""
     if isinstance(weights, MlpWeights):
         return linear(gate(linear(x, weights.gate_up)), weights.down)
-    shares, chosen = _route(x, weights)
-    order = chosen.flatten().argsort(stable=True)  # by expert, and by token within
-    counts = torch.bincount(chosen.flatten(), minlength=len(weights.experts)).tolist()
-    sorted_rows = x.index_select(0, order // weights.num_chosen)
-    found = torch.empty_like(sorted_rows)
-    start = 0
-    for expert, num_rows in zip(weights.experts, counts, strict=True):
-        if num_rows:
-            rows = slice(start, start + num_rows)
-            found[order[rows]] = apply_mlp(sorted_rows[rows], expert, gate)
-            start += num_rows
-    return (found.unflatten(0, chosen.shape) * shares[..., None]).sum(1)
+    shares, chosen = route(x, weights)
+    if len(x) == 1 and weights.stacked is None:  # nothing to sort
+        found = torch.cat([apply_mlp(x, weights.experts[expert], gate) for expert in chosen[0].tolist()])
+        mixed = shares @ found
+    else:
+        mixed = (_apply_sorted(x, weights, chosen, gate).unflatten(0, chosen.shape) * shares[..., None]).sum(1)
+    return mixed if weights.shared is None else mixed + apply_mlp(x, weights.shared, gate)
 
 
-def _route(x: torch.Tensor, weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shares of each token's experts, and which they are: [T, num_chosen] each. The softmax is in float32."""
-    shares, chosen = linear(x, weights.router).softmax(-1, dtype=torch.float32).topk(weights.num_chosen)
-    if weights.is_renormalised:
+def _apply_sorted(
+    x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor, gate: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """What each token's experts give [T * num_chosen, H], token by token."""
+    by_expert, order = chosen.flatten().sort(stable=True)  # by expert, and by token within
+    sorted_rows = x.index_select(0, order // chosen.shape[1])
+    # Where each expert's rows begin [E + 1].
+    starts = torch.searchsorted(by_expert, torch.arange(len(weights.experts) + 1, device=x.device))
+    if weights.stacked is not None:
+        starts = starts.int()
+        made = gate(grouped_linear(sorted_rows, weights.stacked.gate_up, starts))
+        made = grouped_linear(made, weights.stacked.down, starts)
+    else:
+        bounds = starts.tolist()
+        rows = [(expert, *bounds[index : index + 2]) for index, expert in enumerate(weights.experts)]
+        made = torch.cat([apply_mlp(sorted_rows[a:b], expert, gate) for expert, a, b in rows if a < b])
+    return torch.empty_like(made).index_copy_(0, order, made)
+
+
+def route(x: torch.Tensor, weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights of each token's experts, and which they are: [T, num_chosen] each. Scores are in float32."""
+    routing = weights.routing
+    if routing.is_wide:
+        logits = torch.nn.functional.linear(x.float(), weights.router.data.float(), weights.router.bias)
+    else:
+        logits = linear(x, weights.router).float()
+    scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
+    merits = scores if weights.correction is None else scores + weights.correction
+    if routing.num_chosen_groups < routing.num_groups:
+        merits = merits.masked_fill(~_in_best_groups(merits, routing), -torch.inf)
+    best, chosen = merits.topk(routing.num_chosen)
+    shares = best if merits is scores else scores.gather(1, chosen)
+    if routing.is_renormalised:
         shares = shares / shares.sum(-1, keepdim=True)
+    if routing.scale != 1.0:
+        shares = shares * routing.scale
     return shares.to(x.dtype), chosen
+
+
+def _in_best_groups(merits: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Which experts [T, E] belong to the groups that a token may choose from."""
+    grouped = merits.unflatten(1, (routing.num_groups, -1))
+    worth = grouped.amax(-1) if routing.group_score == "best" else grouped.topk(2)[0].sum(-1)
+    groups = worth.topk(routing.num_chosen_groups, sorted=False)[1]
+    may = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, groups, True)
+    return may[..., None].expand(grouped.shape).flatten(1)

@@ -3,7 +3,8 @@
 K of token i is a hash of K of token i - 1, read through the block table, and of the token: a hash of the whole
 prefix. V is another hash of K. The next token is a hash of every K and V of the sequence, read through the table; with
 retention of every one that its sinks and its window keep. So any wrong, stale, torn, shifted or unwritten slot changes the
-output. Integers only: exact on every machine.
+output. Integers only: exact on every machine. Of several ranks each has all of it in its own arena, and where what one has read
+there is not what the others have read, the token is another one.
 
 expected_next_token says from the tokens alone what the toy must answer.
 """
@@ -22,6 +23,7 @@ from kvkeeper.kernels.layout import KvLayout
 
 from ..values.batch import Batch
 from ..values.retention import Retention
+from .parallel.split import WHOLE, Split
 
 _MASK: Final = (1 << 64) - 1
 _SEED: Final = 0x9E3779B97F4A7C15
@@ -45,10 +47,11 @@ class HashToyConfig:
 class HashToyRunner:
     """The toy on an arena."""
 
-    def __init__(self, config: HashToyConfig, kv_view: torch.Tensor, layout: KvLayout) -> None:
+    def __init__(self, config: HashToyConfig, kv_view: torch.Tensor, layout: KvLayout, split: Split = WHOLE) -> None:
         """
         Args:
             config: of the toy.
+            split: the rank whose arena this is.
             kv_view: KvLayout.view of the arena.
             layout: config.kv_layout of any block size.
 
@@ -58,6 +61,7 @@ class HashToyRunner:
         if layout != config.kv_layout(layout.block_size) or kv_view.shape[1:] != layout.view_shape:
             raise KernelArgumentError("hash_toy", "layout", f"{layout} is not {config.kv_layout(layout.block_size)}")
         self._config = config
+        self._split = split
         self._layout = layout
         self._kv_view = kv_view
         # [num_blocks, num_layers, 2, block_size], one hash per K and per V
@@ -79,7 +83,7 @@ class HashToyRunner:
         """
         for seq in range(len(batch.seq_lens)):
             self._write(batch, seq)
-        logits = torch.zeros(len(batch.logit_rows), self.vocab_size)
+        found = np.zeros(len(batch.logit_rows), np.uint64)
         for seq in range(len(batch.seq_lens)):
             first, last = batch.logit_start_loc[seq : seq + 2].tolist()
             if first < last:
@@ -89,9 +93,19 @@ class HashToyRunner:
                     digests = np.array([self._read(batch.block_tables[seq], _seen(at, kept))[-1] for at in positions.tolist()])
                 else:
                     digests = self._read(batch.block_tables[seq], np.arange(int(batch.seq_lens[seq])))[positions]
-                next_tokens = digests % np.uint64(self.vocab_size)
-                logits[torch.arange(first, last), torch.from_numpy(next_tokens.astype(np.int64))] = 30.0
+                found[first:last] = digests
+        next_tokens = self._agreed(found) % np.uint64(self.vocab_size)
+        logits = torch.zeros(len(found), self.vocab_size)
+        logits[torch.arange(len(found)), torch.from_numpy(next_tokens.astype(np.int64))] = 30.0
         return logits
+
+    def _agreed(self, digests: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """The digests where those of all ranks are equal, and others where they are not."""
+        if self._split.num_ranks == 1:
+            return digests
+        short = (digests >> np.uint64(8)).astype(np.int64)  # so that the sum of 64 ranks does not wrap
+        total = self._split.add_up(torch.from_numpy(short.copy())).numpy()
+        return np.where(total == short * self._split.num_ranks, digests, _mix_all(total.astype(np.uint64)))
 
     def synchronize(self) -> None:
         """Nothing is under way when a call has returned."""

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from .checkpoint.errors import UnsupportedModelError
 from .checkpoint.json_fields import bad, count, flag, number
+from .families.family import Family
 
 _ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 _BETAS: Final = {"beta_fast": 32.0, "beta_slow": 1.0}
@@ -53,20 +54,20 @@ class RopeConfig:
         return int(head_dim * self.part)
 
 
-def parse_rope(raw: Mapping[str, Any], max_position: int, default_theta: float, *, may_be_part: bool = False) -> RopeConfig:
-    """Of the layers without a window, or of all; may_be_part: of a part of each head, where config.json says so."""
-    theta = raw.get("rope_theta", default_theta)
+def parse_rope(raw: Mapping[str, Any], max_position: int, family: Family) -> RopeConfig:
+    """Of the layers without a window, or of all."""
+    theta = raw.get("rope_theta", family.default_theta)
     parameters = raw.get("rope_parameters")
     if parameters is None:
         scaling = raw.get("rope_scaling")
-        parameters = scaling if isinstance(scaling, dict) else {}
+        parameters = scaling if isinstance(scaling, dict) else dict(family.default_rope or {})
     if not isinstance(parameters, dict):
         raise bad("rope_parameters", "must be an object")
     if isinstance(parameters.get("full_attention"), dict):
         parameters = parameters["full_attention"]
     elif raw.get(_ORIGINAL) is not None:  # it has the last word, as in transformers
         parameters = {**parameters, _ORIGINAL: raw[_ORIGINAL]}
-    return _parse(raw, {"rope_theta": theta, **parameters}, max_position, may_be_part=may_be_part)
+    return _parse(raw, {"rope_theta": theta, **parameters}, max_position, may_be_part=family.has_partial_rope)
 
 
 def parse_local_rope(raw: Mapping[str, Any], max_position: int, default_theta: float | None) -> RopeConfig | None:

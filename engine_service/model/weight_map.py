@@ -1,47 +1,88 @@
-"""Where every stored tensor of a Hugging Face checkpoint goes in the decoder's fused matrices."""
+"""Where every stored tensor of a Hugging Face checkpoint goes in the decoder's fused matrices, or which part of it a rank's."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvkeeper.kernels.activations.linear_weight import LinearWeight
 
+from .checkpoint.safetensors_files import StoredTensor
 from .config import ModelConfig
 from .decoder import DecoderWeights, LayerWeights
-from .experts import ExpertWeights, MlpWeights, Weight
+from .experts import ExpertWeights, MlpWeights, StackedExperts, Weight
+from .families.family import ExpertNames
 from .families.table import FAMILIES
+from .parallel.split import WHOLE, Split, config_of_rank
 from .rope import rotated_order
 
 _Empty = Callable[..., torch.Tensor]
+_ALL: tuple[slice, ...] = (slice(None),)
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A stored tensor of `shape` is copied to `part`, a view of a parameter (broadcast where part is larger)."""
+    """A stored tensor of `shape` is copied to `part`, a view of a parameter (broadcast where part is larger).
+
+    turned: how what is read of the stored tensor is looked at first; None: as it is.
+    places: which parts of the stored tensor they are, one behind the other by rows; all of it by default.
+    """
 
     part: torch.Tensor
     shape: tuple[int, ...]
+    turned: Callable[[torch.Tensor], torch.Tensor] | None = None
+    places: tuple[tuple[slice, ...], ...] = (_ALL,)
+
+    def fill(self, stored: torch.Tensor | StoredTensor) -> None:
+        """Reads no more than what goes to the part. Raises WeightsError."""
+        if len(self.places) == 1:
+            self._put(self.part, stored[self.places[0]])
+            return
+        at = 0
+        for place in self.places:
+            found = stored[place]
+            self._put(self.part[at : at + len(found)], found)
+            at += len(found)
+
+    def _put(self, part: torch.Tensor, found: torch.Tensor) -> None:
+        part.copy_(found if self.turned is None else self.turned(found))
 
 
 def allocate_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, split: Split = WHOLE
 ) -> tuple[DecoderWeights, dict[str, Destination]]:
-    """Empty weights, and by stored name the destinations that together fill them."""
+    """Empty weights of a rank, and by stored name the destinations that together fill them. config: of the whole model.
+
+    Raises UnsupportedModelError where it cannot be split so.
+    """
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    own = config_of_rank(config, split)
     embed, norm = empty(config.vocab_size, config.hidden_size), empty(config.hidden_size)
-    lm_head = embed if config.tied_embeddings else empty(config.vocab_size, config.hidden_size)
-    layers = [_allocate_layer(config, index, empty) for index in range(config.num_layers)]
+    layers = [_allocate_layer(own, index, empty) for index in range(config.num_layers)]
     destinations = {"model.embed_tokens.weight": _whole(embed), "model.norm.weight": _whole(norm)}
-    if not config.tied_embeddings:
-        destinations["lm_head.weight"] = _whole(lm_head)
+    lm_head: torch.Tensor | None = None
+    if split.is_first:
+        lm_head = embed if config.tied_embeddings else empty(config.vocab_size, config.hidden_size)
+        if not config.tied_embeddings:
+            destinations["lm_head.weight"] = _whole(lm_head)
     for index, layer in enumerate(layers):
-        for name, destination in _layer_destinations(config, layer):
+        for name, destination in _layer_destinations(config, own, layer, split):
             destinations[f"model.layers.{index}.{name}"] = destination
-    return DecoderWeights(embed, layers, norm, LinearWeight(lm_head)), destinations
+    return DecoderWeights(embed, layers, norm, None if lm_head is None else LinearWeight(lm_head)), destinations
+
+
+def biases_added_up(weights: DecoderWeights) -> Iterator[torch.Tensor]:
+    """The biases of what is added up over the ranks: one rank has to add them, and no other."""
+    for layer in weights.layers:
+        members: tuple[MlpWeights, ...] = (layer.mlp,) if isinstance(layer.mlp, MlpWeights) else layer.mlp.experts
+        if isinstance(layer.mlp, ExpertWeights) and layer.mlp.shared is not None:
+            members = (*members, layer.mlp.shared)
+        for weight in (layer.o, *(member.down for member in members)):
+            if weight.bias is not None:
+                yield weight.bias
 
 
 def norms_of(weights: DecoderWeights) -> Iterator[torch.Tensor]:
@@ -76,29 +117,45 @@ def _allocate_layer(config: ModelConfig, index: int, empty: _Empty) -> LayerWeig
         gate_up = projection(2 * intermediate, hidden, config.mlp_bias)
         return MlpWeights(gate_up, projection(hidden, intermediate, config.mlp_bias))
 
-    experts = config.experts if config.experts is not None and index in config.experts.layers else None
+    has_experts = config.experts is not None and index in config.experts.layers
     return LayerWeights(
         input_norm=None if config.norms == "after" else empty(hidden),
         qkv=projection((num_rotated + config.num_kv_heads) * head_dim, hidden, config.qkv_bias),
         qk_norm=None if config.qk_norm == "none" else empty(num_rotated, head_dim),
         o=projection(hidden, config.num_heads * head_dim, config.o_bias),
         post_norm=None if config.norms == "after" else empty(hidden),
-        mlp=mlp(config.intermediate_size)
-        if experts is None
-        else ExpertWeights(
-            projection(experts.num_experts, hidden, False),
-            tuple(mlp(experts.intermediate_size) for _ in range(experts.num_experts)),
-            experts.num_chosen,
-            experts.is_renormalised,
-        ),
+        mlp=_allocate_experts(config, empty) if has_experts else mlp(config.intermediate_size),
         attention_out_norm=None if config.norms == "before" else empty(hidden),
         mlp_out_norm=None if config.norms == "before" else empty(hidden),
+        sink_logits=empty(config.num_heads).float() if config.has_sink_logits else None,
     )
 
 
-def _layer_destinations(config: ModelConfig, layer: LayerWeights) -> Iterator[tuple[str, Destination]]:
-    """(name within the layer, destination) of every stored tensor."""
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+def _allocate_experts(config: ModelConfig, empty: _Empty) -> ExpertWeights:
+    """Each expert is a view of all of them, which lie in one tensor."""
+    experts, stored = config.experts, FAMILIES[config.family].experts
+    assert experts is not None and stored is not None, "these layers come from that family"
+    num, hidden, inner = experts.num_experts, config.hidden_size, experts.intermediate_size
+
+    def stack(num_out: int, num_in: int) -> LinearWeight:
+        return LinearWeight(empty(num, num_out, num_in), empty(num, num_out) if stored.has_bias else None)
+
+    def one_of(weight: LinearWeight, index: int) -> LinearWeight:
+        return LinearWeight(weight.data[index], None if weight.bias is None else weight.bias[index])
+
+    stacked = StackedExperts(stack(2 * inner, hidden), stack(hidden, inner))
+    return ExpertWeights(
+        router=LinearWeight(empty(num, hidden), empty(num) if stored.has_bias else None),
+        experts=tuple(MlpWeights(one_of(stacked.gate_up, index), one_of(stacked.down, index)) for index in range(num)),
+        routing=experts.routing,
+        stacked=stacked,
+    )
+
+
+def _layer_destinations(
+    config: ModelConfig, own: ModelConfig, layer: LayerWeights, split: Split
+) -> Iterator[tuple[str, Destination]]:
+    """(name within the layer, destination) of every stored tensor. own: of the rank."""
     is_inner = layer.attention_out_norm is not None  # then the name of the norm between is that of attention's own
     for name, norm in (
         ("input_layernorm", layer.input_norm),
@@ -108,44 +165,112 @@ def _layer_destinations(config: ModelConfig, layer: LayerWeights) -> Iterator[tu
     ):
         if norm is not None:
             yield f"{name}.weight", _whole(norm)
-    if FAMILIES[config.family].is_fused:
-        yield from _parts(layer.qkv, ("self_attn.qkv_proj",), (q_size + 2 * kv_size,))
-    else:
-        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        yield from _parts(layer.qkv, names, (q_size, kv_size, kv_size))
-    yield from _parts(layer.o, ("self_attn.o_proj",), (config.hidden_size,))
-    yield from _mlp_destinations(config, layer.mlp)
+    head_dim, kv_heads = config.head_dim, split.of_kv_heads(config.num_kv_heads)
+    q_rows, kv_rows = _scaled(split.of(config.num_heads), head_dim), _scaled(kv_heads, head_dim)
+    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    stored = (
+        ("self_attn.q_proj", q_size, q_rows),
+        ("self_attn.k_proj", kv_size, kv_rows),
+        ("self_attn.v_proj", kv_size, kv_rows),
+    )
+    yield from _by_outputs(layer.qkv, stored, "self_attn.qkv_proj" if FAMILIES[config.family].is_fused else "")
+    yield from _by_inputs(layer.o, "self_attn.o_proj", q_size, q_rows)
+    if layer.sink_logits is not None:
+        yield "self_attn.sinks", Destination(layer.sink_logits, (config.num_heads,), places=_rows(split.of(config.num_heads)))
+    yield from _mlp_destinations(config, layer.mlp, split)
     if layer.qk_norm is not None:
-        for name, part in (("q_norm", layer.qk_norm[: config.num_heads]), ("k_norm", layer.qk_norm[config.num_heads :])):
+        for name, part in (("q_norm", layer.qk_norm[: own.num_heads]), ("k_norm", layer.qk_norm[own.num_heads :])):
             is_whole = config.qk_norm == "whole"  # otherwise one stored weight is for all heads of a kind
             yield f"self_attn.{name}.weight", _whole(part.flatten()) if is_whole else Destination(part, (config.head_dim,))
 
 
-def _mlp_destinations(config: ModelConfig, mlp: MlpWeights | ExpertWeights) -> Iterator[tuple[str, Destination]]:
+def _mlp_destinations(config: ModelConfig, mlp: MlpWeights | ExpertWeights, split: Split) -> Iterator[tuple[str, Destination]]:
     names, width = ("gate_proj", "up_proj", "down_proj"), config.intermediate_size
     members = {"mlp": mlp} if isinstance(mlp, MlpWeights) else {}
     if isinstance(mlp, ExpertWeights):
         stored = FAMILIES[config.family].experts
         assert stored is not None and config.experts is not None, "these layers come from that family"
+        for kind, part in (("weight", mlp.router.data), ("bias", mlp.router.bias)):
+            if part is not None:
+                yield f"{stored.block}.{stored.router}.{kind}", _whole(part)
+        if stored.form == "stacked":
+            assert mlp.stacked is not None, "nothing is packed yet"
+            width = config.experts.intermediate_size
+            yield from _stacked_destinations(stored, mlp.stacked, width, split.of(width))
+            return
         names, width = stored.projections, config.experts.intermediate_size
         members = {f"{stored.block}.experts.{index}": expert for index, expert in enumerate(mlp.experts)}
-        yield f"{stored.block}.gate.weight", _whole(mlp.router.data)
     gate, up, down = names
+    own = split.of(width)
     for place, member in members.items():
-        if FAMILIES[config.family].is_fused:
-            yield from _parts(member.gate_up, (f"{place}.gate_up_proj",), (2 * width,))
-        else:
-            yield from _parts(member.gate_up, (f"{place}.{gate}", f"{place}.{up}"), (width, width))
-        yield from _parts(member.down, (f"{place}.{down}",), (config.hidden_size,))
+        parts = (f"{place}.{gate}", width, own), (f"{place}.{up}", width, own)
+        yield from _by_outputs(member.gate_up, parts, f"{place}.gate_up_proj" if FAMILIES[config.family].is_fused else "")
+        yield from _by_inputs(member.down, f"{place}.{down}", width, own)
 
 
-def _parts(fused: Weight, names: tuple[str, ...], sizes: tuple[int, ...]) -> Iterator[tuple[str, Destination]]:
-    """Weights, and biases where there are, of the projections that lie in one matrix one after the other."""
+def _stacked_destinations(
+    stored: ExpertNames, stacked: StackedExperts, width: int, own: range
+) -> Iterator[tuple[str, Destination]]:
+    """Inputs come before outputs, and each gate is followed by its up. own: of the experts' width, those of the rank."""
+    gate_up, _, down = stored.projections
+    pairs = slice(2 * own.start, 2 * own.stop)
+    for name, weight, is_paired in ((gate_up, stacked.gate_up, True), (down, stacked.down, False)):
+        for suffix, whole in (("", weight.data.transpose(1, 2)), ("_bias", weight.bias)):
+            if whole is None:
+                continue
+            shape, place = list(whole.shape), tuple(_ALL)
+            if is_paired:
+                shape[-1], place = 2 * width, (*_ALL * (whole.ndim - 1), pairs)
+            elif not suffix:
+                shape[1], place = width, (*_ALL, slice(own.start, own.stop))
+            part = whole.unflatten(-1, (2, -1)).transpose(-1, -2) if is_paired else whole
+            turned = _in_pairs if is_paired else None
+            yield f"{stored.block}.experts.{name}{suffix}", Destination(part, tuple(shape), turned, (place,))
+
+
+def _in_pairs(stored: torch.Tensor) -> torch.Tensor:
+    return stored.unflatten(-1, (-1, 2))
+
+
+def _rows(own: range) -> tuple[tuple[slice, ...], ...]:
+    return ((slice(own.start, own.stop),),)
+
+
+def _scaled(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _by_outputs(fused: Weight, parts: Sequence[tuple[str, int, range]], fused_name: str) -> Iterator[tuple[str, Destination]]:
+    """Weights, and biases where there are, of projections that lie in one matrix one after the other.
+
+    Args:
+        parts: of each its name, its outputs, and those of the rank.
+        fused_name: where they are stored as one, too; empty: they are not.
+    """
     assert isinstance(fused, LinearWeight), "weights are quantised when all are read"
     for kind, whole in (("weight", fused.data), ("bias", fused.bias)):
-        if whole is not None:
-            for name, part in zip(names, whole.split(sizes), strict=True):
-                yield f"{name}.{kind}", _whole(part)
+        if whole is None:
+            continue
+        if fused_name:
+            num_rows, places = 0, []
+            for _, size, own in parts:
+                places.append((slice(num_rows + own.start, num_rows + own.stop),))
+                num_rows += size
+            yield f"{fused_name}.{kind}", Destination(whole, (num_rows, *whole.shape[1:]), places=tuple(places))
+            continue
+        for (name, size, own), part in zip(parts, whole.split([len(own) for _, _, own in parts]), strict=True):
+            yield f"{name}.{kind}", Destination(part, (size, *part.shape[1:]), places=_rows(own))
+
+
+def _by_inputs(weight: Weight, name: str, num_inputs: int, own: range) -> Iterator[tuple[str, Destination]]:
+    """A weight with its inputs of the rank, and its bias, where it has one, whole."""
+    assert isinstance(weight, LinearWeight), "weights are quantised when all are read"
+    yield (
+        f"{name}.weight",
+        Destination(weight.data, (len(weight.data), num_inputs), places=((*_ALL, slice(own.start, own.stop)),)),
+    )
+    if weight.bias is not None:
+        yield f"{name}.bias", _whole(weight.bias)
 
 
 def _whole(part: torch.Tensor) -> Destination:

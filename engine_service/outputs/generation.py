@@ -149,14 +149,14 @@ class Generation:
         cancelled = FinishReason.CANCELLED in self._ended.values()
         return RequestState.CANCELLED if cancelled else RequestState.COMPLETED
 
-    def sampling_row(self, index: int, token_ids: Int32Array) -> SamplingRow:
-        """How the next token of a continuation that holds token_ids is drawn."""
+    def sampling_row(self, index: int, token_ids: Int32Array, awaited_row: int | None = None) -> SamplingRow:
+        """How the next token of a continuation that holds token_ids, and the one that is awaited, is drawn."""
         if self.draws_likeliest:
             return LIKELIEST
         constraint = self.constraints[index] if self.constraints else None
         num_prompt = len(self.request.prompt)
         num_logprobs = 0 if self.num_logprobs is None and self.best_of is not None else self.num_logprobs
-        return SamplingRow(self.params, self.seed, index, token_ids, num_prompt, num_logprobs, constraint)
+        return SamplingRow(self.params, self.seed, index, token_ids, num_prompt, num_logprobs, constraint, awaited_row)
 
     def fail_stuck(self, index: int) -> None:
         """Nothing may be drawn for a continuation."""

@@ -21,6 +21,7 @@ from ..config import EngineConfig
 from ..loop.engine import Engine
 from ..loop.engine_counts import engine_counts
 from ..outputs.generation import Generation
+from ..outputs.model_text import ModelText
 from ..text_workers.text_work import TextWork
 from ..values.errors import EngineError, InvalidField
 from ..values.request import Int32Array
@@ -82,6 +83,14 @@ class EngineService:
         self._hand_overs = HandOvers(model, engine, self._admission, self._submissions, self._settle_prompts, leave)
         self.pace = StreamPace(config.stream_interval_ms / 1000)
         self.streams = Streams(self._admission.admit, turns, self.pace, config.many_calls, hide_bug)
+
+    @property
+    def model_id(self) -> str:
+        return self._model.model_id
+
+    @property
+    def text(self) -> ModelText:
+        return self._model.text
 
     @property
     def num_streams(self) -> int:

@@ -1,7 +1,7 @@
 """AnswerApplier: applies the cache service's answer to a plan, and says what can be computed now.
 
 The lists of the answer are applied in the order of the protocol. Between plan and answer a step may have ended, and sequences
-with it. Pure.
+with it; or it is still computed, and the one that is planned runs ahead behind it. Pure.
 """
 
 import numpy as np
@@ -28,6 +28,18 @@ class AnswerApplier:
         self._state = state
         self._forks = forks
         self._preemptor = preemptor
+
+    def may_run_ahead(self, plan: Plan, answer: StepAnswer) -> bool:
+        """Whether this may be applied while the step before is still computed.
+
+        Not where blocks are short: what the step before says may spare a sequence that would give way. Nor where sequences
+        move between tiers, because an order may fail; nor beside beam searches and guesses, whose tokens decide what follows.
+        """
+        if answer.num_reclaim_hint or plan.guesses or len(plan.swap_out_ids) or len(plan.swap_in_ids):
+            return False
+        if self._state.running.num_searching or not np.array_equal(answer.reserve_reserved, plan.reserve_max):
+            return False
+        return not (len(answer.ready_ids) or self._state.loads_have_failed)
 
     def apply(self, plan: Plan, answer: StepAnswer) -> Work:
         """Apply the cache service's decisions. Answers the work that can be computed now."""
@@ -59,11 +71,12 @@ class AnswerApplier:
             rows, targets = rows[rows != victim.row], targets[rows != victim.row]
             if not preemptor.preempt(victim):
                 preempted += (victim,)
-        # Since the plan was made, a step has ended: sequences with it, or short of what was counted on when it failed.
+        # Since the plan was made, a step may have ended: sequences with it, or short of what was counted on when it failed.
         rows, targets = rows[~running.ended[rows]], targets[~running.ended[rows]]
-        num_new = np.minimum(targets, running.num_reserved[rows]) - running.num_computed[rows]
+        computed = running.num_computed[rows] + running.num_computing[rows]
+        num_new = np.minimum(targets, running.num_reserved[rows]) - computed
         if not plan.guesses:
-            num_new = np.minimum(num_new, running.num_tokens[rows] - running.num_computed[rows])
+            num_new = np.minimum(num_new, running.num_tokens[rows] + running.num_drawing[rows] - computed)
         rows, num_new = rows[num_new > 0], num_new[num_new > 0]
         running.put_guesses(plan.guesses)
         if not len(rows) and (plan.started or plan.swapped_in) and headroom.refused_start:
@@ -72,8 +85,8 @@ class AnswerApplier:
                 preempted += (resting,)
         changes = StepChanges(tuple(running.at(start_rows)), preempted, swapped_out, swapped_in)
         work = assemble_work(running, rows, num_new, plan.guesses, answer, changes)
-        running.num_computing[rows] = num_new
-        running.num_drawing[work.sample_rows] = 1
+        running.num_computing[rows] += num_new
+        running.num_drawing[work.sample_rows] += 1
         state.num_plans += 1
         return work
 
@@ -186,12 +199,14 @@ class AnswerApplier:
     def _take_ready(self, answer: StepAnswer) -> None:
         """The loads of these sequences have ended: they compute from the next step on."""
         state = self._state
-        ends = answer.ready_num_blocks.cumsum().tolist()  # there are swaps in pools of one group only
-        columns = (answer.ready_ids, answer.ready_hits, answer.ready_reserved, answer.ready_num_blocks)
+        counts = answer.ready_num_blocks * np.int32(state.limits.num_groups)
+        ends = counts.cumsum().tolist()
+        columns = (answer.ready_ids, answer.ready_hits, answer.ready_reserved, counts)
         for end, sequence_id, hit_len, reserved, num_blocks in zip(ends, *(column.tolist() for column in columns), strict=True):
             sequence = state.loading.pop(sequence_id, None)
+            table = answer.ready_block_ids[end - num_blocks : end]
             if sequence is None:
-                self._preemptor.recompute_returned(sequence_id, num_blocks)
+                self._preemptor.recompute_returned(sequence_id, int(np.count_nonzero(table)))
                 continue
             num_computed, num_known = hit_len, len(sequence.token_ids)
             if sequence.state is SequenceState.RETURNING:
@@ -199,7 +214,7 @@ class AnswerApplier:
             else:
                 self._note_start(sequence, hit_len)
             move_to(sequence, SequenceState.RUNNING)
-            state.running.add(sequence, num_computed, num_known, reserved, answer.ready_block_ids[end - num_blocks : end])
+            state.running.add(sequence, num_computed, num_known, reserved, table)
 
     def _note_start(self, sequence: Sequence, hit_len: int) -> None:
         """The sequence has started, for the first time or again, and found so many of its tokens cached."""

@@ -24,12 +24,15 @@ def assemble_work(
 ) -> Work:
     """What a step computes: the next num_new [S] tokens of rows [S], behind the copies that the answer ordered.
 
-    guesses, by row, count among the new tokens; they stand behind the row's own, and are no part of the sequence yet.
+    guesses, by row, count among the new tokens; they stand behind the row's own, and are no part of the sequence yet. Where the
+    step before is still computed, this one goes on behind it, from tokens that it draws.
     """
     copies = list(zip(answer.copy_sources.tolist(), answer.copy_destinations.tolist(), strict=True))
-    computed, num_prompt = running.num_computed[rows], running.num_prompt[rows]
-    num_guessed = np.maximum(computed + num_new - running.num_tokens[rows], 0) if guesses else np.zeros_like(num_new)
-    is_last = computed + num_new - num_guessed == running.num_tokens[rows]
+    computed, num_prompt = running.num_computed[rows] + running.num_computing[rows], running.num_prompt[rows]
+    num_drawing = running.num_drawing[rows]
+    num_tokens = running.num_tokens[rows] + num_drawing
+    num_guessed = np.maximum(computed + num_new - num_tokens, 0) if guesses else np.zeros_like(num_new)
+    is_last = computed + num_new - num_guessed == num_tokens
     is_search = is_last & running.searches[rows]
     is_drawn = is_last & ~is_search
     num_logits = 1 + num_guessed
@@ -39,9 +42,14 @@ def assemble_work(
     ends = np.cumsum(num_logits)
     counts = 1 + num_guessed[is_drawn]
     logit_idx = (np.repeat(ends[is_drawn] - counts, counts) + ranks(counts)).tolist()
-    ahead = zip(rows[is_drawn].tolist(), (counts - 1).tolist(), strict=True)
-    guessed = [guesses[row][:count] if count else NO_TOKENS for row, count in ahead]
-    for idx, sequence in zip((np.cumsum(counts) - counts).tolist(), sampled[:], strict=True):
+    guessed = [NO_TOKENS] * len(sampled)
+    if guesses:
+        ahead = zip(rows[is_drawn].tolist(), (counts - 1).tolist(), strict=True)
+        guessed = [guesses[row][:count] if count else NO_TOKENS for row, count in ahead]
+    awaited = num_drawing[is_drawn] > 0
+    starts = np.cumsum(counts) - counts
+    for at in np.flatnonzero(computed[is_drawn] < num_prompt[is_drawn]).tolist():  # ends of prompts; most steps have none
+        sequence, idx = sampled[at], int(starts[at])
         if sequence.request.n > 1 and not sequence.num_output and not sequence.index:
             children = sequence.request.unforked
             sampled += children
@@ -50,10 +58,12 @@ def assemble_work(
     return Work(
         rows=rows,
         num_new=num_new,
+        serials=running.serials[rows],
         num_prompt_tokens=int((np.minimum(computed + num_new, num_prompt) - np.minimum(computed, num_prompt)).sum()),
         copies=copies,
         batch=assemble_batch(running, rows, num_new, num_logits) if len(rows) else None,
         sample_rows=rows[is_drawn],
+        awaited=awaited,
         sampled=sampled,
         guesses=guessed,
         logit_idx=np.array(logit_idx, np.int64),
@@ -90,7 +100,7 @@ def _score(running: RunningSequences, row: int, computed: int, end: int, num_log
 
 def assemble_batch(running: RunningSequences, rows: IndexArray, num_new: Int32Array, num_logits: Int32Array) -> Batch:
     """The next num_new [S] tokens of rows [S]; the logits of the last num_logits [S] of them."""
-    computed, block_size = running.num_computed[rows], running.block_size
+    computed, block_size = running.num_computed[rows] + running.num_computing[rows], running.block_size
     seq_lens = computed + num_new
     query_start_loc = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(num_new, out=query_start_loc[1:])
@@ -105,8 +115,12 @@ def assemble_batch(running: RunningSequences, rows: IndexArray, num_new: Int32Ar
         tables = running.group_tables
         group_tables = tables[rows, 1:, :max_blocks]
         group_slots = tables[row_of_token, 1:, block_idx].T.astype(np.int64) * block_size + offsets
+    token_ids, awaited_rows = running.tokens[row_of_token, positions].astype(np.int64), None
+    if running.num_drawing[rows].any():
+        is_awaited = positions >= running.num_tokens[row_of_token]  # there are no guesses in a step that runs ahead
+        awaited_rows, token_ids[is_awaited] = np.where(is_awaited, row_of_token, -1), 0
     return Batch(
-        token_ids=running.tokens[row_of_token, positions].astype(np.int64),
+        token_ids=token_ids,
         positions=positions,
         slot_mapping=running.tables[row_of_token, block_idx].astype(np.int64) * block_size + offsets,
         query_start_loc=query_start_loc,
@@ -117,6 +131,8 @@ def assemble_batch(running: RunningSequences, rows: IndexArray, num_new: Int32Ar
         retention=_retention(running, rows, seq_lens) if running.num_retaining else None,
         group_tables=group_tables,
         group_slots=group_slots,
+        awaited_rows=awaited_rows,
+        rows=rows,
     )
 
 

@@ -1,13 +1,16 @@
 """DrawnTokens: appends the tokens that a step draws, and counts the guesses that it checked.
 
-A running sequence's tokens grow in its row; an unforked sequence can be forked once it has its first token. Pure.
+A running sequence's tokens grow in its row; an unforked sequence can be forked once it has its first token. A sequence may have
+ended since its step began, in the step before, which was still computed then: what the later one did for it counts no more, and
+its row may be another sequence's. Pure.
 """
 
 from collections import Counter
 
 import numpy as np
+import numpy.typing as npt
 
-from ..values.request import Int32Array, SequenceState
+from ..values.request import NO_TOKENS, Int32Array, SequenceState
 from .state.scheduler_state import SchedulerState
 from .work import Work
 
@@ -19,7 +22,10 @@ class DrawnTokens:
         self._state = state
 
     def histories(self, work: Work) -> list[Int32Array]:
-        """The tokens before each drawn token, in the order of work.logit_idx; views, valid until the tokens are appended."""
+        """The tokens before each drawn token, in the order of work.logit_idx; views, valid until the tokens are appended.
+
+        Without the one that is awaited, where there is one.
+        """
         running, num_rows = self._state.running, len(work.sample_rows)
         lens = running.num_tokens[work.sample_rows].tolist()
         rows = zip(work.sample_rows.tolist(), lens, work.guesses, strict=False)
@@ -29,21 +35,23 @@ class DrawnTokens:
     def append(self, work: Work, drawn: Int32Array) -> list[Int32Array]:
         """The work is done; drawn [len(work.logit_idx)] are the next tokens. Answers the new tokens of each of work.sampled.
 
-        That is one token, and one more for each leading guess that equals the token drawn at its place.
+        That is one token, and one more for each leading guess that equals the token drawn at its place; none for a sequence
+        that has ended before.
         """
         state = self._state
         running, shares = state.running, state.waiting.shares
-        running.num_computed[work.rows] += np.where(running.discarded[work.rows], 0, work.num_new)
-        running.num_computing[work.rows] = running.num_drawing[work.rows] = 0
+        counts = self._settle(work)
+        running.num_computed[work.rows[counts]] += work.num_new[counts]
         num_rows = len(work.sample_rows)
-        if len(drawn) == len(work.sampled):
+        if len(drawn) == len(work.sampled) and counts.all():
             running.append_tokens(work.sample_rows, drawn[:num_rows])
             running.num_left[work.sample_rows] -= 1
             taken = list(drawn[:, None])
             for sequence in work.sampled:
                 sequence.num_output += 1
         else:
-            taken = self._append_runs(work, drawn)
+            has_ended = set(work.rows[~counts].tolist())
+            taken = self._append_runs(work, drawn, has_ended)
             for sequence, token_ids in zip(work.sampled, taken, strict=True):
                 sequence.num_output += len(token_ids)
         if shares is not None:
@@ -58,23 +66,37 @@ class DrawnTokens:
                 state.unforked[child] = None
         return taken
 
-    def _append_runs(self, work: Work, drawn: Int32Array) -> list[Int32Array]:
-        """As append. The slots of guesses that were not kept are computed again, with other tokens."""
+    def _settle(self, work: Work) -> npt.NDArray[np.bool_]:
+        """The device is at this work no more. Of which of its rows it counts: that have the sequence still, and not ended."""
+        running = self._state.running
+        is_same = running.serials[work.rows] == work.serials
+        rows, num_new = work.rows[is_same], work.num_new[is_same]
+        running.num_computing[rows] -= num_new
+        drawing = work.sample_rows
+        if not is_same.all():
+            drawing = np.intersect1d(drawing, rows, assume_unique=True)
+        running.num_drawing[drawing] -= 1
+        return is_same & ~running.discarded[work.rows]
+
+    def _append_runs(self, work: Work, drawn: Int32Array, has_ended: set[int]) -> list[Int32Array]:
+        """As append. The slots of guesses that were not kept are computed again, with other tokens. has_ended: rows."""
         running, taken, first = self._state.running, [], 0
         for guesses in work.guesses:
             own = drawn[first : first + len(guesses) + 1]
             first += len(own)
             taken.append(own[: num_kept(guesses, own) + 1])
-        for row, guesses, token_ids in zip(work.sample_rows.tolist(), work.guesses, taken, strict=False):
-            running.num_computed[row] -= len(guesses) + 1 - len(token_ids)
-            running.append_run(row, token_ids)
-            running.num_left[row] -= len(token_ids)
+        for at, row in enumerate(work.sample_rows.tolist()):
+            if row in has_ended:
+                taken[at] = NO_TOKENS
+                continue
+            running.num_computed[row] -= len(work.guesses[at]) + 1 - len(taken[at])
+            running.append_run(row, taken[at])
+            running.num_left[row] -= len(taken[at])
         return taken
 
     def give_up(self, work: Work) -> None:
         """The work failed: the tokens counted on do not come. Its requests have ended or are about to end."""
-        running = self._state.running
-        running.num_computing[work.rows] = running.num_drawing[work.rows] = 0
+        self._settle(work)
 
 
 def num_kept(guesses: Int32Array, drawn: Int32Array) -> int:

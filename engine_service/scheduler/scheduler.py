@@ -69,12 +69,16 @@ class Scheduler:
             plan = self.planner.plan(now, guesses)
         return plan
 
+    def may_run_ahead(self, plan: Plan, answer: StepAnswer) -> bool:
+        """Whether this may be applied while the step before is still computed. Otherwise advance comes first."""
+        return self.applier.may_run_ahead(plan, answer)
+
     def apply(self, plan: Plan, answer: StepAnswer) -> Work:
         """Apply the cache service's decisions. Answers the work that can be computed now."""
         return self.applier.apply(plan, answer)
 
     def histories(self, work: Work) -> list[Int32Array]:
-        """The tokens before each drawn token, in the order of work.logit_idx; views, valid until advance."""
+        """The tokens before each drawn token, see DrawnTokens; views, valid until advance."""
         return self.drawn_tokens.histories(work)
 
     def advance(self, work: Work, drawn: Int32Array) -> list[Int32Array]:
@@ -176,9 +180,9 @@ class Scheduler:
         if state in (SequenceState.RUNNING, SequenceState.LEAVING):
             assert sequence.row is not None
             running.ended[sequence.row], running.swapping[sequence.row] = True, False
+            running.discarded[sequence.row] = True
             if discard:
                 running.num_computed[sequence.row] = running.num_committed[sequence.row]
-                running.discarded[sequence.row] = True
         elif state in (SequenceState.WAITING, SequenceState.SWAPPED):
             assert sequence.sequence_id is not None
             waiting.releases.append(sequence.sequence_id)

@@ -5,6 +5,9 @@ Frozen values of numpy columns. Pure.
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from ..values.batch import Batch
 from ..values.request import Int32Array, Sequence
 from .state.running import IndexArray, Int64Array
@@ -67,10 +70,13 @@ class Work:
 
     Attributes:
         rows, num_new: rows of RunningSequences and how many tokens of each are computed, as the batch has them.
+        serials: of the rows, which tell whether they still have these sequences.
         num_prompt_tokens: how many of them are their requests' prompts.
         batch: None when nothing is computed.
         sampled: sequences whose next token is chosen: those of sample_rows, then continuations that wait to be forked,
             whose first tokens come from their prompt's one row of logits.
+        awaited: for each of sample_rows, whether the step before draws the last token that it computes: in a step that runs
+            ahead, the host does not know that token yet.
         guesses: for each of them the guessed tokens that were computed behind its last one; mostly none.
         logit_idx: for each of them the rows of the batch's logits that its next tokens are drawn from, one more than it has
             guesses, concatenated.
@@ -85,10 +91,12 @@ class Work:
 
     rows: IndexArray
     num_new: Int32Array
+    serials: Int64Array
     num_prompt_tokens: int
     copies: list[tuple[int, int]]
     batch: Batch | None
     sample_rows: IndexArray
+    awaited: npt.NDArray[np.bool_]
     sampled: list[Sequence]
     guesses: list[Int32Array]
     logit_idx: Int64Array

@@ -85,10 +85,11 @@ class SamplingRow:
     Attributes:
         seed: of the request, 0 <= seed < 2^64.
         sample_idx: which of the request's n samples.
-        token_ids: int [position], prompt and output so far; the token drawn gets the position len(token_ids).
+        token_ids: int [position], prompt and output so far, without the token that is awaited.
         num_prompt_tokens: how many of them are the prompt's.
         num_logprobs: how many likeliest tokens to tell beside the one drawn; None: tell nothing.
         constraint: what may be drawn; None: any token.
+        awaited_row: the row for which the step before draws a token that stands behind token_ids; None: nothing is awaited.
     """
 
     params: SamplingParams
@@ -98,6 +99,12 @@ class SamplingRow:
     num_prompt_tokens: int
     num_logprobs: int | None = None
     constraint: Allowing | None = None
+    awaited_row: int | None = None
+
+    @property
+    def position(self) -> int:
+        """Of the token that is drawn."""
+        return len(self.token_ids) + (self.awaited_row is not None)
 
 
 # In the place of every row whose token is the likeliest, whatever came before, and of which nothing else is told. It

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..checks import on_cuda, require, require_index, require_kv_layer, slot_rows
+from ..checks import on_cuda, require, require_index, require_kv_layer, require_sink_logits, slot_rows
 from ..cpu import compiled
 from ..cpu.attention import DirectDecode, direct_decode
 from ..layout import NULL_BLOCK_ID
@@ -96,7 +96,7 @@ def plan_decode(
     if on_cuda(_OP, seq_lens):
         from ..gpu.decode_work import plan_work
 
-        work = plan_work(block_tables, seq_lens, kv_layer, window, retention)
+        work = plan_work(block_tables, seq_lens, kv_layer, window, retention, may_share=True)
         return DecodePlan((), None, None, None, scratch or Scratch(seq_lens.device), work=work)
     tables, lens = block_tables.numpy().astype(np.int64), seq_lens.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)
@@ -165,6 +165,7 @@ def paged_attention_decode(
     soft_cap: float | None = None,
     retention: Retention | None = None,
     q_sink: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> torch.Tensor:
     """Attend one query per sequence, the last of its tokens, to the sequence's cached keys and values.
@@ -181,6 +182,8 @@ def paged_attention_decode(
         retention: int32 [S] sink_lens and [S] window_lens, window 0: the sequence keeps everything; retention.py tells the keys
             that a query sees. Not together with window. None: all sequences keep everything.
         q_sink: like q, the same queries rotated at min(p, sink + window - 1) where q's are at p; with retention.
+        sink_logits: float32 [num_heads], scores of one more key of each head, which has no value (gpt-oss, arXiv 2508.10925);
+            None: there is none. Not to be confused with the sinks of retention, which are tokens.
         plan: plan_decode of the same tables, lengths, window and retention, to share its work over layers.
 
     Returns:
@@ -196,6 +199,7 @@ def paged_attention_decode(
     require(fits and q.shape[2] == head_dim, _OP, "q", "{} does not fit {}", q.shape, kv_layer.shape)
     require(q.dtype == kv_layer.dtype, _OP, "q", "must be {}, is {}", kv_layer.dtype, q.dtype)
     require_retention(_OP, retention, q, q_sink, window)
+    require_sink_logits(_OP, sink_logits, q)
     if plan is None:
         plan = plan_decode(block_tables, seq_lens, kv_layer, q.dtype, window, retention=retention)
     if cuda:
@@ -203,13 +207,13 @@ def paged_attention_decode(
         from ..gpu.attention_tiles import Options
 
         require(block_tables.stride(1) == 1, _OP, "block_tables", "must be contiguous in their last dimension")
-        options = Options(scale, window, soft_cap, retention, q_sink)
+        options = Options(scale, window, soft_cap, retention, q_sink, sink_logits)
         return gpu.paged_attention_decode(q, kv_layer, block_tables, seq_lens, options, plan.scratch, plan.work)
     if plan.direct is not None:
         q = q if q.stride()[1:] == (head_dim, 1) else q.contiguous()
-        return direct_decode(q, kv_layer, plan.direct, scale=scale, soft_cap=soft_cap)
+        return direct_decode(q, kv_layer, plan.direct, scale=scale, soft_cap=soft_cap, sink_logits=sink_logits)
     if plan.sparse is not None:
-        return sparse_decode(q, kv_layer, plan.sparse, scale=scale, soft_cap=soft_cap, q_sink=q_sink)
+        return sparse_decode(q, kv_layer, plan.sparse, scale=scale, soft_cap=soft_cap, q_sink=q_sink, sink_logits=sink_logits)
     if plan.order is not None:
         q = q.index_select(0, plan.order)
         q_sink = None if q_sink is None else q_sink.index_select(0, plan.order)
@@ -217,6 +221,7 @@ def paged_attention_decode(
     rows = slot_rows(kv_layer, slot_len)
     grouped = q.unflatten(1, (num_kv_heads, -1))  # [S, num_kv_heads, group, head_dim]
     grouped_sink = None if q_sink is None else q_sink.unflatten(1, (num_kv_heads, -1))
+    head_logits = None if sink_logits is None else sink_logits.view(num_kv_heads, -1, 1)
     outs = []
     for group in plan.groups:
         gathered = plan.scratch.take(group.kv_rows.numel() * slot_len, q.dtype).view(-1, slot_len)
@@ -234,6 +239,7 @@ def paged_attention_decode(
                 soft_cap=soft_cap,
                 q_sink=None if grouped_sink is None else grouped_sink[part],
                 sinks=group.sinks,
+                sink_logits=head_logits,
             )
         )
     out = (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1, 2)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..checks import on_cuda, require, require_index, require_kv_layer, slot_rows
+from ..checks import on_cuda, require, require_index, require_kv_layer, require_sink_logits, slot_rows
 from ..scratch import Scratch
 from .dense_attention import dense_attention
 from .paged_rows import Int64Array, kv_slot_rows, require_tables
@@ -119,6 +119,7 @@ def paged_attention_prefill(
     soft_cap: float | None = None,
     retention: Retention | None = None,
     q_sink: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
     plan: PrefillPlan | None = None,
 ) -> torch.Tensor:
     """Attend every sequence's queries, the last of its tokens, causally to its cached keys and values.
@@ -135,6 +136,7 @@ def paged_attention_prefill(
         soft_cap: bound that the scores are bent towards, see dense_attention; None: none.
         retention: int32 [S] sink_lens and [S] window_lens, as in paged_attention_decode; each query has a window of its own.
         q_sink: like q, the same queries rotated at min(p, sink + window - 1) where q's are at p; with retention.
+        sink_logits: float32 [num_heads], see paged_attention_decode; None: none.
         plan: plan_prefill of the same arguments, to share its work over layers.
 
     Returns:
@@ -150,6 +152,7 @@ def paged_attention_prefill(
     require(fits, _OP, "q", "{} does not fit {}", q.shape, kv_layer.shape)
     require(q.dtype == kv_layer.dtype, _OP, "q", "must be {}, is {}", kv_layer.dtype, q.dtype)
     require_retention(_OP, retention, q, q_sink, window)
+    require_sink_logits(_OP, sink_logits, q)
     if plan is None:
         plan = plan_prefill(block_tables, seq_lens, query_start_loc, kv_layer, q.dtype, window, retention=retention)
     if cuda:
@@ -157,13 +160,14 @@ def paged_attention_prefill(
         from ..gpu.attention_tiles import Options
 
         require(block_tables.stride(1) == 1, _OP, "block_tables", "must be contiguous in their last dimension")
-        options = Options(scale, window, soft_cap, retention, q_sink)
+        options = Options(scale, window, soft_cap, retention, q_sink, sink_logits)
         return gpu.paged_attention_prefill(q, kv_layer, block_tables, seq_lens, query_start_loc, options)
     covered = plan.chunks[-1].last if plan.chunks else 0
     require(covered <= q.shape[0], _OP, "query_start_loc", "names {} queries of {}", covered, q.shape[0])
     slot_len, group = num_kv_heads * head_dim, q.shape[1] // num_kv_heads
     rows = slot_rows(kv_layer, slot_len)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    head_logits = None if sink_logits is None else sink_logits.view(num_kv_heads, group, 1, 1)
     for chunk in plan.chunks:
         part = slice(chunk.first, chunk.last)
         # Heads of one group share K and V: a stride of zero, not a copy. [num_kv_heads, group, T, head_dim]
@@ -185,6 +189,7 @@ def paged_attention_prefill(
                 soft_cap=soft_cap,
                 q_sink=None if heads_sink is None else heads_sink[:, :, own],
                 sinks=None if chunk.sinks is None else chunk.sinks[own, :num_keys],
+                sink_logits=head_logits,
             )
             out[part][own] = attended.permute(2, 0, 1, 3).flatten(1, 2)
     return out

@@ -111,10 +111,12 @@ def sparse_decode(
     scale: float,
     soft_cap: float | None,
     q_sink: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend q [S, num_heads, head_dim], float32, as paged_attention_decode does. A sequence that sees nothing gets zeros.
 
     q_sink: like q, scores the sinks, where the plan has such.
+    sink_logits: [num_heads], of a key without a value; None: there is none.
     """
     pattern = plan.pattern(q.shape[1])
     rows = slot_rows(kv_layer, q.shape[2])
@@ -129,7 +131,10 @@ def sparse_decode(
     if soft_cap is not None:
         scores = (scores / soft_cap).tanh_().mul_(soft_cap)
     pattern.padded.view(-1).index_copy_(0, pattern.places, scores)
-    weights = torch.softmax(pattern.padded, 1).view(-1).index_select(0, pattern.places)
+    padded = pattern.padded
+    if sink_logits is not None:
+        padded = torch.cat((padded, sink_logits.repeat(q.shape[0])[:, None]), 1)
+    weights = torch.softmax(padded, 1)[:, : pattern.padded.shape[1]].reshape(-1).index_select(0, pattern.places)
     bags = torch.nn.functional.embedding_bag(
         pattern.kv_rows, values, pattern.row_starts, mode="sum", per_sample_weights=weights
     )

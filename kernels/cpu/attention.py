@@ -7,7 +7,7 @@ import torch
 from .launch import Launcher
 
 _ALL_KEYS = 1 << 62
-_attend = Launcher("attend_decode", "q" * 14 + "ddq")
+_attend = Launcher("attend_decode", "q" * 14 + "ddqq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,13 @@ class DirectDecode:
 
 
 def direct_decode(
-    q: torch.Tensor, kv_layer: torch.Tensor, plan: DirectDecode, *, scale: float, soft_cap: float | None
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    plan: DirectDecode,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend q [S, num_heads, head_dim], float32, as paged_attention_decode does. A sequence that sees nothing gets zeros."""
     num_seqs, num_heads, size = q.shape
@@ -49,5 +55,6 @@ def direct_decode(
         float(scale),
         float(soft_cap or 0),
         out.data_ptr(),
+        0 if sink_logits is None else sink_logits.data_ptr(),
     )
     return out

@@ -167,9 +167,10 @@ def rms_norm(data):
 
 @_kernel
 def gate(data):
-    """out [T, I] = act(gate) * up of gate_up [T, 2 I]; act is silu, or gelu with the tanh approximation."""
-    args = carray(data, (7,), np.int64)
-    gate_up_at, out_at, num_rows, size, is_gelu = args[2], args[3], args[4], args[5], args[6]
+    """out [T, I] = act(gate) * up of gate_up [T, 2 I]; kind: 0 silu, 1 gelu by tanh, 2 clamped_swiglu."""
+    args, numbers = carray(data, (9,), np.int64), carray(data, (9,), np.float64)
+    gate_up_at, out_at, num_rows, size, kind = args[2], args[3], args[4], args[5], args[6]
+    alpha, limit = np.float32(numbers[7]), np.float32(numbers[8])
     first, last = _share(args, num_rows * size)
     while first < last:
         row, column = first // size, first % size
@@ -177,7 +178,14 @@ def gate(data):
         gates = _floats(gate_up_at + (row * 2 * size + column) * 4, count)
         ups = _floats(gate_up_at + (row * 2 * size + size + column) * 4, count)
         out = _floats(out_at + first * 4, count)
-        if is_gelu != 0:
+        if kind == 2:
+            for i in range(count):
+                x, up = gates[i], ups[i]
+                x = limit if x > limit else x
+                up = limit if up > limit else up
+                up = -limit if up < -limit else up
+                out[i] = x / (np.float32(1) + _exp(-alpha * x)) * (up + np.float32(1))
+        elif kind == 1:
             for i in range(count):
                 x = gates[i]
                 bent = np.float32(1.5957691216) * (x + np.float32(0.044715) * x * x * x)  # 1 + tanh(u) is 2 sigmoid(2 u)
@@ -365,11 +373,12 @@ def _scale(row_at, size, factor):
 @_kernel
 def attend_decode(data):
     """out [S, N, D]: one query each, q [S, N, D], over the last `window` keys of its block table; see the launcher."""
-    args, numbers = carray(data, (19,), np.int64), carray(data, (19,), np.float64)
+    args, numbers = carray(data, (20,), np.int64), carray(data, (20,), np.float64)
     q_at, q_stride, layer_at, block_stride, kv_stride = args[2], args[3], args[4], args[5], args[6]
     tables_at, table_stride, lens_at, window = args[7], args[8], args[9], args[10]
     num_seqs, num_heads, num_kv_heads, size, block_size = args[11], args[12], args[13], args[14], args[15]
-    scale, cap, out_at = np.float32(numbers[16]), np.float32(numbers[17]), args[18]
+    scale, cap, out_at, logits_at = np.float32(numbers[16]), np.float32(numbers[17]), args[18], args[19]
+    logits = _floats(logits_at, num_heads)
     group, slot = num_heads // num_kv_heads, num_kv_heads * size
     lens = _int32s(lens_at, num_seqs)
     num_keys = np.int64(0)
@@ -400,6 +409,8 @@ def attend_decode(data):
         table = _int32s(tables_at + seq * table_stride * 4, (length + block_size - 1) // block_size)
         for member in range(heads * group):
             highest[member], totals[member] = np.float32(-np.inf), np.float32(0)
+            if logits_at != 0:  # a key without a value has been seen
+                highest[member], totals[member] = logits[first_head * group + member], np.float32(1)
         zeros = _floats(row_at, heads * group * size)
         for i in range(heads * group * size):
             zeros[i] = np.float32(0)
@@ -409,7 +420,7 @@ def attend_decode(data):
             for member in range(heads * group):
                 place = member * _TILE
                 own, total = _exponentials(scores[place : place + last - first], highest[member], scale, cap)
-                if first > start and own > highest[member]:
+                if (first > start or logits_at != 0) and own > highest[member]:
                     factor = _exp(highest[member] - own)
                     totals[member] *= factor
                     _scale(row_at + member * size * 4, size, factor)

@@ -7,6 +7,8 @@ hold Python's lock.
 
 import ctypes
 import struct
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,14 +46,15 @@ _threads = _find_threads()
 class Launcher:
     """Calls one kernel. Its arguments, behind the two of the threads, have the types of `layout`, q and d as in struct."""
 
-    def __init__(self, name: str, layout: str) -> None:
-        self._name, self._layout = name, struct.Struct("qq" + layout)
+    def __init__(self, name: str, layout: str, find: Callable[[], int] | None = None) -> None:
+        """find: the kernel's address, where it is none of kernels.py; asked once."""
+        self._find, self._layout = find or partial(kernel, name), struct.Struct("qq" + layout)
         self._address = 0
 
     def __call__(self, work: int, *arguments: int | float) -> None:
         """Run it to its end. work: about the elements that it reads."""
         if not self._address:
-            self._address = kernel(self._name)
+            self._address = self._find()
             self._function = _KERNEL(self._address)
         num_threads = 1 if _threads is None or work < _LEAST_WORK else torch.get_num_threads()
         if num_threads == 1 or _threads is None:

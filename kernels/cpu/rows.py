@@ -7,7 +7,7 @@ import torch
 from .launch import Launcher
 
 _norm = Launcher("rms_norm", "qqqqqqqqd")
-_gate = Launcher("gate", "qqqqq")
+_gate = Launcher("gate", "qqqqqdd")
 _rotary_store = Launcher("rotary_store_kv", "q" * 14)
 _multiply = Launcher("multiply_row", "q" * 8)
 _multiply_int8 = Launcher("multiply_row_int8", "q" * 7 + "ddd")
@@ -52,12 +52,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     return out
 
 
-def gate(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
-    """The compiled path of kernels.activations.silu_and_mul, and with `gelu` of gelu_and_mul."""
+def gate(gate_up: torch.Tensor, *, gelu: bool, swiglu: tuple[float, float] | None = None) -> torch.Tensor:
+    """The compiled path of kernels.activations.silu_and_mul, with `gelu` of gelu_and_mul, with `swiglu` of clamped_swiglu.
+
+    swiglu: its alpha and limit.
+    """
     size = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], size))
     if out.numel():
-        _gate(8 * gate_up.numel(), gate_up.data_ptr(), out.data_ptr(), out.numel() // size, size, int(gelu))
+        kind = 2 if swiglu is not None else int(gelu)
+        addresses = (gate_up.data_ptr(), out.data_ptr())
+        _gate(8 * gate_up.numel(), *addresses, out.numel() // size, size, kind, *(swiglu or (0.0, 0.0)))
     return out
 
 

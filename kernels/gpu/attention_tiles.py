@@ -23,6 +23,7 @@ class Options:
     soft_cap: float | None
     retention: tuple[torch.Tensor, torch.Tensor] | None
     q_sink: torch.Tensor | None
+    sink_logits: torch.Tensor | None = None
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -35,6 +36,21 @@ class Options:
 def dense_heads(q: torch.Tensor) -> torch.Tensor:
     """q [T, H, D] with the heads of a token contiguous, as they are in a slice of a fused projection."""
     return q if q.stride()[1:] == (q.shape[2], 1) else q.contiguous()
+
+
+@triton.jit
+def begin_rows(logit_ptr, heads, live, is_first, M: tl.constexpr):
+    """The highest score [M] and the sum [M] before any tile: those of a key without a value, where there is one.
+
+    is_first: whether this program takes it; of several programs of one query, one does.
+    """
+    most = tl.full([M], LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    if logit_ptr is not None:
+        takes = live & is_first
+        most = tl.where(takes, tl.load(logit_ptr + heads, mask=live, other=0.0) * 1.4426950408889634, most)
+        total = tl.where(takes, 1.0, total)
+    return most, total
 
 
 @triton.jit

@@ -10,11 +10,22 @@ import triton
 import triton.language as tl
 
 from ..scratch import Scratch
-from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options, dense_heads, slot_offsets, take_tile, tile_scores
+from .attention_tiles import (
+    COMPUTE_TYPES,
+    LOWEST,
+    NO_WINDOW,
+    Options,
+    begin_rows,
+    dense_heads,
+    slot_offsets,
+    take_tile,
+    tile_scores,
+)
 from .decode_work import DecodeWork, tile_tokens, visible_tiles
-from .sizes import power_of_2
+from .shared_prefix import MEMBERS, SharedWork, members_at_once, shared_kernel
+from .sizes import cdiv, power_of_2
 
-MERGED_AT_ONCE = 16
+_MERGED_AT_ONCE = 16
 
 
 @triton.jit
@@ -64,6 +75,7 @@ def decode_kernel(
     len_ptr,
     sink_len_ptr,
     window_len_ptr,
+    logit_ptr,
     items_ptr,
     out_ptr,
     part_ptr,
@@ -118,8 +130,7 @@ def decode_kernel(
     wanted = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     q_offsets = heads[:, None] * HEAD_DIM + dims[None, :]
     acc = tl.zeros([M, D], tl.float32)
-    most = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
+    most, total = begin_rows(logit_ptr, heads, rows < GROUP, begin == 0, M)
     if sink_len_ptr is not None:
         q_sink = tl.load(q_sink_ptr + seq.to(tl.int64) * q_sink_stride + q_offsets, mask=wanted, other=0.0).to(COMPUTE)
         acc, most, total = _take_tiles(
@@ -181,34 +192,27 @@ def decode_kernel(
         tl.store(out_ptr + out_heads[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=wanted)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def merge_items_kernel(
+@triton.jit
+def _take_parts(
+    acc,
+    most,
+    total,
     part_ptr,
     lse_ptr,
-    runs_ptr,
-    out_ptr,
-    num_splits,
+    first,
+    stride,
+    num_items,
+    num_heads,
+    head,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Merge the items of one sequence, one head; the layout is decode_kernel's. A sequence of one item is in `out` already.
-
-    Without runs each sequence, or query, has num_splits items, one behind the other.
-    """
-    head, seq, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    num_items, first = num_splits, seq.to(tl.int64) * num_splits
-    if runs_ptr is not None:
-        num_items = tl.load(runs_ptr + seq * 2 + 1)
-        first = tl.load(runs_ptr + seq * 2).to(tl.int64)
-    if num_items <= 1:
-        return
+    """Take the parts first, first + stride and so on into the merged output."""
     dims = tl.arange(0, D)
-    acc = tl.zeros([D], tl.float32)
-    most, total = tl.full([], LOWEST, tl.float32), tl.full([], 0.0, tl.float32)
     for begin in range(0, num_items, AT_ONCE):
         items = begin + tl.arange(0, AT_ONCE)
-        rows = (first + items) * num_heads + head
+        rows = (first + items * stride) * num_heads + head
         lse = tl.load(lse_ptr + rows, mask=items < num_items, other=float("-inf"))
         new_most = tl.maximum(most, tl.max(lse, 0))
         weights, decay = tl.exp2(lse - new_most), tl.exp2(most - new_most)
@@ -217,9 +221,85 @@ def merge_items_kernel(
         acc = acc * decay + tl.sum(weights[:, None] * parts, 0)
         total = total * decay + tl.sum(weights, 0)
         most = new_most
+    return acc, most, total
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_own"])
+def merge_items_kernel(
+    part_ptr,
+    lse_ptr,
+    runs_ptr,
+    member_ptr,
+    shared_runs_ptr,
+    out_ptr,
+    num_splits,
+    num_own,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+):
+    """Merge the items of one sequence, one head; the layout is decode_kernel's. A sequence of one item is in `out` already.
+
+    Without runs each sequence, or query, has num_splits items, one behind the other. With member_ptr, a sequence may have a
+    share in further items (shared_prefix.py), whose parts, MEMBERS of each, are behind num_own parts.
+    """
+    head, seq, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    num_items, first = num_splits, seq.to(tl.int64) * num_splits
+    if runs_ptr is not None:
+        num_items = tl.load(runs_ptr + seq * 2 + 1)
+        first = tl.load(runs_ptr + seq * 2).to(tl.int64)
+    shared_tiles = seq * 0
+    if member_ptr is not None:
+        shared_tiles = tl.load(member_ptr + seq * 4)
+    if (num_items <= 1) & (shared_tiles == 0):
+        return
+    acc = tl.zeros([D], tl.float32)
+    most, total = tl.full([], LOWEST, tl.float32), tl.full([], 0.0, tl.float32)
+    acc, most, total = _take_parts(
+        acc, most, total, part_ptr, lse_ptr, first, 1, num_items, num_heads, head, HEAD_DIM, D, AT_ONCE
+    )
+    if member_ptr is not None:  # noqa: SIM102  # known when the kernel is compiled; the next one is not
+        if shared_tiles > 0:
+            place, member = tl.load(member_ptr + seq * 4 + 1), tl.load(member_ptr + seq * 4 + 2)
+            run_ptr = shared_runs_ptr + (place - member) * 2
+            first = num_own + tl.load(run_ptr).to(tl.int64) * MEMBERS + member
+            acc, most, total = _take_parts(
+                acc, most, total, part_ptr, lse_ptr, first, MEMBERS, tl.load(run_ptr + 1), num_heads, head, HEAD_DIM, D, AT_ONCE
+            )
     out = acc / tl.where(total > 0, total, 1.0)
+    dims = tl.arange(0, D)
     out_row = seq.to(tl.int64) * num_heads + head
     tl.store(out_ptr + out_row * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def merge_items(
+    part: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    runs: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    num_splits: int = 0,
+    num_own: int = 0,
+    shared: SharedWork | None = None,
+) -> None:
+    """Launch merge_items_kernel for out [S, H, HEAD_DIM]. num_own: parts before those of `shared`."""
+    num_rows, num_heads, head_dim = out.shape
+    merge_items_kernel[num_heads, num_rows](
+        part,
+        lse,
+        runs,
+        None if shared is None else shared.members,
+        None if shared is None else shared.runs,
+        out,
+        num_splits,
+        num_own,
+        HEAD_DIM=head_dim,
+        D=power_of_2(head_dim),
+        AT_ONCE=_MERGED_AT_ONCE,
+        MEMBERS=MEMBERS,
+        num_warps=4,
+    )
 
 
 def paged_attention_decode(
@@ -238,15 +318,16 @@ def paged_attention_decode(
         return out
     num_kv_heads, block_size = kv_layer.shape[3], kv_layer.shape[2]
     group, dims = num_heads // num_kv_heads, power_of_2(head_dim)
-    part, lse = None, None
+    part, lse, num_own, shared = None, None, 0, None
     if work is not None:
-        num_parts = work.items.shape[0] * num_heads
+        num_own, shared = work.items.shape[0], work.shared
+        num_parts = (num_own + (0 if shared is None else shared.items.shape[0] * MEMBERS)) * num_heads
         part, lse = scratch.take(num_parts * (head_dim + 1), torch.float32).split([num_parts * head_dim, num_parts])
     q = dense_heads(q)
     q_sink = None if options.q_sink is None else dense_heads(options.q_sink)
     sink_lens, window_lens = options.retention or (None, None)
     before, after = options.factors
-    decode_kernel[num_kv_heads, num_seqs if work is None else work.items.shape[0]](
+    decode_kernel[num_kv_heads, num_seqs if work is None else num_own](
         q,
         q_sink,
         kv_layer,
@@ -254,6 +335,7 @@ def paged_attention_decode(
         seq_lens,
         sink_lens,
         window_lens,
+        options.sink_logits,
         None if work is None else work.items,
         out,
         part,
@@ -278,8 +360,38 @@ def paged_attention_decode(
         num_warps=4,
         num_stages=5,  # a block is looked up before it is read: with five, two tiles are on their way
     )
-    if work is not None:
-        merge_items_kernel[num_heads, num_seqs](
-            part, lse, work.runs, out, 0, HEAD_DIM=head_dim, D=dims, AT_ONCE=MERGED_AT_ONCE, num_warps=4
+    if shared is not None:
+        at_once = members_at_once(group)
+        shared_kernel[num_kv_heads, shared.items.shape[0], cdiv(MEMBERS, at_once)](
+            q,
+            kv_layer,
+            block_tables,
+            options.sink_logits,
+            shared.order,
+            shared.items,
+            part,
+            lse,
+            num_own,
+            q.stride(0),
+            block_tables.stride(0),
+            kv_layer.stride(0),
+            kv_layer.stride(1),
+            before,
+            after,
+            HAS_CAP=options.soft_cap is not None,
+            GROUP=group,
+            GROUP_ROWS=power_of_2(group),
+            AT_ONCE=at_once,
+            MEMBERS=MEMBERS,
+            HEAD_DIM=head_dim,
+            D=dims,
+            SLOT_LEN=num_kv_heads * head_dim,
+            BLOCK_SIZE=block_size,
+            T=tile_tokens(head_dim),
+            COMPUTE=COMPUTE_TYPES[q.dtype],
+            num_warps=4 if dims <= 128 else 8,
+            num_stages=5,
         )
+    if work is not None:
+        merge_items(part, lse, work.runs, out, num_own=num_own, shared=shared)
     return out

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options, dense_heads, slot_offsets, take_tile, tile_scores
+from .attention_tiles import COMPUTE_TYPES, NO_WINDOW, Options, begin_rows, dense_heads, slot_offsets, take_tile, tile_scores
 from .decode_work import PROGRAMS_PER_MULTIPROCESSOR, num_multiprocessors
-from .paged_attention_decode import MERGED_AT_ONCE, merge_items_kernel
+from .paged_attention_decode import merge_items
 from .sizes import cdiv, power_of_2
 
 _SEQS_AT_ONCE = 256
@@ -77,7 +77,7 @@ def _take_tiles(
 
 
 @triton.jit
-def _find_sequence(loc_ptr, num_seqs, program, TOKENS: tl.constexpr, SEQS: tl.constexpr):
+def find_sequence(loc_ptr, num_seqs, program, TOKENS: tl.constexpr, SEQS: tl.constexpr):
     """The sequence whose tokens a program takes: sequence s has the programs from loc[s] // TOKENS + s on.
 
     That gives each sequence at least as many programs as it needs, and the grid follows from shapes alone.
@@ -100,6 +100,7 @@ def prefill_kernel(
     loc_ptr,
     sink_len_ptr,
     window_len_ptr,
+    logit_ptr,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -134,7 +135,7 @@ def prefill_kernel(
     """
     TOKENS: tl.constexpr = M // GROUP
     program, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    seq = _find_sequence(loc_ptr, num_seqs, program, TOKENS, SEQS)
+    seq = find_sequence(loc_ptr, num_seqs, program, TOKENS, SEQS)
     loc = tl.load(loc_ptr + seq)
     query_len = tl.load(loc_ptr + seq + 1) - loc
     first_token = (program - loc // TOKENS - seq) * TOKENS
@@ -153,10 +154,9 @@ def prefill_kernel(
     table_ptr += seq.to(tl.int64) * table_stride
     k_ptr = layer_ptr + kv_head * HEAD_DIM
     acc = tl.zeros([M, D], tl.float32)
-    most = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
-
     split = tl.program_id(2)
+    most, total = begin_rows(logit_ptr, heads, rows < TOKENS * GROUP, split == 0, M)
+
     if sink_len_ptr is not None:
         own_window = tl.load(window_len_ptr + seq)
         if own_window > 0:
@@ -323,7 +323,9 @@ def paged_attention_prefill(
     num_kv_heads, block_size = kv_layer.shape[3], kv_layer.shape[2]
     group, dims = num_heads // num_kv_heads, power_of_2(head_dim)
     # As many rows as two groups of four warps multiply at once; half of them where each sequence has few.
-    rows = max(64 if num_tokens * group <= 64 * num_seqs else 128, power_of_2(group))
+    # And half of them, over as many warps, where a row has most to keep: else its registers spill (seen with triton 3.6).
+    is_crowded = dims > 128 and options.soft_cap is not None and options.retention is not None
+    rows = max(64 if is_crowded or num_tokens * group <= 64 * num_seqs else 128, power_of_2(group))
     q = dense_heads(q)
     q_sink = None if options.q_sink is None else dense_heads(options.q_sink)
     sink_lens, window_lens = options.retention or (None, None)
@@ -344,6 +346,7 @@ def paged_attention_prefill(
         query_start_loc,
         sink_lens,
         window_lens,
+        options.sink_logits,
         out,
         part,
         lse,
@@ -369,11 +372,9 @@ def paged_attention_prefill(
         T=64 if dims <= 128 else 32,
         SEQS=_SEQS_AT_ONCE,
         COMPUTE=COMPUTE_TYPES[q.dtype],
-        num_warps=4 if rows == 64 else 8,
+        num_warps=4 if rows == 64 and not is_crowded else 8,
         num_stages=5,  # see paged_attention_decode
     )
     if splits > 1:
-        merge_items_kernel[num_heads, num_tokens](
-            part, lse, None, out, splits, HEAD_DIM=head_dim, D=dims, AT_ONCE=MERGED_AT_ONCE, num_warps=4
-        )
+        merge_items(part, lse, None, out, num_splits=splits)
     return out

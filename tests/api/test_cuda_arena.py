@@ -1,26 +1,32 @@
 """A pool in CUDA memory, handed over by its handle; on a runtime of files, which keeps the rules of the real one."""
 
 import json
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+import structlog
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.config import CacheConfig
-from kvkeeper.cache_service.memory.device.cuda import CudaMemory
+from kvkeeper.cache_service.core.values.copies import Copies
+from kvkeeper.cache_service.memory.device.cuda import CudaArena, CudaMemory
 from kvkeeper.cache_service.server import start_server
 from kvkeeper.client import AsyncCacheClient
 from kvkeeper.client.cache import AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.client.steps import StepItems
 from kvkeeper.cuda import runtime
+from kvkeeper.cuda.errors import CudaError
 from kvkeeper.cuda.handle import ArenaHandle, handle_of
-from kvkeeper.cuda.runtime import BoundRuntime, CudaError
+from kvkeeper.cuda.runtime import BoundRuntime
 from kvkeeper.service.process import StartError
 from tests.support.stand_ins.fake_cuda import DEVICE, FakeCuda, bytes_at
-from tests.support.worlds.cache_api import BLOCK_BYTES, SPEC, Api, Session, kv_of, read_all, refusal, serving
+from tests.support.worlds.cache_api import BLOCK_BYTES, SPEC, Api, ManualClock, Session, kv_of, read_all, refusal, serving
 
 
 @pytest.fixture
@@ -173,7 +179,7 @@ async def test_no_room_on_the_device_names_the_flag(service: FakeCuda, tmp_path:
     async with serving(num_blocks=1 << 15, memory=CudaMemory(service, 0)) as api:
         error = await refusal(api.open())
         assert (error.reason, error.metadata["flag"]) == ("OUT_OF_POOLS", "--num-blocks")
-    config = CacheConfig(listen=f"unix:{tmp_path}/s", runtime_dir=tmp_path / "run", pool_memory=8 << 20)
+    config = CacheConfig(listen=f"unix:{tmp_path}/s", runtime_dir=tmp_path / "run", pool_memory=8 << 20, device_wait=0.0)
     with pytest.raises(StartError, match=r"--pool-memory 8 MiB .* available on the device"):
         await start_server(config, memory=CudaMemory(service, 0))
 
@@ -226,3 +232,82 @@ async def test_errors_of_the_handover_tell_no_handle(client: AsyncCacheClient, s
     assert b"service-0".hex() not in str(refused.value)
     for path, _, _ in service.made.values():
         path.with_name("gone").rename(path)
+
+
+async def test_a_device_is_found_by_its_uuid_whatever_its_index(service: FakeCuda, engine: FakeCuda) -> None:
+    other = "cd" * 16
+    service.uuids, engine.uuids = (other, DEVICE), (other, "ef" * 16, DEVICE)  # as under another CUDA_VISIBLE_DEVICES
+    async with serving(num_blocks=9, memory=CudaMemory(service, 1)) as api, AsyncCacheClient(api.server.address) as client:
+        arena = await (await opened(client)).attach()
+        assert arena.device_bytes().device == 2
+        arena.close()
+
+
+async def test_a_start_waits_for_memory_that_an_earlier_run_still_has(
+    service: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvkeeper.cache_service.runtime.pool_registry._LOOK_AGAIN", 0)
+    free, looks = service.free_bytes, []
+
+    def free_bytes(device: int) -> int:
+        looks.append(device)
+        return 0 if len(looks) < 4 else free(device)
+
+    monkeypatch.setattr(FakeCuda, "free_bytes", lambda self, device: free_bytes(device))
+    with structlog.testing.capture_logs() as logs:
+        async with serving(memory=CudaMemory(service, 0), pool_memory=8 << 20, num_pools=1, device_wait=60.0) as api:
+            await api.open()
+    assert len(looks) >= 4
+    assert [line["seconds"] for line in logs if line["event"] == "waiting_for_device_memory"] == [60.0]
+
+
+async def test_a_start_does_not_wait_for_memory_of_the_host(service: FakeCuda, tmp_path: Path) -> None:
+    config = CacheConfig(
+        listen=f"unix:{tmp_path}/s", runtime_dir=tmp_path / "run", pool_memory=8 << 20, host_memory=1 << 46, device_wait=60.0
+    )
+    with pytest.raises(StartError, match="lower one"):
+        await start_server(config, memory=CudaMemory(service, 0))
+
+
+async def test_blocks_of_a_process_that_ended_on_a_device_stay_out_of_use_for_a_while(
+    service: FakeCuda, engine: FakeCuda
+) -> None:
+    clock = ManualClock()
+    async with serving(num_blocks=9, quarantine_quiet=2.0, clock=clock, memory=CudaMemory(service, 0)) as api:
+        async with AsyncCacheClient(api.server.address) as client:
+            session = await client.open_session(SPEC, executor=pb.EXECUTOR_ENGINE, ttl_ms=500)
+            arena = await session.attach()
+            await session.create_sequence(1, np.arange(6, dtype=np.int32))
+            six = np.array([6], np.int32)
+            await session.step(StepItems(start_ids=np.array([1]), start_max_new=six, start_max_hit=six))
+            (pool,) = api.server.session_manager.registry.pools
+            arena.close()  # and no word more, as of a process that was killed
+            await api.until(lambda _: not pool.mappings)
+            clock.advance(0.6)
+            assert not pool.sessions
+            assert pool.stats().num_quarantined_blocks == 2
+            clock.advance(1.3)
+            assert pool.stats().num_quarantined_blocks == 2
+            assert not pool.is_idle
+            clock.advance(0.2)
+            assert pool.stats().num_quarantined_blocks == 0
+            assert pool.is_idle
+
+
+async def test_copies_on_a_device_run_beside_the_loop(api: Api, service: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    copy = CudaArena.copy
+
+    def note(self: CudaArena, copies: Copies, *args: Any) -> None:
+        if len(copies):
+            threads.append(threading.current_thread().name)
+        copy(self, copies, *args)
+
+    monkeypatch.setattr(CudaArena, "copy", note)
+    session = await api.open(engine=False)
+    content = await filled(session, 1, 6)
+    await session.call("ForkSequence", parent_id=1, child_id=2, num_tokens=6)
+    await session.call("ExtendSequence", sequence_id=2, num_tokens=7)
+    np.testing.assert_array_equal(await read_all(session, 2), content)
+    assert threads
+    assert threading.main_thread().name not in threads

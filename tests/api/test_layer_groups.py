@@ -9,6 +9,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.steps import decode
 from tests.support.worlds.cache_api import Api, Session, le32, le64, refusal, serving
+from tests.support.worlds.memory_folder import memory_folder
 
 FULL, WINDOW = pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_SLIDING_WINDOW
 SIZE, WINDOW_TOKENS = 4, 7
@@ -145,7 +146,7 @@ async def test_groups_need_their_layout(api: Api) -> None:
     assert (error.code, error.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, "spec.groups")
 
 
-async def test_what_groups_do_without_is_refused(api: Api) -> None:
+async def test_retention_is_refused_because_windows_read_no_sink(api: Api) -> None:
     session = await api.open(spec=SPEC, engine=False)
     retention = pb.Retention(num_sink_tokens=1, num_window_tokens=4)
     await session.create(1, 9)
@@ -153,22 +154,130 @@ async def test_what_groups_do_without_is_refused(api: Api) -> None:
         session.create(2, 9, retention=retention),
         session.call("UpdateSequence", sequence_id=1, retention=retention),
         session.call("CheckAdmission", num_prompt_tokens=9, retention=retention),
-        session.call("PinPrefix", token_ids=range(9), ttl_ms=1000),
-        session.call("StoreLogits", sequence_id=1, num_tokens=4, logits=b"1234"),
-        session.call("HandOffSequence", sequence_id=1),
-        session.read_kv(1),
-        session.write_kv(1, 0, np.zeros((5, 2, 1, 2), np.float32)),
     ):
         error = await refusal(call)
         assert (error.code, error.reason) == (grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED"), error
         assert error.metadata["feature"] == "layer_groups"
 
 
-async def test_a_service_with_a_host_tier_refuses_groups() -> None:
+def rows_of(length: int, layers: int = 5) -> np.ndarray:
+    """K and V, [layers, 2, tokens, elements of a token], another number everywhere."""
+    return np.arange(layers * 2 * length * 2).reshape(layers, 2, length, 2).astype("<f2")
+
+
+async def written(api: Api, length: int, **fields: Any) -> Session:
+    """A session of one-item calls whose sequence 1 has these rows of K and V."""
+    session = await api.open(spec=SPEC, engine=False, **fields)
+    await session.create(1, length)
+    await session.call("ExtendSequence", sequence_id=1, num_tokens=length)
+    chunks = [
+        pb.WriteKvRequest(
+            **session.ids, sequence_id=1, layer_idx=layer_idx, first_token_idx=0, key=key.tobytes(), value=value.tobytes()
+        )
+        for layer_idx, (key, value) in enumerate(rows_of(length))
+    ]
+    await api.stub.WriteKv(iter(chunks))
+    await session.call("CommitSequence", sequence_id=1, num_tokens=length, first_token_idx=length)
+    return session
+
+
+async def test_k_and_v_are_read_where_their_group_has_them(api: Api) -> None:
+    session = await written(api, 21)
+    rows = rows_of(21)
+    for chunk in await session.read_kv(1, first_token_idx=12):
+        key, value = rows[chunk.layer_idx, :, 12:]
+        assert (chunk.key, chunk.value) == (key.tobytes(), value.tobytes())
+    (chunk,) = await session.read_kv(1, layer_idx=[2])
+    assert chunk.key == rows[2, 0].tobytes()
+    error = await refusal(session.read_kv(1, first_token_idx=11, layer_idx=[2, 3]))
+    assert (error.reason, error.metadata["field"], error.metadata["limit"]) == ("INVALID_FIELD", "first_token_idx", "12")
+
+
+async def test_a_sequence_is_handed_over_with_all_of_its_tables(api: Api) -> None:
+    giver, taker = await written(api, 21), await api.open(spec=SPEC, engine=False)
+    before = await tables(giver, 1)
+    offer = (await giver.call("HandOffSequence", sequence_id=1)).offer
+    taken = (await taker.call("TakeSequence", offer=offer, sequence_id=7)).sequence
+    assert [list(taken.block_table), *(list(group.block_table) for group in taken.group_tables)] == before
+    assert (await taker.read_kv(7, first_token_idx=12))[-1].value == rows_of(21)[4, 1, 12:].tobytes()
+    await api.audit()
+
+
+async def test_a_pin_holds_what_a_hit_of_its_length_reads(api: Api) -> None:
+    session = await written(api, 21)
+    pinned = await session.call("PinPrefix", token_ids=range(20), ttl_ms=60_000)
+    assert pinned.num_pinned_tokens == 20
+    await session.call("ReleaseSequence", sequence_id=1)
+    await session.call("EvictBlocks", num_blocks=1000)
+    await api.audit()
+    (pool,) = (await api.stats()).pools
+    assert pool.num_pinned_blocks == 5 + 2 * 2  # a token at 20 reads from token 14 on
+    assert await session.create(2, 21) == 20
+    assert await session.create(3, 17) == 0, "shorter ones read what is not held"
+    await session.call("UnpinPrefix", pin_id=pinned.pin_id)
+    await api.audit()
+
+
+async def test_a_pin_is_as_long_as_there_is_room_for_all_groups() -> None:
+    async with serving(num_blocks=27) as api:  # 26 that can be had, of which pins may hold 13
+        session = await api.open(spec=SPEC)
+        await session.create(1, 32)
+        await step(session, 1, **start(1))
+        reserve = {"reserve_sequence_ids": le64(1), "reserve_min_tokens": le32(32), "reserve_max_tokens": le32(32)}
+        await step(session, 2, **commit(1, 28))
+        await step(session, 3)
+        await step(session, 4, **reserve)
+        await step(session, 5, **commit(1, 32))
+        pinned = await session.call("PinPrefix", token_ids=range(32), ttl_ms=60_000)
+        await api.audit()
+        (pool,) = (await api.stats()).pools
+        assert (pinned.num_pinned_tokens, pool.num_pinned_blocks) == (32, 8 + 2 * 2)
+        again = await session.call("PinPrefix", token_ids=range(28), ttl_ms=60_000)
+        assert again.num_pinned_tokens < 28, "its windows begin an entry before, and two blocks more are too many"
+        await api.audit()
+
+
+async def test_stored_logits_stand_for_a_prompt_whose_windows_are_there() -> None:
+    async with serving(logits_memory=1 << 10) as api:
+        session = await api.open(spec=SPEC)
+        await session.create(1, 20)
+        await step(session, 1, **start(1))
+        await step(session, 2, **commit(1, 20))
+        await session.call("StoreLogits", sequence_id=1, num_tokens=20, logits=b"1234")
+        await session.create(2, 20)
+        answer = await step(session, 3, **start(2))
+        assert (answer.start_hits.tolist(), answer.start_has_logits.tolist()) == ([20], [1])
+        assert answer.start_block_ids.reshape(3, 5).tolist() == await tables(session, 1)
+        await step(session, 4, release_sequence_ids=le64(1, 2))
+        await api.audit()
+        await step(session, 5)
+        pinned = await session.call("PinPrefix", token_ids=range(16), ttl_ms=60_000)
+        await session.call("EvictBlocks", num_blocks=1000)
+        await session.create(3, 20)
+        answer = await step(session, 6, **start(3))
+        assert (answer.start_hits.tolist(), answer.start_has_logits.tolist()) == ([pinned.num_pinned_tokens], [])
+
+
+async def test_a_sequence_is_swapped_with_the_tables_of_all_groups() -> None:
     async with serving(host_memory=64 << 10) as api:
-        error = await refusal(api.open(spec=SPEC))
-        assert (error.reason, error.metadata["feature"]) == ("NOT_IMPLEMENTED", "layer_groups")
-        await api.open(spec=spec_of(pb.LayerGroup(kind=FULL, layer_idx=range(5))))  # one group does without nothing
+        session = await api.open(spec=SPEC)
+        await session.create(1, 21)
+        await step(session, 1, **start(1))
+        await step(session, 2, **commit(1, 21))
+        before = await tables(session, 1)
+        answer = await step(session, 3, swap_out_sequence_ids=le64(1))
+        assert sorted(answer.transfer_sources.tolist()) == sorted(block for table in before for block in table if block)
+        found = (await session.call("GetSequence", sequence_id=1)).sequence
+        assert (found.num_host_blocks, len(found.block_table), len(found.group_tables)) == (12, 0, 0)
+        done = {"completed_transfer_ids": answer.transfer_ids.tobytes()}
+        answer = await step(session, 4, swap_in_sequence_ids=le64(1), **done)
+        if not len(answer.ready_ids):
+            answer = await step(session, 5, completed_transfer_ids=answer.transfer_ids.tobytes())
+        assert answer.ready_ids.tolist() == [1]
+        assert answer.ready_num_blocks.tolist() == [6]
+        assert answer.ready_block_ids.reshape(3, 6).tolist() == await tables(session, 1)
+        assert [table.count(0) for table in await tables(session, 1)] == [0, 3, 3]
+        await api.audit()
 
 
 async def test_one_item_calls_grow_and_share_all_groups(api: Api) -> None:
@@ -183,3 +292,19 @@ async def test_one_item_calls_grow_and_share_all_groups(api: Api) -> None:
     assert answer.num_dropped_blocks == 0
     await session.call("ReleaseSequence", sequence_id=2)
     assert [pool.num_referenced_blocks for pool in (await api.stats()).pools] == [0]
+
+
+async def test_memory_that_is_kept_comes_back_with_all_groups() -> None:
+    with memory_folder() as folder:
+        for has_come_back in (False, True):
+            async with serving(memory_dir=folder, keep=True, host_memory=64 << 10, block_digests=True) as api:
+                if not has_come_back:
+                    session = await written(api, 21)
+                    await session.call("ReleaseSequence", sequence_id=1)
+                    continue
+                session = await api.open(spec=SPEC, engine=False)
+                assert await session.create(1, 21) == 20
+                await session.call("ExtendSequence", sequence_id=1, num_tokens=21)
+                chunks = await session.read_kv(1, first_token_idx=12, num_tokens=8)
+                assert [chunk.key for chunk in chunks] == [rows[0, 12:20].tobytes() for rows in rows_of(21)]
+                await api.audit()

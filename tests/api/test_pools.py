@@ -183,6 +183,7 @@ async def test_tiny_blocks_do_not_make_a_huge_core() -> None:
         ({"rope_parameters": "r" * 4097}, "rope_parameters"),
         ({"compute_dtype": "c" * 33}, "compute_dtype"),
         ({"tensor_parallel_size": -1}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 65}, "tensor_parallel_size"),
     ],
 )
 async def test_specs_that_are_refused(api: Api, changes: dict[str, object], field: str) -> None:
@@ -190,11 +191,6 @@ async def test_specs_that_are_refused(api: Api, changes: dict[str, object], fiel
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
     assert error.metadata["field"] == f"spec.{field}"
     assert (await api.stats()).pools == []
-
-
-async def test_several_ranks_are_not_part_of_this_build(api: Api) -> None:
-    error = await refusal(api.open(spec=spec_of(tensor_parallel_size=2)))
-    assert (error.reason, error.metadata["feature"]) == ("NOT_IMPLEMENTED", "tensor_parallel_size")
 
 
 @pytest.mark.parametrize(("fields", "field"), [({"executor": 9}, "executor"), ({"client_name": "n" * 257}, "client_name")])

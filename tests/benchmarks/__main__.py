@@ -28,6 +28,8 @@ NAMES = (
     "speculation",
     "quality",
     "groups",
+    "tensor_parallel",
+    "kv_dtypes",
     "trace",
     "hints",
     "policies",

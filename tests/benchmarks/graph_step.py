@@ -7,26 +7,32 @@ host.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 from unittest import mock
 
 import numpy as np
 import torch
 
 from kvkeeper.engine_service.compute import sampler
+from kvkeeper.engine_service.compute.device_queue import HostQueue
 from kvkeeper.engine_service.compute.graphs.graph_api import Graph
-from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, GraphedDecode, capture_decode
-from kvkeeper.engine_service.compute.step_compute import StepRows, copy_forward_sample
+from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, capture_decode
+from kvkeeper.engine_service.compute.last_tokens import LastTokens
+from kvkeeper.engine_service.compute.model_runner import ModelRunner
+from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
 from kvkeeper.engine_service.scheduler.work import StepChanges, Work
-from kvkeeper.engine_service.values.batch import Batch
-from kvkeeper.engine_service.values.sampling_params import GREEDY, SamplingParams, SamplingRow
+from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, SamplingParams, SamplingRow
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.scratch import Scratch
 from tests.support.worlds.batches import ScheduledRow, build_batch
 
 _BLOCK_SIZE, _CONTEXT, _WIDTH, _VOCAB = 16, 300, 512, 512
 _NUM_STEPS = 400
+T = TypeVar("T")
 _DRAWS = {
+    "likeliest": GREEDY,  # as the loop has them where nothing else is asked of a step
     "greedy": GREEDY,
     "drawn": SamplingParams(temperature=0.7, top_p=0.9),
     "penalised": SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.1),
@@ -36,25 +42,23 @@ _DRAWS = {
 class _NoGraphs:
     """A GraphApi whose replays do nothing."""
 
-    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+    def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
         return self, run()
 
     def replay(self) -> None:
         pass
 
 
-class _Runner:
+class _Runner(ModelRunner):
     """The part of ModelRunner that a captured decode goes through."""
 
-    vocab_size, layout = _VOCAB, KvLayout(1, 1, 64, torch.float32, _BLOCK_SIZE)
-
-    def __init__(self, graphed: GraphedDecode) -> None:
-        self._graphed = graphed
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        logits = self._graphed.forward(batch)
-        assert logits is not None
-        return logits
+    def __init__(self, shape: DecodeShape) -> None:
+        layout = KvLayout(1, 1, 64, torch.float32, _BLOCK_SIZE)
+        self._layout, self._kv_view = layout, torch.empty(0)
+        self.queue, self.last_tokens = HostQueue(), LastTokens(torch.device("cpu"))
+        self.last_tokens.fix(shape.most_rows + 1)
+        device = torch.device("cpu")
+        self.graphed = capture_decode(_logits, shape, device, _NoGraphs(), self.queue, self.last_tokens, progress=False)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         pass
@@ -65,20 +69,25 @@ class _Runner:
 
 def figures() -> Iterator[dict[str, object]]:
     torch.set_num_threads(1)
-    shape, device = DecodeShape(256, _WIDTH, _WIDTH * _BLOCK_SIZE), torch.device("cpu")
+    shape = DecodeShape(256, _WIDTH, _WIDTH * _BLOCK_SIZE)
     with torch.inference_mode():
-        graphed = capture_decode(_logits, shape, device, _NoGraphs(), progress=False)
-    runner = _Runner(graphed)
+        runner = _Runner(shape)
+    compute = StepCompute(runner)
     for num_rows in (1, 16, 64, 256):
         work = _work(num_rows)
         assert work.batch is not None
-        inputs = _median_us(partial(graphed.forward, work.batch))
+        inputs = _median_us(partial(runner.forward, work.batch))
         for name, params in _DRAWS.items():
             history = np.arange(_CONTEXT, dtype=np.int32) * 7 % _VOCAB
             rows = [SamplingRow(params, seed, 0, history, _CONTEXT // 2) for seed in range(num_rows)]
+            how = StepRows([LIKELIEST] * num_rows if name == "likeliest" else rows, [])
             with mock.patch.object(sampler, "sample_rows", lambda logits, *_: torch.zeros(len(logits), dtype=torch.int64)):
-                whole = _median_us(partial(copy_forward_sample, runner, work, StepRows(rows, [])))
+                whole = _median_us(partial(_launch_and_read, compute, work, how))
             yield {"rows": num_rows, "draws": name, "inputs_and_replay_us": inputs, "step_us": whole}
+
+
+def _launch_and_read(compute: StepCompute, work: Work, how: StepRows) -> None:
+    compute.launch(work, how).read()
 
 
 def _logits(tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> torch.Tensor:
@@ -87,15 +96,18 @@ def _logits(tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> torch.Tens
 
 def _work(num_rows: int) -> Work:
     tables = np.arange(1, 1 + _WIDTH, dtype=np.int32)
-    batch = build_batch([ScheduledRow([5], _CONTEXT - 1, tables)] * num_rows, _BLOCK_SIZE)
     rows, none = np.arange(num_rows), np.empty(0, np.int64)
+    batch = build_batch([ScheduledRow([5], _CONTEXT - 1, tables)] * num_rows, _BLOCK_SIZE)
+    batch = replace(batch, rows=rows, awaited_rows=rows)
     return Work(
         rows=rows,
         num_new=np.ones(num_rows, np.int32),
+        serials=rows,
         num_prompt_tokens=0,
         copies=[],
         batch=batch,
         sample_rows=rows,
+        awaited=np.zeros(num_rows, np.bool_),
         sampled=[],
         guesses=[],
         logit_idx=rows,

@@ -1,9 +1,13 @@
-"""The disk tier: bytes a second beside plain O_DIRECT on the same file, and a first token from the disk beside computing it.
+"""Disk and remote tier: bytes a second beside plain O_DIRECT and a bare client, and a first token from each beside computing.
 
 Both sides of the first take turns: blocks in batches, in the four threads of the service, between the file and one arena. Plain
 O_DIRECT reads and writes the same places with one call a block and nothing else; the slab makes digests and rows beside it.
-Nothing of it is in the system's cache, so reads are cold. The second is a 32 M parameter Llama in both services, one thread:
-prompts of 2,000 tokens that lie on the disk alone, after pool and host tier have had others, against prompts that are new.
+Nothing of it is in the system's cache, so reads are cold. The remote tier's store takes turns with a pipelined client of
+redis-py on the same server, with values of the same size, in the same batches and threads; the store makes digests and keyed
+checks beside it, asks for the era with each batch, and has the bytes in the arena at the end. Then a 32 M parameter Llama in
+both services, one thread: prompts of 2,000 tokens that lie in the tier alone, after pool and host tier have had others, against
+prompts that are new. What is measured there decides whether a load pays; with `always` every load is ordered. The last are the
+times between the tokens of one stream beside others, while the server of the remote tier answers, hangs, or is gone.
 """
 
 import asyncio
@@ -12,35 +16,49 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 
 import numpy as np
+import redis
 
 from kvkeeper.cache_service.core.values.copies import NAME_BYTES, TierOrder, TierResult
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.memory.disk.disk_threads import NUM_THREADS
 from kvkeeper.cache_service.memory.disk.slab import Slab, make_slab
 from kvkeeper.cache_service.memory.kept_file import make_file
+from kvkeeper.cache_service.memory.remote.redis_server import RedisServer as RedisPlaces
+from kvkeeper.cache_service.memory.remote.remote_address import parse_address
+from kvkeeper.cache_service.memory.remote.remote_store import RemoteStore
+from kvkeeper.cache_service.memory.remote.secret import read_secret
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
-from kvkeeper.client import AsyncCacheClient, AsyncEngineClient
+from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, Sampling
 from tests.benchmarks.both_services import ask
 from tests.benchmarks.llama import build_folder, random_prompt
 from tests.benchmarks.processes import process
+from tests.support.remote.redis_server import PASSWORD, RedisServer
 
-_SLAB_BYTES, _HOST_BYTES = 768 << 20, 256 << 20
+_SLAB_BYTES, _HOST_BYTES, _REMOTE_BYTES = 768 << 20, 256 << 20, 192 << 20
 _NUM_TURNS = 6
-_PROMPT_TOKENS, _NUM_PROMPTS = 2_000, 6
+_PROMPT_TOKENS, _NUM_PROMPTS, _STREAM_TOKENS = 2_000, 6, 300
 
 Work = Callable[[list[TierOrder]], None]
 
 
 def figures() -> Iterator[dict[str, object]]:
     for block_kib in (64, 512, 2048):
-        yield {"case": "bytes", "block_KiB": block_kib, **_rates(block_kib << 10)}
+        yield {"case": "disk bytes", "block_KiB": block_kib, **_rates(block_kib << 10)}
+    for block_kib in (64, 512, 2048):
+        with tempfile.TemporaryDirectory() as folder, closing(RedisServer(Path(folder))) as server:
+            yield {"case": "remote bytes", "block_KiB": block_kib, **_remote_rates(server, block_kib << 10)}
     with tempfile.TemporaryDirectory() as folder:
         build_folder(Path(folder, "model"))
-        yield {"case": "first token", "prompt_tokens": _PROMPT_TOKENS, **asyncio.run(_first_tokens(folder))}
+        for tier in ("disk", "remote"):
+            for worth in ("auto", "always"):
+                found = asyncio.run(_first_tokens(folder, tier, worth))
+                yield {"case": "first token", "tier": tier, "worth": worth, "prompt_tokens": _PROMPT_TOKENS, **found}
+        for row in asyncio.run(_others(folder)):
+            yield {"case": "others, while the remote tier's server", **row}
 
 
 def _rates(block_bytes: int) -> dict[str, object]:
@@ -73,15 +91,15 @@ def _rates(block_bytes: int) -> dict[str, object]:
             return work
 
         seconds: dict[str, list[float]] = {"write": [], "plain_write": [], "read": [], "plain_read": []}
-        _timed(orders, plainly(os.pwritev))  # the first write of a place costs the file system more
+        _timed(orders, plainly(os.pwritev), block_bytes)  # the first write of a place costs the file system more
         for turn in range(_NUM_TURNS):
             works = [("write", through(slab.write)), ("plain_write", plainly(os.pwritev))]
             for name, work in works if turn % 2 else reversed(works):
-                seconds[name].append(_timed(orders, work))
-            _timed(orders, through(slab.write))  # so that rows and bytes fit
+                seconds[name].append(_timed(orders, work, block_bytes))
+            _timed(orders, through(slab.write), block_bytes)  # so that rows and bytes fit
             works = [("read", through(slab.read)), ("plain_read", plainly(os.preadv))]
             for name, work in works if turn % 2 else reversed(works):
-                seconds[name].append(_timed(orders, work))
+                seconds[name].append(_timed(orders, work, block_bytes))
         num_bytes = len(orders) * block_bytes
         rates = {f"{name}_MB_s": round(num_bytes / float(np.median(each)) / 1e6) for name, each in seconds.items()}
         shares = {
@@ -95,9 +113,58 @@ def _rates(block_bytes: int) -> dict[str, object]:
         return {**rates, **shares, "direct": is_direct}
 
 
-def _timed(orders: list[TierOrder], work: Work) -> float:
+def _remote_rates(server: RedisServer, block_bytes: int) -> dict[str, object]:
+    """The store beside a bare client; both have a connection for each thread."""
+    spec = KvSpec(b"bench", "bench", 0, 0, 0, 0, 16, page_bytes=block_bytes)
+    address = parse_address(server.address)
+    secret = read_secret(server.secret())
+    store = RemoteStore(RedisPlaces(address, secret, ttl=3600.0, timeout=60.0), secret, spec)
+    bare = redis.Redis(address.host, address.port, password=PASSWORD, protocol=2, socket_timeout=60.0)
+    arena = SharedMemoryArena(_REMOTE_BYTES)
+    arena.array[:] = np.random.default_rng(1).integers(0, 256, len(arena.array), np.uint8)
+    hosts = arena.blocks(_REMOTE_BYTES // block_bytes, block_bytes)
+    orders = [TierOrder(at, at, at.to_bytes(NAME_BYTES), bytes(NAME_BYTES), bytes(64), at, 0) for at in range(1, len(hosts))]
+
+    def through(call: Callable[..., list[TierResult]]) -> Work:
+        def work(part: list[TierOrder]) -> None:
+            assert call(part, hosts) == [TierResult.DONE] * len(part)
+
+        return work
+
+    def put(part: list[TierOrder]) -> None:
+        batch = bare.pipeline(transaction=False)
+        for order in part:
+            batch.execute_command("SET", b"bare:" + order.name, memoryview(hosts[order.host]))
+        assert all(batch.execute())
+
+    def get(part: list[TierOrder]) -> None:
+        batch = bare.pipeline(transaction=False)
+        for order in part:
+            batch.execute_command("GET", b"bare:" + order.name)
+        assert all(len(value) == block_bytes for value in batch.execute())
+
+    seconds: dict[str, list[float]] = {"write": [], "bare_write": [], "read": [], "bare_read": []}
+    for turn in range(_NUM_TURNS + 1):
+        for pair in (
+            (("write", through(store.write)), ("bare_write", put)),
+            (("read", through(store.read)), ("bare_read", get)),
+        ):
+            for name, work in pair if turn % 2 else reversed(pair):
+                seconds[name] += [_timed(orders, work, block_bytes)] * (turn > 0)  # the first turn makes connections and room
+    num_bytes = len(orders) * block_bytes
+    rates = {f"{name}_MB_s": round(num_bytes / float(np.median(each)) / 1e6) for name, each in seconds.items()}
+    shares = {
+        f"{name}_share": round(float(np.median(seconds[f"bare_{name}"]) / np.median(seconds[name])), 3)
+        for name in ("write", "read")
+    }
+    store.close()
+    arena.close()
+    return {**rates, **shares}
+
+
+def _timed(orders: list[TierOrder], work: Work, block_bytes: int) -> float:
     """Seconds until the threads have done all orders, in parts as the service gives them."""
-    size = max((4 << 20) // _block_bytes(orders), 1)
+    size = max((4 << 20) // block_bytes, 1)
     parts = [orders[first : first + size] for first in range(0, len(orders), size)]
     lock = threading.Lock()
 
@@ -118,39 +185,89 @@ def _timed(orders: list[TierOrder], work: Work) -> float:
     return time.perf_counter() - begin
 
 
-def _block_bytes(orders: list[TierOrder]) -> int:
-    return _SLAB_BYTES // len(orders)
-
-
-async def _first_tokens(folder: str) -> dict[str, object]:
-    async with _services(folder) as (cache, engine):
+async def _first_tokens(folder: str, tier: str, worth: str) -> dict[str, object]:
+    async with _services(folder, tier, worth) as (cache, engine):
         rng = np.random.default_rng(2)
         await ask(engine, random_prompt(rng, 64), 4)  # warms it up
         prompts = [random_prompt(rng, _PROMPT_TOKENS) for _ in range(_NUM_PROMPTS)]
         computed = [(await ask(engine, prompt, 2)).first_token_seconds for prompt in prompts]
-        while (pool := (await cache.stats()).pools[0]).num_queued_disk_blocks or pool.num_busy_disk_blocks:
+        while (pool := (await cache.stats()).pools[0]) and getattr(pool, f"num_queued_{tier}_blocks"):
             await ask(engine, random_prompt(rng, 64), 1)  # a pause in which the service goes on
-        before = pool.num_disk_hit_blocks
-        from_disk = [(await ask(engine, prompt, 2)).first_token_seconds for prompt in prompts[:-2]]  # the others may be above
+        before = getattr(pool, f"num_{tier}_hit_blocks")
+        loaded = [(await ask(engine, prompt, 2)).first_token_seconds for prompt in prompts[:-2]]  # the others may be above
         pool = (await cache.stats()).pools[0]
-        num_loaded = pool.num_disk_hit_blocks - before
+        num_loaded = getattr(pool, f"num_{tier}_hit_blocks") - before
         return {
             "computed_ms": round(float(np.median(computed)) * 1e3, 1),
-            "from_disk_ms": round(float(np.median(from_disk)) * 1e3, 1),
-            "loaded_blocks_a_prompt": round(num_loaded / len(from_disk), 1),
+            "again_ms": round(float(np.median(loaded)) * 1e3, 1),
+            "loaded_blocks_a_prompt": round(num_loaded / len(loaded), 1),
             "block_KiB": pool.pool.block_bytes >> 10,
-            "late_loads": pool.num_late_disk_loads,
+            "late_loads": getattr(pool, f"num_late_{tier}_loads"),
+            "unworthy_loads": getattr(pool, f"num_unworthy_{tier}_loads"),
+            "break_even_tokens": getattr(pool, f"{tier}_break_even_tokens"),
+            "first_byte_ms": getattr(pool, f"{tier}_first_byte_us") / 1e3,
+            "prefill_tokens_s": pool.prefill_rate_tokens,
         }
 
 
-@asynccontextmanager
-async def _services(folder: str) -> AsyncIterator[tuple[AsyncCacheClient, AsyncEngineClient]]:
-    """Both services, with room for two of the prompts in the pool and for two in the host tier."""
-    cache, engine = f"unix:{folder}/cache", f"unix:{folder}/engine"
-    sizes = ("--num-pools", "1", "--num-blocks", "300", "--num-host-blocks", "300")
-    disk = ("--disk-path", f"{folder}/disk", "--disk-memory", "2GiB")
+async def _others(folder: str) -> list[dict[str, object]]:
+    """Times between the tokens of one stream while short prompts, which ask the server, come and go; turn by turn."""
+    gaps: dict[str, list[float]] = {"answers": [], "hangs": [], "is gone": []}
+    num_asked = dict.fromkeys(gaps, 0)
     async with AsyncExitStack() as stack:
-        flags = ("--listen", cache, "--runtime-dir", folder, *sizes, *disk)
+        server = stack.enter_context(closing(RedisServer(Path(stack.enter_context(tempfile.TemporaryDirectory())))))
+        cache, engine = await stack.enter_async_context(_services(folder, "remote", "always", server))
+        rng = np.random.default_rng(3)
+
+        async def come_and_go(state: str) -> None:
+            while True:
+                await ask(engine, random_prompt(rng, 48), 1)
+                num_asked[state] += 1
+
+        for state in ("answers", "hangs", "answers", "is gone") * 2:
+            {"hangs": server.hang, "is gone": server.kill}.get(state, lambda: None)()
+            others = asyncio.create_task(come_and_go(state))
+            gaps[state] += await _gaps(engine, random_prompt(rng, 64))
+            others.cancel()
+            await asyncio.gather(others, return_exceptions=True)
+            {"hangs": server.go_on, "is gone": server.start}.get(state, lambda: None)()
+        pool = (await cache.stats()).pools[0]
+    return [
+        {
+            "state": state,
+            "token_p50_ms": round(float(np.median(each)) * 1e3, 2),
+            "token_p99_ms": round(float(np.percentile(each, 99)) * 1e3, 2),
+            "prompts": num_asked[state],
+            "rests": pool.num_remote_rests,
+        }
+        for state, each in gaps.items()
+    ]
+
+
+async def _gaps(engine: AsyncEngineClient, prompt: np.ndarray) -> list[float]:
+    """Seconds between the tokens of a stream."""
+    sampling = Sampling(max_tokens=_STREAM_TOKENS, temperature=0.0, repetition_penalty=1.0, ignore_eos=True)
+    times = list[float]()
+    async with engine.generate(prompt, GenerateOptions(sampling=sampling)) as chunks:
+        async for _ in chunks:
+            times.append(time.perf_counter())
+    return np.diff(times).tolist()
+
+
+@asynccontextmanager
+async def _services(
+    folder: str, tier: str, worth: str, server: RedisServer | None = None
+) -> AsyncIterator[tuple[AsyncCacheClient, AsyncEngineClient]]:
+    """Both services, with room for two of the prompts in the pool and for two in the host tier."""
+    async with AsyncExitStack() as stack:
+        own = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+        cache, engine = f"unix:{own}/cache", f"unix:{own}/engine"
+        sizes = ("--num-pools", "1", "--num-blocks", "300", "--num-host-blocks", "300", "--tier-worth", worth)
+        below: tuple[str, ...] = ("--disk-path", f"{own}/disk", "--disk-memory", "2GiB")
+        if tier == "remote":
+            server = server or stack.enter_context(closing(RedisServer(Path(own))))
+            below = ("--remote", server.address, "--remote-secret", str(server.secret()), "--remote-admit", "all")
+        flags = ("--listen", cache, "--runtime-dir", own, *sizes, *below)
         await stack.enter_async_context(process("-m", "kvkeeper.cache_service", *flags))
         of_engine = ("--listen", engine, "--cache", cache, "--model", f"{folder}/model", "--threads", "1")
         await stack.enter_async_context(process("-m", "kvkeeper.engine_service", *of_engine))

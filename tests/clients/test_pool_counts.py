@@ -6,7 +6,13 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.console.tables import size
 from kvkeeper.cli.show.pool_counts import show_pool
 
-SHARES = {"slot_utilization": 0.111, "hit_rate": 0.222, "block_utilization": 0.333}
+SHARES = {
+    "slot_utilization": 0.111,
+    "hit_rate": 0.222,
+    "block_utilization": 0.333,
+    "recent_hit_rate": 0.444,
+    "reachable_hit_rate": 0.555,
+}
 
 
 def test_every_count_has_its_place() -> None:

@@ -22,6 +22,7 @@ from kvkeeper.kernels.copy_blocks import copy_blocks
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
+from tests.gpu import stored_kernels
 from tests.gpu.checks import Check, text_of
 from tests.unit.kernels.worlds import World, make_world, random_queries
 
@@ -30,6 +31,8 @@ _MOST_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _LENGTHS = [1, 16, 17, 64, 65, 129, 150]
 _QUERIES = [1, 2, 17, 1, 30, 66, 7]
 _KEPT = [(0, 0), (4, 8), (0, 9), (16, 16), (1, 1), (64, 64), (4, 100)]
+_SHARED = [300 + 11 * seq for seq in range(24)]
+_GROUPS = [list(range(0, 24, 2)), [3, 5, 9, 11, 21]]  # what the first of each has in its first 256 tokens, all of it have
 _SCALE = 0.2
 
 
@@ -71,7 +74,8 @@ def _cases(
     for length in (64, 1000, 4096):
         yield f"rms_norm_{length}", lambda n=length: _norm(dtype, device, n)
         yield f"gates_{length}", lambda n=length: _gates(dtype, device, n)
-    yield "sampling", lambda: _sampling(device)
+    yield "sampling", lambda: _sampling(device, 4096)
+    yield "sampling_large", lambda: _sampling(device, 9000 if device == "cpu" else 131_072)
     yield "penalties", lambda: _penalties(device)
     yield "rotary_store_kv", lambda: _rotary_store(dtype, device, with_norm=False)
     yield "rotary_store_kv_norm", lambda: _rotary_store(dtype, device, with_norm=True)
@@ -81,6 +85,9 @@ def _cases(
     yield "decode_items_window", lambda: _attention(dtype, device, 64, 16, lengths=long, window=600)
     short = [100 + seq % 90 for seq in range(5 if device == "cpu" else 63)]
     yield "decode_one_long", lambda: _attention(dtype, device, 128, 16, lengths=[900 if device == "cpu" else 6000, *short])
+    yield "decode_shared_prefix", lambda: _attention(dtype, device, 128, 16, lengths=_SHARED, shared=_GROUPS)
+    yield "decode_shared_prefix_cap", lambda: _attention(dtype, device, 256, 16, lengths=_SHARED, shared=_GROUPS, soft_cap=5.0)
+    yield "decode_shared_prefix_group8", lambda: _attention(dtype, device, 64, 64, group=8, lengths=_SHARED, shared=_GROUPS)
     prefix = [300, 20] if device == "cpu" else [4017, 20]
     yield "prefill_short_suffix", lambda: _attention(dtype, device, 128, 16, lengths=prefix, queries=[17, 1])
     yield "prefill_one_token", lambda: _attention(dtype, device, 128, 16, lengths=prefix, queries=[1, 1])
@@ -92,6 +99,7 @@ def _cases(
             lambda o=options: _attention(dtype, device, 128, 16, lengths=prefix, queries=[17, 2], **o),
         )
     yield "prefill_short_suffix_d256", lambda: _attention(dtype, device, 256, 16, lengths=prefix, queries=[40, 1])
+    yield from stored_kernels.cases(dtype, device, head_dims)
     for op in ("decode", "prefill", "store_kv", "copy_blocks"):
         yield f"{op}_far", lambda o=op: _far(dtype, device, o)
 
@@ -112,10 +120,14 @@ def _attention(
     lengths: list[int] | None = None,
     queries: list[int] | None = None,
     kept: list[tuple[int, int]] | None = None,
+    shared: list[list[int]] | None = None,
     **options: float,
 ) -> float:
+    """shared: sequences that have their first 256 tokens in common."""
     lengths = lengths or _LENGTHS
     world = make_world(lengths, block_size=block_size, head_dim=head_dim, dtype=dtype)
+    for members in shared or ():
+        world.block_tables[members[1:], : 256 // block_size] = world.block_tables[members[0], : 256 // block_size]
     num_tokens = len(lengths) if queries is None else sum(queries)
     both = random_queries(2 * num_tokens, 2 * group, head_dim, dtype)
     tensors = [both[:num_tokens], world.layer, world.block_tables, world.seq_lens]
@@ -239,9 +251,12 @@ def _penalties(device: str) -> float:
     return _error(apply_penalties(logits.to(device), rows), apply_penalties(logits, rows))
 
 
-def _sampling(device: str) -> float:
-    """Share of rows that draw another token than the CPU does: the same number decides, up to the last bits of sums."""
-    logits = random_queries(256, 1, 4096).view(256, 4096) * 3
+def _sampling(device: str, vocab_size: int) -> float:
+    """Share of rows that draw another token than the CPU does: the same number decides, up to the last bits of sums.
+
+    A small vocabulary is one program's, a large one that of several.
+    """
+    logits = random_queries(256, 1, vocab_size).view(256, vocab_size) * 3
     columns = [torch.full((256,), value, dtype=torch.float64) for value in (0.8, 40, 0.9, 0.02, 1.0)]
     columns[1] = columns[1].long()
     columns[1][::3], columns[2][::5], columns[3][::2] = 0, 1.0, 0.0

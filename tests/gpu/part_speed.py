@@ -39,12 +39,17 @@ def run(is_dry: bool) -> Iterator[Check]:
             lambda n=num_seqs, s=seq_len, d=head_dim: _decode(watch, ceilings, n, s, d),
         )
     yield _told("decode_one_long_of_64", lambda: _one_long(watch, ceilings))
+    for num_seqs, prefix in ((17, 64),) if is_dry else ((16, 2048), (64, 8192), (256, 2048)):
+        yield _told(f"decode_shared_{num_seqs}x{prefix}", lambda n=num_seqs, p=prefix: _shared_prefix(watch, ceilings, n, p))
     for num_queries in (1, 17, 64):
         yield _told(f"suffix_{num_queries}_on_32k", lambda n=num_queries: _suffix(watch, ceilings, n))
     for seq_len in (64,) if is_dry else (2048, 8192):
         yield _told(f"prefill_{seq_len}", lambda s=seq_len: _prefill(watch, ceilings, s))
-    for measure in (_store, _copy, _norm, _swap, _sampling):
+    for measure in (_store, _copy, _norm, _swap):
         yield _told(measure.__name__.removeprefix("_"), lambda one=measure: one(watch, ceilings))
+    for rows in (2,) if is_dry else (1, 16, 128):
+        for label, top_k, top_p in (("top_k_top_p", 40, 0.9), ("top_p", 0, 0.9), ("none", 0, 1.0)):
+            yield _told(f"sampling_{rows}_{label}", lambda r=rows, k=top_k, p=top_p, n=label: _sampling(watch, r, k, p, n))
 
 
 def _told(name: str, measure: Callable[[], Check]) -> Check:
@@ -103,6 +108,27 @@ def _one_long(watch: Stopwatch, ceilings: Ceilings) -> Check:
     num_bytes = 2 * int(lens.sum()) * _KV_HEADS * head_dim * _DTYPE.itemsize
     figures = {"graph_us": seconds * 1e6, "kv_mb": num_bytes / 1e6, "of_read_bandwidth": num_bytes / seconds / ceilings.read}
     return Check("decode_one_long_of_64", None, figures, "aim: 0.85 of reading")
+
+
+def _shared_prefix(watch: Stopwatch, ceilings: Ceilings, num_seqs: int, prefix: int) -> Check:
+    """Sequences with a prefix in common, whose keys are read once for sixteen of them; and the same number without."""
+    own, head_dim = 256 if watch.device == "cuda" else 16, 128 if watch.device == "cuda" else 16
+    layer, tables = _paged(watch, num_seqs, prefix + own, head_dim)
+    shared = tables.clone()
+    shared[:, : prefix // _BLOCK_SIZE] = tables[0, : prefix // _BLOCK_SIZE]
+    lens = torch.full((num_seqs,), prefix + own, device=watch.device, dtype=torch.int32)
+    q, scale = _random(watch, num_seqs, _HEADS, head_dim), head_dim**-0.5
+    apart, together = (
+        watch.in_graph(lambda rows=rows: paged_attention_decode(q, layer, rows, lens, scale=scale)) for rows in (tables, shared)
+    )
+    num_bytes = 2 * (prefix + num_seqs * own) * _KV_HEADS * head_dim * _DTYPE.itemsize
+    figures = {
+        "graph_us": together * 1e6,
+        "graph_us_apart": apart * 1e6,
+        "times_faster": apart / together,
+        "once_read_of_bandwidth": num_bytes / together / ceilings.read,
+    }
+    return Check(f"decode_shared_{num_seqs}x{prefix}", None, figures, "aim: within 1.2 of reading what is shared once")
 
 
 def _suffix(watch: Stopwatch, ceilings: Ceilings, num_queries: int) -> Check:
@@ -243,12 +269,15 @@ def _swap(watch: Stopwatch, ceilings: Ceilings) -> Check:
     return Check("swap", None, figures, "aim: 0.90 of a plain copy")
 
 
-def _sampling(watch: Stopwatch, ceilings: Ceilings) -> Check:
-    rows, vocab_size = (128, 131_072) if watch.device == "cuda" else (4, 512)
+def _sampling(watch: Stopwatch, rows: int, top_k: int, top_p: float, label: str) -> Check:
+    """Rows of a vocabulary of 131,072. `none`: temperature alone."""
+    vocab_size = 131_072 if watch.device == "cuda" else 512
     logits = torch.randn(rows, vocab_size, device=watch.device) * 3
-    columns = [torch.full((rows,), value, dtype=torch.float64, device=watch.device) for value in (0.7, 40, 0.9, 0.0, 1.0)]
+    values = (0.7, top_k, top_p, 0.0, 1.0)
+    columns = [torch.full((rows,), value, dtype=torch.float64, device=watch.device) for value in values]
     columns[1] = columns[1].long()
     uniforms = torch.rand(rows, dtype=torch.float64, device=watch.device)
     seconds = watch.seconds(lambda: sample_rows(logits, SamplingTensors(*columns), uniforms))
     in_graph = watch.in_graph(lambda: sample_rows(logits, SamplingTensors(*columns), uniforms))
-    return Check("sampling_128x131072", None, {"ms": seconds * 1e3, "graph_ms": in_graph * 1e3}, "aim: 0.2 ms")
+    figures = {"ms": seconds * 1e3, "graph_ms": in_graph * 1e3}
+    return Check(f"sampling_{rows}x{vocab_size}_{label}", None, figures, "aim: 0.2 ms for 128 rows")

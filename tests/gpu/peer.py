@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvkeeper.cuda.runtime import CudaError, CudaRuntime, cuda_runtime
+from kvkeeper.cuda.errors import CudaError
+from kvkeeper.cuda.runtime import CudaRuntime, cuda_runtime
 from tests.support.stand_ins.fake_cuda import FakeCuda
 
 DEVICE = 0

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkeeper.cuda.runtime import CudaError, CudaRuntime, cuda_runtime
+from kvkeeper.cuda.errors import CudaError
+from kvkeeper.cuda.runtime import CudaRuntime, cuda_runtime
 from kvkeeper.cuda.vmm import VmmDriver, vmm_driver
 from tests.gpu.checks import Check
 from tests.gpu.peer import CALL_S

@@ -28,13 +28,15 @@ def killed(seed: int) -> tuple[int, int, int, int, int]:
     Answers device and host blocks that were believed, those that engines still wrote, and kills with all written down.
     """
     rng = random.Random(seed)
+    windows = [(0,), (0, 3), (0, 0, 2)][seed % 4 - 1] if seed % 4 else (0,)
     config = PoolConfig(
-        num_blocks=rng.choice([6, 12, 24]),
+        num_blocks=rng.choice([6, 12, 24]) * len(windows),
+        group_windows=windows,
         block_size=2,
         max_sequences=rng.choice([6, 10]),
         max_tokens_per_sequence=rng.choice([8, 16]),
         watermark=0.0,
-        num_host_blocks=rng.choice([9, 33]),
+        num_host_blocks=rng.choice([9, 33]) * len(windows),
     )
     world = TierWorld(config, alphabet=rng.choice([1, 2]), num_tenants=2, faults=rng.choice([6, 1000]))
     memory = KeptMemory(config)
@@ -80,13 +82,15 @@ def check_kill(world: TierWorld, memory: KeptMemory) -> tuple[int, int, int, int
     manager, result = memory.restored(may_still_write=True)
     assert not (wrong := manager.check_invariants()), wrong
     assert manager.swapper is not None
-    pools, found = (manager.state.pool, manager.swapper.host.pool), chains(manager)
-    for (tenant, tokens), places in found.items():
-        spelled = world.contents.spell(tenant, list(tokens))[-world.config.block_size :]
-        for slots, block in zip((world.memory.device, world.memory.host), places, strict=True):
-            assert not block or slots[block] == spelled, f"block {block} is believed and holds something else"
-    believed = np.count_nonzero(np.array(list(found.values()), np.int32).reshape(-1, 2), axis=0).tolist()
-    assert [result.num_blocks, result.num_host_blocks] == believed
+    pools, believed = (manager.state.pool, manager.swapper.host.pool), np.zeros(2, np.int64)
+    for group in range(len(world.windows)):
+        found = chains(manager, group=group)
+        for (tenant, tokens), places in found.items():
+            spelled = world.contents.spell(f"{tenant}/{group}", list(tokens))[-world.config.block_size :]
+            for slots, block in zip((world.memory.device, world.memory.host), places, strict=True):
+                assert not block or slots[block] == spelled, f"block {block} is believed and holds something else"
+        believed += np.count_nonzero(np.array(list(found.values()), np.int32).reshape(-1, 2), axis=0)
+    assert [result.num_blocks, result.num_host_blocks] == believed.tolist()
     writes: tuple[set[int], set[int]] = (set(), set())
     for session in [*world.engines, *world.ended]:
         for known, blocks in zip(writes, in_flight(world, session), strict=True):
@@ -98,7 +102,7 @@ def check_kill(world: TierWorld, memory: KeptMemory) -> tuple[int, int, int, int
     manager.end_quarantine(EARLIER_RUN)
     assert not (wrong := manager.check_invariants()), wrong
     assert all(pool.num_available == pool.num_blocks - 1 for pool in pools)
-    return (*believed, *map(len, writes))
+    return (*believed.tolist(), *map(len, writes))
 
 
 def check_residue(world: TierWorld, manager: object) -> None:
@@ -115,8 +119,9 @@ def check_residue(world: TierWorld, manager: object) -> None:
 def check_whole(world: TierWorld, memory: KeptMemory) -> int:
     """All that is published is written down: what is restored equals what was, but for copies that are on the way."""
     manager, _ = memory.restored()
-    wanted = chains(world.manager, is_written=True)
-    assert chains(manager) == wanted, "what is restored is not what was cached"
+    for group in range(len(world.windows)):
+        wanted = chains(world.manager, is_written=True, group=group)
+        assert chains(manager, group=group) == wanted, "what is restored is not what was cached"
     return len(wanted) > 0
 
 
@@ -135,7 +140,7 @@ def test_what_is_restored_after_a_kill_is_what_the_memory_holds() -> None:
 def test_a_table_that_does_not_forget_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that another sequence has now is still believed; the table's own audit is not asked."""
     monkeypatch.setattr(SlotTable, "forget", lambda self, blocks: None)
-    monkeypatch.setattr(IndexRecord, "check", lambda self, tier, node_of_block: iter(()))
+    monkeypatch.setattr(IndexRecord, "check", lambda self, tier, node_of_block, groups: iter(()))
     with pytest.raises(AssertionError, match=r"is believed and holds something else|are shared, while an engine writes"):
         list(map(killed, range(NUM_SEEDS)))
 
@@ -143,8 +148,8 @@ def test_a_table_that_does_not_forget_is_found(monkeypatch: pytest.MonkeyPatch) 
 _ADD_HOSTS = PrefixIndex.add_hosts
 
 
-def _note_too_early(index: PrefixIndex, nodes: Int32Array, hosts: Int32Array) -> None:
-    _ADD_HOSTS(index, nodes, hosts)
+def _note_too_early(index: PrefixIndex, nodes: Int32Array, hosts: Int32Array, groups: np.ndarray | None = None) -> None:
+    _ADD_HOSTS(index, nodes, hosts, groups)
     index.note_filled(hosts)
 
 

@@ -1,8 +1,9 @@
 """Pins: cached prefixes that are kept from eviction without a sequence, for a time.
 
 Owns the session, blocks and deadline of each pin. Rules: a pin holds its blocks as a table does, from the root down without a
-gap, so that no block above a held block is evicted before it; all pins together hold at most half the pool; a pin ends at its
-deadline, with its session, or where a sequence that runs alone could not go on beside it, so that a pin delays no sequence for
+gap, so that no block above a held block is evicted before it; of the other groups of layers it holds what a hit of that length
+reads; all pins together hold at most half the pool; a pin ends at its deadline, with its session, or where a sequence
+that runs alone could not go on beside it, so that a pin delays no sequence for
 ever. Ids and time come from the caller. Does not know tokens or the index.
 """
 
@@ -21,11 +22,15 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A pinned prefix: blocks [n] from the root down. It lives while now < deadline."""
+    """A pinned prefix: blocks [n], the first num_entries from the root down. It lives while now < deadline.
+
+    Behind them stand the blocks of the other groups of layers.
+    """
 
     owner: SessionId
     blocks: Int32Array
     deadline: float
+    num_entries: int
 
 
 class Pins:
@@ -52,6 +57,10 @@ class Pins:
         """The leading blocks of a prefix that pins have room for; a block that another pin holds takes no room."""
         taken = self.num_blocks + np.cumsum(self.counts[blocks] == 0)
         return blocks[: int(np.searchsorted(taken, self.max_blocks, "right"))]
+
+    def num_above(self, blocks: Int32Array) -> int:
+        """How many of these distinct blocks pins have no room for; 0 or less where all fit."""
+        return self.num_blocks + int(np.count_nonzero(self.counts[blocks] == 0)) - self.max_blocks
 
     def add(self, pin_id: str, pin: Pin) -> None:
         """Pins indexed blocks, all of which fit."""

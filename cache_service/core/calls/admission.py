@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..pool_state import PoolState
-from ..sequences.group_windows import refuse_groups
+from ..sequences.group_windows import refuse_retention
 from ..tables.prefix_lookup import PrefixLookup
 from ..values.sequence_args import Retention
 from ..values.types import NO_INT32, Int32Array
@@ -32,19 +32,19 @@ class AdmissionCalls:
         if token_ids is not None:
             num_prompt_tokens = len(token_ids)
             nodes = self._lookup.match_prompt(tenant, token_ids)[: (num_prompt_tokens - 1) // block_size]
-            nodes = state.index.usable(nodes)
+            nodes = self._lookup.usable(nodes)
             hits = state.index.block_of_node[nodes]
         num_required = -(-num_prompt_tokens // block_size)
         if retention is not None:
-            refuse_groups(config.group_windows, "retention of a sequence")
+            refuse_retention(config.group_windows)
             hits = hits[: (retention.num_sink_tokens + retention.num_window_tokens) // block_size]
             num_required = min(num_required, max(retention.num_held_blocks(block_size), len(hits) + 1))
         if len(hits) * block_size < config.min_prefix_tokens:
             hits = hits[:0]
         num_hit_blocks = len(hits)
         if len(config.group_windows) > 1:
-            of_groups = state.index.group_hits(nodes[:num_hit_blocks]) if num_hit_blocks else NO_INT32
-            hits = np.concatenate([hits, of_groups[of_groups > 0]])
+            blocks, hosts = state.index.hit_table(nodes[:num_hit_blocks] if num_hit_blocks else NO_INT32)
+            hits = blocks[(blocks > 0) | (hosts > 0)]
             num_required = max(config.held_blocks(num_required), len(hits) + len(config.group_windows))
         num_required -= int(np.count_nonzero(hits))  # a block that is to be loaded takes room too
         num_room = state.blocks_left.beside(hits, state.num_spare())

@@ -4,7 +4,7 @@ import numpy as np
 
 from ..index.prefix_index import MAX_TENANTS
 from ..pool_state import PoolState
-from ..sequences.group_windows import refuse_groups
+from ..sequences.group_windows import refuse_retention
 from ..sequences.session_state import SessionState
 from ..step.validate import check_id
 from ..tables.prefix_lookup import PrefixLookup
@@ -28,7 +28,7 @@ class CreateCalls:
         sequence_id = check_id(args.sequence_id, "sequence_id")
         num_tokens, limit = len(args.token_ids), state.config.limit_with(args.retention)
         if args.retention is not None:
-            refuse_groups(state.config.group_windows, "retention of a sequence")
+            refuse_retention(state.config.group_windows)
         if num_tokens < 1 or int(args.token_ids.min()) < 0:
             raise InvalidField("a prompt is 1 token or more, ids 0 to 2^31 - 1", field="token_ids", limit=2**31 - 1)
         max_tokens = args.max_tokens or limit
@@ -46,7 +46,7 @@ class CreateCalls:
             self._add(owner, args, max_tokens)
         elif not self._is_same(slot, args, max_tokens):
             raise DuplicateSequence(f"sequence {sequence_id} exists", sequence_id=sequence_id)
-        found = state.index.usable(self._lookup.match_prompt(args.tenant, args.token_ids))
+        found = self._lookup.usable(self._lookup.match_prompt(args.tenant, args.token_ids))
         return len(found) * state.config.block_size
 
     def _add(self, owner: SessionState, args: SequenceArgs, max_tokens: int) -> None:
@@ -78,6 +78,8 @@ class CreateCalls:
         if args.retention is not None:
             seqs.retain(slot, args.retention.num_sink_tokens, args.retention.num_window_tokens)
         owner.ids.add(args.sequence_id, slot)
+        if state.config.prefix_caching:
+            state.reach.note_prompt(root, args.token_ids)
         if state.below is not None:
             state.below.expect(slot)
 

@@ -9,7 +9,6 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from ..pool_state import PoolState
-from ..sequences.group_windows import refuse_groups
 from ..sequences.session_state import SessionState
 from ..sequences.transitions import wrong_state
 from ..step.validate import check_id
@@ -45,7 +44,6 @@ class HandOffCalls:
         """
         state, seqs = self._state, self._sequences
         owner, slot = state.find_sequence(session, sequence_id)
-        refuse_groups(seqs.group_windows, "handing over a sequence")
         if seqs.states[slot] != SequenceState.RUNNING:
             raise wrong_state(sequence_id, int(seqs.states[slot]))
         is_written = seqs.last_reserve_step[slot] > owner.completed_step_id

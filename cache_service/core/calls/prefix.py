@@ -6,9 +6,8 @@ import numpy as np
 
 from ..blocks.pins import MAX_PIN_TTL, MAX_PINS, MIN_PIN_TTL, Pin
 from ..pool_state import PoolState
-from ..sequences.group_windows import refuse_groups
 from ..values.errors import InvalidField, OutOfPins, UnknownLogits, UnknownPin, WrongState
-from ..values.types import Int32Array, SequenceState, SessionId
+from ..values.types import NO_INT32, Int32Array, SequenceState, SessionId
 
 
 class PinResult(NamedTuple):
@@ -30,7 +29,6 @@ class PrefixCalls:
         Raises UnknownSession, InvalidField, OutOfPins.
         """
         self._state.session(session)
-        refuse_groups(self._state.config.group_windows, "pins of prefixes")
         if not MIN_PIN_TTL <= ttl <= MAX_PIN_TTL:
             raise InvalidField("ttl_ms is 1 to a day's", field="ttl_ms", limit=round(MAX_PIN_TTL * 1000))
         pins, index = self._state.pins, self._state.index
@@ -41,13 +39,27 @@ class PrefixCalls:
         blocks = index.block_of_node[nodes]
         if np.count_nonzero(blocks) < len(blocks):  # a block that is in the host tier only cannot be held here
             blocks = blocks[: int(np.argmin(blocks > 0))]
-        blocks = pins.fitting(blocks)
-        if not len(blocks):
+        num_entries = len(blocks := pins.fitting(blocks))
+        if len(self._state.config.group_windows) > 1:
+            num_entries, blocks = self._fitting(nodes[:num_entries])
+        if not num_entries:
             return PinResult("", 0)
         self._state.revision += 1
-        pins.add(pin_id, Pin(session, blocks, self._state.now + ttl))
+        pins.add(pin_id, Pin(session, blocks, self._state.now + ttl, num_entries))
         self._state.update_pressure()
-        return PinResult(pin_id, len(blocks) * self._state.config.block_size)
+        return PinResult(pin_id, num_entries * self._state.config.block_size)
+
+    def _fitting(self, nodes: Int32Array) -> tuple[int, Int32Array]:
+        """The longest hit on these nodes that pins have room for: its entries, and its blocks of all groups of layers."""
+        pins, index, num_groups = self._state.pins, self._state.index, len(self._state.config.group_windows)
+        while len(nodes := index.usable(nodes)):
+            blocks = index.hit_table(nodes)[0]
+            blocks = blocks[blocks > 0]
+            num_above = pins.num_above(blocks)
+            if num_above <= 0:
+                return len(nodes), blocks
+            nodes = nodes[: -num_above // num_groups]  # an entry less is at most a block less of each group
+        return 0, NO_INT32
 
     def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
         """Raises UnknownSession, UnknownPin: no pin of the session has the id, or it has ended by itself."""
@@ -67,7 +79,6 @@ class PrefixCalls:
         Raises UnknownSession, UnknownSequence, InvalidField, WrongState (not cached, or nothing is stored here).
         """
         _, slot = self._state.find_sequence(session, sequence_id)
-        refuse_groups(self._state.config.group_windows, "stored logits")
         seqs, index, is_on = self._state.sequences, self._state.index, self._state.config.logits_memory > 0
         committed, size = int(seqs.num_committed[slot]), self._state.config.block_size
         if num_tokens % size or not size <= num_tokens <= committed:

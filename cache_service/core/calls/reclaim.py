@@ -12,7 +12,7 @@ from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
 from ..tables.lifecycle import SequenceLifecycle
 from ..tiers.sequence_swap import SequenceSwapper
-from ..values.types import NO_INT32, Int32Array, SequenceState
+from ..values.types import NO_INT32, NULL_BLOCK, Int32Array, SequenceState
 
 AT_ONCE = 4096  # blocks, a millisecond or two
 _SEQUENCE_COST = 16  # a sequence takes as long as so many blocks
@@ -107,4 +107,5 @@ class Reclaim:
             first = hit_len
         elif seqs.states[slot] != SequenceState.RUNNING and not seqs.keeps_table[slot]:
             return NO_INT32
-        return np.concatenate([seqs.group_table(slot, group)[first // seqs.block_size :] for group in range(seqs.num_groups)])
+        blocks = np.concatenate([seqs.group_table(slot, group)[first // seqs.block_size :] for group in range(seqs.num_groups)])
+        return blocks[blocks != NULL_BLOCK] if seqs.has_tail else blocks

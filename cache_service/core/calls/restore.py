@@ -52,12 +52,13 @@ def restore(
     any more. on_behind() is called when the kept index begins to lack something. verification: how blocks are compared with
     their digests, where they are.
     """
-    record = IndexRecord(kept, len(state.index.block_of_node), on_behind)
+    has_groups = len(state.config.group_windows) > 1
+    record = IndexRecord(kept, len(state.index.block_of_node), on_behind, has_groups=has_groups)
     records = [one for one in (record.device, record.hosts) if one is not None]
     num_claimed = sum(one.table.num_written() for one in records)
     for tenant in kept.tenants:
         state.pool.limits.name_tenant(tenant, state.index.root(tenant))
-    tree, damage = _believed(records, len(kept.tenants), verification)
+    tree, damage = _believed(records, len(kept.tenants), verification, state.config.group_windows)
     record.note_restored(tree.names)
     state.index.add_tree(tree, record)
     blocks, others = _restore_device(state, record.device, tree, may_still_write=may_still_write)
@@ -66,7 +67,8 @@ def restore(
         assert hosts is not None, "a table for a host tier that is not there"
         num_hosts, num_quarantined_hosts = _restore_hosts(hosts, record.hosts, tree, may_still_write=may_still_write)
     if kept.tenants:
-        state.allocator.note_loaded(blocks, tree.roots[tree.blocks > 0].tolist())
+        roots = np.concatenate([tree.roots[places > 0] for places in (tree.blocks, *tree.group_blocks)])
+        state.allocator.note_loaded(blocks, roots.tolist())
         state.allocator.note_loaded(others, [UNKNOWN_ROOT if len(kept.tenants) > 1 else -1] * len(others))
     state.update_pressure()
     return RestoreResult(
@@ -83,25 +85,28 @@ def restore(
 def _restore_device(
     state: PoolState, record: TierRecord, tree: KeptTree, *, may_still_write: bool
 ) -> tuple[Int32Array, Int32Array]:
-    """The device blocks of the tree, in its order, and all others."""
-    record.table.forget_all_but(tree.blocks[tree.blocks > 0])
-    others = _others(state.pool.num_blocks, tree.blocks)
-    state.pool.restore(_leaves_first(tree, tree.blocks), others if may_still_write else NO_INT32)
+    """The device blocks of the tree, in its order, group by group, and all others."""
+    record.table.forget_all_but(tree.all_blocks)
+    others = _others(state.pool.num_blocks, tree.all_blocks)
+    cached = _leaves_first(tree, tree.blocks, tree.group_blocks)
+    state.pool.restore(cached, others if may_still_write else NO_INT32)
     if may_still_write:
         state.quarantines[EARLIER_RUN] = others
-    return tree.blocks[tree.blocks > 0], others
+    return tree.all_blocks, others
 
 
 def _restore_hosts(hosts: HostTier, record: TierRecord, tree: KeptTree, *, may_still_write: bool) -> tuple[int, int]:
     """(blocks of the host tier in the tree, those in quarantine)."""
-    record.table.forget_all_but(tree.hosts[tree.hosts > 0])
-    withheld = _others(hosts.num_blocks, tree.hosts) if may_still_write else NO_INT32
-    hosts.restore(_leaves_first(tree, tree.hosts), EARLIER_RUN, withheld)
-    return int(np.count_nonzero(tree.hosts)), len(withheld)
+    record.table.forget_all_but(tree.all_hosts)
+    withheld = _others(hosts.num_blocks, tree.all_hosts) if may_still_write else NO_INT32
+    hosts.restore(_leaves_first(tree, tree.hosts, tree.group_hosts), EARLIER_RUN, withheld)
+    return len(tree.all_hosts), len(withheld)
 
 
-def _leaves_first(tree: KeptTree, places: Int32Array) -> Int32Array:
-    ordered = places[tree.leaves_first()]
+def _leaves_first(tree: KeptTree, places: Int32Array, of_groups: Int32Array) -> Int32Array:
+    """Node by node, the first group's block before those of the others."""
+    by_node = np.vstack([places, *of_groups])[:, tree.leaves_first()]
+    ordered = by_node.T.ravel()
     return ordered[ordered > 0]
 
 
@@ -113,15 +118,17 @@ def _others(num_blocks: int, named: Int32Array) -> Int32Array:
     return np.flatnonzero(is_other).astype(np.int32)
 
 
-def _believed(records: list[TierRecord], num_roots: int, verification: Verification | None) -> tuple[KeptTree, Damage]:
+def _believed(
+    records: list[TierRecord], num_roots: int, verification: Verification | None, group_windows: tuple[int, ...]
+) -> tuple[KeptTree, Damage]:
     """The tree of what is believed, and what a comparison with the digests has found before."""
     slots = [record.table.read() for record in records]
-    tree = tree_of(slots[0], num_roots, *slots[1:])
+    tree = tree_of(slots[0], num_roots, slots[1] if len(slots) > 1 else None, group_windows)
     if verification is None:
         return tree, Damage(0, [])
-    believed = [of_tier.of_blocks(places) for of_tier, places in zip(slots, (tree.blocks, tree.hosts), strict=False)]
+    believed = [of_tier.of_blocks(places) for of_tier, places in zip(slots, (tree.all_blocks, tree.all_hosts), strict=False)]
     damage = find_damaged(list(zip((Tier.DEVICE, Tier.HOST), believed, strict=False)), verification)
     if damage.num_blocks:
         left = [of_tier.without_blocks(bad) for of_tier, bad in zip(believed, damage.blocks, strict=True)]
-        tree = tree_of(left[0], num_roots, *left[1:])
+        tree = tree_of(left[0], num_roots, left[1] if len(left) > 1 else None, group_windows)
     return tree, damage

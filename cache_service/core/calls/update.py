@@ -8,7 +8,7 @@ of reuse counts from now on.
 import numpy as np
 
 from ..pool_state import PoolState
-from ..sequences.group_windows import refuse_groups
+from ..sequences.group_windows import refuse_retention
 from ..sequences.session_state import SessionState
 from ..sequences.transitions import wrong_state
 from ..values.errors import InvalidField
@@ -43,7 +43,7 @@ class SequenceUpdates:
             limit = _LEAST_PRIORITY if priority < _LEAST_PRIORITY else _MOST_PRIORITY
             raise InvalidField(f"priority is {_LEAST_PRIORITY} to {_MOST_PRIORITY}", field="priority", limit=limit)
         if retention is not None:
-            refuse_groups(seqs.group_windows, "retention of a sequence")
+            refuse_retention(seqs.group_windows)
             if seqs.states[slot] not in (SequenceState.WAITING, SequenceState.RUNNING):
                 raise wrong_state(sequence_id, int(seqs.states[slot]))
             _check_narrower(seqs.retention(slot), retention)

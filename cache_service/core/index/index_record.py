@@ -18,6 +18,7 @@ from ..values.kept_index import KeptIndex, KeptTable, UInt64Array
 from ..values.types import NO_INT32, Int32Array, Int64Array, Tier
 from .slot_table import Slots, SlotTable
 
+GroupArray = npt.NDArray[np.int8]
 _SLICE_ROWS = 1024  # audited in less than a millisecond
 
 
@@ -35,9 +36,9 @@ class Unwritten:
 class TierRecord:
     """One tier's part: its rows, and the blocks that still lack theirs. Noting is in the path of a step."""
 
-    def __init__(self, kept: KeptTable, *, fills_late: bool) -> None:
+    def __init__(self, kept: KeptTable, *, fills_late: bool, has_groups: bool) -> None:
         """fills_late: a block of this tier has a node before it holds what the node stands for, and is noted then."""
-        self.table = SlotTable(kept)
+        self.table = SlotTable(kept, has_groups=has_groups)
         self._is_filled = np.zeros(len(kept.checks), np.bool_) if fills_late else None
         self.noted: list[Int32Array] = []  # blocks that have gained a node; some may have lost it since
         self._is_taken = np.zeros(len(kept.checks), np.bool_)  # taken to be written, and with their node since then
@@ -85,10 +86,20 @@ class TierRecord:
 class IndexRecord:
     """The record of one index in memory that outlives this process."""
 
-    def __init__(self, kept: KeptIndex, num_nodes: int, on_behind: Callable[[], None] = lambda: None) -> None:
-        """on_behind() is called when there is something to write, once until all of it is written."""
-        self.device = TierRecord(kept.device, fills_late=False)
-        self.hosts = None if kept.hosts is None else TierRecord(kept.hosts, fills_late=True)
+    def __init__(
+        self,
+        kept: KeptIndex,
+        num_nodes: int,
+        on_behind: Callable[[], None] = lambda: None,
+        *,
+        has_groups: bool = False,
+    ) -> None:
+        """on_behind() is called when there is something to write, once until all of it is written.
+
+        has_groups: blocks are of several groups of layers.
+        """
+        self.device = TierRecord(kept.device, fills_late=False, has_groups=has_groups)
+        self.hosts = None if kept.hosts is None else TierRecord(kept.hosts, fills_late=True, has_groups=has_groups)
         self.note_tenant = kept.add_tenant
         self._on_behind = on_behind
         self._names: Int64Array = np.zeros(num_nodes, np.int64)  # by node; 0 for a node that was never written
@@ -139,22 +150,28 @@ class IndexRecord:
         parents: Int32Array,
         tokens: Int32Array,
         digests: UInt64Array,
+        groups: GroupArray | None = None,
     ) -> None:
-        """blocks [n] that were taken; nodes [n], parents [n] (nodes or roots), tokens [n, block_size], digests [n]."""
+        """blocks [n] that were taken; nodes [n], parents [n] (nodes or roots), tokens [n, block_size], digests [n].
+
+        groups [n]: of layers; None: all of the first.
+        """
         record, below = self.of(tier), parents > 0
         assert record is not None, "blocks of a tier that is not kept"
         self._name(np.concatenate([parents[below], nodes]))
         names = np.where(below, self._names[np.maximum(parents, 0)], parents)
-        record.table.write(Slots(blocks, self._names[nodes], names, tokens, digests))
+        record.table.write(Slots(blocks, self._names[nodes], names, tokens, digests, groups))
 
-    def check(self, tier: Tier, node_of_block: Int32Array) -> Iterator[list[str]]:
+    def check(self, tier: Tier, node_of_block: Int32Array, groups: GroupArray | None = None) -> Iterator[list[str]]:
         """The broken invariants, for audits, in slices: a row that says something names its block's node."""
         record = self.of(tier)
         for first in range(0, len(node_of_block) if record is not None else 0, _SLICE_ROWS):
             assert record is not None
-            yield self._check_rows(record.table, node_of_block, first, first + _SLICE_ROWS)
+            yield self._check_rows(record.table, node_of_block, groups, first, first + _SLICE_ROWS)
 
-    def _check_rows(self, table: SlotTable, node_of_block: Int32Array, first: int, end: int) -> list[str]:
+    def _check_rows(
+        self, table: SlotTable, node_of_block: Int32Array, groups: GroupArray | None, first: int, end: int
+    ) -> list[str]:
         written = table.read(first, end)
         wrong: list[str] = []
         if len(written) < table.num_written(first, end):
@@ -162,6 +179,9 @@ class IndexRecord:
         nodes = node_of_block[written.blocks]
         if ((nodes == 0) | (self._names[nodes] != written.names)).any():
             wrong.append("the kept index names a block that the index does not name, or under another node")
+        named = written.groups if written.groups is not None else np.zeros(len(written), np.int8)
+        if (named != (groups[written.blocks] if groups is not None else 0)).any():
+            wrong.append("the kept index names a block under another group of layers")
         return wrong
 
     def _name(self, nodes: Int32Array) -> None:

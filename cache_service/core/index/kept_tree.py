@@ -3,10 +3,11 @@
 Pure array work, of a few passes over all rows. Rules: a row belongs to the tree if its ancestors, in whichever tier, lead to
 the root of a known tenant; all others are left out, rings among them. Rows that contradict each other (a name twice in a tier,
 the same tokens twice behind one parent, or one name that is not the same node in both tiers) make all tables worthless, because
-then the program that wrote them was wrong.
+then the program that wrote them was wrong. With several groups of layers, the first group's rows make the tree. A node without
+a row of a group that reads all tokens is left out. A row of another group counts where its node is in the tree.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,8 @@ class KeptTree:
 
     blocks [n], hosts [n]: where the node's content is in each tier, 0 for nowhere; names [n]; tokens [n, block_size]. parents
     [n]: the number of the parent, or its root, which is negative. roots [n]. levels: the places [start, end) of each depth,
-    from the children of roots down.
+    from the children of roots down. group_blocks, group_hosts [groups - 1, n]: where each other group of layers has the node's
+    content.
     """
 
     blocks: Int32Array
@@ -33,6 +35,18 @@ class KeptTree:
     parents: Int32Array
     roots: Int32Array
     levels: tuple[tuple[int, int], ...]
+    group_blocks: Int32Array = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    group_hosts: Int32Array = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+
+    @property
+    def all_blocks(self) -> Int32Array:
+        """[m] blocks of all groups on the device."""
+        return _all_there(self.blocks, self.group_blocks)
+
+    @property
+    def all_hosts(self) -> Int32Array:
+        """[m] the same in the host tier."""
+        return _all_there(self.hosts, self.group_hosts)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -56,9 +70,54 @@ class _Rows(NamedTuple):
     parents: Int64Array
 
 
-def tree_of(device: Slots, num_roots: int, hosts: Slots | None = None) -> KeptTree:
-    """num_roots: tenants that are known, with the roots -1 to -num_roots."""
-    rows = _joined(device, hosts if hosts is not None else device.at(_NO_ROWS))
+def tree_of(device: Slots, num_roots: int, hosts: Slots | None = None, group_windows: tuple[int, ...] = (0,)) -> KeptTree:
+    """num_roots: tenants that are known, with the roots -1 to -num_roots. group_windows: of the groups of layers."""
+    hosts = hosts if hosts is not None else device.at(_NO_ROWS)
+    if len(group_windows) == 1 == device.num_groups == hosts.num_groups:
+        return _tree_of(device, num_roots, hosts)
+    if max(device.num_groups, hosts.num_groups) > len(group_windows):
+        return _tree_of(device.at(_NO_ROWS), num_roots, hosts.at(_NO_ROWS))
+    first = [device.of_group(0), hosts.of_group(0)]
+    others = [(device.of_group(group), hosts.of_group(group)) for group in range(1, len(group_windows))]
+    for window, tiers in zip(group_windows[1:], others, strict=True):
+        if not window:
+            names = np.concatenate([tier.names for tier in tiers])
+            first = [slots.at(np.flatnonzero(np.isin(slots.names, names))) for slots in first]
+    tree = _tree_of(first[0], num_roots, first[1])
+    placed = [[_placed(tree, slots) for slots in tiers] for tiers in others]
+    if any(each is None for tiers in placed for each in tiers):
+        return tree_of(device.at(_NO_ROWS), num_roots, None, group_windows)
+    columns = [np.stack([each for each in tier if each is not None]) for tier in zip(*placed, strict=True)]
+    return replace(tree, group_blocks=columns[0], group_hosts=columns[1])
+
+
+def _placed(tree: KeptTree, slots: Slots) -> Int32Array | None:
+    """[n] the block of each node, as these rows of one group and tier say, 0 for none; None where they contradict the tree."""
+    blocks = np.zeros(len(tree), np.int32)
+    order = np.argsort(tree.names, kind="stable")
+    if len(np.unique(slots.names)) < len(slots):
+        return None
+    if not len(tree) or not len(slots):
+        return blocks
+    at = order[np.minimum(np.searchsorted(tree.names[order], slots.names), len(tree) - 1)]
+    known = np.flatnonzero(tree.names[at] == slots.names)
+    slots, at = slots.at(known), at[known]
+    parents = tree.parents[at]
+    names = np.where(parents < 0, parents, tree.names[np.maximum(parents, 1) - 1])
+    if (names != slots.parents).any() or (tree.tokens[at] != slots.tokens).any():
+        return None
+    blocks[at] = slots.blocks
+    return blocks
+
+
+def _all_there(places: Int32Array, of_groups: Int32Array) -> Int32Array:
+    found = np.concatenate([places, of_groups.ravel()])
+    return found[found > 0]
+
+
+def _tree_of(device: Slots, num_roots: int, hosts: Slots) -> KeptTree:
+    """Of the first group."""
+    rows = _joined(device, hosts)
     if rows is None:
         rows = _joined(device.at(_NO_ROWS), device.at(_NO_ROWS))
         assert rows is not None, "no rows contradict nothing"

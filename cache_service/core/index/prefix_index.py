@@ -30,6 +30,7 @@ NO_NODE = 0
 MAX_TENANTS = 65_536
 _SLICE_NODES = 256  # audited in about a millisecond
 _MOST_WALKED = 1024  # nodes; an audit of a larger index does not walk all of it in one go
+GroupArray = npt.NDArray[np.int8]
 _PACK_PARENT = struct.Struct("<i").pack
 _UNPACK_PARENT = struct.Struct("<i").unpack_from
 
@@ -46,6 +47,7 @@ class PrefixIndex:
         lose_hosts: Callable[[Int32Array], None] = lambda hosts: None,
         clock: Clock | None = None,
         group_windows: tuple[int, ...] = (0,),
+        has_tail: bool = False,
     ) -> None:
         """lose_hosts(host blocks) is called with the host copies whose node was forgotten."""
         self.clock = clock or Clock()
@@ -62,11 +64,14 @@ class PrefixIndex:
         self.node_of_block: Int32Array = np.zeros(num_blocks, np.int32)
         self.host_of_node: Int32Array = np.zeros(num_nodes, np.int32)
         self.node_of_host: Int32Array = np.zeros(max(num_host_blocks, 1), np.int32)
-        # Of the groups behind the first, by group - 1: the block that each node has there, 0 for none. node_of_block names the
-        # node of such a block, too. Where a group's window has passed, its blocks are forgotten apart from their nodes.
-        self.group_windows = group_windows
+        # Of the groups behind the first, by group - 1: the block and the host copy that each node has there, 0 for none.
+        # node_of_block and node_of_host name the node of such a block, too. What a group has with a window is forgotten apart
+        # from its node.
+        self.group_windows, self.has_tail = group_windows, has_tail
         self.group_blocks: list[Int32Array] = [np.zeros(num_nodes, np.int32) for _ in group_windows[1:]]
         self.group_of_block = np.zeros(num_blocks if self.group_blocks else 1, np.int8)
+        self.group_hosts: list[Int32Array] = [np.zeros(num_nodes, np.int32) for _ in group_windows[1:]]
+        self.group_of_host = np.zeros(len(self.node_of_host) if self.group_hosts else 1, np.int8)
         self.eviction_log = EvictionLog(num_nodes, MAX_TENANTS, block_size, self.clock)
         self.change_log: ChangeLog | None = None  # while the pool is watched
         self.record: IndexRecord | None = None  # where the index is kept for a later run
@@ -200,31 +205,53 @@ class PrefixIndex:
         return self._clear_columns(np.array(removed, np.int32))
 
     def forget_hosts(self, hosts: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
-        """These host copies are lost. Forgets the nodes without a device block, and all below; answers as forget_nodes."""
-        nodes = self.node_of_host[hosts]
-        self.node_of_host[hosts] = NO_NODE
-        if self.record is not None:
-            self.record.forget(Tier.HOST, hosts)
-        self.host_of_node[nodes] = 0
-        return self.forget_nodes(nodes[self.block_of_node[nodes] == 0], cause)
+        """These host copies are lost. Forgets the nodes without a device block, and all below; answers as forget_nodes.
+
+        Of a group with a window the copy alone is forgotten.
+        """
+        nodes, groups = self.node_of_host[hosts], self.groups_of_hosts(hosts)
+        self._set_hosts(nodes, 0, groups)
+        self._unname_hosts(hosts)
+        lost = self._blocks_of_nodes(nodes, groups) == 0
+        if groups is not None:
+            lost &= np.array(self.group_windows)[groups] == 0
+            self.num_changes += len(hosts)
+        return self.forget_nodes(nodes[lost], cause)
 
     def leave_device(self, blocks: Int32Array) -> None:
-        """Takes these blocks from their nodes, each of which has a host copy."""
-        nodes = self.node_of_block[blocks]
-        self.block_of_node[nodes] = 0
-        self.node_of_block[blocks] = NO_NODE
-        if self.record is not None:
-            self.record.forget(Tier.DEVICE, blocks)
-        if self.change_log is not None and len(nodes):
-            self.change_log.tier_changed(nodes, Tier.HOST)
+        """Takes these blocks from their nodes, each of which has a host copy there."""
+        nodes, groups = self.node_of_block[blocks], self.groups_of(blocks)
+        self._set_blocks(nodes, 0, groups)
+        self._unname_blocks(blocks)
+        self._tell_tier(nodes, groups, Tier.HOST)
 
-    def add_blocks(self, nodes: Int32Array, blocks: Int32Array) -> None:
-        """Gives blocks on the device to nodes that had none."""
-        self.block_of_node[nodes], self.node_of_block[blocks] = blocks, nodes
+    def add_blocks(self, nodes: Int32Array, blocks: Int32Array, groups: GroupArray | None = None) -> None:
+        """Gives blocks on the device to nodes that had none there. groups [n]: of the blocks; None: all of the first."""
+        self._set_blocks(nodes, blocks, groups)
+        self.node_of_block[blocks] = nodes
+        if groups is not None:
+            self.group_of_block[blocks] = groups
+            self.num_changes += len(blocks)
         if self.record is not None:
             self.record.note(Tier.DEVICE, blocks)
-        if self.change_log is not None and len(nodes):
-            self.change_log.tier_changed(nodes, Tier.DEVICE)
+        self._tell_tier(nodes, groups, Tier.DEVICE)
+
+    def groups_of(self, blocks: Int32Array) -> GroupArray | None:
+        """[n] the group of each block on the device that has a node; None where there is one group."""
+        return self.group_of_block[blocks] if self.group_blocks else None
+
+    def groups_of_hosts(self, hosts: Int32Array) -> GroupArray | None:
+        """The same of host copies."""
+        return self.group_of_host[hosts] if self.group_hosts else None
+
+    def hosts_of(self, blocks: Int32Array) -> Int32Array:
+        """[n] the host copy of each block on the device, 0 for none."""
+        nodes = self.node_of_block[blocks]
+        return self._of_nodes(self.host_of_node, self.group_hosts, nodes, self.groups_of(blocks))
+
+    def blocks_of(self, hosts: Int32Array) -> Int32Array:
+        """[n] the block on the device that each host copy is of, 0 for none."""
+        return self._blocks_of_nodes(self.node_of_host[hosts], self.groups_of_hosts(hosts))
 
     def add_group_blocks(self, group: int, nodes: Int32Array, blocks: Int32Array) -> Int32Array:
         """Gives blocks [n] of a group behind the first to these nodes [n]. Answers [n] the blocks that the nodes have there."""
@@ -234,23 +261,41 @@ class PrefixIndex:
             new, first = np.unique(nodes[fresh], return_index=True)  # the same content twice: the first block is kept
             chosen = blocks[fresh][first]
             of_node[new] = chosen
+            if self.record is not None:
+                self.record.note(Tier.DEVICE, chosen)
             self.node_of_block[chosen], self.group_of_block[chosen] = new, group
             self.num_changes += len(new)
         return of_node[nodes]
 
-    def usable(self, nodes: Int32Array) -> Int32Array:
-        """[usable] the longest start of a match [n] behind which each group has all that its window reads."""
+    def usable(self, nodes: Int32Array, is_filling: npt.NDArray[np.bool_] | None = None) -> Int32Array:
+        """[usable] the longest start of a match [n] behind which each group has all that its window reads.
+
+        That is all of it where the groups are a tail: what it lacks is read from the first group.
+        is_filling: of each host copy, whether its content is still on the way; without it host copies do not count.
+        """
         count = len(nodes)
-        if not self.group_blocks or not count:
+        if not self.group_blocks or self.has_tail or not count:
             return nodes
-        lens = np.arange(1, count + 1)
-        is_whole = np.ones(count, np.bool_)
-        for window, of_node in zip(self.group_windows[1:], self.group_blocks, strict=True):
-            gaps = np.where(of_node[nodes] == 0, lens, 0)  # entry i: the length behind the gap at i
+        is_there = [of_node[nodes] > 0 for of_node in self.group_blocks]
+        if is_filling is not None:
+            for there, of_node in zip(is_there, self.group_hosts, strict=True):
+                hosts = of_node[nodes]
+                there |= (hosts > 0) & ~is_filling[hosts]
+        return nodes[: self.longest_whole(is_there)]
+
+    def longest_whole(self, is_there: list[npt.NDArray[np.bool_]]) -> int:
+        """The most entries of a table behind which each group has all that its window reads.
+
+        is_there: of each group behind the first, [n] whether it has an entry.
+        """
+        lens = np.arange(1, len(is_there[0]) + 1)
+        is_whole = np.ones(len(lens), np.bool_)
+        for window, there in zip(self.group_windows[1:], is_there, strict=True):
+            gaps = np.where(there, 0, lens)  # entry i: the length behind the gap at i
             last_gap = np.maximum.accumulate(gaps)
             is_whole &= last_gap <= self.first_read(lens, window)
         found = is_whole.nonzero()[0]
-        return nodes[: int(found[-1]) + 1] if len(found) else nodes[:0]
+        return int(found[-1]) + 1 if len(found) else 0
 
     def first_read(self, num_blocks: Int64Array, window: int) -> Int64Array:
         """[n] the first table entry that the token behind so many whole blocks [n] reads in a group with this window."""
@@ -259,17 +304,40 @@ class PrefixIndex:
         return np.maximum(num_blocks * self.block_size - window + 1, 0) // self.block_size
 
     def group_hits(self, nodes: Int32Array) -> Int32Array:
-        """[groups - 1, n] the blocks of a usable match that each group's window reads; 0 before them."""
+        """[groups - 1, n] the blocks of a usable match that each group's window reads; 0 before them.
+
+        Of a tail those behind its last gap.
+        """
         hits = np.zeros((len(self.group_blocks), len(nodes)), np.int32)
         for row, window, of_node in zip(hits, self.group_windows[1:], self.group_blocks, strict=True):
             first = int(self.first_read(np.array([len(nodes)]), window)[0])
+            if self.has_tail:
+                gaps = (of_node[nodes[first:]] == 0).nonzero()[0]
+                first += int(gaps[-1]) + 1 if len(gaps) else 0
             row[first:] = of_node[nodes[first:]]
         return hits
 
-    def add_hosts(self, nodes: Int32Array, hosts: Int32Array) -> None:
-        """Gives host copies to nodes that had none."""
-        self.host_of_node[nodes] = hosts
+    def hit_table(self, nodes: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Blocks and host copies [groups * n] that a start on a usable match reads, one group behind the other.
+
+        An entry that has neither is one that is not read.
+        """
+        blocks, hosts = self.block_of_node[nodes], self.host_of_node[nodes]
+        if not self.group_blocks:
+            return blocks, hosts
+        others = np.zeros((len(self.group_hosts), len(nodes)), np.int32)
+        for row, window, of_node in zip(others, self.group_windows[1:], self.group_hosts, strict=True):
+            first = int(self.first_read(np.array([len(nodes)]), window)[0])
+            row[first:] = of_node[nodes[first:]]
+        return np.concatenate([blocks, self.group_hits(nodes).ravel()]), np.concatenate([hosts, others.ravel()])
+
+    def add_hosts(self, nodes: Int32Array, hosts: Int32Array, groups: GroupArray | None = None) -> None:
+        """Gives host copies to nodes that had none there. groups [n]: of the copies; None: all of the first."""
+        self._set_hosts(nodes, hosts, groups)
         self.node_of_host[hosts] = nodes
+        if groups is not None:
+            self.group_of_host[hosts] = groups
+            self.num_changes += len(hosts)
 
     def insert_on_host(self, parent: int, tokens: bytes, host: int) -> tuple[int, bool]:
         """Publishes a block behind a node or root, with a host copy that has been written. tokens: LE32.
@@ -294,6 +362,13 @@ class PrefixIndex:
                 self.change_log.stored(nodes)
                 self.change_log.tier_changed(nodes, Tier.HOST)
         return node, True
+
+    def add_group_host(self, group: int, node: int, host: int) -> bool:
+        """Gives a node a host copy of a group behind the first, which has been written. Whether it had none there."""
+        if self.group_hosts[group - 1][node]:
+            return False
+        self.add_hosts(np.array([node], np.int32), np.array([host], np.int32), np.array([group], np.int8))
+        return True
 
     def note_filled(self, hosts: Int32Array) -> None:
         """These host copies have been written; those without a node are of no interest."""
@@ -321,16 +396,16 @@ class PrefixIndex:
         blocks = taken.blocks[stays]
         if len(blocks):
             nodes = (self.node_of_block if taken.tier is Tier.DEVICE else self.node_of_host)[blocks]
+            groups = self.groups_of(blocks) if taken.tier is Tier.DEVICE else self.groups_of_hosts(blocks)
             keys = [key for node in nodes.tolist() if (key := self._keys[node]) is not None]
             words = np.frombuffer(b"".join(keys), "<i4").reshape(len(nodes), -1)
             made = digests[stays] if digests is not None else np.zeros(len(blocks), np.uint64)
-            record.write(taken.tier, blocks, nodes, words[:, 0], words[:, 1:], made)
+            record.write(taken.tier, blocks, nodes, words[:, 0], words[:, 1:], made, groups)
         return record.is_behind
 
     def add_tree(self, tree: KeptTree, record: IndexRecord) -> None:
         """Takes over a tree that an earlier run has left, and keeps the record up to date from now on."""
         assert not self._nodes, "a tree is taken over by an empty index"
-        self.record = record
         num_nodes, parents, tokens = len(tree), tree.parents, tree.tokens
         raw, width = np.column_stack([parents, tokens]).astype("<i4").tobytes(), self._key_len
         keys = [raw[start : start + width] for start in range(0, len(raw), width)]
@@ -344,19 +419,25 @@ class PrefixIndex:
         ):
             of_node[nodes] = places
             of_place[places[places > 0]] = nodes[places > 0]
+        for groups, add in ((tree.group_blocks, self.add_blocks), (tree.group_hosts, self.add_hosts)):
+            for group, places in enumerate(groups, 1):
+                there = places > 0
+                add(nodes[there], places[there], np.full(np.count_nonzero(there), group, np.int8))
         self._link_below(nodes, parents)
         for start, end in tree.levels:
             self.eviction_log.add_each(nodes[start:end], parents[start:end], tokens[start:end])
         if self.root_of_node is not None:
             self.root_of_node[nodes] = tree.roots
+        self.record = record
 
     def check(self) -> Iterator[list[str]]:
         """The broken invariants of the tree, one sentence each, in slices; the tree may change between two of them."""
         for start in range(1, len(self._keys), _SLICE_NODES):
             yield [text for node in range(start, min(start + _SLICE_NODES, len(self._keys))) for text in self._check_node(node)]
         if self.record is not None:
-            yield from self.record.check(Tier.DEVICE, self.node_of_block)
-            yield from self.record.check(Tier.HOST, self.node_of_host)
+            of_blocks, of_hosts = (self.group_of_block, self.group_of_host) if self.group_blocks else (None, None)
+            yield from self.record.check(Tier.DEVICE, self.node_of_block, of_blocks)
+            yield from self.record.check(Tier.HOST, self.node_of_host, of_hosts)
         yield self._check_totals()
 
     def _check_node(self, node: int) -> Iterator[str]:
@@ -373,10 +454,14 @@ class PrefixIndex:
             yield f"node {node} and its block disagree"
         if not block and not host:
             yield f"node {node} has no block in any tier"
-        for group, of_node in enumerate(self.group_blocks, 1):
-            named = int(of_node[node])
+        for group, (of_node, of_host) in enumerate(zip(self.group_blocks, self.group_hosts, strict=True), 1):
+            named, copy = int(of_node[node]), int(of_host[node])
             if named and (self.node_of_block[named] != node or self.group_of_block[named] != group):
                 yield f"node {node} and its block of group {group} disagree"
+            if copy and (self.node_of_host[copy] != node or self.group_of_host[copy] != group):
+                yield f"node {node} and its host copy of group {group} disagree"
+            if not named and not copy and not self.group_windows[group]:
+                yield f"node {node} has no block of group {group} in any tier"
         after, before = int(self._next_sibling[node]), int(self._prev_sibling[node])
         links_here = self._next_sibling[before] if before else self._first_child[parent]
         if links_here != node or (after and self._prev_sibling[after] != node):
@@ -393,7 +478,8 @@ class PrefixIndex:
         if any(self._keys[node] is None for node in self.logits.by_node):
             wrong.append("logits are stored for a node that is not in use")
         num_named = np.count_nonzero(self.block_of_node) + sum(map(np.count_nonzero, self.group_blocks))
-        for number, of_block in ((num_named, self.node_of_block), (np.count_nonzero(self.host_of_node), self.node_of_host)):
+        num_hosts = np.count_nonzero(self.host_of_node) + sum(map(np.count_nonzero, self.group_hosts))
+        for number, of_block in ((num_named, self.node_of_block), (num_hosts, self.node_of_host)):
             if number != np.count_nonzero(of_block):
                 wrong.append("blocks with a node and nodes with a block differ in number")
         if len(self._unused) + len(self._nodes) != len(self._keys) - 1:
@@ -415,14 +501,63 @@ class PrefixIndex:
         """forget_blocks with several groups."""
         groups = self.group_of_block[blocks]
         has_window = np.array(self.group_windows)[groups] > 0
-        for group in np.unique(groups[has_window]).tolist():
-            some = blocks[groups == group]
-            nodes = self.node_of_block[some]
-            self.group_blocks[group - 1][nodes] = 0
-            self.node_of_block[some], self.group_of_block[some] = NO_NODE, 0
-            self.num_changes += len(some)
+        alone, groups = blocks[has_window], groups[has_window]
+        nodes = self.node_of_block[alone]
+        self._set_blocks(nodes, 0, groups)
+        self._unname_blocks(alone)
+        self.num_changes += len(alone)
+        if cause is not MatchEnd.EVICTED:  # else its host copy stays
+            hosts = self._of_nodes(self.host_of_node, self.group_hosts, nodes, groups)
+            hosts = hosts[hosts > 0]
+            self._set_hosts(self.node_of_host[hosts], 0, self.groups_of_hosts(hosts))
+            self._unname_hosts(hosts)
+            if len(hosts):
+                self._lose_hosts(hosts)
         lost = self.forget_nodes(self.node_of_block[blocks[~has_window]], cause)
         return np.setdiff1d(lost, blocks) if len(lost) else lost
+
+    def _of_nodes(
+        self, of_node: Int32Array, of_groups: list[Int32Array], nodes: Int32Array, groups: GroupArray | None
+    ) -> Int32Array:
+        """[n] what each node has in its group."""
+        found = of_node[nodes]
+        if groups is not None:
+            for group, of_group in enumerate(of_groups, 1):
+                here = groups == group
+                found[here] = of_group[nodes[here]]
+        return found
+
+    def _blocks_of_nodes(self, nodes: Int32Array, groups: GroupArray | None) -> Int32Array:
+        return self._of_nodes(self.block_of_node, self.group_blocks, nodes, groups)
+
+    def _set_blocks(self, nodes: Int32Array, blocks: Int32Array | int, groups: GroupArray | None) -> None:
+        _set(self.block_of_node, self.group_blocks, nodes, blocks, groups)
+
+    def _set_hosts(self, nodes: Int32Array, hosts: Int32Array | int, groups: GroupArray | None) -> None:
+        _set(self.host_of_node, self.group_hosts, nodes, hosts, groups)
+
+    def _unname_blocks(self, blocks: Int32Array) -> None:
+        """These blocks on the device have no node any more."""
+        self.node_of_block[blocks] = NO_NODE
+        if self.group_blocks:
+            self.group_of_block[blocks] = 0
+        if self.record is not None:
+            self.record.forget(Tier.DEVICE, blocks)
+
+    def _unname_hosts(self, hosts: Int32Array) -> None:
+        """These host copies have no node any more."""
+        self.node_of_host[hosts] = NO_NODE
+        if self.group_hosts:
+            self.group_of_host[hosts] = 0
+        if self.record is not None:
+            self.record.forget(Tier.HOST, hosts)
+
+    def _tell_tier(self, nodes: Int32Array, groups: GroupArray | None, tier: Tier) -> None:
+        """The tier of a node is that of its first group's block."""
+        if self.change_log is not None:
+            nodes = nodes if groups is None else nodes[groups == 0]
+            if len(nodes):
+                self.change_log.tier_changed(nodes, tier)
 
     def children(self, parent: int, most: int) -> list[int]:
         """At most `most` children of a node or root, the youngest first."""
@@ -534,7 +669,7 @@ class PrefixIndex:
 
     def _columns(self) -> tuple[Int32Array, ...]:
         links = (self._first_child, self._next_sibling, self._prev_sibling)
-        columns = (self.block_of_node, self.host_of_node, *self.group_blocks, *links)
+        columns = (self.block_of_node, self.host_of_node, *self.group_blocks, *self.group_hosts, *links)
         return columns if self._num_children is None else (*columns, self._num_children)
 
     def _unlink(self, node: int, parent: int) -> None:
@@ -564,14 +699,12 @@ class PrefixIndex:
         blocks, hosts = blocks[blocks > 0], hosts[hosts > 0]
         if self.group_blocks:
             of_groups = np.concatenate([of_node[nodes] for of_node in self.group_blocks])
-            of_groups = of_groups[of_groups > 0]
-            self.group_of_block[of_groups] = 0
-            blocks = np.concatenate([blocks, of_groups])
-        self.node_of_block[blocks] = NO_NODE
-        self.node_of_host[hosts] = NO_NODE
+            host_of_groups = np.concatenate([of_node[nodes] for of_node in self.group_hosts])
+            blocks = np.concatenate([blocks, of_groups[of_groups > 0]])
+            hosts = np.concatenate([hosts, host_of_groups[host_of_groups > 0]])
+        self._unname_blocks(blocks)
+        self._unname_hosts(hosts)
         if self.record is not None:
-            self.record.forget(Tier.DEVICE, blocks)
-            self.record.forget(Tier.HOST, hosts)
             self.record.forget_nodes(nodes)
         for links in self._columns():
             links[nodes] = 0
@@ -579,3 +712,15 @@ class PrefixIndex:
         if len(hosts):
             self._lose_hosts(hosts)
         return blocks
+
+
+def _set(
+    of_node: Int32Array, of_groups: list[Int32Array], nodes: Int32Array, values: Int32Array | int, groups: GroupArray | None
+) -> None:
+    """Each node has this value in its group from now on."""
+    if groups is None:
+        of_node[nodes] = values
+        return
+    for group, column in enumerate((of_node, *of_groups)):
+        here = groups == group
+        column[nodes[here]] = values if isinstance(values, int) else values[here]

@@ -3,7 +3,7 @@
 Owns the form of a row and of its check. Rules: a row is stored before its check, so a row that was being stored when its
 process was killed has none; a block's row is forgotten by one store, of 0 into its check; a row whose check does not fit says
 nothing. The check covers the block's number and the memory's key, so a row in another place, or of other memory, says nothing
-either. Knows no tree: the names of nodes are plain numbers here.
+either. Knows no tree: the names of nodes are plain numbers here. Beside it a row has the number of the block's group of layers.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ..values.kept_index import KeptTable, UInt64Array, row_words
 from ..values.types import Int32Array, Int64Array
 
+_GROUP_BITS = 56  # of a name; above them stands the number of the group of layers
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -22,7 +23,8 @@ _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 class Slots:
     """What rows say of n blocks of one tier: names [n] and parents [n] of nodes, tokens [n, block_size].
 
-    A negative parent is a root. digests [n]: of what the blocks hold; 0 where none was made.
+    A negative parent is a root. digests [n]: of what the blocks hold; 0 where none was made. groups [n]: of layers; None: all
+    are of the first.
     """
 
     blocks: Int32Array
@@ -30,6 +32,7 @@ class Slots:
     parents: Int64Array
     tokens: Int32Array
     digests: UInt64Array
+    groups: npt.NDArray[np.int8] | None = None
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -37,7 +40,22 @@ class Slots:
     def at(self, places: Int64Array) -> "Slots":
         """Those at these places, in their order."""
         blocks, names, parents = self.blocks[places], self.names[places], self.parents[places]
-        return Slots(blocks, names, parents, self.tokens[places], self.digests[places])
+        groups = self.groups[places] if self.groups is not None else None
+        return Slots(blocks, names, parents, self.tokens[places], self.digests[places], groups)
+
+    def of_group(self, group: int) -> "Slots":
+        """Those of one group of layers."""
+        is_of_first = group == 0 and self.groups is None
+        return self if is_of_first else self.at(np.flatnonzero(self._group_numbers == group))
+
+    @property
+    def num_groups(self) -> int:
+        """Groups up to the last one that a row names."""
+        return int(self._group_numbers.max(initial=0)) + 1
+
+    @property
+    def _group_numbers(self) -> npt.NDArray[np.int8]:
+        return np.zeros(len(self), np.int8) if self.groups is None else self.groups
 
     def of_blocks(self, blocks: Int32Array) -> "Slots":
         """Those of these blocks."""
@@ -50,7 +68,9 @@ class Slots:
 class SlotTable:
     """The rows of one tier of a pool, in memory that outlives this process."""
 
-    def __init__(self, kept: KeptTable) -> None:
+    def __init__(self, kept: KeptTable, *, has_groups: bool = False) -> None:
+        """has_groups: rows are of several groups of layers."""
+        self._has_groups = has_groups
         self._checks, self._rows = kept.checks, kept.rows
         num_words = self._rows.shape[1]
         self._block_size = num_words - row_words(0)
@@ -71,6 +91,8 @@ class SlotTable:
         rows = np.empty((len(slots), self._rows.shape[1]), np.int32)
         head = np.empty((len(slots), 3), np.int64)
         head[:, 0], head[:, 1], head[:, 2] = slots.names, slots.parents, slots.digests.view(np.int64)
+        if slots.groups is not None:
+            head[:, 0] |= slots.groups.astype(np.int64) << _GROUP_BITS
         rows[:, : row_words(0)] = head.view(np.int32)
         rows[:, row_words(0) :] = slots.tokens
         self._rows[slots.blocks] = rows
@@ -94,7 +116,11 @@ class SlotTable:
         fits = self._check(blocks, rows) == self._checks[blocks]
         blocks, rows = blocks[fits], rows[fits]
         head = np.ascontiguousarray(rows[:, : row_words(0)]).view(np.int64)
-        return Slots(blocks, head[:, 0], head[:, 1], rows[:, row_words(0) :], head[:, 2].copy().view(np.uint64))
+        names, tokens, digests = head[:, 0], rows[:, row_words(0) :], head[:, 2].copy().view(np.uint64)
+        if not self._has_groups:
+            return Slots(blocks, names, head[:, 1], tokens, digests)
+        names, groups = names & ((1 << _GROUP_BITS) - 1), (names >> _GROUP_BITS).astype(np.int8)
+        return Slots(blocks, names, head[:, 1], tokens, digests, groups)
 
     def _check(self, blocks: Int32Array, rows: Int32Array) -> UInt64Array:
         """[n] of rows [n, words]; never 0."""

@@ -28,6 +28,7 @@ class Explanation:
     num_common: int  # behind the matched ones, in the nearest cached block
     end: MatchEnd
     seconds_ago: float | None = None
+    short_group: int | None = None  # a group of layers whose window ends the hit before the match
 
 
 def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: Int32Array) -> Explanation:
@@ -38,9 +39,13 @@ def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: I
     num_matched = len(nodes) * size
     last = int(nodes[-1]) if len(nodes) else root
     num_host = int(np.count_nonzero(index.block_of_node[nodes] == 0)) * size
-    num_hit = len(index.usable(nodes[: (len(tokens) - 1) // size])) * size
-    if num_matched == len(tokens) and not num_host and last in index.logits.by_node:
+    num_hit = len(lookup.usable(nodes[: (len(tokens) - 1) // size])) * size
+    is_whole = num_matched == len(tokens) and not num_host and len(index.usable(nodes)) == len(nodes)
+    if is_whole and last in index.logits.by_node:
         num_hit = num_matched
+    short_group = None
+    if num_hit < min(num_matched, (len(tokens) - 1) // size * size):
+        short_group = _short_group(lookup, nodes[: (len(tokens) - 1) // size])
     if 0 < num_hit < state.config.min_prefix_tokens:
         end, seconds_ago, num_hit = MatchEnd.BELOW_MINIMUM, None, 0
     else:
@@ -53,7 +58,13 @@ def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: I
         num_common=_num_common(index, last, tokens[num_matched : num_matched + size], size),
         end=end,
         seconds_ago=seconds_ago,
+        short_group=short_group,
     )
+
+
+def _short_group(lookup: PrefixLookup, nodes: Int32Array) -> int | None:
+    """The first group of layers of which a hit on all of these nodes would read what no tier has."""
+    return next((group for group, is_whole in enumerate(lookup.whole_windows(nodes), 1) if not is_whole), None)
 
 
 def in_words(found: Explanation) -> str:
@@ -68,7 +79,10 @@ def in_words(found: Explanation) -> str:
         why += f" {found.seconds_ago:,.1f} s ago"
     if found.num_common:
         why += f"; the nearest cached block has {found.num_common:,} more tokens in common"
-    return f"{first}: {why}. A start would take {found.num_hit:,}."
+    text = f"{first}: {why}. A start would take {found.num_hit:,}."
+    if found.short_group is not None:
+        text += f" Group {found.short_group} of the layers lacks what its window reads behind more."
+    return text
 
 
 _WORDS = {
@@ -81,8 +95,9 @@ _WORDS = {
     MatchEnd.COMPUTING: "a running sequence is computing the next block",
     MatchEnd.BELOW_MINIMUM: "so short a prefix does not count on this pool",
     MatchEnd.CACHING_OFF: "this pool does not cache prefixes",
-    MatchEnd.ON_DISK: "the next block is on the disk, which a sequence that is created has loaded",
-    MatchEnd.DISK_RESTS: "the next block is on the disk, which is left alone for a while because it failed or hung",
+    MatchEnd.ON_DISK: "the next block is in the disk or remote tier, from which a sequence that is created has it loaded",
+    MatchEnd.DISK_RESTS: "the next block is in the disk or remote tier, which failed or hung and is left alone for a while",
+    MatchEnd.NOT_WORTH_LOADING: "the next block is in the disk or remote tier, from where it comes later than it is computed",
 }
 
 
@@ -104,7 +119,8 @@ def _end(state: PoolState, tokens: Int32Array, root: int, last: int, num_matched
     if len(index.match(last, needed[num_matched:], 1)):
         return MatchEnd.EVICTED, None  # it has left the device, and its copy has not arrived yet
     if state.below is not None:
-        below = state.below.end_behind(last, needed[num_matched:].astype("<i4").tobytes())
+        num_whole = (len(tokens) - num_matched) // config.block_size * config.block_size
+        below = state.below.end_behind(last, tokens[num_matched : num_matched + num_whole].astype("<i4").tobytes())
         if below is not None:
             return below, None
     gone = index.eviction_log.last_end(last, needed[num_matched:])

@@ -150,7 +150,9 @@ def _check_pins(state: PoolState) -> list[str]:
         if pin.owner not in sessions:
             wrong.append("a pin outlives its session")
         nodes = index.node_of_block[pin.blocks].tolist()
-        if 0 in nodes or [index.key_tokens(node)[0] for node in nodes[1:]] != nodes[:-1]:
+        path, others = nodes[: pin.num_entries], nodes[pin.num_entries :]
+        is_path = 0 not in path and [index.key_tokens(node)[0] for node in path[1:]] == path[:-1]
+        if not is_path or not set(path).issuperset(others):
             wrong.append("a pin keeps what is no cached prefix")
     return wrong
 
@@ -174,6 +176,7 @@ def _check_sequence(state: PoolState, slot: int) -> list[str]:
         wrong.append(f"{name} does not know its last published node")
     if not seqs.may_copy[slot]:
         tail = np.concatenate([seqs.group_table(slot, group)[num_full:] for group in range(seqs.num_groups)])
+        tail = tail[tail != NULL_BLOCK]
         if (pool.ref_counts[tail] > 1).any() or pool.indexed[tail].any():
             wrong.append(f"{name} could write a block that has another holder")
     return wrong
@@ -228,7 +231,7 @@ def _check_groups(state: PoolState, slot: int) -> list[str]:
         start = max(committed - window + 1, 0) // seqs.block_size if window else 0
         if np.flatnonzero(row == NULL_BLOCK).tolist() != list(range(end)):
             wrong.append(f"{name} has other holes in group {group} than it says")
-        if end > start:
+        if end > start and not seqs.has_tail:
             wrong.append(f"{name} has a hole in its window of group {group}")
         if end < start:
             wrong.append(f"{name} holds a block of group {group} that its window has left behind")

@@ -8,23 +8,25 @@ from ..pool_state import PoolState, unknown_sequence
 from ..sequences.session_state import SessionState
 from ..sequences.transitions import wrong_state
 from ..tables.prefix_lookup import PrefixLookup
+from ..tables.prompt_watch import PromptWatch
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.errors import UnknownBlock
 from ..values.types import NO_INT32, Executor, Int32Array, Int64Array, ReuseHint, SequenceId, SequenceState, SessionId
-from ..values.views import BlockView, PoolStats, Readable, SequenceView
+from ..values.views import BlockView, GroupStats, PoolStats, Readable, SequenceView
 from . import invariants, tier_invariants
 from .explain import Explanation, explain_match
-from .stats import pool_stats
+from .stats import group_stats, pool_stats
 
 
 class Queries:
     """Asks one pool."""
 
-    def __init__(self, state: PoolState, lookup: PrefixLookup, swapper: SequenceSwapper | None) -> None:
+    def __init__(self, state: PoolState, lookup: PrefixLookup, swapper: SequenceSwapper | None, prompts: PromptWatch) -> None:
         self._state = state
         self._sequences = state.sequences
         self._lookup = lookup
         self._swapper = swapper
+        self._prompts = prompts
 
     # Sequences
 
@@ -70,8 +72,9 @@ class Queries:
             raise wrong_state(sequence_id, view.state)
         num_tokens, owner = view.num_committed_tokens, self._state.session(session)
         if owner.executor is Executor.ENGINE and owner.copies:
-            filling = np.flatnonzero(self._state.pool.is_filling[view.block_table])
-            num_tokens = min(num_tokens, int(filling[0]) * self._sequences.block_size) if len(filling) else num_tokens
+            for table in (view.block_table, *view.group_tables):
+                filling = np.flatnonzero(self._state.pool.is_filling[table])
+                num_tokens = min(num_tokens, int(filling[0]) * self._sequences.block_size) if len(filling) else num_tokens
         return Readable(view, num_tokens)
 
     def writable_slots(self, session: SessionId, sequence_id: int) -> tuple[int, int]:
@@ -87,7 +90,7 @@ class Queries:
     def match_prefix(self, tenant: str, token_ids: Int32Array) -> Int32Array:
         """[matched] block ids of the longest cached prefix in any tier, whole blocks; 0 for one in the host tier only."""
         index = self._state.index
-        return index.block_of_node[index.usable(self._lookup.match_prompt(tenant, token_ids))]
+        return index.block_of_node[self._lookup.usable(self._lookup.match_prompt(tenant, token_ids))]
 
     def explain_match(self, tenant: str, token_ids: Int32Array) -> Explanation:
         """Why the longest cached prefix ends where it does. May take a millisecond."""
@@ -105,7 +108,7 @@ class Queries:
             num_transfers=int(pool.transfer_counts[block]),
             num_quarantines=int(pool.quarantine_counts[block]),
             indexed=bool(pool.indexed[block]),
-            has_host_copy=bool(index.host_of_node[index.node_of_block[block]]),
+            has_host_copy=bool(index.hosts_of(np.array([block], np.int32))[0]),
             reuse_hint=pool.reuse.hint_of(block) if pool.reuse is not None else ReuseHint.UNSPECIFIED,
         )
 
@@ -113,7 +116,11 @@ class Queries:
 
     def stats(self) -> PoolStats:
         """Counts derived from the state, and sums over the pool's life."""
-        return pool_stats(self._state, self._swapper)
+        return pool_stats(self._state, self._swapper, self._prompts)
+
+    def group_stats(self) -> list[GroupStats]:
+        """The same of each group of layers; none where all layers are one."""
+        return group_stats(self._state)
 
     def audit(self) -> Iterator[list[str]]:
         """The broken invariants, one sentence each, in slices between which the pool may change."""

@@ -5,12 +5,13 @@ from dataclasses import fields
 import numpy as np
 
 from ..pool_state import PoolState
+from ..tables.prompt_watch import PromptWatch
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.types import SequenceState
-from ..values.views import PoolStats
+from ..values.views import GroupStats, PoolStats
 
 
-def pool_stats(state: PoolState, swapper: SequenceSwapper | None) -> PoolStats:
+def pool_stats(state: PoolState, swapper: SequenceSwapper | None, prompts: PromptWatch) -> PoolStats:
     """Costs a look at every sequence, but at no block."""
     pool, seqs, counters, gauge = state.pool, state.sequences, state.counters, state.gauge
     running = seqs.running_slots()
@@ -53,10 +54,23 @@ def pool_stats(state: PoolState, swapper: SequenceSwapper | None) -> PoolStats:
         num_stored_logits=len(state.index.logits.by_node),
         num_no_reuse_blocks=pool.reuse.num_none if pool.reuse is not None else 0,
         num_soon_blocks=pool.reuse.num_soon if pool.reuse is not None else 0,
+        prefill_rate_tokens=prompts.tokens_per_second,
+        **state.reach.stats()._asdict(),
         **{field.name: getattr(counters, field.name) for field in fields(counters)},
         **_host_stats(swapper),
         **(state.below.stats() if state.below is not None else {}),
     )
+
+
+def group_stats(state: PoolState) -> list[GroupStats]:
+    """Of each group of layers; none where all layers are one. Costs a look at every sequence, but at no block."""
+    seqs = state.sequences
+    if seqs.num_groups == 1:
+        return []
+    running = seqs.running_slots()
+    num_entries = int(seqs.num_blocks_of(seqs.num_reserved[running]).sum())
+    num_holes = seqs.group_hole_ends[running].sum(axis=0).tolist()
+    return [GroupStats(window, num_entries - holes, holes) for window, holes in zip(seqs.group_windows, num_holes, strict=True)]
 
 
 def _host_stats(swapper: SequenceSwapper | None) -> dict[str, int]:

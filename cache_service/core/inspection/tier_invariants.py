@@ -91,7 +91,8 @@ def _check_moves(state: PoolState, swapper: SequenceSwapper) -> list[str]:
                 wrong.append(f"{name} waits for the wrong number of orders")
             if not move.num_pending and id(move) not in arrived:
                 wrong.append(f"{name} waits for nothing")
-        if slot in swapper.host.tables and len(swapper.host.tables[slot]) != seqs.num_blocks(int(seqs.num_reserved[slot])):
+        num_entries = seqs.num_blocks(int(seqs.num_reserved[slot])) * seqs.num_groups
+        if slot in swapper.host.tables and len(swapper.host.tables[slot]) != num_entries:
             wrong.append(f"{name} has the wrong number of host blocks")
     if any(seqs.states[slot] == SequenceState.FREE_SLOT for slot in (*swapper.moves, *swapper.host.tables)):
         wrong.append("a sequence that was released is still being moved")

@@ -5,6 +5,10 @@ group reads all tokens. A token at position p reads, in a group with window w, t
 tokens nothing before L - w + 1 is read again, and a block wholly before it is dropped: its entry becomes a hole, and all behind
 it keeps its place. Holes are a run from the first entry to SequenceTable.group_hole_ends. What is dropped may stay cached, for
 hits that end there. No sequence is cut to a length whose windows reach into its holes.
+
+Where the groups behind the first are a tail (PoolConfig.has_tail), they are finer copies of what the first group has. Then
+their holes may begin nowhere and end anywhere: a hit takes what is there behind the last gap, and a sequence may be cut to any
+length.
 """
 
 from typing import NamedTuple
@@ -24,6 +28,7 @@ class WindowHoles(NamedTuple):
 
     windows: tuple[int, ...]
     ends: tuple[int, ...]
+    is_tail: bool = False
 
     def after_commit(self, num_committed: int, block_size: int) -> "WindowHoles":
         """The holes once so many tokens are committed."""
@@ -36,7 +41,7 @@ class WindowHoles(NamedTuple):
 
     def check_cut(self, field: str, num_tokens: int, block_size: int) -> None:
         """Raises InvalidField where a sequence of num_tokens would read what is left behind; its limit is the least length."""
-        if not any(self.ends):
+        if self.is_tail or not any(self.ends):
             return
         limit = max(end * block_size + window - 1 for window, end in zip(self.windows, self.ends, strict=True) if end)
         if num_tokens < limit:
@@ -57,13 +62,13 @@ class WindowHoles(NamedTuple):
 def window_holes(sequences: SequenceTable, slot: int) -> WindowHoles:
     if sequences.num_groups == 1:
         return _NO_HOLES
-    return WindowHoles(sequences.group_windows, tuple(sequences.group_hole_ends[slot].tolist()))
+    return WindowHoles(sequences.group_windows, tuple(sequences.group_hole_ends[slot].tolist()), sequences.has_tail)
 
 
-def refuse_groups(group_windows: tuple[int, ...], what: str) -> None:
-    """Raises NotImplementedYet in a pool of several groups of layers."""
+def refuse_retention(group_windows: tuple[int, ...]) -> None:
+    """Raises NotImplementedYet in a pool of several groups of layers: a layer with a window of its own reads no sink."""
     if len(group_windows) > 1:
-        raise NotImplementedYet(f"{what} with several groups of layers", feature="layer_groups")
+        raise NotImplementedYet("retention with several groups of layers, whose windows read no sink", feature="layer_groups")
 
 
 class GroupWindows:

@@ -68,7 +68,7 @@ class SequenceTable:
         self.most_held_blocks = config.num_usable_blocks
         # Groups of layers, see group_windows.py: each has a table of its own, max_blocks entries behind that of the one before,
         # so that one number, group * max_blocks + table index, is the place of an entry. Leading entries may be holes.
-        self.group_windows = config.group_windows
+        self.group_windows, self.has_tail = config.group_windows, config.has_tail
         self.num_groups = len(config.group_windows)
         self.group_hole_ends: Int32Array = np.zeros((slots, self.num_groups), np.int32)
         self.tables: Int32Array = untouched(slots, self.num_groups * self.max_blocks)
@@ -195,7 +195,7 @@ class SequenceTable:
         for group in range(1, self.num_groups):
             first = group * self.max_blocks
             self.tables[child, first : first + num_blocks] = self.tables[parent, first : first + num_blocks]
-        self.group_hole_ends[child] = self.group_hole_ends[parent]
+        self.group_hole_ends[child] = np.minimum(self.group_hole_ends[parent], num_blocks)
         for column in (self.num_tokens, self.num_committed, self.num_reserved, self.num_prompt):
             column[child] = num_tokens
         for column in (self.owners, self.roots, self.max_tokens, self.priorities, self.num_hit):
@@ -241,6 +241,12 @@ class SequenceTable:
             if first_holes:
                 there = row[:first_holes].nonzero()[0]
                 self.group_hole_ends[slot, group] = start + (int(there[0]) if len(there) else first_holes)
+
+    def place_whole(self, slot: int, blocks: Int32Array) -> None:
+        """The tables of all groups [groups * entries], one behind the other."""
+        for group, row in enumerate(blocks.reshape(self.num_groups, -1)):
+            first = group * self.max_blocks
+            self.tables[slot, first : first + len(row)] = row
 
     def set_hit(self, slot: int, hit_len: int) -> None:
         """So many tokens of a start are there, and count as committed."""
@@ -306,7 +312,15 @@ class SequenceTable:
         """No counter is above num_tokens any more. Blocks behind them may be shared."""
         for column in (self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before):
             column[slot] = min(int(column[slot]), num_tokens)
+        if self.has_tail:
+            np.minimum(self.group_hole_ends[slot], self.num_blocks(num_tokens), out=self.group_hole_ends[slot])
         self.may_copy[slot] = True
+
+    def cut_hit(self, slot: int, num_tokens: int) -> None:
+        """Of a hit only so many tokens, whole blocks, have come, and no more slots are reserved."""
+        self.trim_reserved(slot, num_tokens)
+        if self.num_groups > 1:
+            self.group_hole_ends[slot] = np.minimum(self.group_hole_ends[slot], num_tokens // self.block_size)
 
     def trim_reserved(self, slot: int, num_tokens: int) -> None:
         """At most so many slots are reserved from now on."""
@@ -403,6 +417,20 @@ class SequenceTable:
         """The same of one group; NULL_BLOCK for what its window has left behind."""
         first = group * self.max_blocks
         return self.tables[slot, first : first + self.num_blocks(int(self.num_reserved[slot]))]
+
+    def whole_table(self, slot: int) -> Int32Array:
+        """[groups * entries] the tables of all groups, one behind the other; of one group a view."""
+        return self.table(slot) if self.num_groups == 1 else np.concatenate([self.table(slot), *self.shown_group_tables(slot)])
+
+    def leaves_first(self, slot: int) -> Int32Array:
+        """The blocks that the tables name, those that are to be forgotten first at the front: the deepest.
+
+        The first group goes first: with its blocks, those of the others are forgotten.
+        """
+        if self.num_groups == 1:
+            return self.held(slot)[::-1]
+        blocks = np.concatenate([self.group_table(slot, group)[::-1] for group in range(self.num_groups)])
+        return blocks[blocks != NULL_BLOCK]
 
     def shown_group_tables(self, slot: int) -> tuple[Int32Array, ...]:
         """Those of the groups behind the first, as the session sees them; () where there is one group."""

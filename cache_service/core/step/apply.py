@@ -14,6 +14,7 @@ from ..pool_state import PoolState
 from ..sequences.session_state import Granted, SessionState
 from ..tables.inflight_prefix import InflightPrefixes
 from ..tables.lifecycle import SequenceLifecycle
+from ..tables.prompt_watch import PromptWatch
 from ..tables.reserve import Reservations
 from ..tables.start import SequenceStarter
 from ..tables.step_log import Grants, StepLog
@@ -55,6 +56,7 @@ class StepApplier:
         starter: SequenceStarter,
         inflight: InflightPrefixes,
         swapper: SequenceSwapper | None,
+        prompts: PromptWatch,
     ) -> None:
         self._state = state
         self._sequences = state.sequences
@@ -67,6 +69,7 @@ class StepApplier:
         self._starter = starter
         self._inflight = inflight
         self._swapper = swapper
+        self._prompts = prompts
         self._unfinished: _Unfinished | None = None
 
     @property
@@ -116,6 +119,8 @@ class StepApplier:
         if step.commits:
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
             self._lifecycle.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=True)
+        if self._prompts.is_on:
+            self._prompts.look()
         if step.growth is not None and plan.reserve_slots is not None:
             held, places = step.growth.held, step.growth.places
             self._reservations.grant_allotted(plan.reserve_slots, held, step.grants, places, batch.step_id, step.now)

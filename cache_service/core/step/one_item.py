@@ -150,7 +150,7 @@ class OneItemCalls:
         reply = self._step_once(owner, swap_out_ids=np.array([sequence_id]))
         if reply.swap_out_results[0] == ItemResult.NO_ROOM:
             swapper = self._swapper
-            num_blocks = np.count_nonzero(self._sequences.table(slot))
+            num_blocks = np.count_nonzero(self._sequences.whole_table(slot))
             requested, available = swapper.shortage(owner, slot) if swapper is not None else (int(num_blocks), 0)
             raise OutOfHostBlocks(
                 f"{requested} host blocks are wanted, {available} are available", requested=requested, available=available
@@ -182,12 +182,11 @@ class OneItemCalls:
             num_room = max(0, pool.num_available - self._claims.num_kept_from(slot))
             return num_needed + len(self._reservations.copies_due(owner, slot, num_tokens)), num_room
         nodes = self._lookup.match_sequence(slot, num_tokens if look_up else 0)
-        hits = self._state.index.block_of_node[nodes]
-        hits = hits[: int(np.argmin(hits > 0))] if not hits.all() else hits
-        num_needed -= len(hits) * num_groups
-        if num_groups > 1:
-            of_groups = self._state.index.group_hits(nodes)
-            hits = np.concatenate([hits, of_groups[of_groups > 0]])
+        index = self._state.index
+        on_device = index.block_of_node[nodes] > 0
+        nodes = index.usable(nodes if on_device.all() else nodes[: int(np.argmin(on_device))])
+        hits = index.hit_table(nodes)[0]
+        num_needed -= len(nodes) * num_groups
         if self._claims.is_later(slot):
             return num_needed, 0
         return num_needed, max(0, self._blocks_left.beside(hits, self._state.num_spare()))

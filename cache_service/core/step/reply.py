@@ -30,7 +30,7 @@ def step_reply(
 ) -> StepReply:
     """The reply of most steps."""
     # A start that was refused holds nothing, so its row is zeros by itself. A loading start is told when its blocks are there.
-    tables = [_tables(seqs, slot) for slot in plan.start_slots.tolist()]
+    tables = [seqs.whole_table(slot) for slot in plan.start_slots.tolist()]
     update_groups, update_table_idx = NO_INT32, int32_of(log.update_table_idx)
     if seqs.num_groups > 1 and len(update_table_idx):
         update_groups, update_table_idx = np.divmod(update_table_idx, np.int32(seqs.max_blocks))
@@ -69,11 +69,6 @@ def step_reply(
     )
 
 
-def _tables(seqs: SequenceTable, slot: int) -> Int32Array:
-    """The tables of all groups, one behind the other."""
-    return seqs.table(slot) if seqs.num_groups == 1 else np.concatenate([seqs.table(slot), *seqs.shown_group_tables(slot)])
-
-
 def with_moves(
     reply: StepReply, seqs: SequenceTable, owner: SessionState, log: StepLog, swap_outs: Int32Array, swap_ins: Int32Array
 ) -> StepReply:
@@ -81,7 +76,7 @@ def with_moves(
     # What was released or swapped out again in this very step is not told.
     ready = [slot for slot in dict.fromkeys(log.ready) if seqs.states[slot] == SequenceState.RUNNING]
     ready = [slot for slot in ready if seqs.owners[slot] == owner.number]
-    tables = [seqs.table(slot) for slot in ready]
+    tables = [seqs.whole_table(slot) for slot in ready]
     return reply._replace(
         swap_out_results=swap_outs,
         swap_in_results=swap_ins,
@@ -92,7 +87,7 @@ def with_moves(
         ready_ids=seqs.ids[ready],
         ready_hits=seqs.num_hit[ready],
         ready_reserved=seqs.num_reserved[ready],
-        ready_num_blocks=int32_of([len(table) for table in tables]),
+        ready_num_blocks=int32_of([len(table) // seqs.num_groups for table in tables]),
         ready_block_ids=np.concatenate([NO_INT32, *tables]),
     )
 

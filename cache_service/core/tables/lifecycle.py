@@ -30,6 +30,7 @@ class SequenceLifecycle:
         self._claims = state.claims
         self._counters = state.counters
         self._swapper = swapper
+        self._reach, self._is_shared = state.reach, state.config.prefix_caching
         self._ending_slot = -1  # the policy was told of the end of its sequence, and a part of it was given back
 
     def commit(
@@ -82,6 +83,7 @@ class SequenceLifecycle:
         if seqs.num_groups > 1:
             behind = [seqs.group_table(slot, group)[num_kept:][::-1] for group in range(1, seqs.num_groups)]
             dropped = np.concatenate([dropped, *behind])
+            dropped = dropped[dropped != NULL_BLOCK] if seqs.has_tail else dropped
         seqs.truncate(slot, num_tokens)
         num_full = int(seqs.num_committed[slot]) // self._block_size
         if num_full < seqs.num_published[slot]:
@@ -94,10 +96,10 @@ class SequenceLifecycle:
         seqs = self._sequences
         running = [slot for slot in slots if seqs.states[slot] == _RUNNING]
         self._tell_uses(running)
+        if self._is_shared:
+            self._note_ends(running)
         # Deepest first, so that leaves are evicted before their parents.
-        tables = [seqs.held(slot)[::-1] for slot in running]
-        if seqs.num_groups > 1:  # the first group goes first: with its blocks, those of the others are forgotten
-            tables = [self._first_group_first(slot) for slot in running]
+        tables = [seqs.leaves_first(slot) for slot in running]
         if tables:
             owner.drop_blocks(self._pool, np.concatenate(tables), until=owner.step_id - 1)
         if self._swapper is not None:
@@ -111,11 +113,14 @@ class SequenceLifecycle:
             owner.logits.pop(int(seqs.ids[slot]), None)
             seqs.remove(slot)
 
-    def _first_group_first(self, slot: int) -> Int32Array:
-        seqs = self._sequences
-        tables = [seqs.group_table(slot, group)[::-1] for group in range(seqs.num_groups)]
-        blocks = np.concatenate(tables)
-        return blocks[blocks != NULL_BLOCK]
+    def _note_ends(self, slots: list[int]) -> None:
+        """What these running sequences have made, and share."""
+        seqs, size = self._sequences, self._block_size
+        for slot in slots:
+            num_shared = min(int(seqs.num_committed[slot]) // size, int(seqs.share_limits[slot])) * size
+            num_prompt = int(seqs.num_prompt[slot])
+            if num_shared >= num_prompt:
+                self._reach.note_end(int(seqs.roots[slot]), num_prompt, seqs.tokens_of(slot)[slot, :num_shared].copy())
 
     def release_end(self, owner: SessionState, slot: int, num_kept: int) -> None:
         """Gives back the blocks of a running sequence behind the first num_kept; its release is to follow."""

@@ -17,9 +17,9 @@ _RUNNING = np.int8(SequenceState.RUNNING)
 
 
 class FullHit(NamedTuple):
-    """Blocks [num_tokens / block size] of a whole prompt, all on the device, and the logits stored behind it."""
+    """Nodes [num_tokens / block size] of a whole prompt, all that it reads on the device, and the logits stored behind it."""
 
-    blocks: Int32Array
+    nodes: Int32Array
     logits: bytes
 
 
@@ -106,7 +106,7 @@ class PrefixLookup:
             return self._last_match
         tokens = seqs.prompts[slot, : num_most * self._block_size]
         found = self.match_tokens(int(seqs.roots[slot]), tokens, num_most)
-        self._last_key, self._last_match = key, self._index.usable(found)
+        self._last_key, self._last_match = key, self.usable(found)
         return self._last_match
 
     def match_tokens(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:
@@ -118,6 +118,19 @@ class PrefixLookup:
             if np.count_nonzero(is_away):
                 nodes = nodes[: int(np.argmax(is_away))]
         return nodes
+
+    def usable(self, nodes: Int32Array) -> Int32Array:
+        """[usable] the longest start of a match behind which each group of layers has what the next token reads."""
+        return self._index.usable(nodes, None if self._host is None else self._host.is_filling)
+
+    def whole_windows(self, nodes: Int32Array) -> list[bool]:
+        """Of each group of layers behind the first, whether it has what its window reads behind all of these nodes."""
+        blocks, hosts = self._index.hit_table(nodes)
+        if self._host is not None:
+            hosts = np.where(self._host.is_filling[hosts], 0, hosts)
+        there = (np.maximum(blocks, hosts) > 0).reshape(len(self._index.group_windows), -1)
+        firsts = (self._index.first_read(np.array([len(nodes)]), window)[0] for window in self._index.group_windows[1:])
+        return [bool(row[first:].all()) for row, first in zip(there[1:], firsts, strict=True)]
 
     def match_prompt(self, tenant: str, tokens: Int32Array) -> Int32Array:
         """[matched] nodes of a tenant's prompt, whole blocks, in any tier."""
@@ -131,8 +144,7 @@ class PrefixLookup:
         if rest or max_hit < known or known < self.min_tokens or num_blocks > seqs.share_limits[slot]:
             return None
         nodes = self._index.match(int(seqs.roots[slot]), seqs.prompts[slot, :known], num_blocks)
-        blocks = self._index.block_of_node[nodes]
-        if np.count_nonzero(blocks) < num_blocks:
+        if np.count_nonzero(self._index.block_of_node[nodes]) < num_blocks or len(self._index.usable(nodes)) < num_blocks:
             return None
         logits = self._index.logits.get(int(nodes[-1]))
-        return None if logits is None else FullHit(blocks, logits)
+        return None if logits is None else FullHit(nodes, logits)

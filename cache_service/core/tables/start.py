@@ -14,26 +14,28 @@ from ..tiers.sequence_swap import SequenceSwapper
 from ..tiers.transfers import TransferOrder
 from ..values.types import NO_INT32, Int32Array, Int64Array, ReuseHint
 from .prefix_lookup import PrefixLookup
+from .prompt_watch import PromptWatch
 from .step_log import StepLog
 
 
 class Hit(NamedTuple):
-    """The prefix that a start finds: nodes and their blocks [n], 0 for one to be loaded.
+    """The prefix that a start finds: nodes [n] and their blocks [groups * n], one group of layers behind the other.
 
     joined: loads under way that bring a part of it, where it is not wholly on the device; else None. logits: what follows the
-    whole prompt, where no token is left to compute. groups: blocks of the groups behind the first [groups - 1, n].
+    whole prompt, where no token is left to compute. hosts [groups * n]: with joined, the host copies. A block of 0 is to be
+    loaded where it has one, and is a hole elsewhere.
     """
 
     nodes: Int32Array
     blocks: Int32Array
     joined: list[tuple[TransferOrder, int]] | None
     logits: bytes | None
-    groups: Int32Array | None = None
+    hosts: Int32Array = NO_INT32
 
     @property
-    def held(self) -> Int32Array:
-        """All blocks that the start would hold; zeros are to be loaded."""
-        return self.blocks if self.groups is None else np.concatenate([self.blocks, self.groups[self.groups > 0]])
+    def num_loads(self) -> int:
+        """Blocks that are to be loaded, but for those under way."""
+        return 0 if self.joined is None else int(np.count_nonzero((self.blocks == 0) & (self.hosts > 0)))
 
 
 class Fit(NamedTuple):
@@ -51,7 +53,7 @@ class Fit(NamedTuple):
 class SequenceStarter:
     """Starts the waiting sequences of one pool."""
 
-    def __init__(self, state: PoolState, lookup: PrefixLookup, swapper: SequenceSwapper | None) -> None:
+    def __init__(self, state: PoolState, lookup: PrefixLookup, swapper: SequenceSwapper | None, prompts: PromptWatch) -> None:
         self._block_size = state.config.block_size
         self._clock = state.clock
         self._sequences = state.sequences
@@ -65,6 +67,7 @@ class SequenceStarter:
         self._counters = state.counters
         self._lookup = lookup
         self._swapper = swapper
+        self._prompts = prompts
 
     def start(
         self, owner: SessionState, log: StepLog, slot: int, max_hit: int, max_new: int, *, num_spare: int, exactly: int = 0
@@ -84,7 +87,7 @@ class SequenceStarter:
             hit = self._part_on_device(hit)
             fit = self._fit(slot, hit, max_new, num_spare, exactly)
         is_later = bool(claims.claims) and claims.is_later(slot)
-        if fit.num_short and not is_later and self._pin_preemption.make_pins_give_way(slot, fit.num_short, hit.held):
+        if fit.num_short and not is_later and self._pin_preemption.make_pins_give_way(slot, fit.num_short, hit.blocks):
             return self.start(owner, log, slot, max_hit, max_new, num_spare=num_spare, exactly=exactly)
         if fit.num_short or is_later:
             self._counters.num_refusals += 1
@@ -108,31 +111,35 @@ class SequenceStarter:
     def _find_hit(self, owner: SessionState, slot: int, max_hit: int, exactly: int) -> Hit:
         full = self._lookup.find_full_hit(slot, max_hit) if self._index.logits.by_node and not exactly else None
         if full is not None:
-            return Hit(self._index.node_of_block[full.blocks], full.blocks, None, full.logits)
+            return Hit(full.nodes, self._index.hit_table(full.nodes)[0], None, full.logits)
         nodes = self._lookup.match_sequence(slot, max_hit)
-        blocks, joined = self._index.block_of_node[nodes], None
-        if self._swapper is not None and np.count_nonzero(blocks) < len(blocks):
-            joined = self._swapper.join_loads(owner, nodes, blocks)
-        groups = self._index.group_hits(nodes) if self._sequences.num_groups > 1 else None
-        return Hit(nodes, blocks, joined, None, groups)
+        if self._swapper is None and self._sequences.num_groups == 1:
+            return Hit(nodes, self._index.block_of_node[nodes], None, None)
+        blocks, hosts = self._index.hit_table(nodes)
+        if self._swapper is None or not np.count_nonzero((blocks == 0) & (hosts > 0)):
+            return Hit(nodes, blocks, None, None)
+        joined = self._swapper.join_loads(owner, hosts, blocks)
+        return Hit(nodes, blocks, joined, None, hosts)
 
     def _part_on_device(self, hit: Hit) -> Hit:
         """The first part of a hit, which needs no load."""
-        on_device = self._index.block_of_node[hit.nodes] > 0
-        nodes = hit.nodes[: int(np.argmin(on_device))]
+        on_device, nodes = self._index.block_of_node[hit.nodes] > 0, hit.nodes
+        if not on_device.all():
+            nodes = nodes[: int(np.argmin(on_device))]
+        nodes = self._index.usable(nodes)
         if len(nodes) * self._block_size < self._lookup.min_tokens:
             nodes = NO_INT32
-        return Hit(nodes, self._index.block_of_node[nodes], None, None)
+        return Hit(nodes, self._index.hit_table(nodes)[0], None, None)
 
     def _fit(self, slot: int, hit: Hit, max_new: int, num_spare: int, exactly: int) -> Fit:
-        """How a start on this hit fits; its zeros are to be loaded, and take a block each."""
-        seqs, num_hits, num_groups = self._sequences, len(hit.blocks), self._sequences.num_groups
+        """How a start on this hit fits; what is to be loaded takes a block each."""
+        seqs, num_hits, num_groups = self._sequences, len(hit.nodes), self._sequences.num_groups
         hit_len = num_hits * self._block_size
         least, most = hit_len + (hit.logits is None), min(hit_len + max_new, int(seqs.num_tokens[slot]))
         if exactly:
             least = most = max(exactly, hit_len)
-        num_loads = num_hits - int(np.count_nonzero(hit.blocks))
-        num_room = self._blocks_left.beside(hit.held, num_spare + num_loads)
+        num_loads = hit.num_loads
+        num_room = self._blocks_left.beside(hit.blocks, num_spare + num_loads)
         num_new = seqs.num_blocks(most) - num_hits
         num_short, num_wanted = 0, num_new * num_groups + self._pool.num_available - num_room
         if num_new * num_groups > num_room:
@@ -144,19 +151,19 @@ class SequenceStarter:
 
     def _admit(self, owner: SessionState, log: StepLog, slot: int, hit: Hit, fit: Fit, *, is_look_up: bool) -> None:
         seqs, counters = self._sequences, self._counters
-        num_hits = len(hit.blocks)
+        num_hits, hits = len(hit.nodes), hit.blocks
         if hit.joined is not None and self._swapper is not None:
-            self._swapper.start_load(owner, slot, hit.nodes, hit.blocks, hit.joined)
+            self._swapper.start_load(owner, slot, hit.hosts, hit.blocks, hit.joined)
         else:
-            self._pool.acquire(hit.held)
+            self._pool.acquire(hits if seqs.num_groups == 1 else hits[hits > 0])
             if self._pool.reuse is not None and seqs.reuse_hints[slot] != ReuseHint.NONE:
-                self._pool.reuse.claim(hit.blocks)
+                self._pool.reuse.claim(hits[:num_hits])
         new_blocks = self._allocator.allocate(log, fit.num_new * seqs.num_groups, seqs.roots[slot])
-        if hit.groups is not None:
-            by_group = new_blocks.reshape(seqs.num_groups, fit.num_new)
-            new_blocks = by_group[0]
-            seqs.place_groups(slot, 0, np.concatenate([hit.groups, by_group[1:]], axis=1), num_hits)
-        seqs.place_start(slot, hit.blocks, new_blocks, fit.num_slots, owner.step_id, self._clock.now)
+        if seqs.num_groups > 1:
+            by_group = np.concatenate([a.reshape(seqs.num_groups, -1) for a in (hits, new_blocks)], axis=1)
+            seqs.place_groups(slot, 0, by_group[1:], num_hits)
+            hits, new_blocks = hits[:num_hits], new_blocks[: fit.num_new]
+        seqs.place_start(slot, hits, new_blocks, fit.num_slots, owner.step_id, self._clock.now)
         counters.num_look_ups += is_look_up
         counters.num_look_up_tokens += int(seqs.num_tokens[slot]) * is_look_up
         counters.num_starts += 1
@@ -166,6 +173,8 @@ class SequenceStarter:
         seqs.set_hit(slot, num_hits * self._block_size)
         seqs.set_published(slot, num_hits, int(hit.nodes[-1] if num_hits else seqs.roots[slot]))
         seqs.run(slot)
+        if self._prompts.is_on:
+            self._prompts.note_start(slot, num_hits * self._block_size)
         if hit.logits is not None:
             owner.logits[int(seqs.ids[slot])] = HeldLogits(owner.step_id, hit.logits)
             counters.num_full_hits += 1

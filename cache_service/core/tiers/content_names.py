@@ -23,31 +23,45 @@ class ContentNames:
         self._index = index
         self._key = key
         self._roots: list[bytes] = []  # in the order of the tenants
-        self._known: dict[int, tuple[bytes, bytes]] = {}  # by node: its key in the index, and its name
+        self._known: dict[int, tuple[bytes, bytes, int]] = {}  # by node: its key in the index, its name, and its tenant's root
 
     def child(self, parent: bytes, tokens: bytes) -> bytes:
         """The name of a block with these tokens, LE32, behind a parent of that name."""
         return hashlib.blake2b(parent + tokens, digest_size=NAME_BYTES, key=self._key).digest()
 
+    def of_group(self, name: bytes, group: int) -> bytes:
+        """The name of what a group of layers has of the content of this name; of the first group the name itself."""
+        if not group:
+            return name
+        return hashlib.blake2b(name, digest_size=NAME_BYTES, key=self._key, person=b"group" + struct.pack("<I", group)).digest()
+
     def of(self, node: int) -> bytes:
         """The name of a node in use, or of a root."""
+        return self._look_up(node)[0]
+
+    def root_of(self, node: int) -> int:
+        """The root that a node in use is below."""
+        return self._look_up(node)[1]
+
+    def _look_up(self, node: int) -> tuple[bytes, int]:
+        """The name of a node in use, or of a root, and its root."""
         path: list[tuple[int, bytes]] = []
-        name = None
+        name, root = None, 0
         while node > 0:
             key = self._index.key(node)
             assert key is not None, "a node in use has a key, and so have its ancestors"
             known = self._known.get(node)
             if known is not None and known[0] is key:
-                name = known[1]
+                _, name, root = known
                 break
             path.append((node, key))
             (node,) = _PARENT.unpack_from(key)
         if name is None:
-            name = self._root(node)
+            name, root = self._root(node), node
         for below, key in reversed(path):
             name = self.child(name, key[_PARENT.size :])
-            self._known[below] = key, name
-        return name
+            self._known[below] = key, name, root
+        return name, root
 
     def _root(self, root: int) -> bytes:
         tenants = self._index.tenants

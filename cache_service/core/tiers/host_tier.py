@@ -29,7 +29,7 @@ class HostTier:
         own = PoolConfig(config.num_host_blocks, config.block_size, prefix_ttl=config.prefix_ttl)
         self.pool = BlockPool(own, index, self._evicted)
         self.is_filling: npt.NDArray[np.bool_] = np.zeros(self.num_blocks, np.bool_)  # its content is still on the way
-        self.tables: dict[int, Int32Array] = {}  # slot of a swapped sequence: its host blocks in order, 0 for a hole
+        self.tables: dict[int, Int32Array] = {}  # slot of a swapped sequence: its tables' host blocks, 0 for a hole
         self._quarantines: dict[SessionId, Int32Array] = {}
 
     @property

@@ -6,12 +6,12 @@ does not know what is stored is asked a question first. Rules: nothing that was 
 is neither reused nor evicted while an order has an end there, however late that is; a load is taken into the index top down, up
 to its first block that failed, behind a parent that is still there. No request depends on the tier: a sequence waits for its
 load up to a deadline and starts without it then, and a tier that fails or hangs is left alone for a while. Knows no file, no
-network and no thread.
+network and no thread. Whether a load is worth its time is for worth.py to say.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,20 +21,28 @@ from ..values.copies import TierOrder, TierResult
 from ..values.types import Int32Array, MatchEnd
 from .breaker import Breaker
 from .content_names import ContentNames
+from .group_loads import GroupLoads
 from .host_tier import HostTier
 from .offload import Offloader
+from .worth import NEVER, TierWorth
 
 _STORE_PATIENCE = 4  # deadlines that a store may take: nobody waits for it
+_MOST_TURNS = 4  # questions about one prompt with several groups of layers
 
 
 class TierRules(NamedTuple):
-    """How a tier is used. on_second_use: only blocks that were loaded back from the host tier are stored."""
+    """How a tier is used. on_second_use: only blocks that were loaded back from the host tier are stored.
+
+    weighs: loads that take longer than computing are not ordered, see worth.py. tenants: whose blocks are stored, if not all.
+    """
 
     on_second_use: bool = False
     deadline: float = 2.0  # seconds that a sequence waits for its load
     most_loading: int = 4096  # blocks in flight towards the host tier
     most_asked: int = 0  # blocks of a prompt that a question is about; 0 where the table knows what is stored
     name: str = "disk"  # in the names of counts
+    weighs: bool = False
+    tenants: frozenset[str] | None = None
 
 
 class Table(Protocol):
@@ -75,7 +83,8 @@ class Table(Protocol):
 class Question:
     """Which of these names, each the child of the one before, are stored: so many of the first as all are.
 
-    slot: of the sequence that waits. tokens: of its prompt up to the end of the last name.
+    slot: of the sequence that waits. tokens: of its prompt up to the end of the last name. With several groups of layers a name
+    is that of one block, and `asked` has those of which it is known whether they are stored, after num_turns questions.
     """
 
     slot: int
@@ -84,9 +93,13 @@ class Question:
     first: int
     names: list[bytes]
     era: int
+    asked_at: float
     deadline: float
+    is_trial: bool = False  # what is found is loaded even if that does not pay
     is_in_flight: bool = True
     is_cancelled: bool = False  # too late to be worth an answer
+    asked: frozenset[bytes] = frozenset()
+    num_turns: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +107,7 @@ class Load:
     """A part of a prompt on its way to the host tier.
 
     tokens: of the prompt up to the end of the load. first: index of its first block. held: host blocks of the blocks before it.
+    wanted_at: since when a sequence has waited for it. num_entries: of a table, that it makes a hit longer.
     """
 
     root: int
@@ -101,7 +115,9 @@ class Load:
     first: int
     orders: list[TierOrder]
     held: Int32Array
+    wanted_at: float
     deadline: float
+    num_entries: int
     is_in_flight: bool = True
 
 
@@ -150,10 +166,11 @@ class NamedTier:
         key: bytes,
         table: Table,
         era: int,
-        rules: TierRules | None = None,
+        rules: TierRules,
+        worth: TierWorth,
     ) -> None:
         """key: see ContentNames. era: counts how often the tier was cleared."""
-        self.rules = rules or TierRules()
+        self.rules, self.worth = rules, worth
         self.num_slots, self.era = table.num_slots, era
         self.breaker, self.counts = Breaker(), TierCounts()
         self.loads: dict[int, Load] = {}  # in flight, by identity, oldest first
@@ -166,6 +183,8 @@ class NamedTier:
         self._is_on = state.config.prefix_caching
         self._host: HostTier = offloader.host
         self._names = ContentNames(state.index, key)
+        self._num_groups = len(state.config.group_windows)
+        self._groups = GroupLoads(state.index, self._host, self._names) if self._num_groups > 1 else None
         self._loading: dict[bytes, Load] = {}
         self._new_loads: deque[Load] = deque()
         self._new_questions: deque[Question] = deque()
@@ -210,22 +229,50 @@ class NamedTier:
 
     def _ask(self, slot: int, root: int, tokens: Int32Array) -> None:
         """Asks which blocks of these tokens are stored, behind what the tiers above have."""
+        if self._groups is not None:
+            self._ask_groups(self._groups, slot, root, tokens)
+            return
         size, num_most = self._block_size, len(tokens) // self._block_size
         nodes = self._index.match(root, tokens, num_most)
         num_most = min(num_most, len(nodes) + self.rules.most_asked)
         if len(nodes) == num_most or not self._may_begin():
             return
+        num_worth, is_trial = self.worth.admit(num_most - len(nodes), self.rules.deadline, self._clock.now)
+        if not num_worth:  # even if all of it were there
+            return
+        num_most = len(nodes) + num_worth
         raw, width = np.ascontiguousarray(tokens, "<i4").tobytes(), 4 * size
         name, names = self._names.of(int(nodes[-1]) if len(nodes) else root), list[bytes]()
         for at in range(len(nodes), num_most):
             name = self._names.child(name, raw[at * width : (at + 1) * width])
             names.append(name)
-        deadline = self._clock.now + self.rules.deadline
+        now = self._clock.now
+        deadline = now + self.rules.deadline
         known = np.array(tokens[: num_most * size], np.int32)
-        question = Question(slot, root, known, len(nodes), names, self.era, deadline)
+        question = Question(slot, root, known, len(nodes), names, self.era, now, deadline, is_trial)
+        self._awaited[slot] = _Awaited([], num_most * size, deadline, question)
+        self._put_question(question)
+
+    def _ask_groups(self, groups: GroupLoads, slot: int, root: int, tokens: Int32Array) -> None:
+        """The same with several groups of layers: first of all that a hit on all of these tokens would read."""
+        size, now, deadline = self._block_size, self._clock.now, self._clock.now + self.rules.deadline
+        most = groups.num_known(root, tokens) + self.rules.most_asked // groups.num_full
+        found = groups.lookup(root, tokens[: most * size], lambda name: 0, self.era)
+        if not found.orders or not self._may_begin():
+            return
+        num_worth, is_trial = self.worth.admit(found.end - found.num_above, self.rules.deadline, now)
+        if not num_worth:
+            return
+        end = found.num_above + num_worth
+        known = np.array(tokens[: end * size], np.int32)
+        names = groups.names_to_ask(root, known, self.table.find, frozenset(), self.era)
+        question = Question(slot, root, known, found.first, names, self.era, now, deadline, is_trial)
+        self._awaited[slot] = _Awaited([], end * size, deadline, question)
+        self._put_question(question)
+
+    def _put_question(self, question: Question) -> None:
         self.questions[id(question)] = question
         self._new_questions.append(question)
-        self._awaited[slot] = _Awaited([], num_most * size, deadline, question)
         self.wake()
 
     def complete_question(self, question: Question, num_stored: int | None) -> None:
@@ -240,10 +287,22 @@ class NamedTier:
         awaited = self._awaited.get(question.slot)
         if question.era != self.era or awaited is None or awaited.question is not question:
             return
-        self.table.learn(question.names[:num_stored], question.names[num_stored:])
         tokens = question.tokens[: (question.first + num_stored) * self._block_size]
-        if num_stored:
-            awaited.loads, end = self.prepare_load(question.root, tokens)
+        if self._groups is not None:
+            tokens, names = question.tokens, question.names
+            self.table.learn(names[:num_stored], names[num_stored : num_stored + 1])
+            asked = question.asked.union(names[: num_stored + 1])
+            left = self._groups.names_to_ask(question.root, tokens, self.table.find, asked, self.era)
+            if left and question.num_turns < _MOST_TURNS:
+                again = replace(question, names=left, asked=asked, num_turns=question.num_turns + 1, is_in_flight=True)
+                awaited.question = again
+                self._put_question(again)
+                return
+        else:
+            self.table.learn(question.names[:num_stored], question.names[num_stored:])
+        if num_stored or self._groups is not None:
+            since, is_trial = question.asked_at, question.is_trial
+            awaited.loads, end = self.prepare_load(question.root, tokens, since=since, is_trial=is_trial)
             awaited.length = end * self._block_size
 
     def take_questions(self) -> list[Question]:
@@ -276,11 +335,16 @@ class NamedTier:
             parent = name
         return nodes, found
 
-    def prepare_load(self, root: int, tokens: Int32Array) -> tuple[list[Load], int]:
+    def prepare_load(
+        self, root: int, tokens: Int32Array, *, since: float | None = None, is_trial: bool = False
+    ) -> tuple[list[Load], int]:
         """Orders what the tier has of these tokens behind what the tiers above have, as far as the host tier has room.
 
+        since: when a sequence began to wait for it, if not now. is_trial: also what would be computed sooner than loaded.
         Answers the loads that bring it, those under way for others included, and how many blocks of the prompt are cached then.
         """
+        if self._groups is not None:
+            return self._prepare_groups(self._groups, root, tokens, since, is_trial=is_trial)
         nodes, found = self.lookup(root, tokens)
         loads: list[Load] = []
         num_joined = 0
@@ -296,23 +360,72 @@ class NamedTier:
         own = own[: next((at for at, order in enumerate(own) if order.name in self._loading), len(own))]
         if not own or not self._may_begin():
             return loads, first
+        now = self._clock.now
+        num_worth = len(own) if is_trial else self.worth.admit(len(own), self.rules.deadline, now)[0]
+        if not num_worth:
+            return loads, first
         hosts = self._index.host_of_node[nodes]
         held = hosts[hosts > 0]
         self._host.pool.begin_transfers(held)  # what leads to the load stays while it lasts
-        num_loading = sum(len(load.orders) for load in self.loads.values())
-        num_room = min(len(own), self._host.pool.num_available // 2 or self._host.pool.num_available)
-        num_room = min(num_room, self.rules.most_loading - num_loading)
+        num_room = min(num_worth, self._num_room())
         if num_room <= 0:
             self._host.pool.end_transfers(held[::-1])
             return loads, first
-        blocks = self._host.take_blocks(num_room, held=False).tolist()
-        orders = [
-            TierOrder(order.slot, host, order.name, order.parent, order.tokens, 0, self.era)
-            for order, host in zip(own, blocks, strict=False)
-        ]
         end = first + num_room
-        known = np.array(tokens[: end * self._block_size], np.int32)
-        load = Load(root, known, first, orders, held, self._clock.now + self.rules.deadline)
+        known = tokens[: end * self._block_size]
+        load = self._begin_load(root, known, first, own[:num_room], held, now if since is None else since, num_room)
+        return [*loads, load], end
+
+    def _prepare_groups(
+        self, groups: GroupLoads, root: int, tokens: Int32Array, since: float | None, *, is_trial: bool
+    ) -> tuple[list[Load], int]:
+        """The same with several groups of layers. A load that has no room whole is cut to an end where it has."""
+        now, size, num_most = self._clock.now, self._block_size, len(tokens) // self._block_size
+        is_weighed = is_trial
+        while True:
+            found = groups.lookup(root, tokens[: num_most * size], self.table.find, self.era)
+            loads = {id(load): load for order in found.orders if (load := self._loading.get(order.name)) is not None}
+            own = [order for order in found.orders if order.name not in self._loading]
+            if not own:
+                return list(loads.values()), found.end
+            if not self._may_begin():
+                return [], found.num_above
+            if not is_weighed:
+                num_worth = self.worth.admit(found.end - found.num_above, self.rules.deadline, now)[0]
+                is_weighed, num_most = True, found.num_above + num_worth
+                if num_most < found.end:
+                    continue
+            self._host.pool.begin_transfers(found.held)
+            num_missing = len(own) - self._num_room()
+            if num_missing <= 0:
+                wanted_at, num_entries = now if since is None else since, found.end - found.num_above
+                known = tokens[: found.end * size]
+                load = self._begin_load(root, known, min(found.first, found.end), own, found.held, wanted_at, num_entries)
+                return [*loads.values(), load], found.end
+            self._host.pool.end_transfers(found.held[::-1])
+            num_most = found.end - -(-num_missing // self._num_groups)
+
+    def _num_room(self) -> int:
+        """Blocks of the host tier that a load may take."""
+        num_loading = sum(len(load.orders) for load in self.loads.values())
+        num_room = self._host.pool.num_available // 2 or self._host.pool.num_available
+        return min(num_room, self.rules.most_loading - num_loading)
+
+    def _begin_load(
+        self,
+        root: int,
+        tokens: Int32Array,
+        first: int,
+        wanted: list[TierOrder],
+        held: Int32Array,
+        wanted_at: float,
+        num_entries: int,
+    ) -> Load:
+        """Gives the orders their host blocks. held: ends of transfers that end with the load."""
+        blocks = self._host.take_blocks(len(wanted), held=False).tolist()
+        orders = [replace(order, host=host) for order, host in zip(wanted, blocks, strict=True)]
+        deadline = self._clock.now + self.rules.deadline
+        load = Load(root, np.array(tokens, np.int32), first, orders, held, wanted_at, deadline, num_entries)
         for order in orders:
             self._loading[order.name] = load
             self.table.begin_read(order)
@@ -320,7 +433,7 @@ class NamedTier:
         self._new_loads.append(load)
         self.counts.num_loads += 1
         self.wake()
-        return [*loads, load], end
+        return load
 
     def complete_load(self, load: Load, results: Sequence[TierResult]) -> int:
         """The orders of a load have ended, each with its result. Answers how many blocks the host tier has from it."""
@@ -331,12 +444,17 @@ class NamedTier:
                 del self._loading[order.name]
             self.table.end_read(order, is_lost=result in (TierResult.DAMAGED, TierResult.MISSING))
         self._count(results)
+        if results.count(TierResult.DONE) == len(results):
+            self.worth.note_load(load.num_entries, self._clock.now - load.wanted_at, self._clock.now)
         host, index, size = self._host, self._index, self._block_size
         hosts = np.array([order.host for order in load.orders], np.int32)
         host.is_filling[hosts] = False
         kept: list[int] = []
         before = index.match(load.root, load.tokens[: load.first * size], load.first)
-        if len(before) == load.first and not self._is_stale(load.orders[0]):
+        if self._groups is not None:
+            if not self._is_stale(load.orders[0]):
+                kept = self._groups.take(load.root, load.tokens, load.orders, results)
+        elif len(before) == load.first and not self._is_stale(load.orders[0]):
             node = int(before[-1]) if load.first else load.root
             for order, result in zip(load.orders, results, strict=True):
                 if result is not TierResult.DONE:
@@ -365,8 +483,8 @@ class NamedTier:
             node = int(self._index.node_of_host[host])
             if not node or self._host.is_filling[host]:
                 continue
-            name = self._names.of(node)
-            if self.table.use(name):
+            name = self._names.of(node) if self._groups is None else self._groups.name_of(host)
+            if not self._is_admitted(node) or self.table.use(name):
                 continue
             slot = self.table.begin_store(name)
             if slot is None:
@@ -423,11 +541,19 @@ class NamedTier:
     # Questions
 
     def end_behind(self, node: int, tokens: bytes) -> MatchEnd | None:
-        """Why a block of these tokens behind this node or root is in no tier above, where this tier is known to have it."""
-        name = self._names.child(self._names.of(node), tokens)
-        if not self.table.knows(name):
+        """Why the first block of these tokens behind this node is in no tier above, where this tier is known to have it."""
+        width, name, num_known = 4 * self._block_size, self._names.of(node), 0
+        for at in range(0, len(tokens) - width + 1, width):
+            name = self._names.child(name, tokens[at : at + width])
+            if not self.table.knows(name):
+                break
+            num_known += 1
+        if not num_known:
             return None
-        return MatchEnd.DISK_RESTS if not self._may_ask(self._clock.now) else MatchEnd.ON_DISK
+        if not self._may_ask(self._clock.now):
+            return MatchEnd.DISK_RESTS
+        pays = self.worth.num_paying(num_known, self.rules.deadline) > 0
+        return MatchEnd.ON_DISK if pays else MatchEnd.NOT_WORTH_LOADING
 
     def stored_names(self) -> set[bytes]:
         """The names of all that could be loaded; for audits."""
@@ -445,6 +571,9 @@ class NamedTier:
             f"num_{name}_stored_blocks": counts.num_stored_blocks,
             f"num_damaged_{name}_blocks": counts.num_damaged_blocks,
             f"num_failed_{name}_blocks": counts.num_failed_blocks,
+            f"num_unworthy_{name}_loads": self.worth.num_unworthy,
+            f"{name}_first_byte_us": min(round(self.worth.loads.first * 1e6), NEVER),
+            f"{name}_break_even_tokens": self.worth.least_tokens,
             **self.table.stats(),
         }
 
@@ -464,6 +593,11 @@ class NamedTier:
         return wrong
 
     # Parts
+
+    def _is_admitted(self, node: int) -> bool:
+        """Whether blocks of this node's tenant are stored."""
+        tenants = self.rules.tenants
+        return tenants is None or self._index.tenants[-self._names.root_of(node) - 1] in tenants
 
     def _may_ask(self, now: float) -> bool:
         return not self.breaker.rests(now) and not self._has_overdue(now)

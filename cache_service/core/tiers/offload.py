@@ -51,14 +51,14 @@ class Offloader:
 
     # Orders
 
-    def order_swap_outs(self, blocks: Int32Array, hosts: Int32Array) -> list[TransferOrder]:
+    def prepare_store(self, blocks: Int32Array, hosts: Int32Array) -> list[TransferOrder]:
         """Orders copies of device blocks to host blocks that were taken for it."""
         self._pool.begin_transfers(blocks)
         orders = self._issue(TransferKind.SWAP_OUT, blocks, hosts, 0)
         self.fills.update(zip(hosts.tolist(), orders, strict=True))
         return orders
 
-    def order_loads(self, hosts: Int32Array, root: int) -> tuple[Int32Array, list[TransferOrder]]:
+    def prepare_load(self, hosts: Int32Array, root: int) -> tuple[Int32Array, list[TransferOrder]]:
         """Allocates a device block for each host block, with a reference, and orders the loads."""
         self.host.pool.begin_transfers(hosts)  # before the allocation evicts anything to the host tier
         blocks = self._allocator.allocate_for_loads(len(hosts))
@@ -75,11 +75,12 @@ class Offloader:
         outs = [order for order in orders if order.kind is TransferKind.SWAP_OUT]
         loads = [order for order in orders if order.kind is TransferKind.SWAP_IN]
         if outs:
-            self._end_fills(outs, ok=ok)
+            self.complete_store(outs, ok=ok)
         if loads:
-            self._end_loads(loads, ok=ok)
+            self.complete_load(loads, ok=ok)
 
-    def _end_fills(self, orders: list[TransferOrder], *, ok: bool) -> None:
+    def complete_store(self, orders: list[TransferOrder], *, ok: bool) -> None:
+        """Orders to the host tier have ended: its blocks hold what they were to hold, or nothing."""
         sources, destinations = _sources(orders), _destinations(orders)
         self.host.is_filling[destinations] = False
         for order in orders:
@@ -97,7 +98,8 @@ class Offloader:
         self._pool.end_transfers(sources)
         self.host.pool.end_transfers(destinations)
 
-    def _end_loads(self, orders: list[TransferOrder], *, ok: bool) -> None:
+    def complete_load(self, orders: list[TransferOrder], *, ok: bool) -> None:
+        """Orders from the host tier have ended: their device blocks hold the nodes' content, or nothing."""
         sources, destinations = _sources(orders), _destinations(orders)
         for order in orders:
             if self.loads.get(order.source) is order:
@@ -105,9 +107,9 @@ class Offloader:
         if ok:
             self._allocator.note_loaded(destinations, [order.root for order in orders])
             nodes, index = self._index.node_of_host[sources], self._index
-            _, first = np.unique(nodes, return_index=True)  # of two loads of one block, the first is the node's from now on
-            first = np.sort(first[(nodes[first] > 0) & (index.block_of_node[nodes[first]] == 0)])
-            index.add_blocks(nodes[first], destinations[first])
+            _, first = np.unique(sources, return_index=True)  # of two loads of one block, the first is the node's from now on
+            first = np.sort(first[(nodes[first] > 0) & (index.blocks_of(sources[first]) == 0)])
+            index.add_blocks(nodes[first], destinations[first], index.groups_of_hosts(sources[first]))
             self._pool.mark_indexed(destinations[first])
             self.num_promoted += len(first)
             for tell in self.on_used:
@@ -121,7 +123,7 @@ class Offloader:
         Victims come leaves first, so the last ones get the room: a parent that is forgotten takes its children along.
         """
         index, host = self._index, self.host
-        hosts = index.host_of_node[index.node_of_block[victims]]
+        hosts = index.hosts_of(victims)
         index.leave_device(victims[hosts > 0])
         self.num_demoted += int(np.count_nonzero(hosts))
         needy = victims[hosts == 0]
@@ -131,11 +133,11 @@ class Offloader:
         needy, moved = needy[: len(needy) - num_room], needy[len(needy) - num_room :]
         copies = host.take_blocks(num_room, held=False)
         nodes = index.node_of_block[moved]  # now: making room in the host tier may have forgotten a node
-        index.add_hosts(nodes[nodes > 0], copies[nodes > 0])
-        host.pool.mark_indexed(copies[nodes > 0])
         host.return_blocks(copies[nodes == 0])
-        moved, copies = moved[nodes > 0], copies[nodes > 0]
-        self.order_swap_outs(moved, copies)
+        nodes, moved, copies = nodes[nodes > 0], moved[nodes > 0], copies[nodes > 0]
+        index.add_hosts(nodes, copies, index.groups_of(moved))
+        host.pool.mark_indexed(copies)
+        self.prepare_store(moved, copies)
         index.leave_device(moved)
         self.num_demoted += len(moved)
         return needy

@@ -3,7 +3,8 @@
 Owns the moves under way. Rules: a swap takes all blocks of a sequence or changes nothing. The bytes are dropped last on
 either side: a sequence that is swapped out keeps its device blocks until its orders have completed, one that is swapped in
 keeps its host blocks until its loads have. Of a swap-out that failed the sequence is back on the device, untouched; of a
-swap-in, still in the host tier; of a start, its hit ends before the block that could not be loaded. A sequence changes its
+swap-in, still in the host tier; of a start, its hit ends where each group of layers has what the next token reads. Tables of
+several groups are moved as one, one behind the other, and their holes stay holes. A sequence changes its
 state only in a call of its own session, which is told of it there, so that no session acts on what it does not know.
 """
 
@@ -37,6 +38,7 @@ class SequenceSwapper:
         self._claims = state.claims
         self._publisher = state.publisher
         self._retention = state.retention
+        self._windows = state.windows
         self._counters = state.counters
         self._caller: SessionState | None = None
         self._told: list[TransferOrder] = []
@@ -84,14 +86,13 @@ class SequenceSwapper:
     # Swapping out
 
     def copies_of(self, owner: SessionState, slot: int) -> tuple[Int64Array, Int32Array]:
-        """Table indices that have a block, and the host copy of each that may be shared, or 0.
+        """Places in the tables that have a block, and the host copy of each that may be shared, or 0.
 
         A copy on its way is waited for only where this session makes it: of another's failure it would not be told.
         """
-        table = self._sequences.table(slot)
+        table = self._sequences.whole_table(slot)
         places = np.flatnonzero(table)
-        index = self._index
-        hosts = index.host_of_node[index.node_of_block[table[places]]]
+        hosts = self._index.hosts_of(table[places])
         for at in np.flatnonzero(self.host.is_filling[hosts]).tolist():
             if self.offloader.fills[int(hosts[at])].owner is not owner:
                 hosts[at] = 0
@@ -113,7 +114,7 @@ class SequenceSwapper:
         if num_missing > num_room:
             self._counters.num_refusals += 1
             return False
-        table = seqs.table(slot)
+        table = seqs.whole_table(slot)
         places, hosts = self.copies_of(owner, slot)
         has_copy = hosts > 0
         host.pool.acquire(hosts[has_copy])
@@ -123,10 +124,10 @@ class SequenceSwapper:
             self.offloader.fills[block].add_waiter(move, 0)
         blocks, copies = table[places][~has_copy], hosts[~has_copy]
         nodes = index.node_of_block[blocks]  # now: making room in the host tier may have forgotten a node
-        named = (nodes > 0) & (index.host_of_node[nodes] == 0)
-        index.add_hosts(nodes[named], copies[named])
+        named = (nodes > 0) & (index.hosts_of(blocks) == 0)
+        index.add_hosts(nodes[named], copies[named], index.groups_of(blocks[named]))
         host.pool.mark_indexed(copies[named])
-        for order in self.offloader.order_swap_outs(blocks, copies):
+        for order in self.offloader.prepare_store(blocks, copies):
             order.add_waiter(move, 0)
             self.offloader.outs.setdefault(order.source, order)
         host_table = np.zeros(len(table), np.int32)
@@ -143,7 +144,7 @@ class SequenceSwapper:
     def _leave_device(self, move: Move) -> None:
         """All host copies are written: the device blocks are given up."""
         self._end_move(move)
-        self._drop_blocks(move.owner, self._sequences.table(move.slot))
+        self._drop_blocks(move.owner, self._sequences.leaves_first(move.slot))
         self._sequences.give_up_table(move.slot)
 
     # Swapping in
@@ -174,31 +175,34 @@ class SequenceSwapper:
         move = self.moves[slot] = Move(slot, owner, SequenceState.LOADING)
         seqs.begin_load(slot)
         self._load(move, hosts, blocks, joined, np.flatnonzero((blocks == 0) & (hosts > 0)))
-        seqs.set_run(slot, 0, blocks)
+        seqs.place_whole(slot, blocks)
         if not move.num_pending:
             self._conclude(move)
         return True
 
     def _present(self, owner: SessionState, slot: int) -> tuple[Int32Array, list[tuple[TransferOrder, int]]]:
         """Device blocks [n] that hold what the sequence's host blocks hold, or are loaded from them just now; else 0."""
-        hosts, index = self.host.tables[slot], self._index
-        blocks = index.block_of_node[index.node_of_host[hosts]]
+        hosts = self.host.tables[slot]
+        blocks = self._index.blocks_of(hosts)
         return blocks, self._join(owner, hosts, blocks, any_session=False)
 
     # Starting
 
-    def join_loads(self, owner: SessionState, nodes: Int32Array, blocks: Int32Array) -> list[tuple[TransferOrder, int]]:
-        """Fills in the blocks [n] of nodes that are being loaded; answers the orders, each with its index."""
-        return self._join(owner, self._index.host_of_node[nodes], blocks, any_session=True)
+    def join_loads(self, owner: SessionState, hosts: Int32Array, blocks: Int32Array) -> list[tuple[TransferOrder, int]]:
+        """Fills in the blocks [n] that are being loaded from host copies [n]; answers the orders, each with its place."""
+        return self._join(owner, hosts, blocks, any_session=True)
 
     def start_load(
-        self, owner: SessionState, slot: int, nodes: Int32Array, blocks: Int32Array, joined: list[tuple[TransferOrder, int]]
+        self, owner: SessionState, slot: int, hosts: Int32Array, blocks: Int32Array, joined: list[tuple[TransferOrder, int]]
     ) -> None:
-        """Holds the hit of a start and fills in the blocks [n] that are to be loaded; the sequence is LOADING."""
-        hit_len = len(nodes) * self._sequences.block_size
+        """Holds the hit of a start, the tables [groups * n] of which are given; the sequence is LOADING.
+
+        Fills in the blocks that are to be loaded: those that are 0 and have a host copy.
+        """
+        seqs = self._sequences
+        hit_len = len(blocks) // seqs.num_groups * seqs.block_size
         move = self.moves[slot] = Move(slot, owner, SequenceState.LOADING, hit_len)
-        missing = np.flatnonzero(blocks == 0)
-        self._load(move, self._index.host_of_node[nodes], blocks, joined, missing)
+        self._load(move, hosts, blocks, joined, np.flatnonzero((blocks == 0) & (hosts > 0)))
 
     def _join(
         self, owner: SessionState, hosts: Int32Array, blocks: Int32Array, *, any_session: bool
@@ -223,7 +227,7 @@ class SequenceSwapper:
             order.add_waiter(move, at)
         if len(missing):
             root = int(self._sequences.roots[move.slot])
-            blocks[missing], orders = self.offloader.order_loads(hosts[missing], root)
+            blocks[missing], orders = self.offloader.prepare_load(hosts[missing], root)
             for order, at in zip(orders, missing.tolist(), strict=True):
                 order.add_waiter(move, at)
 
@@ -233,7 +237,7 @@ class SequenceSwapper:
         """A sequence that is swapped or loading ends. Transfers in flight for it go on, and are for no sequence."""
         seqs = self._sequences
         if seqs.keeps_table[slot] or seqs.states[slot] == SequenceState.LOADING:
-            self._drop_blocks(owner, seqs.table(slot))
+            self._drop_blocks(owner, seqs.leaves_first(slot))
             seqs.give_up_table(slot)
         if slot in self.moves:
             self._end_move(self.moves[slot])
@@ -257,17 +261,17 @@ class SequenceSwapper:
 
     def _tell_waiters(self, orders: list[TransferOrder], *, ok: bool) -> None:
         for order in orders:
-            for move, table_idx in order.waiters:
+            for move, place in order.waiters:
                 move.num_pending -= 1
                 if move.is_over:
                     continue
-                had_failed = move.failed_idx is not None
+                had_failed = bool(move.failed)
                 if not ok:
-                    move.failed_idx = table_idx if move.failed_idx is None else min(table_idx, move.failed_idx)
+                    move.failed.append(place)
                 is_out = move.towards == SequenceState.SWAPPED
                 if (is_out and not ok and not had_failed) or (not move.num_pending and not is_out):
                     self.arrived.setdefault(move.owner.number, []).append(move)
-                elif not move.num_pending and move.failed_idx is None:
+                elif not move.num_pending and not move.failed:
                     self._leave_device(move)
 
     def _conclude(self, move: Move) -> bool:
@@ -278,8 +282,8 @@ class SequenceSwapper:
             return True
         self._end_move(move)
         if move.hit_len is None:
-            if move.failed_idx is not None:
-                self._drop_blocks(move.owner, seqs.table(slot))
+            if move.failed:
+                self._drop_blocks(move.owner, seqs.leaves_first(slot))
                 seqs.fail_load(slot)
                 return False
             self.host.drop_table(slot)
@@ -287,15 +291,25 @@ class SequenceSwapper:
             self._run(move)
             return True
         hit_len = move.hit_len
-        if move.failed_idx is not None:
-            hit_len = move.failed_idx * seqs.block_size
-            self._drop_blocks(move.owner, seqs.table(slot)[move.failed_idx :])
-            seqs.trim_reserved(slot, hit_len)
+        if move.failed:
+            num_left = self._num_left(slot, hit_len // seqs.block_size, move.failed)
+            hit_len = num_left * seqs.block_size
+            behind = [seqs.group_table(slot, group)[num_left:][::-1] for group in range(seqs.num_groups)]
+            self._drop_blocks(move.owner, np.concatenate(behind))
+            seqs.cut_hit(slot, hit_len)
         seqs.end_load(slot, hit_len, move.owner.step_id)
         self._counters.num_hits += hit_len > 0
         self._counters.num_hit_tokens += hit_len
         self._run(move)
         return True
+
+    def _num_left(self, slot: int, num_hits: int, failed: list[int]) -> int:
+        """How many of the first entries of a hit can be started on without the places that failed."""
+        seqs = self._sequences
+        there = np.array([seqs.group_table(slot, group)[:num_hits] > 0 for group in range(seqs.num_groups)])
+        there.ravel()[failed] = False
+        num_first = num_hits if there[0].all() else int(np.argmin(there[0]))
+        return num_first if seqs.num_groups == 1 else self._index.longest_whole(list(there[1:, :num_first]))
 
     def _return_to_device(self, move: Move) -> None:
         """A sequence that still has its device blocks runs on them again."""
@@ -309,15 +323,17 @@ class SequenceSwapper:
         self._publisher.publish_again(move.owner, move.slot)
         if seqs.num_retaining:  # what was committed meanwhile may have moved its window
             self._retention.drop_outside(move.owner, np.array([move.slot]), told_now=True)
+        if seqs.num_groups > 1:
+            self._windows.drop_outside(move.owner, np.array([move.slot]))
 
     def _end_move(self, move: Move) -> None:
         """From now on the device blocks of a swap-out may be written, so that its copies are shared no more."""
         move.is_over = True
         del self.moves[move.slot]
         if self.offloader.outs and move.towards == SequenceState.SWAPPED:
-            for block in self._sequences.table(move.slot).tolist():
+            for block in self._sequences.whole_table(move.slot).tolist():
                 self.offloader.outs.pop(block, None)
 
-    def _drop_blocks(self, owner: SessionState, table: Int32Array) -> None:
-        """Gives up device blocks, deepest first; in a step of the session, that step does not touch them any more."""
-        owner.drop_blocks(self._pool, table[table > 0][::-1], until=owner.step_id - (owner is self._caller))
+    def _drop_blocks(self, owner: SessionState, blocks: Int32Array) -> None:
+        """Gives up device blocks, the deepest first; in a step of the session, that step does not touch them any more."""
+        owner.drop_blocks(self._pool, blocks[blocks > 0], until=owner.step_id - (owner is self._caller))

@@ -30,13 +30,13 @@ class Move:
     towards: SequenceState
     hit_len: int | None = None
     num_pending: int = 0  # orders it still waits for
-    failed_idx: int | None = None  # least table index whose order failed
+    failed: list[int] = field(default_factory=list)  # places in the tables, one behind the other, whose orders failed
     is_over: bool = False  # finished, or its sequence was released
 
 
 @dataclass(slots=True, eq=False)
 class TransferOrder:
-    """Copies one whole block between the tiers. root: whose tokens; waiters: moves, and the table index that each is for."""
+    """Copies one whole block between the tiers. root: whose tokens; waiters: moves, each with its place in the tables."""
 
     id: int
     kind: TransferKind
@@ -46,8 +46,8 @@ class TransferOrder:
     root: int
     waiters: list[tuple[Move, int]] = field(default_factory=list)
 
-    def add_waiter(self, move: Move, table_idx: int) -> None:
-        self.waiters.append((move, table_idx))
+    def add_waiter(self, move: Move, place: int) -> None:
+        self.waiters.append((move, place))
         move.num_pending += 1
 
 

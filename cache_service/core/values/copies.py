@@ -39,7 +39,8 @@ class TierOrder:
     """Moves one whole block between a tier asked by name and a block of the host tier.
 
     slot: of a slab; 0 in a shared store. name, parent: of the content and of what leads to it, NAME_BYTES each. tokens: of the
-    block, LE32. number: grows with each store. era: counts how often the tier was cleared.
+    block, LE32. number: grows with each store. era: counts how often the tier was cleared. group: of layers, and entry: of the
+    prompt's table, where there are several.
     """
 
     slot: int
@@ -49,6 +50,8 @@ class TierOrder:
     tokens: bytes
     number: int
     era: int
+    group: int = 0
+    entry: int = 0
 
 
 class StoredBlock(NamedTuple):

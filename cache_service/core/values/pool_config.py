@@ -34,6 +34,7 @@ class PoolConfig:
     group_windows: tuple[int, ...] = (
         0,
     )  # window of each group of layers in tokens, 0 for one that reads all; the first reads all
+    has_tail: bool = False  # whether the groups behind the first are finer copies of the newest tokens, which hits do without
 
     @property
     def num_usable_blocks(self) -> int:

@@ -92,6 +92,7 @@ class MatchEnd(IntEnum):
     CACHING_OFF = 9
     ON_DISK = 10
     DISK_RESTS = 11
+    NOT_WORTH_LOADING = 12
 
 
 class Tier(IntEnum):

@@ -66,6 +66,14 @@ class Admission:
     limit_tokens: int
 
 
+class GroupStats(NamedTuple):
+    """What the tables of running sequences have in one group of layers: entries with a block, and those left behind."""
+
+    window_tokens: int  # 0: the group reads all tokens
+    num_held_entries: int
+    num_passed_entries: int
+
+
 @dataclass(frozen=True, slots=True)
 class PoolStats:
     """Counts of one pool, derived from its state, and sums over its life. The names are the protocol's."""
@@ -149,3 +157,13 @@ class PoolStats:
     num_damaged_remote_blocks: int = 0
     num_failed_remote_blocks: int = 0
     num_remote_rests: int = 0
+    num_unworthy_disk_loads: int = 0
+    num_unworthy_remote_loads: int = 0
+    disk_first_byte_us: int = 0
+    remote_first_byte_us: int = 0
+    disk_break_even_tokens: int = 0
+    remote_break_even_tokens: int = 0
+    prefill_rate_tokens: int = 0
+    recent_hit_rate: float = 0.0
+    reachable_hit_rate: float = 0.0
+    num_recent_distinct_blocks: int = 0

@@ -8,8 +8,9 @@ Not yet run on a device.
 
 import itertools
 
+from kvkeeper.cuda.errors import CudaError
 from kvkeeper.cuda.handle import ArenaHandle
-from kvkeeper.cuda.runtime import CudaError, CudaRuntime
+from kvkeeper.cuda.runtime import CudaRuntime
 from kvkeeper.service import memory_limit
 from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.sizes import size
@@ -35,7 +36,7 @@ class CudaArena:
             self._bytes = DeviceBytes(runtime, device, runtime.allocate(device, -(-num_bytes // _GRANULARITY) * _GRANULARITY))
         except CudaError as error:
             if error.is_out_of_memory:
-                raise OutOfMemory(f"{size(num_bytes)} could not be had on the device") from None
+                raise OutOfMemory(f"{size(num_bytes)} could not be had on the device", on_device=True) from None
             raise
         try:
             self._bytes.clear(num_bytes)
@@ -88,7 +89,10 @@ class PinnedArena(SharedMemoryArena):
 
 
 class CudaMemory:
-    """Allocates arenas on a CUDA device and pinned host arenas. Raises CudaError where there is no such device."""
+    """Allocates arenas on a CUDA device, those of further ranks on the next ones, and pinned host arenas.
+
+    Raises CudaError where there is no such device.
+    """
 
     def __init__(self, runtime: CudaRuntime, device: int) -> None:
         if device >= (count := len(runtime.device_uuids())):
@@ -99,12 +103,16 @@ class CudaMemory:
         """Raises OutOfMemory where arenas of num_bytes and host tiers of num_host_bytes do not fit now."""
         available = max(0, self._runtime.free_bytes(self._device) - _HEADROOM)
         if num_bytes > available:
-            raise OutOfMemory(f"{size(num_bytes)} are wanted, {size(available)} are available on the device")
+            text = f"{size(num_bytes)} are wanted, {size(available)} are available on the device"
+            raise OutOfMemory(text, on_device=True)
         memory_limit.require(num_host_bytes)
 
-    def allocate(self, num_bytes: int) -> Arena:
-        """Raises OutOfMemory."""
-        return CudaArena(self._runtime, self._device, num_bytes)
+    def allocate(self, num_bytes: int, rank: int = 0) -> Arena:
+        """On the device that is so many behind the first rank's. Raises OutOfMemory."""
+        device, count = self._device + rank, len(self._runtime.device_uuids())
+        if device >= count:
+            raise OutOfMemory(f"rank {rank} is for device {device}, and {count} CUDA devices are visible")
+        return CudaArena(self._runtime, device, num_bytes)
 
     def allocate_host(self, num_bytes: int) -> SharedMemoryArena:
         """Raises OutOfMemory."""

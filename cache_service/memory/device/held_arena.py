@@ -9,8 +9,9 @@ Not yet run on a device.
 
 import os
 
+from kvkeeper.cuda.errors import CudaError
 from kvkeeper.cuda.handle import DescribedArena
-from kvkeeper.cuda.runtime import CudaError, CudaRuntime
+from kvkeeper.cuda.runtime import CudaRuntime
 from kvkeeper.cuda.vmm import VmmDriver
 
 from ...core.values.copies import Copies

@@ -9,8 +9,9 @@ import os
 import secrets
 from pathlib import Path
 
+from kvkeeper.cuda.errors import CudaError
 from kvkeeper.cuda.handle import DescribedArena
-from kvkeeper.cuda.runtime import CudaError, CudaRuntime
+from kvkeeper.cuda.runtime import CudaRuntime
 from kvkeeper.cuda.vmm import VmmDriver
 from kvkeeper.hold.client import HolderAway
 from kvkeeper.hold.messages import HoldRefused

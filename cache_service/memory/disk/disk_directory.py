@@ -87,7 +87,7 @@ class DiskDirectory:
     def obtain(self, spec: KvSpec) -> Slab:
         """The slab of a pool, with what earlier runs have left in it. Raises OutOfMemory."""
         if form_of(self._slab_bytes, spec).num_slots < _LEAST_SLOTS:
-            raise OutOfMemory(f"--disk-memory holds fewer than {_LEAST_SLOTS} blocks of {size(spec.block_bytes)}")
+            raise OutOfMemory(f"--disk-memory holds fewer than {_LEAST_SLOTS} blocks of {size(spec.stored_bytes)}")
         path = self._path / f"slab-{hashlib.sha256(spec.key).hexdigest()[:16]}.kv"
         if path.is_symlink() or path.exists():
             try:

@@ -59,9 +59,9 @@ class Form(NamedTuple):
 
 def form_of(num_bytes: int, spec: KvSpec) -> Form:
     """The largest slab of this spec in so many bytes, both files together; perhaps of no slot."""
-    one = Form(1, spec.block_bytes, spec.block_size)
+    one = Form(1, spec.stored_bytes, spec.block_size)
     num_slots = max((num_bytes - 2 * PAGE) // (one.row_bytes + one.slot_bytes), 0)
-    return Form(num_slots, spec.block_bytes, spec.block_size)
+    return Form(num_slots, spec.stored_bytes, spec.block_size)
 
 
 class Header(NamedTuple):

@@ -1,5 +1,6 @@
-"""Blocks in a Valkey or Redis server that several cache services share: their keys, their values, and the secret of both.
+"""Blocks in a Valkey or Redis server, or a Mooncake store, that several cache services share.
 
-Owns the form of what is put there, and that nothing comes back but what a service of the same secret has put there. May import
+Owns the form of keys and values, the secret of both, and that nothing comes back but what a service of the same secret has put
+there (remote_store); and how each kind of server is spoken to (remote_server says what is asked of it). May import
 memory.disk.digests, core.values, kvkeeper.service and kvkeeper.trust.
 """

@@ -4,34 +4,28 @@ The server itself is not asked: one that is away at start costs hits, and is use
 """
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvkeeper.service.extras import install_command
+from kvkeeper.service.extras import install_command, missing
 from kvkeeper.trust.private_file import FileRefused
 
 from ...core.values.kv_spec import KvSpec
-from .remote_address import parse_address
-from .secret import read_secret
+from .mooncake_server import MooncakeServer
+from .remote_address import RemoteAddress, parse_address
+from .remote_server import RemoteServer
+from .remote_store import RemoteStore
+from .secret import RemoteSecret, read_secret
+from .value_form import HEADER_BYTES
 
-if TYPE_CHECKING:
-    from .remote_store import RemoteStore
-
-
-RemoteMaker = Callable[[KvSpec], "RemoteStore"]
+RemoteMaker = Callable[[KvSpec], RemoteStore]
 
 
 class RemoteRefused(Exception):
     """The remote tier cannot be had. The text is one line, and names no secret."""
 
 
-def open_remote(remote: str, *, secret: Path, ca: Path | None, ttl: float, timeout: float) -> RemoteMaker:
-    """Makes the store of each pool. Raises RemoteRefused."""
-    try:
-        from .remote_store import RemoteStore
-    except ImportError:
-        raise RemoteRefused(f"--remote needs the package redis: {install_command('remote')}") from None
+def open_remote(remote: str, *, secret: Path, ca: Path | None, ttl: float, timeout: float, memory: int) -> RemoteMaker:
+    """Makes the store of each pool. memory: bytes that each gives to a Mooncake store. Raises RemoteRefused."""
     try:
         address = parse_address(remote, ca)
     except ValueError as error:
@@ -42,4 +36,20 @@ def open_remote(remote: str, *, secret: Path, ca: Path | None, ttl: float, timeo
         known = read_secret(secret)
     except FileRefused as error:
         raise RemoteRefused(f"--remote-secret: {error}") from None
-    return partial(RemoteStore, address, known, ttl=ttl, timeout=timeout)
+    server = _mooncake(address, memory, timeout) if address.is_mooncake else _redis(address, known, ttl, timeout)
+    return lambda spec: RemoteStore(server(spec), known, spec)
+
+
+def _redis(address: RemoteAddress, secret: RemoteSecret, ttl: float, timeout: float) -> Callable[[KvSpec], RemoteServer]:
+    try:
+        from .redis_server import RedisServer
+    except ImportError:
+        raise RemoteRefused(f"--remote needs the package redis: {install_command('remote')}") from None
+    return lambda spec: RedisServer(address, secret, ttl=ttl, timeout=timeout)
+
+
+def _mooncake(address: RemoteAddress, memory: int, timeout: float) -> Callable[[KvSpec], RemoteServer]:
+    if missing("mooncake"):
+        text = "--remote mooncake:// needs the system's libibverbs and the package mooncake-transfer-engine-non-cuda"
+        raise RemoteRefused(f"{text}: {install_command('mooncake')}")
+    return lambda spec: MooncakeServer(address, HEADER_BYTES + spec.block_bytes, memory=memory, timeout=timeout)

@@ -1,29 +1,25 @@
-"""RemoteStore: the blocks of one pool in a Valkey or Redis server, as the threads of its tier put them there and fetch them.
+"""RemoteStore: the blocks of one pool in a store of others, as the threads of its tier put them there and fetch them.
 
-Rules: keys are `kvkeeper:1:` and a keyed hash of era and name, so they tell nothing of a prompt; every batch begins with the
-question for the era, and what was asked under another one does not count. The era is a random value of the server that all
-services of one secret and KV spec share: a clearing draws a new one, and none that was there before comes back, also where the
-server has lost it. A clearing that the server does not hear leaves this store silent until it does. Errors of the server never
-leave this file but as results, because their texts may name the address. Every method may be called in any thread.
+Rules: keys are `kvkeeper:1:` and a keyed hash of era and name, so they tell nothing of a prompt; every batch comes with the
+server's era, and what was asked under another one does not count. The era is a random value that all services of one secret and
+KV spec share: a clearing draws a new one, and none that was there before comes back, also where the server has lost it. A
+clearing that the server does not hear leaves this store silent until it does. Errors of the server never leave this file but as
+results. Every method may be called in any thread.
 """
 
 import hashlib
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
-
-import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
+from typing import TypeVar
 
 from ...core.values.copies import TierOrder, TierResult
 from ...core.values.kv_spec import KvSpec
 from ..arena import ByteArray
 from ..disk.digests import digest_under
-from .remote_address import RemoteAddress
+from .remote_server import RemoteServer, ServerError
 from .secret import RemoteSecret
-from .value_form import ValueForm
+from .value_form import HEADER_BYTES, ValueForm
 
 _PREFIX = b"kvkeeper:1:"
 _ERA_BYTES, _KEY_BYTES = 16, 20
@@ -32,14 +28,13 @@ Answer = TypeVar("Answer")
 
 
 class RemoteStore:
-    """One pool's. Connections are made when they are needed."""
+    """One pool's."""
 
-    def __init__(self, address: RemoteAddress, secret: RemoteSecret, spec: KvSpec, *, ttl: float, timeout: float) -> None:
-        """ttl: seconds that a value lives after it was put there or found. timeout: seconds of one answer of the server."""
+    def __init__(self, server: RemoteServer, secret: RemoteSecret, spec: KvSpec) -> None:
         self.block_bytes = self.slot_bytes = spec.block_bytes
         self.name_key = secret.derive(b"names", spec.key)
-        self.facts = {"host": address.host, "port": address.port, "tls": address.is_tls}
-        self._ttl_ms = max(int(ttl * 1000), 1)
+        self.facts = server.facts
+        self._server = server
         self._key = secret.derive(b"keys", spec.key)
         self._era_key = _PREFIX + b"era:" + secret.derive(b"era", spec.key)[:_KEY_BYTES].hex().encode()
         self._form = ValueForm(
@@ -48,19 +43,6 @@ class RemoteStore:
         self._era: bytes | None = None  # as the server said last
         self._num_clearings = self._num_told = 0  # asked for, and known to the server; the former is the loop's alone
         self._asking = threading.Lock()  # for the era; the loop never takes it
-        tls: dict[str, Any] = {"ssl": True, "ssl_ca_certs": address.ca and str(address.ca)} if address.is_tls else {}
-        self._client = redis.Redis(
-            address.host,
-            address.port,
-            address.db,
-            username=secret.user,
-            password=secret.password,
-            socket_timeout=timeout,
-            socket_connect_timeout=timeout,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-            **tls,
-        )
 
     def begin_clearing(self) -> None:
         """From now on nothing is asked before the server knows of a new era."""
@@ -68,19 +50,19 @@ class RemoteStore:
 
     def write_era(self, era: int) -> bool:
         """Tells the server of a new era, if it does not know it yet. Whether it knows."""
-        return self._guarded(self._settled_era) is not None
+        return _guarded(self._settled_era) is not None
 
     def ask(self, names: Sequence[bytes]) -> int | None:
         """How many of the first names are there, which live anew; None where the server gives no answer."""
 
         def ask() -> int:
             era = self._settled_era()
-            answers = self._run(era, [("PEXPIRE", self._at(era, name), self._ttl_ms) for name in names])
-            if answers is None or any(isinstance(each, redis.RedisError) for each in answers):
+            told, are_there = self._server.use(self._era_key, [self._at(era, name) for name in names])
+            if not self._is_still(era, told):
                 return 0
-            return next((at for at, is_there in enumerate(answers) if is_there != 1), len(answers))
+            return next((at for at, is_there in enumerate(are_there) if not is_there), len(are_there))
 
-        return self._guarded(ask)
+        return _guarded(ask)
 
     def read(self, orders: Sequence[TierOrder], hosts: ByteArray) -> list[TierResult]:
         """Fills hosts [num_host_blocks, block_bytes] as the orders say. A block without the result DONE holds anything."""
@@ -88,19 +70,20 @@ class RemoteStore:
         def read() -> list[TierResult]:
             era = self._settled_era()
             places = [self._at(era, order.name) for order in orders]
-            values = self._run(era, [("GET", place) for place in places])
-            if values is None:
+            headers = [memoryview(bytearray(HEADER_BYTES)) for _ in orders]
+            blocks = [memoryview(hosts[order.host]) for order in orders]
+            told, results = self._server.get(self._era_key, places, headers, blocks)
+            if not self._is_still(era, told):
                 return [TierResult.MISSING] * len(orders)
-            results = [
-                self._take(place, value, memoryview(hosts[order.host]))
-                for place, value, order in zip(places, values, orders, strict=True)
-            ]
+            for at, result in enumerate(results):
+                if result is TierResult.DONE and not self._form.is_whole(places[at], bytes(headers[at]), blocks[at]):
+                    results[at] = TierResult.DAMAGED
             damaged = [place for place, result in zip(places, results, strict=True) if result is TierResult.DAMAGED]
             if damaged:
-                self._guarded(lambda: self._client.delete(*damaged))
+                _guarded(lambda: self._server.delete(damaged))
             return results
 
-        return self._guarded(read) or [TierResult.FAILED] * len(orders)
+        return _guarded(read) or [TierResult.FAILED] * len(orders)
 
     def write(self, orders: Sequence[TierOrder], hosts: ByteArray) -> list[TierResult]:
         """Puts hosts [num_host_blocks, block_bytes] there as the orders say. Answers a result for each."""
@@ -108,65 +91,49 @@ class RemoteStore:
         def write() -> list[TierResult]:
             era = self._settled_era()
             places = [self._at(era, order.name) for order in orders]
-            values = [self._form.encode(at, memoryview(hosts[order.host])) for at, order in zip(places, orders, strict=True)]
-            sets = [("SET", place, value, "PX", self._ttl_ms) for place, value in zip(places, values, strict=True)]
-            answers = self._run(era, sets)
-            if answers is None:
+            blocks = [memoryview(hosts[order.host]) for order in orders]
+            headers = [self._form.header(place, block) for place, block in zip(places, blocks, strict=True)]
+            told, are_there = self._server.put(self._era_key, places, headers, blocks)
+            if not self._is_still(era, told):
                 return [TierResult.CANCELLED] * len(orders)
-            return [TierResult.DONE if each in (b"OK", True) else TierResult.FAILED for each in answers]
+            return [TierResult.DONE if is_there else TierResult.FAILED for is_there in are_there]
 
-        return self._guarded(write) or [TierResult.FAILED] * len(orders)
+        return _guarded(write) or [TierResult.FAILED] * len(orders)
 
     def close(self) -> None:
         """No thread may be at work."""
-        self._guarded(self._client.close)
+        _guarded(self._server.close)
 
     def _at(self, era: bytes, name: bytes) -> bytes:
         return _PREFIX + hashlib.blake2b(era + name, digest_size=_KEY_BYTES, key=self._key, person=b"at").hexdigest().encode()
 
-    def _take(self, at: bytes, value: object, block: memoryview) -> TierResult:
-        if value is None:
-            return TierResult.MISSING
-        if isinstance(value, redis.RedisError):
-            return TierResult.FAILED
-        is_it = isinstance(value, bytes) and self._form.decode_into(at, value, block)
-        return TierResult.DONE if is_it else TierResult.DAMAGED
-
     def _settled_era(self) -> bytes:
-        """The era that the server knows, drawn if it knows none, or if the pool was cleared. Raises RedisError."""
+        """The era that the server knows, drawn if it knows none, or if the pool was cleared. Raises ServerError."""
         with self._asking:
             era, num_clearings = self._era, self._num_clearings
             if num_clearings != self._num_told:
                 era = secrets.token_bytes(_ERA_BYTES)
-                self._client.set(self._era_key, era)
+                self._server.tell_era(self._era_key, era)
             elif era is None:
-                self._client.set(self._era_key, secrets.token_bytes(_ERA_BYTES), nx=True)
-                found = self._client.get(self._era_key)
-                if not isinstance(found, bytes) or len(found) != _ERA_BYTES:
-                    raise redis.ResponseError("no era")
-                era = found
+                era = self._server.learn_era(self._era_key, secrets.token_bytes(_ERA_BYTES))
+                if len(era) != _ERA_BYTES:
+                    raise ServerError("no era")
             self._era, self._num_told = era, num_clearings
             return era
 
-    def _run(self, era: bytes, commands: list[tuple[Any, ...]]) -> list[Any] | None:
-        """The answers of the commands, in order; None where the server is in another era by now. Raises RedisError."""
-        batch = self._client.pipeline(transaction=False)
-        for command in (("GET", self._era_key), *commands):
-            batch.execute_command(*command)
-        answers = batch.execute(raise_on_error=False)
-        if answers[0] != era:
-            if isinstance(answers[0], redis.RedisError):
-                raise answers[0]
+    def _is_still(self, era: bytes, told: bytes | None) -> bool:
+        """Whether what was asked in this era counts, now that the server has told the one that it is in."""
+        if told != era:
             with self._asking:
                 if self._era == era:
                     self._era = None
-            return None
-        is_cleared = self._era != era or self._num_clearings != self._num_told
-        return None if is_cleared else answers[1:]
+            return False
+        return self._era == era and self._num_clearings == self._num_told
 
-    def _guarded(self, ask: Callable[[], Answer]) -> Answer | None:
-        """The answer, or None where the server refuses, is gone, hangs or speaks something else."""
-        try:
-            return ask()
-        except (redis.RedisError, OSError, ValueError, IndexError, TypeError):
-            return None
+
+def _guarded(ask: Callable[[], Answer]) -> Answer | None:
+    """The answer, or None where the server refuses, is gone, hangs or speaks something else."""
+    try:
+        return ask()
+    except ServerError:
+        return None

@@ -11,7 +11,8 @@ from collections.abc import Callable
 _MAGIC = b"kvkeeper remote1"
 _CHECK_BYTES, _DIGEST_BYTES = 16, 16
 _LENGTH = struct.Struct("<Q")
-HEADER_BYTES = len(_MAGIC) + _CHECK_BYTES + _LENGTH.size + _DIGEST_BYTES
+_FIELD_BYTES = _LENGTH.size + _DIGEST_BYTES
+HEADER_BYTES = len(_MAGIC) + _CHECK_BYTES + _FIELD_BYTES
 
 
 class ValueForm:
@@ -21,20 +22,18 @@ class ValueForm:
         """key: 1 to 64 bytes, secret."""
         self._key, self._block_bytes, self._digest = key, block_bytes, digest
 
-    def encode(self, at: bytes, block: memoryview) -> bytes:
-        """The value of a block that is to lie under the key `at`."""
+    def header(self, at: bytes, block: memoryview) -> bytes:
+        """What the value of a block that is to lie under the key `at` begins with."""
         fields = _LENGTH.pack(len(block)) + self._digest(block)
-        return b"".join((_MAGIC, self._check(at, fields), fields, block))
+        return b"".join((_MAGIC, self._check(at, fields), fields))
 
-    def decode_into(self, at: bytes, value: bytes, block: memoryview) -> bool:
-        """Whether the value under the key `at` is one, and whole; only then the block holds its bytes."""
-        if len(value) != HEADER_BYTES + self._block_bytes or not value.startswith(_MAGIC):
+    def is_whole(self, at: bytes, header: bytes, block: memoryview) -> bool:
+        """Whether these are the header and the block of a value that was put under the key `at`."""
+        check, fields = header[len(_MAGIC) : -_FIELD_BYTES], header[-_FIELD_BYTES:]
+        if not header.startswith(_MAGIC) or check != self._check(at, fields) or len(header) != HEADER_BYTES:
             return False
-        header, body = value[len(_MAGIC) : HEADER_BYTES], memoryview(value)[HEADER_BYTES:]
-        check, fields = header[:_CHECK_BYTES], header[_CHECK_BYTES:]
-        if check != self._check(at, fields) or _LENGTH.unpack_from(fields)[0] != self._block_bytes:
+        if _LENGTH.unpack_from(fields)[0] != self._block_bytes or len(block) != self._block_bytes:
             return False
-        block[:] = body
         return self._digest(block) == fields[_LENGTH.size :]  # in the memory that it is used from
 
     def _check(self, at: bytes, fields: bytes) -> bytes:

@@ -1,6 +1,7 @@
 """KV specs: their ranges, the value that the service counts with, and the message again."""
 
 import re
+from collections.abc import Mapping
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
@@ -9,11 +10,13 @@ from ...core.values.kv_spec import KvSpec, LayerGroup
 from .checks import MAX_INT32, check_range, check_text
 
 _ITEM_BYTES = {pb.KV_DTYPE_FLOAT16: 2, pb.KV_DTYPE_BFLOAT16: 2, pb.KV_DTYPE_FLOAT32: 4}
+_SCALED_BITS = {pb.KV_DTYPE_FLOAT8_E4M3: 8, pb.KV_DTYPE_INT8: 8, pb.KV_DTYPE_INT4: 4}
 _PAGE_ALIGNMENT = 16
 _MOST_GROUPS = 64
 _SERVED_KINDS = (pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_SLIDING_WINDOW)
 _OTHER_KINDS = (pb.LAYER_GROUP_KIND_CHUNKED, pb.LAYER_GROUP_KIND_LATENT, pb.LAYER_GROUP_KIND_RECURRENT)
 _MOST_PAGE_BYTES = 1 << 30
+MOST_RANKS = 64
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _OF_ELEMENTS = ("num_layers", "num_kv_heads", "head_dim", "kv_dtype")  # what an opaque page does not tell
 
@@ -26,32 +29,68 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
     if spec.layout == pb.KV_LAYOUT_OPAQUE:
         _check_page(spec)
     elif spec.layout in (pb.KV_LAYOUT_BLOCK_MAJOR, pb.KV_LAYOUT_GROUPED):
-        _check_elements(spec)
+        _check_elements(spec, _ITEM_BYTES)
+    elif spec.layout == pb.KV_LAYOUT_SCALED:
+        _check_elements(spec, _SCALED_BITS)
+        step = 16 // _SCALED_BITS[spec.kv_dtype]
+        if spec.head_dim % step:
+            raise InvalidField(f"head_dim is a multiple of {step} for this kv_dtype", field="spec.head_dim", limit=step)
     else:
-        text = "layout is KV_LAYOUT_BLOCK_MAJOR, KV_LAYOUT_GROUPED or KV_LAYOUT_OPAQUE"
+        text = "layout is KV_LAYOUT_BLOCK_MAJOR, KV_LAYOUT_GROUPED, KV_LAYOUT_SCALED or KV_LAYOUT_OPAQUE"
         raise InvalidField(text, field="spec.layout")
-    if spec.groups and spec.layout != pb.KV_LAYOUT_GROUPED:
-        raise InvalidField("groups are for KV_LAYOUT_GROUPED", field="spec.groups")
+    if spec.groups and spec.layout not in (pb.KV_LAYOUT_GROUPED, pb.KV_LAYOUT_SCALED):
+        raise InvalidField("groups are for KV_LAYOUT_GROUPED and KV_LAYOUT_SCALED", field="spec.groups")
     check_range("spec.block_size", spec.block_size, 1, 1024)
     check_range("spec.sliding_window", spec.sliding_window, 0, MAX_INT32)
     check_text("spec.rope_parameters", spec.rope_parameters, 4096)
     check_text("spec.compute_dtype", spec.compute_dtype, 32)
-    check_range("spec.tensor_parallel_size", spec.tensor_parallel_size, 0, MAX_INT32)
-    if spec.tensor_parallel_size > 1:
-        raise NotImplementedYet("this build serves one rank only", feature="tensor_parallel_size")
+    check_range("spec.tensor_parallel_size", spec.tensor_parallel_size, 0, MOST_RANKS)
+    num_ranks = spec.tensor_parallel_size or 1
+    if num_ranks > 1 and spec.layout == pb.KV_LAYOUT_OPAQUE:
+        text = "opaque pages are of one rank each: its number belongs into the digest"
+        raise InvalidField(text, field="spec.tensor_parallel_size", limit=1)
     whole = pb.KvSpec()
     whole.CopyFrom(spec)
-    whole.tensor_parallel_size = 1
+    whole.tensor_parallel_size = num_ranks
     return KvSpec(
         key=whole.SerializeToString(deterministic=True),
         model_id=spec.model_id,
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        item_bytes=_ITEM_BYTES.get(spec.kv_dtype, 0),
+        item_bytes=1 if spec.layout == pb.KV_LAYOUT_SCALED else _ITEM_BYTES.get(spec.kv_dtype, 0),
         block_size=spec.block_size,
         page_bytes=spec.page.page_bytes,
-        groups=_groups(spec) if spec.layout == pb.KV_LAYOUT_GROUPED else (),
+        groups=_groups(spec) if spec.layout == pb.KV_LAYOUT_GROUPED else _tails(spec) if spec.groups else (),
+        scaled_bits=_SCALED_BITS[spec.kv_dtype] if spec.layout == pb.KV_LAYOUT_SCALED else 0,
+        num_ranks=num_ranks,
+    )
+
+
+def _tails(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
+    """All layers as they are stored, and each layer in one tail. Raises InvalidField."""
+    check_range("spec.groups", len(spec.groups), 2, _MOST_GROUPS)
+    stored, *tails = spec.groups
+    if stored.kind != pb.LAYER_GROUP_KIND_FULL or any(tail.kind != pb.LAYER_GROUP_KIND_TAIL for tail in tails):
+        text = "the first group is LAYER_GROUP_KIND_FULL, and those behind it are LAYER_GROUP_KIND_TAIL"
+        raise InvalidField(text, field="spec.groups.kind")
+    seen: list[int] = []
+    for at, group in enumerate(spec.groups):
+        check_range("spec.groups.window_tokens", group.window_tokens, int(at > 0), MAX_INT32 if at else 0)
+        if at and group.kv_dtype not in _ITEM_BYTES:
+            raise InvalidField("kv_dtype of a tail is one without a scale", field="spec.groups.kv_dtype")
+        if not at and group.kv_dtype:
+            raise InvalidField("kv_dtype of a group is that of a tail", field="spec.groups.kv_dtype")
+        if not group.layer_idx or list(group.layer_idx) != sorted(set(group.layer_idx)):
+            raise InvalidField("layer_idx are the group's layers, ascending", field="spec.groups.layer_idx")
+        seen += group.layer_idx if at else ()
+    every = list(range(spec.num_layers))
+    if list(stored.layer_idx) != every or sorted(seen) != every:
+        text = "the first group has all layers, and each is in one tail"
+        raise InvalidField(text, field="spec.groups.layer_idx", limit=spec.num_layers - 1)
+    return tuple(
+        LayerGroup(tuple(group.layer_idx), group.window_tokens, at > 0, _ITEM_BYTES.get(group.kv_dtype, 0))
+        for at, group in enumerate(spec.groups)
     )
 
 
@@ -65,6 +104,8 @@ def _groups(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
                 name = pb.LayerGroupKind.Name(group.kind)
                 raise NotImplementedYet(f"{name} is not served by this build", feature="layer_group_kind")
             raise InvalidField("kind is one of LayerGroupKind", field="spec.groups.kind")
+        if group.kv_dtype:
+            raise InvalidField("kv_dtype of a group is for KV_LAYOUT_SCALED", field="spec.groups.kv_dtype")
         has_window = group.kind == pb.LAYER_GROUP_KIND_SLIDING_WINDOW
         check_range("spec.groups.window_tokens", group.window_tokens, int(has_window), MAX_INT32 if has_window else 0)
         if not group.layer_idx or list(group.layer_idx) != sorted(set(group.layer_idx)):
@@ -82,12 +123,13 @@ def kv_spec_message(spec: KvSpec) -> pb.KvSpec:
     return pb.KvSpec.FromString(spec.key)
 
 
-def _check_elements(spec: pb.KvSpec) -> None:
+def _check_elements(spec: pb.KvSpec, dtypes: Mapping[int, int]) -> None:
+    """dtypes: those of the layout."""
     check_range("spec.num_layers", spec.num_layers, 1, 1024)
     check_range("spec.num_kv_heads", spec.num_kv_heads, 1, 1024)
     check_range("spec.head_dim", spec.head_dim, 1, 4096)
-    if spec.kv_dtype not in _ITEM_BYTES:
-        raise InvalidField("kv_dtype is an element type of KvDtype", field="spec.kv_dtype")
+    if spec.kv_dtype not in dtypes:
+        raise InvalidField("kv_dtype is an element type of KvDtype that goes with the layout", field="spec.kv_dtype")
     if spec.HasField("page"):
         raise InvalidField("page is for KV_LAYOUT_OPAQUE", field="spec.page")
 

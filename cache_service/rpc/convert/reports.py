@@ -70,11 +70,13 @@ def pool_stats(pool: Pool) -> pb.PoolStats:
     """Field names are the same on both sides; bytes and watches are added to the core's counts."""
     stats, info = pool.stats(), pool.info
     values = {name: getattr(stats, name) for name in PoolStats.__slots__}
+    groups = [pb.GroupStats(**each._asdict()) for each in pool.manager.group_stats()]
     num_used = info.num_blocks - 1 - stats.num_free_blocks - stats.num_cached_blocks
     return pb.PoolStats(
         pool=pool_info(info),
-        used_bytes=num_used * info.block_bytes,
-        peak_used_bytes=stats.peak_used_blocks * info.block_bytes,
+        groups=groups,
+        used_bytes=num_used * info.spec.stored_bytes,
+        peak_used_bytes=stats.peak_used_blocks * info.spec.stored_bytes,
         num_watches=pool.num_watches,
         num_lagged_watches=pool.num_lagged_watches,
         disk_read_rate_bytes=pool.disk.reads.bytes_per_second if pool.disk is not None else 0,

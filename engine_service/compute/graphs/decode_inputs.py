@@ -1,79 +1,113 @@
 """DecodeInputs: the memory that captured graphs read a step from, at addresses that never change.
 
 A step's columns and the used part of its tables go over in one copy, from pinned memory; a second copy, on the device, spreads
-the tables over rows of full width. The pinned memory is used again with the next step, which is safe because each step ends by
-waiting for the tokens it has drawn. Rows that a batch does not fill are padding: no token to see, and no slot to write to.
+the tables over rows of full width. Two steps may be under way, so there is pinned memory for two, in turn. Rows that a batch
+does not fill are padding: no token to see, no slot to write to, and a place of their own for the token that they draw.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvkeeper.kernels.attention.paged_rows import Int64Array
 
 from ...values.batch import Batch
+from ..device_queue import DeviceQueue
+from ..upload import Stage
 
-_WIDE_COLUMNS = ("token_ids", "positions", "slot_mapping")  # int64, and slots of further groups of layers; then int32
-_NO_SLOT = -1
+_COLUMNS = ("token_ids", "positions", "slot_mapping", "awaited_rows", "rows")  # int64; then slots of further groups; then int32
+_NONE = -1
+
+
+class _Turn:
+    """Pinned memory of one step, as arrays."""
+
+    def __init__(self, stage: Stage, wide: tuple[str, ...], most_rows: int, tables_at: int) -> None:
+        raw = stage.memory.numpy()
+        self.stage, self.memory = stage, stage.memory
+        self.columns: dict[str, Int64Array] = {
+            name: raw[at * most_rows * 8 : (at + 1) * most_rows * 8].view(np.int64) for at, name in enumerate(wide)
+        }
+        self.lens: npt.NDArray[np.int32] = raw[8 * len(wide) * most_rows :][: 4 * most_rows].view(np.int32)
+        self.tables: npt.NDArray[np.int32] = raw[tables_at:].view(np.int32)
 
 
 class DecodeInputs:
     """Of at most `most_rows` rows with tables of `table_width` blocks, one for each group of layers."""
 
     def __init__(
-        self, most_rows: int, table_width: int, device: torch.device, *, pin_memory: bool, num_groups: int = 1
+        self,
+        most_rows: int,
+        table_width: int,
+        device: torch.device,
+        queue: DeviceQueue,
+        *,
+        padding_row: int,
+        pin_memory: bool,
+        num_groups: int = 1,
     ) -> None:
+        """padding_row: of LastTokens, no sequence's."""
         self.most_rows, self.table_width, self.num_groups = most_rows, table_width, num_groups
-        wide = (*_WIDE_COLUMNS, *(f"slot_mapping_{group}" for group in range(1, num_groups)))
+        self._queue = queue
+        wide = (*_COLUMNS, *(f"slot_mapping_{group}" for group in range(1, num_groups)))
+        self._paddings = {name: {"token_ids": 0, "positions": 0, "rows": padding_row}.get(name, _NONE) for name in wide}
         header = most_rows * (8 * len(wide) + 4)
         self._tables_at = -(-header // 16) * 16
         num_bytes = self._tables_at + num_groups * most_rows * table_width * 4
-        self._staging = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+        stages = (Stage(num_bytes, pin_memory=pin_memory) for _ in range(2))
+        self._turns = [_Turn(stage, wide, most_rows, self._tables_at) for stage in stages]
         self._landing = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._tables = torch.zeros((num_groups, most_rows, table_width), dtype=torch.int32, device=device)
         self._logit_rows = torch.arange(most_rows, dtype=torch.int64, device=device)
-        self._columns: dict[str, tuple[Int64Array, torch.Tensor]] = {}
-        raw = self._staging.numpy()
-        for index, name in enumerate(wide):
-            part = slice(index * most_rows * 8, (index + 1) * most_rows * 8)
-            self._columns[name] = raw[part].view(np.int64), self._landing[part].view(torch.int64)
-        lens = slice(8 * len(wide) * most_rows, header)
-        self._host_lens, self._lens = raw[lens].view(np.int32), self._landing[lens].view(torch.int32)
-        self._host_tables = raw[self._tables_at :].view(np.int32)
-        for name in wide[2:]:
-            self._columns[name][0].fill(_NO_SLOT)
-            self._columns[name][1].fill_(_NO_SLOT)
+        self._columns = {
+            name: self._landing[at * most_rows * 8 : (at + 1) * most_rows * 8].view(torch.int64) for at, name in enumerate(wide)
+        }
+        self._lens = self._landing[8 * len(wide) * most_rows : header].view(torch.int32)
+        for name, column in self._columns.items():
+            column.fill_(self._paddings[name])
 
     def tensors(self, num_rows: int) -> Mapping[str, torch.Tensor]:
         """What the first rows are read from: views that stay valid, in the names of attention_arrays and of the model's."""
-        columns = {name: on_device[:num_rows] for name, (_, on_device) in self._columns.items()}
+        columns = {name: on_device[:num_rows] for name, on_device in self._columns.items()}
         others = {"logit_rows": self._logit_rows, "decode_tables": self._tables[0], "decode_lens": self._lens}
         others |= {f"decode_tables_{group}": self._tables[group] for group in range(1, self.num_groups)}
         return columns | {name: whole[:num_rows] for name, whole in others.items()}
 
-    def fill(self, batch: Batch, num_rows: int) -> None:
-        """Put a batch of single tokens into the first rows, and padding behind it, up to num_rows."""
+    def stage(self, batch: Batch, num_rows: int) -> Callable[[], None]:
+        """Take a batch of single tokens into the first rows, and padding behind it, up to num_rows.
+
+        Answers the call that brings them to the device; the batch may change before it is made.
+        """
         count, used = batch.block_tables.shape
-        for name, (staged, _) in self._columns.items():
-            staged[:count] = _column(batch, name)
-            staged[count:num_rows] = 0 if name in ("token_ids", "positions") else _NO_SLOT
-        self._host_lens[:count] = batch.seq_lens
-        self._host_lens[count:num_rows] = 0
         num_groups = self.num_groups
-        tables = self._host_tables[: num_groups * count * used].reshape(num_groups, count, used)
+        self._turns.reverse()
+        turn = self._turns[0]
+        turn.stage.reuse()
+        columns = turn.columns
+        columns["token_ids"][:count] = batch.token_ids
+        columns["positions"][:count] = batch.positions
+        columns["slot_mapping"][:count] = batch.slot_mapping
+        columns["awaited_rows"][:count] = _NONE if batch.awaited_rows is None else batch.awaited_rows
+        columns["rows"][:count] = self._paddings["rows"] if batch.rows is None else batch.rows
+        turn.lens[:count] = batch.seq_lens
+        tables = turn.tables[: num_groups * count * used].reshape(num_groups, count, used)
         tables[0] = batch.block_tables
-        if batch.group_tables is not None:
+        if batch.group_tables is not None and batch.group_slots is not None:
             tables[1:] = batch.group_tables.swapaxes(0, 1)
+            for group in range(1, num_groups):
+                columns[f"slot_mapping_{group}"][:count] = batch.group_slots[group - 1]
+        if count < num_rows:
+            turn.lens[count:num_rows] = 0
+            for name, column in columns.items():
+                column[count:num_rows] = self._paddings[name]
         end = self._tables_at + num_groups * count * used * 4
-        self._landing[:end].copy_(self._staging[:end], non_blocking=True)
-        landed = self._landing[self._tables_at : end].view(torch.int32).view(num_groups, count, used)
-        self._tables[:, :count, :used].copy_(landed)
 
+        def copy() -> None:
+            self._landing[:end].copy_(turn.memory[:end], non_blocking=True)
+            turn.stage.note_copied(self._queue.mark())
+            landed = self._landing[self._tables_at : end].view(torch.int32).view(num_groups, count, used)
+            self._tables[:, :count, :used].copy_(landed)
 
-def _column(batch: Batch, name: str) -> Int64Array:
-    if name in _WIDE_COLUMNS:
-        column: Int64Array = getattr(batch, name)
-        return column
-    assert batch.group_slots is not None
-    return batch.group_slots[int(name.rpartition("_")[2]) - 1]
+        return copy

@@ -1,9 +1,11 @@
 """GraphApi: how launches are captured and replayed, and CudaGraphs, which does it with torch on a device."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Graph(Protocol):
@@ -15,8 +17,8 @@ class Graph(Protocol):
 class GraphApi(Protocol):
     """Captures what a function launches; the launches of the capture itself need not have an effect."""
 
-    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """The graph, and the tensor that `run` answered, which each replay writes anew."""
+    def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
+        """The graph, and what `run` answered, whose tensors each replay writes anew."""
 
 
 class CudaGraphs:
@@ -26,7 +28,7 @@ class CudaGraphs:
         self._device = device
         self._pool: Any = None
 
-    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+    def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
         """See GraphApi. Runs once before it captures, so that nothing is compiled, loaded or tuned while it captures."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()

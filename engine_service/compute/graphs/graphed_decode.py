@@ -1,12 +1,14 @@
 """GraphedDecode: steps that only decode, as graphs of a decoder on one arena.
 
 A graph holds addresses of the arena and of its own memory. So it belongs to one mapping: an engine that maps another arena
-makes a new runner, which captures anew. A batch that no graph was captured for is computed plainly.
+makes a new runner, which captures anew. A batch that no graph was captured for is computed plainly. Each graph begins with the
+tokens that the step before drew, and ends with the likeliest token of each row, which it leaves for the step behind.
 """
 
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +17,9 @@ from tqdm import tqdm
 from kvkeeper.kernels.scratch import Scratch
 
 from ...values.batch import Batch
+from ..device_queue import DeviceQueue
+from ..last_tokens import LastTokens
+from ..step_logits import StepLogits, with_likeliest
 from .decode_inputs import DecodeInputs
 from .graph_api import Graph, GraphApi
 from .sizes import graph_sizes, size_for
@@ -39,13 +44,16 @@ class DecodeShape:
 class GraphedDecode:
     """Captured graphs by batch size. Only one thread computes."""
 
-    def __init__(self, shape: DecodeShape, inputs: DecodeInputs, graphs: Mapping[int, tuple[Graph, torch.Tensor]]) -> None:
+    def __init__(self, shape: DecodeShape, inputs: DecodeInputs, graphs: Mapping[int, tuple[Graph, StepLogits]]) -> None:
         self._shape, self._inputs, self._graphs = shape, inputs, graphs
         self._sizes = sorted(graphs)
         self.num_replays = 0
 
-    def forward(self, batch: Batch) -> torch.Tensor | None:
-        """Logits of the batch, float32 [S, vocab_size], valid until the next call; None: no graph fits, nothing was done."""
+    def stage(self, batch: Batch) -> Callable[[], StepLogits] | None:
+        """A call that computes the batch; None: no graph fits, nothing was done.
+
+        Its logits, float32 [S, vocab_size], and what is beside them are valid until the next one is made.
+        """
         count, width = batch.block_tables.shape
         size = size_for(count, self._sizes)
         if size is None or width > self._shape.table_width or not _only_decodes(batch):
@@ -54,29 +62,57 @@ class GraphedDecode:
             return None
         if self._shape.num_groups > 1 and batch.group_tables is None:
             return None
-        graph, logits = self._graphs[size]
-        self._inputs.fill(batch, size)
+        return partial(self._replay, self._inputs.stage(batch, size), size, count)
+
+    def _replay(self, copy: Callable[[], None], size: int, count: int) -> StepLogits:
+        graph, made = self._graphs[size]
+        copy()
         graph.replay()
         self.num_replays += 1
-        return logits[:count]
+        return made if size == count else made.first(count)
 
 
 def capture_decode(
-    decode: PlainDecode, shape: DecodeShape, device: torch.device, api: GraphApi, *, progress: bool
+    decode: PlainDecode,
+    shape: DecodeShape,
+    device: torch.device,
+    api: GraphApi,
+    queue: DeviceQueue,
+    last: LastTokens,
+    *,
+    progress: bool,
 ) -> GraphedDecode:
     """Capture every size, the largest first: the smaller ones fit its memory.
 
+    queue: in whose order the graphs are replayed.
+    last: of as many rows as there are sequences, and one more for padding; its memory stays where it is.
     progress: show a bar on stderr.
     """
-    is_pinned = device.type == "cuda"
-    inputs = DecodeInputs(shape.most_rows, shape.table_width, device, pin_memory=is_pinned, num_groups=shape.num_groups)
+    inputs = DecodeInputs(
+        shape.most_rows,
+        shape.table_width,
+        device,
+        queue,
+        padding_row=len(last.tensor) - 1,
+        pin_memory=device.type == "cuda",
+        num_groups=shape.num_groups,
+    )
     sizes = graph_sizes(shape.most_rows)
     scratch = Scratch(device)  # of the graphs alone: it must not move once the first one is captured
     graphs = {}
     for size in tqdm(reversed(sizes), "capturing", len(sizes), unit="graph", file=sys.stderr, disable=not progress):
-        tensors = inputs.tensors(size)
-        graphs[size] = api.capture(lambda tensors=tensors: decode(tensors, scratch))  # type: ignore[misc]
+        graphs[size] = api.capture(partial(_decode_and_choose, decode, inputs.tensors(size), scratch, last))
     return GraphedDecode(shape, inputs, graphs)
+
+
+def _decode_and_choose(
+    decode: PlainDecode, tensors: Mapping[str, torch.Tensor], scratch: Scratch, last: LastTokens
+) -> StepLogits:
+    token_ids = last.filled_there(tensors["token_ids"], tensors["awaited_rows"])
+    made = with_likeliest(decode({**tensors, "token_ids": token_ids}, scratch))
+    assert made.likeliest is not None
+    last.tensor.index_copy_(0, tensors["rows"], made.likeliest)
+    return made
 
 
 def _only_decodes(batch: Batch) -> bool:

@@ -14,11 +14,12 @@ from ..sampler import sample
 
 _SHORT_CONTEXT, _LONG_CONTEXT = 1, 4096  # tokens; the longer one is cut into items, and split where few queries see it
 _SHORT_PROMPT, _LONG_PROMPT = 2, 256
+_MANY = 16  # decodes, among which a prefix in common is looked for
 
 
 def warm_up_batches(block_size: int, most_tokens: int, *, with_retention: bool) -> Iterator[Batch]:
     """Decodes and prompts, short and long, apart and together, as far as a sequence may have so many tokens."""
-    kinds = [(False, [1], _SHORT_CONTEXT), (False, [1, 1], _LONG_CONTEXT)]
+    kinds = [(False, [1], _SHORT_CONTEXT), (False, [1, 1], _LONG_CONTEXT), (False, [1] * _MANY, _LONG_CONTEXT)]
     kinds += [(False, [length], context) for length in (_SHORT_PROMPT, _LONG_PROMPT) for context in (0, _LONG_CONTEXT)]
     kinds += [(False, [1, _SHORT_PROMPT], _LONG_CONTEXT), (False, [1, _LONG_PROMPT], 0)]
     if with_retention:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -70,6 +70,49 @@ def iterate_tensors(files: tuple[Path, ...]) -> Iterator[tuple[str, str, "torch.
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
                     yield path.name, name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(path.name, f"is damaged or unreadable: {error}") from error
+
+
+class StoredTensor:
+    """A tensor that is not read yet. Its file has to be open, as it is while iterate_stored yields it."""
+
+    def __init__(self, file_name: str, part: Any) -> None:
+        self._file_name, self._part = file_name, part
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._part.get_shape())
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        return self[(slice(0, 0),)].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """As it is stored."""
+        return math.prod(self.shape) * _ITEM_BYTES.get(self._part.get_dtype(), 4)
+
+    def __getitem__(self, part: tuple[slice, ...]) -> "torch.Tensor":
+        """These rows and columns, which alone are read. Raises WeightsError."""
+        try:
+            tensor: torch.Tensor = self._part[part]
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(self._file_name, f"is damaged or unreadable: {error}") from error
+        return tensor
+
+
+def iterate_stored(files: tuple[Path, ...]) -> Iterator[tuple[str, str, StoredTensor]]:
+    """Yield (file name, tensor name, tensor), of which nothing is read before a part of it is asked for.
+
+    Raises:
+        WeightsError: as iterate_tensors.
+    """
+    for path in files:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
+                    yield path.name, name, StoredTensor(path.name, file.get_slice(name))
         except (SafetensorError, OSError) as error:
             raise WeightsError(path.name, f"is damaged or unreadable: {error}") from error
 

@@ -1,7 +1,8 @@
 """Family: how a model family differs from Llama, as data. Knows no config.json and no tensor."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 WindowRule = Literal["none", "all", "switched", "switched_all", "in_turn"]
 
@@ -13,12 +14,18 @@ class ExpertNames:
     Attributes:
         always_renormalises: the weights of a token's experts add up to 1; False: config.json's norm_topk_prob says.
         intermediate_key: the field of config.json with an expert's width.
+        router: its name in the block.
+        form: stored one by one; or stacked, the inputs of each before its outputs, and gate and up in turn.
+        has_bias: of the router, and of stacked experts.
     """
 
     block: str
     projections: tuple[str, str, str]
     always_renormalises: bool
     intermediate_key: str
+    router: str = "gate"
+    form: Literal["single", "stacked"] = "single"
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,8 @@ class Family:
     """How a family differs from Llama.
 
     Attributes:
-        qkv_bias, o_bias, mlp_bias: None: config.json's attention_bias or mlp_bias says (default: none).
+        qkv_bias, o_bias, mlp_bias: None: config.json's attention_bias or mlp_bias says (default: none, or `biased`).
+        biased: attention has biases where config.json does not speak of attention_bias.
         needs_kv_heads: config.json has to state num_key_value_heads; otherwise they are as many as the heads.
         qk_norm: of queries and keys: none, of each head, or of all heads at once.
         norms: before attention and MLP, after them, or both.
@@ -38,7 +46,10 @@ class Family:
         query_scalar: default of query_pre_attn_scalar; None: the family has none.
         soft_caps: defaults, of scores and of logits; None: the family has none.
         local_theta: windows have a rope of their own, with this base by default.
+        default_rope: the rope_parameters of a config.json without any; None: plain ones.
         has_partial_rope: partial_rotary_factor is heeded.
+        has_sink_logits: each head's softmax has one more key, with a learned score and without a value.
+        has_clamped_swiglu: the gate is clamped_swiglu, by swiglu_alpha and swiglu_limit.
         has_multipliers: embeddings, scores, residual branches and logits have factors of their own.
         is_fused: queries, keys and values are stored as one tensor, and so are gate and up.
         experts: an MLP is several experts; None: it is one.
@@ -47,6 +58,7 @@ class Family:
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     mlp_bias: bool | None = False
+    biased: bool = False
     needs_kv_heads: bool = True
     qk_norm: Literal["none", "head", "whole"] = "none"
     norms: Literal["before", "after", "both"] = "before"
@@ -60,7 +72,10 @@ class Family:
     local_theta: float | None = None
     default_theta: float = 10_000.0
     default_eps: float = 1e-6
+    default_rope: Mapping[str, Any] | None = None
     has_partial_rope: bool = False
+    has_sink_logits: bool = False
+    has_clamped_swiglu: bool = False
     has_multipliers: bool = False
     is_fused: bool = False
     experts: ExpertNames | None = None

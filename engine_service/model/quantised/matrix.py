@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from . import mxfp4
 from .scheme import Scheme
 
 # AWQ's eight numbers of a 32-bit integer stand for outputs in this order.
@@ -52,6 +53,8 @@ class QuantisedMatrix(NamedTuple):
 
 def parts_of(scheme: Scheme) -> frozenset[str]:
     """The tensors that together stand for a weight, by the last part of their names."""
+    if scheme.form == "mxfp4":
+        return mxfp4.PARTS
     if scheme.form == "gptq":
         return frozenset(("qweight", "qzeros", "scales", "g_idx"))
     if scheme.form == "awq":

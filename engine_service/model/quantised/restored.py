@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from ..checkpoint.errors import WeightsError
+from . import mxfp4
 from .matrix import matrix_of, parts_of
 from .scheme import Scheme
 
@@ -21,7 +22,7 @@ Tensors = Iterator[tuple[str, str, torch.Tensor]]
 
 
 def restored(tensors: Tensors, scheme: Scheme) -> Tensors:
-    """(file, name, tensor), where quantised weights are float32 under their plain names, and all else is as it came.
+    """(file, name, tensor), where quantised weights are floats under their plain names, and all else is as it came.
 
     Raises:
         WeightsError: a tensor of a weight is missing, stored twice, or does not fit the others.
@@ -29,7 +30,7 @@ def restored(tensors: Tensors, scheme: Scheme) -> Tensors:
     wanted = parts_of(scheme)
     waiting: dict[str, dict[str, torch.Tensor]] = {}
     for file, name, tensor in tensors:
-        module, _, part = name.rpartition(".")
+        module, part = scheme.split_name(name)
         if part in _NOT_READ:
             continue
         if part not in wanted or (part == "weight" and tensor.itemsize > 1):  # most weights are, some are not
@@ -42,10 +43,10 @@ def restored(tensors: Tensors, scheme: Scheme) -> Tensors:
         if held.keys() == wanted:
             del waiting[module]
             try:
-                weight = matrix_of(scheme, held).dense()
+                weight = mxfp4.weight_of(held) if scheme.form == "mxfp4" else matrix_of(scheme, held).dense()
             except ValueError as error:
                 raise WeightsError(file, f"{module}: {error}") from None
-            yield file, f"{module}.weight", weight
+            yield file, scheme.name_of(module), weight
     if waiting:
         module = min(waiting)
         missing = ", ".join(sorted(wanted - waiting[module].keys()))

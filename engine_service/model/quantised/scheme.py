@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from ..checkpoint.errors import ModelConfigError, UnsupportedModelError
 from ..checkpoint.json_fields import CONFIG_FILE
 
-Form = Literal["gptq", "awq", "packed", "plain"]
+Form = Literal["gptq", "awq", "packed", "plain", "mxfp4"]
 
 FIELD: Final = "quantization_config"
 _WORD_BITS: Final = 32
@@ -22,7 +22,8 @@ class Scheme:
     """How a checkpoint's projections are stored.
 
     Attributes:
-        form: gptq, awq and packed have several numbers in each 32-bit integer; plain has one in each 8 bits.
+        form: gptq, awq and packed have several numbers in each 32-bit integer; plain has one in each 8 bits;
+            mxfp4 has two in each 8 bits (mxfp4.py).
         bits: of a number.
         scales: the tensor with the scales. group_size: inputs that share one; 0: one for each output, or for all.
         block: outputs and inputs that share a scale, where it is more than one output.
@@ -42,12 +43,26 @@ class Scheme:
     @property
     def name(self) -> str:
         """For people."""
-        kind = {"gptq": "GPTQ", "awq": "AWQ", "packed": "packed", "plain": "plain"}[self.form]
+        kind = {"gptq": "GPTQ", "awq": "AWQ", "packed": "packed", "plain": "plain", "mxfp4": "MXFP4"}[self.form]
         return f"{kind}, {self.bits} bit"
+
+    def split_name(self, name: str) -> tuple[str, str]:
+        """The module of a stored tensor, or with mxfp4 the weight that it belongs to, and the last part of its name."""
+        if self.form == "mxfp4":
+            weight, _, part = name.rpartition("_")
+            return (weight, part) if part in ("blocks", "scales") else (name, "")
+        module, _, part = name.rpartition(".")
+        return module, part
+
+    def name_of(self, module: str) -> str:
+        """Of the whole weight, as a checkpoint has it that is not quantised."""
+        return module if self.form == "mxfp4" else f"{module}.weight"
 
     def num_weights(self, tensor: str, num_elements: int) -> int:
         """Numbers of the model in a stored tensor of so many elements."""
-        part = tensor.rpartition(".")[2]
+        part = self.split_name(tensor)[1]
+        if self.form == "mxfp4":
+            return {"blocks": 2 * num_elements, "scales": 0}.get(part, num_elements)
         if part in ("qweight", "weight_packed"):
             return num_elements * (_WORD_BITS // self.bits)
         return num_elements if part in ("weight", "bias") else 0
@@ -92,6 +107,11 @@ def _fp8(said: Mapping[str, Any]) -> Scheme:
     _one_of(said, "fmt", "e4m3", ("e4m3",))
     block = said.get("weight_block_size")
     return Scheme("plain", 8, "weight_scale") if block is None else Scheme("plain", 8, "weight_scale_inv", block=_block(block))
+
+
+def _mxfp4(said: Mapping[str, Any]) -> Scheme:
+    """The experts of gpt-oss (arXiv 2508.10925). What its config names as not converted is stored as plain numbers."""
+    return Scheme("mxfp4", 4, "scales")
 
 
 def _compressed_tensors(said: Mapping[str, Any]) -> Scheme:
@@ -142,6 +162,7 @@ METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Scheme]]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
 }
 
 

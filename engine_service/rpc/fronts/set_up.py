@@ -1,5 +1,6 @@
 """What fronts are given at their start, made from an engine's parts."""
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -7,8 +8,8 @@ from kvkeeper.service.methods import Contract
 from kvkeeper.service.turns import Turns
 from kvkeeper.trust.guard import Guard
 
-from ...compute.served_model import ServedModel
 from ...config import EngineConfig
+from ...outputs.model_text import ModelText
 from ..front.config import FrontConfig
 from ..methods import CONTRACT
 from ..service import EngineService
@@ -17,10 +18,10 @@ from .fronts import Fronts
 from .told import FrontSetUp
 
 
-def front_services(service: EngineService, turns: Turns, guard: Guard, gateway: list[tuple[Contract, Any]]) -> FrontServices:
-    """gateway: contracts beside our own, each with what answers."""
+def front_services(service: EngineService, turns: Turns, guard: Guard, others: Sequence[tuple[Contract, Any]]) -> FrontServices:
+    """others: contracts beside our own, each with what answers."""
     methods = {}
-    for contract, answering in ((CONTRACT, service), *gateway):
+    for contract, answering in ((CONTRACT, service), *others):
         methods.update(served_methods(contract, answering))
     return FrontServices(
         methods,
@@ -33,10 +34,10 @@ def front_services(service: EngineService, turns: Turns, guard: Guard, gateway: 
     )
 
 
-def front_set_up(config: EngineConfig, fronts: Fronts, model: ServedModel, gateway: list[tuple[Contract, Any]]) -> FrontSetUp:
+def front_set_up(config: EngineConfig, fronts: Fronts, text: ModelText, others: Sequence[tuple[Contract, Any]]) -> FrontSetUp:
     """What each of the fronts needs to serve at their address."""
-    own = front_config(config, fronts.address, has_gateway=bool(gateway))
-    tokenizer = model.text.tokenizer
+    own = front_config(config, fronts.address, has_gateway=bool(others))
+    tokenizer = text.tokenizer
     return FrontSetUp(own.to_json(), None if tokenizer is None else tokenizer.state())
 
 

@@ -28,6 +28,7 @@ class Limits:
     prefix_caching: bool = True
     num_usable_blocks: int = 0  # of the pool
     group_windows: tuple[int, ...] = (0,)  # of each group of layers, in tokens; 0 reads all
+    has_tail: bool = False  # whether the groups behind the first are finer copies, which a sequence does without
     max_distance: int = 0  # most tokens that the model has positions for
     max_retained_len: int = 0  # most tokens of a sequence that gives blocks back
     bound: str = ""  # what makes max_len so short, as people can change it
@@ -51,6 +52,8 @@ class Limits:
 
     def may_cut(self, num_committed: int, num_tokens: int) -> bool:
         """Whether a sequence with so many committed tokens keeps what its first num_tokens read next."""
+        if self.has_tail:
+            return True
         size = self.block_size
         ends = ((max(num_committed - window + 1, 0) // size, window) for window in self.group_windows if window)
         return all(not end or num_tokens >= end * size + window - 1 for end, window in ends)

@@ -34,9 +34,12 @@ class RunningSequences:
         self.num_reserved = np.zeros(num_rows, np.int32)
         self.num_blocks = np.zeros(num_rows, np.int32)
         self.num_left = np.zeros(num_rows, np.int32)  # output tokens that it may still get
-        # What the device is at: tokens that it computes now, and whether it draws one; both are known to come.
+        # What the device is at, in the step that it computes and in one that runs ahead behind it: tokens that it computes, and
+        # tokens that it draws; both are known to come.
         self.num_computing = np.zeros(num_rows, np.int32)
         self.num_drawing = np.zeros(num_rows, np.int32)
+        self.serials = np.zeros(num_rows, np.int64)  # tell a row from the same row with another sequence
+        self._num_added = 0
         self.num_sink = np.zeros(num_rows, np.int32)
         self.num_window = np.zeros(num_rows, np.int32)  # 0: the sequence keeps everything
         self.num_retaining = 0  # rows with a window
@@ -48,7 +51,7 @@ class RunningSequences:
         self.clients = np.zeros(num_rows, np.int32)  # a number for each client that has rows
         self._numbers: dict[str, int] = {}
         self._num_rows_of: Counter[str] = Counter()
-        self.discarded = np.zeros(num_rows, bool)  # ended, and what the device computes for it now is not to be shared
+        self.discarded = np.zeros(num_rows, bool)  # ended: what the device computes for it now counts no more
         self._rank = np.zeros((3, num_rows), np.int64)  # least significant key first: index, arrival, -priority
         self.tokens = untouched(num_rows, max_len)
         # Of each group of layers a table, behind that of the group before; null blocks behind each table.
@@ -90,6 +93,8 @@ class RunningSequences:
         """Give a sequence with a sequence id a row."""
         assert sequence.sequence_id is not None
         row = self._free_rows.pop()
+        self._num_added += 1
+        self.serials[row] = self._num_added
         sequence.row, self.sequences[row], self.by_id[sequence.sequence_id] = row, sequence, row
         self.sequence_ids[row] = sequence.sequence_id
         self.num_prompt[row] = len(sequence.request.prompt)

@@ -87,6 +87,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"global_head_dim": 16},
     "glm4_moe_lite": _LATENT,
     "glm_moe_dsa": _LATENT,
+    "gpt_oss": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "granitemoehybrid": _SSM,
     "kimi_linear": _LATENT,

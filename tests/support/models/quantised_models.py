@@ -38,8 +38,13 @@ def build_both(folder: Path, model: TinyModel, format_: Quantised, *, skipped: s
     tensors = load_file(plain / "model.safetensors")
     stored: Tensors = {}
     for name, tensor in tensors.items():
+        if format_.name == "mxfp4" and name.endswith("experts." + name.rpartition(".")[2]) and not name.endswith("_bias"):
+            parts, meant = format_.pack(tensor.numpy().astype(np.float64))
+            stored |= {f"{name}_{part}": value.contiguous() for part, value in parts.items()}
+            tensors[name] = torch.from_numpy(meant.astype(np.float32))
+            continue
         module = name.removesuffix(".weight")
-        if not module.endswith(("_proj", "w1", "w2", "w3")) or skipped in module:
+        if format_.name == "mxfp4" or not module.endswith(("_proj", "w1", "w2", "w3")) or skipped in module:
             stored[name] = tensor
             continue
         parts, meant = format_.pack(tensor.numpy().astype(np.float64))
@@ -171,6 +176,22 @@ def _floats(block: tuple[int, int] | None, scale_name: str, *, by_row: bool = Fa
     return pack
 
 
+def _mxfp4(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    """Of experts [E, in, out], each number as the nearest that 4 bits have."""
+    values = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    blocks = weight.transpose(0, 2, 1).reshape(weight.shape[0], weight.shape[2], -1, 32)
+    powers = np.ceil(np.log2(np.abs(blocks).max(3) / 6)).astype(np.int64)
+    scaled = blocks / 2.0 ** powers[..., None]
+    nearest = np.abs(np.abs(scaled)[..., None] - values).argmin(-1)
+    codes = nearest + 8 * (scaled < 0)
+    parts = {
+        "blocks": torch.from_numpy((codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8)),
+        "scales": torch.from_numpy((powers + 127).astype(np.uint8)),
+    }
+    meant = np.where(scaled < 0, -1, 1) * values[nearest] * 2.0 ** powers[..., None]
+    return parts, meant.reshape(weight.shape[0], weight.shape[2], -1).transpose(0, 2, 1).copy()
+
+
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}, "input_activations": None}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
@@ -179,6 +200,7 @@ def _compressed(form: str, **weights: Any) -> dict[str, Any]:
 _GPTQ = {"quant_method": "gptq", "group_size": GROUP}
 _BY_GROUP = {"strategy": "group", "group_size": GROUP, "type": "int"}
 
+MXFP4 = Quantised("mxfp4", {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, _mxfp4)
 FORMATS = (
     Quantised("gptq", _GPTQ | {"bits": 4, "desc_act": False}, _gptq(4, offset=1, shuffled=False, symmetric=True)),
     Quantised("gptq_uneven", _GPTQ | {"bits": 4, "sym": False}, _gptq(4, offset=1, shuffled=False, symmetric=False)),

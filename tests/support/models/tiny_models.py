@@ -41,6 +41,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 _YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_OSS_ROPE = _YARN_ROPE | {"truncate": False, "beta_fast": 8.0}
 _DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
@@ -88,6 +89,11 @@ TINY_MODELS = (
     TinyModel("mixtral_window", "Mixtral", {"num_local_experts": 4, "sliding_window": 8}),
     TinyModel("qwen3_moe", "Qwen3Moe", _EXPERTS),
     TinyModel("qwen3_moe_renormalised_one_dense", "Qwen3Moe", _EXPERTS | {"norm_topk_prob": True, "mlp_only_layers": [0]}),
+    TinyModel(
+        "gpt_oss",
+        "GptOss",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 8, "rope_parameters": _OSS_ROPE},
+    ),
     TinyModel("olmo2", "Olmo2"),
     TinyModel("olmo2_biased", "Olmo2", {"attention_bias": True}),
     TinyModel("granite", "Granite", _MULTIPLIERS),
@@ -117,7 +123,7 @@ def build_model_folder(folder: Path, model: TinyModel, *, seed: int = 0, max_sha
         network = getattr(transformers, f"{model.family.removesuffix('Text')}ForCausalLM")(config)
         with torch.no_grad():
             for name, parameter in network.named_parameters():
-                if name.endswith("bias"):
+                if name.endswith(("bias", "sinks")):
                     parameter.normal_(0, 0.1)
                 elif "norm" in name:
                     parameter.normal_(1, 0.1)
@@ -219,14 +225,16 @@ class ReferenceLogits:
 def reference_logits(folder: Path, cases: Sequence[NumericsCase]) -> ReferenceLogits:
     """Run every case whole, without a cache, through transformers with eager and, where it has it, with SDPA attention."""
     eager = logits_of(folder, cases)
-    if _softcaps(folder):  # which SDPA cannot do
+    if not has_sdpa(folder):
         return ReferenceLogits(eager, math.inf)
     sdpa = logits_of(folder, cases, attention="sdpa")
     return ReferenceLogits(eager, max(float((a - b).abs().max()) for a, b in zip(eager, sdpa, strict=True)))
 
 
-def _softcaps(folder: Path) -> bool:
-    return json.loads((folder / "config.json").read_text()).get("attn_logit_softcapping") is not None
+def has_sdpa(folder: Path) -> bool:
+    """Whether transformers computes the model with SDPA too: not with capped scores, nor with keys that have no value."""
+    raw = json.loads((folder / "config.json").read_text())
+    return raw.get("attn_logit_softcapping") is None and raw["model_type"] != "gpt_oss"
 
 
 def random_tokens(num_tokens: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> tuple[int, ...]:

@@ -25,10 +25,10 @@ async def engine_process(*flags: str) -> AsyncIterator[Process]:
         process._transport.close()  # type: ignore[attr-defined]  # its pipes would close after the loop
 
 
-async def logged(process: Process, event: str) -> dict[str, object]:
+async def logged(process: Process, event: str, seconds: float = DEADLINE_S) -> dict[str, object]:
     """Wait until the log tells the event: that line."""
     assert process.stderr is not None
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(seconds):
         while line := await process.stderr.readline():
             told: dict[str, object] = json.loads(line)
             if told["event"] == event:

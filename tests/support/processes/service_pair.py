@@ -21,12 +21,16 @@ from kvkeeper.engine_service.model.hash_toy import expected_next_token
 from kvkeeper.engine_service.server import RunningServer as RunningEngine
 from kvkeeper.engine_service.server import start_server as start_engine
 from kvkeeper.engine_service.values.retention import Retention as ToyRetention
+from kvkeeper.service.settings import parse_switch
 from tests.support.models.odd_models import odd_model
 
 T = TypeVar("T")
 BLOCK_SIZE = 4
 DEADLINE_S = 20.0  # of anything in a test
-NUM_FRONTS = int(os.environ.get("TEST_FRONTS", "0"))  # of each engine: the whole folder of end-to-end tests passes with any
+_ALWAYS = {"tier_worth": "always"}  # what a tier hits does not depend on how fast this machine is
+# The variable by which an engine in a process of its own takes it, too: KVKEEPER_ENGINE_OVERLAP=off pytest tests/e2e.
+NUM_FRONTS = int(os.environ.get("KVKEEPER_ENGINE_FRONTS", "0"))  # of each engine; likewise
+OVERLAP = parse_switch(os.environ.get("KVKEEPER_ENGINE_OVERLAP", "on"))
 GREEDY = Sampling(temperature=0, repetition_penalty=1.0)
 
 
@@ -54,7 +58,7 @@ class Services:
 
     async def start_cache(self, **options: Any) -> RunningCache:
         """options: fields of CacheConfig, and clock of start_server."""
-        options = {"num_blocks": 64, "drain_timeout": 0.0, "pool_memory": 1 << 20, **options}
+        options = {"num_blocks": 64, "drain_timeout": 0.0, "pool_memory": 1 << 20, **_ALWAYS, **options}
         extras = {name: options.pop(name) for name in ("clock",) if name in options}
         config = CacheConfig(listen=f"unix:{self.folder}/cache", runtime_dir=self.folder / "run", **options)
         self.cache = await start_cache(config, **extras)
@@ -67,16 +71,20 @@ class Services:
             self._cache_is_up = False
             await self.cache.stop()
 
-    async def start_engine(self, model: ServedModel | None = None, **options: Any) -> RunningEngine:
+    async def start_engine(
+        self, model: ServedModel | None = None, *, model_folder: Path | None = None, **options: Any
+    ) -> RunningEngine:
+        """model: loaded already; model_folder: what the engine loads itself; by default the hash toy."""
         self._num_engines += 1
         address = f"unix:{self.folder}/engine{self._num_engines}"
         options = {
             "listen": address,
-            "model": HASH_TOY,
+            "model": HASH_TOY if model_folder is None else str(model_folder),
             "block_size": BLOCK_SIZE,
             "progress": False,
             "drain_timeout": 2.0,
             "fronts": NUM_FRONTS,
+            "overlap": OVERLAP,
             **options,
         }
         if NUM_FRONTS > 1 and options["listen"] == address:

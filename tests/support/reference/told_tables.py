@@ -39,6 +39,7 @@ class ToldTables:
         for sequence_id, result in zip(batch.swap_out_ids.tolist(), reply.swap_out_results.tolist(), strict=True):
             if result == ItemResult.OK:
                 self.tables.pop(sequence_id, None)
+                self.groups.pop(sequence_id, None)
         results = np.array([StartResult(result) is StartResult.STARTED for result in reply.start_results.tolist()], bool)
         self._take(batch.start_ids, reply.start_num_blocks, reply.start_block_ids, results)
         self._update(updates[num_early:])

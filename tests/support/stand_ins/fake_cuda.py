@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkeeper.cuda.runtime import HANDLE_BYTES, CudaError
+from kvkeeper.cuda.errors import CudaError
+from kvkeeper.cuda.runtime import HANDLE_BYTES
 
 DEVICE = "ab" * 16
 _OFFSET = 512  # of an allocation in what its handle opens

@@ -21,14 +21,16 @@ class DiskSimulation:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
+        windows = [(0,), (0, 3), (0,), (0, 0, 2)][seed % 4]
         self.config = PoolConfig(
-            num_blocks=rng.choice([4, 6, 9]),
+            num_blocks=rng.choice([4, 6, 9]) * len(windows),
+            group_windows=windows,
             block_size=rng.choice([1, 2, 3]),
             max_sequences=rng.choice([3, 6]),
             max_tokens_per_sequence=rng.choice([6, 12, 20]),
             watermark=0.0,
             eviction_policy=rng.choice(["lru", "adaptive"]),
-            num_host_blocks=rng.choice([3, 5, 9]),
+            num_host_blocks=rng.choice([3, 5, 9]) * len(windows),
         )
         self.rules = TierRules(
             on_second_use=rng.choice([False, False, False, True]),
@@ -36,7 +38,7 @@ class DiskSimulation:
             most_loading=rng.choice([1, 2, 64]),
         )
         self.policy = rng.choice(["lru", "fifo", "clock"])
-        self.num_slots, self.faults = rng.choice([1, 3, 8, 24]), rng.choice([3, 8, 40])
+        self.num_slots, self.faults = rng.choice([1, 3, 8, 24]) * len(windows), rng.choice([3, 8, 40])
         self.sizes: dict[str, Any] = {"alphabet": rng.choice([1, 1, 2]), "num_tenants": rng.choice([1, 2]), "faults": 20}
         self.counts = DiskCounts()
         self.world = DiskWorld(self.config, self.num_slots, self.rules, self.policy, **self.sizes)
@@ -83,7 +85,7 @@ class DiskSimulation:
         old = self.world
         old.kill(self.choose)
         self._add_up(old)
-        kept: dict[str, Any] = {"slab": old.slab, "contents": old.contents, "era": old.disk.era}
+        kept: dict[str, Any] = {"slab": old.slab, "contents": old.contents, "written": old.written, "era": old.disk.era}
         self.world = DiskWorld(self.config, self.num_slots, self.rules, self.policy, **kept, **self.sizes)
 
     def finish(self) -> DiskCounts:

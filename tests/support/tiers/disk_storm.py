@@ -25,7 +25,8 @@ class DiskStorm:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.size = rng.choice([1, 2])
-        self.config = PoolConfig(num_blocks=4, block_size=self.size, num_host_blocks=rng.choice([3, 6]))
+        self.config = PoolConfig(num_blocks=4, block_size=self.size, num_host_blocks=rng.choice([3, 6, 17]))
+        self.longest = rng.choice([5, 12])  # blocks of a prompt
         self.rules = TierRules(deadline=5.0, most_loading=rng.choice([1, 3, 64]))
         self.policy = rng.choice(["lru", "fifo", "clock"])
         self.num_slots, self.faults = rng.choice([2, 8, 32]), rng.choice([6, 40, 1000])
@@ -94,29 +95,31 @@ class DiskStorm:
         assert stats.num_free_host_blocks == self.config.num_host_blocks - 1, stats
 
     def _prompt(self) -> tuple[str, Int32Array]:
-        tokens = [self.rng.randrange(2) for _ in range(self.size * self.rng.randint(1, 5))]
+        tokens = [self.rng.randrange(2) for _ in range(self.size * self.rng.randint(1, self.longest))]
         return self.rng.choice(["", "", "other"]), np.array(tokens, np.int32)
 
     def _fill(self) -> None:
-        """The first block of a prompt that the index lacks comes to the host tier, as from a device."""
+        """Blocks of a prompt that the index lacks come to the host tier, as from a device: the first one, or as many as fit."""
         tenant, tokens = self._prompt()
         root, index = self.roots[tenant], self.state.index
-        nodes = index.match(root, tokens, len(tokens) // self.size)
-        piece = tokens[len(nodes) * self.size : (len(nodes) + 1) * self.size]
-        if not len(piece) or not self.host.pool.num_available:
+        num_blocks = len(tokens) // self.size
+        first = len(index.match(root, tokens, num_blocks))
+        count = min(num_blocks - first, self.host.pool.num_available, self.rng.choice([1, num_blocks]))
+        if not count:
             return
-        hosts = self.host.take_blocks(1, held=False)
-        kept = index.match(root, tokens, len(nodes))
-        if len(kept) == len(nodes):  # making room has not taken the parent
-            parent = int(kept[-1]) if len(kept) else root
-            index.insert_on_host(parent, piece.astype("<i4").tobytes(), int(hosts[0]))
-            self.hosts[int(hosts[0])] = tenant, tuple(tokens[: (len(nodes) + 1) * self.size].tolist())
+        hosts = self.host.take_blocks(count, held=False)
+        path = index.match(root, tokens, first)
+        is_there = len(path) == first  # making room has not taken the parent
+        node = int(path[-1]) if len(path) else root
+        for at, host in enumerate(hosts.tolist() if is_there else [], start=first):
+            node, _ = index.insert_on_host(node, tokens[at * self.size : (at + 1) * self.size].astype("<i4").tobytes(), host)
+            self.hosts[host] = tenant, tuple(tokens[: (at + 1) * self.size].tolist())
+        if is_there:
             self.host.pool.mark_indexed(hosts)
         self.host.is_filling[hosts] = False
-        if len(kept) == len(nodes):
-            for tell in self.offloader.on_filled:
-                tell(hosts)
-        self.host.pool.end_transfers(hosts)
+        for tell in self.offloader.on_filled if is_there else ():
+            tell(hosts)
+        self.host.pool.end_transfers(hosts[::-1])
 
     def _run(self, job: Load | Store) -> None:
         results = []

@@ -54,6 +54,7 @@ class DiskCounts:
     restored: int = 0
     dropped: int = 0  # loads that found no parent any more, or no need
     orders: int = 0
+    grouped: int = 0  # blocks that were loaded in a pool of several groups of layers
 
     def add(self, other: "DiskCounts") -> None:
         for name in DiskCounts.__dataclass_fields__:
@@ -85,12 +86,14 @@ class DiskWorld(TierWorld):
         *,
         slab: dict[int, Slot] | None = None,
         contents: Contents | None = None,
+        written: dict[str, set[int]] | None = None,
         era: int = 0,
         **sizes: int,
     ) -> None:
         super().__init__(config, **sizes)
         self.slab: dict[int, Slot] = slab if slab is not None else {}
         self.contents = contents or self.contents
+        self.written = written or self.written
         self.disk_counts = DiskCounts()
         self.now = 0.0
         self._jobs: list[_Job] = []
@@ -208,4 +211,5 @@ class DiskWorld(TierWorld):
             return
         num_loaded = self.disk.complete_load(job.what, job.results)
         self.disk_counts.loaded += num_loaded
+        self.disk_counts.grouped += num_loaded if len(self.windows) > 1 else 0
         self.disk_counts.dropped += num_loaded < job.results.count(TierResult.DONE)

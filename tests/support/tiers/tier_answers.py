@@ -6,7 +6,15 @@ A hit and a swap-in hold their tokens right now; a table is what was told; a ref
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.step_columns import StepReply
-from kvkeeper.cache_service.core.values.types import Executor, ItemResult, SequenceId, SequenceState, StartResult
+from kvkeeper.cache_service.core.values.types import (
+    NO_INT32,
+    Executor,
+    Int32Array,
+    ItemResult,
+    SequenceId,
+    SequenceState,
+    StartResult,
+)
 from tests.support.reference.shadow_memory import Contents
 from tests.support.reference.tier_memory import PASSED, TierMemory, TierOrder, TierStep
 from tests.support.tiers.tier_engine import TierCounts, TierEngine, TierItems, TierSequence
@@ -26,6 +34,7 @@ class TierAnswers:
         self.contents = Contents()
         self.counts = TierCounts()
         self.written: dict[str, set[int]] = {}  # contents of each tenant
+        self.windows = config.group_windows
 
     def apply(
         self,
@@ -66,7 +75,7 @@ class TierAnswers:
                 tokens = parent.tokens[:num_tokens]
                 child = TierSequence(child_id, parent.tenant, tokens, parent.max_tokens, SequenceState.RUNNING, num_tokens)
                 child.committed = child.reserved = child.computed = num_tokens
-                child.retention = parent.retention
+                child.retention, child.passed_len = parent.retention, parent.passed_len
                 engine.sequences[child_id] = child
         for sequence_id, num_tokens in items.truncates:
             q = engine.sequences.get(sequence_id)
@@ -94,7 +103,8 @@ class TierAnswers:
         for q in engine.sequences.values():
             view = self.manager.view(engine.session, SequenceId(q.id))
             assert view.state == q.state, (q, view)
-            q.table = [int(block) for block in view.block_table]
+            others = view.group_tables or (NO_INT32,) * (len(self.windows) - 1)  # none are shown of a sequence without blocks
+            q.tables = [view.block_table.tolist(), *(table.tolist() for table in others)]
             if q.state is SequenceState.RUNNING:
                 assert view.num_reserved_tokens == q.reserved, (q, view)
         writing = [item[0] for item in items.reserves] + [item[0] for item in items.starts] + reply.ready_ids.tolist()
@@ -121,14 +131,15 @@ class TierAnswers:
             upto = q.reserved
         while len(q.tokens) < upto:
             q.tokens.append(choose(self.alphabet))
-        spelled = self.contents.spell(q.tenant, q.tokens[:upto])
-        read = self._read(q, spelled[: q.computed])
-        step.reads.append((f"{engine.session[-2:]}/{q.id} step {step.step_id}", list(q.table), read))
         own = self.written.setdefault(q.tenant, set())
-        own.update(spelled)
-        step.own.append((f"{engine.session[-2:]}/{q.id} step {step.step_id}", list(q.table), own))
-        for position in range(q.computed, upto):
-            step.writes.append((q.table[position // size], position % size, spelled[position]))
+        for group, table in enumerate(q.tables):
+            label = f"{engine.session[-2:]}/{q.id} group {group} step {step.step_id}"
+            spelled = self.spell(q, group, upto)
+            step.reads.append((label, list(table), self.read(q, group, spelled[: q.computed])))
+            own.update(spelled)
+            step.own.append((label, list(table), own))
+            for position in range(q.computed, upto):
+                step.writes.append((table[position // size], position % size, spelled[position]))
         if upto > q.computed:
             q.computed = upto
             q.written.append((step.step_id, upto))
@@ -169,11 +180,11 @@ class TierAnswers:
         first = 0
         for row, (sequence_id, _, _) in enumerate(items.starts):
             q, result, hit = engine.sequences[sequence_id], int(reply.start_results[row]), int(reply.start_hits[row])
-            table = reply.start_block_ids[first : first + reply.start_num_blocks[row]].tolist()
-            first += int(reply.start_num_blocks[row])
+            tables = self._tables(reply.start_block_ids, first, int(reply.start_num_blocks[row]))
+            first += int(reply.start_num_blocks[row]) * len(self.windows)
             if result == StartResult.STARTED:
                 q.state, q.reserved = SequenceState.RUNNING, int(reply.start_reserved[row])
-                self._check_hit(q, table, hit)
+                self._check_hit(q, tables, hit)
             elif result == StartResult.LOADING:
                 q.state, q.is_start = SequenceState.LOADING, True
                 q.committed = hit  # for now: what it may become
@@ -185,8 +196,8 @@ class TierAnswers:
         first = 0
         for row, sequence_id in enumerate(reply.ready_ids.tolist()):
             q, state = engine.sequences[sequence_id], before.get(sequence_id, SequenceState.SWAPPED)
-            table = reply.ready_block_ids[first : first + reply.ready_num_blocks[row]].tolist()
-            first += int(reply.ready_num_blocks[row])
+            tables = self._tables(reply.ready_block_ids, first, int(reply.ready_num_blocks[row]))
+            first += int(reply.ready_num_blocks[row]) * len(self.windows)
             hit, reserved = int(reply.ready_hits[row]), int(reply.ready_reserved[row])
             self.counts.ready += 1
             q.state = SequenceState.RUNNING
@@ -194,25 +205,41 @@ class TierAnswers:
                 self.counts.short_hits += hit < q.committed
                 q.reserved, q.committed, q.is_start = reserved, 0, False
                 late_starts.add(q.id)
-                self._check_hit(q, table, hit)
+                self._check_hit(q, tables, hit)
             else:
                 self.counts.swap_ins += state is SequenceState.LOADING
+                self.counts.grouped_swaps += state is SequenceState.LOADING and len(tables) > 1
                 self.counts.back_on_device += state is SequenceState.SWAPPED
                 assert reserved == q.reserved, (q, reserved)
                 if state is SequenceState.LOADING:
-                    spelled = self._read(q, self.contents.spell(q.tenant, q.tokens[: q.committed]))
-                    assert not (fault := self.memory.fault(f"swap-in of {q.id}", table, spelled)), fault
+                    self._check_tables("swap-in", q, tables, q.committed)
         return late_starts
 
-    def _read(self, q: TierSequence, contents: list[int]) -> list[int]:
-        """The contents that attention reads, PASSED for those between sink and window."""
-        passed = unread(q.retention, len(contents))
-        return [PASSED if position in passed else content for position, content in enumerate(contents)]
+    def _tables(self, blocks: Int32Array, first: int, num_entries: int) -> list[list[int]]:
+        """Tables of so many entries, that of each group of layers behind the one before."""
+        starts = [first + group * num_entries for group in range(len(self.windows))]
+        return [blocks[start : start + num_entries].tolist() for start in starts]
 
-    def _check_hit(self, q: TierSequence, table: list[int], hit: int) -> None:
-        """Blocks hit hold the prompt right now, before anything in flight has run (R4, R6)."""
+    def spell(self, q: TierSequence, group: int, length: int) -> list[int]:
+        """What the slots of one group hold; each group has contents of its own."""
+        return self.contents.spell(f"{q.tenant}/{group}", q.tokens[:length])
+
+    def read(self, q: TierSequence, group: int, contents: list[int]) -> list[int]:
+        """The contents that attention reads, PASSED for those between sink and window, and before a group's window."""
+        passed, window = unread(q.retention, len(contents)), self.windows[group]
+        start = len(contents) - window + 1 if window else 0
+        return [PASSED if position in passed or position < start else content for position, content in enumerate(contents)]
+
+    def _check_tables(self, what: str, q: TierSequence, tables: list[list[int]], length: int) -> None:
+        """Blocks hold what the token at this length reads right now, before anything in flight has run (R4, R6)."""
+        for group, table in enumerate(tables):
+            label = f"{what} of {q.id}, group {group}"
+            fault = self.memory.fault(label, table, self.read(q, group, self.spell(q, group, length)))
+            assert not fault, fault
+
+    def _check_hit(self, q: TierSequence, tables: list[list[int]], hit: int) -> None:
         assert hit % self.config.block_size == 0
         assert hit < len(q.tokens)
-        fault = self.memory.fault(f"hit of {q.id}", table, self.contents.spell(q.tenant, q.tokens[:hit]))
-        assert not fault, fault
-        q.committed = q.computed = hit
+        self.counts.grouped_hits += hit > 0 and len(tables) > 1
+        self._check_tables("hit", q, tables, hit)
+        q.committed = q.computed = q.passed_len = hit

@@ -52,6 +52,8 @@ class TierCounts:
     refused_steps: int = 0
     both_swaps: int = 0  # a swap-out and a swap-in of one sequence in one step
     clears: int = 0
+    grouped_hits: int = 0  # hits in a pool of several groups of layers
+    grouped_swaps: int = 0
 
     def add(self, other: "TierCounts") -> None:
         for name in self.__dataclass_fields__:
@@ -71,7 +73,8 @@ class TierSequence:
     committed: int = 0
     reserved: int = 0
     computed: int = 0
-    table: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)  # of each group of layers
+    passed_len: int = 0  # most tokens that were ever committed: so far windows have moved
     written: list[tuple[int, int]] = field(default_factory=list)
     is_start: bool = False  # what it loads is the hit of a start
     retention: Retention | None = None
@@ -104,6 +107,23 @@ class TierEngine:
     orders: list[TierOrder] = field(default_factory=list)
     next_id: int = 1
     forks_much: bool = False
+    windows: tuple[int, ...] = (0,)  # of the groups of layers
+    num_usable_blocks: int = 0  # of the pool
+
+    def least_cut(self, q: TierSequence, block_size: int) -> int:
+        """The least length that what the windows have left behind lets a sequence be cut to."""
+        ends = zip(self.windows, self._hole_ends(q, block_size), strict=True)
+        return max((end * block_size + window - 1 for window, end in ends if end), default=1)
+
+    def most_slots(self, q: TierSequence, block_size: int) -> int:
+        """Slots whose blocks of all groups the pool could hold beside the holes."""
+        if len(self.windows) == 1:
+            return q.max_tokens
+        held = (self.num_usable_blocks + sum(self._hole_ends(q, block_size))) // len(self.windows)
+        return min(q.max_tokens, held * block_size)
+
+    def _hole_ends(self, q: TierSequence, block_size: int) -> list[int]:
+        return [max(0, q.passed_len - window + 1) // block_size if window else 0 for window in self.windows]
 
     def items(self, choose: Choose, block_size: int) -> TierItems:
         """What the sequences allow, group by group; each group sees them as those before it leave them, all forks granted."""
@@ -113,14 +133,15 @@ class TierEngine:
             while (
                 len(items.forks) < MOST_FORKS and q.state is SequenceState.RUNNING and q.committed and choose(odds) == odds - 1
             ):
-                length = q.committed if q.retention is not None or choose(2) else 1 + choose(q.committed)
+                is_whole = q.retention is not None or choose(2)
+                length = q.committed if is_whole else max(self.least_cut(q, block_size), 1 + choose(q.committed))
                 items.forks.append((q.id, self.next_id, length))
                 counters = {"num_known": length, "committed": length, "reserved": length, "computed": length}
                 seen.append(replace(q, id=self.next_id, **counters))
                 self.next_id += 1
         for q in seen:  # with retention, to which lengths it can be cut is tested without tiers
             if q.state is SequenceState.RUNNING and q.retention is None and choose(14) == 13:
-                length = 1 + choose(q.num_known + 1)
+                length = max(self.least_cut(q, block_size), 1 + choose(q.num_known + 1))
                 items.truncates.append((q.id, length))
                 q.num_known, q.committed = min(q.num_known, length), min(q.committed, length)
                 q.reserved, q.computed = min(q.reserved, length), min(q.computed, length)
@@ -140,8 +161,9 @@ class TierEngine:
         items.starts += [(q.id, 1 + choose(2 * block_size), min(choose(4), 1) * 1000) for q in waiting]
         for q in seen:
             if q.state is SequenceState.RUNNING and q.computed < q.max_tokens and choose(3):
-                least = q.computed + 1
-                items.reserves.append((q.id, least, min(q.max_tokens, least + choose(block_size + 1))))
+                least, most = q.computed + 1, self.most_slots(q, block_size)
+                if least <= most:
+                    items.reserves.append((q.id, least, min(most, least + choose(block_size + 1))))
         if choose(4) == 3:
             items.reserves.reverse()
         return items
@@ -189,6 +211,7 @@ class TierEngine:
             done = max([length for step, length in q.written if step <= self.completed], default=0)
             if q.state in (SequenceState.RUNNING, SequenceState.SWAPPED) and done > q.committed and choose(4):
                 q.committed = done
+                q.passed_len = max(q.passed_len, done)
                 new = q.tokens[q.num_known : done]
                 q.num_known = max(q.num_known, done)
                 commits.append((q.id, done, new))

@@ -21,14 +21,16 @@ class TierSimulation:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
+        windows = rng.choice([(0,), (0,), (0,), (0, 1), (0, 4), (0, 0, 3), (0, 7, 2)])
         config = PoolConfig(
-            num_blocks=rng.choice([4, 6, 9, 14]),
+            num_blocks=rng.choice([4, 6, 9, 14]) * len(windows),
+            group_windows=windows,
             block_size=rng.choice([1, 2, 3]),
             max_sequences=rng.choice([3, 6, 10]),
             max_tokens_per_sequence=rng.choice([6, 12, 20]),
             watermark=rng.choice([0.0, 0.0, 0.2]),
             eviction_policy=rng.choice(["lru", "lru", "lfu", "priority", "adaptive", "clock"]),
-            num_host_blocks=rng.choice([2, 5, 9, 17, 33]),
+            num_host_blocks=rng.choice([2, 5, 9, 17, 33]) * len(windows),
         )
         faults = rng.choice([2, 2, 6, 30, sys.maxsize // 8])
         sizes = {"alphabet": rng.choice([1, 1, 2]), "num_tenants": rng.choice([1, 2]), "at_once": rng.choice([1, 2, 10**9])}

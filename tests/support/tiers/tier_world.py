@@ -47,8 +47,10 @@ class TierWorld(TierAnswers):
         self._num_opened += 1
         session = SessionId(f"{self._num_opened:032x}")
         self.manager.open_session(session, executor)
-        told = ToldTables(self.config.block_size)
-        self.engines[session] = TierEngine(session, executor, told, forks_much=self.forks_much)
+        windows = self.config.group_windows
+        told = ToldTables(self.config.block_size, len(windows))
+        sizes = {"windows": windows, "num_usable_blocks": self.config.num_usable_blocks}
+        self.engines[session] = TierEngine(session, executor, told, forks_much=self.forks_much, **sizes)
         return session
 
     def close(self, session: SessionId, *, may_still_write: bool) -> None:
@@ -86,7 +88,7 @@ class TierWorld(TierAnswers):
         num_tokens = max(1, min(limit, size * choose(limit // size + 1) + choose(3) - 1))
         tokens = [choose(self.alphabet) for _ in range(num_tokens)]
         q = TierSequence(engine.next_id, self.tenants[choose(len(self.tenants))], tokens, limit, num_known=num_tokens)
-        q.retention = self._retention(choose) if choose(4) == 3 else None
+        q.retention = self._retention(choose) if choose(4) == 3 and len(self.windows) == 1 else None
         engine.next_id += 1
         args = SequenceArgs(SequenceId(q.id), np.array(tokens, np.int32), 0, q.tenant, retention=q.retention)
         self.manager.create_sequence(session, args)
@@ -96,7 +98,7 @@ class TierWorld(TierAnswers):
         """A sequence that kept everything keeps less from now on."""
         states = (SequenceState.WAITING, SequenceState.RUNNING)
         whole = [q for q in self.engines[session].sequences.values() if q.retention is None and q.state in states]
-        if whole:
+        if whole and len(self.windows) == 1:
             q = whole[choose(len(whole))]
             q.retention = self._retention(choose)
             self.manager.update_sequence(session, q.id, retention=q.retention)
@@ -123,8 +125,9 @@ class TierWorld(TierAnswers):
         self.counts.steps += 1
         self.apply(engine, items, before, reply, choose)
         engine.told.apply(batch, reply)
-        tables = {q.id: q.table for q in engine.sequences.values() if q.state is SequenceState.RUNNING}
-        assert engine.told.tables == tables, "tables as they are told"
+        running = [q for q in engine.sequences.values() if q.state is SequenceState.RUNNING]
+        told = {i: [table, *engine.told.groups.get(i, [])] for i, table in engine.told.tables.items()}
+        assert told == {q.id: q.tables for q in running}, "tables as they are told"
         if choose(2):
             self.manager.publish_pending(1 + choose(4))
             self.manager.end_some_transfers(1 + choose(4))

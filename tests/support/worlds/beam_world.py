@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions, BeamSearch, TokenList
-from kvkeeper.engine_service.scheduler.work import Work
 from kvkeeper.engine_service.values.beam_values import Candidates
 from kvkeeper.engine_service.values.request import FinishReason, Request, SequenceState
-from tests.support.worlds.scheduler_world import World
+from tests.support.worlds.scheduler_world import Flight, World
 
 NUM_CHOICES = 7
 EOS = 0
@@ -97,8 +96,9 @@ class BeamWorld(World):
             assert [told.tokens for told in found] == [told.tokens for told in expected]
             assert all(abs(one.logprob - other.logprob) < 1e-9 for one, other in zip(found, expected, strict=True))
 
-    def _finish(self, work: Work, answer: Any) -> None:
-        super()._finish(work, answer)
+    def _finish(self, flight: Flight) -> None:
+        super()._finish(flight)
+        work = flight.work
         for sequence in work.searched:
             if sequence.state is SequenceState.ENDED:
                 continue  # it was cancelled while this was computed

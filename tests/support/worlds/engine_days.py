@@ -67,7 +67,7 @@ class EngineDays:
         budget, chunk = rng.choice([8, 64]), rng.choice([2, 5, 8])
         sizes = (size, self.block_size, max_sequences, budget, chunk)
         options: dict[str, Any] = {"make_cache": self._make_cache, "num_host_blocks": num_hosts}
-        kinds: list[dict[str, Any]] = [{}, {"overlap": True}, {"overlap": True}, {"guess": self._guess}]
+        kinds: list[dict[str, Any]] = [{}, {"overlap": True}, {"ahead": True}, {"guess": self._guess}]
         self.worlds = [World(*sizes, **options, **rng.choice(kinds)) for _ in range(num_engines)]
         for world in self.worlds[1:]:
             world.memory, world.host = self.worlds[0].memory, self.worlds[0].host  # one arena

@@ -1,18 +1,19 @@
 """A pool of several groups of layers, driven by random lawful steps, with the bytes of every block watched.
 
-Owns two sessions whose device work runs late, what each computes, and the comparison of three views after every step: the
-tables that the pool has, those that a client keeps of what it was told, and the contents of the blocks behind them. The
-contents of each group are its own, so a block of another group never spells a sequence. What a token reads is worked out here
-anew, from the windows alone.
+Owns two sessions whose device work runs late, what each computes, hands to the other and pins, and the comparison of three
+views after every step: the tables that the pool has, those that a client keeps of what it was told, and the contents of the
+blocks behind them. The contents of each group are its own, so a block of another group never spells a sequence. What a token
+reads is worked out here anew, from the windows alone.
 """
 
+import contextlib
 import random
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.errors import InvalidField, NeverFits, OutOfSequences
+from kvkeeper.cache_service.core.values.errors import InvalidField, NeverFits, OutOfSequences, StepNotCompleted, UnknownPin
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepReply
@@ -48,19 +49,41 @@ class Engine:
 
 
 class GroupedWorld:
-    """Random steps of two engines on one pool. windows: of each group, 0 for none."""
+    """Random steps of two engines on one pool.
 
-    def __init__(self, seed: int, windows: tuple[int, ...], num_blocks: int, block_size: int, policy: str = "adaptive") -> None:
+    windows: of each group, 0 for none. has_tail: those behind the first are finer copies, which a sequence may lack parts of.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        windows: tuple[int, ...],
+        num_blocks: int,
+        block_size: int,
+        policy: str = "adaptive",
+        *,
+        has_tail: bool = False,
+    ) -> None:
         self.random = random.Random(seed)
-        self.windows, self.size = windows, block_size
+        self.windows, self.size, self.has_tail = windows, block_size, has_tail
         config = PoolConfig(
-            num_blocks, block_size, max_sequences=12, max_tokens_per_sequence=96, group_windows=windows, eviction_policy=policy
+            num_blocks,
+            block_size,
+            max_sequences=12,
+            max_tokens_per_sequence=96,
+            group_windows=windows,
+            eviction_policy=policy,
+            has_tail=has_tail,
         )
         self.manager, self.contents = PoolManager(config), Contents()
         self.memory = ShadowMemory(num_blocks, block_size)
         self.engines = [self._open(name) for name in ("a", "b")]
         self.prompts = [[self.random.randrange(3) for _ in range(60)] for _ in range(3)]
         self.num_hits = self.num_refused = self.num_cut = self.num_forks = self.num_copies = self.num_holes = self._last_id = 0
+        self.num_handed = self.num_pinned = 0
+        self._extra = random.Random(seed + 1000)  # for hand-overs and pins
+        self._pins: list[tuple[SessionId, str]] = []
+        self.num_lacking = self.num_unwritten = 0  # tables of a tail without part of its window; tokens without a place in one
 
     def _open(self, name: str) -> Engine:
         self.manager.open_session(SessionId(name), Executor.ENGINE)
@@ -74,6 +97,10 @@ class GroupedWorld:
         if self.random.random() < 0.01:
             self._reopen(engine)
             return
+        if self._extra.random() < 0.03:
+            self._hand_over(engine, next(other for other in self.engines if other is not engine))
+        if self._extra.random() < 0.03:
+            self._pin(engine)
         if len(engine.sequences) < 5 and self.random.random() < 0.4:
             self._create(engine)
         completed = engine.step_id - self.random.choice((0, 0, 1))
@@ -97,6 +124,40 @@ class GroupedWorld:
             self.manager.publish_pending(self.random.choice((1, 3, 1000)))
         self._check(engine)
 
+    def _hand_over(self, giver: Engine, taker: Engine) -> None:
+        """A running sequence changes its session, where no step works on it and no update of its tables is untold."""
+        running = [i for i, each in giver.sequences.items() if each.is_running]
+        if not running or self.manager.state.session(giver.session).updates:
+            return
+        sequence_id, self._last_id = self._extra.choice(running), self._last_id + 1
+        try:
+            offer = self.manager.offer_sequence(giver.session, SequenceId(sequence_id), self._last_id.to_bytes(16, "little"))
+        except StepNotCompleted:
+            return
+        self.manager.publish_pending()
+        if self.manager.state.session(giver.session).updates:
+            return
+        self.manager.take_sequence(taker.session, offer, SequenceId(self._last_id))
+        taker.sequences[self._last_id] = each = giver.sequences.pop(sequence_id)
+        each.computed, each.busy_until = each.committed, 0
+        taker.told.tables[self._last_id] = giver.told.tables.pop(sequence_id)
+        taker.told.groups[self._last_id] = giver.told.groups.pop(sequence_id)
+        self.num_handed += 1
+
+    def _pin(self, engine: Engine) -> None:
+        """A prefix is kept for a while, or a pin ends."""
+        if self._pins:
+            session, pin_id = self._pins.pop()
+            if session in self.manager.state.sessions:
+                with contextlib.suppress(UnknownPin):  # it gave way
+                    self.manager.unpin_prefix(session, pin_id)
+            return
+        self._last_id += 1
+        tokens = np.array(self._extra.choice(self.prompts)[: self._extra.randrange(1, 60)], np.int32)
+        pinned = self.manager.pin_prefix(engine.session, f"pin {self._last_id}", self._extra.choice(_TENANTS), tokens, 60.0)
+        self.num_pinned += pinned.num_tokens > 0
+        self._pins += [(engine.session, pinned.pin_id)] if pinned.pin_id else []
+
     def _create(self, engine: Engine) -> None:
         self._last_id += 1
         tokens = self.random.choice(self.prompts)[: self.random.randrange(1, 60)]
@@ -112,23 +173,25 @@ class GroupedWorld:
     def _items(self, engine: Engine, completed: int) -> dict[str, list[tuple[object, ...]]]:
         draw, running = self.random.random, {i: each for i, each in engine.sequences.items() if each.is_running}
         commits, truncates, forks, releases, starts, reserves = [], [], [], [], [], []
-        lens = {}
+        lens, depth = {}, 30 if self.has_tail else 9
         for i, each in running.items():
             lens[i] = each.committed
             if each.computed > each.committed and each.busy_until <= completed:
                 new = [self.random.randrange(3)] if each.computed == len(each.tokens) < 90 else []
                 commits.append((i, each.computed, new))
                 lens[i] = each.computed
+            elif self.has_tail and each.computed == each.committed == len(each.tokens) < 90 and each.busy_until <= completed:
+                commits.append((i, each.committed, [self.random.randrange(3)]))  # goes on behind where it was cut
         for i, each in running.items():
             is_idle, kind = each.busy_until <= completed, draw()
             if kind < 0.05:
                 releases.append(i)
             elif kind < 0.1 and is_idle and lens[i] > 1:
-                truncates.append((i, self.random.randrange(max(1, lens[i] - 9), lens[i] + 1)))
+                truncates.append((i, self.random.randrange(max(1, lens[i] - depth), lens[i] + 1)))
             elif kind < 0.16 and lens[i] > 1:
                 self._last_id += 1
                 forks.append(
-                    (i, self._last_id, lens[i] - self.random.choice((0, 0, 0, min(lens[i] - 1, self.random.randrange(9)))))
+                    (i, self._last_id, lens[i] - self.random.choice((0, 0, 0, min(lens[i] - 1, self.random.randrange(depth)))))
                 )
             elif is_idle and kind < 0.95:
                 known = len(each.tokens) + sum(len(new) for item, _, new in commits if item == i)
@@ -185,14 +248,26 @@ class GroupedWorld:
         each, start = engine.sequences[sequence_id], engine.sequences[sequence_id].committed
         for group, table in enumerate(self._tables(engine, sequence_id)):
             contents = self.contents.spell(f"{each.tenant}/{group}", each.tokens[:end])
-            work.reads.append(Read(f"{sequence_id} group {group}", list(table), contents[:start], self._unread(group, start)))
-            work.writes += [(self.memory.slot(table, at), contents[at]) for at in range(start, end)]
+            unread = self._unread(group, start, table)
+            work.reads.append(Read(f"{sequence_id} group {group}", list(table), contents[:start], unread))
+            places = [at for at in range(start, end) if not self._is_lacking(group, table, at)]
+            self.num_unwritten += end - start - len(places)
+            work.writes += [(self.memory.slot(table, at), contents[at]) for at in places]
         each.computed, each.busy_until = end, engine.step_id
 
-    def _unread(self, group: int, length: int) -> range:
-        """Positions that no token from `length` on reads in a group: the one at `length` reads window - 1 tokens before it."""
+    def _unread(self, group: int, length: int, table: list[int]) -> range:
+        """Positions that no token from `length` on reads in a group: the one at `length` reads window - 1 tokens before it.
+
+        Of a tail also those that it lacks, which are before all that it has.
+        """
         window = self.windows[group]
-        return range(max(0, length - window + 1)) if window else range(0)
+        end = max(0, length - window + 1) if window else 0
+        while end < length and self._is_lacking(group, table, end):
+            end += 1
+        return range(end)
+
+    def _is_lacking(self, group: int, table: list[int], position: int) -> bool:
+        return self.has_tail and group > 0 and table[position // self.size] == 0
 
     def _tables(self, engine: Engine, sequence_id: int) -> list[list[int]]:
         return [engine.told.tables[sequence_id], *engine.told.groups[sequence_id]]
@@ -224,6 +299,10 @@ class GroupedWorld:
             self.num_holes += sum(table.count(0) for table in has)
             for group, table in enumerate(told):
                 contents = self.contents.spell(f"{each.tenant}/{group}", each.tokens[: each.committed])
-                reads.append(Read(f"{i} group {group}", table, contents, self._unread(group, each.committed)))
+                unread = self._unread(group, each.committed, table)
+                self.num_lacking += (
+                    self.has_tail and group > 0 and len(unread) > max(0, each.committed - self.windows[group] + 1)
+                )
+                reads.append(Read(f"{i} group {group}", table, contents, unread))
         faults = self.memory.check(str(engine.session), reads)
         assert not faults, faults

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from kvkeeper.cache_service.core.calls.restore import RestoreResult
+from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.kept_index import KeptIndex, KeptTable, Verification, row_words
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
@@ -57,8 +58,8 @@ def write_all(manager: PoolManager) -> None:
         pass
 
 
-def chains(manager: PoolManager, *, is_written: bool = False) -> dict[Chain, tuple[int, int]]:
-    """The device block and the host block of each cached prefix, 0 for none.
+def chains(manager: PoolManager, *, is_written: bool = False, group: int = 0) -> dict[Chain, tuple[int, int]]:
+    """The device block and the host block of each cached prefix in one group of layers, 0 for none.
 
     is_written: of those alone that lie in a tier with all before them, without copies that are still on the way.
     """
@@ -69,14 +70,21 @@ def chains(manager: PoolManager, *, is_written: bool = False) -> dict[Chain, tup
         above, (tenant, tokens) = stack.pop()
         node = index.first_child(above)
         while node:
-            host = int(index.host_of_node[node])
-            places = int(index.block_of_node[node]), host if not filling[host] else 0
             chain = tenant, (*tokens, *index.key_tokens(node)[1].tolist())
-            if any(places):
-                found[chain] = places
+            whole = [_places(index, node, each, filling) for each, window in enumerate(index.group_windows) if not window]
+            if all(map(any, whole)):
+                places = _places(index, node, group, filling)
+                if any(places):
+                    found[chain] = places
                 stack.append((node, chain))
             node = index.next_sibling(node)
     return found
+
+
+def _places(index: PrefixIndex, node: int, group: int, filling: np.ndarray) -> tuple[int, int]:
+    of_blocks, of_hosts = [index.block_of_node, *index.group_blocks], [index.host_of_node, *index.group_hosts]
+    host = int(of_hosts[group][node])
+    return int(of_blocks[group][node]), host if not filling[host] else 0
 
 
 def twin_of(memory: KeptMemory) -> KeptMemory:

@@ -11,16 +11,14 @@ import copy
 import numpy as np
 
 from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Executor, SequenceId, SequenceState, SessionId, TransferKind
-from tests.support.reference.tier_memory import PASSED
 from tests.support.tiers.tier_world import TierWorld
-from tests.support.worlds.engine_model import unread
 
 
 def check_contents(world: TierWorld) -> None:
     size = world.config.block_size
     for session, engine in world.engines.items():
         for q in engine.sequences.values():
-            spelled = world.contents.spell(q.tenant, q.tokens)
+            spelled = world.spell(q, 0, len(q.tokens))
             blocks = world.manager.match_prefix(q.tenant, np.array(q.tokens, np.int32)).tolist()
             there = blocks[: blocks.index(0)] if 0 in blocks else blocks
             fault = world.memory.fault(f"what is cached of {q.id}", there, spelled[: len(there) * size])
@@ -28,10 +26,10 @@ def check_contents(world: TierWorld) -> None:
             if q.state is not SequenceState.RUNNING:
                 continue
             view, num_tokens = world.manager.readable(session, SequenceId(q.id))
-            passed = unread(q.retention, view.num_committed_tokens)
-            wanted = [PASSED if at in passed else content for at, content in enumerate(spelled[:num_tokens])]
-            fault = world.memory.fault(f"what is read of {q.id}", view.block_table.tolist(), wanted)
-            assert not fault, fault
+            for group, table in enumerate((view.block_table, *view.group_tables)):
+                wanted = world.read(q, group, world.spell(q, group, view.num_committed_tokens))[:num_tokens]
+                fault = world.memory.fault(f"what is read of {q.id}, group {group}", table.tolist(), wanted)
+                assert not fault, fault
             assert num_tokens == view.num_committed_tokens or engine.executor is Executor.ENGINE
 
 

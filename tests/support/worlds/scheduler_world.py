@@ -6,10 +6,12 @@ must spell its tokens. The next token is a function of (tokens, continuation), s
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kvkeeper.engine_service.scheduler.plan import Plan
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from kvkeeper.engine_service.scheduler.state.limits import Limits
 from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
@@ -63,6 +65,16 @@ def _copy_block(source_slots: Slots, slots: Slots, source: int, destination: int
         slots[destination * size + offset] = source_slots.get(source * size + offset, ())
 
 
+@dataclass
+class Flight:
+    """A step on its way through the device, with what was known when it was launched."""
+
+    work: Work
+    answer: Any
+    histories: list[tuple[int, ...]]
+    num_committed: list[int]
+
+
 class World:
     def __init__(
         self,
@@ -75,6 +87,7 @@ class World:
         make_cache: Callable[..., NaiveCache | CoreCache] = NaiveCache,
         guess: Callable[[tuple[int, ...], int], list[int]] = lambda tokens, index: [],
         overlap: bool = False,
+        ahead: bool = False,
         num_host_blocks: int = 0,
         preemption: Preemption = Preemption.SWAP,
         waiting: WaitingSequences | None = None,
@@ -83,10 +96,13 @@ class World:
         client_shares: bool = False,
     ) -> None:
         """guess: of what follows a sequence's tokens, given its continuation. overlap: a step's device work runs late, after
-        the next one was asked for; needs CoreCache, as does a host tier."""
+        the next one was asked for; needs CoreCache, as does a host tier. ahead: also after the next one was launched, where the
+        scheduler lets it."""
         self.guess = guess
-        self._overlap = overlap
-        self._in_flight: tuple[Work, Any] | None = None
+        self._overlap, self._ahead = overlap or ahead, ahead
+        self._in_flight: Flight | None = None
+        self.last_drawn: dict[int, int] = {}  # by row, as a device keeps it
+        self.num_ahead = self.num_late = 0  # steps that were launched ahead; rows of them whose sequences had ended
         self.fails: Callable[[int, int], bool] = lambda order_id, kind: False  # whether a transfer order does
         self.clears: Callable[[], bool] = lambda: False  # whether the prefix cache is cleared before a step
         self.host: dict[int, tuple[int, ...]] = {}
@@ -168,18 +184,31 @@ class World:
         if self._overlap:
             self.cache.has_step_in_flight = self._in_flight is not None
         answer = self.cache.step(plan)
-        if self._in_flight is not None:
-            self._finish(*self._in_flight)
-            self._in_flight = None
+        before, self._in_flight = self._in_flight, None
+        runs_ahead = self._ahead and before is not None and self._may_run_ahead(before, plan, answer)
+        if before is not None and not runs_ahead:
+            self._finish(before)
         if self._overlap:  # at the worst of times: the plan is made, and not applied yet
             self._cancel_due()
         work = self.scheduler.apply(plan, answer)
         self.started += [sequence for sequence in plan.started if sequence.state is SequenceState.RUNNING]
+        flight = self._launch(work, answer)
+        if before is not None and runs_ahead:
+            self._finish(before)
+            self.num_ahead += work.batch is not None
         if self._overlap:
-            self._in_flight = work, answer
+            self._in_flight = flight
         else:
-            self._finish(work, answer)
+            self._finish(flight)
         return work
+
+    def _may_run_ahead(self, before: Flight, plan: Plan, answer: Any) -> bool:
+        moves = len(before.answer.transfer_ids) or len(answer.transfer_ids)
+        return not moves and self.scheduler.may_run_ahead(plan, answer)
+
+    def _launch(self, work: Work, answer: Any) -> Flight:
+        histories = [tuple(history.tolist()) for history in self.scheduler.histories(work)]
+        return Flight(work, answer, histories, self.scheduler.running.num_committed[work.rows].tolist())
 
     def drop_flight(self) -> None:
         """What the device computes is forgotten, as with a session that was lost."""
@@ -206,28 +235,38 @@ class World:
         if failed:
             self.scheduler.give_up_loads()
 
-    def _finish(self, work: Work, answer: Any) -> None:
+    def _finish(self, flight: Flight) -> None:
         """The device runs it, and its tokens are taken."""
-        self._run_orders(answer)
+        work = flight.work
+        self._run_orders(flight.answer)
         for source, destination in work.copies:
             _copy_block(self.memory, self.memory, source, destination, self.limits.block_size)
-        self._compute(work)
-        histories = [tuple(history.tolist()) for history in self.scheduler.histories(work)]
+        self._compute(flight)
+        histories = self._whole_histories(flight)
         counts = [len(guesses) + 1 for guesses in work.guesses]
         drawing = [sequence for sequence, count in zip(work.sampled, counts, strict=True) for _ in range(count)]
         drawn = [next_token(history, sequence.index) for history, sequence in zip(histories, drawing, strict=True)]
+        if self._ahead:
+            self.last_drawn.update(zip(work.sample_rows.tolist(), drawn, strict=False))
         taken = self.scheduler.advance(work, np.array(drawn, np.int32))
         for sequence, guesses, token_ids in zip(work.sampled, work.guesses, taken, strict=True):
             self.num_guessed += len(guesses)
             self.num_kept += len(token_ids) - 1
             if sequence.state is SequenceState.ENDED:
-                continue  # it was cancelled while this was computed
+                continue  # it was cancelled while this was computed, or had ended before
             self.outputs[sequence] += token_ids.tolist()
             assert sequence.num_output == len(self.outputs[sequence]) <= sequence.request.max_new_tokens
             limit = min(sequence.request.max_new_tokens, self.stop_after.get(sequence, 10**9))
             if len(self.outputs[sequence]) >= limit:
                 del self.outputs[sequence][limit:]  # guesses may have gone further
                 self.scheduler.end_sequence(sequence)
+
+    def _whole_histories(self, flight: Flight) -> list[tuple[int, ...]]:
+        """With the tokens that the step before drew, where the device has them."""
+        histories = flight.histories[:]
+        for place in np.flatnonzero(flight.work.awaited).tolist():
+            histories[place] += (self.last_drawn[int(flight.work.sample_rows[place])],)
+        return histories
 
     def _guesses(self) -> dict[int, np.ndarray]:
         found = {}
@@ -259,7 +298,7 @@ class World:
 
     @property
     def has_step_in_flight(self) -> bool:
-        return self._in_flight is not None and self._in_flight[0].batch is not None
+        return self._in_flight is not None and self._in_flight.work.batch is not None
 
     def lose_session(self, make_cache: Callable[[int, int, int], CoreCache]) -> None:
         """As an engine does after the end of its session: on a new one all requests start again, from the tokens they hold."""
@@ -288,8 +327,9 @@ class World:
         running = self.scheduler.running
         return tuple(running.tokens[sequence.row, : running.num_tokens[sequence.row]].tolist())
 
-    def _compute(self, work: Work) -> None:
-        batch, size = work.batch, self.limits.block_size
+    def _compute(self, flight: Flight) -> None:
+        work, size = flight.work, self.limits.block_size
+        batch = work.batch
         if batch is None:
             return
         assert len(batch.token_ids) <= self.limits.token_budget
@@ -297,21 +337,31 @@ class World:
         assert work.num_prompt_tokens <= self.limits.prefill_budget
         writes: dict[int, tuple[object, ...]] = {}
         guesses = {sequence: tuple(own.tolist()) for sequence, own in zip(work.sampled, work.guesses, strict=True)}
-        for item, sequence in enumerate(self.scheduler.running.at(work.rows)):
+        token_ids, awaited = batch.token_ids.copy(), batch.awaited_rows
+        if awaited is not None:
+            for place in np.flatnonzero(awaited >= 0).tolist():
+                token_ids[place] = self.last_drawn[int(awaited[place])]
+        for item, sequence in enumerate(work.sequences):
             first, last = batch.query_start_loc[item : item + 2].tolist()
+            if sequence.state is SequenceState.ENDED:  # nobody may read what is written for it
+                self.num_late += 1
+                for slot in batch.slot_mapping[first:last].tolist():
+                    assert size <= slot not in writes, "a late row writes where another one does"
+                    writes[slot] = ("late", sequence.request.arrival, sequence.index)
+                continue
             assert 0 < last - first <= self.limits.chunk_size + len(guesses.get(sequence, ()))
             tokens, table = self._tokens(sequence) + guesses.get(sequence, ()), batch.block_tables[item].tolist()
             start = int(batch.positions[first])
             kept = sequence.request.retention
             unread = range(0) if kept is None else range(kept.num_sink_tokens, start - kept.num_window_tokens + 1)
-            committed = int(self.scheduler.running.num_committed[sequence.row])
+            committed = flight.num_committed[item]
             assert kept is None or not any(table[idx] for idx in kept.holes(committed, size)), "a hole names no block"
             assert kept is None or (batch.retention is not None) >= (start + last - first > kept.num_tokens)
             for position in range(start):
                 if position not in unread:
                     slot = table[position // size] * size + position % size
                     assert self.memory[slot] == content(tokens[: position + 1], kept), "read through the table"
-            assert batch.token_ids[first:last].tolist() == list(tokens[start : start + last - first])
+            assert token_ids[first:last].tolist() == list(tokens[start : start + last - first])
             assert batch.seq_lens[item] == start + last - first
             for row, position in enumerate(range(start, start + last - first), first):
                 slot = table[position // size] * size + position % size

@@ -2,7 +2,7 @@
 a memfd of the host tier.
 
 The connection stays open for as long as the memory is mapped: the service takes its end as the end of the mapping, and may then
-give the blocks to another session. A token is good for one attach. No error names a path or a handle.
+give the blocks to another session. A token is good for one attach of each rank. No error names a path or a handle.
 """
 
 import contextlib
@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 from kvkeeper.client.attaching import HandedOver, attaching
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.cuda.errors import CudaError
 from kvkeeper.cuda.handle import DESCRIPTOR_KIND, described_arena, handle_of
 from kvkeeper.cuda.handle import KIND as CUDA_KIND
 from kvkeeper.cuda.imported import ImportedArena, MappedArena
-from kvkeeper.cuda.runtime import CudaError, cuda_runtime
+from kvkeeper.cuda.runtime import cuda_runtime
 from kvkeeper.cuda.vmm import vmm_driver
 
 OnDevice = ImportedArena | MappedArena
@@ -89,7 +90,8 @@ class Arena:
     def pin_hosts(self) -> None:
         """Pin the host tier in this process, so that copies between it and the device need no staging.
 
-        Where the system refuses, copies are only slower. Does nothing for a pool in the host's memory.
+        Where the system refuses, copies are only slower. Does nothing for a pool in the host's memory. It takes seconds for
+        each 10 GB, and may run in any thread.
         """
         if self._imported is not None and self._pinned is None and (hosts := self.host_array).size:
             with contextlib.suppress(CudaError):
@@ -133,9 +135,12 @@ def _views(memories: dict[str, mmap.mmap]) -> dict[str, npt.NDArray[np.uint8]]:
     return {name: np.frombuffer(memory, np.uint8) for name, memory in memories.items()}
 
 
-def attach_arena(path: str, token: str, num_bytes: int, timeout_s: float, num_host_bytes: int = 0) -> Arena:
-    """Attach within the time given. The sizes are those of the pool's arenas, as it told them. Raises KvkeeperError."""
-    with attaching(path, token, timeout_s) as handed_over:
+def attach_arena(path: str, token: str, num_bytes: int, timeout_s: float, num_host_bytes: int = 0, rank: int = 0) -> Arena:
+    """Attach within the time given. The sizes are those of the pool's arenas, as it told them. Raises KvkeeperError.
+
+    rank: whose arena is wanted, where the pool's spec has several. Each attaches in a process of its own, with the same token.
+    """
+    with attaching(path, token, timeout_s, *(["memory", f"rank:{rank}"] if rank else [])) as handed_over:
         return _map(handed_over, num_bytes, num_host_bytes)
 
 

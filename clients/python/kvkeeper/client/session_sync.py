@@ -50,6 +50,11 @@ class CacheSession:
         """Whether steps go over a socket of this host beside gRPC."""
         return self._lane is not None and self._lane.is_open
 
+    @property
+    def attach_point(self) -> tuple[str, str]:
+        """Path and token of the attach socket, for the processes of other ranks: see arena.attach_arena."""
+        return self._opened.attach_socket_path, self._opened.attach_token
+
     def attach(self, *, step_lane: bool = True) -> Arena:
         """Map the pool's memory; once per session, before its first step.
 

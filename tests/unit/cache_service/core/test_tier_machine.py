@@ -1,5 +1,7 @@
 """Both tiers under Hypothesis: contents are right and nothing leaks through any mix of steps, orders and deaths."""
 
+from typing import Any
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -9,9 +11,17 @@ from kvkeeper.cache_service.core.values.types import Executor, SessionId
 from tests.support.tiers.tier_world import TierWorld
 from tests.support.worlds.machine import chooser
 
+
+def _config(num_blocks: int, num_host_blocks: int, group_windows: tuple[int, ...], **others: Any) -> PoolConfig:
+    """num_blocks: for each group of layers."""
+    usable = (num_blocks - 1) * len(group_windows)
+    return PoolConfig(usable + 1, num_host_blocks=num_host_blocks, group_windows=group_windows, **others)
+
+
 configs = st.builds(
-    PoolConfig,
+    _config,
     num_blocks=st.integers(2, 8),
+    group_windows=st.sampled_from([(0,), (0,), (0, 3), (0, 1), (0, 0, 2)]),
     block_size=st.integers(1, 3),
     max_sequences=st.integers(1, 5),
     max_tokens_per_sequence=st.integers(1, 16),

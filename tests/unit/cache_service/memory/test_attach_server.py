@@ -31,7 +31,7 @@ class Desk:
         self.parts: list[frozenset[Part]] = []
         self.given_away: socket.socket | None = None
 
-    def redeem(self, token: str, parts: frozenset[Part]) -> Grant:
+    def redeem(self, token: str, parts: frozenset[Part], rank: int) -> Grant:
         self.parts.append(parts)
         if token != self.token:
             raise AttachRefused("UNKNOWN_TOKEN")

@@ -11,7 +11,7 @@ from kvkeeper.cache_service.core.values.copies import Copies
 from kvkeeper.cache_service.memory.device.held_memory import HeldMemory
 from kvkeeper.cache_service.memory.kept_file import Description, FileRefused
 from kvkeeper.cache_service.memory.memory_directory import MemoryDirectory, kept_bytes
-from kvkeeper.cuda.runtime import CudaError
+from kvkeeper.cuda.errors import CudaError
 from kvkeeper.cuda.vmm import VmmDriver
 from kvkeeper.service.memory_limit import OutOfMemory
 from tests.support.stand_ins.fake_cuda import FakeCuda

@@ -1,9 +1,12 @@
 """Penalties on the host and on a device: one definition, to the same bits, and rows without a penalty untouched."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from kvkeeper.engine_service.compute.last_tokens import LastTokens
 from kvkeeper.engine_service.compute.penalties import apply_penalties
 from kvkeeper.engine_service.values.sampling_params import SamplingParams, SamplingRow
 from tests.unit.kernels.gpu.pretend import on_cuda
@@ -58,6 +61,24 @@ def test_the_host_and_a_device_penalise_as_defined(seed):
     assert torch.equal(host, expected)
     assert torch.equal(device, expected)
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_token_that_the_host_does_not_know_yet_counts_as_one_that_it_knows(seed):
+    chosen = [PENALTIES[index] for index in np.random.default_rng(seed).integers(1, len(PENALTIES), 12)]
+    whole, logits, last = rows_of(chosen, seed), logits_of(12, seed), LastTokens()
+    rows = []
+    for at, row in enumerate(whole):
+        is_awaited = at % 3 > 0 and len(row.token_ids) > row.num_prompt_tokens
+        if is_awaited:
+            last.put(np.array([30 - at]), torch.from_numpy(row.token_ids[-1:].astype(np.int64)))
+            row = replace(row, token_ids=row.token_ids[:-1], awaited_row=30 - at)
+        rows.append(row)
+    assert sum(row.awaited_row is not None for row in rows) > 3
+    assert [row.position for row in rows] == [row.position for row in whole]
+    expected = apply_penalties(logits, whole)
+    assert torch.equal(apply_penalties(logits, rows, last), expected)
+    assert torch.equal(apply_penalties(on_cuda(logits)[0], rows, last).as_subclass(torch.Tensor), expected)
 
 
 @pytest.mark.parametrize("penalties", PENALTIES[1:], ids=str)

@@ -15,7 +15,6 @@ import pytest
 import torch
 import transformers
 
-from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
 from kvkeeper.engine_service.model.decoder import Decoder
 from kvkeeper.engine_service.model.loader import load_model
 from tests.support.models.tiny_models import (
@@ -25,13 +24,14 @@ from tests.support.models.tiny_models import (
     TinyModel,
     build_model_folder,
     choose_all_experts,
+    has_sdpa,
     logits_of,
     numerics_cases,
     quiet_transformers,
     random_tokens,
     reference_logits,
 )
-from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
+from tests.support.worlds.hand_tables import HandTables
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.usefixtures("kernel_path")
@@ -61,63 +61,6 @@ def world(request, folder):
     return World(model, request.param, cases, reference_logits(folder, cases))
 
 
-class HandTables:
-    """A runner on a plain tensor, with block tables made by hand: what the cache service will do, without one."""
-
-    def __init__(self, model, block_size, num_blocks=200, fill=float("nan")):
-        self.block_size = block_size
-        layout = kv_layout_of(model.config, model.dtype, block_size)
-        view = layout.view(torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8)).fill_(fill)
-        self.runner = ModelRunner(model, view, layout)
-        self.free = (np.random.default_rng(0).permutation(num_blocks - 1) + 1).tolist()
-        self.num_copies = 0
-
-    def take(self, num_blocks):
-        return [self.free.pop() for _ in range(num_blocks)]
-
-    def table_for(self, case: NumericsCase, parent_table):
-        """The block table that the case starts with, and how many of its tokens are in the cache already."""
-        table, shared = [], max(case.hit_len, case.fork_len)
-        if shared:
-            table = list(parent_table[: -(-shared // self.block_size)])
-            if shared % self.block_size:  # copy-on-write of the partial tail
-                (own,) = self.take(1)
-                self.runner.copy_blocks([(table[-1], own)])
-                table[-1] = own
-                self.num_copies += 1
-        table += self.take(-(-len(case.tokens) // self.block_size) - len(table))
-        return np.array(table, dtype=np.int32), shared
-
-    def compute(self, cases, chunk_size):
-        """All logits of all cases [len(tokens), vocab_size] in chunks; every case in one batch as soon as it can be."""
-        found = [[] for _ in cases]
-        tables, done = {}, {}
-        preempt_at = {index: case.preempt_at for index, case in enumerate(cases)}
-        while len(tables) < len(cases) or any(done[i] < len(cases[i].tokens) for i in tables):
-            for index, case in enumerate(cases):
-                shared = max(case.hit_len, case.fork_len)
-                if index not in tables and (not shared or done.get(case.parent, 0) >= shared):
-                    tables[index], done[index] = self.table_for(case, tables.get(case.parent))
-                    if shared:
-                        found[index].append(torch.cat(found[case.parent])[:shared])
-            rows, members = [], []
-            for index, table in tables.items():
-                tokens, start = cases[index].tokens, done[index]
-                stop = min(start + chunk_size, preempt_at[index] or len(tokens))
-                if start < stop:
-                    rows.append(ScheduledRow(tokens[start:stop], start, table, WantLogits.ALL))
-                    members.append(index)
-            batch = build_batch(rows, self.block_size)
-            logits = self.runner.forward(batch)
-            for member, first, last in zip(members, batch.logit_start_loc[:-1], batch.logit_start_loc[1:], strict=True):
-                found[member].append(logits[first:last])
-                done[member] += int(last - first)
-                if done[member] == preempt_at[member]:
-                    tables[member] = np.array(self.take(len(tables[member])), dtype=np.int32)
-                    done[member], found[member], preempt_at[member] = 0, [], None
-        return [torch.cat(parts) for parts in found]
-
-
 @pytest.mark.parametrize("chunk_size", [1, 7, "block size", 64])
 def test_logits_are_those_of_transformers(world, chunk_size):
     tables = HandTables(world.model, world.block_size)
@@ -140,10 +83,9 @@ def test_greedy_tokens_are_those_of_transformers(folder):
     assert found.argmax(1)[4:-1].tolist() == text[5:].tolist()
 
 
-def test_the_noise_is_not_nothing(world):
-    """Where transformers has both kinds of attention; for capped scores it has eager alone."""
-    has_both = world.model.config.attention_soft_cap is None
-    assert (1e-7 < world.reference.noise < 1e-5) if has_both else world.reference.noise == math.inf
+def test_the_noise_is_not_nothing(world, folder):
+    """Where transformers has both kinds of attention."""
+    assert (1e-7 < world.reference.noise < 1e-5) if has_sdpa(folder) else world.reference.noise == math.inf
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float16", 0.02), ("bfloat16", 0.15)])

@@ -15,14 +15,16 @@ from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.quantised.scheme import METHODS, parse_scheme
 from kvkeeper.engine_service.preflight import check_model
 from tests.support.documents.markdown import ROOT
-from tests.support.models.quantised_models import FORMATS, Quantised, build_both
-from tests.support.models.tiny_models import TINY_MODELS, NumericsCase, random_tokens
+from tests.support.models.quantised_models import FORMATS, MXFP4, Quantised, build_both
+from tests.support.models.tiny_models import TINY_MODELS, NumericsCase, TinyModel, random_tokens
 from tests.unit.engine_service.model.test_numerics import HandTables
 
 torch.set_num_threads(1)
 PAGE = ROOT / "docs" / "models.md"
 MODELS = {model.name: model for model in TINY_MODELS}
-BY_NAME = {each.name: each for each in FORMATS}
+BY_NAME = {each.name: each for each in (*FORMATS, MXFP4)}
+CASES = [(each, MODELS["llama"]) for each in FORMATS] + [(MXFP4, MODELS["gpt_oss"])]
+IDS = [each.name for each, _ in CASES]
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -36,9 +38,9 @@ def expect_same(packed: Path, plain: Path) -> None:
     assert torch.equal(found.argmax(1), expected.argmax(1))
 
 
-@pytest.mark.parametrize("stored", FORMATS, ids=lambda stored: stored.name)
-def test_each_format_gives_the_logits_of_the_weights_that_it_means(stored: Quantised, tmp_path: Path) -> None:
-    expect_same(*build_both(tmp_path, MODELS["llama"], stored))
+@pytest.mark.parametrize(("stored", "model"), CASES, ids=IDS)
+def test_each_format_gives_the_logits_of_the_weights_that_it_means(stored: Quantised, model: TinyModel, tmp_path: Path) -> None:
+    expect_same(*build_both(tmp_path, model, stored))
 
 
 @pytest.mark.parametrize("model", ["phi3_window_partial", "qwen3_moe", "mixtral", "qwen2", "gemma3"])
@@ -59,9 +61,9 @@ def test_scales_of_activations_keys_and_values_are_not_weights(tmp_path: Path) -
     expect_same(packed, plain)
 
 
-@pytest.mark.parametrize("stored", FORMATS, ids=lambda stored: stored.name)
-def test_what_a_model_takes_is_counted_in_its_weights(stored: Quantised, tmp_path: Path) -> None:
-    packed, plain = build_both(tmp_path, MODELS["llama"], stored)
+@pytest.mark.parametrize(("stored", "model"), CASES, ids=IDS)
+def test_what_a_model_takes_is_counted_in_its_weights(stored: Quantised, model: TinyModel, tmp_path: Path) -> None:
+    packed, plain = build_both(tmp_path, model, stored)
     found, expected = (EngineConfig(model=str(folder), progress=False) for folder in (packed, plain))
     assert load_served_model(found).num_parameters == load_served_model(expected).num_parameters
     assert check_model(packed, found).weights == check_model(plain, expected).weights
@@ -79,7 +81,7 @@ def change(folder: Path, how: Any) -> None:
 
 def replaced(part: str, value: torch.Tensor) -> Any:
     def how(tensors: dict[str, torch.Tensor]) -> None:
-        name = next(name for name in tensors if name.endswith(f".{part}"))
+        name = next(name for name in tensors if name.endswith((f".{part}", f"_proj_{part}")))
         tensors[name] = value
 
     return how
@@ -87,7 +89,7 @@ def replaced(part: str, value: torch.Tensor) -> Any:
 
 def dropped(part: str) -> Any:
     def how(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors[next(name for name in tensors if name.endswith(f".{part}"))]
+        del tensors[next(name for name in tensors if name.endswith((f".{part}", f"_proj_{part}")))]
 
     return how
 
@@ -103,10 +105,18 @@ def dropped(part: str) -> Any:
         ("packed_4", replaced("weight_shape", torch.tensor([1 << 40, 64])), "weight_packed holds"),
         ("integers_uneven", replaced("weight_zero_point", torch.ones(3)), "zero points have the shape"),
         ("fp8_by_block", replaced("weight_scale_inv", torch.ones(1, 2)), "weight_scale_inv has the shape"),
+        ("mxfp4", dropped("scales"), "is stored without scales"),
+        ("mxfp4", replaced("blocks", torch.ones(6, 64, 2, 8, dtype=torch.uint8)), "blocks are torch.uint8"),
+        ("mxfp4", replaced("scales", torch.ones(6, 64, dtype=torch.uint8)), "scales are torch.uint8"),
+        (
+            "mxfp4",
+            lambda tensors: [each.fill_(255) for name, each in tensors.items() if name.endswith("_scales")],
+            "not a number",
+        ),
     ],
 )
 def test_a_damaged_weight_is_named(stored: str, how: Any, said: str, tmp_path: Path) -> None:
-    packed, _ = build_both(tmp_path, MODELS["llama"], BY_NAME[stored])
+    packed, _ = build_both(tmp_path, MODELS["gpt_oss" if stored == "mxfp4" else "llama"], BY_NAME[stored])
     change(packed, how)
     with pytest.raises(WeightsError, match=said):
         load_model(packed, progress=False)
@@ -167,7 +177,7 @@ def test_what_is_not_read_is_refused_by_its_name(said: Any, error: type[ModelErr
 def test_the_page_of_models_names_each_method() -> None:
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `") and line.count("|") == 4]
     assert [row.split("`")[1] for row in rows if row.split("`")[1] in METHODS] == sorted(METHODS)
-    for each in FORMATS:
+    for each in BY_NAME.values():
         said = each.said.get("format", each.said["quant_method"])
         assert f"`{said}`" in PAGE.read_text()
 

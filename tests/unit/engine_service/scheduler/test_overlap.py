@@ -1,7 +1,11 @@
-"""Steps that overlap: planned while the last one is computed, on tokens that have not come and sequences that may end."""
+"""Steps that overlap: planned while the last one is computed, on tokens that have not come and sequences that may end.
+
+Those that run ahead are launched then, too: their tokens come from the device, and an end that is seen late has cost a row.
+"""
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,24 +18,32 @@ def overlapping(num_blocks: int = 64, block_size: int = 2, **options: object) ->
     return World(num_blocks, block_size, make_cache=CoreCache, overlap=True, **options)  # type: ignore[arg-type]
 
 
-def test_it_computes_what_it_would_have() -> None:
-    world = overlapping(chunk_size=4)
+both = pytest.mark.parametrize("ahead", [False, True])
+
+
+@both
+def test_it_computes_what_it_would_have(ahead: bool) -> None:
+    world = overlapping(chunk_size=4, ahead=ahead)
     world.submit(make_request([1, 2, 0, 1, 2, 0, 1], 6, n=2))
     world.submit(make_request([2, 2], 5))
     world.run()
     world.check_outputs()
     assert max(world.computed.values()) == 1, "nothing twice"
+    assert (world.num_ahead > 3) == ahead
 
 
-def test_a_known_end_is_not_planned_past() -> None:
-    world = overlapping()
+@both
+def test_a_known_end_is_not_planned_past(ahead: bool) -> None:
+    world = overlapping(ahead=ahead)
     world.submit(make_request([1, 2, 0], 4))
     world.run()
     assert len(world.computed) == 3 + 4 - 1
+    assert not world.num_late
 
 
-def test_what_was_cancelled_while_its_first_tokens_are_computed_stays_ended() -> None:
-    world = overlapping()
+@both
+def test_what_was_cancelled_while_its_first_tokens_are_computed_stays_ended(ahead: bool) -> None:
+    world = overlapping(ahead=ahead)
     request = world.submit(make_request([1, 2, 0], 5, n=3))
     world.step()
     world.cancel(request)
@@ -40,6 +52,31 @@ def test_what_was_cancelled_while_its_first_tokens_are_computed_stays_ended() ->
         assert {sequence.state for sequence in request.sequences} == {SequenceState.ENDED}
     assert not world.scheduler.running.by_id
     assert not world.cache.sequences
+
+
+def test_an_end_that_is_seen_late_costs_one_row_and_leaves_nothing() -> None:
+    world = overlapping(num_blocks=20, ahead=True)
+    request = world.submit(make_request([1, 2, 0], 20))
+    world.submit(make_request([0, 1], 9))
+    world.stop_after[request.sequences[0]] = 3
+    world.run()
+    world.check_outputs()
+    assert world.num_late == 1
+    again = world.submit(make_request([1, 2, 0, *world.outputs[request.sequences[0]]], 5))
+    world.run()
+    world.check_outputs()
+    assert again.num_hit_tokens == 4, "full blocks before the last token, of which nothing was committed"
+
+
+def test_a_row_that_came_to_another_sequence_is_not_touched_by_the_late_step() -> None:
+    world = overlapping(ahead=True, max_running=1)
+    for stop in (2, 3):
+        request = world.submit(make_request([1, 2, 0], 20))
+        world.stop_after[request.sequences[0]] = stop
+    world.submit(make_request([1, 1], 4))
+    world.run()
+    world.check_outputs()
+    assert world.num_late == 2
 
 
 def test_an_unforeseen_end_costs_a_reservation_and_no_more() -> None:
@@ -53,19 +90,20 @@ def test_an_unforeseen_end_costs_a_reservation_and_no_more() -> None:
     assert sum(count for (arrival, _, _), count in world.computed.items() if arrival == 0) == 3 + 3 - 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
+    ahead=st.booleans(),
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(12, 40),
     block_size=st.integers(1, 4),
     requests=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=6),
 )
 def test_stops_cancellations_forks_and_preemptions_discovered_late(
-    seed: int, num_blocks: int, block_size: int, requests: list[tuple[int, int, int]]
+    ahead: bool, seed: int, num_blocks: int, block_size: int, requests: list[tuple[int, int, int]]
 ) -> None:
     """Every read goes through the tables as they were when the step was planned, and runs after the next one was asked for."""
     dice = random.Random(seed)
-    world = overlapping(num_blocks, block_size, chunk_size=dice.choice([2, 8]))
+    world = overlapping(num_blocks, block_size, chunk_size=dice.choice([2, 8]), ahead=ahead)
     for length, new, n in requests:
         if length + new <= world.limits.max_len:
             request = world.submit(make_request([dice.randrange(3) for _ in range(length)], new, n=n))

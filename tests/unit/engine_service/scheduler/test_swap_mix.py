@@ -22,7 +22,8 @@ def mixed(dice: random.Random) -> World:
     overlap, chunk_size = dice.random() < 0.5, dice.choice([2, 64])
     sizes = (dice.randint(12, 30), dice.randint(1, 4), dice.choice([2, 5, 12, 60]))
     way = dice.choice(list(Preemption))
-    world = tiered(*sizes, chunk_size=chunk_size, overlap=overlap, preemption=way)
+    ahead = overlap and sizes[0] % 2 == 0
+    world = tiered(*sizes, chunk_size=chunk_size, overlap=overlap, ahead=ahead, preemption=way)
     world.scheduler.costs.compute.note(10, dice.choice([1, 10]))
     share = dice.choice([0, 0, 0.1])
     world.fails = lambda order_id, kind: dice.random() < share
@@ -67,7 +68,9 @@ def test_any_mix_ends_with_the_right_tokens() -> None:
         happened["failed"] += world.num_failed
         happened["cancelled"] += len(world.cancelled)
         happened["cleared"] += world.num_cleared
-    names = ("out", "in", "recomputed", "failed", "cancelled", "cleared")
+        happened["ahead"] += world.num_ahead
+        happened["late"] += world.num_late
+    names = ("out", "in", "recomputed", "failed", "cancelled", "cleared", "ahead", "late")
     assert min(happened[name] for name in names) > 15, happened
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvkeeper.kernels import reference
+from kvkeeper.kernels.activations.clamped_swiglu import clamped_swiglu
 from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
@@ -50,6 +51,16 @@ def test_gelu_and_mul():
     torch.testing.assert_close(gelu_and_mul(gate_up), reference.gelu_and_mul(gate_up), rtol=1e-5, atol=1e-6)
 
 
+def test_clamped_swiglu():
+    gate_up = torch.randn(5, 24) * 6
+    expected = reference.clamped_swiglu(gate_up, 1.702, 7.0)
+    torch.testing.assert_close(clamped_swiglu(gate_up, 1.702, 7.0), expected, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(expected, reference.clamped_swiglu(gate_up, 1.702, 1e9)), "something was clamped"
+    for bad in (float("nan"), float("inf")):
+        assert clamped_swiglu(torch.tensor([[bad, 1.0]]), 1.702, 7.0).isnan().item() == (bad != bad)
+    assert clamped_swiglu(torch.tensor([[1.0, float("nan")]]), 1.702, 7.0).isnan().all()
+
+
 def test_refusals():
     x, table = torch.randn(3, 2, 8), torch.randn(3, 8)
     for call in (
@@ -60,6 +71,7 @@ def test_refusals():
         lambda: rotary(x[:, :, :5], table, table),
         lambda: silu_and_mul(torch.randn(2, 3)),
         lambda: gelu_and_mul(torch.randn(2, 3)),
+        lambda: clamped_swiglu(torch.randn(2, 3), 1.702, 7.0),
     ):
         with pytest.raises(KernelArgumentError):
             call()
@@ -68,6 +80,7 @@ def test_refusals():
         lambda: rotary(x.to("meta"), table, table),
         lambda: silu_and_mul(x.to("meta")),
         lambda: gelu_and_mul(x.to("meta")),
+        lambda: clamped_swiglu(x.to("meta"), 1.702, 7.0),
     ):
         with pytest.raises(UnsupportedDeviceError):
             call()

@@ -5,7 +5,10 @@ from functools import partial
 
 import torch
 
+from kvkeeper.kernels.activations.clamped_swiglu import clamped_swiglu
 from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
+from kvkeeper.kernels.activations.grouped_linear import grouped_linear
+from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
@@ -15,6 +18,10 @@ from kvkeeper.kernels.copy_blocks import copy_blocks
 from kvkeeper.kernels.gpu import decode_work
 from kvkeeper.kernels.gpu import paged_attention_prefill as paged_attention_prefill_kernels
 from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.quantised.attention import QuantisedRows, quantised_decode, quantised_prefill
+from kvkeeper.kernels.quantised.formats import FORMATS
+from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.store import QuantisedSlots, store_quantised
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
@@ -67,11 +74,12 @@ def _attend(
     block_size: int,
     dtype: torch.dtype,
     *,
-    num_seqs: int = 16,
+    num_seqs: int = 8,
     num_queries: int | None = None,
     window: int | None = None,
     cap: float | None = None,
     sinks: bool = False,
+    logits: bool = False,
     width: int | None = None,
 ) -> None:
     """Decode, or with num_queries prefill."""
@@ -79,10 +87,44 @@ def _attend(
     tensors = (q, _arena(head_dim, block_size, dtype)[:, 1], _ints(num_seqs, width or 8192 // block_size), _ints(num_seqs))
     options = {"scale": 0.1, "window": window, "soft_cap": cap}
     options |= {"retention": (_ints(num_seqs), _ints(num_seqs)), "q_sink": q} if sinks else {}
+    options |= {"sink_logits": nowhere(32, dtype=torch.float32)} if logits else {}
     if num_queries is None:
         paged_attention_decode(*tensors, **options)
     else:
         paged_attention_prefill(*tensors, _ints(num_seqs + 1), **options)
+
+
+def _group(num_rows: int, dtype: torch.dtype) -> None:
+    """The experts of gpt-oss, 20 billion parameters: 32 of them, 4 for each token."""
+    starts, hidden = _ints(33), 2880
+    for num_in, num_out in ((hidden, 2 * hidden), (hidden, hidden)):
+        weight = LinearWeight(nowhere(32, num_out, num_in, dtype=dtype), nowhere(32, num_out, dtype=dtype))
+        grouped_linear(nowhere(num_rows, num_in, dtype=dtype), weight, starts)
+    clamped_swiglu(nowhere(num_rows, 2 * hidden, dtype=dtype), 1.702, 7.0)
+
+
+def _stored(
+    name: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    num_queries: int | None = None,
+    num_tokens: int | None = None,
+    tail: int = 16,
+) -> None:
+    """Decode of K and V in few bits, or with num_queries prefill, or with num_tokens their store. tail: layers of a page."""
+    layout = QuantisedLayout(_NUM_LAYERS, 8, head_dim, 16, FORMATS[name], dtype, tail)
+    layer = layer_of(nowhere(_NUM_BLOCKS, layout.block_bytes, dtype=torch.uint8), layout, 1)
+    num_seqs, has_tail = 16, bool(tail)
+    if num_tokens is not None:
+        slots = nowhere(num_tokens, dtype=torch.int64)
+        where = QuantisedSlots(slots, slots if has_tail else None)
+        store_quantised(*(nowhere(num_tokens, 8, head_dim, dtype=dtype) for _ in range(2)), layer, where)
+        return
+    tables = _ints(num_seqs, 512)
+    rows = QuantisedRows(tables, tables if has_tail else None, _ints(num_seqs), _ints(num_seqs + 1) if num_queries else None)
+    q = nowhere(num_queries or num_seqs, 32, head_dim, dtype=dtype)
+    (quantised_prefill if num_queries else quantised_decode)(q, layer, rows, scale=0.1)
 
 
 def _sample(vocab_size: int) -> None:
@@ -108,6 +150,7 @@ for head_dim in (64, 80, 96, 128, 256):
     _add(f"decode whole d{head_dim}", _attend, *base, num_seqs=256, width=16)  # without a work list
     _add(f"prefill few d{head_dim}", _attend, *base, num_queries=64, width=16)
     _add(f"prefill split d{head_dim}", _attend, *base, num_seqs=1, num_queries=64)
+    _add(f"decode shared d{head_dim}", _attend, *base, num_seqs=32)  # what many sequences have in common is read once
 _FEATURES: dict[str, dict] = {
     "cap": {"cap": 30.0},
     "sinks": {"sinks": True},
@@ -118,13 +161,24 @@ _FEATURES: dict[str, dict] = {
 for head_dim in (128, 256):
     for label, features in _FEATURES.items():
         _add(f"prefill {label} d{head_dim}", _attend, head_dim, 16, torch.bfloat16, num_queries=8192, **features)
+        if label == "cap":
+            _add(f"decode shared cap d{head_dim}", _attend, head_dim, 16, torch.bfloat16, num_seqs=32, **features)
         if "window" not in features:  # decode has one kernel for any window
             _add(f"decode {label} d{head_dim}", _attend, head_dim, 16, torch.bfloat16, **features)
+for head_dim in (64, 128):
+    for label, features in {"logits": {}, "logits window": {"window": 128}}.items():
+        _add(f"prefill {label} d{head_dim}", _attend, head_dim, 16, torch.bfloat16, num_queries=8192, logits=True, **features)
+    _add(f"decode logits d{head_dim}", _attend, head_dim, 16, torch.bfloat16, logits=True)
+for label, dtype in DTYPES.items():
+    for num_rows in (64, 1024, 32768):
+        _add(f"experts of {num_rows} rows {label}", _group, num_rows, dtype)
 # What differs from step to step, and may not compile a kernel anew: the width of tables, the numbers of rows and tokens.
 VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
-    "decode": (4, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (3, 16) for w in (1, 7, 16, 100)]),
+    "decode": (4, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (3, 8) for w in (1, 7, 16, 100)]),
+    "decode shared": (6, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (16, 33) for w in (64, 99)]),
     "prefill": (5, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
                     for n in (1, 2, 16) for t in (17, 64, 999) for w in (1, 7, 16, 200, 211)]),
+    "experts": (5, [partial(_group, n, torch.bfloat16) for n in (1, 4, 16, 500, 700)]),
     "store": (1, [partial(_store, 128, n, torch.bfloat16) for n in (1, 7, 16, 64)]),
     "norm": (1, [partial(_head_norm, 128, torch.bfloat16, num_tokens=n) for n in (1, 7, 16)]),
 }  # fmt: skip
@@ -135,6 +189,12 @@ for label, dtype in DTYPES.items():
         _add(f"rows of {length} {label}", _rows, length, dtype)
     for head_dim in (64, 128, 256):
         _add(f"norm of heads d{head_dim} {label}", _head_norm, head_dim, dtype)
+for name in ("int8", "int4", "fp8"):
+    for head_dim, dtype, tail in ((128, torch.bfloat16, 16), (128, torch.float16, 0), (64, torch.bfloat16, 16)):
+        own = f"{name} d{head_dim} {str(dtype).removeprefix('torch.')}"
+        _add(f"stored decode {own}", _stored, name, head_dim, dtype, tail=tail)
+        _add(f"stored prefill {own}", _stored, name, head_dim, dtype, tail=tail, num_queries=8192)
+        _add(f"stored store {own}", _stored, name, head_dim, dtype, tail=tail, num_tokens=64)
 _add("copy_blocks", lambda: copy_blocks(_arena(128, 16, torch.bfloat16), [(1, 2), (3, 4)]))
-for vocab_size in (32_000, 50_257, 131_072, 262_144):
+for vocab_size in (4096, 50_257, 131_072, 262_144):  # the first one by one program a row
     _add(f"sample {vocab_size}", _sample, vocab_size)

@@ -4,7 +4,7 @@ import torch
 
 from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
 from kvkeeper.engine_service.compute.upload import PackedUpload
-from kvkeeper.engine_service.model import decoder
+from kvkeeper.engine_service.model import decoder, experts
 
 
 class PretendCuda(torch.Tensor):
@@ -34,19 +34,20 @@ def pretend_inputs_on_cuda(monkeypatch):
     monkeypatch.setattr(DecodeInputs, "tensors", all_tensors)
 
 
-_OPS = ("attend_stored", "gelu_and_mul", "linear", "rms_norm", "rotary", "rotary_store_kv", "silu_and_mul")
+_OPS = ("attend_stored", "clamped_swiglu", "gelu_and_mul", "linear", "rms_norm", "rotary", "rotary_store_kv", "silu_and_mul")
 
 
 def pretend_model_on_cuda(monkeypatch):
     """A model's uploads, and what an op makes of them, claim to be on CUDA: new memory has forgotten the claim."""
-    upload = PackedUpload.__call__
+    stage = PackedUpload.stage
 
-    def upload_all(self, arrays):
-        return {name: tensor.as_subclass(PretendCuda) for name, tensor in upload(self, arrays).items()}
+    def stage_all(self, arrays):
+        copy = stage(self, arrays)
+        return lambda: {name: tensor.as_subclass(PretendCuda) for name, tensor in copy().items()}
 
     def claiming(op):
-        def run(x, *args):
-            made = op(x, *args)
+        def run(x, *args, **options):
+            made = op(x, *args, **options)
             parts = tuple(part.as_subclass(type(x)) for part in (made if isinstance(made, tuple) else (made,)))
             return parts if isinstance(made, tuple) else parts[0]
 
@@ -54,6 +55,8 @@ def pretend_model_on_cuda(monkeypatch):
 
     for kernels in ("decode_work", "paged_attention_prefill"):
         monkeypatch.setattr(f"kvkeeper.kernels.gpu.{kernels}.num_multiprocessors", lambda device: 2)
-    monkeypatch.setattr(PackedUpload, "__call__", upload_all)
+    monkeypatch.setattr(PackedUpload, "stage", stage_all)
+    monkeypatch.setattr(experts, "linear", claiming(experts.linear))
+    monkeypatch.setattr(experts, "grouped_linear", claiming(experts.grouped_linear))
     for name in _OPS:
         monkeypatch.setattr(decoder, name, claiming(getattr(decoder, name)))

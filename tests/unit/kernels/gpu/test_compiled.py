@@ -71,12 +71,22 @@ def test_kernels_that_move_memory_move_16_bytes_at_a_time(kernels):
         assert figures["LDG.128"] and figures["STG.128"], (launch, figures)
 
 
-@pytest.mark.parametrize(("kernel", "instruction"), [("prefill_kernel", "HGMMA"), ("decode_kernel", "HMMA")])
+@pytest.mark.parametrize(
+    ("kernel", "instruction"), [("prefill_kernel", "HGMMA"), ("decode_kernel", "HMMA"), ("shared_kernel", "HGMMA")]
+)
 def test_attention_multiplies_matrices_and_reads_ahead(kernels, kernel, instruction):
     attending = [(launch, figures) for launch, figures in kernels if figures["kernel"] == kernel]
     assert attending
     for launch, figures in attending:
         assert figures[instruction] and figures["LDGSTS"], (launch, figures)
+
+
+def test_experts_multiply_matrices_and_read_ahead(kernels):
+    """Many rows to an expert by the instructions of whole warp groups."""
+    products = [(launch, figures) for launch, figures in kernels if figures["kernel"] == "grouped_linear_kernel"]
+    assert products
+    for launch, figures in products:
+        assert figures["HGMMA" if "32768" in launch else "HMMA"] and figures["LDGSTS"], (launch, figures)
 
 
 def test_no_kernel_got_worse(compiled):

@@ -8,6 +8,7 @@ import torch
 
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
 from kvkeeper.engine_service.compute.sampler import sample
+from kvkeeper.engine_service.model.experts import ExpertWeights
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.sampling_params import GREEDY, SamplingParams, SamplingRow
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
@@ -17,7 +18,9 @@ from tests.unit.kernels.gpu.pretend import PretendCuda, on_cuda, pretend_model_o
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 BLOCK_SIZE, NUM_BLOCKS = 16, 24
 BOUND = 2e-5
-CHOSEN = [model for model in TINY_MODELS if model.name in ("llama_llama3_rope", "qwen3", "mistral", "gemma2")]
+CHOSEN = [
+    model for model in TINY_MODELS if model.name in ("llama_llama3_rope", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -25,18 +28,20 @@ def all_claim_to_be_on_cuda(monkeypatch):
     pretend_model_on_cuda(monkeypatch)
 
 
-def runners(folder):
+def runners(folder, monkeypatch):
     """The same model on the CPU's path and on the kernels', each on an arena that is NaN where nothing was written."""
     model, _ = load_model(folder, progress=False)
     layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
+    monkeypatch.setattr(ExpertWeights, "packed", lambda self, pack: self)  # experts stay in one tensor, as on a device
+    on_device, _ = load_model(folder, progress=False)
     memory = [torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8) for _ in range(2)]
     views = [layout.view(each).fill_(float("nan")) for each in memory]
-    return [ModelRunner(model, view, layout) for view in (views[0], *on_cuda(views[1]))]
+    return [ModelRunner(model, views[0], layout), ModelRunner(on_device, *on_cuda(views[1]), layout)]
 
 
 @pytest.mark.parametrize("model", CHOSEN, ids=lambda model: model.name)
-def test_logits_are_those_of_the_cpu(model, tmp_path):
-    pair = runners(build_model_folder(tmp_path, model))
+def test_logits_are_those_of_the_cpu(model, tmp_path, monkeypatch):
+    pair = runners(build_model_folder(tmp_path, model), monkeypatch)
     texts = [random_tokens(40, seed) for seed in range(3)]
     tables = [np.arange(1 + 4 * seq, 5 + 4 * seq, dtype=np.int32)[::-1] for seq in range(3)]
     steps = [  # (sequence, first, last): a prompt, its end beside another one, decodes beside a chunk

@@ -132,9 +132,8 @@ def test_nothing_is_allocated_at_replay_and_the_addresses_stay(model):
     addresses = set()
     for seqs in ([0, 1, 2], [4, 5, 6, 7], [3, 8, 1]):
         with torch.inference_mode(), NothingAllocates():
-            logits = runner.graphed.forward(rows(seqs))
-        assert logits is not None
-        addresses.add(logits.data_ptr())
+            found = runner.graphed.stage(rows(seqs))()
+        addresses.add(found.values.data_ptr())
     assert len(addresses) == 1
 
 
@@ -168,13 +167,14 @@ def test_what_was_not_captured_falls_back(model, monkeypatch):
 
 
 def check_the_bounds_of_what_is_captured(runner):
-    small = capture_decode(runner._plain_decode, DecodeShape(2, 1, 17), torch.device("cpu"), RecordedGraphs(), progress=False)
-    assert small.forward(rows([0, 1, 6])) is None, "three rows"
-    assert small.forward(rows([2])) is None, "two blocks"
-    assert small.forward(rows([0, 3])) is not None
-    narrow = capture_decode(runner._plain_decode, DecodeShape(2, 9, 6), torch.device("cpu"), RecordedGraphs(), progress=False)
-    assert narrow.forward(rows([1])) is None, "a position that the tables do not have"
-    assert narrow.forward(rows([0])) is not None
+    others = (torch.device("cpu"), RecordedGraphs(), runner.queue, runner.last_tokens)
+    small = capture_decode(runner._plain_decode, DecodeShape(2, 1, 17), *others, progress=False)
+    assert small.stage(rows([0, 1, 6])) is None, "three rows"
+    assert small.stage(rows([2])) is None, "two blocks"
+    assert small.stage(rows([0, 3])) is not None
+    narrow = capture_decode(runner._plain_decode, DecodeShape(2, 9, 6), *others, progress=False)
+    assert narrow.stage(rows([1])) is None, "a position that the tables do not have"
+    assert narrow.stage(rows([0])) is not None
 
 
 def test_a_capture_that_fails_leaves_an_engine_that_serves(model, capfd):
@@ -214,6 +214,8 @@ def test_no_kernel_is_compiled_after_the_warm_up(each_model, monkeypatch):
     monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.tile_tokens", lambda head_dim: 16)
     monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_decode.tile_tokens", lambda head_dim: 16)
     monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_prefill._FEWEST_SPLIT_TOKENS", 16)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.shared_prefix._FEWEST_SEQS", 3)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.shared_prefix.FEWEST_SHARED_TOKENS", 16)
     seen, run = Counter(), interpreter.GridExecutor.__call__
 
     def count(self, *args, **kwargs):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvkeeper.kernels import reference
+from kvkeeper.kernels.activations.clamped_swiglu import clamped_swiglu
 from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
@@ -96,6 +97,7 @@ def test_gates(dtype, shape):
     gate_up = torch.randn(shape).to(dtype) * 4
     close(silu_and_mul(*on_cuda(gate_up)), reference.silu_and_mul(gate_up))
     close(gelu_and_mul(*on_cuda(gate_up)), reference.gelu_and_mul(gate_up))
+    close(clamped_swiglu(*on_cuda(gate_up), 1.702, 3.0), reference.clamped_swiglu(gate_up, 1.702, 3.0))
 
 
 def test_gates_and_norms_far_out_stay_finite():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvkeeper.kernels.gpu.sampling_bounds import find_bounds
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from tests.unit.kernels.gpu.pretend import on_cuda
 
@@ -11,7 +12,8 @@ OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr("kvkeeper.kernels.gpu.sampling._CHUNK", 64)
+    """Three of them in most rows here, and so three programs that search a row."""
+    monkeypatch.setattr("kvkeeper.kernels.gpu.sampling._CHUNK", 128)
 
 
 def draw_both(logits, rows, uniforms):
@@ -56,13 +58,67 @@ def normal(num_rows, vocab_size=300, seed=0):
     ids=str,
 )
 def test_the_same_token_as_on_a_cpu(row):
-    uniforms = [0.0, 0.2, 0.4, 0.6, 0.8, 0.9999]
+    uniforms = [0.0, 0.5, 0.9999]
     check(normal(len(uniforms)), [row] * len(uniforms), uniforms)
 
 
 def test_rows_with_parameters_of_their_own():
     rows = [{}, {"top_k": 3}, {"top_p": 0.3}, {"typical_p": 0.5}, {"min_p": 0.2, "temperature": 5.0}]
     check(normal(5, 1000, seed=3), rows, [0.9, 0.5, 0.1, 0.7, 0.3])
+
+
+MIXED = [
+    {},
+    {"min_p": 0.05, "temperature": 3.0},
+    {"top_k": 25, "temperature": 0.6},
+    {"top_p": 0.95},
+    {"top_k": 60, "top_p": 0.8, "min_p": 0.01},
+    {"top_p": 0.4, "temperature": 5.0},
+]
+
+
+def test_one_program_a_row_draws_what_several_draw(monkeypatch):
+    logits, uniforms = normal(len(MIXED), 400, seed=5), [0.0, 0.15, 0.35, 0.55, 0.8, 1 - 2**-53]
+    several, found = draw_both(logits, MIXED, uniforms)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.sampling._FEWEST_CHUNKS", 1000)
+    assert draw_both(logits, MIXED, uniforms)[1].tolist() == found.tolist() == several.tolist()
+
+
+def test_a_row_with_more_candidates_than_are_kept_is_searched_as_a_whole(monkeypatch):
+    for module in ("sampling", "sampling_bounds"):
+        monkeypatch.setattr(f"kvkeeper.kernels.gpu.{module}.MOST_CANDIDATES", 2)
+    check(torch.zeros(2, 300), [{"top_k": 3}, {"top_p": 0.5}], [0.3, 0.7])
+
+
+def brackets(logits, top_k, top_p, chunk):
+    """Brackets [R, 4] of the thresholds, what is known above them, and the number of candidates, by row and chunk."""
+    num_rows, num_chunks = len(logits), -(-logits.shape[1] // chunk)
+    ones, none = torch.ones(num_rows, dtype=torch.float64), torch.zeros(num_rows, dtype=torch.float64)
+    columns = (ones, torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), none)
+    _, found, sums, counts, _ = find_bounds(logits, columns, num_chunks, 1 << (num_chunks - 1).bit_length(), chunk)
+    return found.view(num_rows, 6)[:, :4], sums.view(num_rows, num_chunks, 4), counts.view(num_rows, num_chunks)
+
+
+def test_each_threshold_is_within_its_bracket():
+    ranked = normal(1, seed=11).sort(descending=True).values
+    running = ranked[0].double().softmax(0).cumsum(0)
+    logits = ranked[:, torch.randperm(300, generator=torch.Generator().manual_seed(1))].expand(8, 300).contiguous()
+    found, _, _ = brackets(logits, list(range(1, 16, 2)), [1.0] * 8, 128)
+    thresholds = ranked[0, :15:2]
+    assert ((found[:, 0] <= thresholds) & (thresholds < found[:, 1])).all()
+    shares = [(step + 0.5) / 8 for step in range(8)]
+    found, _, _ = brackets(logits, [0] * 8, shares, 128)
+    thresholds = ranked[0, [int((running < share).sum()) for share in shares]]
+    assert ((found[:, 2] <= thresholds) & (thresholds < found[:, 3])).all()
+
+
+def test_two_rounds_leave_few_candidates():
+    logits = normal(2, 4000, seed=7) / 3
+    found, sums, counts = brackets(logits, [50, 0], [1.0, 0.9], 512)
+    above = [(logits[0] >= found[0, 1]).sum(), (logits[1] >= found[1, 3]).sum()]
+    assert sums[0, :, 0].sum() == above[0] < 50
+    assert counts[0].sum() == (logits[0] >= found[0, 0]).sum() - above[0] < 40
+    assert counts[1].sum() == (logits[1] >= found[1, 2]).sum() - above[1] < 600
 
 
 @pytest.mark.parametrize("row", [{"top_k": 2}, {"top_p": 0.3}, {"top_k": 5, "top_p": 0.6}], ids=str)

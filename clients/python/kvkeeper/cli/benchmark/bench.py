@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from kvkeeper.cli.benchmark import live, plot, tiers
+from kvkeeper.cli.benchmark import live, plot, quality, tiers
 from kvkeeper.cli.benchmark.arguments import add_trace_flags, described, least, read_trace, reported
 from kvkeeper.cli.benchmark.traces import Requests
 from kvkeeper.cli.console.addresses import add_cache_flag
@@ -30,6 +30,7 @@ def add_parser(commands: Any, text: str) -> None:
     bench = commands.add_parser("bench", help=text, allow_abbrev=False)
     names = bench.add_subparsers(title="benchmarks", metavar="NAME", required=True)
     tiers.add_parser(names)
+    quality.add_parser(names)
     parser = names.add_parser(
         "trace",
         help="hit rate, evictions and time per step of a trace",

@@ -42,6 +42,22 @@ def draw(curves: Curves, title: str, path: Path) -> None:
     _write(figure, path)
 
 
+def draw_quality(curves: Curves, title: str, path: Path) -> None:
+    """curves: by way of storing, length of the context and percent of perplexity. Writes a PNG as `draw` does."""
+    from matplotlib.ticker import PercentFormatter
+
+    figure, axes = _subplots((8, 4))
+    for way, points in curves.items():
+        axes.plot([length for length, _ in points], [percent for _, percent in points], label=way, marker="o", markersize=4)
+    axes.axhline(0, color="black", linestyle="--", linewidth=1)
+    axes.set_yscale("symlog", linthresh=0.1)
+    axes.yaxis.set_major_formatter(PercentFormatter(100, decimals=2))
+    axes.set(xlabel="tokens of context", ylabel="perplexity against exact", title=title)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", frameon=False)
+    _write(figure, path)
+
+
 def draw_tiers(shares: dict[str, dict[str, float]], infinite: float, title: str, path: Path) -> None:
     """shares: hit rate by tier, of each set of tiers. Writes a PNG as `draw` does."""
     from matplotlib.ticker import PercentFormatter

@@ -6,6 +6,7 @@ from typing import Any
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.console.tables import facts, size
 from kvkeeper.cli.show.status import pool_line
+from kvkeeper.cli.show.tiers import break_even
 
 Rows = list[tuple[str, object]]
 
@@ -49,6 +50,8 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
             ("dropped by retention", pool.num_retention_dropped_blocks),
         ],
     )
+    if pool.groups:
+        yield "groups of layers: entries of tables with a block, left behind", [_of_group(group) for group in pool.groups]
     yield "prefix cache", _prefix_cache(pool)
     if pool.pool.num_host_blocks:
         yield "host tier", _host_tier(pool)
@@ -56,6 +59,8 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
         yield "disk tier", _disk_tier(pool)
     if pool.pool.has_remote:
         yield "remote tier", _remote_tier(pool)
+    if pool.pool.num_disk_blocks or pool.pool.has_remote:
+        yield "worth of loads", [("prompt tokens computed a second", pool.prefill_rate_tokens)]
     yield (
         "room",
         [
@@ -68,6 +73,11 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
         ],
     )
     yield "watches", [("open, cut off", _counts(pool.num_watches, pool.num_lagged_watches))]
+
+
+def _of_group(group: Any) -> tuple[str, str]:
+    kind = f"window of {group.window_tokens:,} tokens" if group.window_tokens else "all tokens"
+    return kind, _counts(group.num_held_entries, group.num_passed_entries)
 
 
 def _blocks(pool: Any) -> Rows:
@@ -90,6 +100,8 @@ def _prefix_cache(pool: Any) -> Rows:
         ("look-ups, hits, misses", _counts(pool.num_look_ups, pool.num_hits, pool.num_misses)),
         ("full hits with logits", f"{pool.num_full_hits:,} ({pool.num_stored_logits:,} logits stored)"),
         ("tokens looked up, found", f"{_counts(pool.num_look_up_tokens, pool.num_hit_tokens)} ({pool.hit_rate:.1%})"),
+        ("found in the last hour", f"{pool.recent_hit_rate:.1%} of {pool.reachable_hit_rate:.1%} that an endless cache finds"),
+        ("distinct blocks of that hour, about", pool.num_recent_distinct_blocks),
         ("blocks adopted", pool.num_adopted_blocks),
         ("blocks evicted first, last, by hints", _counts(pool.num_no_reuse_blocks, pool.num_soon_blocks)),
         ("blocks evicted", f"{pool.num_evicted_blocks:,} ({pool.num_quota_evictions:,} of them over a quota)"),
@@ -117,6 +129,9 @@ def _remote_tier(pool: Any) -> Rows:
         ("read, written a second", f"{size(pool.remote_read_rate_bytes)}, {size(pool.remote_write_rate_bytes)}"),
         ("blocks damaged, failed", _counts(pool.num_damaged_remote_blocks, pool.num_failed_remote_blocks)),
         ("rests after failures", pool.num_remote_rests),
+        ("first byte of a load, microseconds", pool.remote_first_byte_us),
+        ("a load pays", break_even(pool.remote_break_even_tokens)),
+        ("loads not worth it", pool.num_unworthy_remote_loads),
     ]
 
 
@@ -131,6 +146,9 @@ def _disk_tier(pool: Any) -> Rows:
         ("disk blocks evicted", pool.num_evicted_disk_blocks),
         ("blocks damaged, failed", _counts(pool.num_damaged_disk_blocks, pool.num_failed_disk_blocks)),
         ("rests after failures", pool.num_disk_rests),
+        ("first byte of a load, microseconds", pool.disk_first_byte_us),
+        ("a load pays", break_even(pool.disk_break_even_tokens)),
+        ("loads not worth it", pool.num_unworthy_disk_loads),
     ]
 
 

@@ -13,6 +13,7 @@ from kvkeeper.cli.console.tables import size, table
 from kvkeeper.cli.show.status import pool_line
 from kvkeeper.client import CacheClient
 
+_NEVER = 2**31 - 1  # of a break-even length: no load pays
 _HEADERS = ("tier", "blocks", "size", "free", "cached", "held", "moving", "came", "evicted")
 
 
@@ -56,13 +57,30 @@ def show_tiers(pool: Any) -> str:
     if info.has_remote:  # what others have stored there is not known here
         rows.append(("remote", "-", "-", "-", "-", "-", "-", pool.num_remote_stored_blocks, "-"))
     lines = [pool_line(info), table(_HEADERS, rows)]
-    if info.num_disk_blocks:
-        rates = f"read {size(pool.disk_read_rate_bytes)}/s, written {size(pool.disk_write_rate_bytes)}/s"
-        lines.append(f"disk: {rates}, {pool.num_queued_disk_blocks:,} blocks queued, {pool.num_disk_rests:,} rests")
-    if info.has_remote:
-        rates = f"read {size(pool.remote_read_rate_bytes)}/s, written {size(pool.remote_write_rate_bytes)}/s"
-        lines.append(f"remote: {rates}, {pool.num_queued_remote_blocks:,} blocks queued, {pool.num_remote_rests:,} rests")
+    for name in (*(["disk"] if info.num_disk_blocks else ()), *(["remote"] if info.has_remote else ())):
+        lines += [_traffic(pool, name), _worth(pool, name)]
     return "\n".join(lines)
+
+
+def break_even(num_tokens: int) -> str:
+    """From which length on a load pays."""
+    if not num_tokens:
+        return "not measured yet"
+    return "never" if num_tokens == _NEVER else f"from {num_tokens:,} tokens on"
+
+
+def _traffic(pool: Any, name: str) -> str:
+    read, written = getattr(pool, f"{name}_read_rate_bytes"), getattr(pool, f"{name}_write_rate_bytes")
+    queued, rests = getattr(pool, f"num_queued_{name}_blocks"), getattr(pool, f"num_{name}_rests")
+    return f"{name}: read {size(read)}/s, written {size(written)}/s, {queued:,} blocks queued, {rests:,} rests"
+
+
+def _worth(pool: Any, name: str) -> str:
+    first = getattr(pool, f"{name}_first_byte_us") / 1000
+    pays = break_even(getattr(pool, f"{name}_break_even_tokens"))
+    num_unworthy = getattr(pool, f"num_unworthy_{name}_loads")
+    computed = f"computing {pool.prefill_rate_tokens:,} tokens/s" if pool.prefill_rate_tokens else "computing not measured yet"
+    return f"{name}: first byte after {first:,.1f} ms, {computed}: a load pays {pays}; {num_unworthy:,} were not worth it"
 
 
 def _bytes(info: pb.PoolInfo, num_blocks: int) -> str:

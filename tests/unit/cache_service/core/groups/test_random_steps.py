@@ -5,6 +5,7 @@ import pytest
 
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.sequences.group_windows import GroupWindows
+from kvkeeper.cache_service.core.sequences.sequence_table import SequenceTable
 from kvkeeper.cache_service.core.values.types import Int32Array
 from tests.support.worlds.grouped import GroupedWorld
 
@@ -31,12 +32,54 @@ def test_random_steps_read_what_was_written_for_them(
     assert sum(world.num_copies for world in worlds) > 5
     assert sum(world.num_cut for world in worlds) > 5
     assert sum(world.num_holes for world in worlds) > 0
+    assert sum(world.num_handed for world in worlds) > 0
+    assert sum(world.num_pinned for world in worlds) > 0
+
+
+@pytest.mark.parametrize("windows", [(0, 9), (0, 13, 13, 13)], ids=str)
+def test_random_steps_with_a_tail_that_may_lack_any_part(windows: tuple[int, ...]) -> None:
+    worlds = [GroupedWorld(seed, windows, 30 * len(windows), 4, "lru", has_tail=True) for seed in range(4)]
+    for world in worlds:
+        for _ in range(250):
+            world.run_step()
+    assert sum(world.num_hits for world in worlds) > 20
+    assert sum(world.num_cut for world in worlds) > 5
+    assert sum(world.num_copies for world in worlds) > 5
+    assert sum(world.num_lacking for world in worlds) > 20
+    assert sum(world.num_unwritten for world in worlds) > 0
+    assert sum(world.num_holes for world in worlds) > 0
+
+
+def test_a_tail_with_a_gap_is_taken_behind_it_alone() -> None:
+    index = PrefixIndex(64, 4, group_windows=(0, 9), has_tail=True)
+    nodes = np.arange(1, 7, dtype=np.int32)
+    index.group_blocks[0][nodes] = [11, 12, 13, 0, 15, 16]
+    assert len(index.usable(nodes)) == 6
+    assert index.group_hits(nodes).tolist() == [[0, 0, 0, 0, 15, 16]]
+    assert index.group_hits(nodes[:4]).tolist() == [[0, 0, 0, 0]]
+    assert index.group_hits(nodes[:3]).tolist() == [[0, 12, 13]]
+
+
+@pytest.mark.parametrize("name", ["truncate", "add_fork"])
+def test_a_cut_into_a_tail_that_forgets_its_holes_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The planted bug: holes count on behind the end of a sequence that was cut before them."""
+    real = getattr(SequenceTable, name)
+
+    def careless(self: SequenceTable, slot: int, *args: object, **others: object) -> object:
+        ends = self.group_hole_ends[slot].copy()
+        answer = real(self, slot, *args, **others)
+        self.group_hole_ends[slot if answer is None else answer] = ends
+        return answer
+
+    monkeypatch.setattr(SequenceTable, name, careless)
+    with pytest.raises(AssertionError):
+        _run_until_wrong(has_tail=True)
 
 
 def test_a_hit_that_reads_before_what_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: a hit takes all that the first group has, whether or not the windows behind it are there."""
 
-    def usable(self: PrefixIndex, nodes: Int32Array) -> Int32Array:
+    def usable(self: PrefixIndex, nodes: Int32Array, is_filling: object = None) -> Int32Array:
         return nodes
 
     monkeypatch.setattr(PrefixIndex, "usable", usable)
@@ -61,9 +104,9 @@ def test_a_window_that_drops_a_token_too_early_is_found(monkeypatch: pytest.Monk
         _run_until_wrong()
 
 
-def _run_until_wrong() -> None:
+def _run_until_wrong(*, has_tail: bool = False) -> None:
     for seed in range(5):
-        world = GroupedWorld(seed, (0, 9), 60, 4, "lru")
+        world = GroupedWorld(seed, (0, 9), 60, 4, "lru", has_tail=has_tail)
         for _ in range(250):
             world.run_step()
 

@@ -1,0 +1,126 @@
+"""Reach: which hit rate an infinite cache would have had over the last hour, beside the one that there was.
+
+Owns sketches of the blocks that prompts were looked up for, and of those that finished sequences computed behind their prompts,
+in slices of five minutes, so that an hour slides. An infinite cache misses a block that was never there before: those of both
+sketches together, without those that were computed as output. What was there before the hour counts as new, and so does what a
+tenant or KV spec of its own makes different; of few blocks the sketches are exact to a block or two, of many to about a percent
+of the distinct ones. Both rates count tokens of whole prompts. Rules: nothing is done in a step but to note the tokens of a
+sequence that ends; they are hashed with the next prompt that is created. Knows no node and no block.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from ..values.clock import Clock
+from ..values.counters import Counters
+from ..values.types import Int32Array
+from .hyperloglog import UInt64Array, add_hashes, no_registers, num_distinct
+
+_SLICE_SECONDS, _NUM_SLICES = 300.0, 12
+_MOST_NOTED = 256  # sequences that ended; while no prompt comes nobody needs more
+_SEED = 0x9E3779B97F4A7C15
+
+
+class ReachStats(NamedTuple):
+    """Of the last hour, names as in PoolStats."""
+
+    recent_hit_rate: float = 0.0
+    reachable_hit_rate: float = 0.0
+    num_recent_distinct_blocks: int = 0
+
+
+class _Slice:
+    """Five minutes. hit_tokens and look_up_tokens: the pool's sums when it began."""
+
+    def __init__(self, number: int, counters: Counters) -> None:
+        self.number = number
+        self.wanted, self.made = no_registers(), no_registers()
+        self.num_tokens = self.num_blocks = 0  # of prompts that were created; whole blocks
+        self.hit_tokens, self.look_up_tokens = counters.num_hit_tokens, counters.num_look_up_tokens
+
+
+class Reach:
+    """Of one pool."""
+
+    def __init__(self, block_size: int, clock: Clock, counters: Counters) -> None:
+        self._size, self._clock, self._counters = block_size, clock, counters
+        self._slices: deque[_Slice] = deque()
+        self._ended: deque[tuple[int, int, Int32Array]] = deque(maxlen=_MOST_NOTED)
+        weights = np.random.default_rng(_SEED).integers(0, 1 << 63, block_size, np.uint64)
+        self._weights = weights * np.uint64(2) + np.uint64(1)
+        self._powers = np.ones(1, np.uint64)  # of an odd number, as many as the longest prompt had blocks
+
+    def note_prompt(self, root: int, tokens: Int32Array) -> None:
+        """A prompt of this tenant will be looked up."""
+        now = self._slice()
+        while self._ended:
+            of_root, num_prompt, known = self._ended.popleft()
+            add_hashes(now.made, self._hashes(of_root, known)[self._num_looked_up(num_prompt) :])
+        hashes = self._hashes(root, tokens[: self._num_looked_up(len(tokens)) * self._size])
+        add_hashes(now.wanted, hashes)
+        now.num_tokens += len(tokens)
+        now.num_blocks += len(hashes)
+
+    def note_end(self, root: int, num_prompt: int, tokens: Int32Array) -> None:
+        """A sequence has ended, which shares these tokens; they are kept as they are. num_prompt: of its prompt."""
+        if len(tokens) // self._size > self._num_looked_up(num_prompt):
+            self._ended.append((root, num_prompt, tokens))
+
+    def stats(self) -> ReachStats:
+        """Takes a tenth of a millisecond."""
+        self._forget_old()
+        if not self._slices:
+            return ReachStats()
+        made, both = no_registers(), no_registers()
+        for each in self._slices:
+            np.maximum(made, each.made, out=made)
+            np.maximum(both, each.wanted, out=both)
+        np.maximum(both, made, out=both)
+        num_tokens = sum(each.num_tokens for each in self._slices)
+        num_blocks = sum(each.num_blocks for each in self._slices)
+        num_both = num_distinct(both)
+        num_missed = min(max(num_both - num_distinct(made), 0.0), num_blocks)
+        first, counters = self._slices[0], self._counters
+        num_looked_up = counters.num_look_up_tokens - first.look_up_tokens
+        return ReachStats(
+            (counters.num_hit_tokens - first.hit_tokens) / num_looked_up if num_looked_up else 0.0,
+            (num_blocks - num_missed) * self._size / num_tokens if num_tokens else 0.0,
+            round(num_both),
+        )
+
+    def _num_looked_up(self, num_prompt: int) -> int:
+        """Blocks of a prompt that a start may hit: it leaves a token to compute."""
+        return (num_prompt - 1) // self._size
+
+    def _slice(self) -> _Slice:
+        number = int(self._clock.now / _SLICE_SECONDS)
+        if not self._slices or self._slices[-1].number != number:
+            self._slices.append(_Slice(number, self._counters))
+            self._forget_old()
+        return self._slices[-1]
+
+    def _forget_old(self) -> None:
+        oldest = int(self._clock.now / _SLICE_SECONDS) - _NUM_SLICES
+        while self._slices and self._slices[0].number <= oldest:
+            self._slices.popleft()
+
+    def _hashes(self, root: int, tokens: Int32Array) -> UInt64Array:
+        """[n] one for each whole block, of all tokens up to its end and the tenant."""
+        num_blocks = len(tokens) // self._size
+        rows = tokens[: num_blocks * self._size].reshape(num_blocks, self._size)
+        blocks = _mixed((rows.astype(np.uint64) * self._weights).sum(axis=1, dtype=np.uint64))
+        if num_blocks > len(self._powers):
+            odd = np.full(2 * num_blocks, _SEED, np.uint64)
+            odd[0] = 1
+            self._powers = np.cumprod(odd, dtype=np.uint64)
+        prefixes = np.cumsum(blocks * self._powers[:num_blocks], dtype=np.uint64)
+        return _mixed(prefixes + _mixed(np.array([root], np.int64).view(np.uint64)))
+
+
+def _mixed(numbers: UInt64Array) -> UInt64Array:
+    """Every bit of the result depends on every bit of the number: the last steps of splitmix64."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))

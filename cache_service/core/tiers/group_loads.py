@@ -1,0 +1,156 @@
+"""GroupLoads: what a tier asked by the name of content brings where a pool has several groups of layers.
+
+Owns the choice of the blocks and their way into the index. Rules: a load ends where each group has what the next token reads,
+in the tiers above or in this one; it brings all that groups which read all tokens lack up to there, and the last window of the
+others. A node comes into the index with the blocks of all groups that read all tokens, or not at all; what a
+window lacks shortens hits that end there. The name of a block of another group than the first is made of its node's name.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..index.prefix_index import PrefixIndex
+from ..values.copies import TierOrder, TierResult
+from ..values.types import Int32Array
+from .content_names import ContentNames
+from .host_tier import HostTier
+
+
+class Found(NamedTuple):
+    """What a tier has of a prompt behind and beside what the tiers above have.
+
+    num_above: entries of a table that could be hit now. end: those once the orders have come. first: entries that have nodes.
+    held: host blocks that a hit up to `end` reads.
+    """
+
+    orders: list[TierOrder]
+    num_above: int
+    end: int
+    first: int
+    held: Int32Array
+
+
+class GroupLoads:
+    """Of one tier of one pool."""
+
+    def __init__(self, index: PrefixIndex, host: HostTier, names: ContentNames) -> None:
+        self._index, self._host, self._names = index, host, names
+        self._windows = index.group_windows
+        self._full = [group for group, window in enumerate(self._windows) if not window]
+
+    def name_of(self, host: int) -> bytes:
+        """The name of what a host block in the index holds."""
+        index = self._index
+        return self._names.of_group(self._names.of(int(index.node_of_host[host])), int(index.group_of_host[host]))
+
+    def lookup(self, root: int, tokens: Int32Array, find: Callable[[bytes], int | None], era: int) -> Found:
+        """find: the place of a name in the tier, if it has it. The orders have no host block yet."""
+        index, size = self._index, self._index.block_size
+        num_most = len(tokens) // size
+        nodes = index.match(root, tokens, num_most)
+        num_above = len(index.usable(nodes, self._host.is_filling))
+        raw, width = np.ascontiguousarray(tokens, "<i4").tobytes(), 4 * size
+        chain = [(self._names.of(node), self._names.of(index.parent(node))) for node in nodes.tolist()]
+        behind: list[list[TierOrder]] = []  # of each entry that the index lacks
+        name = chain[-1][0] if chain else self._names.of(root)
+        for at in range(len(nodes), num_most):
+            parent, name = name, self._names.child(name, raw[at * width : (at + 1) * width])
+            own = [self._order(at, group, name, parent, raw, find, era) for group in self._full]
+            if any(order is None for order in own):
+                break
+            behind.append([order for order in own if order is not None])
+            chain.append((name, parent))
+        windows: dict[tuple[int, int], TierOrder | None] = {}
+
+        def is_there(at: int, group: int) -> bool:
+            """Whether a group with a window has the entry, in the tiers above or here."""
+            if at < len(nodes) and (index.group_blocks[group - 1][nodes[at]] or index.group_hosts[group - 1][nodes[at]]):
+                return True
+            if (at, group) not in windows:
+                windows[at, group] = self._order(at, group, *chain[at], raw, find, era)
+            return windows[at, group] is not None
+
+        end = self._end(len(chain), is_there)
+        if end <= num_above:
+            return Found([], num_above, num_above, len(nodes), np.empty(0, np.int32))
+        orders = [order for of_entry in behind[: max(end - len(nodes), 0)] for order in of_entry]
+        firsts = self._first_reads(end)
+        orders += [order for (at, group), order in windows.items() if order is not None and firsts[group] <= at < end]
+        orders.sort(key=lambda order: (order.entry, order.group))
+        return Found(orders, num_above, end, len(nodes), self._held(nodes[:end], firsts))
+
+    @property
+    def num_full(self) -> int:
+        """Groups that read all tokens."""
+        return len(self._full)
+
+    def num_known(self, root: int, tokens: Int32Array) -> int:
+        """Entries of a prompt that have nodes."""
+        return len(self._index.match(root, tokens, len(tokens) // self._index.block_size))
+
+    def names_to_ask(
+        self, root: int, tokens: Int32Array, find: Callable[[bytes], int | None], asked: frozenset[bytes], era: int
+    ) -> list[bytes]:
+        """Of which names it is not known whether they are stored, that the longest hit that could be would read.
+
+        asked: the names of which it is known. First those of the groups that read all tokens; then the windows, the last first.
+        """
+        found = self.lookup(root, tokens, lambda name: find(name) if name in asked else 0, era)
+        unknown = [order for order in found.orders if order.name not in asked]
+        full = [order.name for order in unknown if not self._windows[order.group]]
+        return full + [order.name for order in reversed(unknown) if self._windows[order.group]]
+
+    def take(self, root: int, tokens: Int32Array, orders: Sequence[TierOrder], results: Sequence[TierResult]) -> list[int]:
+        """The orders of a load have ended, those of an entry together. Answers the host blocks that the index has taken."""
+        index = self._index
+        path = index.match(root, tokens, len(tokens) // index.block_size).tolist()
+        kept: list[int] = []
+        done: dict[int, list[TierOrder]] = {}
+        for order, result in zip(orders, results, strict=True):
+            done.setdefault(order.entry, []).extend([order] if result is TierResult.DONE else [])
+        for at, of_entry in done.items():
+            is_new = at >= len(path)
+            if is_new and (at > len(path) or not {order.group for order in of_entry}.issuperset(self._full)):
+                break  # without its parent, or without what a hit reads of it
+            for order in of_entry:
+                if order.group == 0:
+                    node, is_taken = index.insert_on_host(path[at - 1] if at else root, order.tokens, order.host)
+                    path += [node] if is_new else []
+                else:
+                    is_taken = index.add_group_host(order.group, path[at], order.host)
+                kept += [order.host] if is_taken else []
+        return kept
+
+    def _order(
+        self, at: int, group: int, name: bytes, parent: bytes, raw: bytes, find: Callable[[bytes], int | None], era: int
+    ) -> TierOrder | None:
+        width = 4 * self._index.block_size
+        of_group = self._names.of_group(name, group)
+        slot = find(of_group)
+        if slot is None:
+            return None
+        return TierOrder(slot, 0, of_group, parent, raw[at * width : (at + 1) * width], 0, era, group, at)
+
+    def _first_reads(self, end: int) -> list[int]:
+        """Of each group the first entry that the token behind `end` entries reads."""
+        return [int(self._index.first_read(np.array([end]), window)[0]) for window in self._windows]
+
+    def _end(self, most: int, is_there: Callable[[int, int], bool]) -> int:
+        """The most entries behind which each window is whole."""
+        end = most
+        while end:
+            firsts = self._first_reads(end)
+            places = ((at, group) for group, window in enumerate(self._windows) if window for at in range(firsts[group], end))
+            gap = max((at for at, group in places if not is_there(at, group)), default=None)
+            if gap is None:
+                return end
+            end = gap  # a longer one would read it, too
+        return 0
+
+    def _held(self, nodes: Int32Array, firsts: list[int]) -> Int32Array:
+        """The host blocks of these nodes that are read from the first entries on."""
+        columns = (self._index.host_of_node, *self._index.group_hosts)
+        hosts = np.concatenate([column[nodes[first:]] for column, first in zip(columns, firsts, strict=True)])
+        return hosts[hosts > 0]

@@ -1,0 +1,177 @@
+"""MooncakeLink: calls of a Mooncake store, each with a deadline, in a process of their own.
+
+Owns that process and the memory that values are moved through. Rules: a part of that memory is lent to one call, and lent again
+only once its answer has come or the process is gone, so that a call that outlives its deadline writes into nothing that anybody
+reads; while such calls have all parts, nothing is begun. A process that ended is started again with the next call.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+from .remote_address import RemoteAddress
+from .remote_server import ServerError
+
+NUM_PARTS = 6  # the tier has four threads
+_CLOSE_SECONDS = 5.0
+_MODULE = f"{__package__}.mooncake_process"
+
+Request = dict[str, Any]
+
+
+class _Child:
+    """One process, and what it was asked."""
+
+    def __init__(self, address: RemoteAddress, part_bytes: int, memory: int, module: str) -> None:
+        staging = os.memfd_create("kvkeeper-mooncake", os.MFD_CLOEXEC)
+        os.ftruncate(staging, NUM_PARTS * part_bytes)
+        self.shared = mmap.mmap(staging, 0)
+        ours, theirs = socket.socketpair()
+        words = [staging, theirs.fileno(), address.host, address.port, memory]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *(str(word) for word in words)],
+            pass_fds=(staging, theirs.fileno()),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # the library tells addresses and keys
+        )
+        os.close(staging)
+        theirs.close()
+        self.link = ours
+        self.connection = Connection(os.dup(ours.fileno()))
+        self.parts = list(range(NUM_PARTS))
+        self.waiting: dict[int, Callable[[Any], None]] = {}
+        self.num_asked = 0
+        self.is_gone = False
+
+
+class MooncakeLink:
+    """Of one store. Methods may be called in any thread."""
+
+    def __init__(self, address: RemoteAddress, part_bytes: int, *, memory: int, timeout: float, module: str = _MODULE) -> None:
+        """part_bytes: that one call can move. memory: bytes that the process gives to the store. timeout: seconds of a call.
+
+        module: what the process runs.
+        """
+        self._address, self._memory, self._timeout, self._module = address, memory, timeout, module
+        self.part_bytes = -(-part_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+        self._is_closed = False
+
+    @contextmanager
+    def part(self) -> Iterator["Part"]:
+        """A part of the memory, for one call. Raises ServerError where calls that take too long have all."""
+        with self._lock:
+            child = self._started()
+            if not child.parts:
+                raise ServerError("calls that take too long have all the memory")
+            part = Part(self, child, child.parts.pop())
+        try:
+            yield part
+        finally:
+            part.end()
+
+    def ask(self, **request: Any) -> Any:
+        """The answer to a request that moves no value. Raises ServerError."""
+        with self._lock:
+            child = self._started()
+        return self.exchange(child, request, lambda: None)
+
+    def exchange(self, child: _Child, request: Request, on_answer: Callable[[], None]) -> Any:
+        """The answer. on_answer: called once it has come, however late, or never will. Raises ServerError."""
+        answers: list[Any] = []
+        has_come = threading.Event()
+
+        def take(answer: Any) -> None:
+            answers.append(answer)
+            on_answer()
+            has_come.set()
+
+        with self._lock:
+            if child.is_gone:
+                raise ServerError("the process is gone")
+            child.num_asked += 1
+            child.waiting[child.num_asked] = take
+            message = json.dumps({"id": child.num_asked, **request}).encode()
+            with contextlib.suppress(OSError):  # its end is told to all that wait
+                child.connection.send_bytes(message)
+        if not has_come.wait(self._timeout) or answers[0] is None:
+            raise ServerError("no answer in time")
+        return answers[0]
+
+    def close(self) -> None:
+        """The process ends by itself: its socket has."""
+        with self._lock:
+            self._is_closed, child, self._child = True, self._child, None
+        if child is not None:
+            child.link.shutdown(socket.SHUT_RDWR)
+            try:
+                child.process.wait(_CLOSE_SECONDS)
+            except subprocess.TimeoutExpired:
+                child.process.kill()
+                child.process.wait()
+
+    def _started(self) -> _Child:
+        if self._is_closed:
+            raise ServerError("closed")
+        if self._child is None:
+            child = self._child = _Child(self._address, self.part_bytes, self._memory, self._module)
+            threading.Thread(target=self._listen, args=(child,), daemon=True).start()
+        return self._child
+
+    def _listen(self, child: _Child) -> None:
+        """In a thread of its own, until the process ends."""
+        try:
+            while True:
+                answer = json.loads(child.connection.recv_bytes())
+                with self._lock:
+                    take = child.waiting.pop(answer["id"])
+                take(answer["answer"])
+        except (EOFError, OSError, ValueError, KeyError):
+            pass
+        with self._lock:
+            child.is_gone = True
+            left = list(child.waiting.values())
+            child.waiting.clear()
+            if self._child is child:
+                self._child = None
+                child.process.kill()
+                child.process.wait()
+        child.connection.close()
+        child.link.close()
+        for take in left:
+            take(None)
+
+
+class Part:
+    """Memory for the values of one call."""
+
+    def __init__(self, link: MooncakeLink, child: _Child, number: int) -> None:
+        self._link, self._child, self._number = link, child, number
+        self.at = number * link.part_bytes
+        self.memory = memoryview(child.shared)[self.at : self.at + link.part_bytes]
+        self._num_left = 1  # the caller, and a call whose answer has not come
+        self._lock = threading.Lock()
+
+    def ask(self, **request: Any) -> Any:
+        """The answer to a request about values in this part. Raises ServerError."""
+        with self._lock:
+            self._num_left += 1
+        return self._link.exchange(self._child, {"at": self.at, **request}, self.end)
+
+    def end(self) -> None:
+        """One of its users is done with it."""
+        with self._lock:
+            self._num_left -= 1
+            if not self._num_left:
+                self._child.parts.append(self._number)

@@ -1,0 +1,112 @@
+"""What errors of CUDA mean for who runs kvkeeper, and what to do: one table, by the names of the runtime and of the driver.
+
+Pure: it knows names and sentences, and no CUDA. A name that is not here is told as it is.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """what: went wrong. mend: what helps. Both without a full stop, to stand behind the name."""
+
+    what: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.mend}"
+
+
+_NO_MEMORY = Meaning(
+    "the device has not so much memory left",
+    "lower --pool-memory, or end what else has memory there, which nvidia-smi shows",
+)
+_NO_DEVICE = Meaning(
+    "no CUDA device is visible to this process",
+    "see that nvidia-smi shows one, that a container is given it (--gpus all), and what CUDA_VISIBLE_DEVICES says",
+)
+_WRONG_DEVICE = Meaning("there is no device of this number", "see nvidia-smi -L and CUDA_VISIBLE_DEVICES")
+_OLD_DRIVER = Meaning(
+    "the driver is too old for this CUDA, or its parts are of two versions",
+    "install a newer driver, or restart the host after one was installed",
+)
+_NOT_STARTED = Meaning(
+    "CUDA could not be started in this process",
+    "see nvidia-smi and the kernel's log (dmesg, Xid); the driver's modules may have to be loaded again",
+)
+_TAKEN = Meaning(
+    "the device is another process's alone",
+    "let several processes use it, because the cache service and each engine are one: nvidia-smi -c DEFAULT",
+)
+_NOT_READY = Meaning("the device is not ready", "see that nvidia-fabricmanager runs")
+_STUB = Meaning("a stand-in of libcuda for builds was loaded", "take the folder 'stubs' out of LD_LIBRARY_PATH")
+_GONE = Meaning(
+    "the memory has ended with the process that made it, or is of another host",
+    "see whether the cache service was restarted; an engine opens a new session by itself",
+)
+_OWN = Meaning("the process has no context there, or made the memory itself", "open it in another process")
+_NOT_MAPPED = Meaning(
+    "memory of another process could not be mapped",
+    "run both services with one IPC and one PID namespace (docker: --ipc and --pid), or in one container",
+)
+_NOT_SUPPORTED = Meaning(
+    "this device, driver or sandbox does not have the call",
+    "see make gpu-check PARTS=m; virtual machines, MIG and sandboxes may refuse memory between processes",
+)
+_NOT_PERMITTED = Meaning("the system does not permit the call", "see the rights of the container and of /dev/nvidia*")
+_SYSTEM = Meaning(
+    "the operating system refused",
+    "see how much memory may be locked (ulimit -l, LimitMEMLOCK=), and how much of it is free",
+)
+_PINNED = Meaning("the memory is pinned already", "report it: kvkeeper pins each arena once")
+_BAD_ACCESS = Meaning(
+    "a kernel touched memory that is not its own, and all later work of this process on the device fails",
+    "restart the service; set CUDA_LAUNCH_BLOCKING=1 to see which kernel, and report it",
+)
+_SLOW_KERNEL = Meaning("the driver ended a kernel that ran too long", "use a device that shows no screen")
+_DAMAGED = Meaning(
+    "the device's memory has an error that cannot be corrected",
+    "see nvidia-smi -q -d ECC, reset or replace the device, and throw away what was kept in its memory",
+)
+_OTHER_CODE = Meaning("no kernel was built for this device", "see that torch and triton serve its compute capability")
+
+_MEANINGS: dict[Meaning, str] = {
+    _NO_MEMORY: "cudaErrorMemoryAllocation CUDA_ERROR_OUT_OF_MEMORY",
+    _NO_DEVICE: "cudaErrorNoDevice CUDA_ERROR_NO_DEVICE",
+    _WRONG_DEVICE: "cudaErrorInvalidDevice CUDA_ERROR_INVALID_DEVICE",
+    _OLD_DRIVER: "cudaErrorInsufficientDriver cudaErrorSystemDriverMismatch cudaErrorCompatNotSupportedOnDevice"
+    " CUDA_ERROR_SYSTEM_DRIVER_MISMATCH CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
+    _NOT_STARTED: "cudaErrorInitializationError cudaErrorUnknown CUDA_ERROR_NOT_INITIALIZED CUDA_ERROR_UNKNOWN",
+    _TAKEN: "cudaErrorDevicesUnavailable CUDA_ERROR_DEVICE_UNAVAILABLE",
+    _NOT_READY: "cudaErrorSystemNotReady CUDA_ERROR_SYSTEM_NOT_READY",
+    _STUB: "cudaErrorStubLibrary CUDA_ERROR_STUB_LIBRARY",
+    _GONE: "cudaErrorInvalidResourceHandle CUDA_ERROR_INVALID_HANDLE",
+    _OWN: "cudaErrorDeviceUninitialized CUDA_ERROR_INVALID_CONTEXT",
+    _NOT_MAPPED: "cudaErrorMapBufferObjectFailed CUDA_ERROR_MAP_FAILED",
+    _NOT_SUPPORTED: "cudaErrorNotSupported CUDA_ERROR_NOT_SUPPORTED",
+    _NOT_PERMITTED: "cudaErrorNotPermitted CUDA_ERROR_NOT_PERMITTED",
+    _SYSTEM: "cudaErrorOperatingSystem CUDA_ERROR_OPERATING_SYSTEM",
+    _PINNED: "cudaErrorHostMemoryAlreadyRegistered CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
+    _BAD_ACCESS: "cudaErrorIllegalAddress cudaErrorLaunchFailure cudaErrorMisalignedAddress cudaErrorAssert"
+    " CUDA_ERROR_ILLEGAL_ADDRESS CUDA_ERROR_LAUNCH_FAILED CUDA_ERROR_MISALIGNED_ADDRESS CUDA_ERROR_ASSERT",
+    _SLOW_KERNEL: "cudaErrorLaunchTimeout CUDA_ERROR_LAUNCH_TIMEOUT",
+    _DAMAGED: "cudaErrorECCUncorrectable cudaErrorHardwareStackError CUDA_ERROR_ECC_UNCORRECTABLE"
+    " CUDA_ERROR_HARDWARE_STACK_ERROR",
+    _OTHER_CODE: "cudaErrorNoKernelImageForDevice CUDA_ERROR_NO_BINARY_FOR_GPU",
+}
+MEANINGS = {name: meaning for meaning, names in _MEANINGS.items() for name in names.split()}
+
+
+class CudaError(Exception):
+    """A call of CUDA failed. call: name of the call; name: of the error. Neither tells addresses or handles.
+
+    Its text has both, and what they mean where that is known.
+    """
+
+    def __init__(self, call: str, name: str) -> None:
+        self.call, self.name, self.meaning = call, name, MEANINGS.get(name)
+        super().__init__(f"{call}: {name}" if self.meaning is None else f"{call}: {name}: {self.meaning}")
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        return self.meaning is _NO_MEMORY

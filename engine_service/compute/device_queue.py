@@ -1,0 +1,99 @@
+"""DeviceQueue: the order in which a device works, and how the host learns of what it has done.
+
+A processor computes when it is called. A device has done nothing yet when a call returns: what the host reads comes by a copy
+into memory of its own, and is there once a mark behind that copy has been passed. The host waits for such marks and for nothing
+else.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A place in the queue."""
+
+    def wait(self) -> None:
+        """Until the device has done all that is before it."""
+
+
+class DeviceQueue(Protocol):
+    """All calls come from one thread, but for the waiting of marks."""
+
+    @property
+    def is_immediate(self) -> bool:
+        """Whether all is done when a call returns."""
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run what launches; what it reads of the host's memory may be read as late as it is done."""
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in the host's memory, valid once a later mark was waited for. Called by work that was submitted."""
+
+    def mark(self) -> Mark:
+        """Behind all that was submitted."""
+
+
+class _Passed:
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+class HostQueue:
+    """A processor's."""
+
+    is_immediate = True
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """See DeviceQueue."""
+        work()
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See DeviceQueue. The tensor itself."""
+        return tensor
+
+    def mark(self) -> Mark:
+        """See DeviceQueue."""
+        return _Passed()
+
+
+class CudaQueue:
+    """The current stream of a CUDA device."""
+
+    is_immediate = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """See DeviceQueue."""
+        with torch.cuda.device(self._device):
+            work()
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See DeviceQueue. Into pinned memory, which torch keeps until the copy has been made."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def mark(self) -> Mark:
+        """See DeviceQueue."""
+        with torch.cuda.device(self._device):
+            return _Event()
+
+
+def queue_of(device: torch.device) -> DeviceQueue:
+    """The order in which this device works."""
+    return CudaQueue(device) if device.type == "cuda" else HostQueue()
+
+
+class _Event:
+    """An event that lets the processor sleep while it is waited for: the loop goes on meanwhile."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(blocking=True)
+        self._event.record()
+
+    def wait(self) -> None:
+        """See Mark."""
+        self._event.synchronize()

@@ -1,0 +1,91 @@
+"""A served model whose K and V are stored in another format than it computes in (--kv-dtype), with the tail that goes with it.
+
+Owns which format that is, what is refused, and how the layers are cut into groups of the tail.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+
+from kvkeeper.kernels.cpu import compiled
+from kvkeeper.kernels.cpu.quantised import prepare
+from kvkeeper.kernels.errors import KernelArgumentError
+from kvkeeper.kernels.quantised.formats import FORMATS, KvFormat
+from kvkeeper.kernels.quantised.layout import QuantisedLayout
+
+from ..config import EngineConfig
+from ..model.checkpoint.errors import UnsupportedModelError
+from ..model.decoder import Decoder
+from ..model.layer_groups import LayerGroup
+from ..model.stored_attention import tail_layers_of
+from .model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from .served_model import ServedModel
+
+log = structlog.get_logger()
+
+
+def format_for(kv_dtype: str, dtype: torch.dtype) -> KvFormat | None:
+    """The format that --kv-dtype names for a model that computes in `dtype`; None: that very type."""
+    kv_format = FORMATS.get(kv_dtype)
+    return None if kv_format is None or kv_format.dtype is dtype else kv_format
+
+
+def refuse_stored(kv_dtype: str, what: str) -> None:
+    """Raise UnsupportedModelError for a model that --kv-dtype cannot serve."""
+    if kv_dtype != "auto":
+        raise UnsupportedModelError("--kv-dtype", kv_dtype, f"native families; auto for {what}")
+
+
+def stored_layout(
+    model: Decoder, kv_format: KvFormat, block_size: int, tail_tokens: int
+) -> tuple[QuantisedLayout, tuple[LayerGroup, ...]]:
+    """The layout of a model's blocks, and its groups of layers: all of them, and the tail's; none without a tail.
+
+    tail_tokens: most tokens of the tail, in whole blocks. Raises UnsupportedModelError for heads that the format cannot hold.
+    """
+    shape = model.config
+    sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size
+    try:
+        layout = QuantisedLayout(*sizes, kv_format, model.dtype)
+    except KernelArgumentError as error:
+        raise UnsupportedModelError("--kv-dtype", kv_format.name, str(error)) from None
+    if not tail_tokens or not kv_format.scale_bytes:
+        return layout, ()
+    count = tail_layers_of(layout, tail_tokens)
+    every = tuple(range(shape.num_layers))
+    window = max(tail_tokens - block_size + 1, 1)  # its blocks hold tail_tokens at most
+    tails = (LayerGroup(every[first : first + count], window) for first in range(0, shape.num_layers, count))
+    return dataclasses.replace(layout, tail_layers=count), (LayerGroup(every, None), *tails)
+
+
+def prepare_for(model: Decoder, kv_format: KvFormat) -> None:
+    """Compile what computes with this format on a CPU, before a request waits for it."""
+    if compiled.serves(torch.empty(0, dtype=model.dtype, device=model.device)):
+        prepare(kv_format)
+
+
+def stored_model(served: "ServedModel", model: Decoder, kv_format: KvFormat, config: EngineConfig) -> "ServedModel":
+    """The same with K and V in this format. Raises UnsupportedModelError for heads that the format cannot hold."""
+    if any(model.config.windows):
+        log.info("kv_windows_kept", message="layers with windows keep all tokens, because K and V are stored by --kv-dtype")
+    prepare_for(model, kv_format)
+    _, groups = stored_layout(model, kv_format, config.block_size, config.kv_tail_tokens)
+    whole = dataclasses.replace(
+        served,
+        layout=lambda block_size: stored_layout(model, kv_format, block_size, 0)[0],
+        make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout),
+        refuses_retention=f"a model whose K and V are stored in {kv_format.name}",
+    )
+    if not groups or config.role != "both":
+        return whole
+    return dataclasses.replace(
+        whole,
+        layout=lambda block_size: stored_layout(model, kv_format, block_size, config.kv_tail_tokens)[0],
+        make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout, groups),
+        groups=groups,
+        whole=whole,
+    )

@@ -1,0 +1,102 @@
+"""Split: the part of a model that one rank of several computes (tensor parallelism, as in Megatron-LM, arXiv 1909.08053).
+
+Owns which rows and columns of every matrix a rank has. Queries, keys, values, gate and up are cut by their outputs, so that a
+rank has whole heads and a run of each MLP's inner width. The projections behind them are cut by their inputs, and what they
+give is added up over the ranks, twice a layer. Experts are cut the same way, each by its width: all ranks then do equal work,
+whichever experts the tokens choose. Where there are fewer KV heads than ranks, each is on several. Norms, routers and
+embeddings are whole on every rank. The product with the vocabulary is the first rank's alone: it is the one that draws tokens,
+and to collect the parts of the result would cost more on a CPU than it saves.
+
+A split by layers (pipeline parallelism) would be a second kind of Split, with its own answer to which layers a rank has.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..checkpoint.errors import UnsupportedModelError
+from ..config import ModelConfig
+
+AddUp = Callable[[torch.Tensor], torch.Tensor]
+
+
+def alone(part: torch.Tensor) -> torch.Tensor:
+    """The sum over one rank."""
+    return part
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A rank, 0 to num_ranks - 1.
+
+    add_up: of equal shapes on all ranks, the sum, perhaps in the memory of what it was given. All ranks call it equally often,
+    in the same order.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    add_up: AddUp = alone
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def of(self, total: int) -> range:
+        """The rank's part of so many equal things, which the number of ranks divides."""
+        size = total // self.num_ranks
+        return range(self.rank * size, (self.rank + 1) * size)
+
+    def of_kv_heads(self, total: int) -> range:
+        """The same of KV heads, which may be fewer than ranks."""
+        if total >= self.num_ranks:
+            return self.of(total)
+        head = self.rank * total // self.num_ranks
+        return range(head, head + 1)
+
+
+WHOLE = Split()
+
+
+def config_of_rank(config: ModelConfig, split: Split) -> ModelConfig:
+    """What each rank's decoder is parameterised by: its own heads and widths.
+
+    Raises UnsupportedModelError where the model cannot be cut into so many.
+    """
+    num_ranks = split.num_ranks
+    if num_ranks == 1:
+        return config
+    if config.qk_norm == "whole":
+        raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without norms over all heads")
+    _check_divides(num_ranks, "attention heads", config.num_heads)
+    if config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads:
+        raise _refused(num_ranks, f"divisors or multiples of the {config.num_kv_heads} KV heads")
+    experts = config.experts
+    if experts is None or len(experts.layers) < config.num_layers:
+        _check_divides(num_ranks, "inner width", config.intermediate_size)
+    if experts is not None:
+        _check_divides(num_ranks, "inner width of an expert", experts.intermediate_size)
+        experts = dataclasses.replace(experts, intermediate_size=experts.intermediate_size // num_ranks)
+    return dataclasses.replace(
+        config,
+        num_heads=config.num_heads // num_ranks,
+        num_kv_heads=len(split.of_kv_heads(config.num_kv_heads)),
+        intermediate_size=config.intermediate_size // num_ranks,
+        experts=experts,
+    )
+
+
+def require_one_rank(model_type: object, num_ranks: int) -> None:
+    """Of models that the transformers library computes. Raises UnsupportedModelError."""
+    if num_ranks > 1:
+        raise UnsupportedModelError("tensor parallelism of model type", model_type, "the native families")
+
+
+def _check_divides(num_ranks: int, what: str, total: int) -> None:
+    if total % num_ranks:
+        raise _refused(num_ranks, f"divisors of the model's {what}, {total}")
+
+
+def _refused(num_ranks: int, supported: str) -> UnsupportedModelError:
+    return UnsupportedModelError("tensor parallelism over ranks", num_ranks, supported)

@@ -1,0 +1,119 @@
+"""Attention of one step over K and V that are stored in another format than they are computed in, with or without a tail.
+
+The counterpart of attention.py, which has the choice of rows that decode and rows that prefill. Owns what a step's tail is:
+the tables and slots of the groups of layers behind the first. A tail's table has 0 where a block is read as it is stored, and
+a token whose entry is 0 is not written to the tail. A batch without tables of groups, as before the first step, has an empty
+tail.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvkeeper.kernels.quantised.attention import QuantisedRows, plan_rows, quantised_decode, quantised_prefill
+from kvkeeper.kernels.quantised.layout import QuantisedLayer, QuantisedLayout
+from kvkeeper.kernels.quantised.store import QuantisedSlots, plan_slots
+
+MOST_TAILS = 12  # groups of layers: each has a table of every sequence, which a step has to handle
+_USUAL_TOKENS = 4096  # of a sequence that the tail's groups are cut for
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMetadata:
+    """What one layer's attention needs in a step. token_rows as in attention.DecodeRows; sink_positions: never any."""
+
+    layer: QuantisedLayer
+    slots: QuantisedSlots
+    decode: QuantisedRows | None
+    prefill: QuantisedRows | None
+    decode_tokens: torch.Tensor | None
+    prefill_tokens: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAttention:
+    """The metadata of all layers, in the place of attention.StepAttention."""
+
+    layers: tuple[StoredMetadata, ...]
+    sink_positions: None = None
+
+    def of_layer(self, layer: int) -> tuple[StoredMetadata, int]:
+        """The metadata; the layer's place is in it, so the second answer means nothing."""
+        return self.layers[layer], 0
+
+
+def tail_layers_of(layout: QuantisedLayout, tail_tokens: int) -> int:
+    """How many layers a page of the tail has, so that a sequence of usual length takes the fewest bytes; 0 without a tail.
+
+    layout: without a tail.
+    """
+    if not tail_tokens:
+        return 0
+    size, stored = layout.block_size, layout.block_bytes
+    page = 2 * size * layout.num_kv_heads * layout.head_dim * layout.dtype.itemsize
+    num_blocks, num_pages = -(-_USUAL_TOKENS // size), -(-tail_tokens // size)
+
+    def cost(count: int) -> tuple[int, int]:
+        num_groups = -(-layout.num_layers // count)
+        return max(stored, count * page) * (num_blocks + num_groups * num_pages), num_groups
+
+    fewest = -(-layout.num_layers // MOST_TAILS)
+    return min(range(fewest, layout.num_layers + 1), key=cost)
+
+
+def build_stored_attention(tensors: Mapping[str, torch.Tensor], layers: Sequence[QuantisedLayer]) -> StoredAttention:
+    """Plan a step. tensors: of attention.attention_arrays, on the device; layers: all of the model's, on its arena."""
+    layout = layers[0].layout
+    num_tails = -(-layout.num_layers // layout.tail_layers) if layout.tail_layers else 0
+    planned = [_plan(tensors, layers[0], None)] if not num_tails else []
+    planned += [_plan(tensors, layers[0], group) for group in range(1, num_tails + 1)]
+    found = []
+    for index, layer in enumerate(layers):
+        slots, decode, prefill = planned[index // layout.tail_layers if num_tails else 0]
+        found.append(StoredMetadata(layer, slots, decode, prefill, tensors.get("decode_tokens"), tensors.get("prefill_tokens")))
+    return StoredAttention(tuple(found))
+
+
+def _plan(
+    tensors: Mapping[str, torch.Tensor], layer: QuantisedLayer, group: int | None
+) -> tuple[QuantisedSlots, QuantisedRows | None, QuantisedRows | None]:
+    """Slots and rows, with the tail's of a group."""
+    slots, tail_slots = tensors["slot_mapping"], None
+    if group is not None:
+        tail_slots = tensors.get(f"slot_mapping_{group}")
+        none = torch.full_like(slots, -1)
+        # The null block holds no token: a slot in it stands for an entry that the tail lacks.
+        tail_slots = none if tail_slots is None else torch.where(tail_slots < layer.layout.block_size, none, tail_slots)
+    rows: list[QuantisedRows | None] = []
+    for part in ("decode", "prefill"):
+        if f"{part}_lens" not in tensors:
+            rows.append(None)
+            continue
+        tables, pages = tensors[f"{part}_tables"], None
+        if group is not None:
+            pages = tensors.get(f"{part}_tables_{group}")
+            pages = torch.zeros_like(tables) if pages is None else pages
+        locs = tensors["prefill_locs"] if part == "prefill" else None
+        rows.append(plan_rows(tables, pages, tensors[f"{part}_lens"], locs, layer))
+    return plan_slots(slots, tail_slots, layer), rows[0], rows[1]
+
+
+def attend_as_stored(
+    q: torch.Tensor, metadata: StoredMetadata, scale: float, window: int | None, soft_cap: float | None
+) -> torch.Tensor:
+    """Attend q [T, num_heads, head_dim] where the step's K and V of the layer are in the arena already."""
+    decode, prefill = metadata.decode, metadata.prefill
+    if prefill is None:
+        assert decode is not None, "a batch has tokens"
+        return quantised_decode(q, metadata.layer, decode, scale=scale, window=window, soft_cap=soft_cap)
+    if decode is None:
+        return quantised_prefill(q, metadata.layer, prefill, scale=scale, window=window, soft_cap=soft_cap)
+    assert metadata.decode_tokens is not None
+    assert metadata.prefill_tokens is not None
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    decoded = quantised_decode(q[metadata.decode_tokens], metadata.layer, decode, scale=scale, window=window, soft_cap=soft_cap)
+    prefilled = quantised_prefill(
+        q[metadata.prefill_tokens], metadata.layer, prefill, scale=scale, window=window, soft_cap=soft_cap
+    )
+    return out.index_copy_(0, metadata.decode_tokens, decoded).index_copy_(0, metadata.prefill_tokens, prefilled)

@@ -1,0 +1,70 @@
+"""Meeting: the sums over all ranks, by torch.distributed: gloo on CPUs, NCCL on CUDA devices.
+
+Owns where and how the ranks find each other: in a file of a private folder, and over the loopback interface. The store's values
+are plain bytes, and only tensors go to and fro, so nothing is unpickled. The sum is the same to the last bit on all ranks,
+because one of them adds each part up and hands it on; so what is computed alike on all ranks, such as the choice of experts,
+comes out alike.
+
+The groups are made by their own classes, not by init_process_group: a rank that was lost is replaced by making the whole group
+anew, in a process that goes on.
+"""
+
+import contextlib
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .failures import SumFailed
+
+
+class Meeting:
+    """Where the ranks add up, once they have joined."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._group: Any = None
+
+    def join(self, path: Path, rank: int, device: torch.device, timeout_s: float) -> None:
+        """Returns once all have joined at this path. timeout_s: of each sum, too. Raises RuntimeError where one stays away."""
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.FileStore(str(path), self._num_ranks)
+        store.set_timeout(timeout)
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            torch.cuda.set_device(device)
+            self._group = dist.ProcessGroupNCCL(store, rank, self._num_ranks, options)
+        else:
+            gloo = getattr(dist.ProcessGroupGloo, "_Options")()  # noqa: B009  # a name that torch's stubs lack
+            gloo._timeout = timeout
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            self._group = dist.ProcessGroupGloo(store, rank, self._num_ranks, gloo)
+        self.add_up(torch.zeros(1, device=device))  # the first sum makes the connections
+
+    def leave(self) -> None:
+        """Forget the group. A sum that waits for a lost rank fails now, as far as the library can make it. From any thread."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' parts, in the memory of this one.
+
+        A step without logits adds up nothing behind its last K and V, but meets all the same: so a step that one rank has
+        computed is one whose K and V all ranks have written.
+
+        Raises SumFailed.
+        """
+        group = self._group
+        if group is None:
+            raise SumFailed("the ranks have parted")
+        part = part.contiguous()
+        try:
+            group.allreduce([part if part.numel() else part.new_zeros(1)]).wait()
+        except RuntimeError as error:
+            raise SumFailed(str(error)) from None
+        return part

@@ -1,0 +1,108 @@
+"""What the first rank says to the others, as bytes: kinds of messages, and a step's arrays behind a header of fixed size.
+
+Pure. A message is a frame: kind and length, then the body. Bodies are JSON where they are rare, and arrays where they are a
+step's. Nothing is pickled, and nothing in a body names a type.
+"""
+
+import enum
+import struct
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..values.batch import Batch, BatchRetention
+
+HEAD: Final = struct.Struct("<B3xI")
+MOST_BYTES: Final = (1 << 32) - 1
+
+# A batch's arrays in their order: name, dtype, most dimensions. Those of a retention or of groups may be absent.
+_FIELDS: Final = (
+    ("token_ids", "<i8"),
+    ("positions", "<i8"),
+    ("slot_mapping", "<i8"),
+    ("query_start_loc", "<i4"),
+    ("seq_lens", "<i4"),
+    ("block_tables", "<i4"),
+    ("logit_rows", "<i8"),
+    ("logit_start_loc", "<i4"),
+    ("sink_lens", "<i4"),
+    ("window_lens", "<i4"),
+    ("group_tables", "<i4"),
+    ("group_slots", "<i8"),
+)
+_RETENTION: Final = ("sink_lens", "window_lens")
+_SHAPE: Final = struct.Struct("<b7x3q")  # dimensions, -1 for an array that is absent, and the lengths of up to three
+_ALIGNMENT: Final = 8
+
+
+class Kind(enum.IntEnum):
+    """Kinds of messages. Only the first four and MAKE_READY, FORWARD and SYNCHRONIZE are answered."""
+
+    SET_UP = 1  # JSON: what to load; answered once it is loaded
+    JOIN = 2  # JSON: where the ranks meet
+    ATTACH = 3  # JSON: the session's memory
+    DETACH = 4  # nothing: unmap it
+    MAKE_READY = 5  # JSON: the largest step
+    TRANSFERS = 6  # int64 [4, N]: ids, kinds, sources and destinations of a step's orders
+    COPIES = 7  # int64 [N, 2]: sources and destinations of a step's copies
+    FORWARD = 8  # a batch; answered by the ids of orders that failed in this step
+    SYNCHRONIZE = 9  # nothing: the device is to have done all; answered as FORWARD
+
+
+class Answer(enum.IntEnum):
+    """Kinds of answers."""
+
+    DONE = 1
+    REFUSED = 2  # JSON: an error of the cache service
+
+
+def encode_batch(batch: Batch) -> bytes:
+    """The body of a FORWARD."""
+    shapes, arrays, num_bytes = [], [], len(_FIELDS) * _SHAPE.size
+    for name, dtype in _FIELDS:
+        found = getattr(batch.retention, name, None) if name in _RETENTION else getattr(batch, name)
+        if found is None:
+            shapes.append(_SHAPE.pack(-1, 0, 0, 0))
+            continue
+        array = np.ascontiguousarray(found.cpu() if isinstance(found, torch.Tensor) else found, dtype)
+        shapes.append(_SHAPE.pack(array.ndim, *array.shape, *[0] * (3 - array.ndim)))
+        arrays.append(array.tobytes().ljust(_padded(array.nbytes), b"\0"))
+        num_bytes += len(arrays[-1])
+    return b"".join((*shapes, *arrays))
+
+
+def decode_batch(body: bytearray) -> Batch:
+    """Its arrays are views of the body. Raises ValueError for a body that is none of encode_batch's."""
+    at = len(_FIELDS) * _SHAPE.size
+    if len(body) < at:
+        raise ValueError("shorter than its header")
+    found: dict[str, npt.NDArray[Any] | None] = {}
+    for place, (name, dtype) in enumerate(_FIELDS):
+        num_dims, *lengths = _SHAPE.unpack_from(body, place * _SHAPE.size)
+        if num_dims == -1:
+            found[name] = None
+            continue
+        shape = lengths[:num_dims]
+        count = int(np.prod(shape, dtype=object)) if num_dims in (1, 2, 3) and min(shape) >= 0 else -1
+        num_bytes = count * np.dtype(dtype).itemsize
+        if count < 0 or at + num_bytes > len(body):
+            raise ValueError(f"{name} does not fit")
+        found[name] = np.frombuffer(body, dtype, count, at).reshape(shape)
+        at += _padded(num_bytes)
+    sink_lens, window_lens = (found.pop(name) for name in _RETENTION)
+    retention = None if sink_lens is None or window_lens is None else BatchRetention(sink_lens, window_lens)
+    return Batch(**found, retention=retention)  # type: ignore[arg-type]
+
+
+def encode_ids(ids: list[int]) -> bytes:
+    return np.array(ids, "<i8").tobytes()
+
+
+def decode_ids(body: bytes | bytearray) -> list[int]:
+    return np.frombuffer(body, "<i8").tolist()
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

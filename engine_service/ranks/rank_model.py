@@ -1,0 +1,44 @@
+"""The model of one rank, put on the arena of that rank: what another process of the engine needs of ServedModel alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from ..compute.model_runner import ModelRunner, Runner, kv_layout_of
+from ..compute.stored_model import format_for, prepare_for, stored_layout
+from ..config import HASH_TOY, EngineConfig
+from ..model.dtype_name import DtypeChoice
+from ..model.hash_toy import HashToyConfig, HashToyRunner
+from ..model.layer_groups import group_layers
+from ..model.loader import load_model
+from ..model.parallel.split import Split
+
+# (bytes of the arena, block size, whether layers are in groups) -> the model on it
+OnArena = Callable[[torch.Tensor, int, bool], Runner]
+
+
+def load_rank_model(config: EngineConfig, split: Split) -> OnArena:
+    """Load a rank's part of --model. Raises ModelError."""
+    if config.model == HASH_TOY:
+        toy = HashToyConfig()
+        return lambda memory, block_size, _: HashToyRunner(
+            toy, toy.kv_layout(block_size).view(memory), toy.kv_layout(block_size), split
+        )
+    decoder, _ = load_model(
+        Path(config.model), device=config.device, dtype=cast(DtypeChoice, config.dtype), progress=False, split=split
+    )
+
+    if (kv_format := format_for(config.kv_dtype, decoder.dtype)) is not None:
+        prepare_for(decoder, kv_format)
+
+    def on_arena(memory: torch.Tensor, block_size: int, has_groups: bool) -> Runner:
+        if kv_format is not None:
+            stored, tails = stored_layout(decoder, kv_format, block_size, config.kv_tail_tokens if has_groups else 0)
+            return ModelRunner(decoder, stored.view(memory), stored, tails)
+        groups = group_layers(decoder.config.windows) if has_groups else ()
+        layout = kv_layout_of(decoder.config, decoder.dtype, block_size, groups)
+        return ModelRunner(decoder, layout.view(memory), layout, groups)
+
+    return on_arena

@@ -1,0 +1,205 @@
+"""A process that is one rank of an engine, but not the first: it obeys the first rank, and ends with it.
+
+`python -m kvkeeper.engine_service.ranks.rank_process DESCRIPTOR PARENT FOLDER`, started by the engine alone. Messages come on
+the socket of the descriptor. A thread watches the engine by its pidfd, so that this process ends also while it computes or
+waits for others; it then removes the folder in which the ranks met. Whatever fails here ends the process: the engine starts all
+ranks again.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+from kvkeeper.service import log as service_log
+
+from .failures import PipeEnded, SumFailed
+from .messages import Answer, Kind, decode_batch, encode_ids
+from .pipe import Pipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvkeeper.client.arena import Arena
+
+    from ..compute.model_runner import Runner
+
+log = structlog.get_logger()
+
+PARTED = 70  # exit code of a rank that cannot go on because another one is lost
+_PR_SET_NAME = 15
+_Failed = list[int]  # ids of transfer orders of the step that is computed
+
+
+@dataclass(slots=True)
+class _Mapped:
+    """A session's memory, and the model on it."""
+
+    arena: "Arena"
+    runner: "Runner"
+    device_blocks: "torch.Tensor"
+    host_blocks: "torch.Tensor"
+
+
+class RankProcess:
+    """Obeys messages, one after another."""
+
+    def __init__(self, pipe: Pipe, set_up: dict[str, Any]) -> None:
+        """Loads the rank's part of the model, which takes as long as that takes. Raises ModelError."""
+        import torch  # seconds; the process that starts this one has been told of it by then
+
+        from ..compute.cpu_kernels import switch_kernels
+        from ..config import EngineConfig
+        from ..model.parallel.split import Split
+        from .meeting import Meeting
+        from .rank_model import load_rank_model
+
+        config = EngineConfig(**set_up["config"], progress=False)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self._pipe, self._rank, self._num_ranks = pipe, set_up["rank"], set_up["num_ranks"]
+        self._timeout_s: float = set_up["timeout_s"]
+        self._device = torch.device(config.device)
+        self._meeting = Meeting(self._num_ranks)
+        switch_kernels(config)
+        self._on_arena = load_rank_model(config, Split(self._rank, self._num_ranks, self._meeting.add_up))
+        self._mapped: _Mapped | None = None
+        self._failed: _Failed = []
+
+    def obey(self, kind: int, body: bytearray) -> None:
+        """Do what one message asks for."""
+        if kind == Kind.JOIN:
+            self._meeting.join(Path(json.loads(body)["path"]), self._rank, self._device, self._timeout_s)
+            self._pipe.send(Answer.DONE)
+        elif kind == Kind.ATTACH:
+            self._attach(json.loads(body))
+        elif kind == Kind.DETACH:
+            self._detach()
+            self._pipe.send(Answer.DONE)
+        else:
+            assert self._mapped is not None, "steps come on memory"
+            self._step(kind, body, self._mapped)
+
+    def _step(self, kind: int, body: bytearray, mapped: _Mapped) -> None:
+        import numpy as np
+
+        from ..compute.model_runner import ModelRunner, StepBounds
+        from .move_blocks import move_blocks
+
+        if kind == Kind.TRANSFERS:
+            orders = zip(*np.frombuffer(body, "<i8").reshape(4, -1).tolist(), strict=True)
+            self._failed += move_blocks(mapped.device_blocks, mapped.host_blocks, orders)[1]
+        elif kind == Kind.COPIES:
+            mapped.runner.copy_blocks([(source, to) for source, to in np.frombuffer(body, "<i8").reshape(-1, 2).tolist()])
+        elif kind == Kind.MAKE_READY:
+            fields = json.loads(body)
+            assert isinstance(mapped.runner, ModelRunner), "of a device"
+            bounds = StepBounds(fields["most_rows"], fields["most_tokens"])
+            mapped.runner.make_ready(bounds, None, with_retention=fields["with_retention"], progress=False)
+            self._pipe.send(Answer.DONE)
+        else:
+            if kind == Kind.FORWARD:
+                mapped.runner.forward(decode_batch(body))
+            else:
+                assert kind == Kind.SYNCHRONIZE
+                mapped.runner.synchronize()
+            failed, self._failed = self._failed, []
+            self._pipe.send(Answer.DONE, encode_ids(failed))
+
+    def _attach(self, fields: dict[str, Any]) -> None:
+        from kvkeeper.client.arena import attach_arena
+        from kvkeeper.client.errors import KvkeeperError
+
+        from .mapped_arena import arena_tensor, host_blocks
+
+        sizes = fields["arena_bytes"], self._timeout_s, fields["host_arena_bytes"]
+        try:
+            arena = attach_arena(fields["path"], fields["token"], *sizes, rank=self._rank)
+        except KvkeeperError as error:
+            refusal = {"code": error.code.name, "reason": error.reason, "message": error.message}
+            self._pipe.send(Answer.REFUSED, json.dumps(refusal).encode())
+            return
+        arena.pin_hosts()
+        memory = arena_tensor(arena)
+        self._mapped = _Mapped(
+            arena,
+            self._on_arena(memory, fields["block_size"], fields["has_groups"]),
+            memory.view(-1, fields["block_bytes"]),
+            host_blocks(arena, fields["block_bytes"], self._rank, self._num_ranks),
+        )
+        self._pipe.send(Answer.DONE)
+
+    def _detach(self) -> None:
+        """Raises BufferError where something still views the memory: the end of this process unmaps it then."""
+        if self._mapped is None:
+            return
+        arena, self._mapped = self._mapped.arena, None
+        self._failed = []
+        gc.collect()
+        arena.close()
+
+
+def main() -> None:
+    """Obey until the first rank closes the pipe."""
+    descriptor, parent, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    for number in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a supervisor: the engine still has requests to end
+        signal.signal(number, signal.SIG_IGN)
+    _watch(parent, folder)
+    pipe = Pipe(socket.socket(fileno=descriptor))
+    _, body = pipe.receive()
+    set_up = json.loads(body)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"kvkeeper-rank{set_up['rank']}".encode()[:15], 0, 0, 0)
+    service_log.configure(set_up["config"]["log_level"], "engine")
+    code = 0
+    try:
+        rank = RankProcess(pipe, set_up)
+        pipe.send(Answer.DONE)
+        while True:
+            rank.obey(*pipe.receive())
+    except PipeEnded:  # the engine wants no more of this process, or has ended
+        shutil.rmtree(folder, ignore_errors=True)
+    except SumFailed as error:
+        log.warning("rank_parted", why=str(error))
+        code = PARTED
+    except BaseException:
+        log.exception("rank_failed")
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # whatever threads of libraries still do: the memory is unmapped by the end of the process
+
+
+def _watch(parent: int, folder: Path) -> None:
+    """End this process when the engine's has ended."""
+    try:
+        engine = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os._exit(1)
+    if os.getppid() != parent:  # it ended before, and its number was used again
+        os._exit(1)
+
+    def wait() -> None:
+        ended = select.poll()
+        ended.register(engine, select.POLLIN)
+        while not ended.poll():
+            pass
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="engine", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

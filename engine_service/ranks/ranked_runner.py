@@ -1,0 +1,90 @@
+"""RankedRunner: the model on all ranks, as one Runner.
+
+The engine's loop and its worker thread meet it as they meet a model on one rank. Each call goes to the other ranks first, who
+then compute beside this one; what they add up meets in the model's layers. A forward pass or synchronize returns when all ranks
+have answered: so what a step has copied, moved and written is done on all of them.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from kvkeeper.client.steps import StepResult
+
+from ..compute.graphs.graph_api import GraphApi
+from ..compute.model_runner import AnyLayout, ModelRunner, Runner, StepBounds
+from ..values.batch import Batch
+from .failures import RankLost, SumFailed
+from .messages import Kind, decode_ids, encode_batch
+from .ranks import Ranks
+
+
+class RankedRunner:
+    """A Runner on the first rank's arena, and on those of the others."""
+
+    def __init__(self, own: Runner, ranks: Ranks) -> None:
+        """own: the first rank's part. The other ranks have the session's memory mapped."""
+        self._own, self._ranks = own, ranks
+        self._failed: list[int] = []
+
+    @property
+    def vocab_size(self) -> int:
+        return self._own.vocab_size
+
+    @property
+    def layout(self) -> AnyLayout:
+        return self._own.layout
+
+    def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
+        """See ModelRunner; without graphs, which would have to be captured on all ranks at once."""
+        assert isinstance(self._own, ModelRunner) and graphs is None
+        fields = {"most_rows": bounds.most_rows, "most_tokens": bounds.most_tokens, "with_retention": with_retention}
+        self._ranks.tell(Kind.MAKE_READY, json.dumps(fields).encode())
+        self._own.make_ready(bounds, None, with_retention=with_retention, progress=progress)
+        self._ranks.hear()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """See ModelRunner. Raises RankLost."""
+        self._ranks.tell(Kind.FORWARD, encode_batch(batch))
+        try:
+            logits = self._own.forward(batch)
+        except SumFailed as error:
+            raise self._ranks.lose(f"a sum over the ranks failed: {error}", is_ours=False) from None
+        except Exception as error:  # the others are in the middle of the step, and this rank has left it
+            raise self._ranks.lose(f"the first rank could not compute a step: {error}", is_ours=True) from error
+        self._hear()
+        return logits
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See ModelRunner. Raises RankLost."""
+        if len(pairs):
+            self._ranks.tell(Kind.COPIES, np.array(pairs, "<i8").tobytes())
+        self._own.copy_blocks(pairs)
+
+    def synchronize(self) -> None:
+        """Wait until the devices of all ranks have done all the work they were given; of this one, where others are lost.
+
+        That is noticed before a result is used, as a lost lease is.
+        """
+        self._own.synchronize()
+        with suppress(RankLost):
+            self._ranks.tell(Kind.SYNCHRONIZE)
+            self._hear()
+
+    def run_transfers(self, answer: StepResult) -> None:
+        """Have the other ranks run a step's transfer orders, before its copies. Where one is lost, its forward pass says so."""
+        columns = (answer.transfer_ids, answer.transfer_kinds, answer.transfer_sources, answer.transfer_destinations)
+        with suppress(RankLost):
+            self._ranks.tell(Kind.TRANSFERS, np.array(columns, "<i8").tobytes())
+
+    def take_failed(self) -> list[int]:
+        """Ids of the orders that failed on another rank in the steps that were computed since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _hear(self) -> None:
+        for body in self._ranks.hear():
+            self._failed += decode_ids(body)

@@ -1,0 +1,158 @@
+"""Ranks: the other ranks of this engine as its session sees them: made ready, put on a session's memory, and taken off it.
+
+Owns that there is a team when a session is opened, and how often teams may be lost in a row. Lost ranks are an end of the
+session and not of the requests: they go on in the next one from the tokens that they hold. But ranks that are lost again and
+again without one step in between are a fault that the same requests would meet again.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+import torch
+
+from kvkeeper.client.cache import AsyncCacheSession
+
+from ..config import EngineConfig
+from ..model.parallel.split import Split
+from .failures import RankLost
+from .meeting import Meeting
+from .messages import Kind
+from .team import Team
+
+log = structlog.get_logger()
+
+_TOLD = ("model", "dtype", "kv_dtype", "kv_tail_tokens", "cpu_kernels", "threads", "log_level")  # of the engine's config
+_MOST_LOSSES = 3  # in a row
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Attachment:
+    """A session's memory, for the other ranks."""
+
+    path: str
+    token: str
+    arena_bytes: int
+    host_arena_bytes: int
+    block_bytes: int
+    block_size: int
+    has_groups: bool
+
+
+class Ranks:
+    """All ranks but the first. Its methods block; one thread at a time calls them, but for on_lost and `lost`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._meeting = Meeting(config.tensor_parallel)
+        self.split = Split(0, config.tensor_parallel, self._meeting.add_up)
+        self.device = torch.device(config.device)
+        self.on_lost: Callable[[], None] = lambda: None  # called from any thread
+        self._team: Team | None = None
+        self._has_joined = False
+        self._num_losses = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.split.num_ranks
+
+    @property
+    def lost(self) -> str:
+        """Which rank was lost, and how; empty: none was."""
+        return "no rank runs" if self._team is None else self._team.lost
+
+    @property
+    def are_hopeless(self) -> bool:
+        """Whether ranks were lost again and again, without a step in between."""
+        return self._num_losses >= _MOST_LOSSES
+
+    @property
+    def processes(self) -> list[int]:
+        """Process ids of ranks 1 and on."""
+        return [] if self._team is None else self._team.processes
+
+    def start(self) -> None:
+        """Begin to load the model in all other ranks, if no team is there."""
+        if self._team is not None and self._team.lost:
+            self._num_losses += 1
+            self._end_team()
+        if self._team is None:
+            log.info("starting", doing="starting the other ranks", num_ranks=self.num_ranks)
+            configs = [self._config_of(rank) for rank in range(1, self.num_ranks)]
+            self._team = Team(configs, self._meeting, self._config.rank_timeout, lambda: self.on_lost())
+
+    def make_ready(self) -> None:
+        """Return once all ranks have loaded their parts and have met. Raises RankLost."""
+        self.start()
+        assert self._team is not None
+        if not self._has_joined:
+            self._team.join(self.device)
+            self._has_joined = True
+            log.info("ranks_met", num_ranks=self.num_ranks)
+
+    def attach(self, attachment: Attachment) -> None:
+        """Each maps its arena. Raises RankLost, RankRefused."""
+        self.ask(Kind.ATTACH, json.dumps(dataclasses.asdict(attachment)).encode())
+
+    def detach(self) -> None:
+        """None of them maps anything when this returns; where one cannot say so, all of them are ended."""
+        if self._team is None:
+            return
+        try:
+            self.ask(Kind.DETACH)
+        except RankLost:
+            self._team.stop()
+
+    def tell(self, kind: Kind, body: bytes = b"") -> None:
+        """A message to all. Raises RankLost."""
+        self._required().tell(kind, body)
+
+    def hear(self) -> list[bytearray]:
+        """The answers of all. Raises RankLost, RankRefused."""
+        answers = self._required().hear()
+        self._num_losses = 0
+        return answers
+
+    def ask(self, kind: Kind, body: bytes = b"") -> None:
+        """A message to all that each answers; such a one is no step. Raises RankLost, RankRefused."""
+        team = self._required()
+        team.tell(kind, body)
+        team.hear()
+
+    def lose(self, why: str, *, is_ours: bool) -> RankLost:
+        """The ranks cannot go on together; the error for it. is_ours: the first rank is why, and not one of the others."""
+        return self._required().lose(why, is_ours=is_ours)
+
+    def stop(self) -> None:
+        """End all of them, for good."""
+        self._end_team()
+
+    def _required(self) -> Team:
+        if self._team is None:
+            raise RankLost("no rank runs")
+        return self._team
+
+    def _end_team(self) -> None:
+        team, self._team, self._has_joined = self._team, None, False
+        if team is not None:
+            team.stop()
+
+    def _config_of(self, rank: int) -> dict[str, Any]:
+        """Fields of a rank's EngineConfig. On CUDA, rank r is on the device r behind the first one's."""
+        device = "cpu" if self.device.type == "cpu" else f"cuda:{(self.device.index or 0) + rank}"
+        return {name: getattr(self._config, name) for name in _TOLD} | {"device": device}
+
+
+def attachment_of(session: AsyncCacheSession, *, has_groups: bool) -> Attachment:
+    """That of a session."""
+    pool = session.pool
+    return Attachment(
+        *session.attach_point,
+        pool.arena_bytes,
+        pool.host_arena_bytes,
+        pool.block_bytes,
+        pool.block_size,
+        has_groups,
+    )

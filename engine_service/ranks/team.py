@@ -1,0 +1,195 @@
+"""Team: the processes of all ranks but the first, from one start of them to their end.
+
+Owns the processes, the pipes to them, their logs, and the sums with them. A team that has lost one rank is of no use any more:
+sums need all. So the first loss ends the team, which says which rank it was and why, and another one is started in its place.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from . import rank_process
+from .failures import PipeEnded, RankLost, RankRefused
+from .meeting import Meeting
+from .messages import Answer, Kind
+from .pipe import Pipe
+
+log = structlog.get_logger()
+
+_END_S = 10.0  # until a killed process is gone
+_LAST_WORDS_S = 2.0  # for a rank whose end another one was told of first
+_DROPPED = frozenset(("service", "pid", "version", "level", "event", "timestamp"))  # of a line of a rank's log
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Member:
+    rank: int
+    process: subprocess.Popen[bytes]
+    pipe: Pipe
+
+
+class Team:
+    """Ranks 1 to num_ranks - 1. All methods may block, and none is for two threads at once but stop and the properties."""
+
+    def __init__(
+        self, configs: Sequence[dict[str, Any]], meeting: Meeting, timeout_s: float, on_lost: Callable[[], None]
+    ) -> None:
+        """Starts them. configs: of each rank but the first, fields of its EngineConfig. on_lost: called from any thread."""
+        self.lost = ""  # which rank was lost, and how
+        self._num_ranks, self._meeting, self._timeout_s, self._on_lost = len(configs) + 1, meeting, timeout_s, on_lost
+        self._is_stopping = False
+        self._losing = threading.Lock()
+        self._folder = Path(tempfile.mkdtemp(prefix="kvkeeper-ranks-"))
+        self._members: list[_Member] = []
+        try:
+            for rank, config in enumerate(configs, 1):
+                self._start(rank, config)
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def processes(self) -> list[int]:
+        """Their process ids, by rank."""
+        return [member.process.pid for member in self._members]
+
+    def join(self, device: torch.device) -> None:
+        """Returns once all have loaded their parts and met. Raises RankLost."""
+        for member in self._members:
+            self._hear_one(member, None)  # for as long as a model may take to load; a process that ends is noticed
+        path = self._folder / "store"
+        self.tell(Kind.JOIN, json.dumps({"path": str(path)}).encode())
+        try:
+            self._meeting.join(path, 0, device, self._timeout_s)
+        except RuntimeError as error:
+            raise self.lose(f"the ranks have not met: {error}") from None
+        self.hear()
+
+    def tell(self, kind: Kind, body: bytes = b"") -> None:
+        """Send a message to each. Raises RankLost."""
+        if self.lost:
+            raise RankLost(self.lost)
+        for member in self._members:
+            try:
+                member.pipe.send(kind, body, self._timeout_s)
+            except PipeEnded as error:
+                raise self.lose(str(error), member) from None
+
+    def hear(self) -> list[bytearray]:
+        """The answer of each, by rank. Raises RankLost, RankRefused."""
+        return [self._hear_one(member, self._timeout_s) for member in self._members]
+
+    def lose(self, why: str, suspect: _Member | None = None, *, is_ours: bool = False) -> RankLost:
+        """Note that the team is of no use any more; the error for it. Only the first reason counts.
+
+        suspect: who did not answer, or has ended; None: any of them, unless is_ours says that it is the first rank.
+        """
+        with self._losing:
+            if self.lost or self._is_stopping:
+                return RankLost(self.lost or why)
+            if not is_ours:
+                suspect, why = self._culprit(suspect, why)
+            self.lost = why if suspect is None else f"rank {suspect.rank}: {why}"
+            log.error("rank_lost", rank=None if suspect is None else suspect.rank, why=why)
+        self._meeting.leave()
+        self._on_lost()
+        return RankLost(self.lost)
+
+    def _culprit(self, suspect: _Member | None, why: str) -> tuple[_Member | None, str]:
+        """Who is the cause, and what happened to it.
+
+        A rank that cannot go on without another ends by itself, and says so by its code. So it is the first that has ended with
+        another code, else one that neither ends nor answers.
+        """
+        members = self._members if suspect is None else [suspect, *(each for each in self._members if each is not suspect)]
+        deadline = time.monotonic() + _LAST_WORDS_S
+        for member in members:
+            with suppress(subprocess.TimeoutExpired):
+                code = member.process.wait(max(deadline - time.monotonic(), 0))
+                if code != rank_process.PARTED:
+                    return member, _ended(code)
+        for member in members:
+            if member.process.returncode is None:
+                return member, why if member is suspect else "it does not answer"
+        return suspect, why
+
+    def stop(self) -> None:
+        """End all of them; what they have mapped is unmapped when this returns. Idempotent."""
+        self._is_stopping = True
+        self._meeting.leave()
+        for member in self._members:
+            member.process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                member.process.wait(_END_S)
+            member.pipe.close()
+        self._members = []
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, rank: int, config: dict[str, Any]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            command = (sys.executable, "-m", rank_process.__name__, str(theirs.fileno()), str(os.getpid()), str(self._folder))
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        member = _Member(rank, process, Pipe(ours))
+        self._members.append(member)
+        threading.Thread(target=self._listen, args=(member,), name=f"rank-{rank}", daemon=True).start()
+        set_up = {"config": config, "rank": rank, "num_ranks": self._num_ranks, "timeout_s": self._timeout_s}
+        member.pipe.send(Kind.SET_UP, json.dumps(set_up).encode(), self._timeout_s)
+
+    def _hear_one(self, member: _Member, timeout_s: float | None) -> bytearray:
+        try:
+            kind, body = member.pipe.receive(timeout_s)
+        except PipeEnded as error:
+            raise self.lose(str(error), member) from None
+        if kind == Answer.REFUSED:
+            raise RankRefused(json.loads(body))
+        return body
+
+    def _listen(self, member: _Member) -> None:
+        """In a thread of its own: what the rank logs goes through this process's log, and the end of it is noticed."""
+        assert member.process.stdout is not None
+        with member.process.stdout as lines:
+            for line in lines:
+                _log_line(member.rank, line)
+        member.process.wait()
+        if not self._is_stopping:
+            self.lose(_ended(member.process.returncode), member)
+
+
+def _ended(code: int) -> str:
+    return f"its process ended with {code}"
+
+
+def _log_line(rank: int, line: bytes) -> None:
+    try:
+        fields = json.loads(line)
+        level, event = fields["level"], fields["event"]
+        rest = {name: value for name, value in fields.items() if name not in _DROPPED}
+        speak = getattr(log, level)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        log.warning("rank_said", rank=rank, line=line.decode(errors="replace").rstrip())
+        return
+    speak(event, **{**rest, "rank": rank})

@@ -1,0 +1,184 @@
+"""quantised_decode on CUDA: as paged_attention_decode, over stored K and V and the pages of the tail, in one launch.
+
+Sequences are cut into the same items and merged by the same kernel.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..quantised.attention import QuantisedRows
+from ..quantised.formats import FP8
+from ..quantised.layout import QuantisedLayer
+from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options
+from .decode_work import DecodeWork, plan_work, visible_tiles
+from .paged_attention_decode import merge_items
+from .sizes import power_of_2
+from .stored_tiles import find_tokens, half_scores, load_side, pointers_of, take_halves
+
+
+@triton.jit(do_not_specialize=["table_stride", "window"])
+def quantised_decode_kernel(
+    q_ptr,
+    elements_ptr,
+    scales_ptr,
+    tail_ptr,
+    table_ptr,
+    tail_table_ptr,
+    len_ptr,
+    items_ptr,
+    out_ptr,
+    part_ptr,
+    lse_ptr,
+    q_stride,
+    table_stride,
+    block_stride,
+    side_stride,
+    scale_stride,
+    scale_side_stride,
+    tail_stride,
+    tail_side_stride,
+    scale,
+    cap,
+    window,
+    HAS_CAP: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLOAT: tl.constexpr,
+    MOST: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    T: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """One KV head, one item of the work list, or one sequence; part and lse are decode_kernel's."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    kv_head, item = tl.program_id(0), tl.program_id(1)
+    seq = item
+    if items_ptr is not None:
+        seq = tl.load(items_ptr + item * 4)
+        if seq < 0:
+            return
+    seq_len = tl.load(len_ptr + seq)
+    first, _num_sinks, num_tiles = visible_tiles(seq_len, seq_len * 0, seq_len * 0, window, T)
+    begin, end, is_part = num_tiles * 0, num_tiles, num_tiles < 0
+    if items_ptr is not None:
+        begin, end = tl.load(items_ptr + item * 4 + 1), tl.load(items_ptr + item * 4 + 2)
+        is_part = tl.load(items_ptr + item * 4 + 3) > 0
+    rows, dims = tl.arange(0, M), tl.arange(0, DH)
+    heads = kv_head * GROUP + rows
+    table_ptr += seq.to(tl.int64) * table_stride
+    if tail_table_ptr is not None:
+        tail_table_ptr += seq.to(tl.int64) * table_stride
+    wanted = (rows < GROUP)[:, None] & (dims < HALF)[None, :]
+    offsets = heads[:, None] * HEAD_DIM + dims[None, :]
+    q_ptrs = q_ptr + seq.to(tl.int64) * q_stride + offsets
+    q_low = tl.load(q_ptrs, mask=wanted, other=0.0).to(COMPUTE)
+    q_high = tl.load(q_ptrs + HALF, mask=wanted, other=0.0).to(COMPUTE)
+    low, high = tl.zeros([M, DH], tl.float32), tl.zeros([M, DH], tl.float32)
+    most, total = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
+    tail_values = tail_ptr
+    if tail_ptr is not None:
+        tail_values += tail_side_stride
+    for tile in range(begin + first // T, end + first // T):
+        _tokens, live, blocks, pages, slots = find_tokens(table_ptr, tail_table_ptr, tile, first, seq_len, T, BLOCK_SIZE)
+        k_low, k_high, k_scales = load_side(
+            elements_ptr, scales_ptr, tail_ptr, blocks, pages, slots, live, kv_head, block_stride, scale_stride, tail_stride,
+            PACKED, FLOAT, KV_HEADS, HEAD_DIM, DH, COMPUTE,
+        )  # fmt: skip
+        v_low, v_high, v_scales = load_side(
+            elements_ptr + side_stride, scales_ptr + scale_side_stride, tail_values, blocks, pages, slots, live, kv_head,
+            block_stride, scale_stride, tail_stride, PACKED, FLOAT, KV_HEADS, HEAD_DIM, DH, COMPUTE,
+        )  # fmt: skip
+        scores = half_scores(q_low, q_high, k_low, k_high, k_scales, scale, cap, HAS_CAP)
+        scores = tl.where(live[None, :], scores, float("-inf"))
+        low, high, most, total = take_halves(low, high, most, total, scores, v_low, v_high, v_scales, COMPUTE, MOST)
+    divisor = (tl.where(total > 0, total, 1.0) * MOST)[:, None]
+    low, high = low / divisor, high / divisor
+    num_heads = tl.num_programs(0) * GROUP
+    if lse_ptr is not None:  # noqa: SIM102  # known when the kernel is compiled; the next one is not
+        if is_part:
+            part_rows = item.to(tl.int64) * num_heads + heads
+            part_ptrs = part_ptr + part_rows[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(part_ptrs, low, mask=wanted)
+            tl.store(part_ptrs + HALF, high, mask=wanted)
+            lse = tl.where(total > 0, most + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+            tl.store(lse_ptr + part_rows, lse, mask=rows < GROUP)
+            return
+    out_ptrs = out_ptr + seq.to(tl.int64) * num_heads * HEAD_DIM + offsets
+    tl.store(out_ptrs, low.to(out_ptr.dtype.element_ty), mask=wanted)
+    tl.store(out_ptrs + HALF, high.to(out_ptr.dtype.element_ty), mask=wanted)
+
+
+def quantised_decode(
+    q: torch.Tensor,
+    layer: QuantisedLayer,
+    rows: QuantisedRows,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """The CUDA path of kernels.quantised.attention.quantised_decode, with its arguments."""
+    num_seqs, num_heads, head_dim = q.shape
+    out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if num_seqs == 0:
+        return out
+    layout, stored = layer.layout, pointers_of(layer)
+    work = _work(rows, layer, window)
+    part, lse = None, None
+    if work is not None:
+        num_parts = work.items.shape[0] * num_heads
+        memory = torch.empty(num_parts * (head_dim + 1), dtype=torch.float32, device=q.device)
+        part, lse = memory.split([num_parts * head_dim, num_parts])
+    before, after = Options(scale, window, soft_cap, None, None).factors
+    group = num_heads // layout.num_kv_heads
+    half = max(power_of_2(head_dim // 2), 16)
+    quantised_decode_kernel[layout.num_kv_heads, num_seqs if work is None else work.items.shape[0]](
+        q,
+        stored.elements,
+        stored.scales,
+        stored.tail,
+        rows.block_tables,
+        rows.tail_tables,
+        rows.seq_lens,
+        None if work is None else work.items,
+        out,
+        part,
+        lse,
+        q.stride(0),
+        rows.block_tables.stride(0),
+        *stored.strides,
+        before,
+        after,
+        window or NO_WINDOW,
+        HAS_CAP=soft_cap is not None,
+        PACKED=layout.kv_format.dtype is None,
+        FLOAT=layout.kv_format is FP8,
+        MOST=float(layout.kv_format.most or 1),
+        GROUP=group,
+        M=max(power_of_2(group), 16),
+        KV_HEADS=layout.num_kv_heads,
+        HEAD_DIM=head_dim,
+        DH=half,
+        BLOCK_SIZE=layout.block_size,
+        T=64 if half <= 64 else 32,
+        COMPUTE=COMPUTE_TYPES[q.dtype],
+        num_warps=4,
+        num_stages=3 if half > 32 else 2,  # with three, the smaller ones spill
+    )
+    if work is not None:
+        merge_items(part, lse, work.runs, out)
+    return out
+
+
+def _work(rows: QuantisedRows, layer: QuantisedLayer, window: int | None) -> DecodeWork | None:
+    """The work list for the rows; made once for all layers of a group and a window."""
+    if window not in rows.works:
+        layout = layer.layout
+        shape = torch.empty((1, 2, layout.block_size, layout.num_kv_heads, layout.head_dim), device="meta")
+        rows.works[window] = plan_work(rows.block_tables, rows.seq_lens, shape, window, None)
+    return rows.works[window]

@@ -1,0 +1,162 @@
+"""quantised_prefill on CUDA: as paged_attention_prefill, over stored K and V and the pages of the tail, in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..quantised.attention import QuantisedRows
+from ..quantised.formats import FP8
+from ..quantised.layout import QuantisedLayer
+from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options
+from .paged_attention_prefill import find_sequence
+from .sizes import cdiv, power_of_2
+from .stored_tiles import find_tokens, half_scores, load_side, pointers_of, take_halves
+
+_SEQS_AT_ONCE = 256
+
+
+@triton.jit(do_not_specialize=["table_stride", "window", "num_seqs"])
+def quantised_prefill_kernel(
+    q_ptr,
+    elements_ptr,
+    scales_ptr,
+    tail_ptr,
+    table_ptr,
+    tail_table_ptr,
+    len_ptr,
+    loc_ptr,
+    out_ptr,
+    num_seqs,
+    q_stride,
+    table_stride,
+    block_stride,
+    side_stride,
+    scale_stride,
+    scale_side_stride,
+    tail_stride,
+    tail_side_stride,
+    scale,
+    cap,
+    window,
+    HAS_CAP: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLOAT: tl.constexpr,
+    MOST: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    M: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    T: tl.constexpr,
+    SEQS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """M // GROUP tokens of one sequence, the heads of one KV head. The last tokens see most keys, so they begin first."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    TOKENS: tl.constexpr = M // GROUP
+    program, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    seq = find_sequence(loc_ptr, num_seqs, program, TOKENS, SEQS)
+    loc = tl.load(loc_ptr + seq)
+    query_len = tl.load(loc_ptr + seq + 1) - loc
+    first_token = (program - loc // TOKENS - seq) * TOKENS
+    if first_token >= query_len:
+        return
+    context_len = tl.load(len_ptr + seq) - query_len
+    rows, dims = tl.arange(0, M), tl.arange(0, DH)
+    row_tokens = first_token + rows // GROUP
+    positions = context_len + row_tokens
+    low_position, high_position = context_len + first_token, context_len + tl.minimum(first_token + TOKENS, query_len) - 1
+    heads = kv_head * GROUP + rows % GROUP
+    wanted = ((row_tokens < query_len) & (rows < TOKENS * GROUP))[:, None] & (dims < HALF)[None, :]
+    q_rows = (loc + row_tokens).to(tl.int64)
+    offsets = heads[:, None] * HEAD_DIM + dims[None, :]
+    table_ptr += seq.to(tl.int64) * table_stride
+    if tail_table_ptr is not None:
+        tail_table_ptr += seq.to(tl.int64) * table_stride
+    q_ptrs = q_ptr + q_rows[:, None] * q_stride + offsets
+    q_low = tl.load(q_ptrs, mask=wanted, other=0.0).to(COMPUTE)
+    q_high = tl.load(q_ptrs + HALF, mask=wanted, other=0.0).to(COMPUTE)
+    low, high = tl.zeros([M, DH], tl.float32), tl.zeros([M, DH], tl.float32)
+    most, total = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
+    tail_values = tail_ptr
+    if tail_ptr is not None:
+        tail_values += tail_side_stride
+    first, end = tl.maximum(low_position - window + 1, 0), high_position + 1
+    for tile in range(first // T, tl.cdiv(end, T)):
+        tokens, live, blocks, pages, slots = find_tokens(table_ptr, tail_table_ptr, tile, first, end, T, BLOCK_SIZE)
+        k_low, k_high, k_scales = load_side(
+            elements_ptr, scales_ptr, tail_ptr, blocks, pages, slots, live, kv_head, block_stride, scale_stride, tail_stride,
+            PACKED, FLOAT, KV_HEADS, HEAD_DIM, DH, COMPUTE,
+        )  # fmt: skip
+        v_low, v_high, v_scales = load_side(
+            elements_ptr + side_stride, scales_ptr + scale_side_stride, tail_values, blocks, pages, slots, live, kv_head,
+            block_stride, scale_stride, tail_stride, PACKED, FLOAT, KV_HEADS, HEAD_DIM, DH, COMPUTE,
+        )  # fmt: skip
+        behind = positions[:, None] - tokens[None, :]
+        seen = (behind >= 0) & (behind < window) & live[None, :]
+        scores = half_scores(q_low, q_high, k_low, k_high, k_scales, scale, cap, HAS_CAP)
+        scores = tl.where(seen, scores, float("-inf"))
+        low, high, most, total = take_halves(low, high, most, total, scores, v_low, v_high, v_scales, COMPUTE, MOST)
+    divisor = (tl.where(total > 0, total, 1.0) * MOST)[:, None]
+    out_ptrs = out_ptr + q_rows[:, None] * NUM_HEADS * HEAD_DIM + offsets
+    tl.store(out_ptrs, (low / divisor).to(out_ptr.dtype.element_ty), mask=wanted)
+    tl.store(out_ptrs + HALF, (high / divisor).to(out_ptr.dtype.element_ty), mask=wanted)
+
+
+def quantised_prefill(
+    q: torch.Tensor,
+    layer: QuantisedLayer,
+    rows: QuantisedRows,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """The CUDA path of kernels.quantised.attention.quantised_prefill, with its arguments."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_seqs = rows.seq_lens.shape[0]
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if num_tokens == 0 or num_seqs == 0:
+        return out
+    layout, stored = layer.layout, pointers_of(layer)
+    group, half = num_heads // layout.num_kv_heads, max(power_of_2(head_dim // 2), 16)
+    m = max(64, power_of_2(group))
+    q = q if q.stride()[1:] == (head_dim, 1) else q.contiguous()
+    before, after = Options(scale, window, soft_cap, None, None).factors
+    quantised_prefill_kernel[cdiv(num_tokens, m // group) + num_seqs, layout.num_kv_heads](
+        q,
+        stored.elements,
+        stored.scales,
+        stored.tail,
+        rows.block_tables,
+        rows.tail_tables,
+        rows.seq_lens,
+        rows.query_start_loc,
+        out,
+        num_seqs,
+        q.stride(0),
+        rows.block_tables.stride(0),
+        *stored.strides,
+        before,
+        after,
+        window or NO_WINDOW,
+        HAS_CAP=soft_cap is not None,
+        PACKED=layout.kv_format.dtype is None,
+        FLOAT=layout.kv_format is FP8,
+        MOST=float(layout.kv_format.most or 1),
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        M=m,
+        KV_HEADS=layout.num_kv_heads,
+        HEAD_DIM=head_dim,
+        DH=half,
+        BLOCK_SIZE=layout.block_size,
+        T=64 if half <= 64 else 32,
+        SEQS=_SEQS_AT_ONCE,
+        COMPUTE=COMPUTE_TYPES[q.dtype],
+        num_warps=4,
+        num_stages=2,
+    )
+    return out

@@ -1,0 +1,121 @@
+"""Common to the kernels that read K and V in few bits: tiles of tokens from stored blocks or from pages of the tail.
+
+A head is taken as two halves, because a byte of the 4-bit format has an element of each. Elements stay integers until they are
+multiplied: the scale of K goes into the scores, and that of V into the weights, so that a dot costs what it costs without
+scales. Products are added up in float32, for 8-bit floats as well.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..quantised.formats import INT8
+from ..quantised.layout import QuantisedLayer
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPointers:
+    """What a launch is given of a layer: elements, scales, pages of the tail or None, and strides in their elements."""
+
+    elements: torch.Tensor
+    scales: torch.Tensor
+    tail: torch.Tensor | None
+    strides: tuple[int, int, int, int, int, int]  # of a block and from K to V: of elements, of scales, of the tail
+
+
+def pointers_of(layer: QuantisedLayer) -> StoredPointers:
+    """The pointers of a layer; elements as integers, those of 8-bit floats as their bits, scales as bfloat16."""
+    elements, scales, tail = layer.elements, layer.scales, layer.tail
+    strides = (elements.stride(0), elements.stride(1), scales.stride(0), scales.stride(1))
+    of_tail = (0, 0) if tail is None else (tail.stride(0), tail.stride(1))
+    if layer.layout.kv_format is INT8:
+        elements = elements.view(torch.int8)
+    return StoredPointers(elements, scales.view(torch.bfloat16), tail, (*strides, *of_tail))
+
+
+@triton.jit
+def find_tokens(table_ptr, tail_table_ptr, tile, first, end, T: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Positions [T] of a tile, their blocks and pages, 0 for none, and slots within these. Outside [first, end): block 0."""
+    tokens = tile * T + tl.arange(0, T)
+    live = (tokens >= first) & (tokens < end)
+    blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    pages = blocks * 0
+    if tail_table_ptr is not None:
+        pages = tl.load(tail_table_ptr + tokens // BLOCK_SIZE, mask=live, other=0).to(tl.int64)
+    return tokens, live, blocks, pages, tokens % BLOCK_SIZE
+
+
+@triton.jit
+def load_side(
+    elements_ptr,
+    scales_ptr,
+    tail_ptr,
+    blocks,
+    pages,
+    slots,
+    live,
+    kv_head,
+    block_stride,
+    scale_stride,
+    tail_stride,
+    PACKED: tl.constexpr,
+    FLOAT: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DH: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """K or V of a tile as two halves [T, DH] of its elements, and scales [T], 1 for tokens that have a page."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    ROW: tl.constexpr = HALF if PACKED else HEAD_DIM
+    dims = tl.arange(0, DH)
+    entries = slots * KV_HEADS + kv_head
+    is_stored = live & (pages == 0)
+    wanted = is_stored[:, None] & (dims < HALF)[None, :]
+    ptrs = elements_ptr + (blocks * block_stride + entries * ROW)[:, None] + dims[None, :]
+    if PACKED:
+        both = tl.load(ptrs, mask=wanted, other=0x88).to(tl.int32)
+        low, high = ((both & 15) - 8).to(COMPUTE), ((both >> 4) - 8).to(COMPUTE)
+    else:
+        low = tl.load(ptrs, mask=wanted, other=0)
+        high = tl.load(ptrs + HALF, mask=wanted, other=0)
+        if FLOAT:  # e4m3 fits float16 exactly
+            low = low.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+            high = high.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        low, high = low.to(COMPUTE), high.to(COMPUTE)
+    scales = tl.load(scales_ptr + blocks * scale_stride + entries, mask=is_stored, other=1.0).to(tl.float32)
+    if tail_ptr is not None:
+        has_page = live & (pages > 0)
+        wanted = has_page[:, None] & (dims < HALF)[None, :]
+        ptrs = tail_ptr + (pages * tail_stride + entries * HEAD_DIM)[:, None] + dims[None, :]
+        low = tl.where(has_page[:, None], tl.load(ptrs, mask=wanted, other=0.0).to(COMPUTE), low)
+        high = tl.where(has_page[:, None], tl.load(ptrs + HALF, mask=wanted, other=0.0).to(COMPUTE), high)
+    return low, high, scales
+
+
+@triton.jit
+def half_scores(q_low, q_high, k_low, k_high, scales, scale, cap, HAS_CAP: tl.constexpr):
+    """Scores [M, T] in base 2 of queries [M, DH] twice and keys [T, DH] twice, whose scales are [T]."""
+    scores = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
+    scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision="ieee") * (scales * scale)[None, :]
+    if HAS_CAP:  # see attention_tiles.tile_scores
+        scores = (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0)) * cap
+    return scores
+
+
+@triton.jit
+def take_halves(low, high, most, total, scores, v_low, v_high, scales, COMPUTE: tl.constexpr, MOST: tl.constexpr):
+    """Take scores [M, T], -inf for hidden keys, and values into the running softmax; accumulators are MOST times too large.
+
+    So what a scale is multiplied into is as large as a value, and not as small as a step of one, which 16 bits could not hold.
+    """
+    new_most = tl.maximum(most, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_most[:, None])
+    decay = tl.exp2(most - new_most)
+    total = total * decay + tl.sum(weights, 1)
+    scaled = (weights * (scales * MOST)[None, :]).to(COMPUTE)
+    low = tl.dot(scaled, v_low, low * decay[:, None], input_precision="ieee")
+    high = tl.dot(scaled, v_high, high * decay[:, None], input_precision="ieee")
+    return low, high, new_most, total

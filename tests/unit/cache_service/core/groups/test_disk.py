@@ -1,0 +1,127 @@
+"""Several groups of layers in a tier that is asked by name: a load brings what a hit reads, and no more."""
+
+import numpy as np
+import pytest
+
+from kvkeeper.cache_service.core.manager import PoolManager
+from kvkeeper.cache_service.core.tiers.group_loads import GroupLoads
+from kvkeeper.cache_service.core.tiers.named_tier import NamedTier, TierRules
+from kvkeeper.cache_service.core.values.copies import TierOrder, TierResult
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
+from tests.support.tiers.disk_simulation import NUM_EVENTS, DiskSimulation
+
+A = SessionId("a")
+TOKENS = np.arange(11, dtype=np.int32)
+
+
+def stored(*, lost: tuple[tuple[int, int], ...] = ()) -> tuple[PoolManager, NamedTier]:
+    """A pool whose two groups, the second with a window of 5, have five entries on the disk alone.
+
+    lost: entries and groups of what the disk forgot.
+    """
+    config = PoolConfig(41, 2, num_host_blocks=41, group_windows=(0, 5), watermark=0.0)
+    manager = PoolManager(config)
+    disk = manager.add_disk(b"key", 40, 0, rules=TierRules())
+    manager.open_session(A, Executor.CACHE)
+    manager.create_sequence(A, SequenceArgs(SequenceId(1), TOKENS))
+    manager.extend(A, 1, 11, look_up=True)
+    manager.commit(A, 1, 11, 0, TOKENS)
+    manager.release(A, 1)
+    with manager.demoting(A):
+        manager.evict_blocks(40)
+    store = disk.prepare_store(100)
+    assert store is not None
+    assert len({order.name for order in store.orders}) == len(store.orders) == 10
+    disk.complete_store(store, [TierResult.DONE] * 10)
+    assert manager.swapper is not None
+    index, names, table = manager.state.index, disk._names, disk.table
+    nodes = index.match(index.find_root(""), TOKENS, 5).tolist()
+    for entry, group in lost:
+        name = names.of_group(names.of(nodes[entry]), group)
+        slot = table.find(name)
+        assert slot is not None
+        order = TierOrder(slot, 0, name, b"", b"", 0, 0)
+        table.begin_read(order)
+        table.end_read(order, is_lost=True)
+    manager.swapper.host.pool.evict(10)
+    assert len(index) == 0
+    return manager, disk
+
+
+def load(manager: PoolManager, disk: NamedTier) -> list[tuple[int, int]]:
+    """Entries and groups that a new sequence has loaded, all at once."""
+    manager.create_sequence(A, SequenceArgs(SequenceId(2), TOKENS))
+    found = disk.take_loads()
+    for each in found:
+        disk.complete_load(each, [TierResult.DONE] * len(each.orders))
+    assert manager.check_invariants() == []
+    return [(order.entry, order.group) for each in found for order in each.orders]
+
+
+def hit_len(manager: PoolManager) -> int:
+    manager.extend(A, 2, 11, look_up=True)
+    assert manager.check_invariants() == []
+    return manager.view(A, 2).num_hit_tokens
+
+
+def test_all_of_the_full_group_and_the_last_window_are_loaded() -> None:
+    manager, disk = stored()
+    assert load(manager, disk) == [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1), (4, 0), (4, 1)]  # token 10 reads from token 6 on
+    assert hit_len(manager) == 10
+
+
+@pytest.mark.parametrize(
+    ("lost", "end"),
+    [(((4, 1),), 4), (((3, 1),), 3), (((3, 0),), 3), (((1, 0), (0, 1)), 0), (((2, 1), (4, 0)), 2), (((0, 0),), 0)],
+    ids=str,
+)
+def test_a_load_ends_where_all_that_is_read_is_there(lost: tuple[tuple[int, int], ...], end: int) -> None:
+    manager, disk = stored(lost=lost)
+    found = load(manager, disk)
+    assert max((entry for entry, _ in found), default=-1) == end - 1
+    assert hit_len(manager) == 2 * end
+
+
+def test_a_load_that_has_no_room_whole_is_shorter() -> None:
+    manager, disk = stored()
+    disk.rules = TierRules(most_loading=6)
+    found = load(manager, disk)
+    assert 0 < len(found) <= 6
+    entries = [entry for entry, group in found if group == 0]
+    assert hit_len(manager) == 2 * len(entries) > 0
+
+
+def test_what_failed_is_where_the_hit_ends() -> None:
+    manager, disk = stored()
+    manager.create_sequence(A, SequenceArgs(SequenceId(2), TOKENS))
+    (each,) = disk.take_loads()
+    results = [TierResult.DAMAGED if (o.entry, o.group) == (3, 1) else TierResult.DONE for o in each.orders]
+    disk.complete_load(each, results)
+    assert manager.check_invariants() == []
+    assert hit_len(manager) == 0, "what shorter hits would read was not loaded"
+
+
+def test_a_load_that_leaves_a_window_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: the name of a block does not tell its group."""
+    real = GroupLoads.name_of
+
+    def name_of(self: GroupLoads, host: int) -> bytes:
+        self._index.group_of_host[host], group = 0, self._index.group_of_host[host]
+        name = real(self, host)
+        self._index.group_of_host[host] = group
+        return name
+
+    monkeypatch.setattr(GroupLoads, "name_of", name_of)
+    monkeypatch.setattr("kvkeeper.cache_service.core.tiers.content_names.ContentNames.of_group", lambda self, name, group: name)
+    with pytest.raises(AssertionError):
+        _run()
+
+
+def _run() -> None:
+    for seed in range(1, 60, 2):
+        simulation = DiskSimulation(seed)
+        for _ in range(NUM_EVENTS):
+            simulation.tick()
+        simulation.finish()

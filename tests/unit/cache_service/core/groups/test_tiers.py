@@ -1,0 +1,153 @@
+"""Several groups of layers over two tiers: swaps and hits by hand, and bugs that the simulation of both tiers has to catch."""
+
+import numpy as np
+import pytest
+
+from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
+from kvkeeper.cache_service.core.inspection.explain import in_words
+from kvkeeper.cache_service.core.manager import PoolManager
+from kvkeeper.cache_service.core.tiers.sequence_swap import SequenceSwapper
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.types import Executor, Int32Array, SequenceId, SequenceState, SessionId, TransferKind
+from tests.support.tiers.tier_engine import TierCounts
+from tests.support.tiers.tier_simulation import NUM_EVENTS, TierSimulation
+
+A = SessionId("a")
+WINDOWS = (0, 5)  # of two groups, with blocks of 2 tokens
+
+
+def pool(num_blocks: int = 41, num_host_blocks: int = 41) -> PoolManager:
+    config = PoolConfig(num_blocks, 2, num_host_blocks=num_host_blocks, group_windows=WINDOWS, watermark=0.0)
+    manager = PoolManager(config)
+    manager.open_session(A, Executor.CACHE)
+    return manager
+
+
+def create(manager: PoolManager, sequence_id: int, tokens: list[int]) -> None:
+    manager.create_sequence(A, SequenceArgs(SequenceId(sequence_id), np.array(tokens, np.int32)))
+
+
+def compute(manager: PoolManager, sequence_id: int, tokens: list[int]) -> None:
+    create(manager, sequence_id, tokens)
+    manager.extend(A, sequence_id, len(tokens), look_up=True)
+    manager.commit(A, sequence_id, len(tokens), 0, np.array(tokens, np.int32))
+    assert manager.check_invariants() == []
+
+
+def tables(manager: PoolManager, sequence_id: int) -> list[list[int]]:
+    view = manager.view(A, sequence_id)
+    return [view.block_table.tolist(), *(table.tolist() for table in view.group_tables)]
+
+
+def evict_all(manager: PoolManager) -> None:
+    with manager.demoting(A):
+        manager.evict_blocks(manager.config.num_usable_blocks)
+    assert manager.check_invariants() == []
+
+
+def test_a_swap_moves_what_each_group_has_and_holes_stay_holes() -> None:
+    manager = pool()
+    compute(manager, 1, list(range(11)))
+    before = tables(manager, 1)
+    assert before[1][:3] == [0, 0, 0]  # token 11 reads from token 7 on
+    out = manager.swap_out(A, 1)
+    assert sorted(out.transfer_sources.tolist()) == sorted(block for table in before for block in table if block)
+    assert manager.stats().num_held_host_blocks == 6 + 3
+    evict_all(manager)
+    back = manager.swap_in(A, 1)
+    assert back.transfer_kinds.tolist() == [TransferKind.SWAP_IN] * 9
+    after = tables(manager, 1)
+    assert [[bool(block) for block in table] for table in after] == [[bool(block) for block in table] for table in before]
+    assert manager.check_invariants() == []
+
+
+def test_a_hit_on_host_blocks_loads_all_of_the_full_group_and_the_last_window() -> None:
+    manager = pool()
+    compute(manager, 1, list(range(11)))
+    manager.release(A, 1)
+    evict_all(manager)
+    assert manager.stats().num_cached_blocks == 0
+    create(manager, 2, [*range(10), 99])
+    copies = manager.extend(A, 2, 11, look_up=True)
+    assert manager.view(A, 2).num_hit_tokens == 10
+    assert len(copies.transfer_kinds) == 5 + 2  # in the window of 5 the token 10 reads from token 6 on
+    assert [table.count(0) for table in tables(manager, 2)] == [0, 3]
+    assert manager.check_invariants() == []
+
+
+def test_a_hit_ends_where_a_window_has_gone_from_both_tiers() -> None:
+    manager = pool(num_host_blocks=4)  # the first group's first three at most come there
+    compute(manager, 1, list(range(11)))
+    manager.release(A, 1)
+    evict_all(manager)
+    create(manager, 2, [*range(10), 99])
+    copies = manager.extend(A, 2, 11, look_up=True)
+    hit = manager.view(A, 2).num_hit_tokens
+    assert hit < 10
+    assert len(copies.transfer_kinds) >= hit // 2
+    assert manager.view(A, 2).state is SequenceState.RUNNING
+    assert manager.check_invariants() == []
+
+
+def test_an_explanation_names_the_group_whose_window_ends_a_hit() -> None:
+    manager = pool(num_host_blocks=0)
+    compute(manager, 1, list(range(11)))
+    manager.release(A, 1)
+    index = manager.state.index
+    nodes = index.match(index.find_root(""), np.arange(11, dtype=np.int32), 5)
+    manager.state.pool.expire(index.group_blocks[0][nodes[3:4]])
+    assert manager.check_invariants() == []
+    found = manager.explain_match("", np.array([*range(10), 99], np.int32))
+    assert (found.num_matched, found.num_hit, found.short_group) == (10, 6, 1)
+    assert "Group 1 of the layers lacks what its window reads" in in_words(found)
+
+
+def test_statistics_tell_what_each_group_holds() -> None:
+    manager = pool()
+    assert PoolManager(PoolConfig(9, 2)).group_stats() == []
+    compute(manager, 1, list(range(11)))
+    assert [tuple(group) for group in manager.group_stats()] == [(0, 6, 0), (5, 3, 3)]
+
+
+def _run(seeds: range) -> TierCounts:
+    """Seeds of pools with several groups."""
+    sums = TierCounts()
+    for seed in seeds:
+        simulation = TierSimulation(seed)
+        if len(simulation.world.windows) > 1:
+            for _ in range(NUM_EVENTS):
+                simulation.tick()
+            sums.add(simulation.finish())
+    return sums
+
+
+def test_a_hit_that_reads_before_what_either_tier_has_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def usable(self: PrefixIndex, nodes: Int32Array, is_filling: object = None) -> Int32Array:
+        return nodes
+
+    monkeypatch.setattr(PrefixIndex, "usable", usable)
+    with pytest.raises(AssertionError):
+        _run(range(1, 40))
+
+
+def test_a_hit_on_a_copy_that_is_still_being_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = PrefixIndex.usable
+
+    def usable(self: PrefixIndex, nodes: Int32Array, is_filling: np.ndarray | None = None) -> Int32Array:
+        return real(self, nodes, None if is_filling is None else np.zeros_like(is_filling))
+
+    monkeypatch.setattr(PrefixIndex, "usable", usable)
+    with pytest.raises(AssertionError):
+        _run(range(1, 200))
+
+
+def test_a_load_that_failed_behind_the_first_group_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SequenceSwapper._num_left
+
+    def num_left(self: SequenceSwapper, slot: int, num_hits: int, failed: list[int]) -> int:
+        return real(self, slot, num_hits, [place for place in failed if place < num_hits])
+
+    monkeypatch.setattr(SequenceSwapper, "_num_left", num_left)
+    with pytest.raises(AssertionError):
+        _run(range(1, 400))

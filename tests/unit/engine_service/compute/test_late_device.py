@@ -1,0 +1,159 @@
+"""Steps on a device that is behind the host: launched before those before them are read, and read late.
+
+The model is a real one; the device does nothing until somebody waits for it (LateQueue).
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from kvkeeper.engine_service.compute.device_queue import HostQueue
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
+from kvkeeper.engine_service.compute.step_compute import Launched, StepCompute, StepRows
+from kvkeeper.engine_service.compute.upload import PackedUpload, Stage
+from kvkeeper.engine_service.model.loader import load_model
+from kvkeeper.engine_service.scheduler.scheduler import Scheduler
+from kvkeeper.engine_service.scheduler.state.limits import Limits
+from kvkeeper.engine_service.values.request import Request
+from kvkeeper.engine_service.values.sampling_params import LIKELIEST, SamplingParams, SamplingRow
+from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.stand_ins.late_queue import LateQueue
+from tests.support.worlds.core_cache import CoreCache
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_NEW = 4, 40, 9
+SHAPED = SamplingParams(temperature=0.9, top_p=0.95, repetition_penalty=1.3, presence_penalty=0.2)
+PLAIN = SamplingParams(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    chosen = next(each for each in TINY_MODELS if each.name == "qwen3")
+    return load_model(build_model_folder(tmp_path_factory.mktemp("model"), chosen), progress=False)[0]
+
+
+class Decoding:
+    """Three sequences on the real core, decoded to their ends."""
+
+    def __init__(self, model, queue):
+        limits = Limits(BLOCK_SIZE, 64, 8, 8, 64, 64, 64, 8, num_usable_blocks=NUM_BLOCKS - 1)
+        self.scheduler, self.cache, self.queue = Scheduler(limits), CoreCache(NUM_BLOCKS, BLOCK_SIZE, 8), queue
+        layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
+        view = layout.view(torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8))
+        self.compute = StepCompute(ModelRunner(model, view, layout, queue=queue))
+        self.outputs: dict[str, list[tuple[int, float]]] = {}
+        for at, length in enumerate((3, 6, 9)):
+            prompt = np.array(random_tokens(length, at), np.int32)
+            self.scheduler.add(Request(f"r{at}", prompt, NUM_NEW - at), 0.0)
+            self.outputs[f"r{at}"] = []
+        self.num_ahead = 0
+
+    def create(self):
+        while (sequence := self.scheduler.next_to_create()) is not None:
+            self.cache.create(sequence.sequence_id, sequence.token_ids.tolist(), sequence.request.max_len)
+            self.scheduler.waiting.created(sequence)
+
+    def rows(self, work):
+        """The first sequence is plain; the others have penalties and log probabilities, each its own seed."""
+        found = []
+        for sequence, history, row, is_awaited in zip(
+            work.sampled, self.scheduler.histories(work), work.sample_rows.tolist(), work.awaited.tolist(), strict=True
+        ):
+            if sequence.request.request_id == "r0":
+                found.append(SamplingRow(PLAIN, 0, 0, history, 0, 1, awaited_row=row if is_awaited else None))
+                continue
+            prompt_len, seed = len(sequence.request.prompt), sequence.request.arrival
+            found.append(SamplingRow(SHAPED, seed, 0, history, prompt_len, 2, awaited_row=row if is_awaited else None))
+        return StepRows(found, [])
+
+    def run(self, *, ahead):
+        before = None
+        while not self.scheduler.is_empty:
+            self.create()
+            plan = self.scheduler.schedule(0.0)
+            self.cache.has_step_in_flight = before is not None
+            answer = self.cache.step(plan)
+            is_ahead = ahead and before is not None and self.scheduler.may_run_ahead(plan, answer)
+            if before is not None and not is_ahead:
+                self.read(*before)
+            work = self.scheduler.apply(plan, answer)
+            flight = work, self.compute.launch(work, self.rows(work))
+            if is_ahead:
+                self.read(*before)
+                self.num_ahead += work.batch is not None
+            before = flight
+        return self.outputs
+
+    def read(self, work, launched: Launched):
+        computed = launched.read()
+        assert computed is not None
+        taken = self.scheduler.advance(work, computed.sampled.token_ids.astype(np.int32))
+        for row, (sequence, token_ids) in enumerate(zip(work.sampled, taken, strict=True)):
+            output = self.outputs[sequence.request.request_id]
+            output += [(token_id, round(computed.logprobs[row].logprob, 4)) for token_id in token_ids.tolist()]
+            if len(output) == sequence.request.max_new_tokens:
+                self.scheduler.end_sequence(sequence)
+
+
+def test_what_is_read_late_is_what_would_have_been_read_at_once(model):
+    expected = Decoding(model, HostQueue()).run(ahead=False)
+    assert sorted(map(len, expected.values())) == [NUM_NEW - 2, NUM_NEW - 1, NUM_NEW]
+    late = Decoding(model, LateQueue())
+    assert late.run(ahead=True) == expected
+    assert late.num_ahead >= NUM_NEW - 2
+    assert late.queue.most_waiting == 2, "one step runs ahead of one that nobody has read"
+    on_host = Decoding(model, HostQueue())
+    assert on_host.run(ahead=True) == expected
+    assert on_host.num_ahead == late.num_ahead
+
+
+def test_a_step_that_is_read_before_the_device_has_done_it_is_caught(model, capfd):
+    class Hasty(LateQueue):
+        def mark(self):
+            return HostQueue().mark()
+
+    with pytest.raises(AssertionError):
+        Decoding(model, Hasty()).run(ahead=False)
+    assert "the device has not got that far" in "".join(capfd.readouterr())
+
+
+def test_memory_that_the_device_has_not_copied_is_not_written_over():
+    queue, arrays = LateQueue(), [{"x": np.full(4, value)} for value in range(5)]
+    upload, found = PackedUpload(torch.device("cpu"), queue, pin_memory=False), []
+    for at, each in enumerate(arrays):
+        copy = upload.stage(each)
+        queue.submit(lambda copy=copy: found.append(copy()["x"].tolist()))
+        if at:
+            queue.run_up_to(at)  # the step before is read
+    queue.run_up_to(5)
+    assert found == [[value] * 4 for value in range(5)]
+
+
+def test_a_third_step_under_way_is_refused():
+    stages = [Stage(8, pin_memory=False) for _ in range(2)]
+    for stage in stages:
+        stage.reuse()
+    with pytest.raises(AssertionError, match="two steps"):
+        stages[0].reuse()
+
+
+def test_a_failure_on_the_device_ends_its_step_alone(model, capfd):
+    decoding = Decoding(model, LateQueue())
+    decoding.create()
+    runner = decoding.compute._runner
+    forward = runner.stage
+    plan = decoding.scheduler.schedule(0.0)
+    work = decoding.scheduler.apply(plan, decoding.cache.step(plan))
+
+    def broken(batch):
+        def compute():
+            raise RuntimeError("device-side assert")
+
+        return compute
+
+    runner.stage = broken
+    failed = decoding.compute.launch(work, StepRows([LIKELIEST] * 3, []))
+    runner.stage = forward
+    following = decoding.compute.launch(work, StepRows([LIKELIEST] * 3, []))
+    assert failed.read() is None
+    assert following.read() is not None
+    assert "device-side assert" in "".join(capfd.readouterr())

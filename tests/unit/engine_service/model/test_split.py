@@ -1,0 +1,211 @@
+"""Models that are split over ranks: logits against transformers, what a rank reads of a checkpoint, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError, WeightsError
+from kvkeeper.engine_service.model.checkpoint.safetensors_files import StoredTensor
+from kvkeeper.engine_service.model.config import read_model_config
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.model.hash_toy import HashToyConfig, HashToyRunner, expected_next_token
+from kvkeeper.engine_service.model.loader import load_model
+from kvkeeper.engine_service.model.parallel.split import WHOLE, Split, config_of_rank
+from kvkeeper.engine_service.ranks.rank_model import load_rank_model
+from kvkeeper.kernels.quantised.formats import FORMATS
+from kvkeeper.kernels.quantised.layout import QuantisedLayout
+from tests.support.models.tiny_models import (
+    TINY_MODELS,
+    NumericsCase,
+    build_model_folder,
+    numerics_cases,
+    random_tokens,
+    reference_logits,
+)
+from tests.support.worlds.batches import ScheduledRow, build_batch
+from tests.support.worlds.hand_tables import HandTables
+from tests.support.worlds.rank_threads import on_ranks
+
+torch.set_num_threads(1)
+
+BLOCK_SIZE = 4
+# Of each kind of projection, norm and window one; and some for four ranks on two KV heads.
+TWO = [
+    "llama_tied",
+    "mistral_window",
+    "qwen2",
+    "granite_biased",
+    "qwen3_moe_renormalised_one_dense",
+    "phi3",
+    "gemma2",
+    "gpt_oss",
+]
+FOUR = ["llama_biased_linear_rope", "qwen3_tied", "mixtral", "phi3_window_partial", "gemma3"]
+BY_NAME = {model.name: model for model in TINY_MODELS}
+
+
+def split_logits(folder, num_ranks, cases, chunk_size=7, **options):
+    """What the first rank gives for the cases."""
+
+    def compute(split):
+        model, _ = load_model(folder, progress=False, split=split, **options)
+        return HandTables(model, BLOCK_SIZE).compute(cases, chunk_size)
+
+    first, *others = on_ranks(num_ranks, compute)
+    assert all(logits.shape == (len(case.tokens), 0) for other in others for logits, case in zip(other, cases, strict=True))
+    return first
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [(name, 2) for name in TWO] + [(name, 4) for name in FOUR])
+def test_logits_of_several_ranks_are_those_of_transformers(name, num_ranks, tmp_path):
+    folder = build_model_folder(tmp_path, BY_NAME[name], max_shard_size="50KB")
+    cases = numerics_cases(BLOCK_SIZE)
+    reference = reference_logits(folder, cases)
+    assert reference.error(split_logits(folder, num_ranks, cases)) <= reference.bound
+
+
+def test_the_demo_model_draws_the_tokens_that_one_rank_draws():
+    cases = [NumericsCase(random_tokens(40, vocab_size=4096)), NumericsCase(random_tokens(9, seed=1, vocab_size=4096))]
+    whole, _ = load_model(DEMO_MODEL_DIR, progress=False)
+    expected = HandTables(whole, BLOCK_SIZE).compute(cases, 16)
+    for ours, theirs in zip(split_logits(DEMO_MODEL_DIR, 2, cases, 16), expected, strict=True):
+        assert float((ours - theirs).abs().max()) < 1e-4
+        assert torch.equal(ours.argmax(1), theirs.argmax(1))
+
+
+def test_eight_bits_are_split_too(tmp_path):
+    """The scales of what is cut by its inputs are finer, so that the error is no larger than one rank's."""
+    folder = build_model_folder(tmp_path, BY_NAME["llama"])
+    cases = [NumericsCase(random_tokens(30))]
+    reference = reference_logits(folder, cases)
+    whole, _ = load_model(folder, dtype="int8", progress=False)
+    alone = reference.error(HandTables(whole, BLOCK_SIZE).compute(cases, 7))
+    assert reference.error(split_logits(folder, 2, cases, dtype="int8")) < 1.5 * alone
+
+
+def test_k_and_v_in_fewer_bits_are_those_of_one_rank(tmp_path):
+    """A head of a token has a scale of its own, so that each rank stores its heads as one rank would store them."""
+    folder = build_model_folder(tmp_path, BY_NAME["llama"])
+    config = EngineConfig(model=str(folder), kv_dtype="int8", progress=False)
+
+    def compute(split):
+        on_arena = load_rank_model(config, split)
+        runner = on_arena(torch.zeros(1 << 20, dtype=torch.uint8)[: (1 << 20) // size(split) * size(split)], BLOCK_SIZE, False)
+        tokens, table = random_tokens(13), np.array([3, 1, 4, 2], np.int32)
+        runner.forward(build_batch([ScheduledRow(tokens[:-1], 0, table)], BLOCK_SIZE))
+        return runner.forward(build_batch([ScheduledRow(tokens[-1:], 12, table)], BLOCK_SIZE))
+
+    def size(split):
+        decoder = config_of_rank(read_model_config(folder), split)
+        return QuantisedLayout(2, decoder.num_kv_heads, 16, BLOCK_SIZE, FORMATS["int8"], torch.float32).block_bytes
+
+    (alone,) = on_ranks(1, compute)
+    first, second = on_ranks(2, compute)
+    assert second.shape == (1, 0)
+    assert float((first - alone).abs().max()) < 1e-4 < float(alone.abs().max())
+
+
+def test_a_rank_reads_its_part_alone(tmp_path, monkeypatch):
+    folder = build_model_folder(tmp_path, BY_NAME["llama"])
+    read: list[int] = []
+    take = StoredTensor.__getitem__
+
+    def noted(self, part):
+        found = take(self, part)
+        read.append(found.numel())
+        return found
+
+    monkeypatch.setattr(StoredTensor, "__getitem__", noted)
+    counts = []
+    for rank in range(2):
+        read.clear()
+        load_model(folder, progress=False, split=Split(rank, 2))
+        counts.append(sum(read))
+    hidden, vocab, layers = 64, 512, 2
+    of_layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128
+    norms = (2 * layers + 1) * hidden
+    assert counts == [2 * vocab * hidden + layers * of_layer // 2 + norms, vocab * hidden + layers * of_layer // 2 + norms]
+
+
+def test_damage_that_shows_when_a_part_is_read_is_told(tmp_path, monkeypatch):
+    class Broken:
+        def get_shape(self):
+            return [2, 2]
+
+        def __getitem__(self, part):
+            raise OSError(5, "a test")
+
+    with pytest.raises(WeightsError, match=r"^file: is damaged or unreadable"):
+        StoredTensor("file", Broken())[(slice(None),)]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "words"),
+    [
+        ("llama", 3, "attention heads, 4"),
+        ("llama", 8, "attention heads, 4"),
+        ("olmo2", 2, "norms over all heads"),
+    ],
+)
+def test_models_that_cannot_be_split_so_are_refused(name, num_ranks, words, tmp_path):
+    folder = build_model_folder(tmp_path, BY_NAME[name])
+    with pytest.raises(UnsupportedModelError, match=words):
+        load_model(folder, progress=False, split=Split(0, num_ranks))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}, "divisors or multiples of the 3 KV heads"),
+        ({"intermediate_size": 129}, "inner width, 129"),
+    ],
+)
+def test_numbers_that_do_not_divide_are_told(changes, words, tmp_path):
+    folder = build_model_folder(tmp_path, BY_NAME["llama"])
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UnsupportedModelError, match=words):
+        config_of_rank(read_model_config(folder), Split(0, 2))
+
+
+def test_each_kv_head_is_on_a_rank_that_has_its_queries():
+    for num_ranks in (1, 2, 4, 8):
+        for num_kv_heads in (1, 2, 4, 8):
+            for rank in range(num_ranks):
+                split = Split(rank, num_ranks)
+                heads, kv_heads = split.of(8), split.of_kv_heads(num_kv_heads)
+                assert {head * num_kv_heads // 8 for head in heads} == set(kv_heads)
+
+
+def toy_tokens(num_ranks, spoil):
+    """The next token that the first rank's toy says, with a slot of one rank's arena overwritten before it reads."""
+    config, tokens = HashToyConfig(), [3, 1, 4, 1, 5]
+
+    def compute(split):
+        layout = config.kv_layout(BLOCK_SIZE)
+        view = layout.view(torch.zeros(4 * layout.block_bytes, dtype=torch.uint8))
+        runner = HashToyRunner(config, view, layout, split)
+        table = np.array([2, 1], np.int32)
+        runner.forward(build_batch([ScheduledRow(tokens[:-1], 0, table)], BLOCK_SIZE))
+        if split.rank == spoil:
+            view[2, 0, 1, 3] += 1
+        logits = runner.forward(build_batch([ScheduledRow(tokens[-1:], len(tokens) - 1, table)], BLOCK_SIZE))
+        return int(logits.argmax(1)[0])
+
+    return on_ranks(num_ranks, compute)[0], expected_next_token(tokens)
+
+
+def test_the_toy_finds_a_wrong_slot_in_the_arena_of_any_rank():
+    said, expected = toy_tokens(3, spoil=None)
+    assert said == expected
+    for rank in range(3):
+        said, expected = toy_tokens(3, spoil=rank)
+        assert said != expected
+
+
+def test_one_rank_adds_nothing_up():
+    part = torch.ones(2)
+    assert WHOLE.add_up(part) is part
