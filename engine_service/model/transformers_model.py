@@ -25,6 +25,7 @@ from .attention import AttentionMetadata, StepAttention, attend
 from .checkpoint.errors import UnsupportedModelError, WeightsError
 from .dtype_name import INT8, DtypeChoice
 from .loader import compute_dtype
+from .stored_attention import StoredAttention
 
 log = structlog.get_logger()
 
@@ -87,10 +88,11 @@ class TransformersModel:
         positions: torch.Tensor,
         max_position: int,
         kv_view: torch.Tensor,
-        metadata: StepAttention,
+        metadata: StepAttention | StoredAttention,
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """As Decoder.forward."""
+        """As Decoder.forward, with K and V as they are computed."""
+        assert isinstance(metadata, StepAttention), "such a model is refused where K and V are stored in another format"
         with _during(_Step(kv_view, metadata.groups[0], self.config.windows)):
             output = self._network(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=logit_rows

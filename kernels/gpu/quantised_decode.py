@@ -167,8 +167,8 @@ def quantised_decode(
         BLOCK_SIZE=layout.block_size,
         T=64 if half <= 64 else 32,
         COMPUTE=COMPUTE_TYPES[q.dtype],
-        num_warps=4,
-        num_stages=3 if half > 32 else 2,  # with three, the smaller ones spill
+        num_warps=4 if half > 32 else 8,  # with four, small heads spill
+        num_stages=3,
     )
     if work is not None:
         merge_items(part, lse, work.runs, out)
