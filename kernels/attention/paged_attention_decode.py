@@ -96,7 +96,8 @@ def plan_decode(
     if on_cuda(_OP, seq_lens):
         from ..gpu.decode_work import plan_work
 
-        work = plan_work(block_tables, seq_lens, kv_layer, window, retention, may_share=True)
+        is_latent = kv_layer.stride(1) == 0  # of latent_attention, whose kernel reads each sequence by itself
+        work = plan_work(block_tables, seq_lens, kv_layer, window, retention, may_share=not is_latent)
         return DecodePlan((), None, None, None, scratch or Scratch(seq_lens.device), work=work)
     tables, lens = block_tables.numpy().astype(np.int64), seq_lens.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)

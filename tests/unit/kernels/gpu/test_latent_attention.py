@@ -43,6 +43,13 @@ def test_the_number_of_items_does_not_matter(monkeypatch):
         torch.testing.assert_close(other, found[0], rtol=0, atol=2e-6)
 
 
+def test_sequences_with_blocks_in_common(monkeypatch):
+    spare(monkeypatch, 3)
+    world = make_latents([320, 320, 290], latent=24, rope=8, block_size=16)
+    world.block_tables[1:, :16] = world.block_tables[0, :16]
+    check_decode(world, 3, 24)
+
+
 @pytest.mark.parametrize("num_heads", [2, 20])
 def test_prefill_with_and_without_a_prefix(monkeypatch, num_heads):
     monkeypatch.setattr("kvkeeper.kernels.gpu.latent_attention._SEQS_AT_ONCE", 4)
