@@ -115,9 +115,9 @@ class StepCompute:
     def __init__(self, runner: Runner, queue: DeviceQueue | None = None) -> None:
         """queue: the order in which the model's device works; None: the runner's own, or it computes when it is called."""
         self._runner = runner
-        has_own = isinstance(runner, ModelRunner)
-        self._queue = queue or (runner.queue if has_own else HostQueue())
-        self._last = runner.last_tokens if has_own else LastTokens()
+        own = runner if isinstance(runner, ModelRunner) else None
+        self._queue = queue or (own.queue if own is not None else HostQueue())
+        self._last = own.last_tokens if own is not None else LastTokens()
 
     @property
     def is_immediate(self) -> bool:

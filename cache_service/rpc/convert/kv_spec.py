@@ -9,8 +9,8 @@ from ...core.values.errors import InvalidField, NotImplementedYet
 from ...core.values.kv_spec import KvSpec, LayerGroup
 from .checks import MAX_INT32, check_range, check_text
 
-_ITEM_BYTES = {pb.KV_DTYPE_FLOAT16: 2, pb.KV_DTYPE_BFLOAT16: 2, pb.KV_DTYPE_FLOAT32: 4}
-_SCALED_BITS = {pb.KV_DTYPE_FLOAT8_E4M3: 8, pb.KV_DTYPE_INT8: 8, pb.KV_DTYPE_INT4: 4}
+_ITEM_BYTES: Mapping[int, int] = {pb.KV_DTYPE_FLOAT16: 2, pb.KV_DTYPE_BFLOAT16: 2, pb.KV_DTYPE_FLOAT32: 4}
+_SCALED_BITS: Mapping[int, int] = {pb.KV_DTYPE_FLOAT8_E4M3: 8, pb.KV_DTYPE_INT8: 8, pb.KV_DTYPE_INT4: 4}
 _PAGE_ALIGNMENT = 16
 _MOST_GROUPS = 64
 _SERVED_KINDS = (pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_SLIDING_WINDOW)

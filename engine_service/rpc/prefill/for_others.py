@@ -15,7 +15,7 @@ from ...outputs.generation import Generation
 from ...values.errors import Draining, EngineError, RequestMoved, WrongRole
 from ...values.output_chunk import OutputChunk
 from ..admission import Admission
-from ..encode_response import usage_of
+from ..encode_chunk import usage_of
 from ..hand_over.handed_request import handed_request
 from ..identity import require_same
 
