@@ -18,6 +18,14 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapp
             kv_layer[slot // block_size, 1, slot % block_size] = v[row]
 
 
+def store_latent(latent: torch.Tensor, rope: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Reference of store_latent.store_latent."""
+    block_size = kv_layer.shape[2]
+    for row, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            kv_layer[slot // block_size, 0, slot % block_size, 0] = torch.cat((latent[row], rope[row]))
+
+
 def copy_blocks(arena: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Reference of copy_blocks.copy_blocks."""
     for source, destination in pairs:
@@ -73,6 +81,40 @@ def paged_attention_prefill(
         for row in range(locs[seq], locs[seq + 1]):
             position = context_len + row - locs[seq]
             out[row] = _attend(q[row], sunk[row], k, v, position, scale, window, soft_cap, kept[seq], sink_logits)
+    return out
+
+
+def latent_attention_decode(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    scale: float,
+    latent: int,
+) -> torch.Tensor:
+    """Reference of latent_attention.latent_attention_decode."""
+    return paged_attention_decode(q, kv_layer, block_tables, seq_lens, scale=scale)[..., :latent]
+
+
+def latent_attention_prefill(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *,
+    scale: float,
+    latent: int,
+) -> torch.Tensor:
+    """Reference of latent_attention.latent_attention_prefill."""
+    out = torch.zeros_like(q)[..., :latent]
+    locs = query_start_loc.tolist()
+    for seq, seq_len in enumerate(seq_lens.tolist()):
+        for row in range(locs[seq], locs[seq + 1]):
+            seen = torch.tensor([seq_len - (locs[seq + 1] - 1 - row)])
+            args = (q[row : row + 1], kv_layer, block_tables[seq : seq + 1], seen)
+            out[row] = latent_attention_decode(*args, scale=scale, latent=latent)[0]
     return out
 
 

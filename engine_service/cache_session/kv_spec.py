@@ -1,8 +1,11 @@
 """The KV spec of a model, which the cache service compares before engines share a pool."""
 
+from hashlib import sha256
+
 import torch
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.quantised.layout import QuantisedLayout
 
 from ..compute.served_model import ServedModel
@@ -29,6 +32,8 @@ def kv_spec_of(model: ServedModel, block_size: int) -> pb.KvSpec:
     layout, groups = model.layout(block_size), model.groups
     if isinstance(layout, QuantisedLayout):
         return _stored_spec(model, layout)
+    if layout.is_latent:
+        return _latent_spec(model, layout)
     return pb.KvSpec(
         model_id=model.model_id,
         revision=model.revision,
@@ -72,6 +77,24 @@ def _stored_spec(model: ServedModel, layout: QuantisedLayout) -> pb.KvSpec:
         rope_parameters=model.rope_parameters,
         compute_dtype=model.compute_dtype,
         tensor_parallel_size=model.num_ranks,
+    )
+
+
+def _latent_spec(model: ServedModel, layout: KvLayout) -> pb.KvSpec:
+    """A latent is K and V at once, so to the cache service a block is an opaque page, and reading K and V of it is refused.
+
+    The digest is of what the page is, in words: engines that agree in them lay out the same bytes.
+    """
+    words = f"latent and rotated key, {list(layout.view_shape)} {str(layout.dtype).removeprefix('torch.')}"
+    return pb.KvSpec(
+        model_id=model.model_id,
+        revision=model.revision,
+        block_size=layout.block_size,
+        layout=pb.KV_LAYOUT_OPAQUE,
+        page=pb.PageLayout(page_bytes=layout.block_bytes, digest=sha256(words.encode()).hexdigest()),
+        rope_parameters=model.rope_parameters,
+        compute_dtype=model.compute_dtype,
+        tensor_parallel_size=1,
     )
 
 

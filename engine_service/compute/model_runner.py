@@ -91,6 +91,9 @@ class Shape(Protocol):
     def head_dim(self) -> int: ...
 
     @property
+    def is_latent(self) -> bool: ...
+
+    @property
     def windows(self) -> tuple[int | None, ...]: ...
 
 
@@ -117,7 +120,7 @@ class Model(Protocol):
 def kv_layout_of(config: Shape, dtype: torch.dtype, block_size: int, groups: Sequence[LayerGroup] = ()) -> KvLayout:
     """The layout of the blocks that a model of this config, computing in `dtype`, needs. groups: a block has one's layers."""
     num_layers = max((len(group.layers) for group in groups), default=config.num_layers)
-    return KvLayout(num_layers, config.num_kv_heads, config.head_dim, dtype, block_size)
+    return KvLayout(num_layers, config.num_kv_heads, config.head_dim, dtype, block_size, config.is_latent)
 
 
 def _needed_layout(model: Model, layout: AnyLayout, groups: Sequence[LayerGroup]) -> AnyLayout:

@@ -97,6 +97,8 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
     if (kv_format := format_for(config.kv_dtype, decoder.dtype)) is not None:
         if model_config.has_sink_logits:
             refuse_stored(config.kv_dtype, "models with sinks in their softmax")
+        if model_config.is_latent:
+            refuse_stored(config.kv_dtype, "models with latent attention")
         return stored_model(served, decoder, kv_format, config)
     return _in_groups(served, decoder, config)
 
@@ -171,6 +173,8 @@ def _refuses_retention(model: Model) -> str:
     """Why the model cannot use retention; empty: it can. Retention rotates queries a second time, and needs full attention."""
     if not isinstance(model, Decoder):
         return "a model that the transformers library runs"
+    if model.config.is_latent:
+        return "a model whose cache holds latents"
     return "a model with windows of its own" if any(model.config.windows) else ""
 
 

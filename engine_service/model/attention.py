@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvkeeper.kernels.attention.latent_attention import latent_layer
 from kvkeeper.kernels.attention.paged_attention_decode import DecodePlan, paged_attention_decode, plan_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import PrefillPlan, paged_attention_prefill, plan_prefill
 from kvkeeper.kernels.attention.retention import Retention
@@ -115,13 +116,14 @@ def build_step_attention(
 
     A batch without tables of groups, as before the first step, has the first group's for all.
     """
+    layer = kv_view[:, 0] if kv_view.shape[2] == 2 else latent_layer(kv_view[:, 0])
     if not groups:
-        whole = build_attention_metadata(tensors, kv_view[:, 0], windows, dtype, scratch)
+        whole = build_attention_metadata(tensors, layer, windows, dtype, scratch)
         return StepAttention((whole,), tuple((0, layer) for layer in range(len(windows))))
     found = []
     for at, group in enumerate(groups):
         own = {name: tensors[f"{name}_{at}"] for name in _BY_GROUP if f"{name}_{at}" in tensors}
-        found.append(build_attention_metadata({**tensors, **own}, kv_view[:, 0], (group.window,), dtype, scratch))
+        found.append(build_attention_metadata({**tensors, **own}, layer, (group.window,), dtype, scratch))
     return StepAttention(tuple(found), places_of(groups))
 
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from kvkeeper.kernels.attention.latent_widths import LatentWidths
+
 from .checkpoint.errors import ModelError, UnsupportedModelError
 from .checkpoint.json_fields import CONFIG_FILE, bad, count, flag, number
 from .checkpoint.json_file import read_json_object
-from .families.family import Family
+from .families.family import ExpertNames, Family, LatentFamily, RoutingRule
 from .families.table import FAMILIES
 from .quantised.scheme import FIELD, Scheme, parse_scheme
 from .rope_config import RopeConfig, parse_local_rope, parse_rope
@@ -22,12 +24,23 @@ from .routing import Routing
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Experts, in the MLPs of `layers`."""
+    """Experts, in the MLPs of `layers`. num_shared: widths of an expert that the MLP of all tokens has; 0: there is none."""
 
     layers: frozenset[int]
     num_experts: int
     intermediate_size: int
+    num_shared: int
     routing: Routing
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Latent attention. query_rank: None: queries are projected at once. are_sides: rotated pairs are stored side by side."""
+
+    widths: LatentWidths
+    query_rank: int | None
+    are_sides: bool
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +61,7 @@ class ModelConfig:
         residual_scale: factor of what attention and MLP give, before it is added.
         attention_soft_cap, logit_soft_cap: bounds that scores and logits are bent towards.
         has_sink_logits: each head's softmax has a key without a value, with a score of its own.
+        latent: attention is over latents; then head_dim is a slot's, of one KV head. None: over K and V.
         experts: None: every MLP is one.
         scheme: how projections are stored; None: as plain numbers.
     """
@@ -84,12 +98,25 @@ class ModelConfig:
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
     has_sink_logits: bool = False
+    latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
     scheme: Scheme | None = None
 
     @property
+    def is_latent(self) -> bool:
+        """Whether a slot of the cache holds a latent instead of K and V."""
+        return self.latent is not None
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that the rotary table is for."""
+        return self.head_dim if self.latent is None else self.latent.widths.rope
+
+    @property
     def scale(self) -> float:
         """Factor of the attention scores."""
+        if self.latent is not None:
+            return self.latent.scale
         return self.score_scale or (self.query_scalar or self.head_dim) ** -0.5
 
 
@@ -141,6 +168,8 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     num_heads = count(raw, "num_attention_heads")
     num_layers = count(raw, "num_hidden_layers")
     num_kv_heads = count(raw, "num_key_value_heads", None if family.needs_kv_heads else num_heads)
+    if family.latent is not None and num_kv_heads != num_heads:
+        raise bad("num_key_value_heads", f"must be num_attention_heads {num_heads} with latents, is {num_kv_heads}")
     if num_heads % num_kv_heads:
         raise bad("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
     head_dim = count(raw, "head_dim", family.head_dim or hidden_size // num_heads)
@@ -150,7 +179,10 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     dtype = raw.get("dtype", raw.get("torch_dtype"))
     max_position = count(raw, "max_position_embeddings")
     rope = parse_rope(raw, max_position, family)
-    rotated_dim = rope.rotated_dim(head_dim)
+    latent = None if family.latent is None else _parse_latent(raw, family.latent, rope, hidden_size // num_heads)
+    if latent is not None:
+        num_kv_heads, head_dim = 1, latent.widths.latent + latent.widths.rope
+    rotated_dim = rope.rotated_dim(head_dim if latent is None else latent.widths.rope)
     if rotated_dim < 2 or rotated_dim % 2:
         raise bad("partial_rotary_factor", f"must give an even number of dimensions, gives {rotated_dim} of {head_dim}")
     if rope.kind == "longrope":
@@ -174,19 +206,20 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=flag(raw, "mlp_bias") if family.mlp_bias is None else family.mlp_bias,
         qk_norm=family.qk_norm,
-        tied_embeddings=family.is_gemma if raw.get("tie_word_embeddings") is None else flag(raw, "tie_word_embeddings"),
+        tied_embeddings=family.is_tied if raw.get("tie_word_embeddings") is None else flag(raw, "tie_word_embeddings"),
         weights_dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
         local_rope=parse_local_rope(raw, max_position, family.local_theta),
         activation="gelu_tanh" if family.is_gemma else "clamped_swiglu" if family.has_clamped_swiglu else "silu",
         swiglu_alpha=number(raw, "swiglu_alpha", 1.702),
         swiglu_limit=number(raw, "swiglu_limit", 7.0),
         has_sink_logits=family.has_sink_logits,
+        latent=latent,
         norm_offset=family.is_gemma,
         norms=family.norms,
-        embed_scale=hidden_size**0.5 if family.is_gemma else _multiplier(raw, family, "embedding_multiplier"),
+        embed_scale=_embed_scale(raw, family, hidden_size),
         score_scale=_multiplier(raw, family, "attention_multiplier"),
-        residual_scale=_multiplier(raw, family, "residual_multiplier"),
-        logit_divisor=_multiplier(raw, family, "logits_scaling"),
+        residual_scale=_residual_scale(raw, family, num_layers),
+        logit_divisor=_logit_divisor(raw, family, hidden_size),
         query_scalar=None if family.query_scalar is None else number(raw, "query_pre_attn_scalar", family.query_scalar),
         attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping", family, 0),
         logit_soft_cap=_soft_cap(raw, "final_logit_softcapping", family, 1),
@@ -214,30 +247,116 @@ def _soft_cap(raw: Mapping[str, Any], key: str, family: Family, idx: int) -> flo
     return None if raw[key] is None else number(raw, key)
 
 
+def _embed_scale(raw: Mapping[str, Any], family: Family, hidden_size: int) -> float | None:
+    if family.is_gemma:
+        return float(hidden_size**0.5)
+    return number(raw, "scale_emb", 12) if family.has_depth_scales else _multiplier(raw, family, "embedding_multiplier")
+
+
+def _residual_scale(raw: Mapping[str, Any], family: Family, num_layers: int) -> float | None:
+    """scale_depth (MiniCPM, arXiv 2404.06395) is 1.4 where config.json does not speak of it, and null is none."""
+    if not family.has_depth_scales:
+        return _multiplier(raw, family, "residual_multiplier")
+    if "scale_depth" in raw and raw["scale_depth"] is None:
+        return None
+    return number(raw, "scale_depth", 1.4) / float(num_layers**0.5)
+
+
+def _logit_divisor(raw: Mapping[str, Any], family: Family, hidden_size: int) -> float | None:
+    if not family.has_depth_scales:
+        return _multiplier(raw, family, "logits_scaling")
+    if "dim_model_base" in raw and raw["dim_model_base"] is None:
+        return None
+    return hidden_size / number(raw, "dim_model_base", 256)
+
+
+def _parse_latent(raw: Mapping[str, Any], family: LatentFamily, rope: RopeConfig, default_value: int) -> LatentConfig:
+    """A null q_lora_rank is none; an absent one the family's."""
+    widths = LatentWidths(
+        count(raw, "kv_lora_rank", family.latent),
+        count(raw, "qk_rope_head_dim", family.rope),
+        count(raw, "qk_nope_head_dim", family.key),
+        count(raw, "v_head_dim", family.value or default_value),
+    )
+    if widths.rope % 2:
+        raise bad("qk_rope_head_dim", f"must be even, is {widths.rope}")
+    has_rank = "q_lora_rank" not in raw or raw["q_lora_rank"] is not None
+    are_sides = family.pairs == "sides"
+    if family.pairs == "switched":
+        are_sides = raw.get("rope_interleave") is None or flag(raw, "rope_interleave")
+    scale = (widths.key + widths.rope) ** -0.5 * rope.score_magnitude**2
+    return LatentConfig(widths, count(raw, "q_lora_rank", family.query_rank) if has_rank else None, are_sides, scale)
+
+
 def _multiplier(raw: Mapping[str, Any], family: Family, key: str) -> float | None:
     """None where the family has none; 1 where config.json has none."""
     return number(raw, key, 1.0) if family.has_multipliers else None
 
 
 def _parse_experts(raw: Mapping[str, Any], family: Family, num_layers: int) -> ExpertsConfig | None:
-    """On all layers but mlp_only_layers, and on every decoder_sparse_step-th of them only."""
     if family.experts is None:
         return None
-    key = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
+    key = next((each for each in ("num_experts", "n_routed_experts") if raw.get(each) is not None), "num_local_experts")
     num_experts, num_chosen = count(raw, key), count(raw, "num_experts_per_tok")
     if num_chosen > num_experts:
         raise bad("num_experts_per_tok", f"{num_chosen} is more than {key} {num_experts}")
+    return ExpertsConfig(
+        layers=_expert_layers(raw, family.experts.routing, num_layers),
+        num_experts=num_experts,
+        intermediate_size=count(raw, family.experts.intermediate_key),
+        num_shared=count(raw, "n_shared_experts", family.experts.default_shared) if family.experts.shared else 0,
+        routing=_parse_routing(raw, family.experts, num_experts, num_chosen),
+    )
+
+
+def _expert_layers(raw: Mapping[str, Any], rule: RoutingRule, num_layers: int) -> frozenset[int]:
+    """All but the first ones and mlp_only_layers, and every decoder_sparse_step-th of them only; or as mlp_layer_types says."""
+    if rule.has_layer_types:
+        kinds = raw.get("mlp_layer_types") or ["dense"] + ["sparse"] * (num_layers - 1)
+        if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in ("dense", "sparse") for kind in kinds):
+            raise bad("mlp_layer_types", f"must be a list of {num_layers}, each dense or sparse")
+        return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
     dense, step = raw.get("mlp_only_layers") or [], count(raw, "decoder_sparse_step", 1)
     if not isinstance(dense, list):
         raise bad("mlp_only_layers", f"must be a list, is {dense!r}")
-    return ExpertsConfig(
-        layers=frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0),
-        num_experts=num_experts,
-        intermediate_size=count(raw, family.experts.intermediate_key),
-        routing=Routing(
-            num_chosen,
-            is_renormalised=family.experts.always_renormalises or flag(raw, "norm_topk_prob"),
-        ),
+    if (every := raw.get("moe_layer_freq", 1)) not in (1, None):
+        raise UnsupportedModelError("moe_layer_freq", every, "1")
+    first = raw.get("first_k_dense_replace")
+    first = rule.first_dense if first is None else first
+    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+        raise bad("first_k_dense_replace", f"must be 0 or a positive integer, is {first!r}")
+    return frozenset(layer for layer in range(first, num_layers) if layer not in dense and (layer + 1) % step == 0)
+
+
+def _parse_routing(raw: Mapping[str, Any], family: ExpertNames, num_experts: int, num_chosen: int) -> Routing:
+    rule = family.routing
+    if (said := raw.get("scoring_func", rule.scoring)) != rule.scoring:
+        raise UnsupportedModelError("scoring_func", said, rule.scoring)
+    by_groups = not rule.methods
+    if rule.methods:
+        method = rule.methods[0] if raw.get("topk_method") is None else raw["topk_method"]
+        if method not in rule.methods:
+            raise UnsupportedModelError("topk_method", method, ", ".join(rule.methods))
+        by_groups = method == rule.methods[-1]
+    num_groups = count(raw, "n_group", rule.groups[0]) if by_groups else 1
+    num_chosen_groups = count(raw, "topk_group", rule.groups[1]) if by_groups else 1
+    least = 2 if rule.group_score == "best_two" else 1
+    if num_experts % num_groups or num_experts // num_groups < least:
+        raise bad("n_group", f"must divide {num_experts} experts into groups of {least} or more, is {num_groups}")
+    if not num_chosen <= num_chosen_groups * (num_experts // num_groups) <= num_experts:
+        raise bad("topk_group", f"must be {num_groups} groups or fewer, with {num_chosen} experts, is {num_chosen_groups}")
+    renormalises = family.always_renormalises
+    if not renormalises and rule.renormalises is not None:
+        renormalises = rule.renormalises if raw.get("norm_topk_prob") is None else flag(raw, "norm_topk_prob")
+    return Routing(
+        num_chosen,
+        scoring=rule.scoring,
+        is_renormalised=renormalises,
+        scale=number(raw, "routed_scaling_factor", rule.scale) if family.shared else 1.0,
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
+        group_score=rule.group_score,
+        is_wide=rule.is_wide,
     )
 
 

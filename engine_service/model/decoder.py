@@ -20,12 +20,14 @@ from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
+from kvkeeper.kernels.attention.latent_attention import latent_layer
 from kvkeeper.kernels.quantised.store import rotary_store_quantised
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 
 from .attention import AttentionMetadata, StepAttention, attend_stored
 from .config import ModelConfig
 from .experts import ExpertWeights, MlpWeights, Weight, apply_mlp
+from .latent import LatentWeights, latent_attention
 from .parallel.split import WHOLE, Split
 from .rope import RotaryTable
 from .stored_attention import StoredAttention, StoredMetadata, attend_as_stored
@@ -38,14 +40,14 @@ class LayerWeights:
     Attributes:
         input_norm, post_norm: [H], of what attention and MLP take.
         attention_out_norm, mlp_out_norm: [H], of what they give, before it is added.
-        qkv: [(N + 2 M) D, H]: queries, keys, values.
+        qkv: [(N + 2 M) D, H]: queries, keys, values; None: `latent` has what attention projects.
         qk_norm: [N + M, D], the norm's weight for every query and key head.
         o: [H, N D].
         sink_logits: float32 [N], see paged_attention_decode.
     """
 
     input_norm: torch.Tensor | None
-    qkv: Weight
+    qkv: Weight | None
     qk_norm: torch.Tensor | None
     o: Weight
     post_norm: torch.Tensor | None
@@ -53,6 +55,7 @@ class LayerWeights:
     attention_out_norm: torch.Tensor | None = None
     mlp_out_norm: torch.Tensor | None = None
     sink_logits: torch.Tensor | None = None
+    latent: LatentWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class Decoder:
         while weights.layers:
             self._layers.append(_pack_layer(weights.layers.pop(0), pack))
         most = config.max_position
-        self._rotary = RotaryTable(config.rope, config.head_dim, self.dtype, self.device, most)
+        self._rotary = RotaryTable(config.rope, config.rope_dim, self.dtype, self.device, most)
         self._local_rotary: RotaryTable | None = None
         if config.local_rope is not None:
             self._local_rotary = RotaryTable(config.local_rope, config.head_dim, self.dtype, self.device, most)
@@ -183,6 +186,11 @@ class Decoder:
     ) -> torch.Tensor:
         """Heads' outputs [T, N * D], before the output projection, of layer `index`."""
         config, window = self.config, self.config.windows[index]
+        if config.latent is not None and layer.latent is not None:
+            assert isinstance(metadata, AttentionMetadata), "latents are not stored in another format"
+            widths, scale = config.latent.widths, config.latent.scale
+            return latent_attention(x, layer.latent, widths, scale, rotation, latent_layer(kv_layer), metadata)
+        assert layer.qkv is not None, "a layer has either"
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = linear(x, layer.qkv).unflatten(1, (-1, config.head_dim))
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
@@ -230,4 +238,6 @@ def _pack_layer(layer: LayerWeights, pack: Callable[[LinearWeight], Weight]) -> 
         assert isinstance(weight, LinearWeight), "a layer is packed once"
         return pack(weight)
 
-    return dataclasses.replace(layer, qkv=packed(layer.qkv), o=packed(layer.o), mlp=layer.mlp.packed(packed))
+    qkv = None if layer.qkv is None else packed(layer.qkv)
+    latent = None if layer.latent is None else layer.latent.packed(packed)
+    return dataclasses.replace(layer, qkv=qkv, latent=latent, o=packed(layer.o), mlp=layer.mlp.packed(packed))

@@ -4,6 +4,7 @@ Weights are read one tensor at a time, straight into the fused matrices of the d
 the dtype that is computed in.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from .checkpoint.safetensors_files import StoredTensor, iterate_stored, iterate_
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder
 from .dtype_name import INT8, DtypeChoice, dtype_name
+from .families.table import FAMILIES
 from .parallel.split import WHOLE, Split, config_of_rank
 from .quantised.restored import restored
 from .weight_map import allocate_weights, biases_added_up, norms_of, pair_rotated
@@ -29,6 +31,7 @@ from .weight_map import allocate_weights, biases_added_up, norms_of, pair_rotate
 log = structlog.get_logger()
 Stored = TypeVar("Stored", torch.Tensor, StoredTensor)
 
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, INT8: torch.float32}
 
 
@@ -60,6 +63,7 @@ def load_model(
     config = read_model_config(folder)
     files = list_weight_files(folder)
     weights, destinations = allocate_weights(config, compute_dtype(config.weights_dtype, device, dtype), device, split)
+    ignored = _LAYER if FAMILIES[config.family].ignores_later_layers else None
     num_bytes = sum(file.stat().st_size for file in files)
     bar = tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
     with bar:
@@ -74,6 +78,8 @@ def load_model(
         for file_name, name, tensor in tensors:
             if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and has_no_head):
                 continue  # written by old versions of transformers, and follows from config.json; or not of this rank
+            if ignored is not None and (found := ignored.match(name)) and int(found[1]) >= config.num_layers:
+                continue
             destination = destinations.pop(name, None)
             if destination is None:
                 raise WeightsError(file_name, f"tensor {name} is not part of this model, or is stored twice")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from .checkpoint.errors import UnsupportedModelError
@@ -26,6 +26,7 @@ class RopeConfig:
         beta_fast, beta_slow: turns within the original length, above and below which a frequency is kept or divided.
         is_truncated: the frequencies between are bounded by whole numbers.
         magnitude: factor of cosines and sines.
+        score_magnitude: factor of queries and of keys whose rotated part alone has `magnitude`; latent attention has it.
         part: the share of each head that is rotated, its first dimensions.
         divisors: of each frequency, up to the original length. Beyond it longrope would rotate all keys of a sequence anew, by
             others: then no prefix could be shared, so the engine goes no farther.
@@ -41,6 +42,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     is_truncated: bool = True
     magnitude: float = 1.0
+    score_magnitude: float = 1.0
     part: float = 1.0
     divisors: tuple[float, ...] = ()
 
@@ -94,10 +96,17 @@ def _parse(
     if not isinstance(part, int | float) or not 0 < part <= 1:
         raise bad("partial_rotary_factor", f"must be above 0 and at most 1, is {part!r}")
     theta = number(parameters, "rope_theta")
+    score_magnitude = 1.0
+    if kind != "default" and parameters.get("mscale_all_dim"):
+        score_magnitude = _magnitude(number(parameters, "factor"), number(parameters, "mscale_all_dim"))
+    return replace(_parse_kind(kind, parameters, theta, max_position), part=part, score_magnitude=score_magnitude)
+
+
+def _parse_kind(kind: str, parameters: Mapping[str, Any], theta: float, max_position: int) -> RopeConfig:
     if kind in ("default", "dynamic"):
-        return RopeConfig(theta, part=part)
+        return RopeConfig(theta)
     if kind == "longrope":
-        return _parse_longrope(parameters, theta, max_position, part)
+        return _parse_longrope(parameters, theta, max_position)
     if kind == "yarn":
         return _parse_yarn(parameters, theta, max_position)
     factor = number(parameters, "factor")
@@ -110,7 +119,7 @@ def _parse(
     return RopeConfig(theta, kind, factor, low, high, original)
 
 
-def _parse_longrope(parameters: Mapping[str, Any], theta: float, max_position: int, part: float) -> RopeConfig:
+def _parse_longrope(parameters: Mapping[str, Any], theta: float, max_position: int) -> RopeConfig:
     """LongRoPE (arXiv 2402.13753). Without a factor it is the ratio of the lengths, as in transformers."""
     original = count(parameters, _ORIGINAL)
     divisors = parameters.get("short_factor")
@@ -126,7 +135,6 @@ def _parse_longrope(parameters: Mapping[str, Any], theta: float, max_position: i
         "longrope",
         original_max_position=original,
         magnitude=magnitude,
-        part=part,
         divisors=tuple(float(each) for each in divisors),
     )
 

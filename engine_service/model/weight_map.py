@@ -6,13 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from kvkeeper.kernels.activations.linear_weight import LinearWeight
+from kvkeeper.kernels.attention.latent_widths import LatentWidths
 
 from .checkpoint.safetensors_files import StoredTensor
-from .config import ModelConfig
+from .config import LatentConfig, ModelConfig
 from .decoder import DecoderWeights, LayerWeights
 from .experts import ExpertWeights, MlpWeights, StackedExperts, Weight
 from .families.family import ExpertNames
 from .families.table import FAMILIES
+from .latent import LatentWeights
 from .parallel.split import WHOLE, Split, config_of_rank
 from .rope import rotated_order
 
@@ -89,12 +91,17 @@ def norms_of(weights: DecoderWeights) -> Iterator[torch.Tensor]:
     """Every norm's weight."""
     yield weights.norm
     for layer in weights.layers:
-        norms = (layer.input_norm, layer.post_norm, layer.qk_norm, layer.attention_out_norm, layer.mlp_out_norm)
+        latent = () if layer.latent is None else (layer.latent.query_norm, layer.latent.norm)
+        norms = (*latent, layer.input_norm, layer.post_norm, layer.qk_norm, layer.attention_out_norm, layer.mlp_out_norm)
         yield from (norm for norm in norms if norm is not None)
 
 
 def pair_rotated(config: ModelConfig, weights: DecoderWeights) -> None:
     """Bring the dimensions of queries and keys into the order of rotated_order, where only a part of each head is rotated."""
+    if config.latent is not None:
+        if config.latent.are_sides:
+            _pair_latents(config.latent.widths, weights)
+        return
     rotated_dim = config.rope.rotated_dim(config.head_dim)
     if rotated_dim == config.head_dim:
         return
@@ -106,28 +113,65 @@ def pair_rotated(config: ModelConfig, weights: DecoderWeights) -> None:
         heads.copy_(heads[:, order.to(heads.device)])
 
 
+def _pair_latents(widths: LatentWidths, weights: DecoderWeights) -> None:
+    """Bring dimensions that are stored in pairs side by side half a head apart: all first ones, then all second ones."""
+    order = torch.arange(widths.rope).view(-1, 2).T.flatten()
+    for layer in weights.layers:
+        assert layer.latent is not None and isinstance(layer.latent.down, LinearWeight)
+        down, query_up = layer.latent.down, layer.latent.query_up
+        num_query = down.data.shape[0] - widths.latent - widths.rope
+        assert query_up is None or isinstance(query_up, LinearWeight)
+        queries = down.data[:num_query] if query_up is None else query_up.data
+        heads = queries.unflatten(0, (-1, widths.key + widths.rope))[:, widths.key :]
+        turned = [heads.transpose(0, 1), down.data[-widths.rope :]]
+        turned += [] if down.bias is None else [down.bias[-widths.rope :]]
+        for each in turned:
+            each.copy_(each[order.to(each.device)])
+
+
+def _projection(empty: _Empty, num_out: int, num_in: int, bias: bool) -> LinearWeight:
+    return LinearWeight(empty(num_out, num_in), empty(num_out) if bias else None)
+
+
+def _allocate_mlp(config: ModelConfig, width: int, empty: _Empty) -> MlpWeights:
+    gate_up = _projection(empty, 2 * width, config.hidden_size, config.mlp_bias)
+    return MlpWeights(gate_up, _projection(empty, config.hidden_size, width, config.mlp_bias))
+
+
 def _allocate_layer(config: ModelConfig, index: int, empty: _Empty) -> LayerWeights:
     hidden, head_dim = config.hidden_size, config.head_dim
     num_rotated = config.num_heads + config.num_kv_heads
 
     def projection(num_out: int, num_in: int, bias: bool) -> LinearWeight:
-        return LinearWeight(empty(num_out, num_in), empty(num_out) if bias else None)
+        return _projection(empty, num_out, num_in, bias)
 
-    def mlp(intermediate: int) -> MlpWeights:
-        gate_up = projection(2 * intermediate, hidden, config.mlp_bias)
-        return MlpWeights(gate_up, projection(hidden, intermediate, config.mlp_bias))
-
+    latent = config.latent
     has_experts = config.experts is not None and index in config.experts.layers
     return LayerWeights(
         input_norm=None if config.norms == "after" else empty(hidden),
-        qkv=projection((num_rotated + config.num_kv_heads) * head_dim, hidden, config.qkv_bias),
+        qkv=projection((num_rotated + config.num_kv_heads) * head_dim, hidden, config.qkv_bias) if latent is None else None,
         qk_norm=None if config.qk_norm == "none" else empty(num_rotated, head_dim),
-        o=projection(hidden, config.num_heads * head_dim, config.o_bias),
+        o=projection(hidden, config.num_heads * (head_dim if latent is None else latent.widths.value), config.o_bias),
         post_norm=None if config.norms == "after" else empty(hidden),
-        mlp=_allocate_experts(config, empty) if has_experts else mlp(config.intermediate_size),
+        mlp=_allocate_experts(config, empty) if has_experts else _allocate_mlp(config, config.intermediate_size, empty),
         attention_out_norm=None if config.norms == "before" else empty(hidden),
         mlp_out_norm=None if config.norms == "before" else empty(hidden),
         sink_logits=empty(config.num_heads).float() if config.has_sink_logits else None,
+        latent=None if latent is None else _allocate_latent(config, latent, empty),
+    )
+
+
+def _allocate_latent(config: ModelConfig, latent: LatentConfig, empty: _Empty) -> LatentWeights:
+    """A bias is zero for queries that have none: it is one for all that is projected together."""
+    widths, rank = latent.widths, latent.query_rank
+    num_query = config.num_heads * (widths.key + widths.rope)
+    num_out = (rank or num_query) + widths.latent + widths.rope
+    return LatentWeights(
+        down=LinearWeight(empty(num_out, config.hidden_size), empty(num_out).zero_() if config.qkv_bias else None),
+        query_norm=None if rank is None else empty(rank),
+        query_up=None if rank is None else LinearWeight(empty(num_query, rank)),
+        norm=empty(widths.latent),
+        up=empty(config.num_heads, widths.key + widths.value, widths.latent),
     )
 
 
@@ -148,6 +192,8 @@ def _allocate_experts(config: ModelConfig, empty: _Empty) -> ExpertWeights:
         router=LinearWeight(empty(num, hidden), empty(num) if stored.has_bias else None),
         experts=tuple(MlpWeights(one_of(stacked.gate_up, index), one_of(stacked.down, index)) for index in range(num)),
         routing=experts.routing,
+        correction=empty(num).float() if stored.routing.has_correction else None,
+        shared=_allocate_mlp(config, experts.num_shared * inner, empty) if experts.num_shared else None,
         stacked=stacked,
     )
 
@@ -173,8 +219,13 @@ def _layer_destinations(
         ("self_attn.k_proj", kv_size, kv_rows),
         ("self_attn.v_proj", kv_size, kv_rows),
     )
-    yield from _by_outputs(layer.qkv, stored, "self_attn.qkv_proj" if FAMILIES[config.family].is_fused else "")
-    yield from _by_inputs(layer.o, "self_attn.o_proj", q_size, q_rows)
+    if config.latent is not None and layer.latent is not None:
+        yield from _latent_destinations(config, config.latent, layer.latent)
+        yield from _by_inputs(layer.o, "self_attn.o_proj", *_whole_range(config.num_heads * config.latent.widths.value))
+    else:
+        assert layer.qkv is not None, "a layer has either"
+        yield from _by_outputs(layer.qkv, stored, "self_attn.qkv_proj" if FAMILIES[config.family].is_fused else "")
+        yield from _by_inputs(layer.o, "self_attn.o_proj", q_size, q_rows)
     if layer.sink_logits is not None:
         yield "self_attn.sinks", Destination(layer.sink_logits, (config.num_heads,), places=_rows(split.of(config.num_heads)))
     yield from _mlp_destinations(config, layer.mlp, split)
@@ -198,14 +249,48 @@ def _mlp_destinations(config: ModelConfig, mlp: MlpWeights | ExpertWeights, spli
             width = config.experts.intermediate_size
             yield from _stacked_destinations(stored, mlp.stacked, width, split.of(width))
             return
-        names, width = stored.projections, config.experts.intermediate_size
+        width = config.experts.intermediate_size
+        if mlp.correction is not None:
+            yield f"{stored.block}.{stored.router}.e_score_correction_bias", _whole(mlp.correction)
+        if mlp.shared is not None:
+            shared = config.experts.num_shared * width
+            yield from _mlp_parts(mlp.shared, f"{stored.block}.{stored.shared}", names, shared, split.of(shared), False)
+        names = stored.projections
         members = {f"{stored.block}.experts.{index}": expert for index, expert in enumerate(mlp.experts)}
-    gate, up, down = names
-    own = split.of(width)
     for place, member in members.items():
-        parts = (f"{place}.{gate}", width, own), (f"{place}.{up}", width, own)
-        yield from _by_outputs(member.gate_up, parts, f"{place}.gate_up_proj" if FAMILIES[config.family].is_fused else "")
-        yield from _by_inputs(member.down, f"{place}.{down}", width, own)
+        yield from _mlp_parts(member, place, names, width, split.of(width), FAMILIES[config.family].is_fused)
+
+
+def _mlp_parts(
+    mlp: MlpWeights, place: str, names: tuple[str, str, str], width: int, own: range, is_fused: bool
+) -> Iterator[tuple[str, Destination]]:
+    """own: of the width, those of the rank."""
+    gate, up, down = names
+    parts = (f"{place}.{gate}", width, own), (f"{place}.{up}", width, own)
+    yield from _by_outputs(mlp.gate_up, parts, f"{place}.gate_up_proj" if is_fused else "")
+    yield from _by_inputs(mlp.down, f"{place}.{down}", width, own)
+
+
+def _latent_destinations(
+    config: ModelConfig, latent: LatentConfig, weights: LatentWeights
+) -> Iterator[tuple[str, Destination]]:
+    """A bias is stored for what is projected down alone."""
+    widths, down = latent.widths, weights.down
+    assert isinstance(down, LinearWeight), "weights are quantised when all are read"
+    num_kv = widths.latent + widths.rope
+    num_query = down.data.shape[0] - num_kv
+    query = "q_proj" if latent.query_rank is None else "q_a_proj"
+    for kind, whole in (("weight", down.data), ("bias", down.bias)):
+        if whole is not None:
+            if kind == "weight" or latent.query_rank is not None:
+                yield f"self_attn.{query}.{kind}", _whole(whole[:num_query])
+            yield f"self_attn.kv_a_proj_with_mqa.{kind}", _whole(whole[num_query:])
+    if weights.query_up is not None and weights.query_norm is not None:
+        yield "self_attn.q_a_layernorm.weight", _whole(weights.query_norm)
+        parts = [("self_attn.q_b_proj", *_whole_range(config.num_heads * (widths.key + widths.rope)))]
+        yield from _by_outputs(weights.query_up, parts, "")
+    yield "self_attn.kv_a_layernorm.weight", _whole(weights.norm)
+    yield "self_attn.kv_b_proj.weight", _whole(weights.up.flatten(0, 1))
 
 
 def _stacked_destinations(
@@ -234,6 +319,11 @@ def _in_pairs(stored: torch.Tensor) -> torch.Tensor:
 
 def _rows(own: range) -> tuple[tuple[slice, ...], ...]:
     return ((slice(own.start, own.stop),),)
+
+
+def _whole_range(size: int) -> tuple[int, range]:
+    """A size, and all of it."""
+    return size, range(size)
 
 
 def _scaled(heads: range, head_dim: int) -> range:

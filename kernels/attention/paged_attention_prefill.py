@@ -178,7 +178,7 @@ def paged_attention_prefill(
         heads_sink = None
         if q_sink is not None and chunk.sinks is not None:
             heads_sink = q_sink[part].unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
-        for own, num_keys in _calls(chunk.last - chunk.first, kv.shape[3]):
+        for own, num_keys in calls_of(chunk.last - chunk.first, kv.shape[3]):
             attended = dense_attention(
                 heads[:, :, own],
                 kv[0, :, :, :num_keys],
@@ -195,7 +195,7 @@ def paged_attention_prefill(
     return out
 
 
-def _calls(num_queries: int, num_keys: int) -> Iterator[tuple[slice, int]]:
+def calls_of(num_queries: int, num_keys: int) -> Iterator[tuple[slice, int]]:
     """The queries of each call, and the number of leading keys that the call's last query sees."""
     for first in range(0, num_queries, _MOST_QUERIES):
         last = min(first + _MOST_QUERIES, num_queries)

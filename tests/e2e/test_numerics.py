@@ -63,6 +63,8 @@ class Lessons:
         "gemma2",
         "gemma3",
         "qwen2_window",
+        "gpt_oss",
+        "deepseek_v3",
     ],
 )
 def lessons(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Lessons:

@@ -8,6 +8,49 @@ WindowRule = Literal["none", "all", "switched", "switched_all", "in_turn"]
 
 
 @dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """How a family chooses a token's experts, and what its config.json leaves out.
+
+    Attributes:
+        scoring: softmax over all experts, or each one's sigmoid.
+        methods: values of topk_method that are served, the first the default; the last one goes by groups.
+            (): all go by groups.
+        group_score: a group is as good as its best expert, or as its best two together.
+        has_correction: e_score_correction_bias is added where experts are chosen.
+        is_wide: the router computes in float32.
+        renormalises: default of norm_topk_prob; None: it is not heeded, and weights are not renormalised.
+        scale, groups, first_dense: defaults of routed_scaling_factor, of n_group and topk_group, and of first_k_dense_replace.
+        has_layer_types: mlp_layer_types says which layers have experts; by default all but the first.
+    """
+
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    methods: tuple[str, ...] = ()
+    group_score: Literal["best", "best_two"] = "best"
+    has_correction: bool = False
+    is_wide: bool = False
+    renormalises: bool | None = False
+    scale: float = 1.0
+    groups: tuple[int, int] = (1, 1)
+    first_dense: int = 0
+    has_layer_types: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentFamily:
+    """Latent attention, and defaults of q_lora_rank, kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim and v_head_dim.
+
+    pairs: how stored weights pair the dimensions that are rotated: side by side, half a head apart, or as rope_interleave says.
+    """
+
+    query_rank: int
+    latent: int
+    rope: int
+    key: int
+    value: int | None
+    pairs: Literal["sides", "halves", "switched"]
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertNames:
     """How a family stores its experts: names of the block, and of gate, up and down within each expert.
 
@@ -17,6 +60,7 @@ class ExpertNames:
         router: its name in the block.
         form: stored one by one; or stacked, the inputs of each before its outputs, and gate and up in turn.
         has_bias: of the router, and of stacked experts.
+        shared: name of the MLP in the block that all tokens go through; "": none. default_shared: of n_shared_experts.
     """
 
     block: str
@@ -26,6 +70,9 @@ class ExpertNames:
     router: str = "gate"
     form: Literal["single", "stacked"] = "single"
     has_bias: bool = False
+    shared: str = ""
+    default_shared: int = 1
+    routing: RoutingRule = RoutingRule()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +99,10 @@ class Family:
         has_clamped_swiglu: the gate is clamped_swiglu, by swiglu_alpha and swiglu_limit.
         has_multipliers: embeddings, scores, residual branches and logits have factors of their own.
         is_fused: queries, keys and values are stored as one tensor, and so are gate and up.
+        has_depth_scales: scale_emb, scale_depth and dim_model_base are factors of embeddings, branches and logits.
+        is_tied: the default of tie_word_embeddings.
+        ignores_later_layers: checkpoints hold layers behind the last one, which predict further tokens and are not served.
+        latent: attention is over latent vectors; None: over K and V.
         experts: an MLP is several experts; None: it is one.
     """
 
@@ -78,4 +129,8 @@ class Family:
     has_clamped_swiglu: bool = False
     has_multipliers: bool = False
     is_fused: bool = False
+    has_depth_scales: bool = False
+    is_tied: bool = False
+    ignores_later_layers: bool = False
+    latent: LatentFamily | None = None
     experts: ExpertNames | None = None

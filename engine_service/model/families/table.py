@@ -3,12 +3,52 @@
 from collections.abc import Mapping
 from typing import Final
 
-from .family import ExpertNames, Family
+from .family import ExpertNames, Family, LatentFamily, RoutingRule
+
+_EACH = ("gate_proj", "up_proj", "down_proj")
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    "gemma": Family(is_gemma=True, head_dim=256),
+    "deepseek_v2": Family(
+        mlp_bias=None,
+        needs_kv_heads=False,
+        ignores_later_layers=True,
+        latent=LatentFamily(1536, 512, 64, 128, 128, "sides"),
+        experts=ExpertNames(
+            "mlp",
+            _EACH,
+            always_renormalises=False,
+            intermediate_key="moe_intermediate_size",
+            shared="shared_experts",
+            default_shared=2,
+            routing=RoutingRule(methods=("greedy", "group_limited_greedy"), is_wide=True, renormalises=None),
+        ),
+    ),
+    "deepseek_v3": Family(
+        needs_kv_heads=False,
+        ignores_later_layers=True,
+        latent=LatentFamily(1536, 512, 64, 128, 128, "switched"),
+        experts=ExpertNames(
+            "mlp",
+            _EACH,
+            always_renormalises=False,
+            intermediate_key="moe_intermediate_size",
+            shared="shared_experts",
+            routing=RoutingRule(
+                scoring="sigmoid",
+                group_score="best_two",
+                has_correction=True,
+                is_wide=True,
+                renormalises=True,
+                scale=2.5,
+                groups=(8, 4),
+                first_dense=3,
+            ),
+        ),
+    ),
+    "gemma": Family(is_gemma=True, is_tied=True, head_dim=256),
     "gemma2": Family(
         is_gemma=True,
+        is_tied=True,
         head_dim=256,
         windows="in_turn",
         default_window=4096,
@@ -19,6 +59,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "gemma3_text": Family(
         is_gemma=True,
+        is_tied=True,
         head_dim=256,
         windows="in_turn",
         default_window=4096,
@@ -29,6 +70,28 @@ FAMILIES: Final[Mapping[str, Family]] = {
         qk_norm="head",
         local_theta=10_000.0,
         default_theta=1_000_000.0,
+    ),
+    "glm4_moe_lite": Family(
+        needs_kv_heads=False,
+        default_eps=1e-5,
+        ignores_later_layers=True,
+        latent=LatentFamily(768, 512, 64, 192, 256, "switched"),
+        experts=ExpertNames(
+            "mlp",
+            _EACH,
+            always_renormalises=False,
+            intermediate_key="moe_intermediate_size",
+            shared="shared_experts",
+            routing=RoutingRule(
+                scoring="sigmoid",
+                group_score="best_two",
+                has_correction=True,
+                is_wide=True,
+                renormalises=True,
+                scale=1.8,
+                has_layer_types=True,
+            ),
+        ),
     ),
     "gpt_oss": Family(
         biased=True,
@@ -61,6 +124,14 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "granite": Family(mlp_bias=None, needs_kv_heads=False, has_multipliers=True),
     "llama": Family(mlp_bias=None, needs_kv_heads=False),
+    "minicpm3": Family(
+        mlp_bias=None,
+        needs_kv_heads=False,
+        default_eps=1e-5,
+        has_depth_scales=True,
+        is_tied=True,
+        latent=LatentFamily(768, 256, 32, 64, None, "halves"),
+    ),
     "mistral": Family(qkv_bias=False, o_bias=False, windows="all", default_window=4096),
     "mixtral": Family(
         qkv_bias=False,
@@ -94,5 +165,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
             always_renormalises=False,
             intermediate_key="moe_intermediate_size",
         ),
+    ),
+    "youtu": Family(
+        needs_kv_heads=False,
+        is_tied=True,
+        latent=LatentFamily(1536, 512, 64, 128, 128, "switched"),
     ),
 }

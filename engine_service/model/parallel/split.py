@@ -67,6 +67,8 @@ def config_of_rank(config: ModelConfig, split: Split) -> ModelConfig:
     num_ranks = split.num_ranks
     if num_ranks == 1:
         return config
+    if config.is_latent:
+        raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without latent attention")
     if config.qk_norm == "whole":
         raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without norms over all heads")
     _check_divides(num_ranks, "attention heads", config.num_heads)

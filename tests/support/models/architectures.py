@@ -97,6 +97,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 32},
     "longcat_flash": _LATENT,
     "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2},
+    "minicpm3": _LATENT,
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"],
         "index_block_size": 4,

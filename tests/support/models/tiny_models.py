@@ -42,6 +42,21 @@ _LLAMA3_ROPE = {
 }
 _YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _OSS_ROPE = _YARN_ROPE | {"truncate": False, "beta_fast": 8.0}
+_MSCALE_ROPE = _YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.2}
+_LATENT = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+}
 _DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
@@ -94,6 +109,28 @@ TINY_MODELS = (
         "GptOss",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 8, "rope_parameters": _OSS_ROPE},
     ),
+    TinyModel("deepseek_v2", "DeepseekV2", _LATENT | {"q_lora_rank": None, "first_k_dense_replace": 1}),
+    TinyModel(
+        "deepseek_v2_groups",
+        "DeepseekV2",
+        _LATENT | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7, "rope_parameters": _MSCALE_ROPE},
+    ),
+    TinyModel("deepseek_v3", "DeepseekV3", _LATENT | {"first_k_dense_replace": 1, "rope_parameters": _MSCALE_ROPE}),
+    TinyModel(
+        "deepseek_v3_biased_halves",
+        "DeepseekV3",
+        _LATENT
+        | {
+            "attention_bias": True,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+            "q_lora_rank": None,
+        },
+    ),
+    TinyModel("glm4_moe_lite", "Glm4MoeLite", _LATENT),
+    TinyModel("minicpm3", "MiniCPM3", _LATENT | {"dim_model_base": 32, "scale_emb": 3, "scale_depth": 1.1}),
+    TinyModel("youtu", "Youtu", _LATENT | {"tie_word_embeddings": False}),
     TinyModel("olmo2", "Olmo2"),
     TinyModel("olmo2_biased", "Olmo2", {"attention_bias": True}),
     TinyModel("granite", "Granite", _MULTIPLIERS),
@@ -127,6 +164,9 @@ def build_model_folder(folder: Path, model: TinyModel, *, seed: int = 0, max_sha
                     parameter.normal_(0, 0.1)
                 elif "norm" in name:
                     parameter.normal_(1, 0.1)
+            for name, buffer in network.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0, 0.1)
         network.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
@@ -156,8 +196,10 @@ def choose_all_experts(folder: Path) -> None:
     """
     path = folder / "config.json"
     raw = json.loads(path.read_text())
-    if (num_experts := raw.get("num_experts", raw.get("num_local_experts"))) is not None:
-        path.write_text(json.dumps(raw | {"num_experts_per_tok": num_experts}))
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    if num_experts := next((raw[key] for key in keys if raw.get(key) is not None), 0):
+        groups = {"topk_group": raw["n_group"]} if raw.get("n_group") else {}
+        path.write_text(json.dumps(raw | {"num_experts_per_tok": num_experts} | groups))
 
 
 @dataclass(frozen=True, slots=True)

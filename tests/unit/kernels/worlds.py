@@ -1,9 +1,10 @@
 """Tiny arenas for kernel tests: random sequences in scattered blocks, and NaN in every unwritten slot."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from kvkeeper.kernels.attention.latent_attention import latent_layer
 from kvkeeper.kernels.layout import KvLayout
 
 
@@ -43,6 +44,17 @@ def make_world(
             values = torch.randn(2, num_kv_heads, head_dim, generator=generator)
             layer[tables[seq, i // block_size], :, i % block_size] = values.to(dtype)
     return World(layout, arena, layer, tables, torch.tensor(seq_lens, dtype=torch.int32))
+
+
+def make_latents(
+    seq_lens: list[int], *, latent: int, rope: int, block_size: int = 4, dtype: torch.dtype = torch.float32
+) -> World:
+    """The same with a latent vector and a rotated key of each token; `layer` is of latent_layer."""
+    world = make_world(seq_lens, block_size=block_size, num_kv_heads=1, head_dim=latent + rope, dtype=dtype)
+    layout = replace(world.layout, is_latent=True)
+    arena = world.arena[:, :, :1].contiguous()
+    layer = latent_layer(arena[:, layout.num_layers // 2])
+    return World(layout, arena, layer, world.block_tables, world.seq_lens)
 
 
 def random_queries(num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

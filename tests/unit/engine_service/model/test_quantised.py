@@ -49,6 +49,12 @@ def test_every_kind_of_projection_may_be_quantised(model: str, stored: str, tmp_
     expect_same(*build_both(tmp_path, MODELS[model], BY_NAME[stored]))
 
 
+@pytest.mark.parametrize("model", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_in_fp8(model: str, tmp_path: Path) -> None:
+    """What makes keys and values of latents is used head by head, and stored as one projection."""
+    expect_same(*build_both(tmp_path, MODELS[model], BY_NAME["fp8_by_block"]))
+
+
 def test_modules_that_are_not_quantised_stay_as_they_are(tmp_path: Path) -> None:
     expect_same(*build_both(tmp_path, MODELS["llama"], BY_NAME["gptq"], skipped="layers.0."))
 

@@ -12,6 +12,7 @@ from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
+from kvkeeper.kernels.attention.latent_attention import latent_attention_decode, latent_attention_prefill, latent_layer
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks
@@ -25,6 +26,7 @@ from kvkeeper.kernels.quantised.store import QuantisedSlots, store_quantised
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
+from kvkeeper.kernels.store_latent import store_latent
 from tests.unit.kernels.gpu.pretend import nowhere
 
 LAUNCHES: dict[str, Callable[[], object]] = {}
@@ -103,6 +105,28 @@ def _group(num_rows: int, dtype: torch.dtype) -> None:
     clamped_swiglu(nowhere(num_rows, 2 * hidden, dtype=dtype), 1.702, 7.0)
 
 
+def _latent(
+    num_heads: int, latent: int, rope: int, dtype: torch.dtype, *, num_seqs: int = 16, num_queries: int = 0, width: int = 512
+) -> None:
+    """Decode, or with num_queries prefill, of latents."""
+    layout = KvLayout(_NUM_LAYERS, 1, latent + rope, dtype, 16, is_latent=True)
+    view = nowhere(_NUM_BLOCKS, *layout.view_shape, dtype=dtype)[:, 1]
+    layer = latent_layer(view).as_subclass(type(view))
+    q = nowhere(num_queries or num_seqs, num_heads, latent + rope, dtype=dtype)
+    tensors = (q, layer, _ints(num_seqs, width), _ints(num_seqs))
+    if num_queries:
+        latent_attention_prefill(*tensors, _ints(num_seqs + 1), scale=0.1, latent=latent)
+    else:
+        latent_attention_decode(*tensors, scale=0.1, latent=latent)
+
+
+def _store_latent(latent: int, rope: int, dtype: torch.dtype) -> None:
+    layout = KvLayout(_NUM_LAYERS, 1, latent + rope, dtype, 16, is_latent=True)
+    layer = latent_layer(nowhere(_NUM_BLOCKS, *layout.view_shape, dtype=dtype)[:, 1])
+    turned = nowhere(64, 129, rope, dtype=dtype)[:, -1]
+    store_latent(nowhere(64, latent, dtype=dtype), turned, layer, _ints(64))
+
+
 def _stored(
     name: str,
     head_dim: int,
@@ -172,13 +196,21 @@ for head_dim in (64, 128):
 for label, dtype in DTYPES.items():
     for num_rows in (64, 1024, 32768):
         _add(f"experts of {num_rows} rows {label}", _group, num_rows, dtype)
+for label, dtype in DTYPES.items():
+    for num_heads, latent, rope in ((128, 512, 64), (16, 512, 64), (40, 256, 32)):
+        _add(f"latent decode h{num_heads} d{latent} {label}", _latent, num_heads, latent, rope, dtype)
+        _add(f"latent prefill h{num_heads} d{latent} {label}", _latent, num_heads, latent, rope, dtype, num_queries=4096)
+    for latent, rope in ((512, 64), (256, 32)):
+        _add(f"store latent d{latent} {label}", _store_latent, latent, rope, dtype)
 # What differs from step to step, and may not compile a kernel anew: the width of tables, the numbers of rows and tokens.
 VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
     "decode": (4, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (3, 8) for w in (1, 7, 16, 100)]),
-    "decode shared": (6, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (16, 33) for w in (64, 99)]),
+    "decode shared": (7, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (16, 33) for w in (64, 99)]),
     "prefill": (5, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
                     for n in (1, 2, 16) for t in (17, 64, 999) for w in (1, 7, 16, 200, 211)]),
     "experts": (5, [partial(_group, n, torch.bfloat16) for n in (1, 4, 16, 500, 700)]),
+    "latents": (5, [partial(_latent, 128, 512, 64, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
+                    for n in (1, 2, 16) for t in (0, 17, 64, 999) for w in (1, 7, 16, 200, 211)]),
     "store": (1, [partial(_store, 128, n, torch.bfloat16) for n in (1, 7, 16, 64)]),
     "norm": (1, [partial(_head_norm, 128, torch.bfloat16, num_tokens=n) for n in (1, 7, 16)]),
 }  # fmt: skip

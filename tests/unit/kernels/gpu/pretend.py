@@ -4,7 +4,7 @@ import torch
 
 from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
 from kvkeeper.engine_service.compute.upload import PackedUpload
-from kvkeeper.engine_service.model import decoder, experts
+from kvkeeper.engine_service.model import decoder, experts, latent
 
 
 class PretendCuda(torch.Tensor):
@@ -58,5 +58,7 @@ def pretend_model_on_cuda(monkeypatch):
     monkeypatch.setattr(PackedUpload, "stage", stage_all)
     monkeypatch.setattr(experts, "linear", claiming(experts.linear))
     monkeypatch.setattr(experts, "grouped_linear", claiming(experts.grouped_linear))
+    for name in ("linear", "rms_norm", "rotary", "latent_attention_decode", "latent_attention_prefill"):
+        monkeypatch.setattr(latent, name, claiming(getattr(latent, name)))
     for name in _OPS:
         monkeypatch.setattr(decoder, name, claiming(getattr(decoder, name)))

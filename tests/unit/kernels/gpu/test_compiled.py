@@ -25,6 +25,7 @@ _WIDE = {
     "rotary_kernel",
     "rotary_store_kv_kernel",
     "gate_kernel",
+    "store_latent_kernel",
 }
 
 
@@ -87,6 +88,14 @@ def test_experts_multiply_matrices_and_read_ahead(kernels):
     assert products
     for launch, figures in products:
         assert figures["HGMMA" if "32768" in launch else "HMMA"] and figures["LDGSTS"], (launch, figures)
+
+
+def test_attention_over_latents_multiplies_matrices_and_reads_ahead(kernels):
+    """Many heads by the instructions of whole warp groups."""
+    attending = [(launch, figures) for launch, figures in kernels if figures["kernel"] == "latent_attention_kernel"]
+    assert attending
+    for launch, figures in attending:
+        assert figures["HMMA" if "h16" in launch else "HGMMA"] and figures["LDGSTS"], (launch, figures)
 
 
 def test_no_kernel_got_worse(compiled):

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 BLOCK_SIZE, NUM_BLOCKS = 16, 24
 BOUND = 2e-5
 CHOSEN = [
-    model for model in TINY_MODELS if model.name in ("llama_llama3_rope", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe")
+    model
+    for model in TINY_MODELS
+    if model.name in ("llama_llama3_rope", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3")
 ]
 
 

@@ -1,0 +1,141 @@
+"""Latent attention of a layer (MLA): what it projects, and how the step's queries meet the latents in the arena.
+
+Follows DeepSeek-V2 (arXiv 2405.04434). A token leaves a normalised latent vector and a rotated key in the cache, and no V.
+Queries are brought into the latents' space by the part of `up` that would make keys, outputs back by the part that would make
+values. On a CPU a long prompt goes the other way, where that is less work (kernels.attention.latent_attention).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvkeeper.kernels.activations.linear import linear
+from kvkeeper.kernels.activations.rms_norm import rms_norm
+from kvkeeper.kernels.activations.rotary import rotary
+from kvkeeper.kernels.attention.latent_attention import (
+    expanded_prefill,
+    latent_attention_decode,
+    latent_attention_prefill,
+)
+from kvkeeper.kernels.attention.latent_widths import LatentWidths
+from kvkeeper.kernels.store_latent import store_latent
+
+from .attention import AttentionMetadata, DecodeRows, PrefillRows
+from .experts import Weight
+
+_EPS = 1e-6  # of the norms of latents, whatever config.json says of the others: transformers' default
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """H hidden, N heads, R latent, P rope, K key, V value; Q the rank of queries.
+
+    Attributes:
+        down: [Q + R + P, H]: queries' latent, latent, rotated key; without a rank of queries [N (K + P) + R + P, H].
+        query_norm: [Q]. query_up: [N (K + P), Q]: each head's own part, then the rotated one. None: queries have no rank.
+        norm: [R], of latents.
+        up: [N, K + V, R], what would make keys and values of a latent.
+    """
+
+    down: Weight
+    query_norm: torch.Tensor | None
+    query_up: Weight | None
+    norm: torch.Tensor
+    up: torch.Tensor
+
+    def packed(self, pack: Callable[[Weight], Weight]) -> "LatentWeights":
+        """up stays as it is: it multiplies head by head."""
+        return replace(self, down=pack(self.down), query_up=None if self.query_up is None else pack(self.query_up))
+
+
+def latent_attention(
+    x: torch.Tensor,
+    weights: LatentWeights,
+    widths: LatentWidths,
+    scale: float,
+    rotation: tuple[torch.Tensor, torch.Tensor],
+    kv_layer: torch.Tensor,
+    metadata: AttentionMetadata,
+) -> torch.Tensor:
+    """Store the latents of x [T, H], and attend. Heads' outputs [T, N * V], before the output projection."""
+    down = linear(x, weights.down)
+    q, latent, k_rope = down.split((down.shape[1] - widths.latent - widths.rope, widths.latent, widths.rope), 1)
+    if weights.query_up is not None:
+        assert weights.query_norm is not None, "they come together"
+        q = linear(rms_norm(q.contiguous(), weights.query_norm, _EPS)[0], weights.query_up)
+    latent, _ = rms_norm(latent.contiguous(), weights.norm, _EPS)
+    q = q.unflatten(1, (-1, widths.key + widths.rope))
+    turned = rotary(torch.cat((q[..., widths.key :], k_rope[:, None]), 1), *rotation)
+    store_latent(latent, turned[:, -1], kv_layer, metadata.slot_mapping, metadata.store)
+    q, q_rope = q[..., : widths.key], turned[:, :-1]
+    decode, prefill = metadata.decode, metadata.prefill
+    if prefill is None:
+        assert decode is not None, "a batch has tokens"
+        return _decode(q, q_rope, weights, widths, scale, kv_layer, decode).flatten(1)
+    if decode is None:
+        return _prefill(q, q_rope, weights, widths, scale, kv_layer, prefill).flatten(1)
+    assert decode.token_rows is not None
+    assert prefill.token_rows is not None
+    out = x.new_empty(len(x), q.shape[1], widths.value)
+    first, second = decode.token_rows, prefill.token_rows
+    decoded = _decode(q[first], q_rope[first], weights, widths, scale, kv_layer, decode)
+    prefilled = _prefill(q[second], q_rope[second], weights, widths, scale, kv_layer, prefill)
+    return out.index_copy_(0, decode.token_rows, decoded).index_copy_(0, prefill.token_rows, prefilled).flatten(1)
+
+
+def _decode(
+    q: torch.Tensor,
+    q_rope: torch.Tensor,
+    weights: LatentWeights,
+    widths: LatentWidths,
+    scale: float,
+    kv_layer: torch.Tensor,
+    rows: DecodeRows,
+) -> torch.Tensor:
+    found = latent_attention_decode(
+        _absorbed(q, q_rope, weights, widths),
+        kv_layer,
+        rows.block_tables,
+        rows.seq_lens,
+        scale=scale,
+        latent=widths.latent,
+        plan=rows.plans[None],
+    )
+    return _values_of(found, weights, widths)
+
+
+def _prefill(
+    q: torch.Tensor,
+    q_rope: torch.Tensor,
+    weights: LatentWeights,
+    widths: LatentWidths,
+    scale: float,
+    kv_layer: torch.Tensor,
+    rows: PrefillRows,
+) -> torch.Tensor:
+    plan = rows.plans[None]
+    sizes = [(chunk.last - chunk.first, len(chunk.kv_rows) // 2) for chunk in plan.chunks]  # none on CUDA
+    if sizes and widths.prefers_expanded(sizes):
+        return expanded_prefill(torch.cat((q, q_rope), 2), kv_layer, weights.up, widths, scale=scale, plan=plan)
+    found = latent_attention_prefill(
+        _absorbed(q, q_rope, weights, widths),
+        kv_layer,
+        rows.block_tables,
+        rows.seq_lens,
+        rows.query_start_loc,
+        scale=scale,
+        latent=widths.latent,
+        plan=plan,
+    )
+    return _values_of(found, weights, widths)
+
+
+def _absorbed(q: torch.Tensor, q_rope: torch.Tensor, weights: LatentWeights, widths: LatentWidths) -> torch.Tensor:
+    """[T, N, R + P] of q [T, N, K]: the query that scores latents as q scores the keys made of them."""
+    return torch.cat((torch.bmm(q.transpose(0, 1), weights.up[:, : widths.key]).transpose(0, 1), q_rope), 2)
+
+
+def _values_of(found: torch.Tensor, weights: LatentWeights, widths: LatentWidths) -> torch.Tensor:
+    """[T, N, V] of weighed latents [T, N, R]."""
+    return torch.bmm(found.transpose(0, 1), weights.up[:, widths.key :].transpose(1, 2)).transpose(0, 1)

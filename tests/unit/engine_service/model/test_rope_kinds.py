@@ -1,0 +1,66 @@
+"""Every kind of rotary embedding in every native family gives the logits of transformers; a part of a head, too, in Phi-3."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvkeeper.engine_service.model.families.table import FAMILIES
+from kvkeeper.engine_service.model.loader import load_model
+from tests.support.models.tiny_models import TINY_MODELS, NumericsCase, TinyModel, build_model_folder, logits_of, random_tokens
+from tests.unit.engine_service.model.test_numerics import HandTables
+
+torch.set_num_threads(1)
+NUM_TOKENS = 40
+# Without config.json's own: the library writes theta and kind into it.
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0, "truncate": False},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "longrope": {"factor": 4.0, "original_max_position_embeddings": 64},
+}
+_TYPES = {model.family: model for model in reversed(TINY_MODELS)}  # the first of each family
+FIRST = {  # by model type, of which the library's classes have other names
+    "gemma3_text": "Gemma3Text",
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "glm4_moe_lite": "Glm4MoeLite",
+    "gpt_oss": "GptOss",
+    "minicpm3": "MiniCPM3",
+    "qwen3_moe": "Qwen3Moe",
+}
+PHI3 = ("default", "longrope")  # the library's own check refuses it the others
+CASES = [(family, kind, 1.0) for family in FAMILIES for kind in (PHI3 if family == "phi3" else KINDS)]
+CASES += [("phi3", kind, 0.75) for kind in PHI3]
+
+
+@pytest.mark.parametrize(("model_type", "kind", "part"), CASES)
+@pytest.mark.filterwarnings("ignore")  # of the library, about lengths
+def test_a_kind_of_rope_is_that_of_transformers(model_type, kind, part, tmp_path):
+    kind_of_model = _TYPES[FIRST.get(model_type, model_type.capitalize())]
+    changes = dict(kind_of_model.overrides) | {"num_hidden_layers": 1}
+    width = int(part * changes.get("qk_rope_head_dim", 16))
+    rope = {"rope_type": kind, "rope_theta": 10000.0} | KINDS[kind]
+    rope |= {"partial_rotary_factor": part} if part < 1 else {}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0 + at / 4 for at in range(width // 2)], "long_factor": [9.0] * (width // 2)}
+    if model_type == "gemma3_text":
+        changes["layer_types"] = ["full_attention"]
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    if model_type == "phi3" and kind == "longrope":
+        changes["original_max_position_embeddings"] = 64
+    model = TinyModel(kind_of_model.name, kind_of_model.family, changes | {"rope_parameters": rope})
+    folder = build_model_folder(tmp_path, model)
+    case = NumericsCase(random_tokens(NUM_TOKENS))
+    (expected,) = logits_of(folder, [case])
+    decoder, config = load_model(folder, progress=False)
+    assert config.rope.kind == ("default" if kind == "dynamic" else kind)
+    (found,) = HandTables(decoder, 16).compute([case], 16)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
