@@ -41,9 +41,9 @@ from .ranks.failures import RankLost
 from .ranks.ranks import Ranks
 from .rpc.admission import connection_of
 from .rpc.fronts.fronts import Fronts
+from .rpc.fronts.public_address import metrics_at, open_address, serve_at
 from .rpc.hand_over.taker import TakeOverRefused
 from .rpc.methods import intake_of
-from .rpc.public_address import metrics_at, open_address, serve_at
 from .rpc.service import EngineService
 from .scheduler.state.fair_share import FairShare
 from .scheduler.state.policies import make_ordering

@@ -24,8 +24,8 @@ from kvkeeper.trust.caller import note_caller
 
 from ...outputs.generation import Generation
 from ...values.errors import EngineError
-from ..encode_chunk import response_of
 from ..methods import CONTRACT
+from ..streams.encode_chunk import response_of
 from ..streams.stream_buffer import StreamBuffer
 from ..streams.stream_pace import HasUnread, StreamPace
 from ..streams.streamed import Send

@@ -19,9 +19,9 @@ from kvkeeper.trust.caller import is_still_known
 
 from ...values.errors import EngineError, InvalidField, QueueFull, WrongCredential
 from ...values.output_chunk import PlainTokens
-from ..encode_chunk import response_of
 from ..ownership import shown_id
 from ..status import REFUSALS
+from .encode_chunk import response_of
 from .stream_buffer import StreamBuffer
 from .stream_pace import HasUnread, StreamPace
 from .streamed import Admit, Streamed

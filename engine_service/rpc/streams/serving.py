@@ -14,8 +14,8 @@ from kvkeeper.service.turns import TakesTurns
 
 from ...values.errors import EngineError
 from ...values.output_chunk import OutputChunk
-from ..encode_chunk import response_of
 from ..ownership import shown_id
+from .encode_chunk import response_of
 from .many import ManyCalls, ManyRequests, Read, Write
 from .stream_buffer import PacedBuffer
 from .stream_pace import StreamPace

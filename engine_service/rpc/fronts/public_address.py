@@ -12,12 +12,12 @@ from kvkeeper.service.methods import Contract, MethodRouter
 from kvkeeper.service.turns import Turns
 from kvkeeper.trust.guard import Guard
 
-from ..config import EngineConfig
-from .fronts.fronts import Fronts, open_fronts
-from .fronts.set_up import front_services, front_set_up
-from .methods import router_of
-from .metrics import PREFIX
-from .service import EngineService
+from ...config import EngineConfig
+from ..methods import router_of
+from ..metrics import PREFIX
+from ..service import EngineService
+from .fronts import Fronts, open_fronts
+from .set_up import front_services, front_set_up
 
 Protocols = Sequence[tuple[Contract, Any]]  # beside our own, each with what answers
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ..values.output_chunk import OutputChunk, Usage
-from ..values.token_logprobs import TokenLogprobs
+from ...values.output_chunk import OutputChunk, Usage
+from ...values.token_logprobs import TokenLogprobs
 
 
 def response_of(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:
