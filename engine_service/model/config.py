@@ -18,7 +18,7 @@ from .checkpoint.json_file import read_json_object
 from .families.family import ExpertNames, Family, LatentFamily, RoutingRule
 from .families.table import FAMILIES
 from .quantised.scheme import FIELD, Scheme, parse_scheme
-from .rope_config import RopeConfig, parse_local_rope, parse_rope
+from .rope.rope_config import RopeConfig, parse_local_rope, parse_rope
 from .routing import Routing
 
 

@@ -29,7 +29,7 @@ from .config import ModelConfig
 from .experts import ExpertWeights, MlpWeights, Weight, apply_mlp
 from .latent import LatentWeights, latent_attention
 from .parallel.split import WHOLE, Split
-from .rope import RotaryTable
+from .rope.rotary_table import RotaryTable
 from .stored_attention import StoredAttention, StoredMetadata, attend_as_stored
 
 

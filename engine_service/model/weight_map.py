@@ -16,7 +16,7 @@ from .families.family import ExpertNames
 from .families.table import FAMILIES
 from .latent import LatentWeights
 from .parallel.split import WHOLE, Split, config_of_rank
-from .rope import rotated_order
+from .rope.rotary_table import rotated_order
 
 _Empty = Callable[..., torch.Tensor]
 _ALL: tuple[slice, ...] = (slice(None),)

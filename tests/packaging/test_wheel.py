@@ -25,10 +25,11 @@ PACKAGE_ROOTS = (
 
 
 OF_THE_ENGINE = ("kvkeeper.engine_service", "kvkeeper.kernels")  # modules that need the extra
-OF_OTHER_EXTRAS = (  # `cpu`, `gateway`, `remote`
+OF_OTHER_EXTRAS = (  # `cpu`, `gateway`, `remote`, `mooncake`
     "kvkeeper.kernels.cpu.kernels",
     "kvkeeper.engine_service.rpc.gateway",
-    "kvkeeper.cache_service.memory.remote.remote_store",
+    "kvkeeper.cache_service.memory.remote.redis_server",
+    "kvkeeper.cache_service.memory.remote.mooncake_process",
 )
 OF_VLLM = "kvkeeper.vllm.connector"  # needs vLLM, which no extra brings; `make vllm-check` imports it
 IMPORT_ALL = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
