@@ -67,6 +67,14 @@ class EngineConfig:
     )
     cache: str = setting("127.0.0.1:7410", group="Addresses", help="address of the cache service", check=TARGET_ADDRESS)
     listen: str = listen_setting("127.0.0.1:7411")
+    fronts: int = setting(
+        0,
+        group="Addresses",
+        help="processes that serve clients' streams, so that the engine's loop has time for steps; 0: the loop serves them",
+        check=between(0, 64),
+        details="They listen at --listen, make text of tokens, find stop strings and write streams. A Unix socket takes one. A"
+        " front that dies is started again; its streams end, and what was submitted goes on.",
+    )
     role: str = setting(
         "both",
         group="Addresses",
@@ -502,6 +510,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         check_trust(self)
+        if self.fronts > 1 and self.listen.startswith("unix:"):
+            raise ConfigError("--fronts: a Unix socket takes one front; --listen host:port takes more")
         if self.prefill and self.role != "decode":
             raise ConfigError("--prefill: with --role decode, and only with it")
         if (self.speculation == "draft-model") != bool(self.draft_model):

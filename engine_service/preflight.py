@@ -27,6 +27,7 @@ _PACKAGES = ("torch", "safetensors", "tokenizers", "llguidance", "jinja2")  # of
 _GPU_FILES = ("nvidia*", "dxg", "nvhost*", "nvmap")  # in /dev, on any machine on which CUDA can run
 # Of torch, other imports, and a first step, measured 180 MB beside the weights, and of compiling kernels, 80 MB.
 _PROGRAM_BYTES = 320 << 20
+_FRONT_BYTES = 64 << 20  # of a front process: measured 40 MB, and room for streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ def check_gateway(config: EngineConfig) -> None:
 def needed_bytes(config: EngineConfig, memory: ModelMemory) -> int:
     """Memory of the host that the engine takes until it serves."""
     of_all_ranks = config.tensor_parallel * (_PROGRAM_BYTES + memory.largest_tensor)
-    return of_all_ranks + (memory.weights if config.device == "cpu" else 0)
+    weights = memory.weights if config.device == "cpu" else 0
+    return of_all_ranks + config.fronts * _FRONT_BYTES + weights
 
 
 def model_memory(config: EngineConfig) -> ModelMemory:

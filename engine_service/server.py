@@ -9,8 +9,8 @@ import asyncio
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import structlog
 import torch
@@ -19,11 +19,11 @@ from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.retry import CallOptions
-from kvkeeper.service.endpoint import Admission, Endpoint
+from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.extras import missing
 from kvkeeper.service.intake import Intake
 from kvkeeper.service.listen import AddressInUse
-from kvkeeper.service.methods import MethodRouter
+from kvkeeper.service.methods import Contract
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
 from kvkeeper.trust.guard import Guard
@@ -40,9 +40,10 @@ from .model.parallel.split import WHOLE
 from .ranks.failures import RankLost
 from .ranks.ranks import Ranks
 from .rpc.admission import connection_of
+from .rpc.fronts.fronts import Fronts
+from .rpc.fronts.public_address import metrics_at, open_address, serve_at
 from .rpc.hand_over.taker import TakeOverRefused
-from .rpc.methods import intake_of, router_of
-from .rpc.metrics import PREFIX as METRICS_PREFIX
+from .rpc.methods import intake_of
 from .rpc.service import EngineService
 from .scheduler.state.fair_share import FairShare
 from .scheduler.state.policies import make_ordering
@@ -71,7 +72,7 @@ class RunningServer:
     guard: Guard
     _serving: asyncio.Task[None]
     _ready: asyncio.Event
-    _endpoint: Endpoint
+    _endpoint: Endpoint | Fronts
     _client: AsyncCacheClient
     metrics: MetricsServer | None = None
     _stalls: asyncio.Task[None] | None = None
@@ -155,17 +156,13 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     ranks: Ranks | None = None
-    endpoint: Endpoint | None = None
+    endpoint: Endpoint | Fronts | None = None
     metrics: MetricsServer | None = None
     credentials = credentials_of(config)
     try:
         # Before the long load, so that a taken address is refused at once.
         guard, intake = Guard(config), intake_of(config)
-        opened = endpoint = await Endpoint.open(
-            config.listen,
-            admission=Admission(config.connections, config.connection_calls, (intake,)),
-            guard=guard,
-        )
+        opened = endpoint = await open_address(config, guard, intake)
         if config.health_address:
             endpoint.open_health(config.health_address)
         await asyncio.to_thread(switch_kernels, config)
@@ -195,10 +192,9 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
 
         service = EngineService(config, served, engine, text_work, intake.turns, leave, credentials)
         if config.metrics_listen:
-            refused = partial(guard.metrics, METRICS_PREFIX, model=served.model_id)
-            metrics = MetricsServer(config.metrics_listen, lambda: chain(service.metrics(), refused()))
-        routers = [router_of(service), *_gateway_routers(config, service, engine, served)]
-        await endpoint.start(*routers, has_reflection=config.reflection)
+            metrics = MetricsServer(config.metrics_listen, partial(metrics_at, opened, service, guard))
+        gateway = _gateway(config, service, engine, served)
+        await serve_at(endpoint, config, service, intake.turns, guard, gateway)
     except BaseException as error:
         if ranks is not None:
             ranks.stop()
@@ -256,16 +252,14 @@ def _wake_from_a_thread(loop: asyncio.AbstractEventLoop, engine: Engine) -> None
         loop.call_soon_threadsafe(engine.wake)
 
 
-def _gateway_routers(config: EngineConfig, service: EngineService, engine: Engine, served: ServedModel) -> list[MethodRouter]:
-    """Of the gateway's protocol, where it is wanted and its package is installed."""
+def _gateway(config: EngineConfig, service: EngineService, engine: Engine, served: ServedModel) -> list[tuple[Contract, Any]]:
+    """The gateway's protocol, where it is wanted and its package is installed: its contract, and what answers."""
     if config.gateway == "off" or missing(GATEWAY_PACKAGE):
         return []
     from .rpc.gateway.calls import VllmEngine
     from .rpc.gateway.methods import CONTRACT as GATEWAY_CONTRACT
 
-    return [
-        MethodRouter(GATEWAY_CONTRACT, VllmEngine(config, service, engine, has_tokenizer=served.text.tokenizer is not None))
-    ]
+    return [(GATEWAY_CONTRACT, VllmEngine(config, service, engine, has_tokenizer=served.text.tokenizer is not None))]
 
 
 def credentials_of(config: EngineConfig) -> Credentials:

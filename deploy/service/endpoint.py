@@ -26,7 +26,6 @@ _MOST = 2**31 - 1  # that an option can say
 HealthServicer: Any = health.aio.HealthServicer  # type: ignore[attr-defined]
 
 _OPTIONS = [
-    ("grpc.so_reuseport", 0),  # two services on one port would share its connections at random
     # Compressed messages are refused: unpacking a few kilobytes may cost much time and memory here, and the sender nothing.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.per_message_decompression", 0),
@@ -73,21 +72,30 @@ class Guard(Protocol):
 class Endpoint:
     """A server at an address. address is what a client's channel takes. Made by open."""
 
-    def __init__(self, address: str, server: grpc.aio.Server, lock: SocketLock | None) -> None:
+    def __init__(self, address: str, server: grpc.aio.Server, lock: SocketLock | None, health: Any) -> None:
         self.address = address
         self._server = server
         self._lock = lock
-        self._health = HealthServicer()
+        self._health = health
         self.health_listener: HealthListener | None = None
         self._service_name = ""
 
     @classmethod
     async def open(
-        cls, listen: str, max_message_bytes: int = 0, admission: Admission | None = None, guard: Guard | None = None
+        cls,
+        listen: str,
+        max_message_bytes: int = 0,
+        admission: Admission | None = None,
+        guard: Guard | None = None,
+        health: Any = None,
+        *,
+        is_shared: bool = False,
     ) -> "Endpoint":
         """Takes the address; no call is answered yet. max_message_bytes: of a message without a prompt, where it is large.
 
         admission: None where all clients are trusted with the service's time. guard: None where every caller is let in.
+        health: a HealthServicer of the service's own. is_shared: another process has taken the address (shared_address.py)
+        for this one and others, among which the kernel divides the connections.
 
         Raises StartError, AddressInUse.
         """
@@ -98,14 +106,19 @@ class Endpoint:
             interceptors=(*(guard.interceptors if guard else ()), *(admission.interceptors if admission else ())),
             options=[
                 *_OPTIONS,
+                ("grpc.so_reuseport", int(is_shared)),  # two services on one port would share its connections at random
                 ("grpc.max_receive_message_length", most),
                 *([] if admission is None else admission.options()),
             ],
         )
         try:
-            if path is not None:
-                lock = SocketLock(path)
-            return cls(_bind(server, listen, guard.tls if guard else None), server, lock)
+            if not is_shared:
+                if path is not None:
+                    lock = SocketLock(path)
+                else:
+                    _check_free(listen)
+            address = _bind(server, listen, guard.tls if guard else None)
+            return cls(address, server, lock, HealthServicer() if health is None else health)
         except BaseException:
             await server.stop(grace=None)
             if lock is not None:
@@ -154,12 +167,17 @@ class Endpoint:
             self._lock.release()
 
 
+def _check_free(listen: str) -> None:
+    """Raises AddressInUse."""
+    host, _, number = listen.rpartition(":")
+    if number != "0":
+        check_port(host.strip("[]"), int(number))
+
+
 def _bind(server: grpc.aio.Server, listen: str, tls: grpc.ServerCredentials | None) -> str:
     """The address; a Unix socket is for its owner only. Raises StartError, AddressInUse."""
     is_socket = socket_path(listen) is not None
-    host, _, number = listen.rpartition(":")
-    if not is_socket and number != "0":
-        check_port(host.strip("[]"), int(number))
+    host = listen.rpartition(":")[0]
     old_mask = os.umask(0o177)
     try:
         port = server.add_insecure_port(listen) if tls is None else server.add_secure_port(listen, tls)

@@ -88,7 +88,7 @@ class MethodRouter(grpc.GenericRpcHandler):
             if method.name in contract.unimplemented:
                 handlers[method.name] = _not_implemented(contract, method)
             elif method.name not in handlers:
-                handlers[method.name] = _handler(contract, method, getattr(service, _snake_case(method.name)))
+                handlers[method.name] = _handler(contract, method, getattr(service, snake_case(method.name)))
         self._handlers = {f"/{self.service_name}/{name}": handler for name, handler in handlers.items()}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
@@ -130,5 +130,6 @@ def _not_implemented(contract: Contract, method: MethodDescriptor) -> grpc.RpcMe
     return make(refuse)
 
 
-def _snake_case(name: str) -> str:
+def snake_case(name: str) -> str:
+    """The name of a method of a service in Python, from its name in the protocol."""
     return "".join("_" + letter.lower() if letter.isupper() else letter for letter in name).lstrip("_")

@@ -10,9 +10,10 @@ same share. Knows no wire. All of it is used on one loop.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvkeeper.service.fair_queue import FairQueue
 
@@ -31,6 +32,20 @@ class TurnLimits:
     def num_each(self) -> int:
         """Messages of one connection that come at once."""
         return max(1, self.num_at_once // 4)
+
+
+class TakesPlace(Protocol):
+    """The place of one call."""
+
+    def leave(self) -> None:
+        """Give the place back. Idempotent."""
+
+
+class TakesTurns(Protocol):
+    """Grants places to calls: Turns, or one that asks the Turns of another process."""
+
+    def turn(self, client: str) -> AbstractAsyncContextManager[TakesPlace]:
+        """A place for one message. Raises TooManyWaiting."""
 
 
 class Turns:

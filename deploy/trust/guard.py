@@ -4,7 +4,7 @@ A service without tokens and without an authority of clients has no gate: it lis
 can connect may do everything, see settings.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -67,6 +67,6 @@ class Guard:
         """None: connections are not encrypted."""
         return None if self._tls is None else self._tls.credentials()
 
-    def metrics(self, prefix: str, **labels: str) -> Iterator[Metric]:
-        """labels: that each sample has beside its reason."""
-        return self.refused.metrics(prefix, labels)
+    def metrics(self, prefix: str, elsewhere: Mapping[str, int] | None = None, **labels: str) -> Iterator[Metric]:
+        """elsewhere: calls that other processes did not let in, by reason; labels: that each sample has beside its reason."""
+        return self.refused.metrics(prefix, labels, elsewhere or {})

@@ -26,6 +26,7 @@ CODES = {
     "TENANT_NOT_ALLOWED": grpc.StatusCode.PERMISSION_DENIED,
 }
 _TELL_EVERY_S = 1.0
+_NONE: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,10 @@ class RefusedCalls:
             self._told[reason] = now, count
             log.warning("call_refused", reason=reason, method=method, caller=caller, num_calls=count - told_count)
 
-    def metrics(self, prefix: str, labels: Mapping[str, str]) -> Iterator[Metric]:
-        """A family with each reason, also of those that never came."""
+    def metrics(self, prefix: str, labels: Mapping[str, str], elsewhere: Mapping[str, int] = _NONE) -> Iterator[Metric]:
+        """A family with each reason, also of those that never came. elsewhere: counts of other processes."""
         text = "Calls that were not let in, by reason."
         family = CounterMetricFamily(prefix + "refused_calls", text, labels=[*labels, "reason"])
         for reason in CODES:
-            family.add_metric([*labels.values(), reason.lower()], self.counts[reason])
+            family.add_metric([*labels.values(), reason.lower()], self.counts[reason] + elsewhere.get(reason, 0))
         yield family

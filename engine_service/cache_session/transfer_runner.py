@@ -23,6 +23,9 @@ class OtherRanks(Protocol):
 
     def run_transfers(self, answer: StepResult) -> None: ...
 
+    def synchronize(self) -> None:
+        """Return once they have run them."""
+
     def take_failed(self) -> list[int]:
         """Ids of the orders that failed there, of the steps that were computed since the last call."""
 
@@ -62,6 +65,8 @@ class TransferRunner:
         done, failed = move_blocks(self._device_blocks, self._host_blocks, orders)
         self._done_now += done
         self._failed_now += failed
+        if self._other_ranks is not None:
+            self._other_ranks.synchronize()  # a step without a batch counts as done when this returns
         self._num_moved_bytes = len(self._done_now) * self._device_blocks.shape[1]
         self._moving_seconds = stop_clock()
 

@@ -36,7 +36,7 @@ from .graphs.graph_api import CudaGraphs
 from .model_runner import AnyLayout, Model, ModelRunner, Runner, StepBounds, Warmed, kv_layout_of
 from .sampling_defaults import read_sampling_defaults
 from .self_check import load_checked_model
-from .stored_model import format_for, refuse_stored, stored_model
+from .stored.stored_model import format_for, refuse_stored, stored_model
 
 log = structlog.get_logger()
 

@@ -40,6 +40,7 @@ class OpenRequests:
         self._by_request: dict[Request, Generation] = {}  # those with sequences that have not ended
         self._held: set[Generation] = set()  # those that were taken out of the steps
         self._closed: list[Generation] = []
+        self._stopped: list[tuple[Request, int]] = []  # continuations that ended outside of a step, of requests that go on
         self._undelivered: dict[Generation, None] = {}  # those with chunks that their streams do not have yet
         self._num_constrained = 0  # of the open ones
 
@@ -133,6 +134,12 @@ class OpenRequests:
         if request_id not in self.generations:
             raise UnknownRequest("no live request has this id")
         self.generations[request_id].cancel()
+
+    def stop_at(self, generation: Generation, index: int, num_tokens: int) -> None:
+        """End a continuation whose text, made elsewhere, met a stop string with its first num_tokens tokens."""
+        if generation.stop_at(index, num_tokens) and generation.is_open:
+            self._stopped.append((generation.request, index))
+            self._wake_up()
 
     def fail_all(self, error: EngineError) -> None:
         """End all open requests. If there is a session, the next step releases their blocks."""
@@ -266,6 +273,11 @@ class OpenRequests:
 
     def end_closed(self) -> None:
         """End the sequences of requests that ended. The last K and V of a failed request must not be shared."""
+        for request, index in self._stopped:
+            for sequence in request.sequences:
+                if sequence.index == index and sequence.state is not SequenceState.ENDED:
+                    self._scheduler.end_sequence(sequence)
+        self._stopped.clear()
         for generation in self._closed:
             for sequence in generation.request.sequences:
                 if sequence.state is not SequenceState.ENDED:

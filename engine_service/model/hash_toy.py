@@ -4,7 +4,8 @@ K of token i is a hash of K of token i - 1, read through the block table, and of
 prefix. V is another hash of K. The next token is a hash of every K and V of the sequence, read through the table; with
 retention of every one that its sinks and its window keep. So any wrong, stale, torn, shifted or unwritten slot changes the
 output. Integers only: exact on every machine. Of several ranks each has all of it in its own arena, and where what one has read
-there is not what the others have read, the token is another one.
+there is not what the others have read, the token is another one. Each rank writes it in its own way, so that what one has of
+another's is wrong, too.
 
 expected_next_token says from the tokens alone what the toy must answer.
 """
@@ -62,6 +63,7 @@ class HashToyRunner:
             raise KernelArgumentError("hash_toy", "layout", f"{layout} is not {config.kv_layout(layout.block_size)}")
         self._config = config
         self._split = split
+        self._mask = np.uint64(0 if split.is_first else _mix(split.rank))
         self._layout = layout
         self._kv_view = kv_view
         # [num_blocks, num_layers, 2, block_size], one hash per K and per V
@@ -123,15 +125,16 @@ class HashToyRunner:
         for layer in range(self._config.num_layers):
             before = _SEED
             if start:
-                before = int(self._hashes[table[(start - 1) // block_size], layer, 0, (start - 1) % block_size])
+                before = int(self._hashes[table[(start - 1) // block_size], layer, 0, (start - 1) % block_size] ^ self._mask)
             keys = _chain(before, tokens, layer)
-            self._hashes[blocks, layer, 0, offsets] = keys
-            self._hashes[blocks, layer, 1, offsets] = _mix_all(keys ^ np.uint64(_VALUE_SALT))
+            self._hashes[blocks, layer, 0, offsets] = keys ^ self._mask
+            self._hashes[blocks, layer, 1, offsets] = _mix_all(keys ^ np.uint64(_VALUE_SALT)) ^ self._mask
 
     def _read(self, table: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """For each of these positions [T] the digest of the K and V of those up to it."""
         blocks, offsets = table[positions // self._layout.block_size], positions % self._layout.block_size
-        return _digests([(h[blocks, 0, offsets], h[blocks, 1, offsets]) for h in self._hashes.swapaxes(0, 1)], positions)
+        layers = self._hashes.swapaxes(0, 1)
+        return _digests([tuple(h[blocks, kind, offsets] ^ self._mask for kind in (0, 1)) for h in layers], positions)
 
 
 def expected_next_token(

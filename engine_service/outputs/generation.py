@@ -96,6 +96,10 @@ class Generation:
         self.draws_likeliest = self.params.is_likeliest and not tells_or_ranks and not self.constraints and self.search is None
 
     @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
     def is_open(self) -> bool:
         return self.refusal is None and len(self._ended) < self.request.n
 
@@ -237,8 +241,10 @@ class Generation:
         self._num_taken[0] += len(token_ids)
         self._num_sent += len(token_ids)
         output, texts = self.outputs[0], list[str]()
+        if not output.has_text:
+            return PlainTokens(token_ids, "")
         try:
-            for token_id in token_ids if output.has_text else ():
+            for token_id in token_ids:
                 texts.append(output.push(token_id)[0])
         except Exception:
             log.exception("text_failed", request_id=self.request.request_id)
@@ -273,7 +279,7 @@ class Generation:
 
     def _take_token(self, index: int, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> bool:
         self._settle()
-        if not self.is_open:
+        if not self.is_open or index in self._ended:  # its text was made elsewhere, and met a stop string
             return False
         output = self.outputs[index]
         self._num_taken[index] += 1
@@ -354,6 +360,21 @@ class Generation:
         except Exception:
             log.exception("text_failed", request_id=self.request.request_id)
             return ""
+
+    def stop_at(self, index: int, num_tokens: int) -> bool:
+        """A continuation's text, which is made elsewhere, met a stop string with its first num_tokens tokens: it ends there.
+
+        Tokens behind them count no more. Whether it had not ended yet.
+        """
+        self._settle()
+        if not self.is_open or index in self._ended:
+            return False
+        self._num_sent -= max(0, self._num_taken[index] - num_tokens)
+        self._num_taken[index] = min(self._num_taken[index], num_tokens)
+        del self._logprobs.get(index, [])[num_tokens:]
+        self._finish(OutputChunk(index, "", (), FinishReason.STOP))
+        self.deliver()
+        return True
 
     def fail(self, refusal: EngineError) -> None:
         """End the request with an error. A request that has ended is left alone."""

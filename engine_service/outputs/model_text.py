@@ -51,10 +51,14 @@ class ModelText:
     def output(self, prompt: Sequence[int], stops: Sequence[str]) -> TextOutput:
         """For one continuation of the prompt."""
         if self.tokenizer is None:
-            if stops:
-                self._require("sampling.stop")
-            return _NoText()
+            return self.no_output(prompt, stops)
         return _Text(Detokenizer(self.tokenizer, prompt[-_NUM_CONTEXT_TOKENS:]), StopStrings(stops) if stops else None)
+
+    def no_output(self, prompt: Sequence[int], stops: Sequence[str]) -> TextOutput:
+        """For one continuation of which another process makes the text."""
+        if stops:
+            self._require("sampling.stop")
+        return _NoText()
 
     def _require(self, field: str) -> Tokenizer:
         if self.tokenizer is None:

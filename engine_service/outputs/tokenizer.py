@@ -7,19 +7,19 @@ has its own Detokenizer and StopStrings; the Tokenizer is shared and never chang
 
 import copy
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import jinja2
-import jinja2.sandbox
 import tokenizers
 
 from ..model.checkpoint.errors import ModelConfigError, ModelFileMissingError, TokenizerError
 from ..model.checkpoint.json_file import read_json_object
+
+if TYPE_CHECKING:
+    from .chat_template import ChatTemplate
 
 _REPLACEMENT: Final = "\ufffd"  # decoders put it for bytes that are not, or not yet, a character
 _MOST_PENDING: Final = 8  # tokens without a whole character; a UTF-8 character ends within 4 bytes, so more are junk
@@ -39,7 +39,7 @@ class Tokenizer:
         self._backend = backend
         self._settings = settings
         self._skipped = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self._template: jinja2.Template | None = None
+        self._template: ChatTemplate | None = None
         self.eos_ids = eos_ids
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
@@ -134,14 +134,13 @@ class Tokenizer:
         Raises:
             TokenizerError: the model has no template, or the template refuses the messages or fails.
         """
-        try:
-            if self._template is None:
-                self._template = _compile_template(self._settings.get("chat_template"))
-            special = {name: _token_text(self._settings.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
-            known = {**special, "messages": messages, "add_generation_prompt": add_generation_prompt}
-            return self._template.render(**{**known, **variables})
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise TokenizerError(f"chat template: {error}") from error
+        if self._template is None:
+            from .chat_template import ChatTemplate  # jinja2 takes as long to load as all of tokenizers; most texts need none
+
+            self._template = ChatTemplate(self._settings.get("chat_template"))
+        special = {name: _token_text(self._settings.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
+        known = {**special, "messages": messages, "add_generation_prompt": add_generation_prompt}
+        return self._template.render({**known, **variables})
 
 
 class Detokenizer:
@@ -279,27 +278,3 @@ def _token_text(token: object) -> str:
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else ""
-
-
-def _compile_template(source: object) -> jinja2.Template:
-    """source: one template, or a list of named templates, of which the default is used."""
-    if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, Mapping)}
-        source = named.get("default")
-    if not isinstance(source, str):
-        raise TokenizerError("the model has no chat template")
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    environment.filters["tojson"] = _to_json
-    return environment.from_string(source)
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    """Replaces jinja2's own filter: it escapes HTML, which chat templates do not expect."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -63,6 +63,8 @@ class RankedRunner:
         if len(pairs):
             self._ranks.tell(Kind.COPIES, np.array(pairs, "<i8").tobytes())
         self._own.copy_blocks(pairs)
+        if len(pairs):
+            self.synchronize()  # a step without a batch counts as done when this returns
 
     def synchronize(self) -> None:
         """Wait until the devices of all ranks have done all the work they were given; of this one, where others are lost.

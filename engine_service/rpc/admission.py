@@ -27,8 +27,8 @@ from ..values.request import Int32Array, Request
 from .decode_request import DEFAULT_MAX_TOKENS, MAX_CHAT_MESSAGES, options_of, token_array
 from .prefill.by_others import PromptsByOthers
 from .request_memory import RequestMemory
+from .streams.streamed import Send
 
-Send = Callable[[OutputChunk | EngineError], None]
 BringOn = Callable[[Generation], Awaitable[None]]
 
 
@@ -48,8 +48,11 @@ class Admission:
         """Most tokens of a sequence; before the first session, the model's own limit."""
         return self._engine.scheduler.limits.max_len or self._model.max_len
 
-    async def admit(self, message: pb.GenerateRequest, send: Send) -> Generation:
-        """Queue what the message asks for. Its bytes count until send gets its end. Raises EngineError."""
+    async def admit(self, message: pb.GenerateRequest, send: Send, *, makes_text: bool = True) -> Generation:
+        """Queue what the message asks for. Its bytes count until send gets its end. Raises EngineError.
+
+        makes_text: False where send makes the text, and finds stop strings; but where the engine chooses by them, it makes it.
+        """
         if self._config.role == "prefill":
             raise WrongRole("this engine computes prompts for others alone (--role prefill)", role=self._config.role)
 
@@ -57,7 +60,7 @@ class Admission:
             if not self._prompts.ask(generation, self.message_of):
                 self._engine.submit(generation)
 
-        return await self._hold(message, send, submit)
+        return await self._hold(message, send, submit, makes_text=makes_text)
 
     async def admit_prompt(self, message: pb.GenerateRequest, send: Send) -> Generation:
         """Queue a request of which another engine wants the prompt, and goes on with the rest. Raises EngineError."""
@@ -93,7 +96,7 @@ class Admission:
         message.sampling.seed = generation.seed - (1 << 64) * (generation.seed >= 1 << 63)
         return message
 
-    async def _hold(self, message: pb.GenerateRequest, send: Send, queue: BringOn) -> Generation:
+    async def _hold(self, message: pb.GenerateRequest, send: Send, queue: BringOn, *, makes_text: bool = True) -> Generation:
         held = self.memory.hold(message.ByteSize())
 
         def send_and_release(output: OutputChunk | EngineError) -> None:
@@ -104,7 +107,7 @@ class Admission:
             send(output)
 
         try:
-            generation, timeout_ms = await self._generation(message, send_and_release)
+            generation, timeout_ms = await self._generation(message, send_and_release, makes_text=makes_text)
             self._messages[generation] = message
             try:
                 await queue(generation)
@@ -119,7 +122,7 @@ class Admission:
             limit_time(generation, timeout_ms)
         return generation
 
-    async def _generation(self, message: pb.GenerateRequest, send: Send) -> tuple[Generation, int | None]:
+    async def _generation(self, message: pb.GenerateRequest, send: Send, *, makes_text: bool) -> tuple[Generation, int | None]:
         """What the message asks for, not queued yet, and its timeout_ms. Raises EngineError."""
         options = options_of(message, self._model.sampling_defaults, self._config.input_limits)
         client = client_of(peer.get(), options.tenant)
@@ -156,7 +159,10 @@ class Admission:
         eos = frozenset[int]() if options.ignore_eos else self._model.eos_token_ids
         stop = StopRules(eos, frozenset(options.stop_token_ids))
         context = prompt.tolist()
-        outputs = [self._model.text.output(context, options.stop) for _ in range(num_computed)]
+        makes_text = makes_text or bool(options.stop and (options.best_of is not None or beams is not None))
+        text = self._model.text
+        output = text.output if makes_text else text.no_output
+        outputs = [output(context, options.stop) for _ in range(num_computed)]
         generation = Generation(
             request,
             options.params,

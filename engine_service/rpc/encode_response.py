@@ -1,6 +1,5 @@
-"""From values to messages: output chunks, requests, results and iterations as the wire has them."""
+"""From values to messages: requests, results and iterations as the wire has them."""
 
-import dataclasses
 from collections.abc import Iterable
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
@@ -8,26 +7,9 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from ..loop.iteration import Iteration
 from ..outputs.generation import Generation
 from ..scheduler.work import Task
-from ..values.output_chunk import OutputChunk, Usage
-from ..values.token_logprobs import TokenLogprobs
 from .ownership import shown_id
+from .streams.encode_chunk import logprobs_of, usage_of
 from .submission import Submission
-
-
-def response_of(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:
-    """The message of a chunk."""
-    reason = f"FINISH_REASON_{chunk.finish_reason.name}" if chunk.finish_reason is not None else None
-    return pb.GenerateResponse(
-        request_id=request_id,
-        index=chunk.index,
-        text=chunk.text,
-        token_ids=chunk.token_ids,
-        finish_reason=reason,
-        usage=usage_of(chunk.usage) if chunk.usage is not None else None,
-        logprobs=logprobs_of(chunk.logprobs),
-        prompt_logprobs=logprobs_of(chunk.prompt_logprobs),
-        cumulative_logprob=chunk.cumulative_logprob,
-    )
 
 
 def request_info(generation: Generation, now: float) -> pb.RequestInfo:
@@ -92,21 +74,4 @@ def _plan_items(tasks: Iterable[Task]) -> list[pb.PlanItem]:
             num_query_tokens=task.num_query,
         )
         for task in tasks
-    ]
-
-
-def usage_of(usage: Usage) -> pb.Usage:
-    return pb.Usage(**dataclasses.asdict(usage))
-
-
-def logprobs_of(found: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
-    return [
-        pb.TokenLogprobs(
-            token_id=one.token_id,
-            logprob=one.logprob,
-            rank=one.rank,
-            top_token_ids=one.top_token_ids,
-            top_logprobs=one.top_logprobs,
-        )
-        for one in found
     ]

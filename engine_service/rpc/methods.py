@@ -1,7 +1,7 @@
 """The contract of the engine service: its methods, which of them carry prompts, its errors, and the turns of its calls."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -12,7 +12,6 @@ from kvkeeper.service.intake import Intake
 from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, Context, Contract, MethodRouter
 from kvkeeper.service.turns import TurnLimits
 
-from ..config import EngineConfig
 from ..values.errors import NotReceived, QueueFull
 from .status import REFUSALS
 
@@ -31,10 +30,10 @@ _GENERATE_MANY = CONTRACT.service.methods_by_name["GenerateMany"]
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read answers when the client has ended its side
 
 
-def router_of(service: Any) -> MethodRouter:
-    """The methods of the service, which has one for each RPC, in snake case."""
+def router_of(service: Any, given: Mapping[str, grpc.RpcMethodHandler] | None = None) -> MethodRouter:
+    """The methods of the service, which has one for each RPC that is not given, in snake case."""
     generate_many = grpc.stream_stream_rpc_method_handler(_many(service.generate_many))
-    return MethodRouter(CONTRACT, service, {"GenerateMany": generate_many})
+    return MethodRouter(CONTRACT, service, {"GenerateMany": generate_many, **(given or {})})
 
 
 def _many(function: Callable[..., Awaitable[None]]) -> Any:
@@ -51,7 +50,18 @@ def _many(function: Callable[..., Awaitable[None]]) -> Any:
     return stream
 
 
-def intake_of(config: EngineConfig) -> Intake:
+class IntakeConfig(Protocol):
+    """The part of a config that is about calls on their way in."""
+
+    @property
+    def receive_memory(self) -> int: ...
+    @property
+    def receive_seconds(self) -> float: ...
+    @property
+    def connection_calls(self) -> int: ...
+
+
+def intake_of(config: IntakeConfig) -> Intake:
     """The turns of calls, and the bounds of messages on their way in."""
     num_at_once = config.receive_memory // MAX_PROMPT_MESSAGE_BYTES
     return Intake(TurnLimits(num_at_once, config.connection_calls), config.receive_seconds, REFUSALS, _full, _late)

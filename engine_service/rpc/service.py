@@ -4,10 +4,8 @@ The task of a Generate call reads its own stream buffer and waits for its client
 however it comes, ends the request. Limits of fields are in decode_request.py, the status of each error in status.py.
 """
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 
 from prometheus_client import Metric
@@ -22,6 +20,8 @@ from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..loop.engine import Engine
 from ..loop.engine_counts import engine_counts
+from ..outputs.generation import Generation
+from ..outputs.model_text import ModelText
 from ..text_workers.text_work import TextWork
 from ..values.errors import EngineError, InvalidField
 from ..values.request import Int32Array
@@ -34,18 +34,19 @@ from .decode_request import (
     token_array,
     wait_of,
 )
-from .encode_response import iteration_plan, request_info, response_of, results_of
+from .encode_response import iteration_plan, request_info, results_of
 from .hand_over.giver import HandOvers
 from .hand_over.taker import Taker, take_over
 from .identity import identity
 from .methods import CONTRACT
 from .metrics import engine_metrics
-from .ownership import is_own, known_id, require_all_tenants, shown_id
+from .ownership import is_own, known_id, require_all_tenants
 from .prefill.by_others import PromptsByOthers
 from .prefill.for_others import PromptsForOthers
-from .streams.many import ManyCalls, ManyRequests, Read, Write
-from .streams.stream_buffer import PacedBuffer
+from .streams.many import Read, Write
+from .streams.serving import Streams, responses
 from .streams.stream_pace import StreamPace
+from .streams.streamed import Send
 from .submission import SubmissionReader
 from .submissions import Submissions
 from .vllm_metrics import vllm_metrics
@@ -80,12 +81,21 @@ class EngineService:
         self._admission = Admission(config, model, engine, text_work, self._prompts)
         self._prompts_for_others = PromptsForOthers(config.role, model, engine, self._admission)
         self._hand_overs = HandOvers(model, engine, self._admission, self._submissions, self._settle_prompts, leave)
-        self._pace = StreamPace(config.stream_interval_ms / 1000)
-        self._turns = turns
-        self._many_calls = ManyCalls(config.many_calls)
-        self.num_streams = 0  # Generate and StreamRequest calls that have not been answered to their end
-        self._no_stream = asyncio.Event()
-        self._no_stream.set()
+        self.pace = StreamPace(config.stream_interval_ms / 1000)
+        self.streams = Streams(self._admission.admit, turns, self.pace, config.many_calls, hide_bug)
+
+    @property
+    def model_id(self) -> str:
+        return self._model.model_id
+
+    @property
+    def text(self) -> ModelText:
+        return self._model.text
+
+    @property
+    def num_streams(self) -> int:
+        """Streams to clients that have not been answered to their end."""
+        return self.streams.num_open
 
     @property
     def max_len(self) -> int:
@@ -111,45 +121,30 @@ class EngineService:
 
     async def wait_delivered(self) -> None:
         """Until every client has what its ended request gave: streams read to their end, results fetched."""
-        await self._no_stream.wait()
+        await self.streams.wait_none()
         await self._submissions.wait_fetched()
 
-    async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
-        unread = PacedBuffer(self._pace)
-        generation = await self._admission.admit(request, unread.buffer.put)
-        unread.buffer.read(generation)
-        with self._streaming():
-            try:
-                request_id = request.request_id or shown_id(generation.request.request_id)
-                async for response in _responses(request_id, unread):
-                    yield response
-            finally:
-                generation.cancel()
+    def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
+        return self.streams.generate(request)
+
+    async def admit_for_front(self, message: pb.GenerateRequest, send: Send, *, makes_text: bool) -> Generation:
+        """Queue a request whose stream is in a front. Raises EngineError."""
+        return await self._admission.admit(message, send, makes_text=makes_text)
+
+    def stop_at(self, generation: Generation, index: int, num_tokens: int) -> None:
+        """A continuation of such a request met a stop string with so many tokens."""
+        self._engine.requests.stop_at(generation, index, num_tokens)
 
     async def generate_many(self, read: Read, write: Write) -> None:
-        with self._many_calls.opened(peer.get()):
-            many = ManyRequests(self._admission.admit, self._turns, self._pace, self._streaming, _hide_bug)
-            await many.serve(read, write)
+        await self.streams.generate_many(read, write)
 
     async def stream_request(self, request: pb.StreamRequestRequest) -> AsyncIterator[pb.GenerateResponse]:
         received = received_of(request)
         submission = await self._submissions.admitted(known_id(request.request_id))
-        with self._streaming(), SubmissionReader(submission, received, self._pace) as reader:
-            async for response in _responses(request.request_id, reader):
+        with self.streams.counted(), SubmissionReader(submission, received, self.pace) as reader:
+            async for response in responses(request.request_id, reader):
                 yield response
             submission.fetched.set()
-
-    @contextmanager
-    def _streaming(self) -> Iterator[None]:
-        """Counts a stream that has not been answered to its end."""
-        self.num_streams += 1
-        self._no_stream.clear()
-        try:
-            yield
-        finally:
-            self.num_streams -= 1
-            if not self.num_streams:
-                self._no_stream.set()
 
     async def submit_request(self, request: pb.SubmitRequestRequest) -> pb.SubmitRequestResponse:
         request_id, digest = submission_of(request)
@@ -257,22 +252,11 @@ class EngineService:
         )
 
 
-def _hide_bug() -> EngineError:
+def hide_bug() -> EngineError:
+    """Logs the exception that is being handled, a bug; the refusal that the client of a stream gets."""
     error = CONTRACT.hide_bug("GenerateMany")
     assert isinstance(error, EngineError)
     return error
-
-
-async def _responses(request_id: str, unread: PacedBuffer | SubmissionReader) -> AsyncIterator[pb.GenerateResponse]:
-    """The messages of a request, to its last. Raises the error that ends it."""
-    while True:
-        chunks, error = await unread.take_unread()
-        for chunk in chunks:
-            yield response_of(request_id, chunk)
-        if error is not None:
-            raise error
-        if chunks and chunks[-1].usage is not None:
-            return
 
 
 def _as_list(ids: list[int] | Int32Array) -> list[int]:

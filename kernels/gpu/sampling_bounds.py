@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .sampling_row import finite_extremes, least_scaled, load_chunk, row_factor, whole_weights
+from .sizes import aligned
 
 PIVOTS = 8
 MOST_CANDIDATES = 512  # of a chunk: more of them are not collected, and the row is searched as a whole
@@ -254,7 +255,8 @@ def find_bounds(
     """
     num_rows, vocab_size = logits.shape
     cells, partials = num_rows * num_chunks, num_rows * num_chunks * 3 * PIVOTS
-    sizes = [2 * cells, partials, partials, BRACKET * num_rows, BRACKET * num_rows, MOST_CANDIDATES * cells]
+    brackets = aligned(BRACKET * num_rows)
+    sizes = [aligned(2 * cells), partials, partials, brackets, brackets, MOST_CANDIDATES * cells]
     memory = torch.empty(sum(sizes), dtype=torch.float32, device=logits.device)
     extremes, partial, partial_2, bracket, bracket_2, candidates = memory.split(sizes)
     sums = torch.empty(SUMS * cells, dtype=torch.int64, device=logits.device)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .attention_tiles import begin_rows, slot_offsets, take_tile, tile_scores
-from .sizes import power_of_2
+from .sizes import aligned, power_of_2
 
 MEMBERS = 16  # of a row
 FEWEST_MEMBERS = 4  # of a group: fewer read the prefix from the cache of the device, at little cost
@@ -242,7 +242,7 @@ def plan_shared(
     if num_seqs < _FEWEST_SEQS or width <= key + 1:
         return None
     num_items = num_extra + num_seqs // FEWEST_MEMBERS
-    sizes = [2 * num_seqs, num_seqs, 4 * num_seqs, 4 * num_items, 2 * num_seqs]
+    sizes = [aligned(size) for size in (2 * num_seqs, num_seqs, 4 * num_seqs, 4 * num_items, 2 * num_seqs)]
     memory = torch.empty(sum(sizes), dtype=torch.int32, device=seq_lens.device)
     leaders, order, members, items, runs = memory.split(sizes)
     seqs = {"SEQS": _SEQS_AT_ONCE, "num_warps": 4}

@@ -13,6 +13,14 @@ def cdiv(dividend: int, divisor: int) -> int:
     return -(-dividend // divisor)
 
 
+def aligned(num_elements: int) -> int:
+    """The least number of elements of 4 bytes from there on that ends at 16 bytes.
+
+    Triton compiles a kernel anew for a pointer that is not at a multiple of 16 bytes. So what shares memory is cut there.
+    """
+    return -(-num_elements // 4) * 4
+
+
 def power_of_2(least: int) -> int:
     """The smallest power of two that is not below `least`, which is 1 or more."""
     return 1 << (least - 1).bit_length()

@@ -1,15 +1,19 @@
 """What an engine costs beside its model: a model that computes nothing, both services as processes, and real streams.
 
-Tokens a second and processor time a token, of all processes and of the engine's loop alone, at 1 to 1,024 streams. With BASE=
-naming another checkout, which has a virtual environment of its own, its services are measured in turn with these.
+Tokens a second and processor time a token, of all processes and of the engine's loop alone, at 1 to 1,024 streams; with no
+front, with one, and with two, on a TCP port then. With BASE= naming another checkout, which has a virtual environment of
+its own, its services are measured in turn with these. STREAMS= and FRONTS= choose. Streams are on one call a client, as
+the client of Python has them; with CALLS=own each is a call of its own, as gateways and other clients have them.
 """
 
 import asyncio
 import os
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +26,7 @@ _ENGINE = str(Path(__file__).with_name("null_engine.py"))
 _PROMPT_TOKENS = 64
 _NUM_TURNS = 3
 _NUM_TOKENS = {1: 2000, 64: 400, 256: 150, 1024: 60}  # by number of streams
+_CALLS = os.environ.get("CALLS", "many")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -37,16 +42,19 @@ class _Turn:
 
 
 def figures() -> Iterator[dict[str, object]]:
-    pythons = {"": sys.executable}
+    fronts = [int(word) for word in os.environ.get("FRONTS", "0 1 2").split()]
+    streams = [int(word) for word in os.environ.get("STREAMS", "").split()] or list(_NUM_TOKENS)
+    measured: list[tuple[dict[str, object], str, int | None]] = [({"fronts": each}, sys.executable, each) for each in fronts]
     if base := os.environ.get("BASE"):
-        pythons["base"] = str(Path(base, ".venv/bin/python"))
-    for num_streams, num_tokens in _NUM_TOKENS.items():
-        turns: dict[str, list[_Turn]] = {name: [] for name in pythons}
+        measured.append(({"checkout": "base"}, str(Path(base, ".venv/bin/python")), None))
+    for num_streams in streams:
+        num_tokens = _NUM_TOKENS[num_streams]
+        turns: list[list[_Turn]] = [[] for _ in measured]
         for _ in range(_NUM_TURNS):
-            for name, python in pythons.items():
-                turns[name].append(asyncio.run(_measure(python, num_streams, num_tokens)))
-        for name, found in turns.items():
-            yield {"streams": num_streams, **({"checkout": name} if name else {}), **_figure(found, num_streams * num_tokens)}
+            for (_, python, num_fronts), found in zip(measured, turns, strict=True):
+                found.append(asyncio.run(_measure(python, num_fronts, num_streams, num_tokens)))
+        for (label, _, _), found in zip(measured, turns, strict=True):
+            yield {"streams": num_streams, "calls": _CALLS, **label, **_figure(found, num_streams * num_tokens)}
 
 
 def _figure(turns: Sequence[_Turn], num_tokens: int) -> dict[str, object]:
@@ -64,24 +72,36 @@ def _figure(turns: Sequence[_Turn], num_tokens: int) -> dict[str, object]:
     }
 
 
-async def _measure(python: str, num_streams: int, num_tokens: int) -> _Turn:
+async def _measure(python: str, num_fronts: int | None, num_streams: int, num_tokens: int) -> _Turn:
+    """num_fronts: None where the checkout knows no fronts."""
     with tempfile.TemporaryDirectory() as folder:
         cache, address = f"unix:{folder}/cache", f"unix:{folder}/engine"
+        if num_fronts is not None and num_fronts > 1:
+            address = f"127.0.0.1:{_free_port()}"
         num_blocks = num_streams * (_PROMPT_TOKENS + num_tokens + 16) // 16 + num_streams + 64
         cache_flags = ("--num-blocks", str(num_blocks), "--runtime-dir", folder, "--max-sequences", "2048")
         engine_flags = ("--listen", address, "--cache", cache, "--block-size", "16", "--token-budget", "4096")
         waiting_flags = ("--max-waiting", "4096")  # all of them come from one connection
+        front_flags = () if num_fronts is None else ("--fronts", str(num_fronts))
         async with (
             process("-m", "kvkeeper.cache_service", "--listen", cache, *cache_flags, python=python) as cache_process,
-            process("-P", _ENGINE, *engine_flags, *waiting_flags, python=python) as engine_process,
-            AsyncEngineClient(address) as client,
+            process("-P", _ENGINE, *engine_flags, *waiting_flags, *front_flags, python=python) as engine_process,
+            AsyncExitStack() as stack,
         ):
-            await _stream(client, 0, 8)  # warms both up
+            # A client is one connection, which one front has.
+            clients = [await stack.enter_async_context(AsyncEngineClient(address)) for _ in range(num_fronts or 1)]
+            for client in clients:
+                await _stream(client, 0, 8)  # warms all up
+                for many in client._many.values():
+                    many._is_unknown = _CALLS == "own"  # as if the engine had no call of many
+            client = clients[0]
             steps = (await client.stats()).num_steps
             pids = {"cache": cache_process.pid, "engine": engine_process.pid, "client": os.getpid()}
+            pids |= {f"front{place}": pid for place, pid in enumerate(_fronts_of(engine_process.pid))}
             before, loop_s = _spent(pids), _thread_s(engine_process.pid)
             begin = time.perf_counter()
-            firsts = await asyncio.gather(*(_stream(client, place + 1, num_tokens) for place in range(num_streams)))
+            streams = (_stream(clients[place % len(clients)], place + 1, num_tokens) for place in range(num_streams))
+            firsts = await asyncio.gather(*streams)
             seconds = time.perf_counter() - begin
             return _Turn(
                 seconds,
@@ -104,6 +124,18 @@ async def _stream(client: AsyncEngineClient, place: int, num_tokens: int) -> flo
             count += len(chunk.token_ids)
     assert count == num_tokens, "every token was asked for"
     return first
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _fronts_of(pid: int) -> list[int]:
+    """The front processes of an engine."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if b"rpc.front" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def _spent(pids: Mapping[str, int]) -> dict[str, float]:

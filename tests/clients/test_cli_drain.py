@@ -53,6 +53,27 @@ def test_it_asks_the_process_at_the_address_and_waits_for_its_end(address: str) 
         assert process.wait(0) == 7, "it has ended by its own rule"
 
 
+def test_an_engine_whose_front_listens_is_asked_itself(address: str) -> None:
+    engine = f"""
+import signal, subprocess, sys
+fronts = []
+def end(*_):
+    fronts[0].kill()
+    sys.exit(7)
+signal.signal(signal.SIGTERM, end)
+listener = {LISTENER!r}.replace("does = sys.argv[1:]", "does = sys.argv[1:3]")
+fronts.append(subprocess.Popen([sys.executable, "-c", listener, *sys.argv[1:]]))
+while True:
+    signal.pause()
+"""
+    command = [sys.executable, "-c", engine, address, "goes on", "kvkeeper.engine_service.rpc.front"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "listens\n"
+        assert main(["drain", address, "--timeout", "20"]) == 0
+        assert process.wait(20) == 7
+
+
 def test_a_process_that_does_not_end_is_told(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     with listening(address, "goes on") as process:
         assert main(["drain", address, "--timeout", "0.1"]) == 1

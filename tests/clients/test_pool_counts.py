@@ -18,7 +18,9 @@ SHARES = {
 def test_every_count_has_its_place() -> None:
     info = pb.PoolInfo(num_host_blocks=9, num_disk_blocks=9, has_remote=True)
     pool = pb.PoolStats(pressure=pb.PRESSURE_LEVEL_HIGH, pool=info, **SHARES)
+    pool.groups.add(window_tokens=4001, num_held_entries=4002, num_passed_entries=4003)
     shown_as = {name: f"{share:.1%}" for name, share in SHARES.items()} | {"pressure": "high", "pool": "pool: "}
+    shown_as["groups"] = "window of 4,001 tokens  4,002, 4,003"
     for field in pool.DESCRIPTOR.fields:
         if field.name not in shown_as:
             assert field.type in (FieldDescriptor.TYPE_INT32, FieldDescriptor.TYPE_INT64), field.name

@@ -37,7 +37,7 @@ async def test_a_client_that_stops_reading_loses_its_request_and_holds_nothing(
     no_large_windows = ("grpc.http2.bdp_probe", 0)
     monkeypatch.setattr(transport, "_CHANNEL_OPTIONS", (*transport._CHANNEL_OPTIONS, no_large_windows))
     await world.start_cache(num_blocks=1024)
-    engine = await world.start_engine()
+    engine = await world.start_engine(fronts=0)  # whose limit is changed
     client = await world.client(engine)
     much = Sampling(max_tokens=300, temperature=0, repetition_penalty=1.0, num_logprobs=20)
     own = transport.AsyncTransport(engine.address, CallOptions(), pb_grpc.EngineServiceStub)
@@ -173,7 +173,7 @@ async def test_text_that_fails_when_it_is_cancelled_is_cancelled_all_the_same(wo
 
     await world.start_cache()
     model = dataclasses.replace(odd_model(), text=Text())  # type: ignore[arg-type]
-    client = await world.client(await world.start_engine(model))
+    client = await world.client(await world.start_engine(model, fronts=0))  # its text is made in this process
     long = GenerateOptions(request_id="mine", n=2, sampling=dataclasses.replace(GREEDY, max_tokens=150))
     generation = client.generate([1, 2, 3], long)
     await anext(generation)

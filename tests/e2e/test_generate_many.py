@@ -165,7 +165,7 @@ async def test_a_process_that_does_not_read_loses_what_it_does_not_read(
 ) -> None:
     monkeypatch.setattr(stream_buffer, "MAX_UNREAD", 4000)
     await world.start_cache(num_blocks=1024)
-    engine = await world.start_engine()
+    engine = await world.start_engine(fronts=0)  # whose limit is changed
     client = await world.client(engine)
     much = numbered(1, [7, 8, 9], 300, n=4)
     much.request.sampling.num_logprobs = 20
@@ -204,9 +204,9 @@ async def test_a_client_sends_its_requests_over_one_call_and_ends_it_when_it_has
 ) -> None:
     monkeypatch.setattr(many, "_IDLE_S", 0.0)
     await world.start_cache(num_blocks=256)
-    engine = await world.start_engine()
+    engine = await world.start_engine(fronts=0)  # whose calls are counted here
     client = await world.client(engine)
-    peers = engine.service._many_calls._num_of
+    peers = engine.service.streams._many_calls._num_of
 
     async def has_calls(count: int) -> bool:
         return peers.total() == count

@@ -52,4 +52,4 @@ def _mooncake(address: RemoteAddress, memory: int, timeout: float) -> Callable[[
     if missing("mooncake"):
         text = "--remote mooncake:// needs the system's libibverbs and the package mooncake-transfer-engine-non-cuda"
         raise RemoteRefused(f"{text}: {install_command('mooncake')}")
-    return lambda spec: MooncakeServer(address, HEADER_BYTES + spec.block_bytes, memory=memory, timeout=timeout)
+    return lambda spec: MooncakeServer(address, HEADER_BYTES + spec.stored_bytes, memory=memory, timeout=timeout)

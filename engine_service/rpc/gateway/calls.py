@@ -22,8 +22,8 @@ from ...values.errors import NotImplementedYet, UnknownRequest
 from ..ownership import known_id, own_tenant
 from ..service import EngineService
 from . import kv_events
-from .answers import Answer
-from .requests import own_id, own_request
+from .generating import generate
+from .requests import own_id
 from .tokenizer_files import Archive, archive_of
 
 _SERVER_TYPE = "kvkeeper"
@@ -40,12 +40,8 @@ class VllmEngine:
         self._archive: Archive | None = None
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        message = own_request(request, self._service.max_len)
-        answer = Answer(list(message.token_ids.ids), message.n, is_streamed=request.stream)
-        async with contextlib.aclosing(self._service.generate(message)) as responses:
-            async for response in responses:
-                for told in answer.add(response):
-                    yield told
+        async for told in generate(request, self._service.max_len, self._service.generate):
+            yield told
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         for request_id in request.request_ids:

@@ -14,22 +14,20 @@ from functools import partial
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service.fair_queue import TooManyWaiting
 from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, peer
-from kvkeeper.service.turns import Turns
+from kvkeeper.service.turns import TakesTurns
 from kvkeeper.trust.caller import is_still_known
 
-from ...outputs.generation import Generation
 from ...values.errors import EngineError, InvalidField, QueueFull, WrongCredential
 from ...values.output_chunk import PlainTokens
-from ..admission import Send
-from ..encode_response import response_of
 from ..ownership import shown_id
 from ..status import REFUSALS
+from .encode_chunk import response_of
 from .stream_buffer import StreamBuffer
 from .stream_pace import HasUnread, StreamPace
+from .streamed import Admit, Streamed
 
 _MOST_UNITS = 1 << 14  # tokens and log probabilities in one message, about a megabyte; one request may bring more
 
-Admit = Callable[[pb.GenerateRequest, Send], Awaitable[Generation]]
 Read = AsyncIterator[pb.GenerateManyRequest]
 Write = Callable[[pb.GenerateManyResponse], Awaitable[None]]
 
@@ -42,7 +40,7 @@ class _Numbered:
         self.number = number
         self.buffer = StreamBuffer(partial(tell, self))
         self.starting: asyncio.Task[None] | None = None
-        self.generation: Generation | None = None
+        self.generation: Streamed | None = None
         self.asked_id, self.has_told_id = asked_id, False
         self._counted = ExitStack()
         self._counted.enter_context(counted)
@@ -62,7 +60,7 @@ class ManyRequests:
     def __init__(
         self,
         admit: Admit,
-        turns: Turns,
+        turns: TakesTurns,
         pace: StreamPace,
         counted: Callable[[], AbstractContextManager[None]],
         hide_bug: Callable[[], EngineError],
@@ -172,7 +170,7 @@ class ManyRequests:
             request_id = ""
             if not request.has_told_id:
                 assert request.generation is not None
-                request_id = request.asked_id or shown_id(request.generation.request.request_id)
+                request_id = request.asked_id or shown_id(request.generation.request_id)
                 request.has_told_id = True
             message.responses.add(number=number, response=response_of(request_id, chunk))
             num_units += len(chunk.token_ids) + sum(1 + len(one.top_token_ids) for one in chunk.logprobs)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from ...outputs.generation import Generation
 from ...values.errors import EngineError, NotRead
 from ...values.output_chunk import OutputChunk, PlainTokens, coalesce
 from .stream_pace import HasUnread, StreamPace
+from .streamed import Streamed
 
 MAX_UNREAD = 1 << 16  # tokens, and log probabilities beside them; about 20 MB
 
@@ -40,7 +40,7 @@ class StreamBuffer:
         self._is_checked = False
         self._is_full = False
 
-    def read(self, generation: Generation) -> None:
+    def read(self, generation: Streamed) -> None:
         """Of a request that was admitted with put: take its plain tokens when they are read, and end it where they are not."""
         self.on_full, self._take_more = generation.fail, generation.take_more
         generation.let_take_more(partial(self._tell, at_once=False))

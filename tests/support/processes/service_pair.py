@@ -29,6 +29,7 @@ BLOCK_SIZE = 4
 DEADLINE_S = 20.0  # of anything in a test
 _ALWAYS = {"tier_worth": "always"}  # what a tier hits does not depend on how fast this machine is
 # The variable by which an engine in a process of its own takes it, too: KVKEEPER_ENGINE_OVERLAP=off pytest tests/e2e.
+NUM_FRONTS = int(os.environ.get("KVKEEPER_ENGINE_FRONTS", "0"))  # of each engine; likewise
 OVERLAP = parse_switch(os.environ.get("KVKEEPER_ENGINE_OVERLAP", "on"))
 GREEDY = Sampling(temperature=0, repetition_penalty=1.0)
 
@@ -82,9 +83,12 @@ class Services:
             "block_size": BLOCK_SIZE,
             "progress": False,
             "drain_timeout": 2.0,
+            "fronts": NUM_FRONTS,
             "overlap": OVERLAP,
             **options,
         }
+        if NUM_FRONTS > 1 and options["listen"] == address:
+            options["listen"] = "127.0.0.1:0"  # a Unix socket takes one front
         engine = await start_engine(EngineConfig(cache=self.cache.address, **options), model=model)
         self._stack.push_async_callback(engine.stop)
         await engine.wait_ready()
@@ -102,8 +106,8 @@ class Services:
         """Run at the end, before what was started earlier is stopped."""
         self._stack.push_async_callback(close)
 
-    async def client(self, engine: RunningEngine) -> AsyncEngineClient:
-        return await self._stack.enter_async_context(AsyncEngineClient(engine.address, CallOptions(retry_s=0)))
+    async def client(self, engine: RunningEngine, retry_s: float = 0) -> AsyncEngineClient:
+        return await self._stack.enter_async_context(AsyncEngineClient(engine.address, CallOptions(retry_s=retry_s)))
 
     async def cache_client(self) -> AsyncCacheClient:
         return await self._stack.enter_async_context(AsyncCacheClient(self.cache.address))

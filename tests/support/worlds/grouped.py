@@ -97,9 +97,9 @@ class GroupedWorld:
         if self.random.random() < 0.01:
             self._reopen(engine)
             return
-        if self._extra.random() < 0.03:
+        if not self.has_tail and self._extra.random() < 0.03:
             self._hand_over(engine, next(other for other in self.engines if other is not engine))
-        if self._extra.random() < 0.03:
+        if not self.has_tail and self._extra.random() < 0.03:
             self._pin(engine)
         if len(engine.sequences) < 5 and self.random.random() < 0.4:
             self._create(engine)

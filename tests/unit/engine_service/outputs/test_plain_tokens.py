@@ -175,3 +175,19 @@ def test_a_row_without_a_history_stands_for_those_that_need_none(
     request = Request("r", np.arange(3, dtype=np.int32), MAX_TOKENS)
     generation = Generation(request, params, 0, StopRules(), [Letters()], lambda output: None, **changes)
     assert generation.draws_likeliest == (generation.sampling_row(0, request.prompt) is LIKELIEST) == is_likeliest
+
+
+def test_a_stop_string_that_another_process_found_ends_a_continuation_where_it_was() -> None:
+    reader = Reader(asks=False, n=2)
+    for index in (0, 1):
+        for token_id in (1, 3, 5):
+            reader.generation.take_token(index, token_id)
+    assert reader.generation.stop_at(0, 2)
+    assert not reader.generation.stop_at(0, 1), "it has ended"
+    assert not reader.generation.take_token(0, 7), "a step that was under way brings nothing more"
+    assert (reader.generation.num_taken_of(0), reader.num_ends) == (2, 0)
+    assert reader.generation.stop_at(1, 3)
+    last = reader.got[-1]
+    assert isinstance(last, OutputChunk)
+    assert last.usage is not None
+    assert (last.index, last.finish_reason, last.usage.new_tokens, reader.num_ends) == (1, FinishReason.STOP, 5, 1)

@@ -205,7 +205,7 @@ for label, dtype in DTYPES.items():
 # What differs from step to step, and may not compile a kernel anew: the width of tables, the numbers of rows and tokens.
 VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
     "decode": (4, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (3, 8) for w in (1, 7, 16, 100)]),
-    "decode shared": (6, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (16, 33) for w in (64, 99)]),
+    "decode shared": (7, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (16, 33) for w in (64, 99)]),
     "prefill": (5, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
                     for n in (1, 2, 16) for t in (17, 64, 999) for w in (1, 7, 16, 200, 211)]),
     "experts": (5, [partial(_group, n, torch.bfloat16) for n in (1, 4, 16, 500, 700)]),

@@ -230,4 +230,6 @@ def test_no_kernel_is_compiled_after_the_warm_up(each_model, monkeypatch):
     for seqs in itertools.chain.from_iterable(itertools.combinations(range(4), count) for count in (1, 3)):
         runner.forward(rows(seqs))
     runner.forward(rows([0, 4], lambda seq: 0 if seq else CONTEXTS[0]))
+    runner.forward(rows([4, 5, 7]))  # long enough to be looked through for what they share
     assert set(seen) == warm
+    assert any(name == "shared_kernel" for name, _, _ in warm)

@@ -93,6 +93,8 @@ def test_more_members_than_a_row_has():
 
 def test_a_long_prefix_is_cut_into_items():
     work = check(make_shared_world([8 * TILE + 1, 8 * TILE + 70, 8 * TILE + 30], [([0, 1, 2], 32)], num_kv_heads=1), 2)
+    parts = (work.shared.order, work.shared.members, work.shared.items, work.shared.runs)
+    assert all(part.data_ptr() % 16 == 0 for part in parts), "else kernels are compiled anew"
     assert shared_tiles(work) == [8, 8, 8]
     spans = [(begin, end) for _, size, begin, end in work.shared.items.tolist() if size]
     assert len(spans) > 2

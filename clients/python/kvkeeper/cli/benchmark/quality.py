@@ -20,7 +20,7 @@ from kvkeeper.cli.console.problems import EXIT_OK, UsageFailure
 from kvkeeper.cli.console.tables import table
 
 if TYPE_CHECKING:
-    from kvkeeper.engine_service.compute.kv_quality import Measured, Needle, Tokens, Way
+    from kvkeeper.engine_service.compute.stored.kv_quality import Measured, Needle, Tokens, Way
     from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
 
 _LENGTHS = (512, 1024, 2048)
@@ -63,7 +63,7 @@ def _told(values: Sequence[object]) -> str:
 def _run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         plot.require()
-    from kvkeeper.engine_service.compute import kv_quality
+    from kvkeeper.engine_service.compute.stored import kv_quality
     from kvkeeper.engine_service.model.checkpoint.errors import ModelError
     from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
     from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _way(text: str) -> "Way":
     """Raises UsageFailure."""
-    from kvkeeper.engine_service.compute.kv_quality import Way
+    from kvkeeper.engine_service.compute.stored.kv_quality import Way
     from kvkeeper.kernels.quantised.formats import FORMATS
 
     name, _, tail = text.partition(":")
@@ -131,7 +131,7 @@ def _needles(
     """Assignments of a random word, at all depths of texts of each length, that are asked for again at their end."""
     import numpy as np
 
-    from kvkeeper.engine_service.compute.kv_quality import Needle
+    from kvkeeper.engine_service.compute.stored.kv_quality import Needle
 
     drawn, needles = random.Random(seed), []
     for length in lengths:

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvkeeper.cli.console.problems import EXIT_DOWN, EXIT_FAILED, EXIT_OK, complain
 
+_FRONT = b"kvkeeper.engine_service.rpc.front"  # what a front process runs
 _LISTENS = "0A"  # as /proc/net/tcp writes the state
 
 
@@ -82,8 +83,21 @@ def _process_at(address: str) -> int | None:
 
 def _owner(address: str) -> int | None:
     if address.startswith("unix:"):
-        return _owner_of_socket(address.removeprefix("unix:"))
-    return _owner_of_port(int(address.rpartition(":")[2]))
+        found = _owner_of_socket(address.removeprefix("unix:"))
+    else:
+        found = _owner_of_port(int(address.rpartition(":")[2]))
+    return None if found is None else _service_of(found)
+
+
+def _service_of(process: int) -> int:
+    """The engine of a front process, which listens in its place; any other process itself. Raises ProcessLookupError."""
+    try:
+        if _FRONT not in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0"):
+            return process
+        status = Path(f"/proc/{process}/status").read_text()
+    except FileNotFoundError:
+        raise ProcessLookupError from None
+    return int(status.partition("\nPPid:")[2].split()[0])
 
 
 def _owner_of_socket(path: str) -> int | None:

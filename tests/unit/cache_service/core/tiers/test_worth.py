@@ -109,16 +109,22 @@ def test_trials_find_a_tier_that_has_become_fast() -> None:
 
 def test_noise_moves_no_length_and_a_real_change_does() -> None:
     rng = random.Random(1)
-    found = worth(token=0.001, first=0.08, block=0.006)
-    lengths = set()
-    for _ in range(200):
-        count = rng.choice((1, 4, 8, 16))
-        found.note_load(count, (0.08 + 0.006 * count) * rng.uniform(0.95, 1.05), now=0.0)
-        lengths.add(found.least_tokens)
-    assert len(lengths) <= 3
-    for count in (1, 4, 8, 16) * 10:
-        found.note_load(count, 0.008 + 0.0006 * count, now=0.0)
-    assert found.least_tokens < min(lengths)
+    found = TierWorth(line(0.01, 0.001), 1, is_on=True)  # blocks of one token, so that every change shows
+    counts = (500, 1000, 2000, 4000)
+
+    def measure(speed: float) -> int:
+        count = rng.choice(counts)
+        found.note_load(count, (0.8 + 0.0002 * count) * rng.uniform(0.95, 1.05) / speed, now=0.0)
+        return found.least_tokens
+
+    for _ in range(50):
+        measure(1.0)
+    lengths = [measure(1.0) for _ in range(200)]
+    assert len(set(lengths)) <= 5
+    assert max(lengths) < 1.3 * min(lengths)
+    for _ in range(30):
+        measure(5.0)
+    assert found.least_tokens < min(lengths) / 3
 
 
 def test_where_it_is_off_every_load_pays_and_is_measured() -> None:

@@ -1,0 +1,33 @@
+"""`python -m kvkeeper.engine_service.rpc.front DESCRIPTOR`: one front, on the end of a lane that its engine gave it.
+
+It ends with its engine, whose lane it reads; signals of a terminal or of a service manager are for the engine.
+"""
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+import sys
+
+from kvkeeper.service import grpc_runtime
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: the service itself reports each failure in one line
+grpc_runtime.choose(os.environ)
+
+from .server import Front  # noqa: E402 - grpc reads its settings once, when it is loaded
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    asyncio.run(_run(socket.socket(fileno=int(sys.argv[1]))))
+
+
+async def _run(end: socket.socket) -> None:
+    gc.freeze()
+    await Front().run(end)
+
+
+if __name__ == "__main__":
+    main()

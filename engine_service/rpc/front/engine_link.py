@@ -1,0 +1,170 @@
+"""EngineLink: a front's end of its lane. It asks the engine on behalf of clients, and hands on what comes for each call.
+
+The engine has calls take turns, and their messages wait there meanwhile. So that they are not many, no further message is read
+from clients while those that the engine has not answered yet are large together.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import grpc.aio
+
+from kvkeeper.service.fair_queue import TooManyWaiting
+from kvkeeper.service.methods import peer
+from kvkeeper.trust.caller import calling
+
+from ..fronts.frames import Kind, parts_of
+from ..fronts.lane import Lane, open_lane
+from ..fronts.told import FrontSetUp, FrontState, Told, error_of
+
+_TRACE_KEYS = ("traceparent", "tracestate")
+_trace: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("trace", default=())
+
+
+class TraceNote(grpc.aio.ServerInterceptor):
+    """Notes the trace that a call is part of, which goes on in the engine."""
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        told: Sequence[tuple[str, str]] = details.invocation_metadata or ()
+        _trace.set(tuple((key, value) for key, value in told if key in _TRACE_KEYS))
+        return await continuation(details)
+
+
+class Asked:
+    """One call, as the engine knows it."""
+
+    def __init__(self, link: "EngineLink", number: int) -> None:
+        self._link, self.number = link, number
+        self.num_bytes = 0  # of its message, until the engine answers
+        self.answers = asyncio.Queue[tuple[Kind, bytes]]()
+        self.take: Callable[[Kind, bytes], None] = lambda kind, body: self.answers.put_nowait((kind, body))
+        self.take_plain: Callable[[list[int]], None] = lambda token_ids: None  # the tokens of a request
+
+    def send(self, path: str, raw: bytes) -> None:
+        """Send the call's message, in the name of the running call's caller."""
+        told = Told(path, calling(), peer.get(), _trace.get())
+        self._link.send_message(self, told.with_message(raw))
+
+    def tell(self, kind: Kind, body: bytes = b"") -> None:
+        self._link.lane.send(kind, self.number, body)
+
+    def drop(self) -> None:
+        """Nothing more of it is wanted, or to come. Idempotent."""
+        self._link.drop(self)
+
+
+class EngineLink:
+    """The lane, and the calls that were asked for on it. Made by open_link."""
+
+    def __init__(self, on_state: Callable[[FrontState], None], on_stop: Callable[[float], None]) -> None:
+        self.lane: Lane
+        self.set_up: asyncio.Future[FrontSetUp] = asyncio.get_running_loop().create_future()
+        self.lost = asyncio.Event()
+        self.max_unanswered = 0  # bytes of messages
+        self._on_state, self._on_stop = on_state, on_stop
+        self._calls: dict[int, Asked] = {}
+        self._last_number = 0
+        self._num_unanswered = 0  # bytes
+        self._has_room = asyncio.Event()
+
+    # -- for calls
+
+    def ask(self) -> Asked:
+        """A new call, with its message to be sent. To be dropped."""
+        self._last_number += 1
+        asked = self._calls[self._last_number] = Asked(self, self._last_number)
+        return asked
+
+    def send_message(self, asked: Asked, body: bytes) -> None:
+        asked.num_bytes = len(body)
+        self._num_unanswered += len(body)
+        self.lane.send(Kind.MESSAGE, asked.number, body)
+
+    async def wait_room(self) -> None:
+        """Until another message may be read: those that the engine has not answered are few."""
+        while self._num_unanswered > self.max_unanswered:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    async def call(self, path: str, raw: bytes) -> bytes:
+        """The answer to a message. Raises ToldError, TooManyWaiting."""
+        async with contextlib.aclosing(self.stream(path, raw)) as answers:
+            async for answer in answers:
+                return answer
+        raise AssertionError("a call of one answer has one")
+
+    async def stream(self, path: str, raw: bytes) -> AsyncGenerator[bytes, None]:
+        """The answers to a message. Raises ToldError, TooManyWaiting."""
+        asked = self.ask()
+        try:
+            asked.send(path, raw)
+            while True:
+                kind, body = await asked.answers.get()
+                if kind is Kind.END:
+                    return
+                if kind is not Kind.ANSWER:
+                    raise refusal_of(kind, body)
+                yield body
+                asked.tell(Kind.TAKEN)
+        finally:
+            asked.drop()
+
+    async def ping(self) -> None:
+        """Until the engine's loop has answered."""
+        asked = self.ask()
+        try:
+            asked.tell(Kind.PING)
+            await asked.answers.get()
+        finally:
+            self._calls.pop(asked.number, None)
+
+    def drop(self, asked: Asked) -> None:
+        if self._calls.pop(asked.number, None) is not None:
+            self.lane.send(Kind.DROPPED, asked.number)
+            self._note_answer(asked)
+
+    def _note_answer(self, asked: Asked) -> None:
+        if asked.num_bytes:
+            self._num_unanswered -= asked.num_bytes
+            asked.num_bytes = 0
+            self._has_room.set()
+
+    # -- for the lane
+
+    def take(self, kind: Kind, number: int, body: bytes) -> None:
+        if kind is Kind.PARTS:
+            for each, token_ids in parts_of(body):
+                if (asked := self._calls.get(each)) is not None:
+                    asked.take_plain(token_ids)
+        elif number:
+            if (asked := self._calls.get(number)) is not None:
+                self._note_answer(asked)
+                asked.take(kind, body)
+        elif kind is Kind.SET_UP:
+            self.set_up.set_result(FrontSetUp.of(body))
+        elif kind is Kind.STATE:
+            self._on_state(FrontState.of(body))
+        elif kind is Kind.STOP:
+            self._on_stop(float(body))
+
+    def note_loss(self) -> None:
+        self.lost.set()
+
+
+def refusal_of(kind: Kind, body: bytes) -> Exception:
+    """What FULL and ERROR stand for."""
+    return TooManyWaiting(int(body)) if kind is Kind.FULL else error_of(body)
+
+
+async def open_link(end: socket.socket, on_state: Callable[[FrontState], None], on_stop: Callable[[float], None]) -> EngineLink:
+    """The link over one end of a pair of sockets.
+
+    on_state: told each state of the engine; on_stop: told the seconds in which to end.
+    """
+    link = EngineLink(on_state, on_stop)
+    link.lane = await open_lane(end, link.take, link.note_loss)
+    return link

@@ -1,0 +1,240 @@
+"""FrontCalls: the calls of one front in the engine, from their messages to their ends, and the tokens of its requests.
+
+A call has its turn here, among those of all fronts, and runs in a task of its own, as the caller that the front names. What is
+new of all requests leaves together, by rounds. When the front is gone, its calls end, and its requests are cancelled; what was
+submitted goes on.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from google.protobuf.descriptor import MethodDescriptor
+
+from kvkeeper import tracing
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.service.fair_queue import TooManyWaiting
+from kvkeeper.service.intake import SMALL_BYTES
+from kvkeeper.service.methods import Contract, peer, snake_case
+from kvkeeper.service.turns import Turns
+from kvkeeper.trust.caller import note_caller
+
+from ...outputs.generation import Generation
+from ...values.errors import EngineError
+from ..methods import CONTRACT
+from ..streams.encode_chunk import response_of
+from ..streams.stream_buffer import StreamBuffer
+from ..streams.stream_pace import HasUnread, StreamPace
+from ..streams.streamed import Send
+from .frames import Kind, PartColumns
+from .lane import Lane
+from .told import Admitted, Told, error_of, error_to_bytes, stopped_of
+
+_GENERATE = CONTRACT.service.methods_by_name["Generate"]
+GENERATE_PATH = f"/{CONTRACT.service.full_name}/Generate"
+_NUM_CONTEXT_TOKENS = 16  # as much of a prompt's end as matters to the text behind it
+
+
+class AdmitForFront(Protocol):
+    """Queues a request of which a front makes the text."""
+
+    def __call__(self, message: pb.GenerateRequest, send: Send, *, makes_text: bool) -> Awaitable[Generation]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServedMethod:
+    """One method that fronts forward calls of."""
+
+    contract: Contract
+    method: MethodDescriptor
+    function: Callable[[Any], Any]  # from a message to a message, or to an iterator of them
+
+
+def served_methods(contract: Contract, service: Any) -> dict[str, ServedMethod]:
+    """By path; the service has a method for each, in snake case."""
+    return {
+        f"/{contract.service.full_name}/{method.name}": ServedMethod(
+            contract, method, getattr(service, snake_case(method.name))
+        )
+        for method in contract.service.methods
+        if method.name not in contract.unimplemented and not method.client_streaming
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class FrontServices:
+    """What the calls of fronts need of the engine."""
+
+    methods: Mapping[str, ServedMethod]
+    turns: Turns
+    admit: AdmitForFront
+    stop_at: Callable[[Generation, int, int], None]  # a continuation's text met a stop string with so many tokens
+    counted: Callable[[], AbstractContextManager[None]]  # for as long as a stream is not answered to its end
+    pace: StreamPace
+    note_foreign: Callable[[str, str], None]  # path, name of the caller: it named a tenant that is not its
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    number: int
+    buffer: StreamBuffer = field(init=False)
+    task: asyncio.Task[None] | None = None
+    taken: asyncio.Event = field(default_factory=asyncio.Event)  # its last answer was written
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # its last was sent, or the front dropped it
+    refusal: EngineError | None = None  # with which its request ended
+    generation: Generation | None = None
+    has_begun: bool = False  # something of its output was told
+    is_dropped: bool = False
+    counted: ExitStack = field(default_factory=ExitStack)
+
+    def end(self) -> None:
+        self.is_dropped = True
+        self.over.set()
+        if self.generation is not None:
+            self.generation.cancel()
+        elif self.task is not None:
+            self.task.cancel()
+        self.counted.close()
+
+
+class FrontCalls:
+    """To be made when the front's lane is open, and ended when it is lost."""
+
+    def __init__(self, services: FrontServices, lane: Lane) -> None:
+        self._services, self._lane = services, lane
+        self._calls: dict[int, _Call] = {}
+        self._unread: dict[_Call, None] = {}  # in order
+        self._has_unread = HasUnread(services.pace)
+        self._has_room = asyncio.Event()
+        lane.on_room = self._has_room.set
+        self._telling = asyncio.create_task(self._tell_rounds())
+
+    @property
+    def num_open(self) -> int:
+        """Calls that are not over."""
+        return len(self._calls)
+
+    def take(self, kind: Kind, number: int, body: bytes) -> None:
+        """A frame that says something of a call."""
+        if kind is Kind.MESSAGE:
+            self._begin(number, *Told.split(body))
+            return
+        if (call := self._calls.get(number)) is None:
+            return
+        if kind is Kind.TAKEN:
+            call.taken.set()
+        elif kind is Kind.STOPPED and call.generation is not None:
+            self._services.stop_at(call.generation, *stopped_of(body))
+        elif kind is Kind.BROKEN and call.generation is not None:
+            call.generation.fail(error_of(body))
+        elif kind is Kind.DROPPED:
+            del self._calls[number]
+            call.end()
+
+    def end(self) -> None:
+        """The front is gone."""
+        self._telling.cancel()
+        calls, self._calls = list(self._calls.values()), {}
+        for call in calls:
+            call.end()
+
+    def _begin(self, number: int, told: Told, raw: bytes) -> None:
+        call = self._calls[number] = _Call(number)
+        call.buffer = StreamBuffer(partial(self._tell, call))
+        call.task = asyncio.create_task(self._serve(call, told, raw))
+
+    async def _serve(self, call: _Call, told: Told, raw: bytes) -> None:
+        peer.set(told.peer)
+        note_caller(told.caller, partial(self._services.note_foreign, told.path, told.caller.name))
+        try:
+            async with self._services.turns.turn(told.peer) as place:
+                if len(raw) <= SMALL_BYTES:
+                    place.leave()
+                await self._serve_turn(call, told, raw)
+        except TooManyWaiting as error:
+            self._lane.send(Kind.FULL, call.number, str(error.limit).encode())
+
+    async def _serve_turn(self, call: _Call, told: Told, raw: bytes) -> None:
+        with tracing.serving(told.path[1:], told.trace) as span:
+            try:
+                await (self._generate(call, raw) if told.path == GENERATE_PATH else self._answer(call, told.path, raw))
+            except EngineError as error:
+                tracing.fail(span, error.reason)
+                self._lane.send(Kind.ERROR, call.number, error_to_bytes(error))
+            except Exception:
+                tracing.fail(span, "BROKEN_INVARIANT")
+                bug = CONTRACT.hide_bug(told.path)
+                assert isinstance(bug, EngineError)
+                self._lane.send(Kind.ERROR, call.number, error_to_bytes(bug))
+            else:
+                if span is not None and call.generation is not None:
+                    await call.over.wait()  # the span is that of the whole stream
+                    if call.refusal is not None:
+                        tracing.fail(span, call.refusal.reason)
+
+    async def _answer(self, call: _Call, path: str, raw: bytes) -> None:
+        served = self._services.methods[path]
+        message = served.contract.parse(served.method, raw)
+        if not served.method.server_streaming:
+            self._lane.send(Kind.ANSWER, call.number, (await served.function(message)).SerializeToString())
+        else:
+            responses = served.function(message)
+            try:
+                async for response in responses:
+                    call.taken.clear()
+                    self._lane.send(Kind.ANSWER, call.number, response.SerializeToString())
+                    await call.taken.wait()
+            finally:
+                await responses.aclose()
+        self._lane.send(Kind.END, call.number)
+
+    async def _generate(self, call: _Call, raw: bytes) -> None:
+        message = CONTRACT.parse(_GENERATE, raw)
+        assert isinstance(message, pb.GenerateRequest)
+        generation = await self._services.admit(message, call.buffer.put, makes_text=False)
+        call.generation = generation
+        call.counted.enter_context(self._services.counted())
+        context = generation.request.prompt[-_NUM_CONTEXT_TOKENS:].tolist()
+        admitted = Admitted(generation.request_id, not generation.outputs[0].has_text, context)
+        self._lane.send(Kind.ADMITTED, call.number, admitted.to_bytes())
+        call.buffer.read(generation)
+        self._tell(call, at_once=True)
+
+    # -- tokens
+
+    def _tell(self, call: _Call, *, at_once: bool) -> None:
+        if call.generation is not None:
+            self._unread[call] = None
+            self._has_unread.tell(at_once=at_once or not call.has_begun)
+
+    async def _tell_rounds(self) -> None:
+        while True:
+            await self._has_unread.wait()
+            while self._lane.is_full:
+                self._has_room.clear()
+                await self._has_room.wait()
+            self._send_unread()
+
+    def _send_unread(self) -> None:
+        unread, self._unread = self._unread, {}
+        parts = PartColumns()
+        for call in unread:
+            if call.is_dropped:
+                continue
+            if call.has_begun and (plain := call.buffer.take_plain()) is not None:
+                parts.add(call.number, plain.token_ids)
+                continue
+            chunks, error = call.buffer.take()
+            for chunk in chunks:
+                call.has_begun = True
+                self._lane.send(Kind.CHUNK, call.number, response_of("", chunk).SerializeToString())
+            if error is not None:
+                call.refusal = error
+                self._lane.send(Kind.ERROR, call.number, error_to_bytes(error))
+            if error is not None or (chunks and chunks[-1].usage is not None):
+                call.over.set()
+        if parts.num_tokens:
+            self._lane.send(Kind.PARTS, 0, parts.to_bytes())

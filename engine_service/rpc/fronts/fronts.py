@@ -1,0 +1,182 @@
+"""Fronts: the address of an engine whose streams are served by processes of their own.
+
+It is what an Endpoint is to an engine that answers by itself: it takes the address, is told the state of the service, drains,
+stops and gives the address back. A front that dies is started again; its streams end, and their requests with them. Health on
+an address of its own is answered here, because it is about the engine.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import structlog
+from grpc_health.v1 import health_pb2
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from kvkeeper.service.endpoint import HealthServicer
+from kvkeeper.service.health_listener import HealthListener
+from kvkeeper.service.process import StartError
+from kvkeeper.service.shared_address import SharedAddress
+
+from ..methods import CONTRACT
+from .calls import FrontServices
+from .front_process import FrontFailed, FrontProcess, start_front
+from .told import FrontSetUp, FrontState
+
+log = structlog.get_logger()
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0  # before a front is started again
+_SOUND_S = 10.0  # after which a front's end counts as its first
+_STOP_S = 5.0  # beyond the grace of its calls, for a front to end
+
+
+class Fronts:
+    """Made by open_fronts."""
+
+    def __init__(self, address: SharedAddress, fronts: list[FrontProcess]) -> None:
+        self.address = address.address
+        self._held, self._fronts = address, fronts
+        self.health_listener: HealthListener | None = None
+        self._health = HealthServicer()
+        self._services: FrontServices
+        self._set_up: FrontSetUp
+        self._max_len: Callable[[], int] = lambda: 0
+        self._is_serving = self._is_leaving = self._is_stopped = False
+        self._keeping: list[asyncio.Task[None]] = []
+        self.num_restarts = 0
+        self._past_refused: Counter[str] = Counter()  # of fronts that have ended
+        self._past_processor_s = 0.0
+
+    async def start(self, services: FrontServices, set_up: FrontSetUp, max_len: Callable[[], int]) -> None:
+        """Answer calls from now on. max_len: most tokens of a sequence. Raises StartError."""
+        self._services, self._set_up, self._max_len = services, set_up, max_len
+        for front in self._fronts:
+            front.set_up(set_up, self._state(), services)
+        try:
+            await asyncio.gather(*(front.ready for front in self._fronts))
+        except FrontFailed as error:
+            raise StartError(f"--listen {self.address}: {error}") from None
+        self._keeping = [asyncio.create_task(self._keep(place)) for place in range(len(self._fronts))]
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self.set_serving(False)
+        if self.health_listener is not None:
+            await self.health_listener.start()
+
+    def open_health(self, listen: str) -> None:
+        """Takes a second address, where health alone is answered from start to stop. Raises StartError."""
+        self.health_listener = HealthListener(listen, self._health)
+
+    async def set_serving(self, is_serving: bool) -> None:
+        """Whether the service takes requests."""
+        self._is_serving = is_serving
+        self._tell_state()
+        statuses = health_pb2.HealthCheckResponse
+        await self._health.set(CONTRACT.service.full_name, statuses.SERVING if is_serving else statuses.NOT_SERVING)
+
+    async def drain(self) -> None:
+        """NOT_SERVING for good; set_serving has no effect any more."""
+        self._is_leaving = True
+        self._tell_state()
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace: float | None = 0.2) -> None:
+        """Ends the calls that still run, and the fronts. grace: seconds; None: at once."""
+        self._is_stopped = True
+        for task in self._keeping:
+            task.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
+        if self.health_listener is not None:
+            await self.health_listener.stop()
+        await asyncio.gather(*(_end(front, grace) for front in self._fronts))
+
+    def release(self) -> None:
+        """Gives the address back."""
+        self._held.release()
+
+    @property
+    def processes(self) -> list[int]:
+        """Ids of the fronts."""
+        return [front.process.pid for front in self._fronts]
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Calls that were not let in, by reason."""
+        return sum((front.refused for front in self._fronts), Counter(self._past_refused))
+
+    def metrics(self, prefix: str, model: str) -> Iterator[Metric]:
+        """Of the fronts together."""
+        label = {"model": model}
+        for family, name, text, value in (
+            (GaugeMetricFamily, "fronts", "Front processes.", float(len(self._fronts))),
+            (CounterMetricFamily, "front_restarts", "Front processes that were started again.", float(self.num_restarts)),
+            (GaugeMetricFamily, "front_calls", "Calls and requests of clients that fronts have open.", self._num_calls()),
+            (CounterMetricFamily, "front_cpu_seconds", "Processor time of the front processes.", self._processor_s()),
+        ):
+            told = family(prefix + name, text, labels=list(label))
+            told.add_metric(list(label.values()), value)
+            yield told
+
+    def _num_calls(self) -> float:
+        return float(sum(front.num_calls for front in self._fronts))
+
+    def _processor_s(self) -> float:
+        return self._past_processor_s + sum(front.processor_s for front in self._fronts)
+
+    def _state(self) -> FrontState:
+        return FrontState(self._is_serving, self._is_leaving, self._max_len())
+
+    def _tell_state(self) -> None:
+        for front in self._fronts:
+            front.tell_state(self._state())
+
+    async def _keep(self, place: int) -> None:
+        """Start a front again whenever it ends."""
+        pause = _FIRST_PAUSE_S
+        while True:
+            began, front = time.monotonic(), self._fronts[place]
+            await front.lost.wait()
+            self._past_refused += front.refused
+            self._past_processor_s += front.processor_s
+            front.refused = Counter()
+            code = await front.wait_end()
+            lived_s = time.monotonic() - began
+            pause = _FIRST_PAUSE_S if lived_s > _SOUND_S else min(2 * pause, _LONGEST_PAUSE_S)
+            log.warning("front_ended", code=code, seconds=round(lived_s, 3))
+            await asyncio.sleep(pause)
+            self.num_restarts += 1
+            front = self._fronts[place] = await start_front()
+            front.set_up(self._set_up, self._state(), self._services)
+            try:
+                await front.ready
+            except FrontFailed as error:
+                log.warning("front_failed", message=str(error))
+            else:
+                log.info("front_started", process=front.process.pid)
+
+
+async def _end(front: FrontProcess, grace: float | None) -> None:
+    if grace is not None:
+        front.ask_stop(grace)
+        try:
+            async with asyncio.timeout(grace + _STOP_S):
+                await front.lost.wait()
+        except TimeoutError:
+            log.warning("front_killed", process=front.process.pid)
+    await front.close()
+
+
+async def open_fronts(listen: str, num_fronts: int) -> Fronts:
+    """Takes the address, and starts the processes; no call is answered yet. Raises StartError, AddressInUse."""
+    address = SharedAddress(listen)
+    fronts: list[FrontProcess] = []
+    try:
+        for _ in range(num_fronts):
+            fronts.append(await start_front())
+    except BaseException:
+        for front in fronts:
+            await front.close()
+        address.release()
+        raise
+    return Fronts(address, fronts)

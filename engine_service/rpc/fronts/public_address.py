@@ -1,0 +1,52 @@
+"""The address of an engine, served by its own loop or by front processes: which of them is decided here alone."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from prometheus_client import Metric
+
+from kvkeeper.service.endpoint import Admission, Endpoint
+from kvkeeper.service.intake import Intake
+from kvkeeper.service.methods import Contract, MethodRouter
+from kvkeeper.service.turns import Turns
+from kvkeeper.trust.guard import Guard
+
+from ...config import EngineConfig
+from ..methods import router_of
+from ..metrics import PREFIX
+from ..service import EngineService
+from .fronts import Fronts, open_fronts
+from .set_up import front_services, front_set_up
+
+Protocols = Sequence[tuple[Contract, Any]]  # beside our own, each with what answers
+
+
+async def open_address(config: EngineConfig, guard: Guard, intake: Intake) -> Endpoint | Fronts:
+    """Takes the address. Raises StartError, AddressInUse."""
+    if config.fronts:
+        return await open_fronts(config.listen, config.fronts)
+    admission = Admission(config.connections, config.connection_calls, (intake,))
+    return await Endpoint.open(config.listen, admission=admission, guard=guard)
+
+
+async def serve_at(
+    endpoint: Endpoint | Fronts, config: EngineConfig, service: EngineService, turns: Turns, guard: Guard, others: Protocols
+) -> None:
+    """Answers calls from now on. Raises StartError."""
+    if isinstance(endpoint, Fronts):
+        set_up = front_set_up(config, endpoint, service.text, others)
+        await endpoint.start(front_services(service, turns, guard, others), set_up, lambda: service.max_len)
+    else:
+        routers = [router_of(service), *(MethodRouter(*each) for each in others)]
+        await endpoint.start(*routers, has_reflection=config.reflection)
+
+
+def metrics_at(endpoint: Endpoint | Fronts, service: EngineService, guard: Guard) -> Iterator[Metric]:
+    """Of a scrape."""
+    yield from service.metrics()
+    refused = Counter[str]()
+    if isinstance(endpoint, Fronts):
+        yield from endpoint.metrics(PREFIX, service.model_id)
+        refused = endpoint.refused
+    yield from guard.metrics(PREFIX, refused, model=service.model_id)

@@ -1,0 +1,48 @@
+"""What fronts are given at their start, made from an engine's parts."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from kvkeeper.service.methods import Contract
+from kvkeeper.service.turns import Turns
+from kvkeeper.trust.guard import Guard
+
+from ...config import EngineConfig
+from ...outputs.model_text import ModelText
+from ..front.config import FrontConfig
+from ..methods import CONTRACT
+from ..service import EngineService
+from .calls import FrontServices, served_methods
+from .fronts import Fronts
+from .told import FrontSetUp
+
+
+def front_services(service: EngineService, turns: Turns, guard: Guard, others: Sequence[tuple[Contract, Any]]) -> FrontServices:
+    """others: contracts beside our own, each with what answers."""
+    methods = {}
+    for contract, answering in ((CONTRACT, service), *others):
+        methods.update(served_methods(contract, answering))
+    return FrontServices(
+        methods,
+        turns,
+        service.admit_for_front,
+        service.stop_at,
+        service.streams.counted,
+        service.pace,
+        lambda path, caller: guard.refused.note("TENANT_NOT_ALLOWED", path, caller),
+    )
+
+
+def front_set_up(config: EngineConfig, fronts: Fronts, text: ModelText, others: Sequence[tuple[Contract, Any]]) -> FrontSetUp:
+    """What each of the fronts needs to serve at their address."""
+    own = front_config(config, fronts.address, has_gateway=bool(others))
+    tokenizer = text.tokenizer
+    return FrontSetUp(own.to_json(), None if tokenizer is None else tokenizer.state())
+
+
+def front_config(config: EngineConfig, address: str, *, has_gateway: bool) -> FrontConfig:
+    """Bounds of connections are divided among the fronts."""
+    own = {each.name: getattr(config, each.name) for each in fields(FrontConfig) if hasattr(config, each.name)}
+    shared = {name: -(-own[name] // config.fronts) for name in ("connections", "many_calls")}
+    return FrontConfig(**{**own, **shared, "listen": address, "has_gateway": has_gateway})

@@ -1,0 +1,42 @@
+"""From values to messages: what streams tell of a request, chunk by chunk."""
+
+import dataclasses
+from collections.abc import Iterable
+
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+
+from ...values.output_chunk import OutputChunk, Usage
+from ...values.token_logprobs import TokenLogprobs
+
+
+def response_of(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:
+    """The message of a chunk."""
+    reason = f"FINISH_REASON_{chunk.finish_reason.name}" if chunk.finish_reason is not None else None
+    return pb.GenerateResponse(
+        request_id=request_id,
+        index=chunk.index,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        finish_reason=reason,
+        usage=usage_of(chunk.usage) if chunk.usage is not None else None,
+        logprobs=logprobs_of(chunk.logprobs),
+        prompt_logprobs=logprobs_of(chunk.prompt_logprobs),
+        cumulative_logprob=chunk.cumulative_logprob,
+    )
+
+
+def usage_of(usage: Usage) -> pb.Usage:
+    return pb.Usage(**dataclasses.asdict(usage))
+
+
+def logprobs_of(found: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+    return [
+        pb.TokenLogprobs(
+            token_id=one.token_id,
+            logprob=one.logprob,
+            rank=one.rank,
+            top_token_ids=one.top_token_ids,
+            top_logprobs=one.top_logprobs,
+        )
+        for one in found
+    ]
