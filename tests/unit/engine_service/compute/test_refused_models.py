@@ -1,0 +1,30 @@
+"""Combinations of a model and a setting that are refused when the model is loaded, each with a sentence."""
+
+from pathlib import Path
+
+import pytest
+
+from kvkeeper.engine_service.compute.served_model import load_served_model
+from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
+from kvkeeper.engine_service.model.loader import load_model
+from kvkeeper.engine_service.model.parallel.split import Split
+from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
+
+
+def folder_of(name: str, folder: Path) -> Path:
+    return build_model_folder(folder, next(model for model in TINY_MODELS if model.name == name))
+
+
+@pytest.mark.parametrize(("name", "said"), [("gpt_oss", "sinks in their softmax"), ("deepseek_v3", "latent attention")])
+def test_few_bits_are_refused_to_models_whose_attention_reads_none(name: str, said: str, tmp_path: Path) -> None:
+    folder = str(folder_of(name, tmp_path))
+    assert load_served_model(EngineConfig(model=folder, progress=False)).num_parameters > 0
+    with pytest.raises(UnsupportedModelError, match=f"--kv-dtype.*int8.*auto for models with {said}"):
+        load_served_model(EngineConfig(model=folder, progress=False, kv_dtype="int8"))
+
+
+def test_latent_attention_is_not_split(tmp_path: Path) -> None:
+    folder = folder_of("deepseek_v3", tmp_path)
+    with pytest.raises(UnsupportedModelError, match="families without latent attention"):
+        load_model(folder, progress=False, split=Split(0, 2))
