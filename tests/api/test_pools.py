@@ -177,7 +177,7 @@ async def test_tiny_blocks_do_not_make_a_huge_core() -> None:
         ({"block_size": 1025}, "block_size"),
         ({"layout": 0}, "layout"),
         ({"layout": 3}, "groups"),  # KV_LAYOUT_GROUPED without any
-        ({"layout": 4}, "layout"),
+        ({"layout": 5}, "layout"),
         ({"layout": pb.KV_LAYOUT_OPAQUE}, "num_layers"),
         ({"sliding_window": -1}, "sliding_window"),
         ({"rope_parameters": "r" * 4097}, "rope_parameters"),

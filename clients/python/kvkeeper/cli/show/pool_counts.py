@@ -6,7 +6,8 @@ from typing import Any
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.console.tables import facts, size
 from kvkeeper.cli.show.status import pool_line
-from kvkeeper.cli.show.tiers import break_even
+
+_NEVER = 2**31 - 1  # of a break-even length: no load pays
 
 Rows = list[tuple[str, object]]
 
@@ -154,3 +155,10 @@ def _disk_tier(pool: Any) -> Rows:
 
 def _counts(*values: int) -> str:
     return ", ".join(f"{value:,}" for value in values)
+
+
+def break_even(num_tokens: int) -> str:
+    """From which length on a load pays."""
+    if not num_tokens:
+        return "not measured yet"
+    return "never" if num_tokens == _NEVER else f"from {num_tokens:,} tokens on"

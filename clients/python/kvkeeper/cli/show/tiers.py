@@ -10,10 +10,10 @@ from kvkeeper.cli.console.as_json import as_json
 from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_OK
 from kvkeeper.cli.console.tables import size, table
+from kvkeeper.cli.show.pool_counts import break_even
 from kvkeeper.cli.show.status import pool_line
 from kvkeeper.client import CacheClient
 
-_NEVER = 2**31 - 1  # of a break-even length: no load pays
 _HEADERS = ("tier", "blocks", "size", "free", "cached", "held", "moving", "came", "evicted")
 
 
@@ -60,13 +60,6 @@ def show_tiers(pool: Any) -> str:
     for name in (*(["disk"] if info.num_disk_blocks else ()), *(["remote"] if info.has_remote else ())):
         lines += [_traffic(pool, name), _worth(pool, name)]
     return "\n".join(lines)
-
-
-def break_even(num_tokens: int) -> str:
-    """From which length on a load pays."""
-    if not num_tokens:
-        return "not measured yet"
-    return "never" if num_tokens == _NEVER else f"from {num_tokens:,} tokens on"
 
 
 def _traffic(pool: Any, name: str) -> str:
