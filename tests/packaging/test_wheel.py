@@ -27,6 +27,7 @@ PACKAGE_ROOTS = (
 OF_THE_ENGINE = ("kvkeeper.engine_service", "kvkeeper.kernels")  # modules that need the extra
 OF_OTHER_EXTRAS = (  # `cpu`, `gateway`, `remote`, `mooncake`
     "kvkeeper.kernels.cpu.kernels",
+    "kvkeeper.kernels.cpu.quantised_kernels",
     "kvkeeper.engine_service.rpc.gateway",
     "kvkeeper.cache_service.memory.remote.redis_server",
     "kvkeeper.cache_service.memory.remote.mooncake_process",
