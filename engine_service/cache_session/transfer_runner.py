@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from kvkeeper.client.steps import StepResult
+from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
 from ..ranks.move_blocks import move_blocks
 from ..scheduler.state.preemption_cost import Moved
@@ -33,8 +34,18 @@ class OtherRanks(Protocol):
 class TransferRunner:
     """Copies blocks between a pool's device memory and its host tier, and keeps the orders that ended."""
 
-    def __init__(self, device_blocks: torch.Tensor, host_blocks: torch.Tensor, other_ranks: OtherRanks | None = None) -> None:
-        """Both: uint8 [blocks, block_bytes], views of the arena. An order is done when it is done on all ranks."""
+    def __init__(
+        self,
+        device_blocks: torch.Tensor,
+        host_blocks: torch.Tensor,
+        other_ranks: OtherRanks | None = None,
+        packing: HostBlocks | None = None,
+    ) -> None:
+        """Both: uint8 [blocks, bytes of a block], views of the arena. An order is done when it is done on all ranks.
+
+        packing: of a host tier that keeps blocks in few bits.
+        """
+        self._packing = packing
         self._other_ranks = other_ranks
         self._device_blocks = device_blocks
         self._host_blocks = host_blocks
@@ -62,7 +73,7 @@ class TransferRunner:
             self._other_ranks.run_transfers(answer)
         columns = (answer.transfer_ids, answer.transfer_kinds, answer.transfer_sources, answer.transfer_destinations)
         orders = zip(*(column.tolist() for column in columns), strict=True)
-        done, failed = move_blocks(self._device_blocks, self._host_blocks, orders)
+        done, failed = move_blocks(self._device_blocks, self._host_blocks, orders, self._packing)
         self._done_now += done
         self._failed_now += failed
         if self._other_ranks is not None:

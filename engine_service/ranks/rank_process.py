@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvkeeper.client.arena import Arena
+    from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
     from ..compute.model_runner import Runner
 
@@ -52,6 +53,7 @@ class _Mapped:
     runner: "Runner"
     device_blocks: "torch.Tensor"
     host_blocks: "torch.Tensor"
+    packing: "HostBlocks | None"
 
 
 class RankProcess:
@@ -101,7 +103,7 @@ class RankProcess:
 
         if kind == Kind.TRANSFERS:
             orders = zip(*np.frombuffer(body, "<i8").reshape(4, -1).tolist(), strict=True)
-            self._failed += move_blocks(mapped.device_blocks, mapped.host_blocks, orders)[1]
+            self._failed += move_blocks(mapped.device_blocks, mapped.host_blocks, orders, mapped.packing)[1]
         elif kind == Kind.COPIES:
             mapped.runner.copy_blocks([(source, to) for source, to in np.frombuffer(body, "<i8").reshape(-1, 2).tolist()])
         elif kind == Kind.MAKE_READY:
@@ -123,7 +125,7 @@ class RankProcess:
         from kvkeeper.client.arena import attach_arena
         from kvkeeper.client.errors import KvkeeperError
 
-        from .mapped_arena import arena_tensor, host_blocks
+        from .mapped_arena import arena_tensor, host_blocks, packing_from
 
         sizes = fields["arena_bytes"], self._timeout_s, fields["host_arena_bytes"]
         try:
@@ -138,7 +140,8 @@ class RankProcess:
             arena,
             self._on_arena(memory, fields["block_size"], fields["has_groups"]),
             memory.view(-1, fields["block_bytes"]),
-            host_blocks(arena, fields["block_bytes"], self._rank, self._num_ranks),
+            host_blocks(arena, fields["host_block_bytes"], self._rank, self._num_ranks),
+            packing_from(fields["packing"]),
         )
         self._pipe.send(Answer.DONE)
 

@@ -124,7 +124,12 @@ class PrefixLookup:
         return self._index.usable(nodes, None if self._host is None else self._host.is_filling)
 
     def whole_windows(self, nodes: Int32Array) -> list[bool]:
-        """Of each group of layers behind the first, whether it has what its window reads behind all of these nodes."""
+        """Of each group of layers behind the first, whether it has what its window reads behind all of these nodes.
+
+        None of a tail, which ends no hit.
+        """
+        if self._index.has_tail:
+            return []
         blocks, hosts = self._index.hit_table(nodes)
         if self._host is not None:
             hosts = np.where(self._host.is_filling[hosts], 0, hosts)

@@ -2,8 +2,9 @@
 
 Owns the choice of the blocks and their way into the index. Rules: a load ends where each group has what the next token reads,
 in the tiers above or in this one; it brings all that groups which read all tokens lack up to there, and the last window of the
-others. A node comes into the index with the blocks of all groups that read all tokens, or not at all; what a
-window lacks shortens hits that end there. The name of a block of another group than the first is made of its node's name.
+others; of a tail nothing, because hits do without it. A node comes into the index with the blocks of all groups that read all
+tokens, or not at all; what a window lacks shortens hits that end there. The name of a block of another group than the first is
+made of its node's name.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ class GroupLoads:
 
     def __init__(self, index: PrefixIndex, host: HostTier, names: ContentNames) -> None:
         self._index, self._host, self._names = index, host, names
-        self._windows = index.group_windows
+        self._windows = index.group_windows[:1] if index.has_tail else index.group_windows
         self._full = [group for group, window in enumerate(self._windows) if not window]
 
     def name_of(self, host: int) -> bytes:
@@ -152,5 +153,5 @@ class GroupLoads:
     def _held(self, nodes: Int32Array, firsts: list[int]) -> Int32Array:
         """The host blocks of these nodes that are read from the first entries on."""
         columns = (self._index.host_of_node, *self._index.group_hosts)
-        hosts = np.concatenate([column[nodes[first:]] for column, first in zip(columns, firsts, strict=True)])
+        hosts = np.concatenate([column[nodes[first:]] for column, first in zip(columns, firsts, strict=False)])
         return hosts[hosts > 0]

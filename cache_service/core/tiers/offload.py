@@ -120,16 +120,21 @@ class Offloader:
     def demote(self, victims: Int32Array) -> Int32Array:
         """Moves evicted blocks to the host tier, as far as it has room; answers those that are to be forgotten.
 
-        Victims come leaves first, so the last ones get the room: a parent that is forgotten takes its children along.
+        Victims come leaves first, so the last ones get the room: a parent that is forgotten takes its children along. Pages of
+        a tail are forgotten: hits do without them, and what they are a copy of is worth the room more.
         """
         index, host = self._index, self.host
+        pages = NO_INT32
+        if index.has_tail:
+            is_page = index.group_of_block[victims] > 0
+            pages, victims = victims[is_page], victims[~is_page]
         hosts = index.hosts_of(victims)
         index.leave_device(victims[hosts > 0])
         self.num_demoted += int(np.count_nonzero(hosts))
         needy = victims[hosts == 0]
         num_room = min(len(needy), host.pool.num_available) if self._for is not None else 0
         if not num_room:
-            return needy
+            return np.concatenate([needy, pages])
         needy, moved = needy[: len(needy) - num_room], needy[len(needy) - num_room :]
         copies = host.take_blocks(num_room, held=False)
         nodes = index.node_of_block[moved]  # now: making room in the host tier may have forgotten a node
@@ -140,7 +145,7 @@ class Offloader:
         self.prepare_store(moved, copies)
         index.leave_device(moved)
         self.num_demoted += len(moved)
-        return needy
+        return np.concatenate([needy, pages])
 
     def drop_copies(self, hosts: Int32Array) -> None:
         """The nodes of these host blocks were forgotten."""
