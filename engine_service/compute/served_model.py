@@ -95,8 +95,6 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
     served = _from_folder(folder, raw, decoder, name, _num_parameters(folder, model_config), json.dumps(both))
     served = dataclasses.replace(_ready_on_device(served, config, progress=progress), num_ranks=split.num_ranks)
     if (kv_format := format_for(config.kv_dtype, decoder.dtype)) is not None:
-        if model_config.has_sink_logits:
-            refuse_stored(config.kv_dtype, "models with sinks in their softmax")
         if model_config.is_latent:
             refuse_stored(config.kv_dtype, "models with latent attention")
         return stored_model(served, decoder, kv_format, config)

@@ -163,6 +163,11 @@ class Decoder:
             logits = torch.tanh(logits / cap) * cap
         return logits.float()
 
+    @property
+    def sink_logits(self) -> tuple[torch.Tensor | None, ...]:
+        """Of each layer, see paged_attention_decode."""
+        return tuple(layer.sink_logits for layer in self._layers)
+
     def _branch(self, x: torch.Tensor, out_norm: torch.Tensor | None) -> torch.Tensor:
         """What attention or MLP gave, as it is added to the residual."""
         if out_norm is not None:
@@ -205,12 +210,12 @@ class Decoder:
             if norm is not None:
                 qk, norm = rms_norm(qk, *norm)[0], None
             q_sink = rotary(qk[:, : config.num_heads], *at_sinks)
+        cap = config.attention_soft_cap
         if isinstance(metadata, StoredMetadata):
             q = rotary_store_quantised(qk, v, *rotation, metadata.layer, metadata.slots, norm)
-            out = attend_as_stored(q, metadata, config.scale, window, config.attention_soft_cap).flatten(1)
+            out = attend_as_stored(q, metadata, config.scale, window, cap, layer.sink_logits).flatten(1)
         else:
             q = rotary_store_kv(qk, v, *rotation, kv_layer, metadata.slot_mapping, metadata.store, norm)
-            cap = config.attention_soft_cap
             out = attend_stored(q, kv_layer, metadata, config.scale, window, cap, q_sink, layer.sink_logits).flatten(1)
         if self.watch is not None:
             self.watch(index, q, out)

@@ -19,12 +19,14 @@ AUDIT_EVERY = 20  # events; an audit takes as long as several
 class DiskSimulation:
     """One seed: a slab, and pools on it one after the other."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, may_have_tail: bool = False) -> None:
+        """may_have_tail: in half of the pools with one window, the group with it is a tail."""
         self.rng = rng = random.Random(seed)
         windows = [(0,), (0, 3), (0,), (0, 0, 2)][seed % 4]
         self.config = PoolConfig(
             num_blocks=rng.choice([4, 6, 9]) * len(windows),
             group_windows=windows,
+            has_tail=may_have_tail and seed % 8 == 5,  # of the second of them
             block_size=rng.choice([1, 2, 3]),
             max_sequences=rng.choice([3, 6]),
             max_tokens_per_sequence=rng.choice([6, 12, 20]),
@@ -106,7 +108,7 @@ def simulate_disks(until: Callable[[DiskCounts], bool], seed: int = 1) -> DiskCo
     """Runs seed after seed until the sums are enough."""
     sums = DiskCounts()
     while not until(sums):
-        simulation = DiskSimulation(seed)
+        simulation = DiskSimulation(seed, may_have_tail=True)
         try:
             for _ in range(NUM_EVENTS):
                 simulation.tick()

@@ -34,7 +34,7 @@ class TierAnswers:
         self.contents = Contents()
         self.counts = TierCounts()
         self.written: dict[str, set[int]] = {}  # contents of each tenant
-        self.windows = config.group_windows
+        self.windows, self.has_tail = config.group_windows, config.has_tail
 
     def apply(
         self,
@@ -135,10 +135,13 @@ class TierAnswers:
         for group, table in enumerate(q.tables):
             label = f"{engine.session[-2:]}/{q.id} group {group} step {step.step_id}"
             spelled = self.spell(q, group, upto)
-            step.reads.append((label, list(table), self.read(q, group, spelled[: q.computed])))
+            step.reads.append((label, list(table), self.read(q, group, table, spelled[: q.computed])))
             own.update(spelled)
             step.own.append((label, list(table), own))
             for position in range(q.computed, upto):
+                if self._is_lacking(group, table, position):
+                    self.counts.tail_unwritten += 1
+                    continue
                 step.writes.append((table[position // size], position % size, spelled[position]))
         if upto > q.computed:
             q.computed = upto
@@ -209,6 +212,7 @@ class TierAnswers:
             else:
                 self.counts.swap_ins += state is SequenceState.LOADING
                 self.counts.grouped_swaps += state is SequenceState.LOADING and len(tables) > 1
+                self.counts.tail_swaps += self.has_tail and state is SequenceState.LOADING and any(tables[1])
                 self.counts.back_on_device += state is SequenceState.SWAPPED
                 assert reserved == q.reserved, (q, reserved)
                 if state is SequenceState.LOADING:
@@ -224,17 +228,26 @@ class TierAnswers:
         """What the slots of one group hold; each group has contents of its own."""
         return self.contents.spell(f"{q.tenant}/{group}", q.tokens[:length])
 
-    def read(self, q: TierSequence, group: int, contents: list[int]) -> list[int]:
-        """The contents that attention reads, PASSED for those between sink and window, and before a group's window."""
+    def read(self, q: TierSequence, group: int, table: list[int], contents: list[int]) -> list[int]:
+        """The contents that attention reads, PASSED for those between sink and window, and before a group's window.
+
+        Of a tail also those that it lacks, which are before all that it has.
+        """
         passed, window = unread(q.retention, len(contents)), self.windows[group]
-        start = len(contents) - window + 1 if window else 0
+        start = max(len(contents) - window + 1, 0) if window else 0
+        while start < len(contents) and self._is_lacking(group, table, start):
+            self.counts.tail_gaps += 1
+            start += 1
         return [PASSED if position in passed or position < start else content for position, content in enumerate(contents)]
+
+    def _is_lacking(self, group: int, table: list[int], position: int) -> bool:
+        return self.has_tail and group > 0 and table[position // self.config.block_size] == 0
 
     def _check_tables(self, what: str, q: TierSequence, tables: list[list[int]], length: int) -> None:
         """Blocks hold what the token at this length reads right now, before anything in flight has run (R4, R6)."""
         for group, table in enumerate(tables):
             label = f"{what} of {q.id}, group {group}"
-            fault = self.memory.fault(label, table, self.read(q, group, self.spell(q, group, length)))
+            fault = self.memory.fault(label, table, self.read(q, group, table, self.spell(q, group, length)))
             assert not fault, fault
 
     def _check_hit(self, q: TierSequence, tables: list[list[int]], hit: int) -> None:

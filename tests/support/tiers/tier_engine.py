@@ -54,6 +54,9 @@ class TierCounts:
     clears: int = 0
     grouped_hits: int = 0  # hits in a pool of several groups of layers
     grouped_swaps: int = 0
+    tail_swaps: int = 0  # of sequences that had pages of a tail
+    tail_gaps: int = 0  # tokens of a window that were not in the tail
+    tail_unwritten: int = 0  # tokens that had no page to be written to
 
     def add(self, other: "TierCounts") -> None:
         for name in self.__dataclass_fields__:
@@ -109,9 +112,12 @@ class TierEngine:
     forks_much: bool = False
     windows: tuple[int, ...] = (0,)  # of the groups of layers
     num_usable_blocks: int = 0  # of the pool
+    has_tail: bool = False  # which no cut and no hit needs
 
     def least_cut(self, q: TierSequence, block_size: int) -> int:
         """The least length that what the windows have left behind lets a sequence be cut to."""
+        if self.has_tail:
+            return 1
         ends = zip(self.windows, self._hole_ends(q, block_size), strict=True)
         return max((end * block_size + window - 1 for window, end in ends if end), default=1)
 
@@ -123,6 +129,8 @@ class TierEngine:
         return min(q.max_tokens, held * block_size)
 
     def _hole_ends(self, q: TierSequence, block_size: int) -> list[int]:
+        if self.has_tail:  # a cut may have put pages where holes were
+            return [0] * len(self.windows)
         return [max(0, q.passed_len - window + 1) // block_size if window else 0 for window in self.windows]
 
     def items(self, choose: Choose, block_size: int) -> TierItems:

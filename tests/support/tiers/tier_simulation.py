@@ -20,12 +20,14 @@ _WINDOWS = ((0, 1), (0, 4), (0, 0, 3), (0,), (0,), (0,), (0,), (0,), (0, 7, 2), 
 class TierSimulation:
     """One seed: one pool, up to three sessions at a time."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, may_have_tail: bool = False) -> None:
+        """may_have_tail: in half of the pools with windows, the groups with windows are a tail."""
         self.rng = rng = random.Random(seed)
         windows = _WINDOWS[seed % len(_WINDOWS)]
         config = PoolConfig(
             num_blocks=rng.choice([4, 6, 9, 14]) * len(windows),
             group_windows=windows,
+            has_tail=may_have_tail and seed % 20 >= 10 and len(windows) > 1 and all(windows[1:]),
             block_size=rng.choice([1, 2, 3]),
             max_sequences=rng.choice([3, 6, 10]),
             max_tokens_per_sequence=rng.choice([6, 12, 20]),
@@ -80,7 +82,7 @@ def simulate_tiers(until: Callable[[TierCounts], bool], seed: int = 1) -> TierCo
     """Runs seed after seed until the sums are enough, for example `lambda counts: counts.moved >= 1_000_000`."""
     sums = TierCounts()
     while not until(sums):
-        simulation = TierSimulation(seed)
+        simulation = TierSimulation(seed, may_have_tail=True)
         try:
             for _ in range(NUM_EVENTS):
                 simulation.tick()

@@ -49,7 +49,7 @@ class TierWorld(TierAnswers):
         self.manager.open_session(session, executor)
         windows = self.config.group_windows
         told = ToldTables(self.config.block_size, len(windows))
-        sizes = {"windows": windows, "num_usable_blocks": self.config.num_usable_blocks}
+        sizes = {"windows": windows, "num_usable_blocks": self.config.num_usable_blocks, "has_tail": self.has_tail}
         self.engines[session] = TierEngine(session, executor, told, forks_much=self.forks_much, **sizes)
         return session
 

@@ -12,16 +12,18 @@ from tests.support.tiers.tier_world import TierWorld
 from tests.support.worlds.machine import chooser
 
 
-def _config(num_blocks: int, num_host_blocks: int, group_windows: tuple[int, ...], **others: Any) -> PoolConfig:
+def _config(num_blocks: int, num_host_blocks: int, group_windows: tuple[int, ...], has_tail: bool, **others: Any) -> PoolConfig:
     """num_blocks: for each group of layers."""
     usable = (num_blocks - 1) * len(group_windows)
-    return PoolConfig(usable + 1, num_host_blocks=num_host_blocks, group_windows=group_windows, **others)
+    is_tail = has_tail and len(group_windows) > 1 and all(group_windows[1:])
+    return PoolConfig(usable + 1, num_host_blocks=num_host_blocks, group_windows=group_windows, has_tail=is_tail, **others)
 
 
 configs = st.builds(
     _config,
     num_blocks=st.integers(2, 8),
     group_windows=st.sampled_from([(0,), (0,), (0, 3), (0, 1), (0, 0, 2)]),
+    has_tail=st.booleans(),
     block_size=st.integers(1, 3),
     max_sequences=st.integers(1, 5),
     max_tokens_per_sequence=st.integers(1, 16),

@@ -135,6 +135,7 @@ def _stored(
     num_queries: int | None = None,
     num_tokens: int | None = None,
     tail: int = 16,
+    logits: bool = False,
 ) -> None:
     """Decode of K and V in few bits, or with num_queries prefill, or with num_tokens their store. tail: layers of a page."""
     layout = QuantisedLayout(_NUM_LAYERS, 8, head_dim, 16, FORMATS[name], dtype, tail)
@@ -148,7 +149,8 @@ def _stored(
     tables = _ints(num_seqs, 512)
     rows = QuantisedRows(tables, tables if has_tail else None, _ints(num_seqs), _ints(num_seqs + 1) if num_queries else None)
     q = nowhere(num_queries or num_seqs, 32, head_dim, dtype=dtype)
-    (quantised_prefill if num_queries else quantised_decode)(q, layer, rows, scale=0.1)
+    own = nowhere(32, dtype=torch.float32) if logits else None
+    (quantised_prefill if num_queries else quantised_decode)(q, layer, rows, scale=0.1, sink_logits=own)
 
 
 def _sample(vocab_size: int) -> None:

@@ -110,12 +110,12 @@ def test_statistics_tell_what_each_group_holds() -> None:
     assert [tuple(group) for group in manager.group_stats()] == [(0, 6, 0), (5, 3, 3)]
 
 
-def _run(seeds: range) -> TierCounts:
+def _run(seeds: range, *, has_tail: bool = False) -> TierCounts:
     """Seeds of pools with several groups."""
     sums = TierCounts()
     for seed in seeds:
-        simulation = TierSimulation(seed)
-        if len(simulation.world.windows) > 1:
+        simulation = TierSimulation(seed, may_have_tail=has_tail)
+        if len(simulation.world.windows) > 1 and simulation.world.has_tail >= has_tail:
             for _ in range(NUM_EVENTS):
                 simulation.tick()
             sums.add(simulation.finish())
@@ -151,3 +151,23 @@ def test_a_load_that_failed_behind_the_first_group_is_found(monkeypatch: pytest.
     monkeypatch.setattr(SequenceSwapper, "_num_left", num_left)
     with pytest.raises(AssertionError):
         _run(range(1, 400))
+
+
+def test_tails_swap_with_their_sequences_and_hits_of_either_tier_do_without() -> None:
+    counts = _run(range(1, 120), has_tail=True)
+    assert min(counts.grouped_hits, counts.tail_swaps, counts.tail_gaps, counts.tail_unwritten, counts.promoted) > 20, counts
+
+
+def test_a_page_of_a_tail_that_comes_back_from_the_host_as_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: pages come back one entry too early."""
+    real = SequenceSwapper._present
+
+    def present(self: SequenceSwapper, owner: object, slot: int) -> object:
+        hosts, size = self.host.tables[slot], len(self.host.tables[slot]) // self._sequences.num_groups
+        if self._index.has_tail and size > 1:
+            hosts[size : 2 * size] = np.roll(hosts[size : 2 * size], -1)
+        return real(self, owner, slot)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SequenceSwapper, "_present", present)
+    with pytest.raises(AssertionError):
+        _run(range(1, 120), has_tail=True)
