@@ -1,6 +1,7 @@
 """A host tier that keeps K and V in few bits: what comes back of a swap and of a hit, what is told, and who must convert."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from kvkeeper.cache_service.memory.host_packing import HostPacking
 from kvkeeper.client import AsyncCacheClient, KvTokens
 from kvkeeper.service.settings import ConfigError
 from tests.support.worlds.cache_api import Api, refusal, serving
+from tests.support.worlds.memory_folder import memory_folder
 
 LAYERS, HEADS, DIM, SIZE = 2, 2, 8, 4
 SPEC = pb.KvSpec(
@@ -113,3 +115,53 @@ async def test_the_same_memory_holds_more_blocks() -> None:
 def test_a_format_needs_a_tier_to_be_of() -> None:
     with pytest.raises(ConfigError, match="--host-memory"):
         CacheConfig(host_kv_dtype="int8")
+
+
+async def test_a_kept_host_tier_comes_back_in_the_same_precision_alone() -> None:
+    """A run with another one keeps the pool, and begins a host tier of its own."""
+    exact, found = kv_of(8), {}
+    with memory_folder() as folder:
+        settings = {"num_blocks": 9, "num_host_blocks": 13, "memory_dir": folder, "keep": True}
+        for run, host_kv_dtype in enumerate(("int8", "int8", "fp8")):
+            async with serving(**settings, host_kv_dtype=host_kv_dtype) as served:
+                async with AsyncCacheClient(served.server.address) as client:
+                    session = await client.open_session(SPEC)
+                    if run == 0:
+                        await session.create_sequence(1, list(range(8)))
+                        await session.extend(1, 8)
+                        await session.write_kv(1, 0, exact)
+                        await session.commit(1, 8, 8)
+                        await session.release(1)
+                        await session.evict_blocks(num_free_blocks=8)
+                    found[run] = (await session.explain_match([*range(8), 9])).num_host_tokens
+                    if run == 1:
+                        await session.create_sequence(2, [*range(8), 9])
+                        await session.extend(2, 9)
+                        assert errors(await session.read_kv(2, num_tokens=8), exact).max() <= 0.5 / 127 * (1 + 2**-7)
+                        await session.release(2)
+                        await session.evict_blocks(num_free_blocks=8)
+                        assert (await session.explain_match([*range(8), 9])).num_host_tokens == 8
+                await served.audit()
+    assert found == {0: 8, 1: 8, 2: 0}
+
+
+async def test_two_precisions_never_meet_on_one_disk(tmp_path: Path) -> None:
+    exact, found = kv_of(8), []
+    for host_kv_dtype in ("int8", "fp8", "int8"):
+        settings = {"disk_path": tmp_path / "disk", "disk_memory": 1 << 20, "num_pools": 2, "host_kv_dtype": host_kv_dtype}
+        async with serving(num_blocks=9, num_host_blocks=13, **settings) as served:
+            async with AsyncCacheClient(served.server.address) as client:
+                session = await client.open_session(SPEC)
+                answer = await session.create_sequence(1, [*range(8), 9])
+                (pool,) = served.server.session_manager.registry.pools
+                assert pool.disk is not None
+                found.append(pool.manager.stats().num_cached_disk_blocks)
+                assert answer.num_matched_tokens == 0
+                if not found[-1]:
+                    await session.extend(1, 8)
+                    await session.write_kv(1, 0, exact)
+                    await session.commit(1, 8, 0)
+                    await session.release(1)
+                    await session.evict_blocks(num_free_blocks=8)
+                    await served.until(lambda stats: stats.pools[0].num_cached_disk_blocks == 2)
+    assert found == [0, 0, 2]

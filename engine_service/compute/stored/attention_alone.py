@@ -1,8 +1,8 @@
 """What fewer bits of K and V do to one attention by itself: the same queries, keys and values in, compared with what comes out.
 
 In a whole model errors add up over the layers, and each later layer sees other inputs. Here every layer gets what the exact
-model gave it. Where all is computed in a 16-bit type, queries, keys, values and the attention itself are of that type; else only
-K and V are rounded, but for those that the tail has for a query. Plain torch, to be read.
+model gave it. Where all is computed in a 16-bit type, queries, keys, values and the attention itself are of that type; else
+only K and V are rounded, but for those that the tail has for a query. Plain torch, to be read.
 """
 
 import math

@@ -229,6 +229,8 @@ for name in ("int8", "int4", "fp8"):
         _add(f"stored decode {own}", _stored, name, head_dim, dtype, tail=tail)
         _add(f"stored prefill {own}", _stored, name, head_dim, dtype, tail=tail, num_queries=8192)
         _add(f"stored store {own}", _stored, name, head_dim, dtype, tail=tail, num_tokens=64)
+_add("stored decode int8 logits", _stored, "int8", 64, torch.bfloat16, logits=True)
+_add("stored prefill int8 logits", _stored, "int8", 64, torch.bfloat16, logits=True, num_queries=8192)
 _add("copy_blocks", lambda: copy_blocks(_arena(128, 16, torch.bfloat16), [(1, 2), (3, 4)]))
 for vocab_size in (4096, 50_257, 131_072, 262_144):  # the first one by one program a row
     _add(f"sample {vocab_size}", _sample, vocab_size)

@@ -81,8 +81,9 @@ def test_a_key_without_a_value_for_each_head(name):
     logits = torch.tensor([40.0, 0.5, -1.0, -40.0])
     check(world, sink_logits=logits)
     check(world, window=7, soft_cap=0.5, sink_logits=logits)
-    check(world, [1, 4, 80, 0], sink_logits=logits)
-    check(world, [1, 4, 80, 0], window=7, sink_logits=logits)
+    filled = make_stored([1, 9, 300], name, tails=tails_of([1, 9, 300]))
+    check(filled, [1, 4, 80], sink_logits=logits)
+    check(filled, [1, 0, 80], window=7, soft_cap=0.5, sink_logits=logits)
     with pytest.raises(KernelArgumentError, match="sink_logits"):
         check(world, sink_logits=logits[:3])
 

@@ -82,3 +82,55 @@ def test_a_description_tells_the_groups_and_refuses_what_are_none() -> None:
         if wrong:
             with pytest.raises(FileRefused):
                 Description.decode(json.dumps(fields).encode())
+
+
+def test_a_tail_comes_back_with_its_pool_and_hits_do_without_what_is_missing() -> None:
+    config = PoolConfig(41, 2, group_windows=(0, 5), has_tail=True, watermark=0.0, num_host_blocks=21)
+    memory, manager = KeptMemory(config), PoolManager(config)
+    manager.restore(memory.kept, may_still_write=False)
+    manager.open_session(A, Executor.CACHE)
+    tokens = np.arange(11, dtype=np.int32)
+    manager.create_sequence(A, SequenceArgs(SequenceId(1), tokens))
+    manager.extend(A, 1, 11, look_up=True)
+    manager.commit(A, 1, 11, 0, tokens)
+    manager.release(A, 1)
+    write_all(manager)
+    again, result = memory.restored()
+    assert again.check_invariants() == []
+    assert chains(again, group=1) == chains(manager, group=1) != []
+    again.open_session(A, Executor.CACHE)
+    again.create_sequence(A, SequenceArgs(SequenceId(1), tokens))
+    again.extend(A, 1, 11, look_up=True)
+    view = again.view(A, SequenceId(1))
+    assert view.num_hit_tokens == 10
+    assert np.count_nonzero(view.group_tables[0][:5]) == 2  # token 10 reads from token 6 on, and no page is cached before
+    again.release(A, 1)
+    with again.demoting(A):
+        again.evict_blocks(40)
+    write_all(again)
+    last, result = memory.restored()
+    assert last.check_invariants() == []
+    assert (result.num_blocks, result.num_host_blocks) == (0, 5)
+    assert chains(last, group=1) == []
+
+
+def test_a_description_tells_tails_and_what_a_host_tier_keeps_its_blocks_in() -> None:
+    groups = (LayerGroup((0, 1, 2), 0), LayerGroup((0, 1), 7, True, 2, "float16"), LayerGroup((2,), 7, True, 2, "float16"))
+    spec = KvSpec(b"key", "model", 3, 1, 4, 1, 4, groups=groups, scaled_bits=8, element_type="int8")
+    text = Description(1, 1, 2, 1 << 20, spec).encode()
+    assert Description.decode(text).spec == spec
+    for place, name, wrong in ((0, "is_tail", True), (1, "tail_item_bytes", 0), (2, "layers", [1]), (0, "layers", [0, 1])):
+        fields = json.loads(text)
+        fields["spec"]["groups"][place][name] = wrong
+        with pytest.raises(FileRefused):
+            Description.decode(json.dumps(fields).encode())
+    plain = KvSpec(b"key", "model", 3, 1, 4, 4, 4, element_type="float32").stored_as("int8")
+    hosts = Description(1, 1, 2, 2 * plain.stored_bytes, plain, pool=7)
+    assert Description.decode(hosts.encode()) == hosts
+    for changes in ({"host_kv_dtype": "int9"}, {"scaled_bits": 8}, {"host_kv_dtype": ""}):
+        fields = json.loads(hosts.encode())
+        fields["spec"] |= changes
+        with pytest.raises(FileRefused):
+            Description.decode(json.dumps(fields).encode())
+    with pytest.raises(FileRefused):
+        Description.decode(Description(1, 1, 2, 1 << 20, plain).encode())  # of a pool itself
