@@ -21,7 +21,7 @@ from ..runtime.pool import Pool
 from ..runtime.session_manager import SessionManager
 from .convert import checks
 from .convert.checks import check_range
-from .convert.kv_spec import ELEMENT_TYPES, KV_DTYPES
+from .convert.kv_spec import ELEMENT_TYPES, kv_dtype_of
 from .kv_rows import KvRows
 from .one_item_session import OneItemSessions
 from .ownership import check_sequence, readable_session
@@ -68,8 +68,8 @@ class KvCalls:
                     num_tokens=num_tokens,
                     key=key,
                     value=value,
-                    kv_dtype=KV_DTYPES[rows.told_type],
-                    stored_kv_dtype=KV_DTYPES[live.pool.info.spec.element_type],
+                    kv_dtype=kv_dtype_of(rows.told_type),
+                    stored_kv_dtype=kv_dtype_of(live.pool.info.spec.element_type),
                 )
 
     async def write_kv(self, requests: AsyncIterator[pb.WriteKvRequest]) -> pb.WriteKvResponse:

@@ -14,6 +14,7 @@ from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
 from kvkeeper.kernels.quantised.read_kv import read_kv
 from tests.api.test_layer_groups import commit, start, step, tables
 from tests.support.worlds.cache_api import Api, blocks_of, le32, le64, refusal, serving
+from tests.support.worlds.memory_folder import memory_folder
 
 FULL, TAIL = pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_TAIL
 SIZE, WINDOW_TOKENS = 4, 7
@@ -227,3 +228,29 @@ async def test_a_sequence_comes_back_from_the_host_tier_with_its_tail_and_a_hit_
         assert [table[:5].any() for table in tables] == [False, False]
         assert all(table[5] for table in tables)
         await api.audit()
+
+
+async def test_kept_memory_has_the_tail_of_before() -> None:
+    spec, exact = spec_of(ALL, tail_of(0, 1, 2), tail_of(3, 4), num_kv_heads=2), numbers(20)
+    with memory_folder() as folder:
+        for has_come_back in (False, True):
+            async with serving(memory_dir=folder, keep=True, num_blocks=60, num_host_blocks=21) as api:
+                async with AsyncCacheClient(api.server.address) as client:
+                    session = await client.open_session(spec)
+                    await session.create_sequence(1, list(range(21)))
+                    length = (await session.extend(1, 21)).num_hit_tokens
+                    assert length == (20 if has_come_back else 0)
+                    if not has_come_back:
+                        await session.write_kv(1, 0, exact, kv_dtype=pb.KV_DTYPE_FLOAT32)
+                        await session.commit(1, 20, 21)
+                    found = await session.read_kv(1, num_tokens=20, kv_dtype=pb.KV_DTYPE_FLOAT32)
+                    assert float(np.abs(found.keys - exact.keys).max()) < 0.01 * float(np.abs(exact.keys).max())
+                    (pool,) = api.server.session_manager.registry.pools
+                    (core,) = pool.manager.state.sessions.values()
+                    tables = pool.manager.view(core.session, SequenceId(1)).group_tables
+                    page = int(tables[0][4])  # of the newest whole block; of its first layer the first key
+                    assert page
+                    key = blocks_of(pool)[page][: 2 * 12 * 2].view(np.float16).reshape(2, 12)
+                    np.testing.assert_array_equal(key, exact.keys[0, 16].astype(np.float16))
+                    await session.release(1)
+                await api.audit()
