@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..quantised.layout import QuantisedLayer
 
 _ALL_KEYS = 1 << 62
-_LAYOUTS = {"store": "q" * 21, "attend_decode": "q" * 20 + "ddq", "read": "q" * 15}
+_LAYOUTS = {"store": "q" * 21, "attend_decode": "q" * 20 + "ddqq", "read": "q" * 15}
 _launchers: dict[tuple[str, int], Launcher] = {}
 
 

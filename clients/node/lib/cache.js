@@ -203,7 +203,7 @@ export class CacheSession extends SessionCalls {
       firstTokenIdx: 0,
       numTokens: 0,
       layers: [],
-      kvDtype: 0,
+      kvDtype: 'KV_DTYPE_UNSPECIFIED',
     });
     const chunks = await this.collect('ReadKv', {
       sequenceId,

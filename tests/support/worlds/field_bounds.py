@@ -307,5 +307,5 @@ BOUNDS: dict[str, Bound] = {
     "WriteKvRequest.first_token_idx": Number(NUM_COMMITTED, NUM_RESERVED - 1),
     "WriteKvRequest.key": Bytes(12),
     "WriteKvRequest.value": Bytes(12),
-    "WriteKvRequest.kv_dtype": OneOf((0, 1, 2)),  # the third has other bytes than the world's key
+    "WriteKvRequest.kv_dtype": OneOf((0, 1, 2, 3)),
 }
