@@ -9,6 +9,7 @@ it then, and a tier that fails or hangs is left alone for a while. Knows no file
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from .tier_loads import TierLoads
 from .tier_orders import Load, Question, Store, Table, TierRules
 from .tier_questions import TierQuestions
 from .tier_stores import TierStores
-from .worth import NEVER, TierWorth
+from .worth import TierWorth
 
 
 @dataclass(slots=True)
@@ -214,7 +215,7 @@ class NamedTier:
         """The names of all that could be loaded; for audits."""
         return self.table.names()
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """By the protocol's names."""
         name, counts = self.rules.name, self.flight.counts
         return {
@@ -228,7 +229,7 @@ class NamedTier:
             f"num_damaged_{name}_blocks": counts.num_damaged_blocks,
             f"num_failed_{name}_blocks": counts.num_failed_blocks,
             f"num_unworthy_{name}_loads": self.worth.num_unworthy,
-            f"{name}_first_byte_us": min(round(self.worth.loads.first * 1e6), NEVER),
+            f"{name}_first_byte_seconds": self.worth.loads.first,
             f"{name}_break_even_tokens": self.worth.least_tokens,
             **self.table.stats(),
         }
