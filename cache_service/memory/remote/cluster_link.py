@@ -69,7 +69,8 @@ class ClusterLink:
         return guarded(lambda: self._exchange(self.control(), commands, into))
 
     def _exchange(self, client: Any, commands: Sequence[Sequence[Part]], into: Sequence[Sequence[memoryview]]) -> list[Reply]:
-        buffers = [()] * (len(commands) - len(into)) + list(into)
+        nothing: Sequence[memoryview] = ()
+        buffers = [nothing] * (len(commands) - len(into)) + list(into)
         replies: list[Reply] = [Silence(was_asked=False)] * len(commands)
         lost: list[Node] = []
         waiting: list[tuple[Node, BulkConnection, list[int]]] = []
