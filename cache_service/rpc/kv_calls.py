@@ -21,8 +21,8 @@ from ..runtime.pool import Pool
 from ..runtime.session_manager import SessionManager
 from .convert import checks
 from .convert.checks import check_range
+from .convert.kv_rows import KvRows
 from .convert.kv_spec import ELEMENT_TYPES, kv_dtype_of
-from .kv_rows import KvRows
 from .one_item_session import OneItemSessions
 from .ownership import check_sequence, readable_session
 

@@ -66,10 +66,11 @@ def _attend(inputs: AttentionInputs, keys: torch.Tensor, values: torch.Tensor, d
     """[num_kv_heads, group, n, head_dim], float32."""
     mask = torch.zeros(_seen(inputs).shape, dtype=dtype).masked_fill_(~_seen(inputs), -torch.inf)
     queries = _grouped(inputs)
-    heads = (side.transpose(0, 1)[:, None].to(dtype).expand(-1, queries.shape[1], -1, -1) for side in (keys, values))
+    k, v = (side.transpose(0, 1)[:, None].to(dtype).expand(-1, queries.shape[1], -1, -1) for side in (keys, values))
     out = dense_attention(
         queries.to(dtype),
-        *heads,
+        k,
+        v,
         mask,
         is_causal=False,
         scale=inputs.scale,

@@ -192,12 +192,12 @@ class _Reader:
             following = torch.from_numpy(text[first + 1 : last + 1])
             losses = torch.nn.functional.cross_entropy(logits[: len(following)], following, reduction="none")
             bits.append((losses / math.log(2)).numpy())
-        whole = [torch.stack([torch.cat(parts) for parts in kept]) for kept in (outputs, queries)]
+        whole_outputs, whole_queries = (torch.stack([torch.cat(parts) for parts in kept]) for kept in (outputs, queries))
         keys = values = None
         if self._is_plain:
             blocks = torch.from_numpy(self._tables[0, : -(-len(text) // _BLOCK_SIZE)].astype(np.int64))
             keys, values = (self._view[blocks, :, side].transpose(0, 1).flatten(1, 2)[:, : len(text)] for side in (0, 1))
-        return _Seen(np.concatenate(bits), *whole, keys, values)
+        return _Seen(np.concatenate(bits), whole_outputs, whole_queries, keys, values)
 
     def inputs_of(self, seen: _Seen, shortest: int, length: int, tail_window: int | None) -> Iterator[AttentionInputs]:
         """What the layers' attention was given for the compared tokens of a text from `shortest` on, below `length`.

@@ -54,7 +54,7 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
     if pool.groups:
         yield (
             "groups of layers: entries of tables with a block, left behind",
-            [_of_group(group, told.kind) for group, told in zip(pool.groups, pool.pool.spec.groups, strict=False)],
+            _of_groups(pool),
         )
     yield "prefix cache", _prefix_cache(pool)
     if pool.pool.num_host_blocks:
@@ -79,8 +79,13 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
     yield "watches", [("open, cut off", _counts(pool.num_watches, pool.num_lagged_watches))]
 
 
-def _of_group(group: Any, kind_number: int) -> tuple[str, str]:
-    name = "tail" if kind_number == pb.LAYER_GROUP_KIND_TAIL else "window"
+def _of_groups(pool: Any) -> Rows:
+    tails = [group.kind == pb.LAYER_GROUP_KIND_TAIL for group in pool.pool.spec.groups]
+    return [_of_group(group, is_tail=at < len(tails) and tails[at]) for at, group in enumerate(pool.groups)]
+
+
+def _of_group(group: Any, *, is_tail: bool) -> tuple[str, str]:
+    name = "tail" if is_tail else "window"
     kind = f"{name} of {group.window_tokens:,} tokens" if group.window_tokens else "all tokens"
     return kind, _counts(group.num_held_entries, group.num_passed_entries)
 

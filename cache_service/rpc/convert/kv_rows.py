@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.values.kv_spec import KvSpec
-from ..core.values.types import Int32Array
-from ..memory.arena import Arena
-from ..memory.kv_numbers import ITEM_BYTES, SCALE_BYTES, ByteArray, Float32Array, dequantise, elements_of, numbers_of, quantise
+from ...core.values.kv_spec import KvSpec
+from ...core.values.types import Int32Array
+from ...memory.arena import Arena
+from ...memory.kv_numbers import ITEM_BYTES, SCALE_BYTES, ByteArray, Float32Array, dequantise, elements_of, numbers_of, quantise
 
 _SIDES = 0, 1  # K and V
 
