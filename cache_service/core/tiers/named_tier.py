@@ -183,7 +183,7 @@ class NamedTier:
         self._is_on = state.config.prefix_caching
         self._host: HostTier = offloader.host
         self._names = ContentNames(state.index, key)
-        self._num_groups = len(state.config.group_windows)
+        self._num_groups = len(state.config.group_spans)
         self._groups = GroupLoads(state.index, self._host, self._names) if self._num_groups > 1 else None
         self._loading: dict[bytes, Load] = {}
         self._new_loads: deque[Load] = deque()

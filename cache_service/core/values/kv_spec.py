@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
+from .read_span import ReadSpan
+
 _SCALE_BYTES: Final = 2
 _ALIGNMENT: Final = 16  # of blocks with scales
 
@@ -11,6 +13,8 @@ _ALIGNMENT: Final = 16  # of blocks with scales
 class LayerGroup:
     """Layers whose K and V of a token lie in one block. window: tokens that each token reads, itself included; 0: all.
 
+    is_chunked: instead it reads those of its chunk of so many tokens.
+
     is_tail: a second, finer copy of the newest tokens, which hits do without. tail_item_bytes: of an element of it.
     """
 
@@ -18,6 +22,12 @@ class LayerGroup:
     window: int
     is_tail: bool = False
     tail_item_bytes: int = 0
+    is_chunked: bool = False
+
+    @property
+    def span(self) -> ReadSpan:
+        """What a token reads in these layers."""
+        return ReadSpan(self.window, self.is_chunked)
 
 
 @dataclass(frozen=True, slots=True)
