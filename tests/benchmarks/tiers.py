@@ -205,7 +205,7 @@ async def _first_tokens(folder: str, tier: str, worth: str) -> dict[str, object]
             "late_loads": getattr(pool, f"num_late_{tier}_loads"),
             "unworthy_loads": getattr(pool, f"num_unworthy_{tier}_loads"),
             "break_even_tokens": getattr(pool, f"{tier}_break_even_tokens"),
-            "first_byte_ms": getattr(pool, f"{tier}_first_byte_us") / 1e3,
+            "first_byte_ms": 1e3 * getattr(pool, f"{tier}_first_byte_seconds"),
             "prefill_tokens_s": pool.prefill_rate_tokens,
         }
 

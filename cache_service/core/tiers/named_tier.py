@@ -12,7 +12,7 @@ network and no thread. Whether a load is worth its time is for worth.py to say.
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from .content_names import ContentNames
 from .group_loads import GroupLoads
 from .host_tier import HostTier
 from .offload import Offloader
-from .worth import NEVER, TierWorth
+from .worth import TierWorth
 
 _STORE_PATIENCE = 4  # deadlines that a store may take: nobody waits for it
 _MOST_TURNS = 4  # questions about one prompt with several groups of layers
@@ -559,7 +559,7 @@ class NamedTier:
         """The names of all that could be loaded; for audits."""
         return self.table.names()
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """By the protocol's names."""
         name, counts = self.rules.name, self.counts
         return {
@@ -572,7 +572,7 @@ class NamedTier:
             f"num_damaged_{name}_blocks": counts.num_damaged_blocks,
             f"num_failed_{name}_blocks": counts.num_failed_blocks,
             f"num_unworthy_{name}_loads": self.worth.num_unworthy,
-            f"{name}_first_byte_us": min(round(self.worth.loads.first * 1e6), NEVER),
+            f"{name}_first_byte_seconds": self.worth.loads.first,
             f"{name}_break_even_tokens": self.worth.least_tokens,
             **self.table.stats(),
         }
