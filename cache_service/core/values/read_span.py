@@ -6,10 +6,13 @@ else: what is before it is given back, and a hit does without it. Pure; position
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from .types import Int64Array
+from .types import Int32Array, Int64Array
+
+_Positions = TypeVar("_Positions", Int32Array, Int64Array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +27,13 @@ class ReadSpan:
         """Whether all tokens are read, so that nothing is ever left behind."""
         return not self.num_tokens
 
-    def firsts(self, positions: Int64Array) -> Int64Array:
+    def firsts(self, positions: _Positions) -> _Positions:
         """[n] the first tokens that those at these positions [n] read."""
         if self.is_whole:
-            return np.zeros_like(positions)
+            return positions * 0
         if self.is_chunk:
             return positions // self.num_tokens * self.num_tokens
-        return np.maximum(positions - self.num_tokens + 1, 0)
+        return (positions - self.num_tokens + 1).clip(0)
 
     def first(self, position: int) -> int:
         """The same of one position."""
@@ -57,7 +60,7 @@ def spans_of(*windows: int) -> tuple[ReadSpan, ...]:
     return tuple(ReadSpan(window) for window in windows)
 
 
-def first_reads(spans: Sequence[ReadSpan], positions: Int64Array) -> Int64Array:
+def first_reads(spans: Sequence[ReadSpan], positions: _Positions) -> _Positions:
     """[n, groups] the first token that each position [n] reads in each group. Groups mostly have one or two spans."""
     found = {span: span.firsts(positions) for span in dict.fromkeys(spans)}
     return np.stack([found[span] for span in spans], 1)
