@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from .request import Int32Array
 
 
@@ -15,10 +17,10 @@ class ReadSpan:
     def firsts(self, positions: Int32Array) -> Int32Array:
         """[n] the first tokens that those at these positions [n] read."""
         if not self.num_tokens:
-            return positions * 0
+            return np.zeros_like(positions)
         if self.is_chunk:
             return positions // self.num_tokens * self.num_tokens
-        return (positions - self.num_tokens + 1).clip(0)
+        return np.maximum(positions - self.num_tokens + 1, 0)
 
     def first(self, position: int) -> int:
         """The same of one position."""

@@ -30,10 +30,10 @@ class ReadSpan:
     def firsts(self, positions: _Positions) -> _Positions:
         """[n] the first tokens that those at these positions [n] read."""
         if self.is_whole:
-            return positions * 0
+            return np.zeros_like(positions)
         if self.is_chunk:
             return positions // self.num_tokens * self.num_tokens
-        return (positions - self.num_tokens + 1).clip(0)
+        return np.maximum(positions - self.num_tokens + 1, 0)
 
     def first(self, position: int) -> int:
         """The same of one position."""
