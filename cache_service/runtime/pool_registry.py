@@ -23,9 +23,8 @@ from ..core.manager import PoolManager
 from ..core.sequences.claims import StartNumbers
 from ..core.tiers.named_tier import NamedTier, TierRules
 from ..core.values.errors import NotImplementedYet, OutOfPools, PoolNotReady
-from ..core.values.kv_spec import KvSpec
+from ..core.values.kv_spec import WHOLE, KvSpec
 from ..core.values.pool_config import PoolConfig
-from ..core.values.read_span import WHOLE
 from ..memory.arena import Arena, ByteArray, KeptArena
 from ..memory.block_digests import BlockDigests
 from ..memory.disk.disk_directory import DiskDirectory

@@ -2,8 +2,8 @@
 
 import random
 
+from kvkeeper.cache_service.core.values.kv_spec import spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.read_span import spans_of
 from kvkeeper.cache_service.core.values.types import Executor
 from tests.support.tiers.tier_engine import TierCounts
 from tests.support.tiers.tier_world import TierWorld

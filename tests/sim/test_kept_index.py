@@ -13,8 +13,8 @@ from kvkeeper.cache_service.core.calls.restore import EARLIER_RUN
 from kvkeeper.cache_service.core.index.index_record import IndexRecord
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.index.slot_table import SlotTable
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.read_span import ReadSpan, spans_of
 from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Executor, Int32Array
 from tests.support.tiers.tier_world import TierWorld
 from tests.support.worlds.kept_pool import KeptMemory, chains, write_all

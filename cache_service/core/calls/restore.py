@@ -17,7 +17,7 @@ from ..index.kept_tree import KeptTree, tree_of
 from ..pool_state import PoolState
 from ..tiers.host_tier import HostTier
 from ..values.kept_index import KeptIndex, Verification
-from ..values.read_span import ReadSpan
+from ..values.kv_spec import ReadSpan
 from ..values.types import NO_INT32, UNKNOWN_ROOT, Int32Array, SessionId, Tier
 
 EARLIER_RUN = SessionId("earlier run")  # in the place of the sessions that an earlier run had

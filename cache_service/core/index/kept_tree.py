@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..values.read_span import WHOLE, ReadSpan
+from ..values.kv_spec import WHOLE, ReadSpan
 from ..values.types import Int32Array, Int64Array
 from .slot_table import Slots
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..values.read_span import WHOLE, ReadSpan
+from ..values.kv_spec import WHOLE, ReadSpan
 from ..values.types import Int32Array
 
 GroupArray = npt.NDArray[np.int8]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ..values.clock import Clock
 from ..values.kept_index import Digest, UInt64Array
-from ..values.read_span import WHOLE, ReadSpan
+from ..values.kv_spec import WHOLE, ReadSpan
 from ..values.types import NO_INT32, Int32Array, MatchEnd, Tier
 from .change_log import ChangeLog
 from .eviction_log import EvictionLog

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..blocks.block_pool import BlockPool
 from ..values.errors import InvalidField, NotImplementedYet
-from ..values.read_span import WHOLE, ReadSpan, first_reads
+from ..values.kv_spec import WHOLE, ReadSpan, first_reads
 from ..values.types import Int64Array, SequenceState
 from .publisher import Publisher
 from .sequence_table import SequenceTable

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .read_span import WHOLE, ReadSpan
+from .kv_spec import WHOLE, ReadSpan
 from .sequence_args import Retention
 
 

@@ -1,6 +1,6 @@
 """What a token reads of a group of layers, worked out apart from the code under test."""
 
-from kvkeeper.cache_service.core.values.read_span import ReadSpan
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan
 
 
 def first_read(span: ReadSpan, position: int) -> int:

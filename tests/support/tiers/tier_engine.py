@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from kvkeeper.cache_service.core.values.read_span import WHOLE, ReadSpan
+from kvkeeper.cache_service.core.values.kv_spec import WHOLE, ReadSpan
 from kvkeeper.cache_service.core.values.sequence_args import Retention
 from kvkeeper.cache_service.core.values.types import Executor, Int64Array, SequenceState, SessionId
 from tests.support.reference.read_spans import first_read, least_length

@@ -14,8 +14,8 @@ import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.errors import InvalidField, NeverFits, OutOfSequences, StepNotCompleted, UnknownPin
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.read_span import ReadSpan
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepReply
 from kvkeeper.cache_service.core.values.types import Executor, ItemResult, SequenceId, SequenceState, SessionId, StartResult

@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.read_span import ReadSpan, spans_of
 from kvkeeper.cache_service.core.values.types import Executor, SessionId
 from tests.support.tiers.tier_world import TierWorld
 from tests.support.worlds.machine import chooser

@@ -7,8 +7,8 @@ from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.tiers.group_loads import GroupLoads
 from kvkeeper.cache_service.core.tiers.named_tier import NamedTier, TierRules
 from kvkeeper.cache_service.core.values.copies import TierOrder, TierResult
+from kvkeeper.cache_service.core.values.kv_spec import spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.read_span import spans_of
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
 from tests.support.tiers.disk_simulation import NUM_EVENTS, DiskSimulation

@@ -8,9 +8,8 @@ import pytest
 from kvkeeper.cache_service.core.index.kept_tree import tree_of
 from kvkeeper.cache_service.core.index.slot_table import Slots
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.kv_spec import KvSpec, LayerGroup
+from kvkeeper.cache_service.core.values.kv_spec import KvSpec, LayerGroup, spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.read_span import spans_of
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
 from kvkeeper.cache_service.memory.kept_file import Description, FileRefused

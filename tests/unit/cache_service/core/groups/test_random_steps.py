@@ -7,7 +7,7 @@ from kvkeeper.cache_service.core.index.node_blocks import NodeBlocks
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.sequences.group_windows import GroupWindows
 from kvkeeper.cache_service.core.sequences.sequence_table import SequenceTable
-from kvkeeper.cache_service.core.values.read_span import ReadSpan, spans_of
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
 from kvkeeper.cache_service.core.values.types import Int32Array, Int64Array
 from tests.support.reference.read_spans import first_read
 from tests.support.worlds.grouped import GroupedWorld

@@ -7,8 +7,8 @@ from kvkeeper.cache_service.core.index.node_blocks import NodeBlocks
 from kvkeeper.cache_service.core.inspection.explain import in_words
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.tiers.sequence_swap import SequenceSwapper
+from kvkeeper.cache_service.core.values.kv_spec import spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.read_span import spans_of
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, Int32Array, SequenceId, SequenceState, SessionId, TransferKind
 from tests.support.tiers.tier_engine import TierCounts
