@@ -58,7 +58,7 @@ async def test_a_stream_goes_on_behind_a_broken_connection(world: Services) -> N
     async with cutting(engine.address) as proxy, AsyncEngineClient(proxy.address, NO_PATIENCE) as client:
         generation = client.follow(await client.submit(PROMPT, options(n=2)))
         chunks: list[OutputChunk] = []
-        while len(ids_of(chunks, 0)) < NUM_BEFORE or len(ids_of(chunks, 1)) < NUM_BEFORE:
+        while len(ids_of(chunks, 0)) < NUM_BEFORE or not ids_of(chunks, 1):  # the second is a fork, a step behind
             chunks.append(await anext(generation))
         proxy.cut()
         gate.is_open.set()
