@@ -35,12 +35,10 @@ Write = Callable[[pb.GenerateManyResponse], Awaitable[None]]
 class _Numbered:
     """One request of the call, from its message to the last that is written of it."""
 
-    def __init__(
-        self, number: int, asked_id: str, tell: Callable[..., None], counted: AbstractContextManager[None], *, merges: bool
-    ) -> None:
+    def __init__(self, number: int, asked_id: str, tell: Callable[..., None], counted: AbstractContextManager[None]) -> None:
         """asked_id: that its client gave it, or empty. tell: called with the request and as Tell of its buffer."""
         self.number = number
-        self.buffer = StreamBuffer(partial(tell, self), merges=merges)
+        self.buffer = StreamBuffer(partial(tell, self))
         self.starting: asyncio.Task[None] | None = None
         self.generation: Streamed | None = None
         self.asked_id, self.has_told_id = asked_id, False
@@ -74,7 +72,7 @@ class ManyRequests:
         self._admit, self._turns, self._counted, self._hide_bug = admit, turns, counted, hide_bug
         self._requests: dict[int, _Numbered] = {}
         self._unread: dict[int, None] = {}  # numbers, in order
-        self._has_unread, self._merges = HasUnread(pace), pace.merges
+        self._has_unread = HasUnread(pace)
         self._reads_parts = False  # whether its client does
         self._starting_bytes = 0
         self._has_started = asyncio.Event()  # set when a request is no longer about to begin
@@ -115,9 +113,7 @@ class ManyRequests:
         while self._starting_bytes and self._starting_bytes + size > MAX_PROMPT_MESSAGE_BYTES:
             self._has_started.clear()
             await self._has_started.wait()
-        request = self._requests[number] = _Numbered(
-            number, message.request_id, self._tell, self._counted(), merges=self._merges
-        )
+        request = self._requests[number] = _Numbered(number, message.request_id, self._tell, self._counted())
         self._starting_bytes += size
         request.starting = asyncio.create_task(self._start(request, message))
         request.starting.add_done_callback(lambda _: self._note_start(size))
