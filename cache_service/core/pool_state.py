@@ -5,7 +5,7 @@ works on it and is handed it. Knows no operation, and of the tiers below the dev
 """
 
 from collections import deque
-from typing import Protocol
+from typing import Any, Protocol
 
 from .blocks.allocator import BlockAllocator
 from .blocks.block_pool import BlockPool
@@ -58,7 +58,7 @@ class LowerTiers(Protocol):
 
     def end_clearing(self) -> None: ...
 
-    def stats(self) -> dict[str, int]: ...
+    def stats(self) -> dict[str, Any]: ...
 
     def host_ends(self) -> tuple[Int32Array, Int32Array]:
         """Host blocks, one entry for each order that has an end there, and those of them that are being filled."""

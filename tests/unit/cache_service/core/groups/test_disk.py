@@ -5,7 +5,8 @@ import pytest
 
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.tiers.group_loads import GroupLoads
-from kvkeeper.cache_service.core.tiers.named_tier import NamedTier, TierRules
+from kvkeeper.cache_service.core.tiers.named_tier import NamedTier
+from kvkeeper.cache_service.core.tiers.tier_orders import TierRules
 from kvkeeper.cache_service.core.values.copies import TierOrder, TierResult
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
