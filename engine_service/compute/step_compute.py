@@ -17,7 +17,7 @@ import torch
 from ..scheduler.work import PromptScore, Work
 from ..values.batch import Batch
 from ..values.beam_values import Candidates, SearchRow
-from ..values.sampling_params import SamplingRow, are_likeliest
+from ..values.sampling_params import PlainDraws, SampledRows, are_likeliest
 from ..values.token_logprobs import TokenLogprobs
 from .beam_candidates import find_candidates
 from .device_queue import DeviceQueue, HostQueue, Mark
@@ -36,7 +36,7 @@ _NO_TOKENS = SampledTokens(np.empty(0, np.int64), ())
 class StepRows(NamedTuple):
     """How the next tokens of work.sampled, draw by draw, and of work.searched come out of the logits."""
 
-    sampled: list[SamplingRow]
+    sampled: SampledRows
     searched: list[SearchRow]
 
 
@@ -166,7 +166,7 @@ class StepCompute:
             results.is_finite = fetch(torch.isfinite(logits[at_device(work.check_idx, logits)].amax(dim=1)))
         if how.searched:
             results.candidates = find_candidates(logits[at_device(work.search_idx, logits)], how.searched)
-        if not (rows := how.sampled):
+        if not len(rows := how.sampled):
             return
         # One prompt's row of logits serves all its continuations.
         if not np.array_equal(work.logit_idx, np.arange(len(logits))):
@@ -183,9 +183,9 @@ class StepCompute:
             results.logprobs = found.fetched(fetch)
 
 
-def _asked(rows: SequenceOf[SamplingRow]) -> list[tuple[int, int]]:
+def _asked(rows: SampledRows) -> list[tuple[int, int]]:
     """The rows whose log probabilities are asked for, and how many likeliest tokens beside each."""
-    if are_likeliest(rows):
+    if isinstance(rows, PlainDraws) or are_likeliest(rows):
         return []
     return [(index, row.num_logprobs) for index, row in enumerate(rows) if row.num_logprobs is not None]
 
