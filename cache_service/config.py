@@ -370,11 +370,12 @@ class CacheConfig:
     remote: str = setting(
         "",
         group="Remote tier",
-        help="Valkey or Redis server, or master of a Mooncake store, in which cache services share blocks",
+        help="Valkey or Redis server or cluster, or master of a Mooncake store, in which cache services share blocks",
         example="rediss://cache.internal:6379/0",
         default_text="no remote tier",
         check=Check(FORM_WORDS, _remote_refusal),
-        details="Without a user or a password, which are in --remote-secret. It needs that file and a host tier.",
+        details="Of a cluster, some nodes: redis://HOST:PORT,HOST:PORT?cluster=true. Without a user or a password, which are "
+        "in --remote-secret. It needs that file and a host tier.",
     )
     remote_secret: Path | None = setting(
         None,

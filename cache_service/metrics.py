@@ -1,4 +1,5 @@
-"""The cache service's metrics as Prometheus families, one for each number of the protocol's PoolStats, labelled by pool.
+"""The cache service's metrics as Prometheus families, one for each number of the protocol's PoolStats, labelled by pool,
+and of its GroupStats, labelled by group of layers too.
 
 The comment of a field is the family's help text.
 """
@@ -11,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from kvkeeper.service.metrics import build_info
 from kvkeeper.trust.guard import Guard
 
-from .rpc.convert.reports import POOL_NUMBERS, SERVICE_NUMBERS, pool_stats
+from .rpc.convert.reports import GROUP_NUMBERS, POOL_NUMBERS, SERVICE_NUMBERS, pool_stats
 from .runtime.session_manager import SessionManager
 
 _PREFIX = "kvkeeper_cache_"
@@ -27,14 +28,21 @@ def cache_metrics(session_manager: SessionManager, guard: Guard) -> Iterator[Met
         for labels, stats in rows:
             family.add_metric(labels, getattr(stats, number.name))
         yield family
+    for number in GROUP_NUMBERS:
+        name = f"{_PREFIX}group_{number.name.removeprefix('num_')}"
+        family = GaugeMetricFamily(name, number.text, labels=("model", "pool", "group"))
+        for labels, stats in rows:
+            for group, counts in enumerate(stats.groups):
+                family.add_metric((*labels, str(group)), getattr(counts, number.name))
+        yield family
     yield GaugeMetricFamily(_PREFIX + "live_sessions", "Live sessions.", value=len(session_manager.sessions))
-    counts = {
+    sums = {
         "num_opened_sessions": session_manager.num_opened,
         "num_reaped_sessions": session_manager.num_reaped,
         "num_replaced_pools": session_manager.registry.num_replaced,
     }
     for number in SERVICE_NUMBERS:
-        yield CounterMetricFamily(_name(number.name), number.text, value=counts[number.name])
+        yield CounterMetricFamily(_name(number.name), number.text, value=sums[number.name])
     yield from guard.metrics(_PREFIX)
     yield build_info(_PREFIX)
 

@@ -37,11 +37,12 @@ from .tables.prefix_lookup import PrefixLookup
 from .tables.prompt_watch import PromptWatch
 from .tables.reserve import Reservations
 from .tables.start import SequenceStarter
-from .tiers.named_tier import NamedTier, Table, TierRules
+from .tiers.named_tier import NamedTier
 from .tiers.offload import Offloader
 from .tiers.sequence_swap import SequenceSwapper
 from .tiers.slot_table import SlotTable
 from .tiers.tier_chain import TierChain
+from .tiers.tier_orders import Table, TierRules
 from .tiers.told_table import ToldTable
 from .tiers.worth import TierWorth
 from .values.copies import Copies, StoredBlock

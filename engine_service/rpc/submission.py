@@ -89,7 +89,7 @@ class Submission:
     usage: Usage | None = None
     error: EngineError | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    fetched: asyncio.Event = field(default_factory=asyncio.Event)  # its results are fetched whole, or forgotten
+    fetched: asyncio.Event = field(default_factory=asyncio.Event)  # its results are fetched whole, forgotten, or not wanted
     on_end: Callable[["Submission"], None] = lambda submission: None
     readers: set[HasUnread] = field(default_factory=set)  # each is told when there is more
     has_client: bool = True  # it need not wait for one: it was submitted, or its client has come
@@ -104,6 +104,8 @@ class Submission:
             self._end()
         else:
             self.outputs.setdefault(chunk.index, Output()).add(chunk)
+            if chunk.finish_reason is FinishReason.CANCELLED:
+                self.fetched.set()  # a client that cancels need not come for the rest
             if chunk.usage is not None:
                 self.usage = chunk.usage
                 self._end()

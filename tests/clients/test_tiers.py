@@ -27,7 +27,7 @@ def test_a_pool_shows_only_the_tiers_that_it_has() -> None:
 
 def test_each_lower_tier_says_from_where_on_a_load_pays() -> None:
     info = pb.PoolInfo(num_blocks=11, num_host_blocks=21, num_disk_blocks=30, has_remote=True, block_bytes=1024, spec=SPEC)
-    pool = pb.PoolStats(pool=info, prefill_rate_tokens=1500, disk_first_byte_us=2500, disk_break_even_tokens=64)
+    pool = pb.PoolStats(pool=info, prefill_rate_tokens=1500, disk_first_byte_seconds=0.0025, disk_break_even_tokens=64)
     pool.remote_break_even_tokens, pool.num_unworthy_remote_loads = 2**31 - 1, 7
     text = show_tiers(pool)
     assert "disk: first byte after 2.5 ms, computing 1,500 tokens/s: a load pays from 64 tokens on; 0 were" in text

@@ -27,7 +27,7 @@ async def refuses(client: AsyncEngineClient) -> KvkeeperError | None:
 
 async def test_submitted_results_are_fetched_before_the_engine_goes(world: Services) -> None:
     await world.start_cache()
-    engine = await world.start_engine(drain_timeout=20.0)
+    engine = await world.start_engine(drain_timeout=600.0)
     client = await world.client(engine)
     request_id = await client.submit(PROMPT, GenerateOptions(request_id="mine", sampling=GREEDY))
     cancelled = await client.submit(PROMPT, GenerateOptions(sampling=GREEDY))
@@ -40,7 +40,7 @@ async def test_submitted_results_are_fetched_before_the_engine_goes(world: Servi
     assert not draining.done(), "no client has asked for the result yet"
     result = await client.result(request_id)
     assert [list(output.token_ids) for output in result.outputs] == [toy_output(PROMPT, len(result.outputs[0].token_ids))]
-    await draining
+    await asyncio.wait_for(draining, 60)
 
 
 def call_unread(channel: grpc.aio.Channel) -> Any:

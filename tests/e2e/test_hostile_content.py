@@ -48,7 +48,7 @@ CODE = pickle.dumps(Bomb())
 
 
 @dataclass
-class Told:
+class Delivered:
     """All that both services said."""
 
     logs: list[str] = field(default_factory=list)
@@ -69,12 +69,12 @@ class Told:
 
 
 @pytest.fixture(scope="module")
-def told() -> Told:
+def told() -> Delivered:
     return asyncio.run(_busy_day())
 
 
-async def _busy_day() -> Told:
-    found = Told()
+async def _busy_day() -> Delivered:
+    found = Delivered()
     wrapper = "tests.support.processes.audited_process"
     addresses = free_ports()
     engine = {"model": str(DEMO_MODEL_DIR), "block_size": 16, "log_level": "debug", "metrics_listen": addresses[1]}
@@ -92,7 +92,7 @@ async def _busy_day() -> Told:
     return found
 
 
-async def _use_engine(client: AsyncEngineClient, found: Told) -> None:
+async def _use_engine(client: AsyncEngineClient, found: Delivered) -> None:
     async def generate(prompt: Any, **fields: Any) -> None:
         options = GenerateOptions(**({"tenant": TENANT, "request_id": "r"} | fields))
         await found.call(_read(client.generate(prompt, options)))
@@ -118,7 +118,7 @@ async def _use_engine(client: AsyncEngineClient, found: Told) -> None:
     found.secrets += [STOP, TENANT, OTHER, f"{CANARY}-choice", f"{CANARY}-const", PROMPT]
 
 
-async def _use_cache(client: AsyncCacheClient, found: Told) -> None:
+async def _use_cache(client: AsyncCacheClient, found: Delivered) -> None:
     one: AsyncCacheSession = await client.open_session(SPEC, client_name="one")
     other: AsyncCacheSession = await client.open_session(SPEC, client_name="other")
     for session in (one, other):
@@ -173,24 +173,24 @@ async def _end(services: Fleet) -> None:
         assert await service.end() == 0
 
 
-def test_most_calls_were_answered_and_many_refused(told: Told) -> None:
+def test_most_calls_were_answered_and_many_refused(told: Delivered) -> None:
     assert told.num_answers > 10
     assert len(told.errors) > 12
     assert all("kvkeeper_" in text for text in told.metrics)
 
 
-def test_no_log_and_no_metric_shows_what_clients_sent(told: Told) -> None:
+def test_no_log_and_no_metric_shows_what_clients_sent(told: Delivered) -> None:
     for line in (*told.logs, *told.metrics):
         assert CANARY not in line
         assert not [secret for secret in told.secrets if secret in line]
 
 
-def test_no_error_shows_a_secret_or_another_tenant(told: Told) -> None:
+def test_no_error_shows_a_secret_or_another_tenant(told: Delivered) -> None:
     for text in told.errors:
         assert not [secret for secret in told.secrets if secret in text], text
 
 
-def test_nothing_that_clients_send_becomes_code(told: Told) -> None:
+def test_nothing_that_clients_send_becomes_code(told: Delivered) -> None:
     audited = [json.loads(line) for line in told.logs if f'"{AUDITED}"' in line]
     kinds = {(event["kind"], event["what"].partition(" ")[2]) for event in audited}
     assert kinds == {("subprocess.Popen", WORKER)}, (

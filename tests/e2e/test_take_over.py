@@ -41,7 +41,7 @@ def greedy(max_tokens: int = NUM_ALL, **more: Any) -> GenerateOptions:
 
 
 @dataclasses.dataclass
-class Told:
+class Delivered:
     """What a client got of one request, by continuation."""
 
     token_ids: dict[int, list[int]]
@@ -56,8 +56,8 @@ class Told:
         return [*self.prompt_logprobs, *(one for _, told in sorted(self.logprobs.items()) for one in told)]
 
 
-def told_of(chunks: list[OutputChunk], usage: Any) -> Told:
-    told = Told({}, {}, {}, usage.new_tokens, usage.prompt_tokens)
+def told_of(chunks: list[OutputChunk], usage: Any) -> Delivered:
+    told = Delivered({}, {}, {}, usage.new_tokens, usage.prompt_tokens)
     for chunk in chunks:
         assert chunk.index not in told.reasons, "nothing comes after the end of a continuation"
         told.token_ids.setdefault(chunk.index, []).extend(chunk.token_ids)
@@ -69,7 +69,7 @@ def told_of(chunks: list[OutputChunk], usage: Any) -> Told:
     return told
 
 
-async def ask(client: AsyncEngineClient, prompt: Any, options: GenerateOptions) -> Told:
+async def ask(client: AsyncEngineClient, prompt: Any, options: GenerateOptions) -> Delivered:
     generation = client.generate(prompt, options)
     return told_of([chunk async for chunk in generation], generation.usage)
 

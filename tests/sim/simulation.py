@@ -105,6 +105,7 @@ class Simulation:
         )
         self.driver = CoreDriver(config, reclaim_at_once=rng.choice([1, 4, 10**9]))
         self.world = CallsWorld(self.driver, alphabet=rng.choice([1, 2, 3]))
+        self.world.look_every = -(-audit_every // 2)
         self.engines = [Engine() for _ in range(rng.choice([1, 2, 3]))]
         self.loss = rng.choice([0.0, 0.1, 0.3])
         self.counts = Counts()

@@ -11,14 +11,14 @@ import pytest
 from tests.sim.simulation import Counts, Simulation
 from tests.soak.accounting import CHANGES_PER_SEED, simulate
 
-NUM_OPERATIONS = 1_000_000  # audited at every fourth call of the core; the machines and the soak audit at each
+NUM_OPERATIONS = 1_000_000  # audited at every 16th call, at every 8th refusal; the machines and the soak look at each
 
 
 def test_a_million_seeded_operations(capsys: pytest.CaptureFixture[str]) -> None:
     started, counts = time.perf_counter(), Counts()
     seeds = range(1, 1 + -(-NUM_OPERATIONS // CHANGES_PER_SEED))
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
-        for part in processes.map(partial(simulate, audit_every=4), seeds, chunksize=4):
+        for part in processes.map(partial(simulate, audit_every=16), seeds, chunksize=4):
             counts.add(part)
     with capsys.disabled():
         print(json.dumps({"soak": "core", "seconds": round(time.perf_counter() - started, 1), "changes": counts.changes}))

@@ -19,7 +19,7 @@ from typing import Any
 
 import atheris
 
-with atheris.instrument_imports():
+with atheris.instrument_imports(include=["kvkeeper"]):  # the libraries would take most of a minute
     from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
     from kvkeeper.cache_service.rpc.methods import CONTRACT as CACHE
     from kvkeeper.cache_service.rpc.methods import EOF

@@ -3,6 +3,8 @@
 The next tier is looked at once the one before has brought what it had, so that it is asked only for what is behind that.
 """
 
+from typing import Any
+
 import numpy as np
 
 from ..values.types import Int32Array, MatchEnd
@@ -46,7 +48,7 @@ class TierChain:
         for tier in self.tiers:
             tier.end_clearing()
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         return {name: number for tier in self.tiers for name, number in tier.stats().items()}
 
     def host_ends(self) -> tuple[Int32Array, Int32Array]:

@@ -159,8 +159,8 @@ class PoolStats:
     num_remote_rests: int = 0
     num_unworthy_disk_loads: int = 0
     num_unworthy_remote_loads: int = 0
-    disk_first_byte_us: int = 0
-    remote_first_byte_us: int = 0
+    disk_first_byte_seconds: float = 0.0
+    remote_first_byte_seconds: float = 0.0
     disk_break_even_tokens: int = 0
     remote_break_even_tokens: int = 0
     prefill_rate_tokens: int = 0

@@ -42,19 +42,18 @@ class Number(NamedTuple):
 
 
 def _numbers(message: str, names: list[str]) -> tuple[Number, ...]:
-    """In the protocol a field of 32 bits is true now, and one of 64 bits a sum, except for bytes."""
+    """In the protocol a field of 32 bits is true now, and one of 64 bits a sum, except for bytes and entries."""
     fields = pb.DESCRIPTOR.message_types_by_name[message].fields_by_name
-    return tuple(
-        Number(
-            name, COMMENTS[f"{message}.{name}"], fields[name].type == FieldDescriptor.TYPE_INT64 and not name.endswith("_bytes")
-        )
-        for name in names
-    )
+    sums = {
+        name for name in names if fields[name].type == FieldDescriptor.TYPE_INT64 and not name.endswith(("_bytes", "_entries"))
+    }
+    return tuple(Number(name, COMMENTS[f"{message}.{name}"], name in sums) for name in names)
 
 
 POOL_NUMBERS = _numbers(
     "PoolStats", [field.name for field in pb.PoolStats.DESCRIPTOR.fields if field.type != FieldDescriptor.TYPE_MESSAGE]
 )
+GROUP_NUMBERS = _numbers("GroupStats", ["num_held_entries", "num_passed_entries"])
 SERVICE_NUMBERS = _numbers(
     "GetStatsResponse", [field.name for field in pb.GetStatsResponse.DESCRIPTOR.fields if field.name.startswith("num_")]
 )

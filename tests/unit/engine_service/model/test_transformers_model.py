@@ -91,7 +91,7 @@ def test_what_a_native_family_has_not_runs_through_the_library(
 @pytest.mark.parametrize(
     "model",
     [
-        TinyModel("gpt_oss", "GptOss", {"num_local_experts": 2}),  # attention sinks
+        TinyModel("gpt_oss", "GptOss", {"hidden_act": "gelu"}),  # attention sinks, and experts that only the library has
         TinyModel("mamba", "Mamba", {"state_size": 4}),  # a recurrent state
         TinyModel("bloom", "Bloom", {"n_head": 4, "n_layer": 2}),  # not through the attention interface
     ],

@@ -130,7 +130,7 @@ def _remote_tier(pool: Any) -> Rows:
         ("read, written a second", f"{size(pool.remote_read_rate_bytes)}, {size(pool.remote_write_rate_bytes)}"),
         ("blocks damaged, failed", _counts(pool.num_damaged_remote_blocks, pool.num_failed_remote_blocks)),
         ("rests after failures", pool.num_remote_rests),
-        ("first byte of a load, microseconds", pool.remote_first_byte_us),
+        ("first byte of a load, milliseconds", f"{1000 * pool.remote_first_byte_seconds:,.1f}"),
         ("a load pays", break_even(pool.remote_break_even_tokens)),
         ("loads not worth it", pool.num_unworthy_remote_loads),
     ]
@@ -147,7 +147,7 @@ def _disk_tier(pool: Any) -> Rows:
         ("disk blocks evicted", pool.num_evicted_disk_blocks),
         ("blocks damaged, failed", _counts(pool.num_damaged_disk_blocks, pool.num_failed_disk_blocks)),
         ("rests after failures", pool.num_disk_rests),
-        ("first byte of a load, microseconds", pool.disk_first_byte_us),
+        ("first byte of a load, milliseconds", f"{1000 * pool.disk_first_byte_seconds:,.1f}"),
         ("a load pays", break_even(pool.disk_break_even_tokens)),
         ("loads not worth it", pool.num_unworthy_disk_loads),
     ]

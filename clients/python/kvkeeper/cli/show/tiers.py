@@ -69,7 +69,7 @@ def _traffic(pool: Any, name: str) -> str:
 
 
 def _worth(pool: Any, name: str) -> str:
-    first = getattr(pool, f"{name}_first_byte_us") / 1000
+    first = 1000 * getattr(pool, f"{name}_first_byte_seconds")
     pays = break_even(getattr(pool, f"{name}_break_even_tokens"))
     num_unworthy = getattr(pool, f"num_unworthy_{name}_loads")
     computed = f"computing {pool.prefill_rate_tokens:,} tokens/s" if pool.prefill_rate_tokens else "computing not measured yet"

@@ -5,8 +5,10 @@ import pytest
 
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.tiers.group_loads import GroupLoads
-from kvkeeper.cache_service.core.tiers.named_tier import NamedTier, TierRules
+from kvkeeper.cache_service.core.tiers.named_tier import NamedTier
+from kvkeeper.cache_service.core.tiers.tier_orders import TierRules
 from kvkeeper.cache_service.core.values.copies import TierOrder, TierResult
+from kvkeeper.cache_service.core.values.kv_spec import spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
@@ -21,7 +23,7 @@ def stored(*, lost: tuple[tuple[int, int], ...] = ()) -> tuple[PoolManager, Name
 
     lost: entries and groups of what the disk forgot.
     """
-    config = PoolConfig(41, 2, num_host_blocks=41, group_windows=(0, 5), watermark=0.0)
+    config = PoolConfig(41, 2, num_host_blocks=41, group_spans=spans_of(0, 5), watermark=0.0)
     manager = PoolManager(config)
     disk = manager.add_disk(b"key", 40, 0, rules=TierRules())
     manager.open_session(A, Executor.CACHE)
@@ -108,9 +110,9 @@ def test_a_load_that_leaves_a_window_out_is_found(monkeypatch: pytest.MonkeyPatc
     real = GroupLoads.name_of
 
     def name_of(self: GroupLoads, host: int) -> bytes:
-        self._index.group_of_host[host], group = 0, self._index.group_of_host[host]
+        self._index.held.group_of_host[host], group = 0, self._index.held.group_of_host[host]
         name = real(self, host)
-        self._index.group_of_host[host] = group
+        self._index.held.group_of_host[host] = group
         return name
 
     monkeypatch.setattr(GroupLoads, "name_of", name_of)
