@@ -28,7 +28,8 @@ class BlockMover:
 
     def move(self, orders: Iterable[Order]) -> tuple[list[int], list[int]]:
         """Run the orders as if in order. Ids of those that are done, or on their way on a device, and of those that failed."""
-        kept, failed = [], []
+        kept: list[Order] = []
+        failed: list[Order] = []
         for order in orders:
             (kept if self._is_inside(*order[1:]) else failed).append(order)
         if failed:
