@@ -6,7 +6,7 @@ refused with a typed error, never approximated.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -212,6 +212,8 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     qk_norm = family.qk_norm
     if qk_norm == "unit" and raw.get("use_qk_norm") is not None and not flag(raw, "use_qk_norm"):
         qk_norm = "none"
+    if qk_norm == "unit":  # they are normalised when they are rotated, which takes a factor of the rotation away
+        rope = replace(rope, magnitude=1.0)
     return ModelConfig(
         family=family_name,
         vocab_size=count(raw, "vocab_size"),
