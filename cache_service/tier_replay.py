@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .core.manager import PoolManager
-from .core.tiers.tier_orders import TierRules
+from .core.tiers.below.tier_orders import TierRules
 from .core.values.copies import TierResult
 from .core.values.pool_config import PoolConfig
 from .core.values.sequence_args import SequenceArgs

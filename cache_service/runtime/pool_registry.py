@@ -21,8 +21,8 @@ from kvkeeper.service.sizes import size
 from ..config import CacheConfig, most_blocks
 from ..core.manager import PoolManager
 from ..core.sequences.claims import StartNumbers
-from ..core.tiers.named_tier import NamedTier
-from ..core.tiers.tier_orders import TierRules
+from ..core.tiers.below.named_tier import NamedTier
+from ..core.tiers.below.tier_orders import TierRules
 from ..core.values.errors import NotImplementedYet, OutOfPools, PoolNotReady
 from ..core.values.kv_spec import WHOLE, KvSpec
 from ..core.values.pool_config import PoolConfig

@@ -15,7 +15,7 @@ import torch
 from kvkeeper.client.steps import StepResult
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
-from ..compute.step_copies import Moves
+from ..compute.device.step_copies import Moves
 from ..ranks.move_blocks import SWAP_OUT, BlockMover
 from ..ranks.packed_copies import copies_for
 from ..scheduler.state.preemption_cost import Moved

@@ -26,14 +26,14 @@ from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup
 from ..model.stored_attention import StoredAttention, build_stored_attention
 from ..values.batch import Batch
-from .device_queue import DeviceQueue, queue_of
+from .device.device_queue import DeviceQueue, queue_of
+from .device.last_tokens import LastTokens
+from .device.upload import upload_to
 from .graphs.graph_api import GraphApi
 from .graphs.graphed_decode import DecodeShape, GraphedDecode, capture_decode
 from .graphs.sizes import MOST_ROWS
 from .graphs.warm_up import warm_up_batches, warm_up_sampling
-from .last_tokens import LastTokens
 from .step_logits import StepLogits
-from .upload import upload_to
 
 log = structlog.get_logger()
 

@@ -17,10 +17,10 @@ from kvkeeper.kernels.philox import uniforms
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 
 from ..values.sampling_params import PlainDraws, SampledRows, SamplingRow, are_likeliest
-from .last_tokens import LastTokens
+from .device.last_tokens import LastTokens
+from .device.upload import at_device
 from .penalties import apply_penalties
 from .step_logits import NOT_FINITE, StepLogits, with_likeliest
-from .upload import at_device
 
 log = structlog.get_logger()
 

@@ -20,14 +20,14 @@ from ..values.beam_values import Candidates, SearchRow
 from ..values.sampling_params import PlainDraws, SampledRows, are_likeliest
 from ..values.token_logprobs import TokenLogprobs
 from .beam_candidates import find_candidates
-from .device_queue import DeviceQueue, HostQueue, Mark
-from .last_tokens import LastTokens
+from .device.device_queue import DeviceQueue, HostQueue, Mark
+from .device.last_tokens import LastTokens
+from .device.step_copies import Moves, submit_step
+from .device.upload import at_device
 from .logprobs import LogprobTensors, find_logprobs
 from .model_runner import ModelRunner, Runner
 from .sampler import SampledTokens, draw, tokens_of
-from .step_copies import Moves, submit_step
 from .step_logits import StepLogits
-from .upload import at_device
 
 log = structlog.get_logger()
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from ..compute.device.step_copies import Moves
 from ..compute.step_compute import Computed, Launched, StepCompute, StepRows
-from ..compute.step_copies import Moves
 from ..scheduler.work import Work
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from kvkeeper.engine_service.compute.device_queue import queue_of
+from kvkeeper.engine_service.compute.device.device_queue import queue_of
 from kvkeeper.engine_service.compute.penalties import apply_penalties
 from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
 from kvkeeper.engine_service.values.sampling_params import SamplingParams, SamplingRow

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from kvkeeper.cache_service.core.tiers.tier_orders import TierRules
+from kvkeeper.cache_service.core.tiers.below.tier_orders import TierRules
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvkeeper.cache_service.core.tiers.tier_orders import Load, Store, TierRules
+from kvkeeper.cache_service.core.tiers.below.tier_orders import Load, Store, TierRules
 from kvkeeper.cache_service.core.values.copies import StoredBlock, TierOrder, TierResult
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.step_columns import StepBatch

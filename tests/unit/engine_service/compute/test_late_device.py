@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.device_queue import HostQueue
+from kvkeeper.engine_service.compute.device.device_queue import HostQueue
+from kvkeeper.engine_service.compute.device.upload import PackedUpload, Stage
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
 from kvkeeper.engine_service.compute.step_compute import Launched, StepCompute, StepRows
-from kvkeeper.engine_service.compute.upload import PackedUpload, Stage
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from kvkeeper.engine_service.scheduler.state.limits import Limits

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.device_queue import HostQueue
+from kvkeeper.engine_service.compute.device.device_queue import HostQueue
+from kvkeeper.engine_service.compute.device.step_copies import Moves
 from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
-from kvkeeper.engine_service.compute.step_copies import Moves
 from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
 from kvkeeper.engine_service.scheduler.work import StepChanges, Work
 from kvkeeper.engine_service.values.batch import Batch

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.tiers.group_loads import GroupLoads
-from kvkeeper.cache_service.core.tiers.named_tier import NamedTier
-from kvkeeper.cache_service.core.tiers.tier_orders import TierRules
+from kvkeeper.cache_service.core.tiers.below.group_loads import GroupLoads
+from kvkeeper.cache_service.core.tiers.below.named_tier import NamedTier
+from kvkeeper.cache_service.core.tiers.below.tier_orders import TierRules
 from kvkeeper.cache_service.core.values.copies import TierOrder, TierResult
 from kvkeeper.cache_service.core.values.kv_spec import spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
@@ -115,7 +115,9 @@ def test_a_load_that_leaves_a_window_out_is_found(monkeypatch: pytest.MonkeyPatc
         return name
 
     monkeypatch.setattr(GroupLoads, "name_of", name_of)
-    monkeypatch.setattr("kvkeeper.cache_service.core.tiers.content_names.ContentNames.of_group", lambda self, name, group: name)
+    monkeypatch.setattr(
+        "kvkeeper.cache_service.core.tiers.below.content_names.ContentNames.of_group", lambda self, name, group: name
+    )
     with pytest.raises(AssertionError):
         _run()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..scheduler.work import Work
+from ...scheduler.work import Work
 from .device_queue import DeviceQueue
 
 BlockIds = npt.NDArray[np.integer]
@@ -33,8 +33,8 @@ class Moves:
     def touch(self, work: Work, block_size: int) -> bool:
         """Whether the step's copies or its batch write what the orders read, or use what they write."""
         pairs = np.array(work.copies, np.int64).reshape(-1, 2)
-        written = [pairs[:, 1]]
-        used = [pairs.reshape(-1)]
+        written: list[BlockIds] = [pairs[:, 1]]
+        used: list[BlockIds] = [pairs.reshape(-1)]
         if (batch := work.batch) is not None:
             written.append(_blocks_of(batch.slot_mapping, block_size))
             used.append(batch.block_tables.reshape(-1))

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..index.prefix_index import PrefixIndex
-from ..values.copies import TierOrder, TierResult
-from ..values.types import Int32Array
+from ...index.prefix_index import PrefixIndex
+from ...values.copies import TierOrder, TierResult
+from ...values.types import Int32Array
+from ..host_tier import HostTier
 from .content_names import ContentNames
-from .host_tier import HostTier
 
 
 class Found(NamedTuple):

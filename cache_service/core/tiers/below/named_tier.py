@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ..pool_state import PoolState
-from ..values.copies import TierOrder, TierResult
-from ..values.types import Int32Array, MatchEnd
+from ...pool_state import PoolState
+from ...values.copies import TierOrder, TierResult
+from ...values.types import Int32Array, MatchEnd
+from ..offload import Offloader
 from .breaker import Breaker
 from .content_names import ContentNames
 from .group_loads import GroupLoads
 from .in_flight import InFlight
-from .offload import Offloader
 from .tier_loads import TierLoads
 from .tier_orders import Load, Question, Store, Table, TierRules
 from .tier_questions import TierQuestions
