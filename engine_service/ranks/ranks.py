@@ -17,7 +17,7 @@ from kvkeeper.client.cache import AsyncCacheSession
 
 from ..config import EngineConfig
 from ..model.parallel.split import Split
-from .failures import RankLost
+from .failures import RankLost, RankRefused
 from .meeting import Meeting
 from .messages import Kind
 from .team import Team
@@ -102,7 +102,8 @@ class Ranks:
             return
         try:
             self.ask(Kind.DETACH)
-        except RankLost:
+        except (RankLost, RankRefused) as error:
+            self._team.lose(f"a rank cannot unmap: {error}", is_ours=True)  # no other team is started while none is lost
             self._team.stop()
 
     def tell(self, kind: Kind, body: bytes = b"") -> None:
