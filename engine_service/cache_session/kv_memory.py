@@ -146,7 +146,7 @@ class KvMemory:
     def require_ranks(self) -> None:
         """Raises KvkeeperError where one of them is lost: nothing can be computed any more, and what was last may be wrong."""
         if self._ranks is not None and (why := self._ranks.lost):
-            raise rank_lost(why, is_hopeless=self._ranks.are_hopeless)
+            raise rank_lost(why)
 
     async def close(self, *, is_away: bool = False) -> None:
         """Unmap on all ranks, then end the session. No thread may be computing.
