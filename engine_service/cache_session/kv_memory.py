@@ -23,7 +23,7 @@ from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.steps import StepItems, StepResult
 
-from ..compute.model_runner import Runner, StepBounds
+from ..compute.model_runner import AnyLayout, Runner, StepBounds
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..ranks.failures import RankLost, RankRefused
@@ -183,7 +183,7 @@ async def open_memory(
     address: of this engine. ranks: the others, where several share the model; they are started where they do not run.
     """
     if ranks is not None:
-        await _on_ranks(ranks.make_ready)
+        await asyncio.to_thread(_on_ranks, ranks.make_ready)
     name = client_name(model, address)
     try:
         session = await client.open_session(
@@ -198,25 +198,17 @@ async def open_memory(
     try:
         _require_device(session.pool, model.device)
         arena = await session.attach(step_lane=config.step_carrier == "auto")
-        block_bytes = session.pool.block_bytes
-        assert block_bytes == layout.block_bytes, "both services compute a block's size alike"
+        assert session.pool.block_bytes == layout.block_bytes, "both services compute a block's size alike"
         _require_index(arena, model.device)
-        memory = arena_tensor(arena)
-        runner: Runner = model.make_runner(layout.view(memory), layout)
-        others: RankedRunner | None = None
-        if ranks is not None:
-            await _on_ranks(partial(ranks.attach, attachment_of(session, has_groups=bool(model.groups))))
-            runner = others = RankedRunner(runner, ranks)
-        hosts = host_blocks(arena, block_bytes, 0, model.num_ranks)
-        transfers = TransferRunner(memory.view(-1, block_bytes), hosts, others)
-        made = KvMemory(session, arena, transfers, runner, ranks)
+        made = _on_arena(session, arena, model, layout, ranks)
     except BaseException:
-        if ranks is not None:
-            await asyncio.to_thread(ranks.detach)
         with contextlib.suppress(KvkeeperError):
             await session.close()
         raise
     try:
+        if ranks is not None:  # they pin their shares of the host tier meanwhile
+            attachment = attachment_of(session, has_groups=bool(model.groups))
+            await _renewing(made, partial(_on_ranks, partial(ranks.attach, attachment)))
         if arena.is_on_device:
             await _renewing(made, arena.pin_hosts)  # seconds for each 10 GB
         if model.make_ready is not None:
@@ -228,10 +220,21 @@ async def open_memory(
     return made
 
 
-async def _on_ranks(work: Callable[[], None]) -> None:
-    """Run the work in a thread. Raises KvkeeperError."""
+def _on_arena(session: AsyncCacheSession, arena: Arena, model: ServedModel, layout: AnyLayout, ranks: Ranks | None) -> KvMemory:
+    """The model on the memory, which nothing else views. The other ranks have not mapped theirs yet."""
+    memory, block_bytes = arena_tensor(arena), layout.block_bytes
+    runner: Runner = model.make_runner(layout.view(memory), layout)
+    others: RankedRunner | None = None
+    if ranks is not None:
+        runner = others = RankedRunner(runner, ranks)
+    hosts = host_blocks(arena, block_bytes, 0, model.num_ranks)
+    return KvMemory(session, arena, TransferRunner(memory.view(-1, block_bytes), hosts, others), runner, ranks)
+
+
+def _on_ranks(work: Callable[[], None]) -> None:
+    """Run the work, in a thread. Raises KvkeeperError."""
     try:
-        await asyncio.to_thread(work)
+        work()
     except RankLost as error:
         raise rank_lost(str(error)) from None
     except RankRefused as error:
