@@ -284,9 +284,8 @@ def _load_proposer(config: EngineConfig, served: ServedModel) -> Proposer | None
     if config.speculation == "off":
         return None
     try:
-        draft = load_served_model(
-            dataclasses.replace(config, model=config.draft_model, kv_dtype="auto")
-        )  # whole, on the first rank
+        # Whole, on the first rank, and with all layers in a block: its batches have one table for all of them.
+        draft = load_served_model(dataclasses.replace(config, model=config.draft_model, kv_dtype="auto", groups=False))
     except ModelError as error:
         raise StartError(f"--draft-model {config.draft_model}: {error}") from None
     if draft.vocab_size != served.vocab_size:

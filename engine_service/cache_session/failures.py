@@ -9,17 +9,14 @@ _AWAY = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 _SESSION_ENDED = {"UNKNOWN_SESSION", "STALE_EPOCH", "STREAM_REPLACED", "DRAINING", "UNKNOWN_TOKEN", "TOO_SLOW", "RANK_LOST"}
 
 
-def rank_lost(why: str, *, is_hopeless: bool = False) -> KvkeeperError:
-    """The session cannot go on, because a rank is lost.
-
-    is_hopeless: ranks are lost again and again, so that the same requests would meet it again.
-    """
-    return KvkeeperError(grpc.StatusCode.ABORTED, "RANKS_FAIL" if is_hopeless else "RANK_LOST", why)
+def rank_lost(why: str) -> KvkeeperError:
+    """The session cannot go on, because a rank is lost."""
+    return KvkeeperError(grpc.StatusCode.ABORTED, "RANK_LOST", why)
 
 
-def has_hopeless_ranks(error: KvkeeperError) -> bool:
+def has_lost_rank(error: KvkeeperError) -> bool:
     """See rank_lost."""
-    return error.reason == "RANKS_FAIL"
+    return error.reason == "RANK_LOST"
 
 
 def is_away(error: KvkeeperError) -> bool:

@@ -22,8 +22,9 @@ from kvkeeper.client.arena import Arena
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.steps import StepItems, StepResult
+from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
-from ..compute.model_runner import Runner, StepBounds
+from ..compute.model_runner import AnyLayout, Runner, StepBounds
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..ranks.failures import RankLost, RankRefused
@@ -146,7 +147,7 @@ class KvMemory:
     def require_ranks(self) -> None:
         """Raises KvkeeperError where one of them is lost: nothing can be computed any more, and what was last may be wrong."""
         if self._ranks is not None and (why := self._ranks.lost):
-            raise rank_lost(why, is_hopeless=self._ranks.are_hopeless)
+            raise rank_lost(why)
 
     async def close(self, *, is_away: bool = False) -> None:
         """Unmap on all ranks, then end the session. No thread may be computing.
@@ -183,7 +184,7 @@ async def open_memory(
     address: of this engine. ranks: the others, where several share the model; they are started where they do not run.
     """
     if ranks is not None:
-        await _on_ranks(ranks.make_ready)
+        await asyncio.to_thread(_on_ranks, ranks.make_ready)
     name = client_name(model, address)
     try:
         session = await client.open_session(
@@ -202,26 +203,18 @@ async def open_memory(
     try:
         _require_device(session.pool, model.device)
         arena = await session.attach(step_lane=config.step_carrier == "auto")
-        block_bytes = session.pool.block_bytes
-        assert block_bytes == layout.block_bytes, "both services compute a block's size alike"
+        assert session.pool.block_bytes == layout.block_bytes, "both services compute a block's size alike"
         _require_index(arena, model.device)
-        memory = arena_tensor(arena)
-        runner: Runner = model.make_runner(layout.view(memory), layout)
         packing = packing_of(layout, host_format_of(session.pool))
-        others: RankedRunner | None = None
-        if ranks is not None:
-            await _on_ranks(partial(ranks.attach, attachment_of(session, packing, has_groups=bool(model.groups))))
-            runner = others = RankedRunner(runner, ranks)
-        hosts = host_blocks(arena, session.pool.host_block_bytes or block_bytes, 0, model.num_ranks)
-        transfers = TransferRunner(memory.view(-1, block_bytes), hosts, others, packing)
-        made = KvMemory(session, arena, transfers, runner, ranks)
+        made = _on_arena(session, arena, model, layout, packing, ranks)
     except BaseException:
-        if ranks is not None:
-            await asyncio.to_thread(ranks.detach)
         with contextlib.suppress(KvkeeperError):
             await session.close()
         raise
     try:
+        if ranks is not None:  # they pin their shares of the host tier meanwhile
+            attachment = attachment_of(session, packing, has_groups=bool(model.groups))
+            await _renewing(made, partial(_on_ranks, partial(ranks.attach, attachment)))
         if arena.is_on_device:
             await _renewing(made, arena.pin_hosts)  # seconds for each 10 GB
         if model.make_ready is not None:
@@ -233,10 +226,28 @@ async def open_memory(
     return made
 
 
-async def _on_ranks(work: Callable[[], None]) -> None:
-    """Run the work in a thread. Raises KvkeeperError."""
+def _on_arena(
+    session: AsyncCacheSession,
+    arena: Arena,
+    model: ServedModel,
+    layout: AnyLayout,
+    packing: HostBlocks | None,
+    ranks: Ranks | None,
+) -> KvMemory:
+    """The model on the memory, which nothing else views. The other ranks have not mapped theirs yet."""
+    memory, block_bytes = arena_tensor(arena), layout.block_bytes
+    runner: Runner = model.make_runner(layout.view(memory), layout)
+    others: RankedRunner | None = None
+    if ranks is not None:
+        runner = others = RankedRunner(runner, ranks)
+    hosts = host_blocks(arena, session.pool.host_block_bytes or block_bytes, 0, model.num_ranks)
+    return KvMemory(session, arena, TransferRunner(memory.view(-1, block_bytes), hosts, others, packing), runner, ranks)
+
+
+def _on_ranks(work: Callable[[], None]) -> None:
+    """Run the work, in a thread. Raises KvkeeperError."""
     try:
-        await asyncio.to_thread(work)
+        work()
     except RankLost as error:
         raise rank_lost(str(error)) from None
     except RankRefused as error:

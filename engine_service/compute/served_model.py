@@ -66,6 +66,7 @@ class ServedModel:
     whole: "ServedModel | None" = None  # the same with all layers in a block, where it has groups
     refuses_retention: str = ""  # why it cannot attend to sinks and a window of one sequence; empty: it can
     device: torch.device = _CPU
+    kv_format: str = ""  # what K and V are stored in; empty: what it computes in
     num_ranks: int = 1  # that share the model; layout and runner are of this one
 
     @property

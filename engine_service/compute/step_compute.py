@@ -20,7 +20,7 @@ from ..values.beam_values import Candidates, SearchRow
 from ..values.sampling_params import PlainDraws, SampledRows, are_likeliest
 from ..values.token_logprobs import TokenLogprobs
 from .beam_candidates import find_candidates
-from .device.device_queue import DeviceQueue, HostQueue, Mark
+from .device.device_queue import DeviceQueue, HostQueue, Mark, Queued
 from .device.last_tokens import LastTokens
 from .device.step_copies import Moves, submit_step
 from .device.upload import at_device
@@ -121,12 +121,12 @@ class StepCompute:
         """queue: the order in which the model's device works; None: the runner's own, or it computes when it is called."""
         self._runner = runner
         own = runner if isinstance(runner, ModelRunner) else None
-        self._queue = queue or (own.queue if own is not None else HostQueue())
+        self._queue = queue or (runner.queue if isinstance(runner, Queued) else HostQueue())
         self._last = own.last_tokens if own is not None else LastTokens()
 
     @property
     def is_immediate(self) -> bool:
-        """Whether a step is done when it is launched, so that reading it does not wait."""
+        """Whether a step is to be read by the thread that launched it."""
         return self._queue.is_immediate
 
     def launch(self, work: Work, how: StepRows, moves: Moves | None = None) -> Launched:

@@ -48,6 +48,8 @@ class OpenRequests:
         self._unread, self._draws = UnreadTokens[Generation](), SlotDraws()
         self._untold: list[Slots] = []  # with tokens that their readers do not know of
         self._num_constrained = 0  # of the open ones
+        self._num_completed = 0  # when have_got_on was called last
+        self._num_taken: dict[str, int] = {}  # tokens of each open one, then
 
     def submit(self, generation: Generation) -> None:
         """Queue a request, or refuse it; no other task comes between check and queueing."""
@@ -152,6 +154,14 @@ class OpenRequests:
         """End all open requests. If there is a session, the next step releases their blocks."""
         for generation in list(self.generations.values()):
             generation.fail(error)
+
+    def have_got_on(self) -> bool:
+        """Whether one has been completed since the last call, or an open one has more tokens than it had then."""
+        num_completed, num_taken = self._num_completed, self._num_taken
+        self._num_completed = self._stats.num_completed_requests
+        self._num_taken = {each.request_id: each.num_taken for each in self.generations.values()}
+        has_more = any(count > num_taken.get(request_id, 0) for request_id, count in self._num_taken.items())
+        return has_more or self._num_completed > num_completed
 
     def may_run_ahead(self, plan: Plan) -> bool:
         """Whether the next tokens of the planned step can be drawn without those that are drawn now.

@@ -13,7 +13,7 @@ import structlog
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
 
-from ..cache_session.failures import has_ended_session, has_hopeless_ranks, is_away
+from ..cache_session.failures import has_ended_session, has_lost_rank, is_away
 from ..cache_session.kv_memory import KvMemory, open_memory
 from ..cache_session.pool_limits import limits_of
 from ..compute.served_model import ServedModel
@@ -60,10 +60,13 @@ async def keep_serving(
         except KvkeeperError as error:
             log.warning("session_lost", code=error.code.name, reason=error.reason)
             has_gone_away = is_away(error)
-            if not has_ended_session(error):
-                # The cache service refuses these steps, or no rank survives them: the same requests would meet it again.
-                failed = "all ranks fail again and again" if has_hopeless_ranks(error) else "the cache service refused a step"
-                engine.requests.fail_all(RequestFailed(failed))
+            # No rank survives these steps, or the cache service refuses them: the same requests would meet it again.
+            if ranks is not None and engine.requests.have_got_on():
+                ranks.forget_losses()
+            if ranks is not None and has_lost_rank(error) and ranks.are_hopeless:
+                engine.requests.fail_all(RequestFailed("all ranks fail again and again"))
+            elif not has_ended_session(error):
+                engine.requests.fail_all(RequestFailed("the cache service refused a step"))
         except Exception:
             # A bug in the loop: nothing moves these requests any more, and the operator has to end the service.
             log.exception("broken_invariant")

@@ -14,6 +14,7 @@ import torch
 
 from kvkeeper.client.steps import StepResult
 
+from ..compute.device.device_queue import DeviceQueue, HostQueue, WaitedQueue
 from ..compute.graphs.graph_api import GraphApi
 from ..compute.model_runner import AnyLayout, ModelRunner, Runner, StepBounds
 from ..values.batch import Batch
@@ -29,6 +30,8 @@ class RankedRunner:
         """own: the first rank's part. The other ranks have the session's memory mapped."""
         self._own, self._ranks = own, ranks
         self._failed: list[int] = []
+        # One thread talks with the ranks: it reads a step, and hears of a failure, before it launches the next one.
+        self.queue: DeviceQueue = WaitedQueue(own.queue) if isinstance(own, ModelRunner) else HostQueue()
 
     @property
     def vocab_size(self) -> int:

@@ -2,7 +2,7 @@
 
 Owns that there is a team when a session is opened, and how often teams may be lost in a row. Lost ranks are an end of the
 session and not of the requests: they go on in the next one from the tokens that they hold. But ranks that are lost again and
-again without one step in between are a fault that the same requests would meet again.
+again while no request gets on are a fault that the same requests would meet again.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
 from ..config import EngineConfig
 from ..model.parallel.split import Split
-from .failures import RankLost
+from .failures import RankLost, RankRefused
 from .mapped_arena import told_packing
 from .meeting import Meeting
 from .messages import Kind
@@ -69,7 +69,7 @@ class Ranks:
 
     @property
     def are_hopeless(self) -> bool:
-        """Whether ranks were lost again and again, without a step in between."""
+        """Whether ranks were lost again and again while no request got on; one that gets on is told by forget_losses."""
         return self._num_losses >= _MOST_LOSSES
 
     @property
@@ -106,7 +106,8 @@ class Ranks:
             return
         try:
             self.ask(Kind.DETACH)
-        except RankLost:
+        except (RankLost, RankRefused) as error:
+            self._team.lose(f"a rank cannot unmap: {error}", is_ours=True)  # no other team is started while none is lost
             self._team.stop()
 
     def tell(self, kind: Kind, body: bytes = b"") -> None:
@@ -115,9 +116,11 @@ class Ranks:
 
     def hear(self) -> list[bytearray]:
         """The answers of all. Raises RankLost, RankRefused."""
-        answers = self._required().hear()
+        return self._required().hear()
+
+    def forget_losses(self) -> None:
+        """Requests get on: the ranks that were lost until now do not count any more."""
         self._num_losses = 0
-        return answers
 
     def ask(self, kind: Kind, body: bytes = b"") -> None:
         """A message to all that each answers; such a one is no step. Raises RankLost, RankRefused."""

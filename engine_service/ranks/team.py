@@ -90,8 +90,16 @@ class Team:
                 raise self.lose(str(error), member) from None
 
     def hear(self) -> list[bytearray]:
-        """The answer of each, by rank. Raises RankLost, RankRefused."""
-        return [self._hear_one(member, self._timeout_s) for member in self._members]
+        """The answer of each, by rank. Raises RankLost, RankRefused; none that was refused leaves an answer behind."""
+        answers, refusals = [], []
+        for member in self._members:
+            try:
+                answers.append(self._hear_one(member, self._timeout_s))
+            except RankRefused as error:
+                refusals.append(error)
+        if refusals:
+            raise refusals[0]
+        return answers
 
     def lose(self, why: str, suspect: _Member | None = None, *, is_ours: bool = False) -> RankLost:
         """Note that the team is of no use any more; the error for it. Only the first reason counts.

@@ -14,12 +14,13 @@ def identity(model: ServedModel) -> pb.EngineIdentity:
         compute_dtype=model.compute_dtype,
         vocab_size=model.vocab_size,
         sampling_defaults=sampling_message(model.sampling_defaults),
+        kv_format=model.kv_format,
     )
 
 
 def require_same(model: ServedModel, other: pb.EngineIdentity) -> None:
     """Raises ForeignEngine where another engine computes something else."""
     own = identity(model)
-    for name in ("revision", "compute_dtype", "vocab_size", "sampling_defaults"):
+    for name in ("revision", "compute_dtype", "vocab_size", "sampling_defaults", "kv_format"):
         if getattr(own, name) != getattr(other, name):
             raise ForeignEngine(f"its {name} is not that of this engine", field=name)

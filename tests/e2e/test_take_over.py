@@ -259,7 +259,7 @@ async def test_a_request_that_waits_moves_as_well(world: Services) -> None:
     assert (await second).token_ids == [toy_output([5, 6], NUM_ALL)]
 
 
-@pytest.mark.parametrize("change", ["revision", "compute_dtype", "sampling_defaults"])
+@pytest.mark.parametrize("change", ["revision", "compute_dtype", "sampling_defaults", "kv_format"])
 async def test_a_foreign_engine_is_refused_and_nothing_changes(change: str, world: Services) -> None:
     await world.start_cache()
     giver, gate = await start_giver(world, len(PROMPT) + NUM_BEFORE)

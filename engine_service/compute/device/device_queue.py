@@ -6,7 +6,7 @@ else. Copies of blocks have an order of their own beside it, and each of both ca
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -40,7 +40,7 @@ class DeviceQueue(Protocol):
 
     @property
     def is_immediate(self) -> bool:
-        """Whether all is done when a call returns."""
+        """Whether a step is to be read where it was launched, because all is done by then or nobody else may wait for it."""
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run what launches; what it reads of the host's memory may be read as late as it is done."""
@@ -50,6 +50,14 @@ class DeviceQueue(Protocol):
 
     def mark(self) -> Mark:
         """Behind all that was submitted."""
+
+
+@runtime_checkable
+class Queued(Protocol):
+    """A model's runner that says in which order its device works."""
+
+    @property
+    def queue(self) -> DeviceQueue: ...
 
 
 class _Passed:
@@ -140,6 +148,15 @@ class CudaQueue:
         """See DeviceQueue."""
         with torch.cuda.device(self._device):
             return _Event()
+
+
+class WaitedQueue:
+    """Another queue, each of whose steps is waited for by the thread that launched it, before it launches the next one."""
+
+    is_immediate = True
+
+    def __init__(self, queue: DeviceQueue) -> None:
+        self.submit, self.fetch, self.mark, self.copies = queue.submit, queue.fetch, queue.mark, queue.copies
 
 
 def queue_of(device: torch.device) -> DeviceQueue:

@@ -79,6 +79,7 @@ def stored_model(served: "ServedModel", model: Decoder, kv_format: KvFormat, con
         layout=lambda block_size: stored_layout(model, kv_format, block_size, 0)[0],
         make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout),
         refuses_retention=f"a model whose K and V are stored in {kv_format.name}",
+        kv_format=kv_format.name,
     )
     if not groups or config.role != "both":
         return whole
@@ -88,4 +89,5 @@ def stored_model(served: "ServedModel", model: Decoder, kv_format: KvFormat, con
         make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout, groups),
         groups=groups,
         whole=whole,
+        kv_format=f"{kv_format.name} with a tail of {config.kv_tail_tokens} tokens",
     )

@@ -12,6 +12,7 @@ from kvkeeper.engine_service.compute.device.upload import PackedUpload, Stage
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
 from kvkeeper.engine_service.compute.step_compute import Launched, StepCompute, StepRows
 from kvkeeper.engine_service.model.loader import load_model
+from kvkeeper.engine_service.ranks.ranked_runner import RankedRunner
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from kvkeeper.engine_service.scheduler.state.limits import Limits
 from kvkeeper.engine_service.values.request import Request
@@ -34,12 +35,13 @@ def model(tmp_path_factory):
 class Decoding:
     """Three sequences on the real core, decoded to their ends."""
 
-    def __init__(self, model, queue):
+    def __init__(self, model, queue, ranks=None):
         limits = Limits(BLOCK_SIZE, 64, 8, 8, 64, 64, 64, 8, num_usable_blocks=NUM_BLOCKS - 1)
         self.scheduler, self.cache, self.queue = Scheduler(limits), CoreCache(NUM_BLOCKS, BLOCK_SIZE, 8), queue
         layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
         view = layout.view(torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8))
-        self.compute = StepCompute(ModelRunner(model, view, layout, queue=queue))
+        runner = ModelRunner(model, view, layout, queue=queue)
+        self.compute = StepCompute(runner if ranks is None else RankedRunner(runner, ranks))
         self.outputs: dict[str, list[tuple[int, float]]] = {}
         for at, length in enumerate((3, 6, 9)):
             prompt = np.array(random_tokens(length, at), np.int32)
@@ -104,6 +106,25 @@ def test_what_is_read_late_is_what_would_have_been_read_at_once(model):
     on_host = Decoding(model, HostQueue())
     assert on_host.run(ahead=True) == expected
     assert on_host.num_ahead == late.num_ahead
+
+
+class ObedientRanks:
+    """Other ranks that do as they are told; each call comes from the thread that launches."""
+
+    def tell(self, kind, body=b""):
+        pass
+
+    def hear(self):
+        return []
+
+
+def test_steps_of_several_ranks_are_read_in_the_order_of_the_device(model):
+    """What the sampler drew is on the first rank's device, and comes to the host as the results of one rank do."""
+    expected = Decoding(model, HostQueue()).run(ahead=False)
+    ranked = Decoding(model, LateQueue(), ObedientRanks())
+    assert ranked.run(ahead=False) == expected
+    assert ranked.queue.num_begun > NUM_NEW
+    assert ranked.compute.is_immediate, "one thread alone talks with the ranks"
 
 
 def test_a_step_that_is_read_before_the_device_has_done_it_is_caught(model, capfd):

@@ -116,6 +116,16 @@ def test_a_refusal_of_the_cache_service_is_no_loss(teams: Any) -> None:
     assert team.lost == ""
 
 
+def test_a_refusal_leaves_no_answer_of_another_rank_behind(teams: Any) -> None:
+    team = teams({"refused_at": Kind.ATTACH, "failed": [1]}, {"failed": [7]})
+    team.join(torch.device("cpu"))
+    team.tell(Kind.ATTACH)
+    with pytest.raises(RankRefused):
+        team.hear()
+    team.tell(Kind.FORWARD)
+    assert [list(memoryview(body).cast("q")) for body in team.hear()] == [[1], [7]]
+
+
 def test_what_a_rank_logs_goes_through_the_log_of_the_first(teams: Any, lost: threading.Event) -> None:
     line = '{"service": "engine", "pid": 7, "version": "0", "level": "warning", "event": "odd", "number": 3}'
     with capture_logs() as logs:
@@ -149,18 +159,23 @@ def told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
     monkeypatch.setattr(ranks, "_config_of", lambda rank: config)
 
 
-def test_ranks_that_are_lost_again_and_again_without_a_step_are_hopeless(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_are_lost_again_and_again_are_hopeless_until_requests_get_on(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks_module, "_MOST_LOSSES", 1)  # the session loop's test has more
     told(ranks, monkeypatch, killed_at=Kind.FORWARD)
-    for count in range(4):
-        ranks.make_ready()
-        assert ranks.are_hopeless == (count >= 3)
-        ranks.tell(Kind.FORWARD)
-        with pytest.raises(RankLost):
-            ranks.hear()
+    ranks.make_ready()
+    assert not ranks.are_hopeless
+    ranks.tell(Kind.FORWARD)
+    with pytest.raises(RankLost):
+        ranks.hear()
     told(ranks, monkeypatch)
     ranks.make_ready()
-    ranks.tell(Kind.FORWARD)
-    ranks.hear()
+    for kind in (Kind.MAKE_READY, Kind.SYNCHRONIZE, Kind.FORWARD):
+        ranks.tell(kind)
+        ranks.hear()
+        assert ranks.are_hopeless, "a good step before the bad one says nothing"
+    ranks.forget_losses()
     assert not ranks.are_hopeless
 
 
@@ -171,6 +186,15 @@ def test_ranks_that_cannot_say_that_they_have_unmapped_are_ended(ranks: Ranks, m
     ranks.detach()
     assert ranks.processes == []
     assert not Path(f"/proc/{process}").exists()
+
+
+def test_ranks_that_refuse_to_unmap_are_ended_and_started_anew(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    told(ranks, monkeypatch, refused_at=Kind.DETACH)
+    ranks.make_ready()
+    ranks.detach()
+    assert ranks.processes == []
+    ranks.start()
+    assert len(ranks.processes) == 1
 
 
 def runner_of(ranks: Ranks) -> RankedRunner:

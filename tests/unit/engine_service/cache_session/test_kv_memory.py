@@ -1,0 +1,98 @@
+"""A session that is opened while its lease runs, and whose other ranks attach late or are refused."""
+
+import mmap
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.engine_service.cache_session.kv_memory import KvMemory, open_memory
+from kvkeeper.engine_service.compute.served_model import load_served_model
+from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
+from kvkeeper.engine_service.ranks.failures import RankRefused
+
+DEADLINE, BLOCK_SIZE, NUM_BLOCKS = 20.0, 4, 3
+
+
+class Arena:
+    """Memory that cannot be unmapped while something views it."""
+
+    is_on_device = False
+
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = mmap.mmap(-1, num_bytes)
+        self.array = np.frombuffer(self._memory, np.uint8)
+        self.host_array = self.array[:0]
+
+    def close(self) -> None:
+        del self.array, self.host_array
+        self._memory.close()
+
+
+class World:
+    """A cache service that answers, and other ranks that attach as a test says."""
+
+    def __init__(self, attach: Callable[[], None]) -> None:
+        self.config = EngineConfig(model=HASH_TOY, block_size=BLOCK_SIZE)
+        self.model = load_served_model(self.config)
+        self.is_renewed, self.calls, self._attach = threading.Event(), list[Any](), attach
+        self.block_bytes = self.model.layout(BLOCK_SIZE).block_bytes
+        self.pool = pb.PoolInfo(num_blocks=NUM_BLOCKS, block_bytes=self.block_bytes, block_size=BLOCK_SIZE)
+
+    async def open(self) -> KvMemory:
+        session: Any = SimpleNamespace(
+            pool=self.pool,
+            ttl_ms=30,
+            attach_point=("path", "token"),
+            attach=self.attach_first,
+            renew=self.renew,
+            disconnect=lambda: self.calls.append("disconnect"),
+            close=self.close,
+        )
+
+        async def open_session(*parts: object, **more: object) -> Any:
+            return session
+
+        ranks: Any = SimpleNamespace(
+            make_ready=lambda: self.calls.append("make_ready"),
+            attach=lambda attachment: self._attach(),
+            detach=lambda: self.calls.append("detach"),
+            lost="",
+        )
+        client: Any = SimpleNamespace(open_session=open_session)
+        return await open_memory(client, self.model, self.config, ranks=ranks)
+
+    async def attach_first(self, *, step_lane: bool) -> Arena:
+        return Arena(NUM_BLOCKS * self.block_bytes)
+
+    async def renew(self, *parts: object) -> None:
+        self.is_renewed.set()
+
+    async def close(self, *, drained: bool = True) -> None:
+        self.calls.append("drained" if drained else "viewed")
+
+
+async def test_the_lease_is_renewed_while_the_other_ranks_attach() -> None:
+    """They pin their shares of the host tier, which takes longer than a lease where it is large."""
+
+    def attach() -> None:
+        assert world.is_renewed.wait(DEADLINE), "the lease ends meanwhile"
+
+    world = World(attach)
+    assert (await world.open()).lease.is_certain
+    assert world.calls == ["make_ready"]
+
+
+async def test_a_rank_that_is_refused_leaves_nothing_mapped() -> None:
+    def attach() -> None:
+        raise RankRefused({"code": "ABORTED", "reason": "UNKNOWN_TOKEN", "message": "a test"})
+
+    world = World(attach)
+    with pytest.raises(KvkeeperError, match="a test"):
+        await world.open()
+    assert world.calls == ["make_ready", "detach", "disconnect", "drained"]
