@@ -245,7 +245,12 @@ class PoolTier:
 
     def _write_era(self, era: int) -> None:
         """In a thread."""
-        if self.place.write_era(era):
+        try:
+            is_written = self.place.write_era(era)
+        except Exception:
+            log.exception("tier_clear_failed", tier=self._name)
+            is_written = False
+        if is_written:
             self._tell(partial(self._end_clearing, era))
         else:
             log.warning(f"{self._name}_clear_failed")
@@ -256,7 +261,12 @@ class PoolTier:
 
     def _ask(self, question: Question) -> None:
         """In a thread."""
-        num_stored = None if question.is_cancelled else self.place.ask(question.names)
+        num_stored = None
+        if not question.is_cancelled:
+            try:
+                num_stored = self.place.ask(question.names)
+            except Exception:
+                log.exception("tier_question_failed", tier=self._name)
         self._tell(partial(self._end_question, question, num_stored))
 
     def _end_question(self, question: Question, num_stored: int | None) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,22 +32,27 @@ class _Child:
     """One process, and what it was asked."""
 
     def __init__(self, address: RemoteAddress, part_bytes: int, memory: int, module: str) -> None:
-        staging = os.memfd_create("kvkeeper-mooncake", os.MFD_CLOEXEC)
-        os.ftruncate(staging, NUM_PARTS * part_bytes)
-        self.shared = mmap.mmap(staging, 0)
-        ours, theirs = socket.socketpair()
-        words = [staging, theirs.fileno(), address.host, address.port, memory]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *(str(word) for word in words)],
-            pass_fds=(staging, theirs.fileno()),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # the library tells addresses and keys
-        )
-        os.close(staging)
-        theirs.close()
-        self.link = ours
-        self.connection = Connection(os.dup(ours.fileno()))
+        """Raises OSError, and leaves no descriptor then."""
+        with ExitStack() as after, ExitStack() as on_failure:
+            staging = os.memfd_create("kvkeeper-mooncake", os.MFD_CLOEXEC)
+            after.callback(os.close, staging)
+            os.ftruncate(staging, NUM_PARTS * part_bytes)
+            self.shared = mmap.mmap(staging, 0)
+            ours, theirs = socket.socketpair()
+            after.callback(theirs.close)
+            on_failure.callback(ours.close)
+            self.link = ours
+            self.connection = Connection(os.dup(ours.fileno()))
+            on_failure.callback(self.connection.close)
+            words = [staging, theirs.fileno(), address.host, address.port, memory]
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *(str(word) for word in words)],
+                pass_fds=(staging, theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # the library tells addresses and keys
+            )
+            on_failure.pop_all()
         self.parts = list(range(NUM_PARTS))
         self.waiting: dict[int, Callable[[Any], None]] = {}
         self.num_asked = 0
@@ -122,11 +127,16 @@ class MooncakeLink:
                 child.process.wait()
 
     def _started(self) -> _Child:
+        """Raises ServerError, also where the system has no process, thread or descriptor left."""
         if self._is_closed:
             raise ServerError("closed")
         if self._child is None:
-            child = self._child = _Child(self._address, self.part_bytes, self._memory, self._module)
-            threading.Thread(target=self._listen, args=(child,), daemon=True).start()
+            try:
+                child = _Child(self._address, self.part_bytes, self._memory, self._module)
+                threading.Thread(target=self._listen, args=(child,), daemon=True).start()
+            except (OSError, RuntimeError) as error:
+                raise ServerError(f"no process can be started: {error}") from None
+            self._child = child
         return self._child
 
     def _listen(self, child: _Child) -> None:

@@ -1,10 +1,14 @@
 """Calls with a deadline in another process: late ones keep their memory, and a process that dies is started again."""
 
+import errno
+import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 
+from kvkeeper.cache_service.memory.remote import mooncake_link
 from kvkeeper.cache_service.memory.remote.mooncake_link import NUM_PARTS, MooncakeLink
 from kvkeeper.cache_service.memory.remote.remote_address import RemoteAddress
 from kvkeeper.cache_service.memory.remote.remote_server import ServerError
@@ -72,3 +76,20 @@ def test_after_the_end_nothing_is_asked(link: MooncakeLink) -> None:
     link.close()
     with pytest.raises(ServerError):
         link.ask(call="echo")
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "socketpair", "dup", "Popen"])
+def test_a_process_that_cannot_be_started_is_no_answer_and_leaves_no_descriptor(
+    link: MooncakeLink, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    owner = {"socketpair": mooncake_link.socket, "Popen": subprocess}.get(call, os)
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, refuse)
+        with pytest.raises(ServerError):
+            link.ask(call="echo")
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert link.ask(call="echo"), "it is started once that can be"

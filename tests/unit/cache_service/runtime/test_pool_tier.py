@@ -1,0 +1,107 @@
+"""The threads of a pool's tier: they outlive what goes wrong in them, and nobody else waits for one that hangs."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from kvkeeper.cache_service.core.manager import PoolManager
+from kvkeeper.cache_service.core.tiers.named_tier import NamedTier, Question
+from kvkeeper.cache_service.memory.disk.disk_threads import NUM_THREADS
+from kvkeeper.cache_service.runtime.pool_tier import Place, PoolTier
+
+
+class Core:
+    """Of a tier with questions alone. answers: what came of them."""
+
+    def __init__(self) -> None:
+        self.era = 0
+        self.rules = SimpleNamespace(name="remote")
+        self.breaker = SimpleNamespace(num_rests=0)
+        self.loads: dict[int, object] = {}
+        self.stores: dict[int, object] = {}
+        self.questions: list[Question] = []
+        self.answers: asyncio.Queue[int | None] = asyncio.Queue()
+
+    def stored_names(self) -> set[bytes]:
+        return set()
+
+    def take_questions(self) -> list[Question]:
+        taken, self.questions = self.questions, []
+        return taken
+
+    def take_loads(self) -> list[object]:
+        return []
+
+    def prepare_store(self, _: int) -> None:
+        return None
+
+    def complete_question(self, _: Question, num_stored: int | None) -> None:
+        self.answers.put_nowait(num_stored)
+
+
+class Where:
+    """A place whose answers a test gives."""
+
+    block_bytes = slot_bytes = 1
+
+    def __init__(self) -> None:
+        self.facts: dict[str, object] = {}
+        self.is_broken = False
+
+    def begin_clearing(self) -> None: ...
+
+    def ask(self, names: Sequence[bytes]) -> int:
+        if self.is_broken:
+            raise OSError("no process")
+        return len(names)
+
+    def write_era(self, era: int) -> bool:
+        if self.is_broken:
+            raise OSError("no process")
+        return True
+
+    def close(self) -> None: ...
+
+
+def pool_tier(core: Core, where: Where) -> PoolTier:
+    manager = cast(PoolManager, SimpleNamespace(tick=lambda now: None))
+    hosts = np.zeros((1, 1), np.uint8)
+    return PoolTier(lambda: manager, cast(NamedTier, core), cast(Place, where), hosts, time.monotonic, lambda: None)
+
+
+def question() -> Question:
+    return Question(0, 0, np.zeros(1, np.int32), 0, [b"a name"], 0, 0.0, 0.0)
+
+
+async def test_questions_that_fail_are_no_answers_and_end_no_thread() -> None:
+    core, where = Core(), Where()
+    tier = pool_tier(core, where)
+    where.is_broken = True
+    core.questions += [question() for _ in range(NUM_THREADS)]
+    cast(Any, core).wake()
+    async with asyncio.timeout(10):
+        assert [await core.answers.get() for _ in range(NUM_THREADS)] == [None] * NUM_THREADS
+        where.is_broken = False
+        core.questions.append(question())
+        cast(Any, core).wake()
+        assert await core.answers.get() == 1
+    tier.close()
+
+
+async def test_eras_that_cannot_be_written_end_no_thread() -> None:
+    core, where = Core(), Where()
+    tier = pool_tier(core, where)
+    where.is_broken = True
+    for _ in range(NUM_THREADS):
+        core.era += 1
+        tier._pump()
+    where.is_broken = False
+    core.era += 1
+    cast(Any, core).wake()
+    async with asyncio.timeout(10):
+        await tier._settled.wait()
+    tier.close()
