@@ -2,8 +2,10 @@
 
 import errno
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -93,3 +95,26 @@ def test_a_process_that_cannot_be_started_is_no_answer_and_leaves_no_descriptor(
             link.ask(call="echo")
     assert len(os.listdir("/proc/self/fd")) == len(before)
     assert link.ask(call="echo"), "it is started once that can be"
+
+
+def test_a_process_that_reads_nothing_holds_up_no_call_and_is_replaced() -> None:
+    link = link_of(0.2)
+    with ThreadPoolExecutor(3) as threads:
+        with link._lock:
+            child = link._started()
+        os.kill(child.process.pid, signal.SIGSTOP)
+        calls = [threads.submit(link.ask, call="echo", names=["x" * (1 << 21)]) for _ in range(3)]
+        try:
+            for call in calls:
+                with pytest.raises(ServerError):
+                    call.result(10)
+        finally:
+            was_killed = child.process.poll() is not None or child.is_gone
+            child.process.kill()
+    assert was_killed
+    link._timeout = 30.0
+    while link._child is child:  # until its end is noticed
+        child.process.wait()
+    assert link.ask(call="echo") != str(child.process.pid)
+    assert lend(link) == NUM_PARTS
+    link.close()
