@@ -216,7 +216,7 @@ class PoolRegistry:
         self._check_ranks(spec)
         config, num_bytes = self._sizes(spec)
         if not self._spare and len(self._pools) >= self._config.num_pools:
-            self._replace_idle_pool(spec, may_replace=may_replace)
+            await self._replace_idle_pool(spec, may_replace=may_replace)
         # In a thread: writing the arrays of a large pool takes as long as many steps of other pools.
         manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
         arena = await self._arena(num_bytes)
@@ -437,7 +437,7 @@ class PoolRegistry:
         except OutOfMemory as error:
             raise OutOfPools(f"no memory for another pool, see {flag}: {error}", flag=flag) from None
 
-    def _replace_idle_pool(self, spec: KvSpec, *, may_replace: bool) -> None:
+    async def _replace_idle_pool(self, spec: KvSpec, *, may_replace: bool) -> None:
         idle = [pool for pool in self._pools.values() if pool.is_idle]
         if not idle:
             raise OutOfPools("every pool is in use by another KV spec, see --num-pools", flag="--num-pools")
@@ -449,7 +449,10 @@ class PoolRegistry:
             raise OutOfPools(text, flag="--num-pools")
         pool = self._pools.pop(min(idle, key=lambda pool: pool.last_use).key)
         info, num_cached_blocks = pool.info, pool.stats().num_cached_blocks
-        pool.close()
+        try:
+            await pool.close_tiers()
+        finally:
+            pool.close()
         log.warning(
             "pool_replaced",
             model_id=info.spec.model_id,

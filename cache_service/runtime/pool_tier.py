@@ -112,8 +112,8 @@ class PoolTier:
         now: Callable[[], float],
         give_back: Callable[[], None],
     ) -> None:
-        """manager: the core between two steps. hosts: [num_host_blocks, block_bytes]. give_back: called at the end,
-        unless a thread is still at the place.
+        """manager: the core between two steps. hosts: [num_host_blocks, block_bytes]. give_back: called in any thread
+        at the end, once no thread is at the place.
         """
         self.reads, self.writes = Rate(), Rate()
         self.place = place
@@ -140,8 +140,8 @@ class PoolTier:
         except TimeoutError:
             log.warning(f"{self._name}_clear_unsure", seconds=seconds)
 
-    def close(self) -> None:
-        """What is queued is dropped, what a thread is at is waited for, but not for long."""
+    def stop(self) -> None:
+        """Nothing is begun any more, and what is queued is dropped."""
         self._is_closed = True
         self._tier.wake = lambda: None
         for timer in (self._pumping, self._tending):
@@ -149,11 +149,17 @@ class PoolTier:
                 timer.cancel()
         for job in self._jobs.values():
             job.is_cancelled = True
-        if self._threads.close(_CLOSE_SECONDS):
-            self.place.close()
-            self._give_back()
-        else:
+
+    def close(self) -> None:
+        """Of a stopped tier, in any thread: what a thread is at is waited for, but not for long."""
+        if not self._threads.close(_CLOSE_SECONDS, self._close_place):
             log.warning(f"{self._name}_hangs", num_orders=len(self._jobs))
+
+    def _close_place(self) -> None:
+        try:
+            self.place.close()
+        finally:
+            self._give_back()
 
     def _wake(self) -> None:
         if self._cleared_era != self._tier.era:

@@ -1,16 +1,19 @@
 """The threads of a pool's tier: they outlive what goes wrong in them, and nobody else waits for one that hangs."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.tiers.named_tier import NamedTier, Question
 from kvkeeper.cache_service.memory.disk.disk_threads import NUM_THREADS
+from kvkeeper.cache_service.runtime import pool_tier as pool_tiers
 from kvkeeper.cache_service.runtime.pool_tier import Place, PoolTier
 
 
@@ -51,6 +54,8 @@ class Where:
     def __init__(self) -> None:
         self.facts: dict[str, object] = {}
         self.is_broken = False
+        self.ends: list[str] = []  # what was told at the end
+        self.has_ended = threading.Event()
 
     def begin_clearing(self) -> None: ...
 
@@ -64,13 +69,18 @@ class Where:
             raise OSError("no process")
         return True
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.ends.append("closed")
+
+    def give_back(self) -> None:
+        self.ends.append("given back")
+        self.has_ended.set()
 
 
 def pool_tier(core: Core, where: Where) -> PoolTier:
     manager = cast(PoolManager, SimpleNamespace(tick=lambda now: None))
     hosts = np.zeros((1, 1), np.uint8)
-    return PoolTier(lambda: manager, cast(NamedTier, core), cast(Place, where), hosts, time.monotonic, lambda: None)
+    return PoolTier(lambda: manager, cast(NamedTier, core), cast(Place, where), hosts, time.monotonic, where.give_back)
 
 
 def question() -> Question:
@@ -89,6 +99,7 @@ async def test_questions_that_fail_are_no_answers_and_end_no_thread() -> None:
         core.questions.append(question())
         cast(Any, core).wake()
         assert await core.answers.get() == 1
+    tier.stop()
     tier.close()
 
 
@@ -101,4 +112,18 @@ async def test_eras_that_cannot_be_written_end_no_thread() -> None:
         tier._pump()
     async with asyncio.timeout(10):
         await tier._settled.wait()
+    tier.stop()
     tier.close()
+
+
+async def test_a_place_is_closed_once_the_last_thread_has_let_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_tiers, "_CLOSE_SECONDS", 0.0)
+    where, may_end = Where(), threading.Event()
+    tier = pool_tier(Core(), where)
+    tier._threads.do(lambda: None if may_end.wait(10) else where.ends.append("never let go"))
+    tier.stop()
+    tier.close()
+    assert where.ends == []
+    may_end.set()
+    assert where.has_ended.wait(10)
+    assert where.ends == ["closed", "given back"]
