@@ -40,7 +40,12 @@ async def test_a_pool_that_cannot_be_kept_leaves_no_slab_in_use_and_no_store_ope
         await registry.reserve()
         monkeypatch.setattr(MemoryDirectory, "make_pool", refuse)
         real = Slab.close
-        monkeypatch.setattr(Slab, "close", lambda slab: (closed.append("slab"), real(slab))[1])
+
+        def close(slab: Slab) -> None:
+            closed.append("slab")
+            real(slab)
+
+        monkeypatch.setattr(Slab, "close", close)
         with pytest.raises(OutOfPools):
             await registry.obtain(SPEC)
         assert sorted(closed) == ["slab", "store"]
