@@ -249,10 +249,19 @@ class Pool:
         self.quarantines.discard(EARLIER_RUN)
         log.info("quarantine_ended", client_name=EARLIER_RUN, num_blocks=self.manager.end_quarantine(EARLIER_RUN))
 
+    async def close_tiers(self) -> None:
+        """Closes those below the host tier, which may wait for a disk or a server, while other pools go on."""
+        tiers = [tier for tier in (self.disk, self.remote) if tier is not None]
+        self.disk = self.remote = None
+        for tier in tiers:
+            tier.stop()
+        await asyncio.gather(*(asyncio.to_thread(tier.close) for tier in tiers))
+
     def close(self, *, keep: bool = False) -> None:
         """Gives the memory back; keep: where it outlives the service, it stays for the next one."""
         for tier in (self.disk, self.remote):
             if tier is not None:
+                tier.stop()
                 tier.close()
         if self.keeper is not None:
             if keep:

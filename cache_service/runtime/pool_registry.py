@@ -10,6 +10,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -35,7 +36,7 @@ from ..memory.memory_directory import MemoryDirectory
 from ..memory.remote.open_remote import RemoteMaker
 from ..memory.shared_memory import SharedMemoryArena
 from ..preflight import pools_text
-from .pool import Pool, PoolInfo, PoolTierMaker
+from .pool import Pool, PoolInfo
 from .pool_keeper import PoolKeeper
 from .pool_tier import Place, PoolTier
 
@@ -55,6 +56,24 @@ class Memory(Protocol):
         """rank: whose arena it is to be, which may be on a device of its own."""
 
     def allocate_host(self, num_bytes: int) -> SharedMemoryArena: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _TierMaker:
+    """A PoolTierMaker, of a place that is open."""
+
+    tier: NamedTier
+    place: Place
+    now: Callable[[], float]
+    give_back: Callable[[], None]
+
+    def __call__(self, manager: Callable[[], PoolManager], hosts: ByteArray) -> PoolTier:
+        return PoolTier(manager, self.tier, self.place, hosts, self.now, self.give_back)
+
+    def drop(self) -> None:
+        """There will be no pool."""
+        self.place.close()
+        self.give_back()
 
 
 class PoolRegistry:
@@ -199,12 +218,14 @@ class PoolRegistry:
         self._check_ranks(spec)
         config, num_bytes = self._sizes(spec)
         if not self._spare and len(self._pools) >= self._config.num_pools:
-            self._replace_idle_pool(spec, may_replace=may_replace)
+            await self._replace_idle_pool(spec, may_replace=may_replace)
         # In a thread: writing the arrays of a large pool takes as long as many steps of other pools.
         manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
         arena = await self._arena(num_bytes)
         further: list[Arena] = []
         host_arena: SharedMemoryArena | None = None
+        disk: _TierMaker | None = None
+        remote: _TierMaker | None = None
         try:
             for rank in range(1, spec.num_ranks):
                 further.append(await self._arena(num_bytes, rank))
@@ -214,19 +235,27 @@ class PoolRegistry:
             keeper = None if self._directory is None else await self._keep(self._directory, arena, host_arena, spec, manager)
             return Pool(spec, config, manager, arena, host_arena, keeper, disk, remote, further)
         except BaseException:
+            for maker in (disk, remote):
+                if maker is not None:
+                    maker.drop()
             for each in (arena, *further, host_arena):
                 if each is not None:
                     self._forget_file(each)
                     each.close()
             raise
 
-    async def _disk_of(self, spec: KvSpec, manager: PoolManager) -> PoolTierMaker | None:
+    async def _disk_of(self, spec: KvSpec, manager: PoolManager) -> _TierMaker | None:
         """The disk tier of a pool, with what earlier runs have left. A disk that cannot be had costs hits, not the pool."""
         if self._disks is None:
             return None
         try:
             slab: Slab = await asyncio.to_thread(self._disks.obtain, spec)
-            stored = await asyncio.to_thread(slab.scan)
+            try:
+                stored = await asyncio.to_thread(slab.scan)
+            except BaseException:
+                slab.close()
+                self._disks.give_back(slab)
+                raise
         except (OutOfMemory, OSError) as error:
             log.warning("disk_refused", model_id=spec.model_id, why=str(error))
             return None
@@ -239,9 +268,9 @@ class PoolRegistry:
         )
         form, policy = slab.form, config.disk_eviction_policy
         tier = manager.add_disk(slab.name_key, form.num_slots, slab.era, stored, rules, policy)
-        return partial(_pool_tier, tier, slab, self._now, partial(self._disks.give_back, slab))
+        return _TierMaker(tier, slab, self._now, partial(self._disks.give_back, slab))
 
-    def _remote_of(self, spec: KvSpec, manager: PoolManager) -> PoolTierMaker | None:
+    def _remote_of(self, spec: KvSpec, manager: PoolManager) -> _TierMaker | None:
         """The remote tier of a pool with a host tier. The server is not asked yet."""
         if self._remote is None:
             return None
@@ -254,7 +283,7 @@ class PoolRegistry:
             weighs=config.tier_worth == "auto",
             tenants=frozenset(config.remote_tenants) or None,
         )
-        return partial(_pool_tier, manager.add_remote(store.name_key, rules), store, self._now, lambda: None)
+        return _TierMaker(manager.add_remote(store.name_key, rules), store, self._now, lambda: None)
 
     async def _keep(
         self,
@@ -417,7 +446,7 @@ class PoolRegistry:
         except OutOfMemory as error:
             raise OutOfPools(f"no memory for another pool, see {flag}: {error}", flag=flag) from None
 
-    def _replace_idle_pool(self, spec: KvSpec, *, may_replace: bool) -> None:
+    async def _replace_idle_pool(self, spec: KvSpec, *, may_replace: bool) -> None:
         idle = [pool for pool in self._pools.values() if pool.is_idle]
         if not idle:
             raise OutOfPools("every pool is in use by another KV spec, see --num-pools", flag="--num-pools")
@@ -429,7 +458,10 @@ class PoolRegistry:
             raise OutOfPools(text, flag="--num-pools")
         pool = self._pools.pop(min(idle, key=lambda pool: pool.last_use).key)
         info, num_cached_blocks = pool.info, pool.stats().num_cached_blocks
-        pool.close()
+        try:
+            await pool.close_tiers()
+        finally:
+            pool.close()
         log.warning(
             "pool_replaced",
             model_id=info.spec.model_id,
@@ -442,14 +474,3 @@ class PoolRegistry:
         del pool, idle
         gc.unfreeze()
         gc.collect()  # a pool refers to itself
-
-
-def _pool_tier(
-    tier: NamedTier,
-    place: Place,
-    now: Callable[[], float],
-    give_back: Callable[[], None],
-    manager: Callable[[], PoolManager],
-    hosts: ByteArray,
-) -> PoolTier:
-    return PoolTier(manager, tier, place, hosts, now, give_back)

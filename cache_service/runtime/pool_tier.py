@@ -113,8 +113,8 @@ class PoolTier:
         now: Callable[[], float],
         give_back: Callable[[], None],
     ) -> None:
-        """manager: the core between two steps. hosts: [num_host_blocks, block_bytes]. give_back: called at the end,
-        unless a thread is still at the place.
+        """manager: the core between two steps. hosts: [num_host_blocks, block_bytes]. give_back: called in any thread
+        at the end, once no thread is at the place.
         """
         self.reads, self.writes = Rate(), Rate()
         self.place = place
@@ -141,8 +141,8 @@ class PoolTier:
         except TimeoutError:
             log.warning(f"{self._name}_clear_unsure", seconds=seconds)
 
-    def close(self) -> None:
-        """What is queued is dropped, what a thread is at is waited for, but not for long."""
+    def stop(self) -> None:
+        """Nothing is begun any more, and what is queued is dropped."""
         self._is_closed = True
         self._tier.on_work(lambda: None)
         for timer in (self._pumping, self._tending):
@@ -150,11 +150,17 @@ class PoolTier:
                 timer.cancel()
         for job in self._jobs.values():
             job.is_cancelled = True
-        if self._threads.close(_CLOSE_SECONDS):
-            self.place.close()
-            self._give_back()
-        else:
+
+    def close(self) -> None:
+        """Of a stopped tier, in any thread: what a thread is at is waited for, but not for long."""
+        if not self._threads.close(_CLOSE_SECONDS, self._close_place):
             log.warning(f"{self._name}_hangs", num_orders=len(self._jobs))
+
+    def _close_place(self) -> None:
+        try:
+            self.place.close()
+        finally:
+            self._give_back()
 
     def _wake(self) -> None:
         if self._cleared_era != self._tier.era:
@@ -246,7 +252,12 @@ class PoolTier:
 
     def _write_era(self, era: int) -> None:
         """In a thread."""
-        if self.place.write_era(era):
+        try:
+            is_written = self.place.write_era(era)
+        except Exception:
+            log.exception("tier_clear_failed", tier=self._name)
+            is_written = False
+        if is_written:
             self._tell(partial(self._end_clearing, era))
         else:
             log.warning(f"{self._name}_clear_failed")
@@ -257,7 +268,12 @@ class PoolTier:
 
     def _ask(self, question: Question) -> None:
         """In a thread."""
-        num_stored = None if question.is_cancelled else self.place.ask(question.names)
+        num_stored = None
+        if not question.is_cancelled:
+            try:
+                num_stored = self.place.ask(question.names)
+            except Exception:
+                log.exception("tier_question_failed", tier=self._name)
         self._tell(partial(self._end_question, question, num_stored))
 
     def _end_question(self, question: Question, num_stored: int | None) -> None:

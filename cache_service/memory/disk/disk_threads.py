@@ -17,17 +17,27 @@ class DiskThreads:
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._at_end: Callable[[], None] = lambda: None
+        self._num_running = 0
+        self._lock = threading.Lock()
 
     def do(self, work: Callable[[], None]) -> None:
         """work() is called in one of the threads. It raises nothing."""
         if not self._threads:
             self._threads = [threading.Thread(target=self._run, name="kvkeeper-disk", daemon=True) for _ in range(NUM_THREADS)]
+            self._num_running = NUM_THREADS
             for thread in self._threads:
                 thread.start()
         self._work.put(work)
 
-    def close(self, seconds: float) -> bool:
-        """Ends the threads after the work given so far. Whether all have ended within so many seconds, in all."""
+    def close(self, seconds: float, at_end: Callable[[], None]) -> bool:
+        """Ends the threads after the work given so far. Whether all have ended within so many seconds, in all.
+
+        at_end: called in the last of them, however late that ends; here, if none has begun.
+        """
+        self._at_end = at_end
+        if not self._threads:
+            at_end()
         for _ in self._threads:
             self._work.put(None)
         for thread in self._threads:
@@ -38,3 +48,8 @@ class DiskThreads:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
+        with self._lock:
+            self._num_running -= 1
+            is_last = not self._num_running
+        if is_last:
+            self._at_end()

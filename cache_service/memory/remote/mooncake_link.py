@@ -2,7 +2,8 @@
 
 Owns that process and the memory that values are moved through. Rules: a part of that memory is lent to one call, and lent again
 only once its answer has come or the process is gone, so that a call that outlives its deadline writes into nothing that anybody
-reads; while such calls have all parts, nothing is begun. A process that ended is started again with the next call.
+reads; while such calls have all parts, nothing is begun. A process that reads no requests is killed; one that ended is started
+again with the next call.
 """
 
 import contextlib
@@ -10,11 +11,13 @@ import json
 import mmap
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,6 +26,7 @@ from .remote_server import ServerError
 
 NUM_PARTS = 6  # the tier has four threads
 _CLOSE_SECONDS = 5.0
+_TIMEVAL = struct.Struct("@ll")  # seconds and microseconds
 _MODULE = f"{__package__}.mooncake_process"
 
 Request = dict[str, Any]
@@ -31,23 +35,32 @@ Request = dict[str, Any]
 class _Child:
     """One process, and what it was asked."""
 
-    def __init__(self, address: RemoteAddress, part_bytes: int, memory: int, module: str) -> None:
-        staging = os.memfd_create("kvkeeper-mooncake", os.MFD_CLOEXEC)
-        os.ftruncate(staging, NUM_PARTS * part_bytes)
-        self.shared = mmap.mmap(staging, 0)
-        ours, theirs = socket.socketpair()
-        words = [staging, theirs.fileno(), address.host, address.port, memory]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *(str(word) for word in words)],
-            pass_fds=(staging, theirs.fileno()),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # the library tells addresses and keys
-        )
-        os.close(staging)
-        theirs.close()
-        self.link = ours
-        self.connection = Connection(os.dup(ours.fileno()))
+    def __init__(self, address: RemoteAddress, part_bytes: int, memory: int, timeout: float, module: str) -> None:
+        """Raises OSError, and leaves no descriptor then."""
+        with ExitStack() as after, ExitStack() as on_failure:
+            staging = os.memfd_create("kvkeeper-mooncake", os.MFD_CLOEXEC)
+            after.callback(os.close, staging)
+            os.ftruncate(staging, NUM_PARTS * part_bytes)
+            self.shared = mmap.mmap(staging, 0)
+            ours, theirs = socket.socketpair()
+            after.callback(theirs.close)
+            on_failure.callback(ours.close)
+            self.link = ours
+            # A message to a process that does not read waits twice: for its first bytes that do not fit, and for the rest.
+            seconds, fraction = divmod(timeout / 2, 1)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(seconds), max(int(fraction * 1e6), 1)))
+            self.connection = Connection(os.dup(ours.fileno()))
+            on_failure.callback(self.connection.close)
+            words = [staging, theirs.fileno(), address.host, address.port, memory]
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *(str(word) for word in words)],
+                pass_fds=(staging, theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # the library tells addresses and keys
+            )
+            on_failure.pop_all()
+        self.sending = threading.Lock()  # held while bytes go to the connection, and to close that
         self.parts = list(range(NUM_PARTS))
         self.waiting: dict[int, Callable[[Any], None]] = {}
         self.num_asked = 0
@@ -90,7 +103,7 @@ class MooncakeLink:
     def exchange(self, child: _Child, request: Request, on_answer: Callable[[], None]) -> Any:
         """The answer. on_answer: called once it has come, however late, or never will. Raises ServerError."""
         answers: list[Any] = []
-        has_come = threading.Event()
+        has_come, deadline = threading.Event(), time.monotonic() + self._timeout
 
         def take(answer: Any) -> None:
             answers.append(answer)
@@ -101,20 +114,41 @@ class MooncakeLink:
             if child.is_gone:
                 raise ServerError("the process is gone")
             child.num_asked += 1
-            child.waiting[child.num_asked] = take
-            message = json.dumps({"id": child.num_asked, **request}).encode()
-            with contextlib.suppress(OSError):  # its end is told to all that wait
-                child.connection.send_bytes(message)
-        if not has_come.wait(self._timeout) or answers[0] is None:
+            number = child.num_asked
+            child.waiting[number] = take
+        if not self._send(child, json.dumps({"id": number, **request}).encode()):
+            with self._lock:
+                never_asked = child.waiting.pop(number, None)
+            if never_asked is not None:
+                take(None)
+        if not has_come.wait(max(deadline - time.monotonic(), 0)) or answers[0] is None:
             raise ServerError("no answer in time")
         return answers[0]
+
+    def _send(self, child: _Child, message: bytes) -> bool:
+        """Whether its turn to be sent has come in time.
+
+        A process that does not read in time is killed, and told as gone: half a message may have reached it.
+        """
+        if not child.sending.acquire(timeout=self._timeout):
+            return False
+        try:
+            child.connection.send_bytes(message)
+        except OSError:  # its end is told to all that wait
+            with self._lock:
+                child.is_gone = True
+            child.process.kill()
+        finally:
+            child.sending.release()
+        return True
 
     def close(self) -> None:
         """The process ends by itself: its socket has."""
         with self._lock:
             self._is_closed, child, self._child = True, self._child, None
         if child is not None:
-            child.link.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # it has ended already
+                child.link.shutdown(socket.SHUT_RDWR)
             try:
                 child.process.wait(_CLOSE_SECONDS)
             except subprocess.TimeoutExpired:
@@ -122,11 +156,16 @@ class MooncakeLink:
                 child.process.wait()
 
     def _started(self) -> _Child:
+        """Raises ServerError, also where the system has no process, thread or descriptor left."""
         if self._is_closed:
             raise ServerError("closed")
         if self._child is None:
-            child = self._child = _Child(self._address, self.part_bytes, self._memory, self._module)
-            threading.Thread(target=self._listen, args=(child,), daemon=True).start()
+            try:
+                child = _Child(self._address, self.part_bytes, self._memory, self._timeout, self._module)
+                threading.Thread(target=self._listen, args=(child,), daemon=True).start()
+            except (OSError, RuntimeError) as error:
+                raise ServerError(f"no process can be started: {error}") from None
+            self._child = child
         return self._child
 
     def _listen(self, child: _Child) -> None:
@@ -143,14 +182,17 @@ class MooncakeLink:
             child.is_gone = True
             left = list(child.waiting.values())
             child.waiting.clear()
-            if self._child is child:
+            is_ours = self._child is child
+            if is_ours:
                 self._child = None
                 child.process.kill()
-                child.process.wait()
-        child.connection.close()
-        child.link.close()
         for take in left:
             take(None)
+        with child.sending:
+            child.connection.close()
+        child.link.close()
+        if is_ours:
+            child.process.wait()
 
 
 class Part:

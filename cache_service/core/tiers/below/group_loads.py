@@ -7,6 +7,7 @@ tokens, or not at all; what a window lacks shortens hits that end there. The nam
 made of its node's name.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -48,10 +49,16 @@ class GroupLoads:
 
     def lookup(self, root: int, tokens: Int32Array, find: Callable[[bytes], int | None], era: int) -> Found:
         """find: the place of a name in the tier, if it has it. The orders have no host block yet."""
+        return self.lookups(root, tokens, find, era)(len(tokens) // self._index.block_size)
+
+    def lookups(self, root: int, tokens: Int32Array, find: Callable[[bytes], int | None], era: int) -> Callable[[int], Found]:
+        """The same for starts of these tokens, by their number of entries, while the index stays as it is.
+
+        What one of them has looked up, a shorter one does not look up again.
+        """
         index, size = self._index, self._index.block_size
         num_most = len(tokens) // size
         nodes = index.match(root, tokens, num_most)
-        num_above = len(index.held.usable(nodes, self._host.is_filling))
         raw, width = np.ascontiguousarray(tokens, "<i4").tobytes(), 4 * size
         chain = [(self._names.of(node), self._names.of(index.parent(node))) for node in nodes.tolist()]
         behind: list[list[TierOrder]] = []  # of each entry that the index lacks
@@ -75,14 +82,19 @@ class GroupLoads:
                 windows[at, group] = self._order(at, group, *chain[at], raw, find, era)
             return windows[at, group] is not None
 
-        end = self._end(len(chain), is_there)
-        if end <= num_above:
-            return Found([], num_above, num_above, len(nodes), np.empty(0, np.int32))
-        orders = [order for of_entry in behind[: max(end - len(nodes), 0)] for order in of_entry]
-        firsts = self._first_reads(end)
-        orders += [order for (at, group), order in windows.items() if order is not None and firsts[group] <= at < end]
-        orders.sort(key=lambda order: (order.entry, order.group))
-        return Found(orders, num_above, end, len(nodes), self._held(nodes[:end], firsts))
+        def up_to(most: int) -> Found:
+            known = nodes[:most]
+            num_above = len(index.held.usable(known, self._host.is_filling))
+            end = self._end(min(most, len(chain)), is_there)
+            if end <= num_above:
+                return Found([], num_above, num_above, len(known), np.empty(0, np.int32))
+            orders = [order for of_entry in behind[: max(end - len(known), 0)] for order in of_entry]
+            firsts = self._first_reads(end)
+            orders += [order for (at, group), order in windows.items() if order is not None and firsts[group] <= at < end]
+            orders.sort(key=lambda order: (order.entry, order.group))
+            return Found(orders, num_above, end, len(known), self._held(known[:end], firsts))
+
+        return up_to
 
     @property
     def num_full(self) -> int:
@@ -141,17 +153,24 @@ class GroupLoads:
         return [self._index.held.first_entry(end, group) for group in range(len(self._spans))]
 
     def _end(self, most: int, is_there: Callable[[int, int], bool]) -> int:
-        """The most entries behind which each window is whole."""
-        end = most
-        while end:
-            firsts = self._first_reads(end)
-            partly = [group for group, span in enumerate(self._spans) if not span.is_whole]
-            places = ((at, group) for group in partly for at in range(firsts[group], end))
-            gap = max((at for at, group in places if not is_there(at, group)), default=None)
-            if gap is None:
-                return end
-            end = gap  # a longer one would read it, too
-        return 0
+        """The most entries behind which each window is whole. Each entry of a group is asked for once, from the back."""
+        size, ends = self._index.block_size, np.arange(most + 1, dtype=np.int64)
+        spans = {group: span for group, span in enumerate(self._spans) if not span.is_whole}
+        reads = {group: (span.firsts(ends * size) // size).tolist() for group, span in spans.items()}
+        whole_from = dict.fromkeys(reads, most)  # what lies between there and the end is there
+        end, groups = most, deque(reads)
+        while groups:
+            group = groups[0]
+            at = min(whole_from[group], end)
+            while at > reads[group][end] and is_there(at - 1, group):
+                at -= 1
+            whole_from[group] = at
+            if at > reads[group][end]:
+                end = at - 1  # a longer one would read this gap, too
+                groups = deque(reads)
+            else:
+                groups.popleft()
+        return end
 
     def _held(self, nodes: Int32Array, firsts: list[int]) -> Int32Array:
         """The host blocks of these nodes that are read from the first entries on."""

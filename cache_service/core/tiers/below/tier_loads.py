@@ -112,9 +112,9 @@ class TierLoads:
     ) -> tuple[list[Load], int]:
         """The same with several groups of layers. A load that has no room whole is cut to an end where it has."""
         now, size, num_most = self._clock.now, self._block_size, len(tokens) // self._block_size
-        is_weighed = is_trial
+        is_weighed, up_to = is_trial, groups.lookups(root, tokens, self._table.find, self._flight.era)
         while True:
-            found = groups.lookup(root, tokens[: num_most * size], self._table.find, self._flight.era)
+            found = up_to(num_most)
             loads = {id(load): load for order in found.orders if (load := self._loading.get(order.name)) is not None}
             own = [order for order in found.orders if order.name not in self._loading]
             if not own:
@@ -134,7 +134,7 @@ class TierLoads:
                 load = self._begin_load(root, known, min(found.first, found.end), own, found.held, wanted_at, num_entries)
                 return [*loads.values(), load], found.end
             self._host.pool.end_transfers(found.held[::-1])
-            num_most = found.end - -(-num_missing // self._num_groups)
+            num_most = max(found.end - -(-num_missing // self._num_groups), 0)
 
     def _num_room(self) -> int:
         """Blocks of the host tier that a load may take."""

@@ -1,5 +1,7 @@
 """Several groups of layers in a tier that is asked by name: a load brings what a hit reads, and no more."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -92,6 +94,37 @@ def test_a_load_that_has_no_room_whole_is_shorter() -> None:
     assert 0 < len(found) <= 6
     entries = [entry for entry, group in found if group == 0]
     assert hit_len(manager) == 2 * len(entries) > 0
+
+
+@pytest.mark.parametrize("lost", [(), tuple((at, 1) for at in range(5)), ((4, 1), (2, 1))], ids=str)
+def test_each_block_is_looked_up_once_however_often_the_end_moves(
+    lost: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager, disk = stored(lost=lost)
+    disk.rules = TierRules(most_loading=3)  # so loads are cut, too
+    names: list[bytes] = []
+    real = disk.table.find
+
+    def find(name: bytes) -> int | None:
+        names.append(name)
+        return real(name)
+
+    monkeypatch.setattr(disk.table, "find", find)
+    moves: list[tuple[int, int]] = []
+    real_end = GroupLoads._end
+
+    def end(self: GroupLoads, most: int, is_there: Callable[[int, int], bool]) -> int:
+        def counted(at: int, group: int) -> bool:
+            moves.append((at, group))
+            return is_there(at, group)
+
+        moves.clear()
+        return real_end(self, most, counted)
+
+    monkeypatch.setattr(GroupLoads, "_end", end)
+    disk.prepare_load(manager.state.index.find_root(""), TOKENS[:10])
+    assert len(names) == len(set(names)) >= 5
+    assert len(moves) == len(set(moves))
 
 
 def test_what_failed_is_where_the_hit_ends() -> None:

@@ -1,10 +1,16 @@
 """Calls with a deadline in another process: late ones keep their memory, and a process that dies is started again."""
 
+import errno
+import os
+import signal
+import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
+from kvkeeper.cache_service.memory.remote import mooncake_link
 from kvkeeper.cache_service.memory.remote.mooncake_link import NUM_PARTS, MooncakeLink
 from kvkeeper.cache_service.memory.remote.remote_address import Node, RemoteAddress
 from kvkeeper.cache_service.memory.remote.remote_server import ServerError
@@ -72,3 +78,43 @@ def test_after_the_end_nothing_is_asked(link: MooncakeLink) -> None:
     link.close()
     with pytest.raises(ServerError):
         link.ask(call="echo")
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "socketpair", "dup", "Popen"])
+def test_a_process_that_cannot_be_started_is_no_answer_and_leaves_no_descriptor(
+    link: MooncakeLink, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    owner = {"socketpair": mooncake_link.socket, "Popen": subprocess}.get(call, os)
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, refuse)
+        with pytest.raises(ServerError):
+            link.ask(call="echo")
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert link.ask(call="echo"), "it is started once that can be"
+
+
+def test_a_process_that_reads_nothing_holds_up_no_call_and_is_replaced() -> None:
+    link = link_of(0.2)
+    with ThreadPoolExecutor(3) as threads:
+        with link._lock:
+            child = link._started()
+        os.kill(child.process.pid, signal.SIGSTOP)
+        calls = [threads.submit(link.ask, call="echo", names=["x" * (1 << 21)]) for _ in range(3)]
+        try:
+            for call in calls:
+                with pytest.raises(ServerError):
+                    call.result(10)
+        finally:
+            was_killed = child.process.poll() is not None or child.is_gone
+            child.process.kill()
+    assert was_killed
+    link._timeout = 30.0
+    while link._child is child:  # until its end is noticed
+        child.process.wait()
+    assert link.ask(call="echo") != str(child.process.pid)
+    assert lend(link) == NUM_PARTS
+    link.close()

@@ -1,0 +1,78 @@
+"""Pools that cannot be made, and pools that make room: nothing stays open or in use, and no other pool waits."""
+
+import asyncio
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvkeeper.cache_service.config import CacheConfig
+from kvkeeper.cache_service.core.values.errors import OutOfPools
+from kvkeeper.cache_service.core.values.kv_spec import KvSpec
+from kvkeeper.cache_service.memory.disk.disk_directory import DiskDirectory
+from kvkeeper.cache_service.memory.disk.slab import Slab
+from kvkeeper.cache_service.memory.memory_directory import MemoryDirectory
+from kvkeeper.cache_service.memory.remote.remote_store import RemoteStore
+from kvkeeper.cache_service.memory.shared_memory import SharedMemory
+from kvkeeper.cache_service.runtime.pool_registry import PoolRegistry
+from kvkeeper.service.memory_limit import OutOfMemory
+from tests.support.worlds.memory_folder import SPEC, memory_folder
+
+
+async def test_a_pool_that_cannot_be_kept_leaves_no_slab_in_use_and_no_store_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    def remote(_: KvSpec) -> RemoteStore:
+        return cast(RemoteStore, SimpleNamespace(name_key=b"key", close=lambda: closed.append("store")))
+
+    def refuse(*_: object) -> None:
+        raise OutOfMemory("no memory")
+
+    with memory_folder() as folder:
+        disks, directory = DiskDirectory(tmp_path / "disk", 1 << 20, 1), MemoryDirectory(folder, keep=True)
+        config = CacheConfig(num_blocks=16, num_host_blocks=16, num_pools=1)
+        registry = PoolRegistry(config, cast(Any, directory), lambda _: None, directory, disks, remote=remote)
+        await registry.reserve()
+        monkeypatch.setattr(MemoryDirectory, "make_pool", refuse)
+        real = Slab.close
+
+        def close(slab: Slab) -> None:
+            closed.append("slab")
+            real(slab)
+
+        monkeypatch.setattr(Slab, "close", close)
+        with pytest.raises(OutOfPools):
+            await registry.obtain(SPEC)
+        assert sorted(closed) == ["slab", "store"]
+        assert not disks._in_use
+        registry.close()
+        directory.close()
+        disks.close()
+
+
+async def test_a_server_that_hangs_holds_up_a_pool_that_makes_room_but_not_the_loop() -> None:
+    loop, is_closing, may_end = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    ended_in_time: list[bool] = []
+
+    def close() -> None:
+        loop.call_soon_threadsafe(is_closing.set)
+        ended_in_time.append(may_end.wait(5))
+
+    def remote(_: KvSpec) -> RemoteStore:
+        return cast(RemoteStore, SimpleNamespace(name_key=b"key", facts={}, close=close))
+
+    config = CacheConfig(num_blocks=16, num_host_blocks=16, num_pools=1)
+    registry = PoolRegistry(config, SharedMemory(), lambda _: None, remote=remote)
+    await registry.reserve()
+    await registry.obtain(SPEC)
+    other = asyncio.create_task(registry.obtain(replace(SPEC, key=b"other")))
+    await is_closing.wait()
+    may_end.set()  # by the loop, which goes on
+    await other
+    assert ended_in_time == [True]
+    registry.close()
