@@ -16,8 +16,8 @@ from typing import Protocol
 import structlog
 
 from ..core.manager import PoolManager
-from ..core.tiers.named_tier import NamedTier
-from ..core.tiers.tier_orders import Load, Question, Store
+from ..core.tiers.below.named_tier import NamedTier
+from ..core.tiers.below.tier_orders import Load, Question, Store
 from ..core.values.copies import TierOrder, TierResult
 from ..memory.arena import ByteArray
 from ..memory.disk.disk_threads import NUM_THREADS, DiskThreads

@@ -22,18 +22,19 @@ from kvkeeper.client.arena import Arena
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.steps import StepItems, StepResult
+from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
 from ..compute.model_runner import AnyLayout, Runner, StepBounds
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..ranks.failures import RankLost, RankRefused
-from ..ranks.mapped_arena import arena_tensor, host_blocks
+from ..ranks.mapped_arena import arena_tensor, host_blocks, packing_of
 from ..ranks.ranked_runner import RankedRunner
 from ..ranks.ranks import Ranks, attachment_of
 from ..scheduler.plan import Plan
 from ..values.request import Sequence, TakenBlocks
 from .failures import is_unknown_sequence, rank_lost, refuses_groups
-from .kv_spec import kv_spec_of
+from .kv_spec import host_format_of, kv_spec_of
 from .lease import Lease
 from .pool_limits import limits_of
 from .transfer_runner import TransferRunner
@@ -187,7 +188,11 @@ async def open_memory(
     name = client_name(model, address)
     try:
         session = await client.open_session(
-            kv_spec_of(model, config.block_size), pb.EXECUTOR_ENGINE, ttl_ms=config.lease_ms, client_name=name
+            kv_spec_of(model, config.block_size),
+            pb.EXECUTOR_ENGINE,
+            ttl_ms=config.lease_ms,
+            client_name=name,
+            packs_host_blocks=True,
         )
     except KvkeeperError as error:
         if model.whole is None or not refuses_groups(error):
@@ -200,14 +205,15 @@ async def open_memory(
         arena = await session.attach(step_lane=config.step_carrier == "auto")
         assert session.pool.block_bytes == layout.block_bytes, "both services compute a block's size alike"
         _require_index(arena, model.device)
-        made = _on_arena(session, arena, model, layout, ranks)
+        packing = packing_of(layout, host_format_of(session.pool))
+        made = _on_arena(session, arena, model, layout, packing, ranks)
     except BaseException:
         with contextlib.suppress(KvkeeperError):
             await session.close()
         raise
     try:
         if ranks is not None:  # they pin their shares of the host tier meanwhile
-            attachment = attachment_of(session, has_groups=bool(model.groups))
+            attachment = attachment_of(session, packing, has_groups=bool(model.groups))
             await _renewing(made, partial(_on_ranks, partial(ranks.attach, attachment)))
         if arena.is_on_device:
             await _renewing(made, arena.pin_hosts)  # seconds for each 10 GB
@@ -220,15 +226,23 @@ async def open_memory(
     return made
 
 
-def _on_arena(session: AsyncCacheSession, arena: Arena, model: ServedModel, layout: AnyLayout, ranks: Ranks | None) -> KvMemory:
+def _on_arena(
+    session: AsyncCacheSession,
+    arena: Arena,
+    model: ServedModel,
+    layout: AnyLayout,
+    packing: HostBlocks | None,
+    ranks: Ranks | None,
+) -> KvMemory:
     """The model on the memory, which nothing else views. The other ranks have not mapped theirs yet."""
     memory, block_bytes = arena_tensor(arena), layout.block_bytes
     runner: Runner = model.make_runner(layout.view(memory), layout)
     others: RankedRunner | None = None
     if ranks is not None:
         runner = others = RankedRunner(runner, ranks)
-    hosts = host_blocks(arena, block_bytes, 0, model.num_ranks)
-    return KvMemory(session, arena, TransferRunner(memory.view(-1, block_bytes), hosts, others), runner, ranks)
+    hosts = host_blocks(arena, session.pool.host_block_bytes or block_bytes, 0, model.num_ranks)
+    transfers = TransferRunner(memory.view(-1, block_bytes), hosts, others, packing)
+    return KvMemory(session, arena, transfers, runner, ranks)
 
 
 def _on_ranks(work: Callable[[], None]) -> None:

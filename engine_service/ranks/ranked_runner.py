@@ -14,7 +14,7 @@ import torch
 
 from kvkeeper.client.steps import StepResult
 
-from ..compute.device_queue import DeviceQueue, HostQueue, WaitedQueue
+from ..compute.device.device_queue import DeviceQueue, HostQueue, WaitedQueue
 from ..compute.graphs.graph_api import GraphApi
 from ..compute.model_runner import AnyLayout, ModelRunner, Runner, StepBounds
 from ..values.batch import Batch

@@ -143,7 +143,7 @@ async def _services(tier: str) -> AsyncIterator[tuple[AsyncCacheClient, AsyncEng
         flags = ("--listen", cache, "--runtime-dir", own, *sizes)
         if tier == "disk":
             state = _shared_byte(Path(own, "state"))
-            program = ("-m", "tests.benchmarks.faulty_disk_service", f"{own}/state")
+            program: tuple[str, ...] = ("-m", "tests.benchmarks.faulty_disk_service", f"{own}/state")
             below: tuple[str, ...] = ("--disk-path", f"{own}/disk", "--disk-memory", "64MiB", "--disk-deadline", "0.2")
             faults = _disk_faults(state)
         else:

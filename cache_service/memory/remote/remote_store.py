@@ -35,13 +35,13 @@ class RemoteStore:
 
     def __init__(self, server: RemoteServer, secret: RemoteSecret, spec: KvSpec) -> None:
         self.block_bytes = self.slot_bytes = spec.stored_bytes
-        self.name_key = secret.derive(b"names", spec.key)
+        self.name_key = secret.derive(b"names", spec.stored_key)
         self.facts = server.facts
         self._server = server
-        self._key = secret.derive(b"keys", spec.key)
-        self._era_key = _PREFIX + b"era:" + secret.derive(b"era", spec.key)[:_KEY_BYTES].hex().encode()
+        self._key = secret.derive(b"keys", spec.stored_key)
+        self._era_key = _PREFIX + b"era:" + secret.derive(b"era", spec.stored_key)[:_KEY_BYTES].hex().encode()
         self._form = ValueForm(
-            secret.derive(b"values", spec.key), spec.stored_bytes, digest_under(int.from_bytes(self._key[:8], "little"))
+            secret.derive(b"values", spec.stored_key), spec.stored_bytes, digest_under(int.from_bytes(self._key[:8], "little"))
         )
         self._era: bytes | None = None  # as the server said last
         self._last_era = b""

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.device_queue import HostQueue
+from kvkeeper.engine_service.compute.device.device_queue import HostQueue
+from kvkeeper.engine_service.compute.device.upload import PackedUpload, Stage
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
 from kvkeeper.engine_service.compute.step_compute import Launched, StepCompute, StepRows
-from kvkeeper.engine_service.compute.upload import PackedUpload, Stage
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.ranks.ranked_runner import RankedRunner
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
@@ -147,6 +147,16 @@ def test_memory_that_the_device_has_not_copied_is_not_written_over():
             queue.run_up_to(at)  # the step before is read
     queue.run_up_to(5)
     assert found == [[value] * 4 for value in range(5)]
+
+
+def test_memory_is_filled_again_only_once_the_device_has_copied_it():
+    queue, stage, done = LateQueue(), Stage(8, pin_memory=False), []
+    stage.reuse()
+    queue.submit(lambda: done.append("copied"))
+    stage.note_copied(queue.mark())
+    assert not done
+    stage.reuse()
+    assert done == ["copied"]
 
 
 def test_a_third_step_under_way_is_refused():

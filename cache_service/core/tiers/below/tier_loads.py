@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..pool_state import PoolState
-from ..values.copies import TierOrder, TierResult
-from ..values.types import Int32Array
+from ...pool_state import PoolState
+from ...values.copies import TierOrder, TierResult
+from ...values.types import Int32Array
+from ..host_tier import HostTier
 from .content_names import ContentNames
 from .group_loads import GroupLoads
-from .host_tier import HostTier
 from .in_flight import InFlight
 from .tier_orders import Load, Table, TierRules
 from .worth import TierWorth
@@ -38,7 +38,7 @@ class TierLoads:
     ) -> None:
         """groups: None where all layers are of one group."""
         self._clock, self._index, self._block_size = state.clock, state.index, state.config.block_size
-        self._num_groups = len(state.config.group_windows)
+        self._num_groups = len(state.config.group_spans)
         self._host, self._names, self._groups, self._table = host, names, groups, table
         self._rules, self._worth, self._flight = rules, worth, flight
         self._loading: dict[bytes, Load] = {}

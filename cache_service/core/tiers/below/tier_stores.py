@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..pool_state import PoolState
-from ..values.copies import TierOrder, TierResult
-from ..values.types import Int32Array
+from ...pool_state import PoolState
+from ...values.copies import TierOrder, TierResult
+from ...values.types import Int32Array
+from ..host_tier import HostTier
 from .content_names import ContentNames
 from .group_loads import GroupLoads
-from .host_tier import HostTier
 from .in_flight import InFlight
 from .tier_orders import Store, Table, TierRules
 

@@ -6,8 +6,8 @@ order at a time.
 
 from collections.abc import Callable, Sequence
 
-from ..values.clock import Clock
-from ..values.copies import TierOrder, TierResult
+from ...values.clock import Clock
+from ...values.copies import TierOrder, TierResult
 from .breaker import Breaker
 from .tier_orders import Load, Question, Store, TierCounts
 

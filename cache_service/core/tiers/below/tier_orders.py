@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ..values.copies import TierOrder
-from ..values.types import Int32Array
+from ...values.copies import TierOrder
+from ...values.types import Int32Array
 
 
 class TierRules(NamedTuple):

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..pool_state import PoolState
-from ..values.types import Int32Array
+from ...pool_state import PoolState
+from ...values.types import Int32Array
 from .content_names import ContentNames
 from .group_loads import GroupLoads
 from .in_flight import InFlight

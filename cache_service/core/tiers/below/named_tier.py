@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ..pool_state import PoolState
-from ..values.copies import TierOrder, TierResult
-from ..values.types import Int32Array, MatchEnd
+from ...pool_state import PoolState
+from ...values.copies import TierOrder, TierResult
+from ...values.types import Int32Array, MatchEnd
+from ..offload import Offloader
 from .breaker import Breaker
 from .content_names import ContentNames
 from .group_loads import GroupLoads
 from .in_flight import InFlight
-from .offload import Offloader
 from .tier_loads import TierLoads
 from .tier_orders import Load, Question, Store, Table, TierRules
 from .tier_questions import TierQuestions
@@ -63,7 +63,7 @@ class NamedTier:
         self._block_size = state.config.block_size
         self._is_on = state.config.prefix_caching
         host, names = offloader.host, ContentNames(state.index, key)
-        groups = GroupLoads(state.index, host, names) if len(state.config.group_windows) > 1 else None
+        groups = GroupLoads(state.index, host, names) if len(state.config.group_spans) > 1 else None
         self._names = names
         self._questions = TierQuestions(state, names, groups, table, rules, worth, self.flight)
         self._loads = TierLoads(state, host, names, groups, table, rules, worth, self.flight)
