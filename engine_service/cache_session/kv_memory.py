@@ -241,7 +241,8 @@ def _on_arena(
     if ranks is not None:
         runner = others = RankedRunner(runner, ranks)
     hosts = host_blocks(arena, session.pool.host_block_bytes or block_bytes, 0, model.num_ranks)
-    return KvMemory(session, arena, TransferRunner(memory.view(-1, block_bytes), hosts, others, packing), runner, ranks)
+    transfers = TransferRunner(memory.view(-1, block_bytes), hosts, others, packing)
+    return KvMemory(session, arena, transfers, runner, ranks)
 
 
 def _on_ranks(work: Callable[[], None]) -> None:

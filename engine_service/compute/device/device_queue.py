@@ -156,7 +156,13 @@ class WaitedQueue:
     is_immediate = True
 
     def __init__(self, queue: DeviceQueue) -> None:
-        self.submit, self.fetch, self.mark, self.copies = queue.submit, queue.fetch, queue.mark, queue.copies
+        self._queue = queue
+        self.submit, self.fetch, self.mark = queue.submit, queue.fetch, queue.mark
+
+    @property
+    def copies(self) -> CopyQueue:
+        """See DeviceQueue."""
+        return self._queue.copies
 
 
 def queue_of(device: torch.device) -> DeviceQueue:
