@@ -33,7 +33,7 @@ from .graphs.sizes import MOST_ROWS
 from .graphs.warm_up import warm_up_batches, warm_up_sampling
 from .last_tokens import LastTokens
 from .step_logits import StepLogits
-from .upload import upload_to
+from .upload import Staged, upload_to
 
 log = structlog.get_logger()
 
@@ -242,15 +242,16 @@ class ModelRunner:
         """
         return self.stage(batch)().values
 
-    def stage(self, batch: Batch) -> Callable[[], StepLogits]:
+    def stage(self, batch: Batch) -> Staged[StepLogits]:
         """Take what the batch says; it may change before the call that computes it, as forward does, is made."""
         if self.graphed is not None and (replay := self.graphed.stage(batch)) is not None:
-            return partial(self._on_device, replay)
+            return Staged(partial(self._on_device, replay), replay.give_back)
         arrays = {"token_ids": batch.token_ids, "positions": batch.positions, "logit_rows": batch.logit_rows}
         if batch.awaited_rows is not None:
             arrays["awaited_rows"] = batch.awaited_rows
         upload = self._upload.stage(arrays | attention_arrays(batch))
-        return partial(self._on_device, partial(self._plain, upload, int(batch.positions.max())))
+        plain = partial(self._plain, upload, int(batch.positions.max()))
+        return Staged(partial(self._on_device, plain), upload.give_back)
 
     @torch.inference_mode()
     def _on_device(self, compute: Callable[[], StepLogits]) -> StepLogits:

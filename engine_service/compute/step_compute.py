@@ -4,7 +4,6 @@ Values in, values out; it never sees a request's stream or the session, and a fa
 and read later: on a device the next one may be launched in between, and goes on from tokens that nobody has read.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +25,7 @@ from .logprobs import LogprobTensors, find_logprobs
 from .model_runner import ModelRunner, Runner
 from .sampler import SampledTokens, draw, tokens_of
 from .step_logits import StepLogits
-from .upload import at_device
+from .upload import Staged, at_device
 
 log = structlog.get_logger()
 
@@ -126,20 +125,22 @@ class StepCompute:
 
     def launch(self, work: Work, how: StepRows) -> Launched:
         """Begin a step behind those that were launched before. At most two are not read yet."""
-        results = _Results()
+        results, forward = _Results(), None
         try:
             forward = None if work.batch is None else self._stage(work.batch)
             self._queue.submit(partial(self._run, forward, work, how, results))
         except Exception:
             log.exception("batch_failed")
             results.has_failed = results.is_launched = True
+            if forward is not None:
+                forward.give_back()
         return Launched(self._runner, work, how, results, self._queue.mark())
 
-    def _stage(self, batch: Batch) -> Callable[[], StepLogits]:
+    def _stage(self, batch: Batch) -> Staged[StepLogits]:
         """The forward pass, to be run in the order of the device."""
         if isinstance(self._runner, ModelRunner):
             return self._runner.stage(batch)
-        return partial(self._forward_with_known, batch)
+        return Staged(partial(self._forward_with_known, batch))
 
     def _forward_with_known(self, batch: Batch) -> StepLogits:
         """Of a runner that takes its tokens from the host."""
@@ -147,7 +148,7 @@ class StepCompute:
             batch = replace(batch, token_ids=self._last.filled(batch.token_ids, batch.awaited_rows), awaited_rows=None)
         return StepLogits(self._runner.forward(batch))
 
-    def _run(self, forward: Callable[[], StepLogits] | None, work: Work, how: StepRows, results: _Results) -> None:
+    def _run(self, forward: Staged[StepLogits] | None, work: Work, how: StepRows, results: _Results) -> None:
         try:
             self._runner.copy_blocks(work.copies)
             if forward is not None:
@@ -155,10 +156,13 @@ class StepCompute:
         except Exception:
             log.exception("batch_failed")
             results.has_failed = True
+        finally:
+            if forward is not None:
+                forward.give_back()
         results.is_launched = True
 
     @torch.inference_mode()
-    def _forward_and_sample(self, forward: Callable[[], StepLogits], work: Work, how: StepRows, results: _Results) -> None:
+    def _forward_and_sample(self, forward: Staged[StepLogits], work: Work, how: StepRows, results: _Results) -> None:
         fetch, step = self._queue.fetch, forward()
         logits = step.values
         results.scores = [_score(logits, score).fetched(fetch) for score in work.scores]
