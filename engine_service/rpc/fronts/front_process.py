@@ -113,6 +113,10 @@ class FrontProcess:
         """Take the engine's end of the lane."""
         self._lane = await open_lane(own, self.take, self.note_loss)
 
+    def abandon(self) -> None:
+        """No process came of it. The loop lets go of its end of the lane, whose number the next one may get."""
+        self._lane.close()
+
 
 async def start_front() -> FrontProcess:
     """A new front, which waits for set_up."""
@@ -123,9 +127,13 @@ async def start_front() -> FrontProcess:
         "TOKENIZERS_PARALLELISM": "false",
     }
     front = FrontProcess()
-    try:
-        await front.open(own)
-        with other:
+    with other:
+        try:
+            await front.open(own)
+        except BaseException:
+            own.close()
+            raise
+        try:
             front.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", _MODULE, str(other.fileno())),
                 stdin=DEVNULL,
@@ -134,7 +142,7 @@ async def start_front() -> FrontProcess:
                 pass_fds=(other.fileno(),),
                 start_new_session=True,
             )
-    except BaseException:
-        own.close()
-        raise
+        except BaseException:
+            front.abandon()
+            raise
     return front
