@@ -325,6 +325,13 @@ class CacheConfig:
         check=Check(f"0, or 2 to {MAX_POOL_BLOCKS}", lambda number: between(2, MAX_POOL_BLOCKS).refusal(number or 2)),
         details="The null block is one of them.",
     )
+    host_kv_dtype: str = setting(
+        "auto",
+        group="Host tier",
+        help="what K and V are kept in below the device: as they are on the device (auto), or in fewer bits",
+        choices=("auto", "fp8", "int8", "int4"),
+        details="Of pools of 16- or 32-bit numbers; others keep theirs. What comes back is rounded: see quantised-kv.md.",
+    )
     disk_path: Path | None = setting(
         None,
         group="Disk tier",
@@ -370,11 +377,12 @@ class CacheConfig:
     remote: str = setting(
         "",
         group="Remote tier",
-        help="Valkey or Redis server, or master of a Mooncake store, in which cache services share blocks",
+        help="Valkey or Redis server or cluster, or master of a Mooncake store, in which cache services share blocks",
         example="rediss://cache.internal:6379/0",
         default_text="no remote tier",
         check=Check(FORM_WORDS, _remote_refusal),
-        details="Without a user or a password, which are in --remote-secret. It needs that file and a host tier.",
+        details="Of a cluster, some nodes: redis://HOST:PORT,HOST:PORT?cluster=true. Without a user or a password, which are "
+        "in --remote-secret. It needs that file and a host tier.",
     )
     remote_secret: Path | None = setting(
         None,
@@ -466,6 +474,8 @@ class CacheConfig:
             raise ConfigError("--block-digests reads memory of the machine, so it needs --device cpu")
         if self.block_digests and self.memory_dir is None:
             raise ConfigError("--block-digests are of memory that is kept, see --memory-dir")
+        if self.host_kv_dtype != "auto" and not (self.host_memory or self.num_host_blocks):
+            raise ConfigError("--host-kv-dtype is of the host tier and those behind it, so it needs one, see --host-memory")
         if (self.disk_path is None) != (self.disk_memory == 0):
             raise ConfigError("a disk tier has a folder and a size, see --disk-path and --disk-memory")
         if self.disk_path is not None and not (self.host_memory or self.num_host_blocks):

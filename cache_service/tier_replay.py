@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .core.manager import PoolManager
-from .core.tiers.named_tier import TierRules
+from .core.tiers.below.tier_orders import TierRules
 from .core.values.copies import TierResult
 from .core.values.pool_config import PoolConfig
 from .core.values.sequence_args import SequenceArgs
@@ -96,7 +96,7 @@ class _TierReplay:
         self._store()
 
     def sums(self) -> TierSums:
-        disk = self._manager.disk.counts if self._manager.disk is not None else None
+        disk = self._manager.disk.flight.counts if self._manager.disk is not None else None
         from_disk, to_disk = (disk.num_hit_blocks, disk.num_stored_blocks) if disk is not None else (0, 0)
         return TierSums(
             self._num_blocks,

@@ -37,13 +37,14 @@ from .tables.prefix_lookup import PrefixLookup
 from .tables.prompt_watch import PromptWatch
 from .tables.reserve import Reservations
 from .tables.start import SequenceStarter
-from .tiers.named_tier import NamedTier, Table, TierRules
+from .tiers.below.named_tier import NamedTier
+from .tiers.below.slot_table import SlotTable
+from .tiers.below.tier_chain import TierChain
+from .tiers.below.tier_orders import Table, TierRules
+from .tiers.below.told_table import ToldTable
+from .tiers.below.worth import TierWorth
 from .tiers.offload import Offloader
 from .tiers.sequence_swap import SequenceSwapper
-from .tiers.slot_table import SlotTable
-from .tiers.tier_chain import TierChain
-from .tiers.told_table import ToldTable
-from .tiers.worth import TierWorth
 from .values.copies import Copies, StoredBlock
 from .values.kept_index import Digest, KeptIndex, UInt64Array, Verification
 from .values.pool_config import PoolConfig

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.values.copies import Copies
+from .host_packing import HostPacking
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -33,10 +34,11 @@ class Arena(Protocol):
     def write(self, first: int, data: bytes) -> None:
         """Bytes from first on."""
 
-    def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None) -> None:
-        """Run copies of blocks: first those between this arena and hosts [num_host_blocks, block_bytes], then those within it.
+    def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None, packing: HostPacking | None = None) -> None:
+        """Run copies of blocks: first those between this arena and hosts [num_host_blocks, bytes], then those within it.
 
-        In list order: a later copy reads what an earlier one wrote. All copies are complete on return.
+        packing: of hosts that keep blocks in few bits. In list order: a later copy reads what an earlier one wrote. All copies
+        are complete on return.
         """
 
     def close(self, *, is_mapped: bool = False) -> None:

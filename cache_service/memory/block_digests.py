@@ -23,7 +23,7 @@ class BlockDigests:
     def __init__(self, pool: KeptPool) -> None:
         self.block_bytes = pool.spec.block_bytes
         tiers = zip((Tier.DEVICE, Tier.HOST), pool.tiers, strict=False)
-        self._blocks = {tier: _blocks(kept, self.block_bytes) for tier, kept in tiers}
+        self._blocks = {tier: _blocks(kept) for tier, kept in tiers}
         self._keys = [tier.index.description.key & 0xFFFFFFFF for tier in pool.tiers]
 
     def of(self, tier: Tier, blocks: Int32Array) -> UInt64Array:
@@ -32,6 +32,6 @@ class BlockDigests:
         return np.fromiter((zlib.crc32(rows[block], key) | _MARK for block in blocks.tolist()), np.uint64, len(blocks))
 
 
-def _blocks(kept: KeptTier, block_bytes: int) -> ByteArray:
+def _blocks(kept: KeptTier) -> ByteArray:
     assert isinstance(kept.arena, SharedMemoryArena), "digests are of memory of the machine"
-    return kept.arena.blocks(kept.num_blocks, block_bytes)
+    return kept.arena.blocks(kept.num_blocks, kept.index.description.block_bytes)

@@ -18,7 +18,7 @@ import secrets
 import stat
 import struct
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ import numpy as np
 from kvkeeper.service.memory_limit import OutOfMemory
 
 from ..core.values.kept_index import KeptIndex, KeptTable, row_words
-from ..core.values.kv_spec import KvSpec, LayerGroup
+from ..core.values.kv_spec import HOST_BITS, KvSpec, LayerGroup
 from ..core.values.types import Int32Array
 from . import file_locks
 from .arena import KeptArena, Place
@@ -108,13 +108,19 @@ class Description:
     held: str = ""
 
     @property
+    def block_bytes(self) -> int:
+        """Of one block in the tier that the index is of."""
+        return self.spec.stored_bytes if self.pool else self.spec.block_bytes
+
+    @property
     def place(self) -> Place:
         return Place(self.device, self.held)
 
     def encode(self) -> bytes:
         fields = {**asdict(self), "spec": {**asdict(self.spec), "key": self.spec.key.hex()}}
-        if not self.spec.scaled_bits:
-            del fields["spec"]["scaled_bits"]
+        for name in ("scaled_bits", "host_kv_dtype"):
+            if not fields["spec"][name]:
+                del fields["spec"][name]
         if not self.spec.groups:  # as before there were groups
             del fields["spec"]["groups"]
         if self.place == Place():  # as before there were other places
@@ -132,8 +138,10 @@ class Description:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise FileRefused("its description cannot be read") from None
         counts = [getattr(decoded, name) for name in _COUNT_FIELDS]
+        if decoded.spec.host_kv_dtype and not (decoded.pool and _is_packed(decoded.spec)):
+            raise FileRefused("its description names a format that its blocks cannot be kept in")
         counts += _told_counts(decoded.spec) + ([decoded.pool] if decoded.pool != 0 else [])
-        texts = decoded.spec.model_id, decoded.device, decoded.held
+        texts = decoded.spec.model_id, decoded.spec.element_type, decoded.spec.host_kv_dtype, decoded.device, decoded.held
         if not all(type(count) is int and 0 < count < 1 << 63 for count in counts) or any(
             type(text) is not str for text in texts
         ):
@@ -142,20 +150,31 @@ class Description:
             raise FileRefused("its description has groups that are none of its layers")
         if decoded.place != Place() and _PLACE.fullmatch(f"{decoded.device} {decoded.held}") is None:
             raise FileRefused("its description names no place")
-        if decoded.num_blocks > _MOST_BLOCKS or decoded.num_blocks * decoded.spec.block_bytes > decoded.num_bytes:
+        if decoded.num_blocks > _MOST_BLOCKS or decoded.num_blocks * decoded.block_bytes > decoded.num_bytes:
             raise FileRefused("its description has sizes that do not fit each other")
         return decoded
+
+
+def _is_packed(spec: KvSpec) -> bool:
+    return spec.host_kv_dtype in HOST_BITS and spec.stored_as(spec.host_kv_dtype) == spec
 
 
 def _are_groups(spec: KvSpec) -> bool:
     """Whether each layer is in one group, and the first group reads all tokens."""
     layers = [layer for group in spec.groups for layer in group.layers]
-    numbers = [*layers, *(group.window for group in spec.groups)]
-    if not all(type(number) is int and 0 <= number < 1 << 31 for number in numbers) or not all(
-        group.layers for group in spec.groups
-    ):
+    numbers = [*layers, *(number for group in spec.groups for number in (group.window, group.tail_item_bytes))]
+    if not all(type(number) is int and 0 <= number < 1 << 31 for number in numbers):
         return False
-    return sorted(layers) == list(range(len(layers))) and len(layers) == spec.num_layers and not spec.groups[0].window
+    if not all(group.layers and type(group.is_chunked) is bool for group in spec.groups):
+        return False
+    first, *further = spec.groups
+    every = list(range(spec.num_layers))
+    if any(group.is_tail for group in spec.groups):  # which have each layer once more
+        are_tails = not first.is_tail and all(group.is_tail is True and group.tail_item_bytes for group in further)
+        if not are_tails or list(first.layers) != every:
+            return False
+        layers = layers[len(every) :]
+    return sorted(layers) == every and not first.window
 
 
 def _told_counts(spec: KvSpec) -> list[int]:
@@ -235,7 +254,8 @@ class IndexFile:
 
     def check_pool(self, pool: "IndexFile") -> None:
         """Raises FileRefused where this is not the index of the pool's host tier, of the same time."""
-        if self.description.pool != pool.description.key or self.description.spec != pool.description.spec:
+        spec = replace(self.description.spec, host_kv_dtype="")
+        if self.description.pool != pool.description.key or spec != pool.description.spec:
             raise FileRefused("it is that of another pool")
         if self.num_runs != pool.num_runs:
             raise FileRefused("it is of another time than the pool's")

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -140,14 +141,18 @@ class MemoryDirectory:
         """The files of a new pool on an arena of this folder that no pool has used. Raises OutOfMemory."""
         facts = (spec.key, str(num_blocks).encode(), str(arena.num_bytes).encode())
         name = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
-        pool = KeptPool(self._make_tier(f"pool-{name}", arena, spec, num_blocks))
+        on_device = replace(spec, host_kv_dtype="")  # how its host tier is kept is of that alone
+        pool = KeptPool(self._make_tier(f"pool-{name}", arena, on_device, num_blocks))
         arena.keep()
         return pool
 
-    def add_hosts(self, pool: KeptPool, arena: SharedMemoryArena, num_blocks: int) -> None:
-        """Makes the files of the host tier of a pool that has none, on an arena like a pool's. Raises OutOfMemory."""
+    def add_hosts(self, pool: KeptPool, arena: SharedMemoryArena, spec: KvSpec, num_blocks: int) -> None:
+        """Makes the files of the host tier of a pool that has none, on an arena like a pool's. Raises OutOfMemory.
+
+        spec: the pool's, with what the tier keeps its blocks in.
+        """
         name = pool.device.index_path.stem.replace("pool", "host")
-        pool.hosts = self._make_tier(name, arena, pool.spec, num_blocks, pool.device.index)
+        pool.hosts = self._make_tier(name, arena, spec, num_blocks, pool.device.index)
 
     def _make_tier(self, name: str, arena: KeptArena, spec: KvSpec, num_blocks: int, pool: IndexFile | None = None) -> KeptTier:
         """pool: the index of the pool whose host tier it is."""
@@ -226,7 +231,7 @@ def _open_tier(index_path: Path, memory: KeptMemory, pool: IndexFile | None = No
         arena: KeptArena = memory.make_host(descriptor, num_bytes) if pool else memory.open(descriptor, num_bytes, place)
         try:
             index.check_stamp(arena)
-            arena.write(0, bytes(index.description.spec.block_bytes))  # the null block, which others are cleared with
+            arena.write(0, bytes(index.description.block_bytes))  # the null block, which others are cleared with
         except BaseException:
             arena.close()
             raise

@@ -19,6 +19,7 @@ from kvkeeper.service.sizes import size
 from ..core.values.copies import Copies
 from ..core.values.types import TransferKind
 from .arena import Arena, ByteArray, Place
+from .host_packing import HostPacking
 
 
 class SharedMemoryArena:
@@ -63,11 +64,15 @@ class SharedMemoryArena:
     def write(self, first: int, data: bytes) -> None:
         self.array[first : first + len(data)] = np.frombuffer(data, np.uint8)
 
-    def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None) -> None:
+    def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None, packing: HostPacking | None = None) -> None:
         blocks = self.blocks(self.num_bytes // block_bytes, block_bytes)
         for kind, source, destination in transfers_of(copies):
             assert hosts is not None, "a transfer without a host tier"
-            if kind == TransferKind.SWAP_OUT:
+            if packing is not None and kind == TransferKind.SWAP_OUT:
+                packing.pack(blocks[source], hosts[destination])
+            elif packing is not None:
+                packing.unpack(hosts[source], blocks[destination])
+            elif kind == TransferKind.SWAP_OUT:
                 hosts[destination] = blocks[source]
             else:
                 blocks[destination] = hosts[source]

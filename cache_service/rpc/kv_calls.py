@@ -3,10 +3,12 @@
 Pools of opaque pages have no such rows, and are refused.
 
 Both read and write rows of an arena by sequence, layer and token range, through the sequence's table as it is at that moment.
-No table is kept from one chunk to the next, because a call in between may change it.
+No table is kept from one chunk to the next, because a call in between may change it. Where K and V have scales, what is read is
+dequantised, and what is written is quantised; a tail is written as well, and never read, because hits do without it.
 """
 
 from collections.abc import AsyncIterator, Iterator
+from typing import Final
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
@@ -19,13 +21,13 @@ from ..runtime.pool import Pool
 from ..runtime.session_manager import SessionManager
 from .convert import checks
 from .convert.checks import check_range
+from .convert.kv_rows import KvRows
+from .convert.kv_spec import ELEMENT_TYPES, kv_dtype_of
 from .one_item_session import OneItemSessions
 from .ownership import check_sequence, readable_session
 
 MAX_CHUNK_BYTES = 1 << 20  # K and V of a ReadKv chunk together stay below
-_KEY, _VALUE = 0, 1
-
-Run = tuple[tuple[int, int], int]  # first bytes of K and of V in the arena, and how many of each
+_TOLD: Final = (0, pb.KV_DTYPE_FLOAT16, pb.KV_DTYPE_BFLOAT16, pb.KV_DTYPE_FLOAT32)
 
 
 class KvCalls:
@@ -37,7 +39,7 @@ class KvCalls:
 
     async def read_kv(self, request: pb.ReadKvRequest) -> AsyncIterator[pb.ReadKvResponse]:
         live = readable_session(self._session_manager, request)
-        _require_rows(live.pool)
+        rows = _rows_of(live.pool, request.kv_dtype)
         sequence_id = checks.sequence_id(request.sequence_id)
         check_sequence(live, sequence_id)
         num_layers = live.pool.info.spec.num_layers
@@ -56,12 +58,18 @@ class KvCalls:
             _table(live.pool, readable.view, layer_idx, first, count)
         live.pool.manager.note_read(live.core.id, sequence_id)
         for layer_idx in layers:
-            for token_idx, num_tokens in _chunks(live.pool, first, count):
+            for token_idx, num_tokens in _chunks(rows, first, count):
                 await self._one_item.wait_for_copies(request)  # a copy may fill the block that is read
                 readable = live.pool.manager.readable(live.core.id, sequence_id)
-                key, value = _read(live.pool, readable, layer_idx, token_idx, num_tokens)
+                key, value = _read(live.pool, rows, readable, layer_idx, token_idx, num_tokens)
                 yield pb.ReadKvResponse(
-                    layer_idx=layer_idx, first_token_idx=token_idx, num_tokens=num_tokens, key=key, value=value
+                    layer_idx=layer_idx,
+                    first_token_idx=token_idx,
+                    num_tokens=num_tokens,
+                    key=key,
+                    value=value,
+                    kv_dtype=kv_dtype_of(rows.told_type),
+                    stored_kv_dtype=kv_dtype_of(live.pool.info.spec.element_type),
                 )
 
     async def write_kv(self, requests: AsyncIterator[pb.WriteKvRequest]) -> pb.WriteKvResponse:
@@ -70,22 +78,29 @@ class KvCalls:
             sequence_id, key, value = checks.sequence_id(request.sequence_id), request.key, request.value
             await self._one_item.wait_for_copies(request)  # a copy may overwrite the block that is written
             with self._one_item.session(request) as live:
-                _require_rows(live.pool)
-                _write(live.pool, live.core.id, sequence_id, request.layer_idx, request.first_token_idx, key, value)
+                rows = _rows_of(live.pool, request.kv_dtype)
+                _write(live.pool, rows, live.core.id, sequence_id, request.layer_idx, request.first_token_idx, key, value)
             num_chunks += 1
             num_bytes += len(key) + len(value)
         return pb.WriteKvResponse(num_chunks=num_chunks, num_bytes=num_bytes)
 
 
-def _require_rows(pool: Pool) -> None:
-    """Raises OpaquePages where this service does not know where in a block a token's K and V are, and NotImplementedYet."""
+def _rows_of(pool: Pool, kv_dtype: "pb.KvDtype") -> KvRows:
+    """The pool's K and V, told in this type. Raises InvalidField, NotImplementedYet.
+
+    Raises OpaquePages where this service does not know where in a block a token's K and V are.
+    """
     if pool.info.spec.num_ranks > 1:
         text = "K and V of several ranks are not read or written by call: map the memory of each rank"
         raise NotImplementedYet(text, feature="tensor_parallel_size")
-    if pool.info.spec.scaled_bits:
-        raise NotImplementedYet("reading and writing K and V by call with a scale for each head", feature="scaled_layout")
     if pool.info.spec.is_opaque:
         raise OpaquePages("the blocks of this pool are opaque pages: map the memory, whose bytes only its clients can read")
+    if kv_dtype not in _TOLD:
+        raise InvalidField("kv_dtype is a type without a scale", field="kv_dtype")
+    if pool.info.spec.scaled_bits and not kv_dtype:
+        text = "K and V with a scale for each head are read and written by call as numbers: say in kv_dtype of which type"
+        raise NotImplementedYet(text, feature="scaled_layout")
+    return KvRows(pool.info.spec, pool.arena, ELEMENT_TYPES[kv_dtype] if kv_dtype else pool.info.spec.element_type)
 
 
 def check_bounds(readable: Readable, first_token_idx: int, num_tokens: int) -> None:
@@ -99,32 +114,37 @@ def check_bounds(readable: Readable, first_token_idx: int, num_tokens: int) -> N
     check_readable(view.retention, view.num_committed_tokens, first_token_idx, num_tokens)
 
 
-def _chunks(pool: Pool, first_token_idx: int, num_tokens: int) -> Iterator[tuple[int, int]]:
+def _chunks(rows: KvRows, first_token_idx: int, num_tokens: int) -> Iterator[tuple[int, int]]:
     """Cuts a token range into (first token, number of tokens) of one message each."""
-    row_bytes = pool.info.spec.token_bytes
-    per_chunk = max(1, (MAX_CHUNK_BYTES - 1) // (2 * row_bytes))
+    per_chunk = max(1, (MAX_CHUNK_BYTES - 1) // (2 * rows.told_bytes))
     for first in range(first_token_idx, first_token_idx + num_tokens, per_chunk):
         yield first, min(per_chunk, first_token_idx + num_tokens - first)
 
 
-def _read(pool: Pool, readable: Readable, layer_idx: int, first_token_idx: int, num_tokens: int) -> tuple[bytes, bytes]:
-    """K and V, [num_tokens, token_bytes] each. Raises InvalidField as check_bounds does."""
+def _read(
+    pool: Pool, rows: KvRows, readable: Readable, layer_idx: int, first_token_idx: int, num_tokens: int
+) -> tuple[bytes, bytes]:
+    """K and V, [num_tokens, told_bytes] each. Raises InvalidField as check_bounds does."""
     check_range("layer_idx", layer_idx, 0, pool.info.spec.num_layers - 1)
     check_bounds(readable, first_token_idx, num_tokens)
     view = readable.view
     if view.state is SequenceState.SWAPPED:
         raise wrong_state(view.sequence_id, view.state)
-    table = _table(pool, view, layer_idx, first_token_idx, num_tokens)
-    runs = list(_runs(pool, table, layer_idx, first_token_idx, num_tokens))
-    key, value = (b"".join(pool.arena.read(first[side], count) for first, count in runs) for side in (_KEY, _VALUE))
-    return key, value
+    return rows.read(_table(pool, view, layer_idx, first_token_idx, num_tokens), layer_idx, first_token_idx, num_tokens)
 
 
 def _write(
-    pool: Pool, session: SessionId, sequence: SequenceId, layer_idx: int, first_token_idx: int, key: bytes, value: bytes
+    pool: Pool,
+    rows: KvRows,
+    session: SessionId,
+    sequence: SequenceId,
+    layer_idx: int,
+    first_token_idx: int,
+    key: bytes,
+    value: bytes,
 ) -> None:
-    """Writes K and V, [num_tokens, token_bytes] each, into slots that are granted and not committed. Raises InvalidField."""
-    row_bytes = pool.info.spec.token_bytes
+    """Writes K and V, [num_tokens, told_bytes] each, into slots that are granted and not committed. Raises InvalidField."""
+    row_bytes = rows.told_bytes
     check_range("layer_idx", layer_idx, 0, pool.info.spec.num_layers - 1)
     if not key or len(key) % row_bytes or len(key) != len(value):
         raise InvalidField(f"key and value hold {row_bytes} bytes a token, 1 token or more", field="key", limit=row_bytes)
@@ -133,12 +153,9 @@ def _write(
     if not (low <= first_token_idx and first_token_idx + num_tokens <= high):
         limit = low if first_token_idx < low else high
         raise InvalidField(f"slots {low} to {high} may be written", field="first_token_idx", limit=limit)
-    table = _table(pool, pool.manager.view(session, sequence), layer_idx, first_token_idx, num_tokens)
-    done = 0
-    for first, count in _runs(pool, table, layer_idx, first_token_idx, num_tokens):
-        for side, data in ((_KEY, key), (_VALUE, value)):
-            pool.arena.write(first[side], data[done : done + count])
-        done += count
+    view = pool.manager.view(session, sequence)
+    tables = [_table(pool, view, layer_idx, first_token_idx, num_tokens), *view.group_tables]
+    rows.write(tables, layer_idx, first_token_idx, (key, value))
 
 
 def _table(pool: Pool, view: SequenceView, layer_idx: int, first_token_idx: int, num_tokens: int) -> Int32Array:
@@ -152,17 +169,3 @@ def _table(pool: Pool, view: SequenceView, layer_idx: int, first_token_idx: int,
             text = f"layer {layer_idx} has a window, which has left tokens before {first} behind"
             raise InvalidField(text, field="first_token_idx", limit=first)
     return table
-
-
-def _runs(pool: Pool, table: Int32Array, layer_idx: int, first_token_idx: int, num_tokens: int) -> Iterator[Run]:
-    """Where a run of tokens lies, block by block; blocks are [layers of the group, 2, block_size, token_bytes]."""
-    _, layer_idx = pool.info.spec.place_of(layer_idx)
-    row_bytes, block_size = pool.info.spec.token_bytes, pool.info.block_size
-    token_idx, end = first_token_idx, first_token_idx + num_tokens
-    while token_idx < end:
-        block_idx, offset = divmod(token_idx, block_size)
-        count = min(block_size - offset, end - token_idx)
-        layer = int(table[block_idx]) * pool.info.block_bytes + layer_idx * 2 * block_size * row_bytes
-        key = layer + offset * row_bytes
-        yield (key, key + block_size * row_bytes), count * row_bytes
-        token_idx += count

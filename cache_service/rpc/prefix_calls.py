@@ -33,7 +33,7 @@ class PrefixCalls:
     async def explain_match(self, request: pb.ExplainMatchRequest) -> pb.ExplainMatchResponse:
         live = readable_session(self._session_manager, request)
         tenant, tokens = checks.tenant(request.tenant), sequences.token_ids(request.token_ids)
-        return explanation(live.pool.manager.explain_match(tenant, tokens))
+        return explanation(live.pool.manager.explain_match(tenant, tokens), live.pool.info.host_kv_dtype)
 
     async def pin_prefix(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
         live = own_session(self._session_manager, request)

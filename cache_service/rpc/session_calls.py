@@ -65,7 +65,13 @@ class SessionCalls:
         if read_only and executor is Executor.ENGINE:
             raise InvalidField("read_only_memory: an engine writes", field="read_only_memory")
         live = await self._session_manager.open(
-            spec, executor, ttl_ms / 1000, request.client_name, calling().tenant, read_only_memory=read_only
+            spec,
+            executor,
+            ttl_ms / 1000,
+            request.client_name,
+            calling().tenant,
+            read_only_memory=read_only,
+            packs_host_blocks=request.packs_host_blocks,
         )
         return pb.OpenSessionResponse(
             session_id=live.core.id,

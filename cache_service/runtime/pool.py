@@ -17,6 +17,7 @@ from ..core.values.pool_config import PoolConfig
 from ..core.values.types import SessionId
 from ..core.values.views import PoolStats
 from ..memory.arena import Arena, ByteArray
+from ..memory.host_packing import HostPacking
 from ..memory.shared_memory import SharedMemoryArena
 from .pool_keeper import PoolKeeper
 from .pool_tier import PoolTier
@@ -25,6 +26,7 @@ from .turns import PAUSE, Turns
 log = structlog.get_logger()
 
 _MAX_INLINE_COPY_BYTES = 4 << 20  # about a millisecond
+_PACKING_COST = 16  # a block that is packed on its way takes as long as so many that are copied
 _SLICE_BLOCKS = 1024  # published in about a millisecond
 _SLICE_ORDERS = 512  # transfer orders whose end is handled in about a millisecond
 
@@ -47,6 +49,8 @@ class PoolInfo:
     host_arena_bytes: int
     num_disk_blocks: int  # slots
     has_remote: bool
+    host_kv_dtype: str  # as in KvSpec
+    host_block_bytes: int
     arena_kind: str  # as the attach socket's line names it
 
 
@@ -83,6 +87,8 @@ class Pool:
         self.hosts: ByteArray | None = None  # [num_host_blocks, stored_bytes]: of each block the shares of all ranks
         if host_arena is not None:
             self.hosts = host_arena.blocks(num_host_blocks, spec.stored_bytes)
+        self._packing = HostPacking(spec) if spec.host_kv_dtype else None
+        self._copy_bytes = spec.num_ranks * block_bytes * (_PACKING_COST if self._packing is not None else 1)
         self.info = PoolInfo(
             num_blocks=config.num_blocks,
             block_size=config.block_size,
@@ -98,6 +104,8 @@ class Pool:
             host_arena_bytes=num_host_blocks * spec.stored_bytes,
             num_disk_blocks=manager.disk.num_slots if manager.disk is not None else 0,
             has_remote=manager.remote is not None,
+            host_kv_dtype=spec.host_kv_dtype if num_host_blocks else "",
+            host_block_bytes=spec.host_block_bytes if num_host_blocks else 0,
             arena_kind=str(arena.fields()["kind"]),
         )
         self.sessions: set[SessionId] = set()
@@ -170,7 +178,7 @@ class Pool:
         copies are a task of the service, not of the call, and go on when the call is cancelled. Until they are done a
         granted block could be one of their sources, so a call that grants blocks of this pool awaits `copying` first.
         """
-        if not len(copies) or (not self.is_on_device and len(copies) * self.info.spec.stored_bytes <= _MAX_INLINE_COPY_BYTES):
+        if not len(copies) or (not self.is_on_device and len(copies) * self._copy_bytes <= _MAX_INLINE_COPY_BYTES):
             self._copy_all_ranks(copies)
             return None
         self.copying = asyncio.create_task(self._copy_in_thread(copies))
@@ -184,10 +192,10 @@ class Pool:
 
     def _copy_all_ranks(self, copies: Copies) -> None:
         for rank, arena in enumerate(self.arenas):
-            arena.copy(copies, self.info.block_bytes, self._hosts_of(rank))
+            arena.copy(copies, self.info.block_bytes, self._hosts_of(rank), self._packing)
 
     def _hosts_of(self, rank: int) -> ByteArray | None:
-        """[num_host_blocks, block_bytes]: the rank's share of the host tier."""
+        """[num_host_blocks, host_block_bytes]: the rank's share of the host tier."""
         return None if self.hosts is None else self.hosts.reshape(len(self.hosts), len(self.arenas), -1)[:, rank]
 
     def publish_soon(self) -> None:

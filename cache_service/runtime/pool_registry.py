@@ -21,9 +21,10 @@ from kvkeeper.service.sizes import size
 from ..config import CacheConfig, most_blocks
 from ..core.manager import PoolManager
 from ..core.sequences.claims import StartNumbers
-from ..core.tiers.named_tier import NamedTier, TierRules
+from ..core.tiers.below.named_tier import NamedTier
+from ..core.tiers.below.tier_orders import TierRules
 from ..core.values.errors import NotImplementedYet, OutOfPools, PoolNotReady
-from ..core.values.kv_spec import KvSpec
+from ..core.values.kv_spec import WHOLE, KvSpec
 from ..core.values.pool_config import PoolConfig
 from ..memory.arena import Arena, ByteArray, KeptArena
 from ..memory.block_digests import BlockDigests
@@ -130,6 +131,7 @@ class PoolRegistry:
         """
         if not self._is_ready:
             raise PoolNotReady("the memory of the pools is being reserved")
+        spec = self.stored(spec)
         async with self._making:
             pool = self._pools.get(spec.key)
             if pool is None:
@@ -137,6 +139,8 @@ class PoolRegistry:
                 # The index of a large pool is a million objects: a collection of them would stop the loop for 0.2 s.
                 gc.freeze()
                 log.info("pool_made", num_blocks=pool.info.num_blocks, model_id=spec.model_id)
+                if self._config.host_kv_dtype not in ("auto", spec.host_kv_dtype):
+                    log.info("host_kv_dtype_unused", model_id=spec.model_id, why="its blocks are no numbers of 16 or 32 bit")
             self._num_uses += 1
             pool.last_use = self._num_uses
             if pool.keeper is not None:
@@ -181,11 +185,10 @@ class PoolRegistry:
                     is_told = True
             await asyncio.sleep(_LOOK_AGAIN)
 
-    def _check_groups(self, spec: KvSpec) -> None:
-        """Raises NotImplementedYet for a tail where pools have what it does without."""
-        has_host = bool(self._config.num_host_blocks or self._host_memory)
-        if (has_host or self._directory is not None) and any(group.is_tail for group in spec.groups):
-            raise NotImplementedYet("a tail is not served beside a host tier or --memory-dir", feature="layer_groups")
+    def stored(self, spec: KvSpec) -> KvSpec:
+        """The spec, with what this service keeps its blocks in below the device."""
+        wanted = self._config.host_kv_dtype
+        return spec if wanted == "auto" else spec.stored_as(wanted)
 
     def _check_ranks(self, spec: KvSpec) -> None:
         """Raises NotImplementedYet for several ranks where one file is to keep a pool's arena."""
@@ -193,7 +196,6 @@ class PoolRegistry:
             raise NotImplementedYet("several ranks are not served beside --memory-dir", feature="tensor_parallel_size")
 
     async def _make(self, spec: KvSpec, *, may_replace: bool) -> Pool:
-        self._check_groups(spec)
         self._check_ranks(spec)
         config, num_bytes = self._sizes(spec)
         if not self._spare and len(self._pools) >= self._config.num_pools:
@@ -267,7 +269,7 @@ class PoolRegistry:
         try:
             kept = await asyncio.to_thread(directory.make_pool, arena, spec, manager.config.num_blocks)
             try:
-                await self._keep_hosts(directory, kept, host_arena, manager)
+                await self._keep_hosts(directory, kept, host_arena, spec, manager)
             except BaseException:
                 kept.close()
                 raise
@@ -278,11 +280,16 @@ class PoolRegistry:
         return keeper
 
     async def _keep_hosts(
-        self, directory: MemoryDirectory, kept: KeptPool, host_arena: SharedMemoryArena | None, manager: PoolManager
+        self,
+        directory: MemoryDirectory,
+        kept: KeptPool,
+        host_arena: SharedMemoryArena | None,
+        spec: KvSpec,
+        manager: PoolManager,
     ) -> None:
         """The files of a new host tier. Raises OutOfMemory."""
         if host_arena is not None:
-            await asyncio.to_thread(directory.add_hosts, kept, host_arena, manager.config.num_host_blocks)
+            await asyncio.to_thread(directory.add_hosts, kept, host_arena, spec, manager.config.num_host_blocks)
 
     def _keeper(self, manager: PoolManager, kept: KeptPool) -> PoolKeeper:
         quiet = self._config.quarantine_quiet if self.is_on_device else 0.0
@@ -298,7 +305,8 @@ class PoolRegistry:
 
         Raises OutOfMemory where its host tier cannot be had.
         """
-        spec, has_place = kept.spec, len(self._pools) < self._config.num_pools and kept.spec.key not in self._pools
+        spec = self.stored(kept.spec)
+        has_place = len(self._pools) < self._config.num_pools and spec.key not in self._pools
         device = kept.device
         try:
             config, num_bytes = self._sizes(spec)
@@ -313,22 +321,23 @@ class PoolRegistry:
                 tier.arena.close()
             return
         manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
-        host_arena = await self._restore_hosts(kept, manager)
+        host_arena = await self._restore_hosts(kept, spec, manager)
         keeper = self._keeper(manager, kept)
         await keeper.restore(self._config.verify_blocks)
         disk = await self._disk_of(spec, manager)
         remote = self._remote_of(spec, manager)
         self._pools[spec.key] = Pool(spec, config, manager, device.arena, host_arena, keeper, disk, remote)
 
-    async def _restore_hosts(self, kept: KeptPool, manager: PoolManager) -> SharedMemoryArena | None:
+    async def _restore_hosts(self, kept: KeptPool, spec: KvSpec, manager: PoolManager) -> SharedMemoryArena | None:
         """The host tier of a pool of an earlier run: what that has left, where the configuration has a place for it, or anew.
 
         Raises OutOfMemory.
         """
         assert self._directory is not None, "kept pools lie in a folder"
-        num_bytes = self._host_bytes(manager.config, kept.spec)
+        num_bytes = self._host_bytes(manager.config, spec)
         if kept.hosts is not None:
-            if (kept.hosts.num_blocks, kept.hosts.arena.num_bytes) == (manager.config.num_host_blocks, num_bytes):
+            found, sizes = kept.hosts, (manager.config.num_host_blocks, num_bytes)
+            if (found.num_blocks, found.arena.num_bytes) == sizes and found.index.description.spec == spec:
                 assert isinstance(kept.hosts.arena, SharedMemoryArena), "of a host tier"
                 return kept.hosts.arena
             log.warning("kept_memory_refused", why="the configuration has another host tier")
@@ -337,7 +346,7 @@ class PoolRegistry:
             host_arena = await self._host_arena(num_bytes)
         except OutOfPools as error:
             raise OutOfMemory(str(error)) from None
-        await self._keep_hosts(self._directory, kept, host_arena, manager)
+        await self._keep_hosts(self._directory, kept, host_arena, spec, manager)
         return host_arena
 
     def _host_bytes(self, config: PoolConfig, spec: KvSpec) -> int:
@@ -371,7 +380,7 @@ class PoolRegistry:
             tenant_quotas=self._config.tenant_quotas,
             logits_memory=self._config.logits_memory,
             num_host_blocks=self._num_host_blocks(spec.stored_bytes),
-            group_windows=tuple(group.window for group in spec.groups) or (0,),
+            group_spans=tuple(group.span for group in spec.groups) or (WHOLE,),
             has_tail=any(group.is_tail for group in spec.groups),
         )
         return config, num_bytes

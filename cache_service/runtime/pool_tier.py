@@ -16,7 +16,8 @@ from typing import Protocol
 import structlog
 
 from ..core.manager import PoolManager
-from ..core.tiers.named_tier import Load, NamedTier, Question, Store
+from ..core.tiers.below.named_tier import NamedTier
+from ..core.tiers.below.tier_orders import Load, Question, Store
 from ..core.values.copies import TierOrder, TierResult
 from ..memory.arena import ByteArray
 from ..memory.disk.disk_threads import NUM_THREADS, DiskThreads
@@ -129,7 +130,7 @@ class PoolTier:
         self._is_closed = False
         self._settled = asyncio.Event()  # the place knows the present era
         self._settled.set()
-        tier.wake = self._wake
+        tier.on_work(self._wake)
         log.info(f"{self._name}_opened", num_blocks=len(tier.stored_names()), **place.facts)
 
     async def cleared(self, seconds: float) -> None:
@@ -143,7 +144,7 @@ class PoolTier:
     def close(self) -> None:
         """What is queued is dropped, what a thread is at is waited for, but not for long."""
         self._is_closed = True
-        self._tier.wake = lambda: None
+        self._tier.on_work(lambda: None)
         for timer in (self._pumping, self._tending):
             if timer is not None:
                 timer.cancel()

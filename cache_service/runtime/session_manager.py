@@ -21,7 +21,7 @@ from kvkeeper.trust.caller import ANY_TENANT
 from ..core.calls.sessions import CloseResult
 from ..core.step.expected import OpenStep
 from ..core.step.forecast import Forecast
-from ..core.values.errors import CacheError, Draining, InvalidField, StaleEpoch, UnknownSession
+from ..core.values.errors import CacheError, Draining, InvalidField, NotImplementedYet, StaleEpoch, UnknownSession
 from ..core.values.kv_spec import KvSpec
 from ..core.values.step_columns import StepBatch
 from ..core.values.types import Executor, SessionId
@@ -160,16 +160,21 @@ class SessionManager:
         tenant: str = ANY_TENANT,
         *,
         read_only_memory: bool = False,
+        packs_host_blocks: bool = False,
     ) -> LiveSession:
         """tenant: that its caller acts for. read_only_memory: where a process attaches, it may only read.
 
-        Raises Draining, PoolNotReady, OutOfPools, OutOfSessions, InvalidField.
+        packs_host_blocks: its client converts blocks for a host tier of few bits, where it runs the orders.
+        Raises Draining, PoolNotReady, OutOfPools, OutOfSessions, InvalidField, NotImplementedYet.
         """
         if self.is_draining:
             raise Draining("the service is stopping")
         self.table.check_room()  # before a pool is made, or an idle one replaced, for a session that is then refused
         if read_only_memory and self.registry.is_on_device:
             raise InvalidField("read_only_memory: memory on a device can be written, too", field="read_only_memory")
+        if executor is Executor.ENGINE and not packs_host_blocks and self.registry.stored(spec).host_kv_dtype:
+            text = "the host tier keeps K and V in few bits, which this client does not convert: see --host-kv-dtype"
+            raise NotImplementedYet(text, feature="host_kv_dtype")
         pool = await self.registry.obtain(spec, may_replace=tenant == ANY_TENANT)
         session_id = SessionId(secrets.token_hex(16))
         core = self.table.open(session_id, executor, ttl, client_name, self.now())

@@ -27,13 +27,13 @@ from ..compute.model_runner import Runner, StepBounds
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..ranks.failures import RankLost, RankRefused
-from ..ranks.mapped_arena import arena_tensor, host_blocks
+from ..ranks.mapped_arena import arena_tensor, host_blocks, packing_of
 from ..ranks.ranked_runner import RankedRunner
 from ..ranks.ranks import Ranks, attachment_of
 from ..scheduler.plan import Plan
 from ..values.request import Sequence, TakenBlocks
 from .failures import is_unknown_sequence, rank_lost, refuses_groups
-from .kv_spec import kv_spec_of
+from .kv_spec import host_format_of, kv_spec_of
 from .lease import Lease
 from .pool_limits import limits_of
 from .transfer_runner import TransferRunner
@@ -187,7 +187,11 @@ async def open_memory(
     name = client_name(model, address)
     try:
         session = await client.open_session(
-            kv_spec_of(model, config.block_size), pb.EXECUTOR_ENGINE, ttl_ms=config.lease_ms, client_name=name
+            kv_spec_of(model, config.block_size),
+            pb.EXECUTOR_ENGINE,
+            ttl_ms=config.lease_ms,
+            client_name=name,
+            packs_host_blocks=True,
         )
     except KvkeeperError as error:
         if model.whole is None or not refuses_groups(error):
@@ -203,12 +207,13 @@ async def open_memory(
         _require_index(arena, model.device)
         memory = arena_tensor(arena)
         runner: Runner = model.make_runner(layout.view(memory), layout)
+        packing = packing_of(layout, host_format_of(session.pool))
         others: RankedRunner | None = None
         if ranks is not None:
-            await _on_ranks(partial(ranks.attach, attachment_of(session, has_groups=bool(model.groups))))
+            await _on_ranks(partial(ranks.attach, attachment_of(session, packing, has_groups=bool(model.groups))))
             runner = others = RankedRunner(runner, ranks)
-        hosts = host_blocks(arena, block_bytes, 0, model.num_ranks)
-        transfers = TransferRunner(memory.view(-1, block_bytes), hosts, others)
+        hosts = host_blocks(arena, session.pool.host_block_bytes or block_bytes, 0, model.num_ranks)
+        transfers = TransferRunner(memory.view(-1, block_bytes), hosts, others, packing)
         made = KvMemory(session, arena, transfers, runner, ranks)
     except BaseException:
         if ranks is not None:

@@ -27,6 +27,14 @@ _STORED_DTYPES = {
 }
 
 
+_HOST_FORMATS = {number: name for name, number in _STORED_DTYPES.items()} | {pb.KV_DTYPE_UNSPECIFIED: ""}
+
+
+def host_format_of(pool: pb.PoolInfo) -> str:
+    """The format of --kv-dtype that the pool's host tier keeps blocks in; empty: as they are on the device."""
+    return _HOST_FORMATS[pool.host_kv_dtype]
+
+
 def kv_spec_of(model: ServedModel, block_size: int) -> pb.KvSpec:
     """What must be equal in another engine's model for the two to share K and V."""
     layout, groups = model.layout(block_size), model.groups
@@ -100,4 +108,6 @@ def _latent_spec(model: ServedModel, layout: KvLayout) -> pb.KvSpec:
 
 def _group(group: LayerGroup) -> pb.LayerGroup:
     kind = pb.LAYER_GROUP_KIND_FULL if group.window is None else pb.LAYER_GROUP_KIND_SLIDING_WINDOW
+    if group.is_chunked:
+        kind = pb.LAYER_GROUP_KIND_CHUNKED
     return pb.LayerGroup(kind=kind, layer_idx=group.layers, window_tokens=group.window or 0)

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from ..values.sampling_params import SamplingParams, SamplingRow
-from .last_tokens import LastTokens
-from .upload import at_device
+from .device.last_tokens import LastTokens
+from .device.upload import at_device
 
 
 def apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingRow], last: LastTokens | None = None) -> torch.Tensor:

@@ -135,6 +135,9 @@ class Decoder:
         rotation = local_rotation = self._rotary.rows(positions, max_position)
         if self._local_rotary is not None:
             local_rotation = self._local_rotary.rows(positions, max_position)
+        unrotated = self.config.unrotated
+        no_rotation = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1])) if unrotated else rotation
+        growth = self._growth(positions) if unrotated else None
         at_sinks = None
         if metadata.sink_positions is not None:
             at_sinks = self._rotary.rows(metadata.sink_positions, max_position)
@@ -146,8 +149,9 @@ class Decoder:
             x, residual = _add_and_norm(x, layer.input_norm, eps, residual)
             window = self.config.windows[index]
             turned = rotation if window is None else local_rotation
+            turned, growing = (no_rotation, growth) if index in unrotated else (turned, None)
             of_layer, at = metadata.of_layer(index)
-            x = self._attention(index, x, layer, turned, at_sinks, kv_view[:, at], of_layer)
+            x = self._attention(index, x, layer, turned, at_sinks, kv_view[:, at], of_layer, growing)
             if index + 1 == len(self._layers):  # K and V are written: only the wanted rows go on
                 x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
             x = self._branch(self._add_up(linear(x, layer.o)), layer.attention_out_norm)
@@ -162,6 +166,18 @@ class Decoder:
         if (cap := self.config.logit_soft_cap) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits.float()
+
+    @property
+    def sink_logits(self) -> tuple[torch.Tensor | None, ...]:
+        """Of each layer, see paged_attention_decode."""
+        return tuple(layer.sink_logits for layer in self._layers)
+
+    def _growth(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Factors of the queries of unrotated layers [T, 1, 1]."""
+        if (temperature := self.config.temperature) is None:
+            return None
+        steps = ((positions.float() + 1.0) / temperature.step).floor()
+        return (torch.log1p(steps) * temperature.growth + 1.0)[:, None, None]
 
     def _branch(self, x: torch.Tensor, out_norm: torch.Tensor | None) -> torch.Tensor:
         """What attention or MLP gave, as it is added to the residual."""
@@ -183,8 +199,9 @@ class Decoder:
         at_sinks: tuple[torch.Tensor, torch.Tensor] | None,
         kv_layer: torch.Tensor,
         metadata: AttentionMetadata | StoredMetadata,
+        growth: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Heads' outputs [T, N * D], before the output projection, of layer `index`."""
+        """Heads' outputs [T, N * D], before the output projection, of layer `index`. growth [T, 1, 1]: factor of queries."""
         config, window = self.config, self.config.windows[index]
         if config.latent is not None and layer.latent is not None:
             assert isinstance(metadata, AttentionMetadata), "latents are not stored in another format"
@@ -194,6 +211,9 @@ class Decoder:
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = linear(x, layer.qkv).unflatten(1, (-1, config.head_dim))
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        if growth is not None:
+            queries = (qk[:, : config.num_heads] * growth).to(qk.dtype)
+            qk = torch.cat((queries, qk[:, config.num_heads :]), 1)
         norm, q_sink = None, None
         if layer.qk_norm is not None and config.qk_norm == "whole":
             q, k = qk.tensor_split((config.num_heads,), 1)
@@ -205,12 +225,12 @@ class Decoder:
             if norm is not None:
                 qk, norm = rms_norm(qk, *norm)[0], None
             q_sink = rotary(qk[:, : config.num_heads], *at_sinks)
+        cap = config.attention_soft_cap
         if isinstance(metadata, StoredMetadata):
             q = rotary_store_quantised(qk, v, *rotation, metadata.layer, metadata.slots, norm)
-            out = attend_as_stored(q, metadata, config.scale, window, config.attention_soft_cap).flatten(1)
+            out = attend_as_stored(q, metadata, config.scale, window, cap, layer.sink_logits).flatten(1)
         else:
             q = rotary_store_kv(qk, v, *rotation, kv_layer, metadata.slot_mapping, metadata.store, norm)
-            cap = config.attention_soft_cap
             out = attend_stored(q, kv_layer, metadata, config.scale, window, cap, q_sink, layer.sink_logits).flatten(1)
         if self.watch is not None:
             self.watch(index, q, out)

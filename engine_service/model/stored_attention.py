@@ -8,6 +8,7 @@ tail.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 
@@ -17,6 +18,15 @@ from kvkeeper.kernels.quantised.store import QuantisedSlots, plan_slots
 
 MOST_TAILS = 12  # groups of layers: each has a table of every sequence, which a step has to handle
 _USUAL_TOKENS = 4096  # of a sequence that the tail's groups are cut for
+
+
+class Options(TypedDict):
+    """What both ways of attention are told, as paged_attention_decode is."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    sink_logits: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +110,27 @@ def _plan(
 
 
 def attend_as_stored(
-    q: torch.Tensor, metadata: StoredMetadata, scale: float, window: int | None, soft_cap: float | None
+    q: torch.Tensor,
+    metadata: StoredMetadata,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend q [T, num_heads, head_dim] where the step's K and V of the layer are in the arena already."""
-    decode, prefill = metadata.decode, metadata.prefill
+    """Attend q [T, num_heads, head_dim] where the step's K and V of the layer are in the arena already.
+
+    sink_logits: see paged_attention_decode.
+    """
+    decode, prefill, layer = metadata.decode, metadata.prefill, metadata.layer
+    options: Options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sink_logits": sink_logits}
     if prefill is None:
         assert decode is not None, "a batch has tokens"
-        return quantised_decode(q, metadata.layer, decode, scale=scale, window=window, soft_cap=soft_cap)
+        return quantised_decode(q, layer, decode, **options)
     if decode is None:
-        return quantised_prefill(q, metadata.layer, prefill, scale=scale, window=window, soft_cap=soft_cap)
+        return quantised_prefill(q, layer, prefill, **options)
     assert metadata.decode_tokens is not None
     assert metadata.prefill_tokens is not None
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    decoded = quantised_decode(q[metadata.decode_tokens], metadata.layer, decode, scale=scale, window=window, soft_cap=soft_cap)
-    prefilled = quantised_prefill(
-        q[metadata.prefill_tokens], metadata.layer, prefill, scale=scale, window=window, soft_cap=soft_cap
-    )
+    decoded = quantised_decode(q[metadata.decode_tokens], layer, decode, **options)
+    prefilled = quantised_prefill(q[metadata.prefill_tokens], layer, prefill, **options)
     return out.index_copy_(0, metadata.decode_tokens, decoded).index_copy_(0, metadata.prefill_tokens, prefilled)

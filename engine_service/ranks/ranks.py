@@ -14,10 +14,12 @@ import structlog
 import torch
 
 from kvkeeper.client.cache import AsyncCacheSession
+from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
 from ..config import EngineConfig
 from ..model.parallel.split import Split
 from .failures import RankLost
+from .mapped_arena import told_packing
 from .meeting import Meeting
 from .messages import Kind
 from .team import Team
@@ -39,6 +41,8 @@ class Attachment:
     block_bytes: int
     block_size: int
     has_groups: bool
+    host_block_bytes: int  # of this rank
+    packing: dict[str, Any] | None  # see mapped_arena.told_packing
 
 
 class Ranks:
@@ -145,8 +149,8 @@ class Ranks:
         return {name: getattr(self._config, name) for name in _TOLD} | {"device": device}
 
 
-def attachment_of(session: AsyncCacheSession, *, has_groups: bool) -> Attachment:
-    """That of a session."""
+def attachment_of(session: AsyncCacheSession, packing: HostBlocks | None, *, has_groups: bool) -> Attachment:
+    """That of a session. packing: how its host tier keeps blocks of each rank, if not as they are."""
     pool = session.pool
     return Attachment(
         *session.attach_point,
@@ -155,4 +159,6 @@ def attachment_of(session: AsyncCacheSession, *, has_groups: bool) -> Attachment
         pool.block_bytes,
         pool.block_size,
         has_groups,
+        pool.host_block_bytes or pool.block_bytes,
+        told_packing(packing),
     )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..quantised.layout import QuantisedLayer
 
 _ALL_KEYS = 1 << 62
-_LAYOUTS = {"store": "q" * 21, "attend_decode": "q" * 20 + "ddq", "read": "q" * 15}
+_LAYOUTS = {"store": "q" * 21, "attend_decode": "q" * 20 + "ddqq", "read": "q" * 15}
 _launchers: dict[tuple[str, int], Launcher] = {}
 
 
@@ -120,6 +120,7 @@ def decode(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend q [S, num_heads, head_dim], float32, as quantised_decode does."""
     layout, out, tails = layer.layout, torch.empty(q.shape), tables.tail_tables
@@ -144,6 +145,7 @@ def decode(
         float(scale),
         float(soft_cap or 0),
         out.data_ptr(),
+        _address(sink_logits),
     )
     return out
 

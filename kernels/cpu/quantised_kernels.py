@@ -344,7 +344,7 @@ def _build(code: int, stamp: int) -> Compiled:
     @kernels._kernel
     def attend_decode(data):
         """out [S, N, D]: one query each over the last `window` keys, block by block from the tail or from stored blocks."""
-        args, numbers = carray(data, (25,), np.int64), carray(data, (25,), np.float64)
+        args, numbers = carray(data, (26,), np.int64), carray(data, (26,), np.float64)
         q_at, q_stride, layer_at, block_stride, side_bytes, elements_bytes, row_bytes = (
             args[2],
             args[3],
@@ -357,8 +357,9 @@ def _build(code: int, stamp: int) -> Compiled:
         tail_at, tail_stride, tables_at, tail_tables_at = args[9], args[10], args[11], args[12]
         table_stride, tail_table_stride, lens_at, window = args[13], args[14], args[15], args[16]
         num_seqs, num_heads, num_kv_heads, size, block_size = args[17], args[18], args[19], args[20], args[21]
-        scale, cap, out_at = np.float32(numbers[22]), np.float32(numbers[23]), args[24]
+        scale, cap, out_at, logits_at = np.float32(numbers[22]), np.float32(numbers[23]), args[24], args[25]
         group, slot = num_heads // num_kv_heads, num_kv_heads * size
+        logits = _floats(logits_at, num_heads)
         lens = _int32s(lens_at, num_seqs)
         if stamp < 0:
             return
@@ -390,6 +391,8 @@ def _build(code: int, stamp: int) -> Compiled:
             pages = _int32s(tail_tables_at + seq * tail_table_stride * 4, count)
             for member in range(heads * group):
                 highest[member], totals[member] = np.float32(-np.inf), np.float32(0)
+                if logits_at != 0:  # a key without a value has been seen
+                    highest[member], totals[member] = logits[first_head * group + member], np.float32(1)
             zeros = _floats(row_at, heads * group * size)
             for i in range(heads * group * size):
                 zeros[i] = np.float32(0)
@@ -454,7 +457,7 @@ def _build(code: int, stamp: int) -> Compiled:
                         for member in range(heads * group):
                             place = member * _TILE
                             own, total = _exponentials(scores[place : place + last - first], highest[member], scale, cap)
-                            if first > start and own > highest[member]:
+                            if (first > start or logits_at != 0) and own > highest[member]:
                                 factor = _exp(highest[member] - own)
                                 totals[member] *= factor
                                 _scale(row_at + member * size * 4, size, factor)

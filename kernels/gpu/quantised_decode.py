@@ -10,7 +10,7 @@ import triton.language as tl
 from ..quantised.attention import QuantisedRows
 from ..quantised.formats import FP8
 from ..quantised.layout import QuantisedLayer
-from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options
+from .attention_tiles import COMPUTE_TYPES, NO_WINDOW, Options, begin_rows
 from .decode_work import DecodeWork, plan_work, visible_tiles
 from .paged_attention_decode import merge_items
 from .sizes import power_of_2
@@ -26,6 +26,7 @@ def quantised_decode_kernel(
     table_ptr,
     tail_table_ptr,
     len_ptr,
+    logit_ptr,
     items_ptr,
     out_ptr,
     part_ptr,
@@ -79,7 +80,7 @@ def quantised_decode_kernel(
     q_low = tl.load(q_ptrs, mask=wanted, other=0.0).to(COMPUTE)
     q_high = tl.load(q_ptrs + HALF, mask=wanted, other=0.0).to(COMPUTE)
     low, high = tl.zeros([M, DH], tl.float32), tl.zeros([M, DH], tl.float32)
-    most, total = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
+    most, total = begin_rows(logit_ptr, heads, rows < GROUP, begin == 0, M)
     tail_values = tail_ptr
     if tail_ptr is not None:
         tail_values += tail_side_stride
@@ -121,6 +122,7 @@ def quantised_decode(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The CUDA path of kernels.quantised.attention.quantised_decode, with its arguments."""
     num_seqs, num_heads, head_dim = q.shape
@@ -145,6 +147,7 @@ def quantised_decode(
         rows.block_tables,
         rows.tail_tables,
         rows.seq_lens,
+        sink_logits,
         None if work is None else work.items,
         out,
         part,

@@ -7,7 +7,7 @@ import triton.language as tl
 from ..quantised.attention import QuantisedRows
 from ..quantised.formats import FP8
 from ..quantised.layout import QuantisedLayer
-from .attention_tiles import COMPUTE_TYPES, LOWEST, NO_WINDOW, Options
+from .attention_tiles import COMPUTE_TYPES, NO_WINDOW, Options, begin_rows
 from .paged_attention_prefill import find_sequence
 from .sizes import cdiv, power_of_2
 from .stored_tiles import find_tokens, half_scores, load_side, pointers_of, take_halves
@@ -24,6 +24,7 @@ def quantised_prefill_kernel(
     table_ptr,
     tail_table_ptr,
     len_ptr,
+    logit_ptr,
     loc_ptr,
     out_ptr,
     num_seqs,
@@ -79,7 +80,7 @@ def quantised_prefill_kernel(
     q_low = tl.load(q_ptrs, mask=wanted, other=0.0).to(COMPUTE)
     q_high = tl.load(q_ptrs + HALF, mask=wanted, other=0.0).to(COMPUTE)
     low, high = tl.zeros([M, DH], tl.float32), tl.zeros([M, DH], tl.float32)
-    most, total = tl.full([M], LOWEST, tl.float32), tl.zeros([M], tl.float32)
+    most, total = begin_rows(logit_ptr, heads, rows < TOKENS * GROUP, query_len > 0, M)
     tail_values = tail_ptr
     if tail_ptr is not None:
         tail_values += tail_side_stride
@@ -113,6 +114,7 @@ def quantised_prefill(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The CUDA path of kernels.quantised.attention.quantised_prefill, with its arguments."""
     num_tokens, num_heads, head_dim = q.shape
@@ -133,6 +135,7 @@ def quantised_prefill(
         rows.block_tables,
         rows.tail_tables,
         rows.seq_lens,
+        sink_logits,
         rows.query_start_loc,
         out,
         num_seqs,

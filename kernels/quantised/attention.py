@@ -2,8 +2,8 @@
 
 One call reads both: each block of a sequence is read from its page of the tail if the tail's table names one, else as it is
 stored. On a CPU, compiled kernels read stored elements in place for decode; all else makes numbers of a sequence's K and V
-first and runs torch's fused attention on them. Windows and soft caps are those of paged_attention_decode; retention is not
-served.
+first and runs torch's fused attention on them. Windows, soft caps and sink logits are those of paged_attention_decode;
+retention is not served.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ import torch
 
 from ..attention.dense_attention import dense_attention
 from ..attention.paged_rows import require_tables
-from ..checks import on_cuda, require, require_index
+from ..checks import on_cuda, require, require_index, require_sink_logits
 from ..cpu import compiled
 from ..cpu import quantised as fast
 from ..cpu.quantised import DirectTables
@@ -98,24 +98,26 @@ def quantised_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend one query per sequence, the last of its tokens, q [S, num_heads, head_dim]; rows of length 0 give zeros.
 
     Raises:
-        KernelArgumentError: queries that do not fit.
+        KernelArgumentError: queries or sink logits that do not fit.
         UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
     cuda = on_cuda(_OP, q)
     _require_queries(q, layer, rows.seq_lens.shape[0])
+    require_sink_logits(_OP, sink_logits, q)
     q = q if q.stride()[1:] == (q.shape[2], 1) else q.contiguous()
     if cuda:
         from ..gpu import quantised_decode as gpu
 
-        return gpu.quantised_decode(q, layer, rows, scale=scale, window=window, soft_cap=soft_cap)
+        return gpu.quantised_decode(q, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sink_logits=sink_logits)
     if compiled.serves(q):
         num_keys = sum(rows.lens) if window is None else sum(min(length, window) for length in rows.lens)
         tables = DirectTables(rows.block_tables, rows.tail_tables, rows.seq_lens, num_keys)
-        return fast.decode(q, layer, tables, scale=scale, window=window, soft_cap=soft_cap)
+        return fast.decode(q, layer, tables, scale=scale, window=window, soft_cap=soft_cap, sink_logits=sink_logits)
     out = torch.zeros_like(q)
     for seq, length in enumerate(rows.lens):
         if length:
@@ -123,7 +125,14 @@ def quantised_decode(
             k, v = _read(layer, rows, seq, first, length)
             heads = q[seq].unflatten(0, (layer.layout.num_kv_heads, -1))  # [num_kv_heads, group, head_dim]
             attended = dense_attention(
-                heads, k.transpose(0, 1), v.transpose(0, 1), None, is_causal=False, scale=scale, soft_cap=soft_cap
+                heads,
+                k.transpose(0, 1),
+                v.transpose(0, 1),
+                None,
+                is_causal=False,
+                scale=scale,
+                soft_cap=soft_cap,
+                sink_logits=None if sink_logits is None else sink_logits.view(layer.layout.num_kv_heads, -1, 1),
             )
             out[seq] = attended.flatten(0, 1)
     return out
@@ -137,20 +146,22 @@ def quantised_prefill(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend every sequence's queries, the last of its tokens, causally, q [T, num_heads, head_dim].
 
     Raises:
-        KernelArgumentError: queries that do not fit.
+        KernelArgumentError: queries or sink logits that do not fit.
         UnsupportedDeviceError: neither on a CPU nor on CUDA.
     """
     assert rows.query_start_loc is not None, "rows of several queries are planned with their starts"
     cuda = on_cuda(_OP, q)
     _require_queries(q, layer, None)
+    require_sink_logits(_OP, sink_logits, q)
     if cuda:
         from ..gpu import quantised_prefill as gpu
 
-        return gpu.quantised_prefill(q, layer, rows, scale=scale, window=window, soft_cap=soft_cap)
+        return gpu.quantised_prefill(q, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sink_logits=sink_logits)
     require(rows.locs[-1] <= q.shape[0], _OP, "query_start_loc", "names {} queries of {}", rows.locs[-1], q.shape[0])
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     num_kv_heads = layer.layout.num_kv_heads
@@ -177,6 +188,7 @@ def quantised_prefill(
                 is_causal=False,
                 scale=scale,
                 soft_cap=soft_cap,
+                sink_logits=None if sink_logits is None else sink_logits.view(num_kv_heads, group, 1, 1),
             )
             out[begin + at : begin + last] = attended.permute(2, 0, 1, 3).flatten(1, 2)
     return out

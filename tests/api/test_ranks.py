@@ -272,8 +272,9 @@ async def test_what_is_not_served_for_several_ranks_says_so(api: Api) -> None:
     session = await api.open(spec=spec_of(), engine=False)
     await session.create(1, 6)
     await session.call("ExtendSequence", sequence_id=1, num_tokens=6)
-    error = await refusal(session.write_kv(1, 0, np.zeros((2, 2, 6, 3), np.float32)))
-    assert (error.reason, error.metadata["feature"]) == ("NOT_IMPLEMENTED", "tensor_parallel_size")
+    for call in (session.write_kv(1, 0, np.zeros((2, 2, 6, 3), np.float32)), session.read_kv(1)):
+        error = await refusal(call)
+        assert (error.reason, error.metadata["feature"]) == ("NOT_IMPLEMENTED", "tensor_parallel_size")
     with memory_folder() as folder:
         async with serving(memory_dir=folder, num_blocks=9) as kept:
             error = await refusal(kept.open(spec=spec_of()))

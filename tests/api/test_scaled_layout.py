@@ -4,10 +4,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.core.values.types import SequenceId
+from kvkeeper.client import AsyncCacheClient, KvTokens
+from kvkeeper.kernels.quantised.formats import FORMATS, dequantise, quantise
+from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.read_kv import read_kv
 from tests.api.test_layer_groups import commit, start, step, tables
-from tests.support.worlds.cache_api import Api, le32, le64, refusal, serving
+from tests.support.worlds.cache_api import Api, blocks_of, le32, le64, refusal, serving
+from tests.support.worlds.memory_folder import memory_folder
 
 FULL, TAIL = pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_TAIL
 SIZE, WINDOW_TOKENS = 4, 7
@@ -108,16 +115,142 @@ async def test_a_tail_is_no_group_of_numbers(api: Api) -> None:
     assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "spec.groups.kv_dtype")
 
 
-async def test_reading_and_writing_by_call_is_refused(api: Api) -> None:
+async def test_reading_and_writing_by_call_needs_a_type_of_numbers(api: Api) -> None:
     session = await api.open(spec=spec_of(), engine=False)
     await session.create(1, 9)
     for call in (session.read_kv(1), session.write_kv(1, 0, np.zeros((5, 2, 1, 12), np.float32))):
         error = await refusal(call)
         assert (error.reason, error.metadata["feature"]) == ("NOT_IMPLEMENTED", "scaled_layout")
+    error = await refusal(session.read_kv(1, kv_dtype=pb.KV_DTYPE_INT8))
+    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "kv_dtype")
 
 
-async def test_a_host_tier_takes_blocks_without_a_tail_and_refuses_one() -> None:
-    async with serving(host_memory=64 << 10) as api:
-        await api.open(spec=spec_of())
-        error = await refusal(api.open(spec=SPEC))
-        assert (error.reason, error.metadata["feature"]) == ("NOT_IMPLEMENTED", "layer_groups")
+def numbers(num_tokens: int) -> KvTokens:
+    """Of two heads, of another magnitude in each token."""
+    shape = 5, num_tokens, 2, 12
+    rng = np.random.default_rng(num_tokens)
+    keys, values = (rng.standard_normal(shape) * 2.0 ** rng.integers(-5, 5, (*shape[:-1], 1)) for _ in range(2))
+    return KvTokens(keys.astype(np.float32), values.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "name"), [(pb.KV_DTYPE_INT8, "int8"), (pb.KV_DTYPE_FLOAT8_E4M3, "fp8"), (pb.KV_DTYPE_INT4, "int4")]
+)
+async def test_what_is_written_as_numbers_is_stored_as_the_kernels_store_it_and_read_as_numbers(
+    api: Api, kv_dtype: pb.KvDtype, name: str
+) -> None:
+    spec, exact = spec_of(kv_dtype=kv_dtype, num_kv_heads=2), numbers(11)
+    async with AsyncCacheClient(api.server.address) as client:
+        session = await client.open_session(spec)
+        await session.create_sequence(1, list(range(11)))
+        await session.extend(1, 11)
+        with pytest.raises(ValueError, match="kv_dtype"):
+            await session.write_kv(1, 0, exact)
+        first, rest = (KvTokens(exact.keys[:, part], exact.values[:, part]) for part in (slice(7), slice(7, 11)))
+        await session.write_kv(1, 0, first, kv_dtype=pb.KV_DTYPE_FLOAT32)
+        await session.write_kv(1, 7, rest, kv_dtype=pb.KV_DTYPE_FLOAT32)
+        table = (await session.commit(1, 11, 11)).block_table
+        found = await session.read_kv(1, kv_dtype=pb.KV_DTYPE_FLOAT32)
+        assert found.stored_kv_dtype == kv_dtype
+        halves = await session.read_kv(1, 3, 5, layers=[4], kv_dtype=pb.KV_DTYPE_FLOAT16)
+    layout = QuantisedLayout(5, 2, 12, SIZE, FORMATS[name], torch.float32)
+    (pool,) = api.server.session_manager.registry.pools
+    view = layout.view(torch.from_numpy(blocks_of(pool).copy()).flatten())
+    for layer_idx in range(5):
+        read = read_kv(layer_of(view, layout, layer_idx), torch.tensor(table), None, torch.arange(11), torch.float32)
+        for got, stored, given in zip((found.keys, found.values), read, (exact.keys, exact.values), strict=True):
+            np.testing.assert_array_equal(got[layer_idx], stored.numpy())
+            expected = dequantise(
+                *quantise(torch.from_numpy(given[layer_idx]), layout.kv_format), layout.kv_format, torch.float32
+            )
+            np.testing.assert_array_equal(got[layer_idx], expected.numpy())
+    np.testing.assert_array_equal(halves.keys[0], found.keys[4, 3:8].astype(np.float16))
+
+
+async def test_the_tail_is_written_beside_what_is_stored(api: Api) -> None:
+    spec = spec_of(ALL, tail_of(0, 1, 2), tail_of(3, 4), num_kv_heads=2)
+    exact = numbers(11)
+    async with AsyncCacheClient(api.server.address) as client:
+        session = await client.open_session(spec)
+        await session.create_sequence(1, list(range(11)))
+        await session.extend(1, 11)
+        await session.write_kv(1, 0, exact, kv_dtype=pb.KV_DTYPE_FLOAT32)
+        await session.commit(1, 11, 11)
+        found = await session.read_kv(1, kv_dtype=pb.KV_DTYPE_FLOAT32)
+    (pool,) = api.server.session_manager.registry.pools
+    (core,) = pool.manager.state.sessions.values()
+    view = pool.manager.view(core.session, SequenceId(1))
+    layout = QuantisedLayout(5, 2, 12, SIZE, FORMATS["int8"], torch.float16, tail_layers=3)
+    arena = layout.view(torch.from_numpy(blocks_of(pool).copy()).flatten())
+    for layer_idx in range(5):
+        tail = torch.from_numpy(view.group_tables[layer_idx // 3].astype(np.int64))
+        layer, stored = layer_of(arena, layout, layer_idx), torch.from_numpy(view.block_table.astype(np.int64))
+        keys, _ = read_kv(layer, stored, tail, torch.arange(11), torch.float32)
+        there = (tail[torch.arange(11) // SIZE] != 0).numpy()
+        assert there.any() and not there.all()
+        np.testing.assert_array_equal(keys.numpy()[there], exact.keys[layer_idx][there].astype(np.float16))
+        np.testing.assert_array_equal(keys.numpy()[~there], found.keys[layer_idx][~there])
+
+
+async def test_a_sequence_comes_back_from_the_host_tier_with_its_tail_and_a_hit_without() -> None:
+    async with serving(num_blocks=40, num_host_blocks=41) as api:
+        session = await api.open(spec=SPEC, engine=False)
+        await session.create(1, 21)
+        await session.call("ExtendSequence", sequence_id=1, num_tokens=21)
+        await session.call("CommitSequence", sequence_id=1, num_tokens=21, first_token_idx=21)
+        (pool,) = api.server.session_manager.registry.pools
+
+        def content() -> list[list[bytes]]:
+            view = pool.manager.view(session.opened.session_id, SequenceId(1))
+            tables = (view.block_table, *view.group_tables)
+            return [[blocks_of(pool)[block].tobytes() if block else b"" for block in table.tolist()] for table in tables]
+
+        blocks_of(pool)[1:] = np.arange(1, pool.info.num_blocks, dtype=np.uint8)[:, None]
+        before = content()
+        assert before[1].count(b"") == before[2].count(b"") == 3
+        out = (await session.call("SwapOutSequence", sequence_id=1)).sequence
+        assert out.num_host_blocks == 6 + 3 + 3
+        await session.call("ClearPrefixCache")
+        blocks_of(pool)[1:] = 255
+        await session.call("SwapInSequence", sequence_id=1)
+        assert content() == before
+        await session.call("ReleaseSequence", sequence_id=1)
+        # What is evicted goes to the host without its tail, and is hit there all the same.
+        await session.create(2, 21)
+        await session.call("ExtendSequence", sequence_id=2, num_tokens=21)
+        await session.call("CommitSequence", sequence_id=2, num_tokens=21, first_token_idx=21)
+        await session.call("ReleaseSequence", sequence_id=2)
+        evicted = await session.call("EvictBlocks", num_free_blocks=39)
+        assert evicted.num_demoted_blocks == 5
+        assert await session.create(3, 21) == 20
+        await session.call("ExtendSequence", sequence_id=3, num_tokens=21)
+        tables = pool.manager.view(session.opened.session_id, SequenceId(3)).group_tables
+        assert [table[:5].any() for table in tables] == [False, False]
+        assert all(table[5] for table in tables)
+        await api.audit()
+
+
+async def test_kept_memory_has_the_tail_of_before() -> None:
+    spec, exact = spec_of(ALL, tail_of(0, 1, 2), tail_of(3, 4), num_kv_heads=2), numbers(20)
+    with memory_folder() as folder:
+        for has_come_back in (False, True):
+            async with serving(memory_dir=folder, keep=True, num_blocks=60, num_host_blocks=21) as api:
+                async with AsyncCacheClient(api.server.address) as client:
+                    session = await client.open_session(spec)
+                    await session.create_sequence(1, list(range(21)))
+                    length = (await session.extend(1, 21)).num_hit_tokens
+                    assert length == (20 if has_come_back else 0)
+                    if not has_come_back:
+                        await session.write_kv(1, 0, exact, kv_dtype=pb.KV_DTYPE_FLOAT32)
+                        await session.commit(1, 20, 21)
+                    found = await session.read_kv(1, num_tokens=20, kv_dtype=pb.KV_DTYPE_FLOAT32)
+                    assert float(np.abs(found.keys - exact.keys).max()) < 0.01 * float(np.abs(exact.keys).max())
+                    (pool,) = api.server.session_manager.registry.pools
+                    (core,) = pool.manager.state.sessions.values()
+                    tables = pool.manager.view(core.session, SequenceId(1)).group_tables
+                    page = int(tables[0][4])  # of the newest whole block; of its first layer the first key
+                    assert page
+                    key = blocks_of(pool)[page][: 2 * 12 * 2].view(np.float16).reshape(2, 12)
+                    np.testing.assert_array_equal(key, exact.keys[0, 16].astype(np.float16))
+                    await session.release(1)
+                await api.audit()

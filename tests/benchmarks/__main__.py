@@ -9,6 +9,7 @@ NAMES = (
     "step_core",
     "keep",
     "tiers",
+    "tier_faults",
     "evict",
     "step",
     "step_lane",

@@ -229,7 +229,7 @@ def _fill(
     directory = MemoryDirectory(path, keep=True)
     kept = directory.make_pool(directory.allocate(num_blocks * spec.block_bytes), spec, num_blocks)
     if num_hosts:
-        directory.add_hosts(kept, directory.allocate_host(num_host_blocks * spec.block_bytes), num_host_blocks)
+        directory.add_hosts(kept, directory.allocate_host(num_host_blocks * spec.block_bytes), spec, num_host_blocks)
     manager = PoolManager(PoolConfig(num_blocks, BLOCK_SIZE, num_host_blocks=num_host_blocks))
     manager.restore(kept.kept(), may_still_write=False)
     index, rng = manager.state.index, np.random.default_rng(0)

@@ -27,6 +27,7 @@ from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.memory.disk.disk_threads import NUM_THREADS
 from kvkeeper.cache_service.memory.disk.slab import Slab, make_slab
 from kvkeeper.cache_service.memory.kept_file import make_file
+from kvkeeper.cache_service.memory.remote.redis_link import OneServer
 from kvkeeper.cache_service.memory.remote.redis_server import RedisServer as RedisPlaces
 from kvkeeper.cache_service.memory.remote.remote_address import parse_address
 from kvkeeper.cache_service.memory.remote.remote_store import RemoteStore
@@ -118,7 +119,7 @@ def _remote_rates(server: RedisServer, block_bytes: int) -> dict[str, object]:
     spec = KvSpec(b"bench", "bench", 0, 0, 0, 0, 16, page_bytes=block_bytes)
     address = parse_address(server.address)
     secret = read_secret(server.secret())
-    store = RemoteStore(RedisPlaces(address, secret, ttl=3600.0, timeout=60.0), secret, spec)
+    store = RemoteStore(RedisPlaces(address, OneServer(address, secret, 60.0), ttl=3600.0), secret, spec)
     bare = redis.Redis(address.host, address.port, password=PASSWORD, protocol=2, socket_timeout=60.0)
     arena = SharedMemoryArena(_REMOTE_BYTES)
     arena.array[:] = np.random.default_rng(1).integers(0, 256, len(arena.array), np.uint8)

@@ -23,6 +23,9 @@ def test_each_way_is_told_at_each_length(tmp_path: Path, capsys: pytest.CaptureF
         assert 1e-4 < int8["attention_error"] < 0.05
         assert int8["greatest_attention_error"] > int8["attention_error"]
         assert whole["attention_error"] < 1e-5  # the tail has all tokens
+        assert whole["attention_error_alone"] < 1e-5
+        assert exact["greatest_attention_error_alone"] < 1e-5
+        assert 1e-4 < int8["attention_error_alone"] < int8["greatest_attention_error_alone"] < 0.1
         assert 0 <= int8["needles_found"] <= 1
     assert picture.stat().st_size > 1000
 

@@ -4,6 +4,7 @@ The model is the hash toy, whose output depends on every K and V that it reads.
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.config import SOURCE
 from kvkeeper.service.settings import ConfigError
 from tests.support.processes.service_pair import BLOCK_SIZE, Services, generate, services, toy_output
+from tests.support.remote.redis_cluster import RedisCluster
 from tests.support.remote.redis_server import PASSWORD, RedisServer
 
 PROMPTS = [[place + 1, *range(40, 40 + 5 * BLOCK_SIZE)] for place in range(12)]
@@ -143,6 +145,23 @@ async def test_a_wrong_password_costs_hits_and_is_nowhere_shown(
     assert pool.num_remote_rests > 0
     shown = capsys.readouterr()
     assert "not the password" not in shown.out + shown.err
+
+
+async def test_a_cluster_is_shared_and_a_node_that_dies_costs_hits_alone(world: Services, tmp_path: Path) -> None:
+    with closing(RedisCluster(tmp_path)) as cluster:
+        of_cluster = {"remote": cluster.address, "remote_secret": cluster.secret()}
+        pool = await fill(world, cluster.nodes[0], **of_cluster)
+        assert pool.num_remote_stored_blocks > 20
+        assert pool.num_failed_remote_blocks == pool.num_damaged_remote_blocks == 0
+        assert all(cluster.blocks())
+        async with services() as other:
+            await other.start_cache(**flags(cluster.nodes[0], **of_cluster))
+            await other.start_engine()
+            assert await ask(other) >= NUM_CACHED * len(PROMPTS) // 2
+            cluster.nodes[1].kill()
+            for _ in range(2):
+                await ask(other)
+            assert (await other.pool()).num_damaged_remote_blocks == 0
 
 
 async def test_a_clearing_is_one_for_all_that_share(world: Services, server: RedisServer) -> None:

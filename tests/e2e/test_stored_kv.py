@@ -11,7 +11,7 @@ from kvkeeper.engine_service.compute.served_model import ServedModel, load_serve
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
 from tests.support.models.tiny_models import TinyModel, build_model_folder, random_tokens
-from tests.support.processes.service_pair import BLOCK_SIZE, GREEDY, Output, Services, generate, services
+from tests.support.processes.service_pair import BLOCK_SIZE, Output, Services, generate, services
 
 MODEL = TinyModel("stored", "Llama", {"num_hidden_layers": 3, "vocab_size": 512})
 PROMPTS = [random_tokens(length, seed=length) for length in (3, 17, 40, 61)]
@@ -90,13 +90,38 @@ async def test_a_tail_moves_on_and_is_done_without(folder: Path, num_blocks: int
     assert sum(same) >= 4, same
 
 
-async def test_a_service_with_a_host_tier_serves_without_the_tail(world: Services, folder: Path) -> None:
-    await world.start_cache(num_host_blocks=32)
-    engine = await world.start_engine(model_of(folder, "int8", TAIL_TOKENS))
-    output = await generate(await world.client(engine), PROMPTS[1], 4, GREEDY)
-    assert len(output.token_ids[0]) == 4
-    spec = (await world.pool()).pool.spec
-    assert (spec.layout, list(spec.groups)) == (pb.KV_LAYOUT_SCALED, [])
+async def test_a_swap_takes_the_tail_along(folder: Path) -> None:
+    """When the last block of a tail is given back depends on when a step is told, so a tie may fall the other way."""
+    model, found = model_of(folder, "int8", TAIL_TOKENS), []
+    prompts = [random_tokens(20 + 5 * place, seed=place) for place in range(6)]
+    for num_blocks, num_host_blocks in ((400, 0), (70, 301)):
+        async with services() as world:
+            await world.start_cache(num_blocks=num_blocks, num_host_blocks=num_host_blocks, prefix_caching=False)
+            client = await world.client(await world.start_engine(model, preemption="swap", chunk_size=512))
+            found.append(await asyncio.gather(*(generate(client, prompt, 30) for prompt in prompts)))
+            pool = await world.pool()
+            assert pool.pool.spec.groups[1].kind == pb.LAYER_GROUP_KIND_TAIL
+            assert (pool.num_swap_ins > 3) == (num_host_blocks > 0)
+    roomy, tight = found
+    assert sum(one.token_ids == other.token_ids for one, other in zip(tight, roomy, strict=True)) >= 5, found
+
+
+async def test_a_host_tier_of_few_bits_serves_swaps_and_hits(folder: Path) -> None:
+    """What was swapped out in a pool of full precision comes back rounded, and most tokens stay."""
+    model, found = model_of(folder, "auto"), []
+    for host_kv_dtype in ("auto", "int8"):
+        async with services() as world:
+            await world.start_cache(num_blocks=24, num_host_blocks=129, host_kv_dtype=host_kv_dtype)
+            client = await world.client(await world.start_engine(model, preemption="swap"))
+            turns = [await asyncio.gather(*(generate(client, prompt, 20) for prompt in PROMPTS)) for _ in range(2)]
+            found.append([each.token_ids for turn in turns for each in turn])
+            pool = await world.pool()
+            assert pool.num_failed_transfers == 0
+            assert pool.num_promoted_blocks > 0
+            if host_kv_dtype == "int8":
+                assert pool.pool.host_kv_dtype == pb.KV_DTYPE_INT8
+                assert pool.pool.host_block_bytes < 0.35 * pool.pool.block_bytes
+    assert sum(one == other for one, other in zip(*found, strict=True)) >= 5, found
 
 
 def test_what_cannot_be_stored_is_refused_at_load(tmp_path: Path) -> None:

@@ -5,9 +5,12 @@ costs seconds of a processor, so each test asks an engine for much.
 """
 
 import asyncio
+import dataclasses
 import os
+import re
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from kvkeeper.engine_service.server import RunningServer
 from kvkeeper.service.process import StartError
 from tests.support.processes.engine_command import engine_process, logged
 from tests.support.processes.service_pair import BLOCK_SIZE, DEADLINE_S, GREEDY, Services, generate, toy_output, until
+from tests.support.remote.redis_server import RedisServer
 
 PROMPT = list(range(40, 40 + 5 * BLOCK_SIZE + 1))
 PROMPTS = [[place + 1, *range(40, 40 + 2 * BLOCK_SIZE)] for place in range(6)]
@@ -184,3 +188,46 @@ async def test_a_model_that_cannot_be_split_so_is_refused(world: Services) -> No
     await world.start_cache()
     with pytest.raises(StartError, match="ranks 3 is not supported; supported: divisors of the model's attention heads, 4"):
         await world.start_engine(model_folder=DEMO_MODEL_DIR, tensor_parallel=3)
+
+
+async def test_prompts_of_another_engine_and_the_remote_tier_on_two_ranks(world: Services, tmp_path: Path) -> None:
+    with closing(RedisServer(tmp_path)) as server:
+        remote = {"remote": server.address, "remote_secret": server.secret(), "remote_admit": "all", "remote_deadline": 10.0}
+        await world.start_cache(num_blocks=33, num_host_blocks=33, num_pools=2, **remote)
+        helper, _ = await start(world, role="prefill")
+        decoding = {"role": "decode", "prefill": helper.address, "prefill_min_tokens": 1}
+        decoder, client = await start(world, **decoding)
+        for prompt in PROMPTS:
+            assert (await generate(client, prompt, NUM_NEW)).token_ids == [toy_output(prompt, NUM_NEW)]
+        stats = decoder.engine.stats
+        assert (stats.num_remote_prefills, stats.num_failed_remote_prefills) == (len(PROMPTS), 0)
+        assert stats.num_prefill_tokens == 0
+        alone = await world.start_engine(**decoding)  # of one rank: another KV spec, so its blocks are in another pool
+        output = await generate(await world.client(alone), PROMPT, NUM_NEW)
+        assert output.token_ids == [toy_output(PROMPT, NUM_NEW)]
+        assert alone.engine.stats.num_prefill_tokens == len(PROMPT), "it computes the prompt again"
+        await alone.stop()
+        for _ in range(3):
+            for place in range(16):  # more than pool and host tier hold
+                prompt = [100 + place, *PROMPT]
+                assert (await generate(client, prompt)).token_ids == [toy_output(prompt, 8)]
+        (pool,) = [
+            pool for pool in (await (await world.cache_client()).stats()).pools if pool.pool.spec.tensor_parallel_size == 2
+        ]
+        assert pool.num_remote_hit_blocks > 0
+        assert pool.num_damaged_remote_blocks == pool.num_failed_remote_blocks == 0
+
+
+async def test_a_draft_model_and_constraints_beside_two_ranks(world: Services) -> None:
+    await world.start_cache(num_blocks=257, num_pools=2, pool_memory=8 << 20)
+    models = {"model_folder": DEMO_MODEL_DIR, "threads": 1, "dtype": "float32"}
+    alone = await world.client(await world.start_engine(**models))
+    _, shared = await start(world, speculation="draft-model", draft_model=str(DEMO_MODEL_DIR), **models)
+    pattern = r"v[0-9]{1,2}\.[0-9]\.(0|rc[1-3])"
+    constrained = dataclasses.replace(GREEDY, regex=pattern)
+    for sampling in (GREEDY, constrained):
+        for text in TEXTS[:1]:
+            expected, found = [await generate(client, text, NUM_NEW, sampling) for client in (alone, shared)]
+            assert (found.token_ids, found.texts) == (expected.token_ids, expected.texts)
+            assert sampling is GREEDY or re.match(pattern, found.texts[0])
+    assert (await shared.stats()).acceptance_rate > 0.9, "a model is always right about itself"

@@ -1,23 +1,95 @@
-"""The KV spec: the facts two sessions must have in common to share K and V, and the bytes of a block."""
+"""The KV spec: the facts two sessions must have in common to share K and V, what its layers read, and the bytes of a block.
 
-from dataclasses import dataclass
-from typing import Final
+Owns the arithmetic of full attention, sliding windows and chunks (ReadSpan), which differ in the first token that is read and
+in nothing else: what is before it is given back, and a hit does without it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+import numpy as np
+
+from .types import Int32Array, Int64Array
 
 _SCALE_BYTES: Final = 2
 _ALIGNMENT: Final = 16  # of blocks with scales
+HOST_BITS: Final = {"fp8": 8, "int8": 8, "int4": 4}  # of an element below the device, by the name of its format
+_Positions = TypeVar("_Positions", Int32Array, Int64Array)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSpan:
+    """A token reads the num_tokens up to itself, or those of its chunk of so many; 0: all before it."""
+
+    num_tokens: int = 0
+    is_chunk: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all tokens are read, so that nothing is ever left behind."""
+        return not self.num_tokens
+
+    def firsts(self, positions: _Positions) -> _Positions:
+        """[n] the first tokens that those at these positions [n] read."""
+        if self.is_whole:
+            return np.zeros_like(positions)
+        if self.is_chunk:
+            return positions // self.num_tokens * self.num_tokens
+        return np.maximum(positions - self.num_tokens + 1, 0)
+
+    def first(self, position: int) -> int:
+        """The same of one position."""
+        if self.is_chunk:
+            return position // self.num_tokens * self.num_tokens
+        return max(position - self.num_tokens + 1, 0) if self.num_tokens else 0
+
+    def least_position(self, first: int) -> int:
+        """The first position that reads nothing before token `first`. Not of a whole span."""
+        if self.is_chunk:
+            return -(-first // self.num_tokens) * self.num_tokens
+        return first + self.num_tokens - 1 if first else 0
+
+    def most_blocks(self, block_size: int) -> int:
+        """Most blocks that are held of a sequence that grows by one token at a time. Not of a whole span."""
+        return (self.num_tokens - 1) // block_size + 2
+
+
+WHOLE = ReadSpan()
+
+
+def spans_of(*windows: int) -> tuple[ReadSpan, ...]:
+    """Of groups with these windows in tokens, 0 for all."""
+    return tuple(ReadSpan(window) for window in windows)
+
+
+def first_reads(spans: Sequence[ReadSpan], positions: _Positions) -> _Positions:
+    """[n, groups] the first token that each position [n] reads in each group. Groups mostly have one or two spans."""
+    found = {span: span.firsts(positions) for span in dict.fromkeys(spans)}
+    return np.stack([found[span] for span in spans], 1)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers whose K and V of a token lie in one block. window: tokens that each token reads, itself included; 0: all.
 
-    is_tail: a second, finer copy of the newest tokens, which hits do without. tail_item_bytes: of an element of it.
+    is_chunked: instead it reads those of its chunk of so many tokens.
+
+    is_tail: a second, finer copy of the newest tokens, which hits do without. tail_item_bytes, tail_type: of an element of it,
+    the latter as KvSpec.element_type.
     """
 
     layers: tuple[int, ...]
     window: int
     is_tail: bool = False
     tail_item_bytes: int = 0
+    tail_type: str = ""
+    is_chunked: bool = False
+
+    @property
+    def span(self) -> ReadSpan:
+        """What a token reads in these layers."""
+        return ReadSpan(self.window, self.is_chunked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +102,8 @@ class KvSpec:
 
     With several ranks all that is told of heads, elements and bytes is of each rank alone: each has its share of every block in
     an arena of its own, under the same number.
+
+    host_kv_dtype is none of the facts: it is how this service keeps blocks below the device, and differs from run to run.
     """
 
     key: bytes
@@ -43,6 +117,8 @@ class KvSpec:
     groups: tuple[LayerGroup, ...] = ()  # empty: one block has all layers
     num_ranks: int = 1
     scaled_bits: int = 0  # of an element of K or V where a head of a token has a scale; 0: elements of item_bytes
+    element_type: str = ""  # of K and V: float16, bfloat16 or float32; with scales fp8, int8 or int4; of opaque pages empty
+    host_kv_dtype: str = ""  # a format of HOST_BITS; empty: blocks are the same bytes in all tiers
 
     @property
     def is_opaque(self) -> bool:
@@ -73,10 +149,37 @@ class KvSpec:
                 return group_idx, group.layers.index(layer_idx)
         return 0, layer_idx
 
+    def stored_as(self, host_kv_dtype: str) -> "KvSpec":
+        """The same with blocks below the device in this format; as they are, where they are none of numbers without scales.
+
+        So are heads whose length the format cannot hold, and specs of a time that did not tell the type of an element.
+        """
+        bits = HOST_BITS.get(host_kv_dtype, 0)
+        fits = bits and self.element_type and not self.scaled_bits and self.head_dim % (16 // bits) == 0
+        return replace(self, host_kv_dtype=host_kv_dtype if fits else "")
+
+    @property
+    def stored_key(self) -> bytes:
+        """What blocks below the device must have in common to be found: the key, and the format that they are kept in."""
+        return self.key + b"\0host " + self.host_kv_dtype.encode() if self.host_kv_dtype else self.key
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Bytes of one block of one rank below the device.
+
+        In few bits it is [layers_per_block, 2] sides, each the elements [block_size, num_kv_heads, head_dim] and behind them
+        their scales [block_size, num_kv_heads], as in KV_LAYOUT_SCALED.
+        """
+        if not self.host_kv_dtype:
+            return self.block_bytes
+        head_bytes = self.head_dim * HOST_BITS[self.host_kv_dtype] // 8 + _SCALE_BYTES
+        num_bytes = self.layers_per_block * 2 * self.block_size * self.num_kv_heads * head_bytes
+        return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
     @property
     def stored_bytes(self) -> int:
         """Bytes of one block below the device: the shares of all ranks, one behind the other."""
-        return self.num_ranks * self.block_bytes
+        return self.num_ranks * self.host_block_bytes
 
     @property
     def layers_per_block(self) -> int:

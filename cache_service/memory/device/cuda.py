@@ -17,6 +17,7 @@ from kvkeeper.service.sizes import size
 
 from ...core.values.copies import Copies
 from ..arena import Arena, ByteArray
+from ..host_packing import HostPacking
 from ..shared_memory import SharedMemoryArena
 from .device_bytes import DeviceBytes
 
@@ -60,8 +61,8 @@ class CudaArena:
     def write(self, first: int, data: bytes) -> None:
         self._bytes.write(first, data)
 
-    def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None) -> None:
-        self._bytes.copy(copies, block_bytes, hosts)
+    def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None, packing: HostPacking | None = None) -> None:
+        self._bytes.copy(copies, block_bytes, hosts, packing)
 
     def close(self, *, is_mapped: bool = False) -> None:
         """Frees the memory, unless other processes map it: CUDA forbids that, so it is freed when this process ends."""

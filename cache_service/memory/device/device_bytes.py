@@ -7,6 +7,7 @@ from kvkeeper.cuda.runtime import CudaRuntime
 from ...core.values.copies import Copies
 from ...core.values.types import TransferKind
 from ..arena import ByteArray
+from ..host_packing import HostPacking
 from ..shared_memory import transfers_of
 
 
@@ -29,10 +30,19 @@ class DeviceBytes:
         array = np.frombuffer(data, np.uint8)
         self._runtime.copy(self._device, self.pointer + first, array.ctypes.data, len(data))
 
-    def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None) -> None:
+    def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None, packing: HostPacking | None = None) -> None:
         """See Arena."""
+        whole = np.empty(block_bytes if packing is not None else 0, np.uint8)  # a block on its way, as numbers
         for kind, source, destination in transfers_of(copies):
             assert hosts is not None, "a transfer without a host tier"
+            if packing is not None and kind == TransferKind.SWAP_OUT:
+                self._runtime.copy(self._device, whole.ctypes.data, self._at(source, block_bytes), block_bytes)
+                packing.pack(whole, hosts[destination])
+                continue
+            if packing is not None:
+                packing.unpack(hosts[source], whole)
+                self._runtime.copy(self._device, self._at(destination, block_bytes), whole.ctypes.data, block_bytes)
+                continue
             if kind == TransferKind.SWAP_OUT:
                 to, what = hosts[destination].ctypes.data, self._at(source, block_bytes)
             else:

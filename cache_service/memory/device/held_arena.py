@@ -16,6 +16,7 @@ from kvkeeper.cuda.vmm import VmmDriver
 
 from ...core.values.copies import Copies
 from ..arena import ByteArray, Place
+from ..host_packing import HostPacking
 from .device_bytes import DeviceBytes
 from .holder_link import HolderLink
 
@@ -56,8 +57,8 @@ class HeldArena:
     def write(self, first: int, data: bytes) -> None:
         self._bytes.write(first, data)
 
-    def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None) -> None:
-        self._bytes.copy(copies, block_bytes, hosts)
+    def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None, packing: HostPacking | None = None) -> None:
+        self._bytes.copy(copies, block_bytes, hosts, packing)
 
     def read_stamp(self, num_bytes: int) -> bytes:
         """From behind the arena. Raises OSError where the device fails."""

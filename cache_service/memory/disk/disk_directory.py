@@ -1,6 +1,7 @@
 """DiskDirectory: the folder of the slabs, of one service at a time, with its whole size taken from the first moment.
 
-Owns which files are in it: `slab-NAME.kv` and `slab-NAME.rows` for each pool, where NAME is a digest of the KV spec,
+Owns which files are in it: `slab-NAME.kv` and `slab-NAME.rows` for each pool, where NAME is a digest of the KV spec and
+of what blocks are stored in,
 `spare-NAME.kv` for space that no pool has used, and `lock`. Rules: there are as many slabs and spares as pools, each of the
 configured size, so that a disk that is too full refuses at start and not later; a file that is not what a run of this service
 has left is never believed: it is removed, or set aside under `aside-NAME` where it is not this user's file at all; files that
@@ -88,7 +89,7 @@ class DiskDirectory:
         """The slab of a pool, with what earlier runs have left in it. Raises OutOfMemory."""
         if form_of(self._slab_bytes, spec).num_slots < _LEAST_SLOTS:
             raise OutOfMemory(f"--disk-memory holds fewer than {_LEAST_SLOTS} blocks of {size(spec.stored_bytes)}")
-        path = self._path / f"slab-{hashlib.sha256(spec.key).hexdigest()[:16]}.kv"
+        path = self._path / f"slab-{hashlib.sha256(spec.stored_key).hexdigest()[:16]}.kv"
         if path.is_symlink() or path.exists():
             try:
                 return self._opened(Slab(path, spec, self._slab_bytes))

@@ -75,7 +75,7 @@ class Header(NamedTuple):
         """One page."""
         form = self.form
         sizes = form.num_slots, form.block_bytes, form.block_size, self.era
-        text = _HEADER.pack(_MAGIC, self.key, hashlib.sha256(spec.key).digest(), *sizes)
+        text = _HEADER.pack(_MAGIC, self.key, hashlib.sha256(spec.stored_key).digest(), *sizes)
         return (text + _keyed(self.key, b"header", text)).ljust(PAGE, b"\0")
 
 
@@ -86,7 +86,7 @@ def decode_header(page: bytes, form: Form, spec: KvSpec) -> Header | None:
         return None
     magic, key, digest, num_slots, block_bytes, block_size, era = _HEADER.unpack(text)
     is_right = magic == _MAGIC and Form(num_slots, block_bytes, block_size) == form
-    is_right &= digest == hashlib.sha256(spec.key).digest() and check == _keyed(key, b"header", text)
+    is_right &= digest == hashlib.sha256(spec.stored_key).digest() and check == _keyed(key, b"header", text)
     return Header(key, form, era) if is_right else None
 
 
@@ -129,7 +129,7 @@ class Rows:
 
 def name_key(key: bytes, spec: KvSpec) -> bytes:
     """Under which the core names content: of this slab and the whole KV spec."""
-    return _keyed(key, b"names", spec.key, 32)
+    return _keyed(key, b"names", spec.stored_key, 32)
 
 
 def _keyed(key: bytes, purpose: bytes, text: bytes, num_bytes: int = _CHECK_BYTES) -> bytes:

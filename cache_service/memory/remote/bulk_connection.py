@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from .remote_address import RemoteAddress
+from .remote_address import Node, RemoteAddress
 from .secret import RemoteSecret
 
 _MOST_LINE, _MOST_SMALL = 4096, 1 << 16  # bytes of a line, and of an answer that nothing waits for
@@ -49,8 +49,15 @@ class BulkConnection:
         into: buffers for the values of the last commands; a value counts as received if it is as long as all of its buffers
         together, and is told as it is if it has another length. Raises OSError, ValueError.
         """
+        self.send(commands)
+        return self.receive(len(commands) - len(into), into)
+
+    def send(self, commands: Sequence[Sequence[Part]]) -> None:
+        """The first half of an exchange. Raises OSError."""
         self._send([buffer for command in commands for buffer in _encoded(command)])
-        num_plain = len(commands) - len(into)
+
+    def receive(self, num_plain: int, into: Sequence[Sequence[memoryview]]) -> list[Answer | Refusal | Received]:
+        """The second half: answers to num_plain commands, then to those with buffers. Raises OSError, ValueError."""
         answers: list[Answer | Refusal | Received] = [self._answer(()) for _ in range(num_plain)]
         return answers + [self._answer(buffers) for buffers in into]
 
@@ -111,8 +118,9 @@ class BulkConnection:
 class BulkConnections:
     """Connections to one server, made when they are needed and kept for the next."""
 
-    def __init__(self, address: RemoteAddress, secret: RemoteSecret, timeout: float) -> None:
-        self._address, self._secret, self._timeout = address, secret, timeout
+    def __init__(self, node: Node, address: RemoteAddress, secret: RemoteSecret, timeout: float) -> None:
+        """node: of the address, or one that a cluster has named. timeout: seconds of one call of the system."""
+        self._node, self._address, self._secret, self._timeout = node, address, secret, timeout
         self._idle: list[BulkConnection] = []
         self._lock = threading.Lock()
         self._tls = ssl.create_default_context(cafile=address.ca and str(address.ca)) if address.is_tls else None
@@ -120,17 +128,35 @@ class BulkConnections:
     @contextmanager
     def one(self) -> Iterator[BulkConnection]:
         """A connection of this thread's own. It is kept if nothing was raised. Raises OSError, ValueError."""
-        with self._lock:
-            connection = self._idle.pop() if self._idle else None
-        connection = connection or self._connect()
+        connection = self.borrow()
         try:
             yield connection
         except BaseException:
-            connection.close()
+            self.drop(connection)
+            raise
+        self.give_back(connection)
+
+    def borrow(self) -> BulkConnection:
+        """A connection of this thread's own, until it is given back or dropped. Raises OSError, ValueError."""
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is not None:
+            return connection
+        try:
+            return self._connect()
+        except BaseException:
             self.close()
             raise
+
+    def give_back(self, connection: BulkConnection) -> None:
+        """All answers were read, and nothing unexpected came."""
         with self._lock:
             self._idle.append(connection)
+
+    def drop(self, connection: BulkConnection) -> None:
+        """Anything else came, or nothing."""
+        connection.close()
+        self.close()
 
     def close(self) -> None:
         """Those that nobody uses."""
@@ -140,11 +166,11 @@ class BulkConnections:
             self._idle.clear()
 
     def _connect(self) -> BulkConnection:
-        link = socket.create_connection((self._address.host, self._address.port), self._timeout)
+        link = socket.create_connection(self._node, self._timeout)
         try:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
-                link = self._tls.wrap_socket(link, server_hostname=self._address.host)
+                link = self._tls.wrap_socket(link, server_hostname=self._node.host)
             connection = BulkConnection(link)
             commands = []
             if self._secret.password is not None:

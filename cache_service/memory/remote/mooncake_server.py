@@ -56,16 +56,16 @@ class MooncakeServer:
 
     def put(
         self, era_key: bytes, places: Sequence[bytes], headers: Sequence[bytes], blocks: Sequence[memoryview]
-    ) -> tuple[bytes | None, list[bool]]:
-        era, are_there, size = self._era(era_key), list[bool](), self._size
+    ) -> tuple[bytes | None, list[TierResult]]:
+        era, results, size = self._era(era_key), list[TierResult](), self._size
         for first, names in self._batches(places):
             with self._link.part() as part:
                 for place, (header, block) in enumerate(zip(headers[first:], blocks[first : first + len(names)], strict=False)):
                     value = part.memory[place * size : (place + 1) * size]
                     value[: len(header)], value[len(header) :] = header, block
                 codes = part.ask(call="put", names=names, size=size)
-            are_there += [code == 0 for code in codes]
-        return era, are_there
+            results += [TierResult.DONE if code == 0 else TierResult.FAILED for code in codes]
+        return era, results
 
     def delete(self, places: Sequence[bytes]) -> None:
         self._link.ask(call="delete", names=[place.decode() for place in places])

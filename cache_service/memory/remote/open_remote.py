@@ -42,10 +42,13 @@ def open_remote(remote: str, *, secret: Path, ca: Path | None, ttl: float, timeo
 
 def _redis(address: RemoteAddress, secret: RemoteSecret, ttl: float, timeout: float) -> Callable[[KvSpec], RemoteServer]:
     try:
+        from .cluster_link import ClusterLink
+        from .redis_link import OneServer
         from .redis_server import RedisServer
     except ImportError:
         raise RemoteRefused(f"--remote needs the package redis: {install_command('remote')}") from None
-    return lambda spec: RedisServer(address, secret, ttl=ttl, timeout=timeout)
+    way = ClusterLink if address.is_cluster else OneServer
+    return lambda spec: RedisServer(address, way(address, secret, timeout), ttl=ttl)
 
 
 def _mooncake(address: RemoteAddress, memory: int, timeout: float) -> Callable[[KvSpec], RemoteServer]:

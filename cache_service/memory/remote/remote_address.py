@@ -1,4 +1,4 @@
-"""RemoteAddress: what --remote says: where the server is, and whether it is spoken to under TLS.
+"""RemoteAddress: what --remote says: where the server is, or the nodes of a cluster, and whether it is spoken to under TLS.
 
 An address has no user and no password, which would be seen in a list of processes: they are in --remote-secret.
 """
@@ -6,35 +6,64 @@ An address has no user and no password, which would be seen in a list of process
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+_NODE = r"(?:\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):\d{1,5}"
+_MOST_NODES = 64
 _FORM = re.compile(
-    r"(redis|rediss|valkey|valkeys|mooncake)://(\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):(\d{1,5})(?:/(\d{1,4}))?"
+    rf"(redis|rediss|valkey|valkeys|mooncake)://({_NODE}(?:,{_NODE}){{0,{_MOST_NODES - 1}}})(?:/(\d{{1,4}}))?(\?cluster=true)?"
 )
-FORM_WORDS = "redis://HOST:PORT/DB, rediss://, valkey:// or valkeys://, or mooncake://MASTER:PORT"
+FORM_WORDS = (
+    "redis://HOST:PORT/DB, rediss://, valkey:// or valkeys://, redis://HOST:PORT,HOST:PORT?cluster=true of a cluster, "
+    "or mooncake://MASTER:PORT"
+)
+
+
+class Node(NamedTuple):
+    """Where one process listens. host: without brackets."""
+
+    host: str
+    port: int
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteAddress:
     """ca: of the certificates that the server may have, None for those that the machine knows.
 
-    is_mooncake: the master of a Mooncake store, not a Valkey or Redis server.
+    nodes: the one server, or those of a cluster that are asked for the others. is_mooncake: the master of a Mooncake store, not
+    a Valkey or Redis server.
     """
 
-    host: str
-    port: int
+    nodes: tuple[Node, ...]
     db: int
     is_tls: bool
     ca: Path | None = None
+    is_cluster: bool = False
     is_mooncake: bool = False
+
+    @property
+    def host(self) -> str:
+        return self.nodes[0].host
+
+    @property
+    def port(self) -> int:
+        return self.nodes[0].port
 
 
 def parse_address(text: str, ca: Path | None = None) -> RemoteAddress:
     """Raises ValueError, which does not repeat the text: it may hold a password."""
     found = _FORM.fullmatch(text)
-    if found is None or not 1 <= int(found[3]) <= 65535:
+    if found is None:
         raise ValueError(f"{FORM_WORDS}, without a user or a password")
-    scheme, host, port, db = found.groups()
+    scheme, listed, db, cluster = found.groups()
+    nodes = tuple(Node(host.strip("[]"), int(port)) for host, _, port in (each.rpartition(":") for each in listed.split(",")))
+    if not all(1 <= node.port <= 65535 for node in nodes):
+        raise ValueError(f"{FORM_WORDS}, without a user or a password")
     is_mooncake = scheme == "mooncake"
-    if is_mooncake and db is not None:
-        raise ValueError("mooncake://MASTER:PORT has no database")
-    return RemoteAddress(host.strip("[]"), int(port), int(db or 0), scheme in ("rediss", "valkeys"), ca, is_mooncake)
+    if is_mooncake and (db is not None or cluster is not None or len(nodes) > 1):
+        raise ValueError("mooncake://MASTER:PORT has one master and no database")
+    if len(nodes) > 1 and not cluster:
+        raise ValueError("several nodes are those of a cluster: redis://HOST:PORT,HOST:PORT?cluster=true")
+    if cluster and int(db or 0):
+        raise ValueError("a cluster has only the database 0")
+    return RemoteAddress(nodes, int(db or 0), scheme in ("rediss", "valkeys"), ca, bool(cluster), is_mooncake)

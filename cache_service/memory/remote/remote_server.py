@@ -39,8 +39,8 @@ class RemoteServer(Protocol):
 
     def put(
         self, era_key: bytes, places: Sequence[bytes], headers: Sequence[bytes], blocks: Sequence[memoryview]
-    ) -> tuple[bytes | None, list[bool]]:
-        """The era, and whether each value lies in its place now."""
+    ) -> tuple[bytes | None, list[TierResult]]:
+        """The era, and for each place DONE, FAILED, or CANCELLED where it was not asked to take the value."""
 
     def delete(self, places: Sequence[bytes]) -> None: ...
 

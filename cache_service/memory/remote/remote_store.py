@@ -2,14 +2,16 @@
 
 Rules: keys are `kvkeeper:1:` and a keyed hash of era and name, so they tell nothing of a prompt; every batch comes with the
 server's era, and what was asked under another one does not count. The era is a random value that all services of one secret and
-KV spec share: a clearing draws a new one, and none that was there before comes back, also where the server has lost it. A
-clearing that the server does not hear leaves this store silent until it does. Errors of the server never leave this file but as
-results. Every method may be called in any thread.
+KV spec share: a clearing draws a new one, and none that was there before comes back, also where the server has lost it. Where
+the server itself goes back to an older one, as a replica may that stands in for it, a new one is drawn. A clearing that the
+server does not hear leaves this store silent until it does. Errors of the server never leave this file but as results. Every
+method may be called in any thread.
 """
 
 import hashlib
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -23,6 +25,7 @@ from .value_form import HEADER_BYTES, ValueForm
 
 _PREFIX = b"kvkeeper:1:"
 _ERA_BYTES, _KEY_BYTES = 16, 20
+_MOST_GONE = 1024
 
 Answer = TypeVar("Answer")
 
@@ -32,15 +35,17 @@ class RemoteStore:
 
     def __init__(self, server: RemoteServer, secret: RemoteSecret, spec: KvSpec) -> None:
         self.block_bytes = self.slot_bytes = spec.stored_bytes
-        self.name_key = secret.derive(b"names", spec.key)
+        self.name_key = secret.derive(b"names", spec.stored_key)
         self.facts = server.facts
         self._server = server
-        self._key = secret.derive(b"keys", spec.key)
-        self._era_key = _PREFIX + b"era:" + secret.derive(b"era", spec.key)[:_KEY_BYTES].hex().encode()
+        self._key = secret.derive(b"keys", spec.stored_key)
+        self._era_key = _PREFIX + b"era:" + secret.derive(b"era", spec.stored_key)[:_KEY_BYTES].hex().encode()
         self._form = ValueForm(
-            secret.derive(b"values", spec.key), spec.stored_bytes, digest_under(int.from_bytes(self._key[:8], "little"))
+            secret.derive(b"values", spec.stored_key), spec.stored_bytes, digest_under(int.from_bytes(self._key[:8], "little"))
         )
         self._era: bytes | None = None  # as the server said last
+        self._last_era = b""
+        self._gone: deque[bytes] = deque(maxlen=_MOST_GONE)  # eras that another one has followed
         self._num_clearings = self._num_told = 0  # asked for, and known to the server; the former is the loop's alone
         self._asking = threading.Lock()  # for the era; the loop never takes it
 
@@ -93,10 +98,8 @@ class RemoteStore:
             places = [self._at(era, order.name) for order in orders]
             blocks = [memoryview(hosts[order.host]) for order in orders]
             headers = [self._form.header(place, block) for place, block in zip(places, blocks, strict=True)]
-            told, are_there = self._server.put(self._era_key, places, headers, blocks)
-            if not self._is_still(era, told):
-                return [TierResult.CANCELLED] * len(orders)
-            return [TierResult.DONE if is_there else TierResult.FAILED for is_there in are_there]
+            told, results = self._server.put(self._era_key, places, headers, blocks)
+            return results if self._is_still(era, told) else [TierResult.CANCELLED] * len(orders)
 
         return _guarded(write) or [TierResult.FAILED] * len(orders)
 
@@ -118,6 +121,12 @@ class RemoteStore:
                 era = self._server.learn_era(self._era_key, secrets.token_bytes(_ERA_BYTES))
                 if len(era) != _ERA_BYTES:
                     raise ServerError("no era")
+                if era in self._gone:
+                    era = secrets.token_bytes(_ERA_BYTES)
+                    self._server.tell_era(self._era_key, era)
+            if era != self._last_era:
+                self._gone.append(self._last_era)
+                self._last_era = era
             self._era, self._num_told = era, num_clearings
             return era
 

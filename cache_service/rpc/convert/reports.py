@@ -15,9 +15,9 @@ from ...core.values.views import BlockView, PoolStats
 from ...runtime.lease import Session
 from ...runtime.pool import Pool, PoolInfo
 from ...runtime.session_manager import CarrierKind
-from .kv_spec import kv_spec_message
+from .kv_spec import kv_dtype_of, kv_spec_message
 
-_INFO_NAMES = tuple(name for name in PoolInfo.__slots__ if name not in ("spec", "arena_kind"))
+_INFO_NAMES = tuple(name for name in PoolInfo.__slots__ if name not in ("spec", "arena_kind", "host_kv_dtype"))
 _ARENA_KINDS = {
     "memfd": pb.ARENA_KIND_MEMFD,
     cuda_handles.KIND: pb.ARENA_KIND_CUDA_IPC,
@@ -62,7 +62,12 @@ SERVICE_NUMBERS = _numbers(
 def pool_info(info: PoolInfo) -> pb.PoolInfo:
     """Field names are the same on both sides, but for the spec and the kind of the arena."""
     values = {name: getattr(info, name) for name in _INFO_NAMES}
-    return pb.PoolInfo(spec=kv_spec_message(info.spec), arena_kind=_ARENA_KINDS[info.arena_kind], **values)
+    return pb.PoolInfo(
+        spec=kv_spec_message(info.spec),
+        arena_kind=_ARENA_KINDS[info.arena_kind],
+        host_kv_dtype=kv_dtype_of(info.host_kv_dtype),
+        **values,
+    )
 
 
 def pool_stats(pool: Pool) -> pb.PoolStats:
@@ -70,12 +75,13 @@ def pool_stats(pool: Pool) -> pb.PoolStats:
     stats, info = pool.stats(), pool.info
     values = {name: getattr(stats, name) for name in PoolStats.__slots__}
     groups = [pb.GroupStats(**each._asdict()) for each in pool.manager.group_stats()]
+    bytes_of_ranks = info.spec.num_ranks * info.block_bytes
     num_used = info.num_blocks - 1 - stats.num_free_blocks - stats.num_cached_blocks
     return pb.PoolStats(
         pool=pool_info(info),
         groups=groups,
-        used_bytes=num_used * info.spec.stored_bytes,
-        peak_used_bytes=stats.peak_used_blocks * info.spec.stored_bytes,
+        used_bytes=num_used * bytes_of_ranks,
+        peak_used_bytes=stats.peak_used_blocks * bytes_of_ranks,
         num_watches=pool.num_watches,
         num_lagged_watches=pool.num_lagged_watches,
         disk_read_rate_bytes=pool.disk.reads.bytes_per_second if pool.disk is not None else 0,
@@ -117,16 +123,19 @@ def block_info(view: BlockView) -> pb.GetBlockResponse:
     )
 
 
-def explanation(found: Explanation) -> pb.ExplainMatchResponse:
-    """In numbers and in words."""
+def explanation(found: Explanation, host_kv_dtype: str) -> pb.ExplainMatchResponse:
+    """In numbers and in words. host_kv_dtype: of the pool's host tier."""
+    kept_in = host_kv_dtype if found.num_host else ""
+    precision = f"; what is on the host is kept in {kept_in}" if kept_in else ""
     return pb.ExplainMatchResponse(
         num_matched_tokens=found.num_matched,
-        explanation=in_words(found),
+        explanation=in_words(found) + precision,
         end=int(found.end),  # type: ignore[arg-type]  # the numbers are the protocol's
         num_host_tokens=found.num_host,
         num_hit_tokens=found.num_hit,
         num_common_tokens=found.num_common,
         ended_ms_ago=max(1, round(found.seconds_ago * 1000)) if found.seconds_ago is not None else 0,
+        host_kv_dtype=kv_dtype_of(kept_in),
     )
 
 

@@ -187,23 +187,30 @@ export class CacheSession extends SessionCalls {
    * Writes K and V into reserved, uncommitted slots.
    * @param {number} sequenceId
    * @param {{layerIdx: number, firstTokenIdx: number, key: Buffer, value: Buffer}[]} chunks each one layer and a run of
-   *   tokens: [numTokens, numKvHeads, headDim] in the spec's dtype, little-endian, at most 64 KiB
+   *   tokens: [numTokens, numKvHeads, headDim] in the spec's dtype, or in the chunk's kvDtype, little-endian, at most 64 KiB
    */
   writeKv(sequenceId, chunks) {
     return this.send('WriteKv', chunks.map((chunk) => ({ sequenceId, ...chunk })));
   }
 
   /**
-   * Reads K and V of committed tokens, layer by layer.
-   * @returns {Promise<{layerIdx: number, firstTokenIdx: number, numTokens: number, key: Buffer, value: Buffer}[]>}
+   * Reads K and V of committed tokens, layer by layer, in the spec's dtype or in kvDtype, which a spec with scales needs.
+   * @returns {Promise<{layerIdx: number, firstTokenIdx: number, numTokens: number, key: Buffer, value: Buffer,
+   *   kvDtype: string, storedKvDtype: string}[]>}
    */
   async readKv(sequenceId, options = {}) {
-    const { firstTokenIdx, numTokens, layers } = checkedOptions(options, { firstTokenIdx: 0, numTokens: 0, layers: [] });
+    const { firstTokenIdx, numTokens, layers, kvDtype } = checkedOptions(options, {
+      firstTokenIdx: 0,
+      numTokens: 0,
+      layers: [],
+      kvDtype: 'KV_DTYPE_UNSPECIFIED',
+    });
     const chunks = await this.collect('ReadKv', {
       sequenceId,
       firstTokenIdx,
       numTokens,
       layerIdx: layers,
+      kvDtype,
     });
     return chunks.map((chunk) => ({
       layerIdx: chunk.layerIdx,
@@ -211,6 +218,8 @@ export class CacheSession extends SessionCalls {
       numTokens: chunk.numTokens,
       key: chunk.key,
       value: chunk.value,
+      kvDtype: chunk.kvDtype,
+      storedKvDtype: chunk.storedKvDtype,
     }));
   }
 }

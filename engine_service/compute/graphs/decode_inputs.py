@@ -14,8 +14,8 @@ import torch
 from kvkeeper.kernels.attention.paged_rows import Int64Array
 
 from ...values.batch import Batch
-from ..device_queue import DeviceQueue
-from ..upload import Stage, Staged
+from ..device.device_queue import DeviceQueue
+from ..device.upload import Stage, Staged
 
 _COLUMNS = ("token_ids", "positions", "slot_mapping", "awaited_rows", "rows")  # int64; then slots of further groups; then int32
 _NONE = -1

@@ -17,10 +17,10 @@ from tqdm import tqdm
 from kvkeeper.kernels.scratch import Scratch
 
 from ...values.batch import Batch
-from ..device_queue import DeviceQueue
-from ..last_tokens import LastTokens
+from ..device.device_queue import DeviceQueue
+from ..device.last_tokens import LastTokens
+from ..device.upload import Staged
 from ..step_logits import StepLogits, with_likeliest
-from ..upload import Staged
 from .decode_inputs import DecodeInputs
 from .graph_api import Graph, GraphApi
 from .sizes import graph_sizes, size_for

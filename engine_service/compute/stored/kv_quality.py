@@ -15,11 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvkeeper.kernels.layout import KvLayout
+
 from ...model.dtype_name import DtypeChoice
 from ...model.layer_groups import LayerGroup
 from ...model.loader import load_model
 from ...values.batch import Batch
 from ..model_runner import AnyLayout, ModelRunner, kv_layout_of
+from .attention_alone import AloneError, AttentionInputs, error_alone
 from .stored_model import format_for, stored_layout
 
 Tokens = npt.NDArray[np.int64]
@@ -60,6 +63,7 @@ class Measured:
         bits: of each token that ends so far in its text at most, and further than the next shorter length.
         found: of each needle in a text of that length, the share of its answer's tokens that are the likeliest.
         greatest_error, mean_error: of the attention outputs, against the root mean square of the exact ones.
+        alone: the same of each attention by itself, on the inputs of the exact model; None where no text is so long.
     """
 
     way: Way
@@ -68,6 +72,7 @@ class Measured:
     found: list[float] = field(default_factory=list)
     greatest_error: float = 0.0
     mean_error: float = 0.0
+    alone: AloneError | None = None
 
     @property
     def perplexity(self) -> float:
@@ -80,10 +85,20 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Of one text: bits of each next token [T - 1]; of some tokens the attention outputs of each layer [layers, n, N * D]."""
+    """Of one text.
+
+    Attributes:
+        bits: of each next token [T - 1].
+        outputs: of some tokens the attention outputs of each layer [layers, n, N * D].
+        queries: theirs, rotated [layers, n, N, D], float32.
+        keys, values: [layers, T, M, D], where they are stored as they are computed.
+    """
 
     bits: npt.NDArray[np.float64]
     outputs: torch.Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
 
 
 def measure(
@@ -100,14 +115,20 @@ def measure(
     """
     lengths = sorted(lengths)
     exact: list[_Seen] = []
+    first_reader: _Reader | None = None
     for way in (Way(), *ways):
         reader = _Reader(folder, way, max([*map(len, texts), *(len(each.tokens) + len(each.answer) for each in needles)]))
         seen = [reader.read(text) for text in texts]
-        exact = exact or seen
+        first_reader, exact = first_reader or reader, exact or seen
         found = [(len(each.tokens), reader.recall(each)) for each in needles]
         shortest = 0
         for length in lengths:
-            yield _compared(way, shortest, length, seen, exact, [share for at, share in found if shortest < at <= length])
+            of_length = [share for at, share in found if shortest < at <= length]
+            measured = _compared(way, shortest, length, seen, exact, of_length)
+            inputs = [each for text in exact for each in first_reader.inputs_of(text, shortest, length, reader.window)]
+            if inputs:
+                measured.alone = error_alone(inputs, format_for(way.kv_dtype, torch.float32), reader.dtype)
+            yield measured
             shortest = length
         on_way()
 
@@ -141,16 +162,20 @@ class _Reader:
         if kv_format is not None:
             layout, groups = stored_layout(decoder, kv_format, _BLOCK_SIZE, way.tail_tokens)
         self._decoder, self._num_groups = decoder, max(len(groups), 1)
-        self._window = groups[-1].window if groups else None
+        self.window = groups[-1].window if groups else None  # of the tail, in tokens; None: there is none
+        self.dtype = decoder.dtype
         self._num_entries = -(-most_tokens // _BLOCK_SIZE)
         num_blocks = 1 + self._num_groups * self._num_entries
         memory = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8)
-        self._runner = ModelRunner(decoder, layout.view(memory), layout, groups)
+        self._view = layout.view(memory)
+        self._is_plain = isinstance(layout, KvLayout)
+        self._runner = ModelRunner(decoder, self._view, layout, groups)
         self._tables = np.arange(1, num_blocks, dtype=np.int32).reshape(self._num_groups, self._num_entries)
 
     def read(self, text: Tokens) -> _Seen:
         """Bits and attention outputs; text [T]."""
         outputs: list[list[torch.Tensor]] = [[] for _ in range(self._decoder.config.num_layers)]
+        queries: list[list[torch.Tensor]] = [[] for _ in outputs]
         bits: list[npt.NDArray[np.float64]] = []
         for first in range(0, len(text), _CHUNK):
             last = min(first + _CHUNK, len(text))
@@ -159,6 +184,7 @@ class _Reader:
 
             def keep(layer: int, q: torch.Tensor, out: torch.Tensor, chosen: torch.Tensor = chosen) -> None:
                 outputs[layer].append(out[chosen].float())
+                queries[layer].append(q[chosen].float())
 
             self._decoder.watch = keep
             logits = self._runner.forward(self._batch(text, first, last)).double()
@@ -166,7 +192,38 @@ class _Reader:
             following = torch.from_numpy(text[first + 1 : last + 1])
             losses = torch.nn.functional.cross_entropy(logits[: len(following)], following, reduction="none")
             bits.append((losses / math.log(2)).numpy())
-        return _Seen(np.concatenate(bits), torch.stack([torch.cat(parts) for parts in outputs]))
+        whole_outputs, whole_queries = (torch.stack([torch.cat(parts) for parts in kept]) for kept in (outputs, queries))
+        keys = values = None
+        if self._is_plain:
+            blocks = torch.from_numpy(self._tables[0, : -(-len(text) // _BLOCK_SIZE)].astype(np.int64))
+            keys, values = (self._view[blocks, :, side].transpose(0, 1).flatten(1, 2)[:, : len(text)] for side in (0, 1))
+        return _Seen(np.concatenate(bits), whole_outputs, whole_queries, keys, values)
+
+    def inputs_of(self, seen: _Seen, shortest: int, length: int, tail_window: int | None) -> Iterator[AttentionInputs]:
+        """What the layers' attention was given for the compared tokens of a text from `shortest` on, below `length`.
+
+        tail_window: of the tail that a way has; it is there as of the beginning of each chunk.
+        """
+        assert seen.keys is not None and seen.values is not None, "of the exact way"
+        part = slice(-(-shortest // _SAMPLED), -(-length // _SAMPLED))
+        positions = torch.arange(seen.queries.shape[1])[part] * _SAMPLED
+        starts = torch.full_like(positions, seen.keys.shape[1])
+        if tail_window is not None:
+            chunks = positions // _CHUNK * _CHUNK
+            starts = (chunks - tail_window + 1).clamp(min=0) // _BLOCK_SIZE * _BLOCK_SIZE
+        config = self._decoder.config
+        for layer in range(config.num_layers) if len(positions) else ():
+            yield AttentionInputs(
+                seen.queries[layer, part],
+                seen.keys[layer],
+                seen.values[layer],
+                positions,
+                starts,
+                config.scale,
+                config.windows[layer],
+                config.attention_soft_cap,
+                self._decoder.sink_logits[layer],
+            )
 
     def recall(self, needle: Needle) -> float:
         """The share of the answer's tokens that are the likeliest, where those before them are given."""
@@ -182,8 +239,8 @@ class _Reader:
         entries = positions // _BLOCK_SIZE
         num_entries = -(-last // _BLOCK_SIZE)
         tables = self._tables[:, :num_entries].copy()
-        if self._window is not None:
-            tables[1:, : max(first - self._window + 1, 0) // _BLOCK_SIZE] = 0
+        if self.window is not None:
+            tables[1:, : max(first - self.window + 1, 0) // _BLOCK_SIZE] = 0
         slots = tables[:, entries].astype(np.int64) * _BLOCK_SIZE + positions % _BLOCK_SIZE
         batch = Batch(
             token_ids=text[positions],

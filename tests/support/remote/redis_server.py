@@ -21,9 +21,7 @@ class RedisServer:
         program = shutil.which("redis-server")
         if program is None:
             pytest.skip("redis-server is not installed: apt-get install redis-server")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
+        self.port = free_port()
         self.folder = folder
         self._command = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
         self._command += ["--requirepass", PASSWORD, *flags]
@@ -52,6 +50,10 @@ class RedisServer:
                 return
         raise AssertionError("redis-server did not start")
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
     def kill(self) -> None:
         """With all that it had."""
         assert self._process is not None
@@ -69,9 +71,15 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        if self._process is not None and self._process.returncode is None:
+        if self.is_running:
             self.kill()
 
     def blocks(self) -> list[bytes]:
         """The keys of blocks."""
         return [key for key in self.client().scan_iter(b"kvkeeper:1:*", count=1000) if not key.startswith(b"kvkeeper:1:era:")]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from kvkeeper.cache_service.core.tiers.named_tier import TierRules
+from kvkeeper.cache_service.core.tiers.below.tier_orders import TierRules
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor
 from tests.support.tiers.disk_world import DiskCounts, DiskWorld
@@ -19,18 +20,20 @@ AUDIT_EVERY = 20  # events; an audit takes as long as several
 class DiskSimulation:
     """One seed: a slab, and pools on it one after the other."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, may_have_tail: bool = False) -> None:
+        """may_have_tail: in half of the pools with one window, the group with it is a tail."""
         self.rng = rng = random.Random(seed)
-        windows = [(0,), (0, 3), (0,), (0, 0, 2)][seed % 4]
+        spans = [spans_of(0), spans_of(0, 3), (*spans_of(0), ReadSpan(4, is_chunk=True)), spans_of(0, 0, 2)][seed % 4]
         self.config = PoolConfig(
-            num_blocks=rng.choice([4, 6, 9]) * len(windows),
-            group_windows=windows,
+            num_blocks=rng.choice([4, 6, 9]) * len(spans),
+            group_spans=spans,
+            has_tail=may_have_tail and seed % 8 == 5,  # of the second of them
             block_size=rng.choice([1, 2, 3]),
             max_sequences=rng.choice([3, 6]),
             max_tokens_per_sequence=rng.choice([6, 12, 20]),
             watermark=0.0,
             eviction_policy=rng.choice(["lru", "adaptive"]),
-            num_host_blocks=rng.choice([3, 5, 9]) * len(windows),
+            num_host_blocks=rng.choice([3, 5, 9]) * len(spans),
         )
         self.rules = TierRules(
             on_second_use=rng.choice([False, False, False, True]),
@@ -38,7 +41,7 @@ class DiskSimulation:
             most_loading=rng.choice([1, 2, 64]),
         )
         self.policy = rng.choice(["lru", "fifo", "clock"])
-        self.num_slots, self.faults = rng.choice([1, 3, 8, 24]) * len(windows), rng.choice([3, 8, 40])
+        self.num_slots, self.faults = rng.choice([1, 3, 8, 24]) * len(spans), rng.choice([3, 8, 40])
         self.sizes: dict[str, Any] = {"alphabet": rng.choice([1, 1, 2]), "num_tenants": rng.choice([1, 2]), "faults": 20}
         self.counts = DiskCounts()
         self.world = DiskWorld(self.config, self.num_slots, self.rules, self.policy, **self.sizes)
@@ -106,7 +109,7 @@ def simulate_disks(until: Callable[[DiskCounts], bool], seed: int = 1) -> DiskCo
     """Runs seed after seed until the sums are enough."""
     sums = DiskCounts()
     while not until(sums):
-        simulation = DiskSimulation(seed)
+        simulation = DiskSimulation(seed, may_have_tail=True)
         try:
             for _ in range(NUM_EVENTS):
                 simulation.tick()

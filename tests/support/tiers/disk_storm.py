@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.tiers.named_tier import Load, Store, TierRules
+from kvkeeper.cache_service.core.tiers.below.tier_orders import Load, Store, TierRules
 from kvkeeper.cache_service.core.values.copies import StoredBlock, TierResult
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Int32Array

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvkeeper.cache_service.core.tiers.named_tier import Load, Store, TierRules
+from kvkeeper.cache_service.core.tiers.below.tier_orders import Load, Store, TierRules
 from kvkeeper.cache_service.core.values.copies import StoredBlock, TierOrder, TierResult
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.step_columns import StepBatch
@@ -211,5 +211,5 @@ class DiskWorld(TierWorld):
             return
         num_loaded = self.disk.complete_load(job.what, job.results)
         self.disk_counts.loaded += num_loaded
-        self.disk_counts.grouped += num_loaded if len(self.windows) > 1 else 0
+        self.disk_counts.grouped += num_loaded if len(self.spans) > 1 else 0
         self.disk_counts.dropped += num_loaded < job.results.count(TierResult.DONE)

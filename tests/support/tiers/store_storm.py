@@ -8,7 +8,8 @@ compared with what its prefix spells; nothing that was stored before a clearing 
 import random
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.tiers.named_tier import Load, NamedTier, Question, Store, TierRules
+from kvkeeper.cache_service.core.tiers.below.named_tier import NamedTier
+from kvkeeper.cache_service.core.tiers.below.tier_orders import Load, Question, Store, TierRules
 from kvkeeper.cache_service.core.values.copies import TierOrder, TierResult
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs

@@ -8,30 +8,40 @@ import random
 import sys
 from collections.abc import Callable
 
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor
 from tests.support.tiers.tier_engine import TierCounts
 from tests.support.tiers.tier_world import TierWorld
 
 NUM_EVENTS = 300  # of one seed
-_WINDOWS = ((0, 1), (0, 4), (0, 0, 3), (0,), (0,), (0,), (0,), (0,), (0, 7, 2), (0,))  # of the groups of layers, by seed
+_CHUNKS = ReadSpan(5, is_chunk=True), ReadSpan(2, is_chunk=True)
+_ONE = spans_of(0)
+# Of the groups of layers, by seed.
+_SPANS = (spans_of(0, 1), spans_of(0, 4), (*_ONE, *_CHUNKS), _ONE, _ONE, _ONE, _ONE, spans_of(0, 0, 3), spans_of(0, 7, 2), _ONE)
+
+
+def _may_be_tail(spans: tuple[ReadSpan, ...]) -> bool:
+    return len(spans) > 1 and not any(span.is_whole or span.is_chunk for span in spans[1:])
 
 
 class TierSimulation:
     """One seed: one pool, up to three sessions at a time."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, may_have_tail: bool = False) -> None:
+        """may_have_tail: in half of the pools with windows, the groups with windows are a tail."""
         self.rng = rng = random.Random(seed)
-        windows = _WINDOWS[seed % len(_WINDOWS)]
+        spans = _SPANS[seed % len(_SPANS)]
         config = PoolConfig(
-            num_blocks=rng.choice([4, 6, 9, 14]) * len(windows),
-            group_windows=windows,
+            num_blocks=rng.choice([4, 6, 9, 14]) * len(spans),
+            group_spans=spans,
+            has_tail=may_have_tail and seed % 20 >= 10 and _may_be_tail(spans),
             block_size=rng.choice([1, 2, 3]),
             max_sequences=rng.choice([3, 6, 10]),
             max_tokens_per_sequence=rng.choice([6, 12, 20]),
             watermark=rng.choice([0.0, 0.0, 0.2]),
             eviction_policy=rng.choice(["lru", "lru", "lfu", "priority", "adaptive", "clock"]),
-            num_host_blocks=rng.choice([2, 5, 9, 17, 33]) * len(windows),
+            num_host_blocks=rng.choice([2, 5, 9, 17, 33]) * len(spans),
         )
         faults = rng.choice([2, 2, 6, 30, sys.maxsize // 8])
         sizes = {"alphabet": rng.choice([1, 1, 2]), "num_tenants": rng.choice([1, 2]), "at_once": rng.choice([1, 2, 10**9])}
@@ -80,7 +90,7 @@ def simulate_tiers(until: Callable[[TierCounts], bool], seed: int = 1) -> TierCo
     """Runs seed after seed until the sums are enough, for example `lambda counts: counts.moved >= 1_000_000`."""
     sums = TierCounts()
     while not until(sums):
-        simulation = TierSimulation(seed)
+        simulation = TierSimulation(seed, may_have_tail=True)
         try:
             for _ in range(NUM_EVENTS):
                 simulation.tick()

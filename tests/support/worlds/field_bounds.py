@@ -236,6 +236,7 @@ BOUNDS: dict[str, Bound] = {
     "OpenSessionRequest.client_name": Text(256),
     "OpenSessionRequest.protocol_version": Number(0, MAX_INT32),
     "OpenSessionRequest.read_only_memory": FLAG,
+    "OpenSessionRequest.packs_host_blocks": FLAG,
     "RenewSessionRequest.completed_step_id": Number(0, 2),
     "RenewSessionRequest.completed_transfer_ids": Column(8, Number(1, 0)),
     "RenewSessionRequest.failed_transfer_ids": Column(8, Number(1, 0)),
@@ -301,8 +302,10 @@ BOUNDS: dict[str, Bound] = {
     "ReadKvRequest.first_token_idx": Number(0, NUM_COMMITTED),
     "ReadKvRequest.num_tokens": Number(0, NUM_COMMITTED),
     "ReadKvRequest.layer_idx": Many(Number(0, 1), most=2),
+    "ReadKvRequest.kv_dtype": OneOf((0, 1, 2, 3)),
     "WriteKvRequest.layer_idx": Number(0, 1),
     "WriteKvRequest.first_token_idx": Number(NUM_COMMITTED, NUM_RESERVED - 1),
     "WriteKvRequest.key": Bytes(12),
     "WriteKvRequest.value": Bytes(12),
+    "WriteKvRequest.kv_dtype": OneOf((0, 1, 2, 3)),
 }

@@ -44,7 +44,7 @@ def fill(
     directory = MemoryDirectory(path, keep=True)
     kept = directory.make_pool(directory.allocate(num_blocks * SPEC.block_bytes), SPEC, num_blocks)
     if num_host_blocks:
-        directory.add_hosts(kept, directory.allocate_host(num_host_blocks * SPEC.block_bytes), num_host_blocks)
+        directory.add_hosts(kept, directory.allocate_host(num_host_blocks * SPEC.block_bytes), SPEC, num_host_blocks)
     for tier, first in zip(kept.tiers, (0, 100), strict=False):
         assert isinstance(tier.arena, SharedMemoryArena)
         content = tier.arena.blocks(tier.num_blocks, SPEC.block_bytes)

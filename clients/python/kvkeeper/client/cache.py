@@ -58,12 +58,16 @@ class AsyncCacheClient:
         client_name: str = "",
         *,
         read_only_memory: bool = False,
+        packs_host_blocks: bool = False,
     ) -> "AsyncCacheSession":
         """Open a session on the pool of spec; ttl_ms 0 is the service's default lease.
 
-        read_only_memory: attach() maps the memory to be read alone.
+        read_only_memory: attach() maps the memory to be read alone. packs_host_blocks: transfer orders are run here, and blocks
+        are converted as PoolInfo.host_kv_dtype says.
         """
-        opened = await self._do(cache_calls.open_session(spec, executor, ttl_ms, client_name, read_only_memory))
+        opened = await self._do(
+            cache_calls.open_session(spec, executor, ttl_ms, client_name, read_only_memory, packs_host_blocks)
+        )
         return AsyncCacheSession(self._transport, opened)
 
     async def capabilities(self) -> pb.GetCapabilitiesResponse:
@@ -337,16 +341,29 @@ class AsyncCacheSession:
         return await self._do(self._calls.collect_garbage())
 
     async def write_kv(
-        self, sequence_id: int, first_token_idx: int, kv: KvTokens, layers: Sequence[int] = ()
+        self,
+        sequence_id: int,
+        first_token_idx: int,
+        kv: KvTokens,
+        layers: Sequence[int] = (),
+        kv_dtype: "pb.KvDtype" = pb.KV_DTYPE_UNSPECIFIED,
     ) -> pb.WriteKvResponse:
-        """Write K and V into reserved, uncommitted slots; no layers are all layers."""
-        return await self._do(self._calls.write_kv(sequence_id, first_token_idx, kv, layers))
+        """Write K and V into reserved, uncommitted slots; no layers are all layers. kv_dtype: theirs, if not the spec's."""
+        return await self._do(self._calls.write_kv(sequence_id, first_token_idx, kv, layers, kv_dtype))
 
     async def read_kv(
-        self, sequence_id: int, first_token_idx: int = 0, num_tokens: int = 0, layers: Sequence[int] = ()
+        self,
+        sequence_id: int,
+        first_token_idx: int = 0,
+        num_tokens: int = 0,
+        layers: Sequence[int] = (),
+        kv_dtype: "pb.KvDtype" = pb.KV_DTYPE_UNSPECIFIED,
     ) -> KvTokens:
-        """K and V of committed tokens; 0 tokens are all from the first on, no layers are all layers."""
-        return await self._do(self._calls.read_kv(sequence_id, first_token_idx, num_tokens, layers))
+        """K and V of committed tokens; 0 tokens are all from the first on, no layers are all layers.
+
+        kv_dtype: to be told in, if not in the spec's: needed where that has scales.
+        """
+        return await self._do(self._calls.read_kv(sequence_id, first_token_idx, num_tokens, layers, kv_dtype))
 
     async def list(self) -> tuple[pb.SequenceInfo, ...]:
         """The session's sequences, without tables."""

@@ -37,7 +37,7 @@ class Call(Generic[T]):
 
 
 def open_session(
-    spec: pb.KvSpec, executor: "pb.Executor", ttl_ms: int, client_name: str, read_only_memory: bool
+    spec: pb.KvSpec, executor: "pb.Executor", ttl_ms: int, client_name: str, read_only_memory: bool, packs_host_blocks: bool
 ) -> Call[pb.OpenSessionResponse]:
     """The call raises KvkeeperError where either side is too old for the other."""
     request = pb.OpenSessionRequest(
@@ -47,6 +47,7 @@ def open_session(
         client_name=client_name,
         protocol_version=PROTOCOL_VERSION,
         read_only_memory=read_only_memory,
+        packs_host_blocks=packs_host_blocks,
     )
     return Call("OpenSession", request, _spoken)
 

@@ -43,15 +43,18 @@ class CacheClient:
         client_name: str = "",
         *,
         read_only_memory: bool = False,
+        packs_host_blocks: bool = False,
     ) -> "CacheSession":
         """Open a session on the pool of spec; ttl_ms 0 is the service's default lease.
 
-        read_only_memory: attach() maps the memory to be read alone.
+        read_only_memory: attach() maps the memory to be read alone. packs_host_blocks: transfer orders are run here, and blocks
+        are converted as PoolInfo.host_kv_dtype says.
         """
         from kvkeeper.client.session_sync import CacheSession  # numpy, which the calls without a session do not need
 
         return CacheSession(
-            self._transport, self._do(cache_calls.open_session(spec, executor, ttl_ms, client_name, read_only_memory))
+            self._transport,
+            self._do(cache_calls.open_session(spec, executor, ttl_ms, client_name, read_only_memory, packs_host_blocks)),
         )
 
     def capabilities(self) -> pb.GetCapabilitiesResponse:

@@ -25,25 +25,33 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class KvTokens:
-    """K and V of a run of tokens, each [num_layers, num_tokens, num_kv_heads, head_dim] in the spec's dtype."""
+    """K and V of a run of tokens, each [num_layers, num_tokens, num_kv_heads, head_dim] in the spec's dtype or that asked for.
+
+    stored_kv_dtype: of what was read, the type that it is stored in; of what is written, nothing.
+    """
 
     keys: npt.NDArray[Any]
     values: npt.NDArray[Any]
+    stored_kv_dtype: "pb.KvDtype" = pb.KV_DTYPE_UNSPECIFIED
 
 
 def split(
     spec: pb.KvSpec, head: dict[str, Any], first_token_idx: int, kv: KvTokens, layers: Sequence[int]
 ) -> Iterator[pb.WriteKvRequest]:
-    """The chunks of a WriteKv; head holds the fields that all of them carry.
+    """The chunks of a WriteKv; head holds the fields that all of them carry, the type of K and V among them.
 
-    Raises ValueError for a shape or a dtype other than the spec's, and for opaque pages what the service would answer.
+    Raises ValueError for another shape or dtype, for K and V in a type that has scales, and for opaque pages what the service
+    would answer.
     """
     if spec.layout == pb.KV_LAYOUT_OPAQUE:
         text = "the blocks of this pool are opaque pages, which have no K and V of single tokens"
         raise KvkeeperError(grpc.StatusCode.FAILED_PRECONDITION, "OPAQUE_PAGES", text)
     layer_idxs = list(layers) or list(range(spec.num_layers))
     row = (spec.num_kv_heads, spec.head_dim)
-    dtype = _DTYPES[spec.kv_dtype]
+    kv_dtype = head.get("kv_dtype") or spec.kv_dtype
+    if kv_dtype not in _DTYPES:
+        raise ValueError("K and V are given in a type without a scale: say in kv_dtype in which")
+    dtype = _DTYPES[kv_dtype]
     for array in (kv.keys, kv.values):
         if array.shape != (len(layer_idxs), kv.keys.shape[1], *row) or array.dtype != dtype:
             raise ValueError(
@@ -68,13 +76,15 @@ def join(spec: pb.KvSpec, layers: Sequence[int], chunks: Iterable[pb.ReadKvRespo
     layer_idxs = list(layers) or list(range(spec.num_layers))
     keys: dict[int, list[bytes]] = {layer_idx: [] for layer_idx in layer_idxs}
     values: dict[int, list[bytes]] = {layer_idx: [] for layer_idx in layer_idxs}
+    kv_dtype, stored = spec.kv_dtype, spec.kv_dtype
     for chunk in chunks:
+        kv_dtype, stored = chunk.kv_dtype or spec.kv_dtype, chunk.stored_kv_dtype or spec.kv_dtype
         keys[chunk.layer_idx].append(chunk.key)
         values[chunk.layer_idx].append(chunk.value)
     shape = (len(layer_idxs), -1, spec.num_kv_heads, spec.head_dim)
 
     def array(parts: dict[int, list[bytes]]) -> npt.NDArray[Any]:
         data = b"".join(b"".join(parts[layer_idx]) for layer_idx in layer_idxs)
-        return np.frombuffer(data, _DTYPES[spec.kv_dtype]).reshape(shape)
+        return np.frombuffer(data, _DTYPES.get(kv_dtype, np.dtype(np.uint8))).reshape(shape)
 
-    return KvTokens(array(keys), array(values))
+    return KvTokens(array(keys), array(values), stored)

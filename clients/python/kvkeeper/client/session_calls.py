@@ -192,17 +192,22 @@ class SessionCalls:
     def collect_garbage(self) -> Call[pb.CollectGarbageResponse]:
         return Call("CollectGarbage", pb.CollectGarbageRequest(**self.head), whole)
 
-    def write_kv(self, sequence_id: int, first_token_idx: int, kv: KvTokens, layers: Sequence[int]) -> Call[pb.WriteKvResponse]:
-        head = {**self.head, "sequence_id": sequence_id}
+    def write_kv(
+        self, sequence_id: int, first_token_idx: int, kv: KvTokens, layers: Sequence[int], kv_dtype: "pb.KvDtype"
+    ) -> Call[pb.WriteKvResponse]:
+        head = {**self.head, "sequence_id": sequence_id, "kv_dtype": kv_dtype}
         return Call("WriteKv", list(kv_chunks.split(self.spec, head, first_token_idx, kv, layers)), whole)
 
-    def read_kv(self, sequence_id: int, first_token_idx: int, num_tokens: int, layers: Sequence[int]) -> Call[KvTokens]:
+    def read_kv(
+        self, sequence_id: int, first_token_idx: int, num_tokens: int, layers: Sequence[int], kv_dtype: "pb.KvDtype"
+    ) -> Call[KvTokens]:
         request = pb.ReadKvRequest(
             **self.head,
             sequence_id=sequence_id,
             first_token_idx=first_token_idx,
             num_tokens=num_tokens,
             layer_idx=layers,
+            kv_dtype=kv_dtype,
         )
         return Call("ReadKv", request, lambda chunks: kv_chunks.join(self.spec, layers, chunks), streams_answers=True)
 

@@ -276,13 +276,30 @@ class CacheSession:
         """Free blocks that nothing can use any more."""
         return self._do(self._calls.collect_garbage())
 
-    def write_kv(self, sequence_id: int, first_token_idx: int, kv: KvTokens, layers: Sequence[int] = ()) -> pb.WriteKvResponse:
-        """Write K and V into reserved, uncommitted slots; no layers are all layers."""
-        return self._do(self._calls.write_kv(sequence_id, first_token_idx, kv, layers))
+    def write_kv(
+        self,
+        sequence_id: int,
+        first_token_idx: int,
+        kv: KvTokens,
+        layers: Sequence[int] = (),
+        kv_dtype: "pb.KvDtype" = pb.KV_DTYPE_UNSPECIFIED,
+    ) -> pb.WriteKvResponse:
+        """Write K and V into reserved, uncommitted slots; no layers are all layers. kv_dtype: theirs, if not the spec's."""
+        return self._do(self._calls.write_kv(sequence_id, first_token_idx, kv, layers, kv_dtype))
 
-    def read_kv(self, sequence_id: int, first_token_idx: int = 0, num_tokens: int = 0, layers: Sequence[int] = ()) -> KvTokens:
-        """K and V of committed tokens; 0 tokens are all from the first on, no layers are all layers."""
-        return self._do(self._calls.read_kv(sequence_id, first_token_idx, num_tokens, layers))
+    def read_kv(
+        self,
+        sequence_id: int,
+        first_token_idx: int = 0,
+        num_tokens: int = 0,
+        layers: Sequence[int] = (),
+        kv_dtype: "pb.KvDtype" = pb.KV_DTYPE_UNSPECIFIED,
+    ) -> KvTokens:
+        """K and V of committed tokens; 0 tokens are all from the first on, no layers are all layers.
+
+        kv_dtype: to be told in, if not in the spec's: needed where that has scales.
+        """
+        return self._do(self._calls.read_kv(sequence_id, first_token_idx, num_tokens, layers, kv_dtype))
 
     def list(self) -> tuple[pb.SequenceInfo, ...]:
         """The session's sequences, without tables."""

@@ -1,5 +1,6 @@
 """Transfer orders move whole blocks between the tiers, and each is reported once, done or failed."""
 
+import json
 from typing import Any, cast
 
 import numpy as np
@@ -8,6 +9,11 @@ import torch
 
 from kvkeeper.client import StepResult
 from kvkeeper.engine_service.cache_session.transfer_runner import TransferRunner
+from kvkeeper.engine_service.ranks.mapped_arena import packing_from, packing_of, told_packing
+from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.quantised.formats import FORMATS
+from kvkeeper.kernels.quantised.host_blocks import HostBlocks
+from kvkeeper.kernels.quantised.layout import QuantisedLayout
 
 SWAP_OUT, SWAP_IN = 1, 2
 BLOCK_BYTES = 4
@@ -31,10 +37,16 @@ def orders(*rows: tuple[int, int, int, int]) -> StepResult:
     return cast(StepResult, cast(Any, Answer))
 
 
+def run(transfers: TransferRunner, *rows: tuple[int, int, int, int]) -> None:
+    moves = transfers.moves_of(orders(*rows))
+    assert moves is not None
+    moves.run()
+
+
 def test_orders_run_in_order_and_are_reported_once(tiers: tuple[torch.Tensor, torch.Tensor]) -> None:
     device, host = tiers
     transfers = TransferRunner(device, host)
-    transfers.run(orders((7, SWAP_OUT, 1, 2), (8, SWAP_IN, 0, 1)))  # the second overwrites the source of the first
+    run(transfers, (7, SWAP_OUT, 1, 2), (8, SWAP_IN, 0, 1))  # the second overwrites the source of the first
     assert (host[2].tolist(), device[1].tolist()) == ([11] * BLOCK_BYTES, [100] * BLOCK_BYTES)
     assert not transfers.has_unreported, "the step is still computed"
     assert not transfers.note_computed()
@@ -46,7 +58,7 @@ def test_orders_run_in_order_and_are_reported_once(tiers: tuple[torch.Tensor, to
 def test_an_order_that_fails_is_reported_so_and_the_others_run(tiers: tuple[torch.Tensor, torch.Tensor]) -> None:
     device, host = tiers
     transfers = TransferRunner(device, host)
-    transfers.run(orders((1, SWAP_OUT, 3, 0), (2, SWAP_IN, 1, 0)))  # there is no block 3
+    run(transfers, (1, SWAP_OUT, 3, 0), (2, SWAP_IN, 1, 0))  # there is no block 3
     assert transfers.note_computed(), "one has failed"
     assert transfers.take_ended() == ([2], [1])
     assert (device[0].tolist(), host[0].tolist()) == ([101] * BLOCK_BYTES, [100] * BLOCK_BYTES)
@@ -54,9 +66,39 @@ def test_an_order_that_fails_is_reported_so_and_the_others_run(tiers: tuple[torc
 
 def test_what_moved_is_counted_for_one_step(tiers: tuple[torch.Tensor, torch.Tensor]) -> None:
     transfers = TransferRunner(*tiers)
-    transfers.run(orders((1, SWAP_OUT, 1, 1), (2, SWAP_OUT, 2, 2)))
+    run(transfers, (1, SWAP_OUT, 1, 1), (2, SWAP_OUT, 2, 2))
     transfers.note_computed()
     assert transfers.take_moved().num_bytes == 2 * BLOCK_BYTES
     assert transfers.take_moved().num_bytes == 0
-    transfers.run(orders())
+    assert transfers.moves_of(orders()) is None
     assert transfers.take_moved().num_bytes == 0
+
+
+def test_blocks_are_converted_on_their_way_to_a_tier_of_few_bits_and_back() -> None:
+    """Many orders of both kinds, in an order that has to be kept, and one that fails."""
+    packing = HostBlocks(4, 2, 2, 4, torch.bfloat16, FORMATS["int8"])
+    numbers = torch.randn((40, 4 * 2 * 2 * 4), generator=torch.Generator().manual_seed(2)).bfloat16()
+    device, host = numbers.view(torch.uint8).clone(), torch.zeros((40, packing.block_bytes), dtype=torch.uint8)
+    exact = device.clone()
+    transfers = TransferRunner(device, host, packing=packing)
+    out = [(at, SWAP_OUT, at, 39 - at) for at in range(1, 36)]
+    back = [(100 + at, SWAP_IN, 39 - at, at + 1) for at in range(1, 34)]
+    run(transfers, *out[:20], (99, SWAP_OUT, 40, 1), *out[20:], *back)  # there is no block 40
+    assert transfers.note_computed()
+    done, failed = transfers.take_ended()
+    assert (sorted(done), failed) == ([order[0] for order in out + back], [99])
+    once = packing.unpack(packing.pack(exact))
+    assert torch.equal(host[4:39].flip(0), packing.pack(exact[1:36]))
+    assert torch.equal(device[2:35], once[1:34])
+    assert not torch.equal(once, exact)
+    assert torch.equal(device[35:], exact[35:])
+
+
+def test_how_blocks_are_kept_on_the_host_is_told_to_other_ranks() -> None:
+    plain = KvLayout(3, 2, 8, torch.float16, 4)
+    packing = packing_of(plain, "int4")
+    assert packing == HostBlocks(6, 4, 2, 8, torch.float16, FORMATS["int4"])
+    assert packing_from(json.loads(json.dumps(told_packing(packing)))) == packing
+    assert packing_of(plain, "") is None is packing_from(told_packing(None))
+    halves = QuantisedLayout(3, 2, 8, 4, FORMATS["fp16"], torch.float32)
+    assert packing_of(halves, "int8") == HostBlocks(6, 4, 2, 8, torch.float16, FORMATS["int8"])

@@ -3,15 +3,17 @@
 The model is a real one; the device does nothing until somebody waits for it (LateQueue).
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.device_queue import HostQueue
+from kvkeeper.engine_service.compute.device.device_queue import HostQueue
+from kvkeeper.engine_service.compute.device.upload import PackedUpload, Stage, Staged
 from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
 from kvkeeper.engine_service.compute.step_compute import Launched, StepCompute, StepRows
-from kvkeeper.engine_service.compute.upload import PackedUpload, Stage, Staged
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from kvkeeper.engine_service.scheduler.state.limits import Limits
@@ -130,6 +132,16 @@ def test_memory_that_the_device_has_not_copied_is_not_written_over():
     assert found == [[value] * 4 for value in range(5)]
 
 
+def test_memory_is_filled_again_only_once_the_device_has_copied_it():
+    queue, stage, done = LateQueue(), Stage(8, pin_memory=False), []
+    stage.reuse()
+    queue.submit(lambda: done.append("copied"))
+    stage.note_copied(queue.mark())
+    assert not done
+    stage.reuse()
+    assert done == ["copied"]
+
+
 def test_a_third_step_under_way_is_refused():
     stages = [Stage(8, pin_memory=False) for _ in range(2)]
     for stage in stages:
@@ -167,6 +179,7 @@ def test_steps_that_fail_before_their_inputs_are_copied_leave_room_for_those_beh
     runner = decoding.compute._runner
     plan = decoding.scheduler.schedule(0.0)
     work, how = decoding.scheduler.apply(plan, decoding.cache.step(plan)), StepRows([LIKELIEST] * 3, [])
+    copying = replace(work, copies=[(NUM_BLOCKS - 2, NUM_BLOCKS - 1)])
 
     def raises(*args):
         raise RuntimeError("out of memory")
@@ -178,7 +191,7 @@ def test_steps_that_fail_before_their_inputs_are_copied_leave_room_for_those_beh
     ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, raises)
-            failed = [decoding.compute.launch(work, how) for _ in range(2)]
+            failed = [decoding.compute.launch(copying, how) for _ in range(2)]
             assert [step.read() for step in failed] == [None, None]
     assert "".join(capfd.readouterr()).count("RuntimeError: out of memory") == 6
     assert decoding.compute.launch(work, how).read() is not None

@@ -26,6 +26,7 @@ SIZE, LENGTH = 4, 22
 MODELS = [
     TinyModel("stored_qwen3", "Qwen3", {"num_hidden_layers": 3}),
     TinyModel("stored_gemma2", "Gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}),
+    TinyModel("stored_gpt_oss", "GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
 ]
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from kvkeeper.engine_service.compute.device.upload import PackedUpload, Staged
 from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
-from kvkeeper.engine_service.compute.upload import PackedUpload, Staged
 from kvkeeper.engine_service.model import decoder, experts, latent
 
 

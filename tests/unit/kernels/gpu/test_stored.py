@@ -46,6 +46,8 @@ def check(world, num_queries=None, group=2, **options):
         locs = on_cuda(locs)[0]
     rows = plan_rows(block_tables, tails[0] if tails else None, seq_lens, locs, layer)
     op = quantised_decode if num_queries is None else quantised_prefill
+    if "sink_logits" in options:
+        options["sink_logits"] = on_cuda(options["sink_logits"])[0]
     found = op(on_cuda(q)[0], layer, rows, scale=SCALE, **options).as_subclass(torch.Tensor)
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[dtype])
 
@@ -73,6 +75,15 @@ def test_prefill_reads_blocks_and_pages_in_one_launch(name, dtype):
     )
     check(world, [7, 3, 40])
     check(world, [1, 0, 2], window=20, soft_cap=3.0)
+
+
+def test_a_key_without_a_value_counts_once_however_many_items_a_sequence_has():
+    world = make_stored([0, 5, 130], "int8", tails=[(0, 0), (0, 1), (5, 9)], block_size=16, num_kv_heads=1, head_dim=32)
+    logits = torch.tensor([1.5, -0.5])
+    check(world, sink_logits=logits)
+    check(world, window=20, sink_logits=logits)
+    world = make_stored([5, 90], "int4", tails=[(0, 1), (3, 5)], block_size=16, num_kv_heads=1, head_dim=32)
+    check(world, [3, 40], sink_logits=logits)
 
 
 def test_small_values_keep_their_digits_in_16_bits():

@@ -25,10 +25,10 @@ def tails_of(lengths, *, newest=2, block_size=4):
     return [*tails[:-1], (1, max(ends[-1] - 1, 1))]
 
 
-def check(world, num_queries=None, group=2, window=None, soft_cap=None):
+def check(world, num_queries=None, group=2, window=None, soft_cap=None, sink_logits=None):
     heads, dtype = group * world.layout.num_kv_heads, world.layout.dtype
     plain, tables = as_numbers(world)
-    options = {"scale": SCALE, "window": window, "soft_cap": soft_cap}
+    options = {"scale": SCALE, "window": window, "soft_cap": soft_cap, "sink_logits": sink_logits}
     if num_queries is None:
         q = random_queries(len(world.seq_lens), heads, world.layout.head_dim, dtype)
         rows = plan_rows(world.block_tables, world.tail_tables, world.seq_lens, None, world.layer)
@@ -72,6 +72,20 @@ def test_other_dtypes_of_the_computation(dtype):
 def test_capped_scores_and_sequences_without_tokens():
     check(make_stored([0, 9, 0], "int8"), soft_cap=0.5)
     check(make_stored([7, 9], "int8"), [3, 9], soft_cap=0.5)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_key_without_a_value_for_each_head(name):
+    """Far above all scores, among them, and far below; over several tiles, pages and windows."""
+    world = make_stored([1, 9, 300, 0], name, tails=[*tails_of([1, 9, 300, 0])[:3], (0, 0)])
+    logits = torch.tensor([40.0, 0.5, -1.0, -40.0])
+    check(world, sink_logits=logits)
+    check(world, window=7, soft_cap=0.5, sink_logits=logits)
+    filled = make_stored([1, 9, 300], name, tails=tails_of([1, 9, 300]))
+    check(filled, [1, 4, 80], sink_logits=logits)
+    check(filled, [1, 0, 80], window=7, soft_cap=0.5, sink_logits=logits)
+    with pytest.raises(KernelArgumentError, match="sink_logits"):
+        check(world, sink_logits=logits[:3])
 
 
 @settings(max_examples=25, deadline=None)

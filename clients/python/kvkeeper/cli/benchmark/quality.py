@@ -27,6 +27,7 @@ _LENGTHS = (512, 1024, 2048)
 _WAYS = ("int8", "int8:256", "fp8", "fp8:256", "int4", "int4:256", "bfloat16")
 _NUM_TEXTS, _NUM_NEEDLES = 6, 4  # needles at each length
 _DTYPES = ("bfloat16", "float16")
+_ALONE = ("attention_error_alone", "greatest_attention_error_alone")
 
 
 def add_parser(names: Any) -> None:
@@ -158,6 +159,8 @@ def _rows(found: "Sequence[Measured]") -> list[dict[str, Any]]:
             "needles_found": _number(each.recall),
             "attention_error": _number(each.mean_error),
             "greatest_attention_error": _number(each.greatest_error),
+            "attention_error_alone": None if each.alone is None else _number(each.alone.mean),
+            "greatest_attention_error_alone": None if each.alone is None else _number(each.alone.greatest),
         }
         for each in found
     ]
@@ -168,7 +171,17 @@ def _number(value: float) -> float | None:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    headers = ("way", "context", "perplexity", "against exact", "needles", "mean error", "greatest error")
+    headers = (
+        "way",
+        "context",
+        "perplexity",
+        "against exact",
+        "needles",
+        "mean error",
+        "greatest error",
+        "alone",
+        "greatest alone",
+    )
     cells = [
         (
             row["way"],
@@ -178,6 +191,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
             "-" if row["needles_found"] is None else f"{row['needles_found']:.0%}",
             f"{row['attention_error']:.2e}",
             f"{row['greatest_attention_error']:.2e}",
+            *("-" if row[name] is None else f"{row[name]:.2e}" for name in _ALONE),
         )
         for row in rows
     ]

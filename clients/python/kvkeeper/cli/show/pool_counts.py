@@ -5,7 +5,7 @@ from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.console.tables import facts, size
-from kvkeeper.cli.show.status import pool_line
+from kvkeeper.cli.show.status import dtype_word, pool_line
 
 _NEVER = 2**31 - 1  # of a break-even length: no load pays
 
@@ -52,7 +52,10 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
         ],
     )
     if pool.groups:
-        yield "groups of layers: entries of tables with a block, left behind", [_of_group(group) for group in pool.groups]
+        yield (
+            "groups of layers: entries of tables with a block, left behind",
+            _of_groups(pool),
+        )
     yield "prefix cache", _prefix_cache(pool)
     if pool.pool.num_host_blocks:
         yield "host tier", _host_tier(pool)
@@ -76,8 +79,14 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
     yield "watches", [("open, cut off", _counts(pool.num_watches, pool.num_lagged_watches))]
 
 
-def _of_group(group: Any) -> tuple[str, str]:
-    kind = f"window of {group.window_tokens:,} tokens" if group.window_tokens else "all tokens"
+def _of_groups(pool: Any) -> Rows:
+    tails = [group.kind == pb.LAYER_GROUP_KIND_TAIL for group in pool.pool.spec.groups]
+    return [_of_group(group, is_tail=at < len(tails) and tails[at]) for at, group in enumerate(pool.groups)]
+
+
+def _of_group(group: Any, *, is_tail: bool) -> tuple[str, str]:
+    name = "tail" if is_tail else "window"
+    kind = f"{name} of {group.window_tokens:,} tokens" if group.window_tokens else "all tokens"
     return kind, _counts(group.num_held_entries, group.num_passed_entries)
 
 
@@ -111,8 +120,16 @@ def _prefix_cache(pool: Any) -> Rows:
     ]
 
 
+def told_precision(info: Any) -> str:
+    """What the host tier, and those behind it, keep K and V in, and what that takes of a block on the device."""
+    if not info.host_kv_dtype:
+        return "as on the device"
+    return f"{dtype_word(info.host_kv_dtype)}, {info.host_block_bytes / info.block_bytes:.2f} of the bytes"
+
+
 def _host_tier(pool: Any) -> Rows:
     return [
+        ("K and V kept in", told_precision(pool.pool)),
         ("blocks free, cached", _counts(pool.num_free_host_blocks, pool.num_cached_host_blocks)),
         ("blocks held, busy", _counts(pool.num_held_host_blocks, pool.num_busy_host_blocks)),
         ("sequences swapped out, in", _counts(pool.num_swap_outs, pool.num_swap_ins)),

@@ -76,7 +76,20 @@ def _engine(address: str) -> tuple[str, str, str]:
 
 def pool_line(pool: cache_pb.PoolInfo) -> str:
     """One pool in a few words."""
-    return f"{pool.num_blocks:,} blocks of {pool.block_size} tokens, {size(pool.arena_bytes)}, for {pool.spec.model_id}"
+    words = [f"{pool.num_blocks:,} blocks of {pool.block_size} tokens", size(pool.arena_bytes)]
+    if pool.spec.layout == cache_pb.KV_LAYOUT_SCALED:
+        words.append(f"K and V in {dtype_word(pool.spec.kv_dtype)}")
+    tails = [group for group in pool.spec.groups if group.kind == cache_pb.LAYER_GROUP_KIND_TAIL]
+    if tails:
+        words.append(f"a tail in {len(tails)} groups of layers")
+    elif pool.spec.groups:
+        words.append(f"{len(pool.spec.groups)} groups of layers")
+    return f"{', '.join(words)}, for {pool.spec.model_id}"
+
+
+def dtype_word(kv_dtype: int) -> str:
+    """An element type in a word, such as "int8"."""
+    return cache_pb.KvDtype.Name(kv_dtype).removeprefix("KV_DTYPE_").lower()
 
 
 def model_line(model: Any) -> str:

@@ -10,7 +10,7 @@ from kvkeeper.cli.console.as_json import as_json
 from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_OK
 from kvkeeper.cli.console.tables import size, table
-from kvkeeper.cli.show.pool_counts import break_even
+from kvkeeper.cli.show.pool_counts import break_even, told_precision
 from kvkeeper.cli.show.status import pool_line
 from kvkeeper.client import CacheClient
 
@@ -49,14 +49,16 @@ def show_tiers(pool: Any) -> str:
         host = (pool.num_free_host_blocks, pool.num_cached_host_blocks, pool.num_held_host_blocks, pool.num_busy_host_blocks)
         came = pool.num_demoted_blocks + pool.num_disk_hit_blocks + pool.num_remote_hit_blocks
         left = pool.num_evicted_host_blocks
-        rows.append(("host", num_blocks, _bytes(info, num_blocks), *host, came, left))
+        rows.append(("host", num_blocks, _bytes_below(info, num_blocks), *host, came, left))
     if info.num_disk_blocks:
         disk = (pool.num_free_disk_blocks, pool.num_cached_disk_blocks, 0, pool.num_busy_disk_blocks)
         came, left = pool.num_disk_stored_blocks, pool.num_evicted_disk_blocks
-        rows.append(("disk", info.num_disk_blocks, _bytes(info, info.num_disk_blocks), *disk, came, left))
+        rows.append(("disk", info.num_disk_blocks, _bytes_below(info, info.num_disk_blocks), *disk, came, left))
     if info.has_remote:  # what others have stored there is not known here
         rows.append(("remote", "-", "-", "-", "-", "-", "-", pool.num_remote_stored_blocks, "-"))
     lines = [pool_line(info), table(_HEADERS, rows)]
+    if info.host_kv_dtype:
+        lines.append(f"below the device K and V are kept in {told_precision(info)}")
     for name in (*(["disk"] if info.num_disk_blocks else ()), *(["remote"] if info.has_remote else ())):
         lines += [_traffic(pool, name), _worth(pool, name)]
     return "\n".join(lines)
@@ -78,3 +80,8 @@ def _worth(pool: Any, name: str) -> str:
 
 def _bytes(info: pb.PoolInfo, num_blocks: int) -> str:
     return size(num_blocks * info.block_bytes)
+
+
+def _bytes_below(info: pb.PoolInfo, num_blocks: int) -> str:
+    """Of blocks in the host tier or behind it."""
+    return size(num_blocks * (info.host_block_bytes or info.block_bytes))

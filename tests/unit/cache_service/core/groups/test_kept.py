@@ -8,7 +8,7 @@ import pytest
 from kvkeeper.cache_service.core.index.kept_tree import tree_of
 from kvkeeper.cache_service.core.index.slot_table import Slots
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.kv_spec import KvSpec, LayerGroup
+from kvkeeper.cache_service.core.values.kv_spec import KvSpec, LayerGroup, spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
@@ -16,7 +16,7 @@ from kvkeeper.cache_service.memory.kept_file import Description, FileRefused
 from tests.support.worlds.kept_pool import KeptMemory, chains, write_all
 
 A = SessionId("a")
-WINDOWS = (0, 0, 5)
+SPANS = spans_of(0, 0, 5)
 
 
 def slots(*rows: tuple[int, int, int, int, int]) -> Slots:
@@ -28,10 +28,10 @@ def slots(*rows: tuple[int, int, int, int, int]) -> Slots:
 
 def test_a_node_needs_a_row_of_each_group_that_reads_all() -> None:
     rows = slots((1, 1, -1, 70, 0), (2, 2, 1, 71, 0), (3, 1, -1, 70, 1), (4, 1, -1, 70, 2), (5, 2, 1, 71, 2))
-    tree = tree_of(rows, 1, None, WINDOWS)
+    tree = tree_of(rows, 1, None, SPANS)
     assert (tree.blocks.tolist(), tree.group_blocks.tolist()) == ([1], [[3], [4]])
     hosts = slots((9, 2, 1, 71, 1))
-    tree = tree_of(rows, 1, hosts, WINDOWS)
+    tree = tree_of(rows, 1, hosts, SPANS)
     assert (tree.blocks.tolist(), tree.group_blocks.tolist()) == ([1, 2], [[3, 0], [4, 5]])
     assert tree.group_hosts.tolist() == [[0, 9], [0, 0]]
 
@@ -41,11 +41,11 @@ def test_a_node_needs_a_row_of_each_group_that_reads_all() -> None:
 )
 def test_a_group_that_contradicts_the_first_makes_all_rows_worthless(row: tuple[int, int, int, int, int]) -> None:
     rows = slots((1, 1, -1, 70, 0), (3, 1, -1, 70, 1), row)
-    assert len(tree_of(rows, 1, None, WINDOWS)) == 0
+    assert len(tree_of(rows, 1, None, SPANS)) == 0
 
 
 def test_a_pool_comes_back_with_the_blocks_of_all_groups() -> None:
-    config = PoolConfig(41, 2, group_windows=WINDOWS, watermark=0.0, num_host_blocks=21)
+    config = PoolConfig(41, 2, group_spans=SPANS, watermark=0.0, num_host_blocks=21)
     memory, manager = KeptMemory(config), PoolManager(config)
     manager.restore(memory.kept, may_still_write=False)
     manager.open_session(A, Executor.CACHE)
@@ -59,7 +59,7 @@ def test_a_pool_comes_back_with_the_blocks_of_all_groups() -> None:
     write_all(manager)
     again, result = memory.restored()
     assert again.check_invariants() == []
-    for group in range(len(WINDOWS)):
+    for group in range(len(SPANS)):
         assert chains(again, group=group) == chains(manager, group=group)
     stats = again.stats()
     assert (result.num_blocks, result.num_host_blocks) == (stats.num_cached_blocks, stats.num_cached_host_blocks)
@@ -82,3 +82,53 @@ def test_a_description_tells_the_groups_and_refuses_what_are_none() -> None:
         if wrong:
             with pytest.raises(FileRefused):
                 Description.decode(json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize("is_demoted", [False, True])
+def test_a_tail_comes_back_with_its_pool_and_stays_behind_where_blocks_went_to_the_host(is_demoted: bool) -> None:
+    config = PoolConfig(41, 2, group_spans=spans_of(0, 5), has_tail=True, watermark=0.0, num_host_blocks=21)
+    memory, manager = KeptMemory(config), PoolManager(config)
+    manager.restore(memory.kept, may_still_write=False)
+    manager.open_session(A, Executor.CACHE)
+    tokens = np.arange(11, dtype=np.int32)
+    manager.create_sequence(A, SequenceArgs(SequenceId(1), tokens))
+    manager.extend(A, 1, 11, look_up=True)
+    manager.commit(A, 1, 11, 0, tokens)
+    manager.release(A, 1)
+    if is_demoted:
+        with manager.demoting(A):
+            manager.evict_blocks(40)
+    write_all(manager)
+    again, result = memory.restored()
+    assert again.check_invariants() == []
+    assert result.num_host_blocks == (5 if is_demoted else 0)
+    again.open_session(A, Executor.CACHE)
+    again.create_sequence(A, SequenceArgs(SequenceId(1), tokens))
+    again.extend(A, 1, 11, look_up=True)
+    view = again.view(A, SequenceId(1))
+    assert view.num_hit_tokens == 10
+    # Token 10 reads from token 6 on; of the host's blocks no page came along.
+    assert np.count_nonzero(view.group_tables[0][:5]) == (0 if is_demoted else 2)
+    assert again.check_invariants() == []
+
+
+def test_a_description_tells_tails_and_what_a_host_tier_keeps_its_blocks_in() -> None:
+    groups = (LayerGroup((0, 1, 2), 0), LayerGroup((0, 1), 7, True, 2, "float16"), LayerGroup((2,), 7, True, 2, "float16"))
+    spec = KvSpec(b"key", "model", 3, 1, 4, 1, 4, groups=groups, scaled_bits=8, element_type="int8")
+    text = Description(1, 1, 2, 1 << 20, spec).encode()
+    assert Description.decode(text).spec == spec
+    for place, name, wrong in ((0, "is_tail", True), (1, "tail_item_bytes", 0), (2, "layers", [1]), (0, "layers", [0, 1])):
+        fields = json.loads(text)
+        fields["spec"]["groups"][place][name] = wrong
+        with pytest.raises(FileRefused):
+            Description.decode(json.dumps(fields).encode())
+    plain = KvSpec(b"key", "model", 3, 1, 4, 4, 4, element_type="float32").stored_as("int8")
+    hosts = Description(1, 1, 2, 2 * plain.stored_bytes, plain, pool=7)
+    assert Description.decode(hosts.encode()) == hosts
+    for changes in ({"host_kv_dtype": "int9"}, {"scaled_bits": 8}, {"host_kv_dtype": ""}):
+        fields = json.loads(hosts.encode())
+        fields["spec"] |= changes
+        with pytest.raises(FileRefused):
+            Description.decode(json.dumps(fields).encode())
+    with pytest.raises(FileRefused):
+        Description.decode(Description(1, 1, 2, 1 << 20, plain).encode())  # of a pool itself

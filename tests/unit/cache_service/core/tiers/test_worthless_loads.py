@@ -3,8 +3,9 @@
 import pytest
 
 from kvkeeper.cache_service.core.inspection.explain import in_words
-from kvkeeper.cache_service.core.tiers.named_tier import NamedTier, TierRules
-from kvkeeper.cache_service.core.tiers.worth import NEVER
+from kvkeeper.cache_service.core.tiers.below.named_tier import NamedTier
+from kvkeeper.cache_service.core.tiers.below.tier_orders import TierRules
+from kvkeeper.cache_service.core.tiers.below.worth import NEVER
 from kvkeeper.cache_service.core.values.copies import TierResult
 from kvkeeper.cache_service.core.values.types import MatchEnd
 from tests.support.tiers.tier_pool import TierPool, cached, push_out

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvkeeper.cache_service.memory.remote.bulk_connection import BulkConnection, BulkConnections, Received, Refusal
-from kvkeeper.cache_service.memory.remote.remote_address import RemoteAddress
+from kvkeeper.cache_service.memory.remote.remote_address import Node, RemoteAddress
 from kvkeeper.cache_service.memory.remote.secret import RemoteSecret
 
 
@@ -110,8 +110,10 @@ def test_connections_say_who_they_are_and_are_kept_until_one_breaks() -> None:
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = serve(listener, [b"+OK\r\n+OK\r\n+a\r\n+b\r\n", b"+OK\r\n+OK\r\n+c\r\n", b"-NOAUTH\r\n+OK\r\n"], heard)
-        address = RemoteAddress("127.0.0.1", listener.getsockname()[1], 3, is_tls=False)
-        found = BulkConnections(address, RemoteSecret("key of a test 123", "user", "pass"), 20.0)
+        node = Node("127.0.0.1", listener.getsockname()[1])
+        found = BulkConnections(
+            node, RemoteAddress((node,), 3, is_tls=False), RemoteSecret("key of a test 123", "user", "pass"), 20.0
+        )
         for wanted in (b"a", b"b"):
             with found.one() as connection:
                 assert connection.exchange([(b"PING",)]) == [wanted]

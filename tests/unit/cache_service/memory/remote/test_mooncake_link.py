@@ -6,10 +6,10 @@ from contextlib import ExitStack
 import pytest
 
 from kvkeeper.cache_service.memory.remote.mooncake_link import NUM_PARTS, MooncakeLink
-from kvkeeper.cache_service.memory.remote.remote_address import RemoteAddress
+from kvkeeper.cache_service.memory.remote.remote_address import Node, RemoteAddress
 from kvkeeper.cache_service.memory.remote.remote_server import ServerError
 
-ADDRESS = RemoteAddress("127.0.0.1", 1, 0, is_tls=False, is_mooncake=True)
+ADDRESS = RemoteAddress((Node("127.0.0.1", 1),), 0, is_tls=False, is_mooncake=True)
 
 
 def link_of(timeout: float) -> MooncakeLink:

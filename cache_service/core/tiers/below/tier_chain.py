@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..values.types import Int32Array, MatchEnd
+from ...values.types import Int32Array, MatchEnd
 from .named_tier import NamedTier
 
 

@@ -9,8 +9,8 @@ of nodes are used again; an entry here counts while the index has the very key o
 import hashlib
 import struct
 
-from ..index.prefix_index import PrefixIndex
-from ..values.copies import NAME_BYTES
+from ...index.prefix_index import PrefixIndex
+from ...values.copies import NAME_BYTES
 
 _PARENT = struct.Struct("<i")
 

@@ -7,7 +7,7 @@ forgets what it heard of longest ago.
 
 from collections.abc import Iterable, Sequence
 
-from ..values.copies import TierOrder
+from ...values.copies import TierOrder
 
 _MOST_NAMES = 1 << 16
 

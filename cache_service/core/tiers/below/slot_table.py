@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..eviction import make_policy
-from ..values.copies import StoredBlock, TierOrder
+from ...eviction import make_policy
+from ...values.copies import StoredBlock, TierOrder
 
 
 class SlotTable:
