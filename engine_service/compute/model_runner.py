@@ -28,7 +28,7 @@ from ..model.stored_attention import StoredAttention, build_stored_attention
 from ..values.batch import Batch
 from .device.device_queue import DeviceQueue, queue_of
 from .device.last_tokens import LastTokens
-from .device.upload import upload_to
+from .device.upload import Staged, upload_to
 from .graphs.graph_api import GraphApi
 from .graphs.graphed_decode import DecodeShape, GraphedDecode, capture_decode
 from .graphs.sizes import MOST_ROWS
@@ -245,15 +245,16 @@ class ModelRunner:
         """
         return self.stage(batch)().values
 
-    def stage(self, batch: Batch) -> Callable[[], StepLogits]:
+    def stage(self, batch: Batch) -> Staged[StepLogits]:
         """Take what the batch says; it may change before the call that computes it, as forward does, is made."""
         if self.graphed is not None and (replay := self.graphed.stage(batch)) is not None:
-            return partial(self._on_device, replay)
+            return Staged(partial(self._on_device, replay), replay.give_back)
         arrays = {"token_ids": batch.token_ids, "positions": batch.positions, "logit_rows": batch.logit_rows}
         if batch.awaited_rows is not None:
             arrays["awaited_rows"] = batch.awaited_rows
         upload = self._upload.stage(arrays | attention_arrays(batch, self._parts, self._layout.block_size))
-        return partial(self._on_device, partial(self._plain, upload, int(batch.positions.max())))
+        plain = partial(self._plain, upload, int(batch.positions.max()))
+        return Staged(partial(self._on_device, plain), upload.give_back)
 
     @torch.inference_mode()
     def _on_device(self, compute: Callable[[], StepLogits]) -> StepLogits:

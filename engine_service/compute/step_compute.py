@@ -23,7 +23,7 @@ from .beam_candidates import find_candidates
 from .device.device_queue import DeviceQueue, HostQueue, Mark, Queued
 from .device.last_tokens import LastTokens
 from .device.step_copies import Moves, submit_step
-from .device.upload import at_device
+from .device.upload import Staged, at_device
 from .logprobs import LogprobTensors, find_logprobs
 from .model_runner import ModelRunner, Runner
 from .sampler import SampledTokens, draw, tokens_of
@@ -131,7 +131,7 @@ class StepCompute:
 
     def launch(self, work: Work, how: StepRows, moves: Moves | None = None) -> Launched:
         """Begin a step behind those that were launched before, with its transfers. At most two are not read yet."""
-        results = _Results()
+        results, forward = _Results(), None
         if moves is not None:
             moves = replace(moves, run=partial(_move, moves.run, results))
         try:
@@ -141,13 +141,15 @@ class StepCompute:
         except Exception:
             log.exception("batch_failed")
             results.has_failed = results.is_launched = True
+            if forward is not None:
+                forward.give_back()
         return Launched(self._runner, work, how, results, self._queue.mark())
 
-    def _stage(self, batch: Batch) -> Callable[[], StepLogits]:
+    def _stage(self, batch: Batch) -> Staged[StepLogits]:
         """The forward pass, to be run in the order of the device."""
         if isinstance(self._runner, ModelRunner):
             return self._runner.stage(batch)
-        return partial(self._forward_with_known, batch)
+        return Staged(partial(self._forward_with_known, batch))
 
     def _forward_with_known(self, batch: Batch) -> StepLogits:
         """Of a runner that takes its tokens from the host."""
@@ -162,17 +164,20 @@ class StepCompute:
             log.exception("batch_failed")
             results.has_failed = True
 
-    def _run(self, forward: Callable[[], StepLogits] | None, work: Work, how: StepRows, results: _Results) -> None:
+    def _run(self, forward: Staged[StepLogits] | None, work: Work, how: StepRows, results: _Results) -> None:
         try:
             if forward is not None and not results.has_failed:
                 self._forward_and_sample(forward, work, how, results)
         except Exception:
             log.exception("batch_failed")
             results.has_failed = True
+        finally:
+            if forward is not None:
+                forward.give_back()
         results.is_launched = True
 
     @torch.inference_mode()
-    def _forward_and_sample(self, forward: Callable[[], StepLogits], work: Work, how: StepRows, results: _Results) -> None:
+    def _forward_and_sample(self, forward: Staged[StepLogits], work: Work, how: StepRows, results: _Results) -> None:
         fetch, step = self._queue.fetch, forward()
         logits = step.values
         results.scores = [_score(logits, score).fetched(fetch) for score in work.scores]

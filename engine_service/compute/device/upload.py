@@ -2,11 +2,12 @@
 
 On a CPU the arrays are taken as they are. For a CUDA device they are put one behind the other into pinned memory, which one
 asynchronous copy takes over; what the model gets are views of it. Two steps may be under way, so there is pinned memory for
-two, in turn: what the device has not copied yet is not written over.
+two, in turn: what the device has not copied yet is not written over. A step that fails before its copy gives its memory back.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,28 @@ from .device_queue import DeviceQueue, Mark
 Arrays = Mapping[str, npt.NDArray[np.integer]]
 Tensors = dict[str, torch.Tensor]
 _ALIGNMENT = 16  # bytes; the widest access of a kernel
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Staged(Generic[T]):
+    """What was prepared of a step: to be called once, or given back."""
+
+    compute: Callable[[], T]
+    give_back: Callable[[], None] = lambda: None  # what is held for it is free; nothing happens where its copy was made
+
+    def __call__(self) -> T:
+        """Gives back, too, where it raises."""
+        try:
+            return self.compute()
+        finally:
+            self.give_back()
 
 
 class Upload(Protocol):
     """Arrays in, and a call that has the tensors of the same names. The arrays may change before it is made."""
 
-    def stage(self, arrays: Arrays) -> Callable[[], Tensors]: ...
+    def stage(self, arrays: Arrays) -> Staged[Tensors]: ...
 
 
 def upload_to(memory: torch.Tensor, queue: DeviceQueue) -> Upload:
@@ -36,9 +53,9 @@ def upload_to(memory: torch.Tensor, queue: DeviceQueue) -> Upload:
 class AsTheyAre:
     """For a processor, which computes at once."""
 
-    def stage(self, arrays: Arrays) -> Callable[[], Tensors]:
+    def stage(self, arrays: Arrays) -> Staged[Tensors]:
         """See Upload. Tensors of the arrays' own memory."""
-        return lambda: {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return Staged(lambda: {name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 def at_device(array: npt.NDArray[Any], beside: torch.Tensor) -> torch.Tensor:
@@ -72,6 +89,10 @@ class Stage:
         """The copy was launched; once the mark is passed it has read the memory."""
         self._copied, self._is_filled = mark, False
 
+    def give_back(self) -> None:
+        """No copy comes of what it was filled with; nothing happens where one was made."""
+        self._is_filled = False
+
     def _new(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._pin_memory)
 
@@ -83,7 +104,7 @@ class PackedUpload:
         self._device, self._queue = device, queue
         self._stages = [Stage(0, pin_memory=pin_memory) for _ in range(2)]
 
-    def stage(self, arrays: Arrays) -> Callable[[], Tensors]:
+    def stage(self, arrays: Arrays) -> Staged[Tensors]:
         """See Upload."""
         firsts, num_bytes = [], 0
         for array in arrays.values():
@@ -109,4 +130,4 @@ class PackedUpload:
                 for name, (first, size, shape, empty) in shapes.items()
             }
 
-        return copy
+        return Staged(copy, stage.give_back)

@@ -5,7 +5,7 @@ the tables over rows of full width. Two steps may be under way, so there is pinn
 does not fill are padding: no token to see, no slot to write to, and a place of their own for the token that they draw.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from kvkeeper.kernels.attention.paged_rows import Int64Array
 
 from ...values.batch import Batch
 from ..device.device_queue import DeviceQueue
-from ..device.upload import Stage
+from ..device.upload import Stage, Staged
 
 _COLUMNS = ("token_ids", "positions", "slot_mapping", "awaited_rows", "rows")  # int64; then slots of further groups; then int32
 _NONE = -1
@@ -75,7 +75,7 @@ class DecodeInputs:
         others |= {f"decode_tables_{group}": self._tables[group] for group in range(1, self.num_groups)}
         return columns | {name: whole[:num_rows] for name, whole in others.items()}
 
-    def stage(self, batch: Batch, num_rows: int) -> Callable[[], None]:
+    def stage(self, batch: Batch, num_rows: int) -> Staged[None]:
         """Take a batch of single tokens into the first rows, and padding behind it, up to num_rows.
 
         Answers the call that brings them to the device; the batch may change before it is made.
@@ -110,4 +110,4 @@ class DecodeInputs:
             landed = self._landing[self._tables_at : end].view(torch.int32).view(num_groups, count, used)
             self._tables[:, :count, :used].copy_(landed)
 
-        return copy
+        return Staged(copy, turn.stage.give_back)

@@ -19,6 +19,7 @@ from kvkeeper.kernels.scratch import Scratch
 from ...values.batch import Batch
 from ..device.device_queue import DeviceQueue
 from ..device.last_tokens import LastTokens
+from ..device.upload import Staged
 from ..step_logits import StepLogits, with_likeliest
 from .decode_inputs import DecodeInputs
 from .graph_api import Graph, GraphApi
@@ -49,7 +50,7 @@ class GraphedDecode:
         self._sizes = sorted(graphs)
         self.num_replays = 0
 
-    def stage(self, batch: Batch) -> Callable[[], StepLogits] | None:
+    def stage(self, batch: Batch) -> Staged[StepLogits] | None:
         """A call that computes the batch; None: no graph fits, nothing was done.
 
         Its logits, float32 [S, vocab_size], and what is beside them are valid until the next one is made.
@@ -62,7 +63,8 @@ class GraphedDecode:
             return None
         if self._shape.num_groups > 1 and batch.group_tables is None:
             return None
-        return partial(self._replay, self._inputs.stage(batch, size), size, count)
+        inputs = self._inputs.stage(batch, size)
+        return Staged(partial(self._replay, inputs, size, count), inputs.give_back)
 
     def _replay(self, copy: Callable[[], None], size: int, count: int) -> StepLogits:
         graph, made = self._graphs[size]

@@ -144,6 +144,8 @@ class EngineLink:
             if (asked := self._calls.get(number)) is not None:
                 self._note_answer(asked)
                 asked.take(kind, body)
+        elif kind is Kind.PING:
+            self.lane.send(Kind.PONG)
         elif kind is Kind.SET_UP:
             self.set_up.set_result(FrontSetUp.of(body))
         elif kind is Kind.STATE:

@@ -32,7 +32,6 @@ class Kind(IntEnum):
     ADMITTED = 15  # [JSON of Admitted]
     CHUNK = 16  # [GenerateResponse] what is not plain; its text is the front's to make where Admitted says so
     PARTS = 17  # [columns] plain tokens of many requests; its number is 0
-    PONG = 18
     # From a front, of the front.
     READY = 30
     FAILED = 31  # [text] it cannot serve, and ends
@@ -43,7 +42,9 @@ class Kind(IntEnum):
     STOPPED = 43  # [index and number of tokens] a continuation met a stop string
     BROKEN = 44  # [JSON of an error] the request is to end with this error
     DROPPED = 45
+    # From either end; the number is 0 where the engine asks.
     PING = 46
+    PONG = 47  # with the number of the PING
 
 
 def frame(kind: Kind, number: int = 0, body: bytes = b"") -> bytes:

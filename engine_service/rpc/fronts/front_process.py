@@ -1,6 +1,7 @@
 """FrontProcess: one front as the engine has it, its process, its lane, and what it has told of itself.
 
-A front that dies before it serves is a start that failed; one that dies later is started again by its owner.
+A front that dies before it serves is a start that failed; one that dies later is started again by its owner. One that hangs is
+killed: the kernel would go on giving it connections.
 """
 
 import asyncio
@@ -13,13 +14,22 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
+import structlog
+
 from .calls import FrontCalls, FrontServices
 from .frames import Kind
 from .lane import Lane, open_lane
 from .told import FrontSetUp, FrontState
 
+log = structlog.get_logger()
+
 _MODULE = "kvkeeper.engine_service.rpc.front"
 _END_S = 5.0  # from the end of its lane until the end of its process, also on a busy machine
+# A front is asked whether its loop goes round. Its pieces of work are one message or one round of tokens; the time is for a
+# machine that lets it wait. A question counts once this loop has slept, so what stops both processes counts as one.
+_PING_S = 1.0
+_MOST_SILENT = 10  # questions in a row
+_MOST_SILENT_LOADING = 60  # before it serves: it loads its modules and a tokenizer, and hears nothing meanwhile
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -37,6 +47,8 @@ class FrontProcess:
         self.lost = asyncio.Event()
         self._lane: Lane
         self._calls: FrontCalls | None = None
+        self._num_silent = 0  # questions since it said something
+        self._watching: asyncio.Task[None] | None = None
 
     def set_up(self, set_up: FrontSetUp, state: FrontState, services: FrontServices) -> None:
         """Let it serve: ready is set once it does, to FrontFailed where it cannot."""
@@ -45,6 +57,7 @@ class FrontProcess:
         self._calls = FrontCalls(services, self._lane)
         self._lane.send(Kind.SET_UP, body=set_up.to_bytes())
         self.tell_state(state)
+        self._watching = asyncio.create_task(self._watch())
 
     def tell_state(self, state: FrontState) -> None:
         self._lane.send(Kind.STATE, body=state.to_bytes())
@@ -73,8 +86,7 @@ class FrontProcess:
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
                 return await self.process.wait()
-        with suppress(ProcessLookupError):
-            self.process.kill()
+        self._kill()
         return await self.process.wait()
 
     async def close(self) -> None:
@@ -85,6 +97,7 @@ class FrontProcess:
 
     def take(self, kind: Kind, number: int, body: bytes) -> None:
         """A frame of the front."""
+        self._num_silent = 0
         if kind is Kind.READY:
             if not self.ready.done():
                 self.ready.set_result(None)
@@ -94,7 +107,7 @@ class FrontProcess:
             self.refused = Counter(json.loads(body))
         elif kind is Kind.PING:
             self._lane.send(Kind.PONG, number)
-        elif self._calls is not None:
+        elif kind is not Kind.PONG and self._calls is not None:
             self._calls.take(kind, number, body)
 
     def note_loss(self) -> None:
@@ -103,6 +116,21 @@ class FrontProcess:
         if self._calls is not None:
             self._calls.end()
             self._calls = None
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def _watch(self) -> None:
+        """Kill it once it hangs."""
+        while self._num_silent < (_MOST_SILENT if self.ready.done() else _MOST_SILENT_LOADING):
+            self._num_silent += 1
+            self._lane.send(Kind.PING)
+            await asyncio.sleep(_PING_S)
+        log.warning("front_hangs", process=self.process.pid, seconds=self._num_silent * _PING_S)
+        self._kill()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self.process.kill()
 
     def _fail(self, text: str) -> None:
         if not self.ready.done():
@@ -112,6 +140,10 @@ class FrontProcess:
     async def open(self, own: socket.socket) -> None:
         """Take the engine's end of the lane."""
         self._lane = await open_lane(own, self.take, self.note_loss)
+
+    def abandon(self) -> None:
+        """No process came of it. The loop lets go of its end of the lane, whose number the next one may get."""
+        self._lane.close()
 
 
 async def start_front() -> FrontProcess:
@@ -123,9 +155,13 @@ async def start_front() -> FrontProcess:
         "TOKENIZERS_PARALLELISM": "false",
     }
     front = FrontProcess()
-    try:
-        await front.open(own)
-        with other:
+    with other:
+        try:
+            await front.open(own)
+        except BaseException:
+            own.close()
+            raise
+        try:
             front.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", _MODULE, str(other.fileno())),
                 stdin=DEVNULL,
@@ -134,7 +170,7 @@ async def start_front() -> FrontProcess:
                 pass_fds=(other.fileno(),),
                 start_new_session=True,
             )
-    except BaseException:
-        own.close()
-        raise
+        except BaseException:
+            front.abandon()
+            raise
     return front

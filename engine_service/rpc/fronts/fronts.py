@@ -144,9 +144,8 @@ class Fronts:
             lived_s = time.monotonic() - began
             pause = _FIRST_PAUSE_S if lived_s > _SOUND_S else min(2 * pause, _LONGEST_PAUSE_S)
             log.warning("front_ended", code=code, seconds=round(lived_s, 3))
-            await asyncio.sleep(pause)
+            front = self._fronts[place] = await _start_again(pause)
             self.num_restarts += 1
-            front = self._fronts[place] = await start_front()
             front.set_up(self._set_up, self._state(), self._services)
             try:
                 await front.ready
@@ -154,6 +153,17 @@ class Fronts:
                 log.warning("front_failed", message=str(error))
             else:
                 log.info("front_started", process=front.process.pid)
+
+
+async def _start_again(pause: float) -> FrontProcess:
+    """After so many seconds, and again after longer ones while the machine has no process, descriptor or thread to give."""
+    while True:
+        await asyncio.sleep(pause)
+        try:
+            return await start_front()
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread
+            log.warning("front_failed", message=f"no process could be started: {error}")
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 async def _end(front: FrontProcess, grace: float | None) -> None:

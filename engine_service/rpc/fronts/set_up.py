@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from kvkeeper.service.methods import Contract
+from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, Contract
 from kvkeeper.service.turns import Turns
 from kvkeeper.trust.guard import Guard
 
@@ -42,7 +42,8 @@ def front_set_up(config: EngineConfig, fronts: Fronts, text: ModelText, others: 
 
 
 def front_config(config: EngineConfig, address: str, *, has_gateway: bool) -> FrontConfig:
-    """Bounds of connections are divided among the fronts."""
+    """Bounds of connections and of memory are divided among the fronts; each can take one message at least."""
     own = {each.name: getattr(config, each.name) for each in fields(FrontConfig) if hasattr(config, each.name)}
     shared = {name: -(-own[name] // config.fronts) for name in ("connections", "many_calls")}
+    shared["receive_memory"] = max(MAX_PROMPT_MESSAGE_BYTES, own["receive_memory"] // config.fronts)
     return FrontConfig(**{**own, **shared, "listen": address, "has_gateway": has_gateway})

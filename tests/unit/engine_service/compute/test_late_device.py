@@ -3,12 +3,15 @@
 The model is a real one; the device does nothing until somebody waits for it (LateQueue).
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from kvkeeper.engine_service.compute.device.device_queue import HostQueue
-from kvkeeper.engine_service.compute.device.upload import PackedUpload, Stage
+from kvkeeper.engine_service.compute.device.upload import PackedUpload, Stage, Staged
+from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
 from kvkeeper.engine_service.compute.step_compute import Launched, StepCompute, StepRows
 from kvkeeper.engine_service.model.loader import load_model
@@ -19,6 +22,7 @@ from kvkeeper.engine_service.values.request import Request
 from kvkeeper.engine_service.values.sampling_params import LIKELIEST, SamplingParams, SamplingRow
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
 from tests.support.stand_ins.late_queue import LateQueue
+from tests.support.worlds.batches import ScheduledRow, build_batch
 from tests.support.worlds.core_cache import CoreCache
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_NEW = 4, 40, 9
@@ -179,7 +183,7 @@ def test_a_failure_on_the_device_ends_its_step_alone(model, capfd):
         def compute():
             raise RuntimeError("device-side assert")
 
-        return compute
+        return Staged(compute)
 
     runner.stage = broken
     failed = decoding.compute.launch(work, StepRows([LIKELIEST] * 3, []))
@@ -188,3 +192,56 @@ def test_a_failure_on_the_device_ends_its_step_alone(model, capfd):
     assert failed.read() is None
     assert following.read() is not None
     assert "device-side assert" in "".join(capfd.readouterr())
+
+
+def test_steps_that_fail_before_their_inputs_are_copied_leave_room_for_those_behind(model, monkeypatch, capfd):
+    decoding = Decoding(model, LateQueue())
+    decoding.create()
+    runner = decoding.compute._runner
+    plan = decoding.scheduler.schedule(0.0)
+    work, how = decoding.scheduler.apply(plan, decoding.cache.step(plan)), StepRows([LIKELIEST] * 3, [])
+    copying = replace(work, copies=[(NUM_BLOCKS - 2, NUM_BLOCKS - 1)])
+
+    def raises(*args):
+        raise RuntimeError("out of memory")
+
+    for owner, name in (
+        (runner, "copy_blocks"),  # before the upload
+        (runner, "_plain"),  # the upload itself
+        (decoding.queue, "submit"),  # nothing is run
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, raises)
+            failed = [decoding.compute.launch(copying, how) for _ in range(2)]
+            assert [step.read() for step in failed] == [None, None]
+    assert "".join(capfd.readouterr()).count("RuntimeError: out of memory") == 6
+    assert decoding.compute.launch(work, how).read() is not None
+
+
+def a_packed_step():
+    upload = PackedUpload(torch.device("cpu"), LateQueue(), pin_memory=False)
+    return lambda: upload.stage({"x": np.zeros(4)})
+
+
+def a_captured_step():
+    inputs = DecodeInputs(1, 1, torch.device("cpu"), LateQueue(), padding_row=1, pin_memory=False)
+    batch = build_batch([ScheduledRow([5], 0, np.array([1], np.int32))], BLOCK_SIZE)
+    return lambda: inputs.stage(batch, 1)
+
+
+@pytest.mark.parametrize("step", [a_packed_step, a_captured_step])
+def test_a_copy_that_fails_and_one_that_is_given_back_keep_no_memory(step, monkeypatch):
+    stage = step()
+
+    def raises(*args, **options):
+        raise RuntimeError("out of memory")
+
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "to", raises)
+            patched.setattr(torch.Tensor, "copy_", raises)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                stage()()
+    for _ in range(2):
+        stage().give_back()
+    stage()()

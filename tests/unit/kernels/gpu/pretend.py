@@ -2,7 +2,7 @@
 
 import torch
 
-from kvkeeper.engine_service.compute.device.upload import PackedUpload
+from kvkeeper.engine_service.compute.device.upload import PackedUpload, Staged
 from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
 from kvkeeper.engine_service.model import decoder, experts, latent
 
@@ -43,7 +43,7 @@ def pretend_model_on_cuda(monkeypatch):
 
     def stage_all(self, arrays):
         copy = stage(self, arrays)
-        return lambda: {name: tensor.as_subclass(PretendCuda) for name, tensor in copy().items()}
+        return Staged(lambda: {name: tensor.as_subclass(PretendCuda) for name, tensor in copy().items()}, copy.give_back)
 
     def claiming(op):
         def run(x, *args, **options):

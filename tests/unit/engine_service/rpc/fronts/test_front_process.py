@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.rpc.fronts import front_process
 from kvkeeper.engine_service.rpc.fronts.calls import FrontServices
+from kvkeeper.engine_service.rpc.fronts.frames import Kind
 from kvkeeper.engine_service.rpc.fronts.front_process import FrontFailed, start_front
 from kvkeeper.engine_service.rpc.fronts.set_up import front_config
 from kvkeeper.engine_service.rpc.fronts.told import FrontSetUp, FrontState
@@ -54,4 +56,39 @@ async def test_one_that_dies_before_it_serves_is_a_start_that_failed() -> None:
     front.process.kill()
     with pytest.raises(FrontFailed, match="ended before it served"):
         await front.ready
+    assert await front.wait_end() == -signal.SIGKILL
+
+
+async def test_one_that_hangs_is_killed_and_one_that_answers_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_process, "_PING_S", 0.01)
+    monkeypatch.setattr(front_process, "_MOST_SILENT", 1 << 30)
+    front, answered = await start_front(), asyncio.Event()
+    take = front._lane._take
+
+    def noting(kind: Kind, number: int, body: bytes) -> None:
+        take(kind, number, body)
+        if kind is Kind.PONG and front.ready.done():
+            assert front._num_silent == 0
+            answered.set()
+
+    front._lane._take = noting
+    front.set_up(set_up("127.0.0.1:0"), STATE, services())
+    await front.ready
+    async with asyncio.timeout(20):
+        await answered.wait()
+    os.kill(front.process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(front_process, "_MOST_SILENT", 3)
+    async with asyncio.timeout(20):
+        assert await front.wait_end() == -signal.SIGKILL
+
+
+async def test_one_that_hangs_before_it_serves_is_a_start_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_process, "_PING_S", 0.01)
+    monkeypatch.setattr(front_process, "_MOST_SILENT_LOADING", 3)
+    front = await start_front()
+    os.kill(front.process.pid, signal.SIGSTOP)
+    front.set_up(set_up("127.0.0.1:0"), STATE, services())
+    async with asyncio.timeout(20):
+        with pytest.raises(FrontFailed, match="ended before it served"):
+            await front.ready
     assert await front.wait_end() == -signal.SIGKILL
