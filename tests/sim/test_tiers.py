@@ -5,7 +5,7 @@ from tests.support.tiers.tier_simulation import TierSimulation, simulate_tiers
 
 
 def test_nothing_is_reused_or_lost_however_the_orders_end() -> None:
-    counts = simulate_tiers(lambda sums: sums.steps >= 12_000)
+    counts = simulate_tiers(lambda sums: sums.steps >= 17_000)
     # The run counts only if its faults fired and its guarded paths were on.
     for name in TierCounts.__dataclass_fields__:
         assert getattr(counts, name) >= 3, (name, counts)
