@@ -44,7 +44,7 @@ class Side:
         # Memory of which nothing is ever read or copied: all sessions run their copies themselves.
         arena: Any = SimpleNamespace(fields=lambda: {"kind": "none"}, blocks=lambda *sizes: None)
         self.pool = Pool(_SPEC, config, PoolManager(config, StartNumbers()), arena, arena if config.num_host_blocks else None)
-        registry: Any = SimpleNamespace(pools=[self.pool], obtain=self._obtain)
+        registry: Any = SimpleNamespace(pools=[self.pool], obtain=self._obtain, stored=lambda spec: spec)
         self.sessions = SessionManager(registry, self.clock, epoch=1, max_sessions=100)
         self.handler = StepHandler(self.sessions, MAX_MESSAGE_BYTES, foretells=foretells)
 
