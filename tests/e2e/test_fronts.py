@@ -208,7 +208,7 @@ async def test_the_gate_is_in_the_front_and_the_engine_knows_who_calls(tmp_path:
         reader = await services.engine_client(engine, services.credentials(Role.READER))
         with pytest.raises(KvkeeperError) as refused:
             await generate(reader, PROMPT_TOKENS, 4)
-        assert refused.value.reason == "ROLE_NOT_ALLOWED"
+        assert refused.value.reason == "ROLE_NOT_ALLOWED", refused.value
 
         async def are_counted() -> bool:
             return bool(fronts_of(engine).refused["ROLE_NOT_ALLOWED"]) and bool(

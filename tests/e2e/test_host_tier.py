@@ -44,7 +44,7 @@ async def test_loads_that_fail_are_computed_instead(world: Services, monkeypatch
     client = await world.client(await world.start_engine())
     for prompt in PROMPTS:
         await generate(client, prompt)
-    run = TransferRunner.run
+    run = TransferRunner._run
 
     def failing(transfers: TransferRunner, answer: StepResult) -> None:
         """Every second load is aimed past the end of the host tier."""
@@ -52,7 +52,7 @@ async def test_loads_that_fail_are_computed_instead(world: Services, monkeypatch
         sources[(answer.transfer_kinds == 2) & (answer.transfer_ids % 2 == 0)] = 10**6
         run(transfers, answer._replace(transfer_sources=sources))
 
-    monkeypatch.setattr(TransferRunner, "run", failing)
+    monkeypatch.setattr(TransferRunner, "_run", failing)
     for prompt in PROMPTS:
         assert (await generate(client, prompt)).token_ids == [toy_output(prompt, 8)]
     assert (await world.pool()).num_failed_transfers > 0
@@ -67,6 +67,6 @@ async def test_orders_that_move_nothing_would_show(world: Services, monkeypatch:
     def idle(transfers: TransferRunner, answer: StepResult) -> None:
         transfers._done_now += answer.transfer_ids.tolist()
 
-    monkeypatch.setattr(TransferRunner, "run", idle)
+    monkeypatch.setattr(TransferRunner, "_run", idle)
     outputs = [(await generate(client, prompt)).token_ids for prompt in PROMPTS]
     assert outputs != [[toy_output(prompt, 8)] for prompt in PROMPTS]

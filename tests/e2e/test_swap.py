@@ -79,7 +79,7 @@ async def test_orders_that_move_nothing_would_show(world: Services, monkeypatch:
     def idle(transfers: TransferRunner, answer: StepResult) -> None:
         transfers._done_now += answer.transfer_ids.tolist()
 
-    monkeypatch.setattr(TransferRunner, "run", idle)
+    monkeypatch.setattr(TransferRunner, "_run", idle)
     await world.start_cache(num_blocks=17, num_host_blocks=129)
     with pytest.raises(AssertionError):
         await crowd(world, preemption="swap")
@@ -87,7 +87,7 @@ async def test_orders_that_move_nothing_would_show(world: Services, monkeypatch:
 
 @pytest.mark.parametrize("kind", [1, 2])
 async def test_transfers_that_fail_end_in_computing_again(world: Services, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
-    run = TransferRunner.run
+    run = TransferRunner._run
 
     def failing(transfers: TransferRunner, answer: StepResult) -> None:
         """Every second order of a kind is aimed past the end of a tier."""
@@ -95,7 +95,7 @@ async def test_transfers_that_fail_end_in_computing_again(world: Services, monke
         sources[(answer.transfer_kinds == kind) & (answer.transfer_ids % 2 == 0)] = 10**6
         run(transfers, answer._replace(transfer_sources=sources))
 
-    monkeypatch.setattr(TransferRunner, "run", failing)
+    monkeypatch.setattr(TransferRunner, "_run", failing)
     await world.start_cache(num_blocks=17, num_host_blocks=129)
     outputs = await crowd(world, preemption="swap")
     assert sum(output.usage.num_preemptions for output in outputs) > 0

@@ -27,7 +27,7 @@ def check_contents(world: TierWorld) -> None:
                 continue
             view, num_tokens = world.manager.readable(session, SequenceId(q.id))
             for group, table in enumerate((view.block_table, *view.group_tables)):
-                wanted = world.read(q, group, world.spell(q, group, view.num_committed_tokens))[:num_tokens]
+                wanted = world.read(q, group, table.tolist(), world.spell(q, group, view.num_committed_tokens))[:num_tokens]
                 fault = world.memory.fault(f"what is read of {q.id}, group {group}", table.tolist(), wanted)
                 assert not fault, fault
             assert num_tokens == view.num_committed_tokens or engine.executor is Executor.ENGINE

@@ -24,7 +24,7 @@ BLOCK_SIZE, WIDTH, MOST_ROWS = 16, 3, 9
 BOUNDS = StepBounds(MOST_ROWS, WIDTH * BLOCK_SIZE)
 NUM_BLOCKS = 1 + MOST_ROWS * WIDTH
 CONTEXTS = [5, 16, 31, 1, 33, 40, 15, 47, 20]
-CHOSEN = [model for model in TINY_MODELS if model.name in ("qwen3", "gemma2", "llama4")]
+CHOSEN = [model for model in TINY_MODELS if model.name in ("qwen3", "gemma2", "llama_llama3_rope")]
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +88,13 @@ def test_logits_are_those_without_graphs_for_every_number_of_rows(each_model):
         torch.testing.assert_close(plain(found), plain(expected), rtol=0, atol=1e-6)
     torch.testing.assert_close(seen[1:], other[1:], rtol=0, atol=1e-6, equal_nan=True)
     assert not seen[0].any(), "padding wrote to the null block"
+
+
+def test_a_model_with_chunks_is_computed_without_graphs(tmp_path):
+    chunked = next(each for each in TINY_MODELS if each.name == "llama4")
+    runner, _ = make_runner(load_model(build_model_folder(tmp_path, chunked), progress=False)[0])
+    runner.make_ready(BOUNDS, RecordedGraphs(), with_retention=False, progress=False)
+    assert runner.graphed is None
 
 
 def test_layers_in_groups_have_the_same_logits_by_tables_of_their_own(tmp_path):
