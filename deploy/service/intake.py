@@ -106,12 +106,17 @@ def _dropping(answer: Callable[[grpc.aio.ServicerContext], Awaitable[Any]]) -> A
         try:
             return await answer(context)
         except BaseException as error:
-            failed: BaseException | None = error
-            while failed is not None:
-                traceback.clear_frames(failed.__traceback__)
-                failed.__traceback__ = None
-                failed = failed.__context__
+            forget_frames(error)
             del messages, context  # this frame is one of them
             raise
 
     return handle
+
+
+def forget_frames(error: BaseException) -> None:
+    """Have an error that was told hold nothing of the call that it ended, whoever still refers to it."""
+    failed: BaseException | None = error
+    while failed is not None:
+        traceback.clear_frames(failed.__traceback__)
+        failed.__traceback__ = None
+        failed = failed.__context__

@@ -16,7 +16,7 @@ import torch
 from kvkeeper.kernels.philox import uniforms
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 
-from ..values.sampling_params import SamplingRow, are_likeliest
+from ..values.sampling_params import PlainDraws, SampledRows, SamplingRow, are_likeliest
 from .last_tokens import LastTokens
 from .penalties import apply_penalties
 from .step_logits import NOT_FINITE, StepLogits, with_likeliest
@@ -64,7 +64,7 @@ def tokens_of(told: npt.NDArray[np.int64]) -> SampledTokens:
 
 
 @torch.inference_mode()
-def draw(step: StepLogits, rows: Sequence[SamplingRow], last: LastTokens | None = None) -> Drawn:
+def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None) -> Drawn:
     """Draw one token per row.
 
     Args:
@@ -84,28 +84,28 @@ def draw(step: StepLogits, rows: Sequence[SamplingRow], last: LastTokens | None 
     if are_likeliest(rows):
         assert likeliest is not None
         return Drawn(likeliest, told)
-    raw, logits, is_finite = logits, apply_penalties(logits, rows, last), told >= 0
-    constrained = _apply_constraints(logits, rows)
+    raw, is_finite, constrained = logits, told >= 0, logits
+    if not isinstance(rows, PlainDraws):
+        logits = apply_penalties(logits, rows, last)
+        constrained = _apply_constraints(logits, rows)
     can_go_on = None if constrained is logits else constrained.amax(dim=1) > -torch.inf
     logits = _with_sound_rows(constrained, is_finite if can_go_on is None else is_finite & can_go_on)
     if logits is not raw:
         likeliest = None
-    drawn = _drawn(logits, likeliest, rows)
+    drawn = _drawn(logits, likeliest, rows if isinstance(rows, PlainDraws) else PlainDraws.of(rows))
     if can_go_on is not None:
         told = torch.where(is_finite & ~can_go_on, STUCK, told)
     return Drawn(drawn, torch.where(told >= 0, drawn, told))
 
 
-def _drawn(logits: torch.Tensor, likeliest: torch.Tensor | None, rows: Sequence[SamplingRow]) -> torch.Tensor:
+def _drawn(logits: torch.Tensor, likeliest: torch.Tensor | None, draws: PlainDraws) -> torch.Tensor:
     """A token of each row, all of which can be drawn from. likeliest: of each row, where it is known."""
-    greedy = np.fromiter((row.params.temperature == 0 for row in rows), np.bool_, len(rows))
-    if greedy.all():
+    picked = np.flatnonzero(draws.params[0])
+    if not len(picked):
         return _likeliest(logits) if likeliest is None else likeliest
-    picked = np.flatnonzero(~greedy)
-    chosen = [rows[index] for index in picked.tolist()]
-    where = None if len(picked) == len(rows) else at_device(picked, logits)
+    where = None if len(picked) == len(draws) else at_device(picked, logits)
     own = logits if where is None else logits[where]
-    drawn = sample_rows(own, *_tensors(chosen, logits))
+    drawn = sample_rows(own, *_tensors(draws if where is None else draws.picked(picked), logits))
     if where is None:
         return drawn
     return (_likeliest(logits) if likeliest is None else likeliest).index_copy(0, where, drawn)
@@ -139,22 +139,13 @@ def _with_sound_rows(logits: torch.Tensor, is_sound: torch.Tensor) -> torch.Tens
     return torch.where(is_sound[:, None], logits, 0.0)
 
 
-def _tensors(rows: Sequence[SamplingRow], logits: torch.Tensor) -> tuple[SamplingTensors, torch.Tensor]:
+def _tensors(draws: PlainDraws, logits: torch.Tensor) -> tuple[SamplingTensors, torch.Tensor]:
     """Parameters of the rows and their uniform numbers, in one copy."""
-    columns = np.empty((6, len(rows)))
-    chosen = [row.params for row in rows]
-    columns[:5] = np.array([(it.temperature, it.top_k, it.top_p, it.min_p, it.typical_p) for it in chosen]).T
-    columns[5] = _uniforms(rows)
+    columns = np.empty((6, len(draws)))
+    columns[:5] = draws.params
+    columns[5] = uniforms(draws.seeds, draws.sample_idx, draws.positions)
     temperature, top_k, top_p, min_p, typical_p, drawn = at_device(columns, logits)
     return SamplingTensors(temperature, top_k.long(), top_p, min_p, typical_p), drawn
-
-
-def _uniforms(rows: Sequence[SamplingRow]) -> npt.NDArray[np.float64]:
-    return uniforms(
-        np.array([row.seed for row in rows], dtype=np.uint64),
-        np.array([row.sample_idx for row in rows], dtype=np.uint64),
-        np.array([row.position for row in rows], dtype=np.uint64),
-    )
 
 
 def _apply_constraints(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

@@ -9,18 +9,21 @@ import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
+from ..compute.sampler import SampledTokens
 from ..compute.step_compute import Computed, StepRows
 from ..outputs.generation import Generation
+from ..outputs.slot_draws import SlotDraws
+from ..outputs.unread_tokens import Slots, UnreadTokens
 from ..scheduler.plan import Plan
 from ..scheduler.scheduler import NO_BLOCKS, Scheduler
 from ..scheduler.state.limits import Limits
 from ..scheduler.work import Work
 from ..values.beam_values import Candidates
 from ..values.errors import DuplicateRequest, EngineError, NeverFits, QueueFull, RequestFailed, UnknownRequest
-from ..values.request import Int32Array, Request, Sequence, SequenceState, TakenBlocks
-from ..values.sampling_params import LIKELIEST
+from ..values.request import NO_SLOT, Int32Array, Request, Sequence, SequenceState, TakenBlocks
 from .stats import EngineStats
 from .tracing import EngineTracing
 
@@ -42,6 +45,8 @@ class OpenRequests:
         self._closed: list[Generation] = []
         self._stopped: list[tuple[Request, int]] = []  # continuations that ended outside of a step, of requests that go on
         self._undelivered: dict[Generation, None] = {}  # those with chunks that their streams do not have yet
+        self._unread, self._draws = UnreadTokens[Generation](), SlotDraws()
+        self._untold: list[Slots] = []  # with tokens that their readers do not know of
         self._num_constrained = 0  # of the open ones
 
     def submit(self, generation: Generation) -> None:
@@ -76,6 +81,8 @@ class OpenRequests:
     def _queue(self, generation: Generation, taken: Mapping[int, TakenBlocks] = NO_BLOCKS) -> None:
         request = generation.request
         generation.on_close = self._note_close
+        generation.take_slot(self._unread)
+        self._draws.set(request.slot, generation.plain_params if request.slot != NO_SLOT else None, generation.seed)
         self.generations[request.request_id] = self._by_request[request] = generation
         self._num_constrained += bool(generation.constraints)
         self._scheduler.add(request, time.monotonic(), taken)
@@ -160,8 +167,12 @@ class OpenRequests:
     def rows(self, work: Work) -> StepRows:
         """How each of the step's tokens is drawn, and the tokens of each list that a search extends."""
         by_request = self._by_request
-        if not work.searched and all(by_request[sequence.request].draws_likeliest for sequence in work.sampled):
-            return StepRows([LIKELIEST] * len(work.logit_idx), [])
+        has_one_each = len(work.sampled) == len(work.sample_rows) and not work.searched
+        if has_one_each and len(work.logit_idx) == len(work.sampled):
+            running, rows = self._scheduler.running, work.sample_rows
+            plain = self._draws.rows(running.slots[rows], running.num_tokens[rows] + work.awaited)
+            if plain is not None:
+                return StepRows(plain, [])
         drawing = [sequence for sequence, own in zip(work.sampled, work.guesses, strict=True) for _ in range(len(own) + 1)]
         awaited: list[int | None] = [None] * len(drawing)
         for at in np.flatnonzero(work.awaited).tolist():  # there are no guesses in such a step
@@ -210,24 +221,31 @@ class OpenRequests:
         return taken
 
     def _take_drawn(self, work: Work, taken: list[Int32Array], computed: Computed) -> None:
-        """The next tokens of each sequence. Most are plain, and one apiece: objects would cost more than the step."""
-        sampled, by_request, undelivered = computed.sampled, self._by_request, self._undelivered
-        token_ids, now, time_next_token = sampled.token_ids.tolist(), time.monotonic(), self._stats.time_next_token
-        has_late = any(not len(own) for own in taken)  # a row whose sequence had ended before
-        if has_late or sampled.bad_rows or sampled.stuck_rows or len(token_ids) > len(work.sampled):
+        """The next tokens of each sequence. Most are plain, and one apiece: these cost the step no call each."""
+        sampled = computed.sampled
+        if len(sampled.token_ids) > len(work.sampled):  # with guesses
             row = 0
             for sequence, guesses, own in zip(work.sampled, work.guesses, taken, strict=True):
                 self._take_tokens(sequence, own.tolist(), row, computed)
                 row += len(guesses) + 1
             return
-        for row, (sequence, token_id) in enumerate(zip(work.sampled, token_ids, strict=True)):
-            generation = by_request.get(sequence.request)
-            if generation is None or not generation.take_plain(token_id):
-                self._take_tokens(sequence, [token_id], row, computed)
-                continue
-            if not generation.was_told:
-                undelivered[generation] = None
-            time_next_token(generation, now)
+        rest = self._add_plain(work, taken, sampled)
+        for row in rest.tolist():
+            self._take_tokens(work.sampled[row], taken[row].tolist(), row, computed)
+
+    def _add_plain(self, work: Work, taken: list[Int32Array], sampled: SampledTokens) -> npt.NDArray[np.int64]:
+        """Add the plain ones of a step's tokens to what is unread. Answers the rows of the others."""
+        num_rows = len(work.sample_rows)
+        slots = self._scheduler.running.slots[work.sample_rows]
+        if not all(map(len, taken)):  # a row whose sequence had ended before, and which may be another one's by now
+            slots[[not len(own) for own in taken[:num_rows]]] = NO_SLOT
+        if troubled := [row for row in (*sampled.bad_rows, *sampled.stuck_rows) if row < num_rows]:
+            slots[troubled] = NO_SLOT
+        added = self._unread.add(slots, sampled.token_ids[:num_rows], time.monotonic())
+        self._stats.time_next_tokens(added.gaps)
+        self._untold.append(added.untold)
+        others = np.flatnonzero(~added.is_added)
+        return others if num_rows == len(work.sampled) else np.append(others, np.arange(num_rows, len(work.sampled)))
 
     def _take_tokens(self, sequence: Sequence, token_ids: list[int], first_row: int, computed: Computed) -> None:
         """One sequence's next tokens, drawn in the rows from first_row on."""
@@ -270,6 +288,10 @@ class OpenRequests:
         for generation in self._undelivered:
             generation.deliver()
         self._undelivered.clear()
+        for slots in self._untold:
+            for generation in self._unread.tell(slots):
+                generation.tell_more()
+        self._untold.clear()
 
     def end_closed(self) -> None:
         """End the sequences of requests that ended. The last K and V of a failed request must not be shared."""
@@ -283,6 +305,7 @@ class OpenRequests:
                 if sequence.state is not SequenceState.ENDED:
                     self._scheduler.end_sequence(sequence, discard=generation.has_failed)
             self._by_request.pop(generation.request, None)  # one that was taken out is not there
+            generation.give_back_slot(self._unread)
         self._closed.clear()
 
     def fail(self, request: Request, error: EngineError) -> None:

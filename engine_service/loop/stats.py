@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from ..outputs.generation import Generation
 from ..scheduler.work import Work
@@ -50,19 +51,17 @@ class EngineStats:
 
     def time_token(self, generation: Generation, index: int) -> None:
         """A continuation got a token now."""
-        now, times = time.monotonic(), generation.last_token_at
-        if index in times:
-            self._between.append(now - times[index])
-        elif not times:
+        now, before = time.monotonic(), generation.last_token_time(index)
+        if before is not None:
+            self._between.append(now - before)
+        elif not generation.last_token_at:
             self._first.append(now - generation.started_at)
             generation.first_token_at = now
-        times[index] = now
+        generation.note_token_time(index, now)
 
-    def time_next_token(self, generation: Generation, now: float) -> None:
-        """The only continuation of a request, which has tokens already, got one more."""
-        times = generation.last_token_at
-        self._between.append(now - times[0])
-        times[0] = now
+    def time_next_tokens(self, gaps: npt.NDArray[np.float64]) -> None:
+        """Continuations that have tokens already got one more each, so many seconds after the one before."""
+        self.between_tokens.add(gaps)
 
     def time_first_tokens(self, generation: Generation) -> None:
         """The tokens that the continuations of a request have came now, from another engine."""

@@ -4,7 +4,7 @@ Owns when a continuation ends (length, end-of-sequence, stop ids, stop strings),
 its end exactly once. Knows no wire: chunks and a refusal are handed to `send`.
 
 Most tokens are plain: they neither end their continuation nor bring more than their text. Where a reader asks for what is new,
-they are kept as numbers until it does, so that a step costs an addition for each, and text is made once for all that are read.
+they stay in the request's slot of UnreadTokens until it does, and text is made once for all that are read.
 """
 
 import time
@@ -20,16 +20,15 @@ import structlog
 from ..values.beam_values import Branch, Candidates, SearchRow
 from ..values.errors import EngineError, RequestFailed, RequestMoved
 from ..values.output_chunk import OutputChunk, PlainTokens, Usage
-from ..values.request import FinishReason, Int32Array, Request, RequestState
+from ..values.request import NO_SLOT, FinishReason, Int32Array, Request, RequestState
 from ..values.sampling_params import LIKELIEST, SamplingParams, SamplingRow
 from ..values.token_logprobs import TokenLogprobs
 from .beam_search import BeamSearch, Finished
 from .best_of import BestOf
 from .stopping import StopRules, TextOutput
+from .unread_tokens import UnreadSlot, UnreadTokens
 
 log = structlog.get_logger()
-
-_MOST_PLAIN = 4096  # tokens without a chunk; then they are sent as one, so that what a client does not read is counted
 
 
 class Timer(Protocol):
@@ -84,16 +83,14 @@ class Generation:
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     _told_prompt: bool = False
     _undelivered: list[OutputChunk | EngineError] = field(default_factory=list)
-    draws_likeliest: bool = field(init=False)  # its rows are LIKELIEST
+    plain_params: SamplingParams | None = field(init=False)  # its draws hang on these, and nothing else is told of them
     _on_more: Callable[[], None] | None = None  # tells a reader that asks by take_more
-    was_told: bool = False  # that reader, since it asked last
-    _plain: list[int] = field(default_factory=list)  # tokens of the only continuation, behind the chunks
-    _plain_room: int = 0  # tokens that may follow them as plain ones
-    _ending_ids: frozenset[int] = frozenset()
+    _slot: UnreadSlot | None = None  # of plain tokens of the only continuation, behind the chunks
 
     def __post_init__(self) -> None:
         tells_or_ranks = self.num_logprobs is not None or self.best_of is not None
-        self.draws_likeliest = self.params.is_likeliest and not tells_or_ranks and not self.constraints and self.search is None
+        is_plain = not (self.params.is_penalised or tells_or_ranks or self.constraints) and self.search is None
+        self.plain_params = self.params if is_plain else None
 
     @property
     def request_id(self) -> str:
@@ -106,7 +103,11 @@ class Generation:
     @property
     def num_taken(self) -> int:
         """New tokens of all continuations, or of all lists of a search."""
-        return self._num_taken.total() + len(self._plain) if self.search is None else self.search.num_tokens
+        return self._num_taken.total() + self._num_unread if self.search is None else self.search.num_tokens
+
+    @property
+    def _num_unread(self) -> int:
+        return 0 if self._slot is None else self._slot.num_unread
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
@@ -151,7 +152,7 @@ class Generation:
 
     def sampling_row(self, index: int, token_ids: Int32Array, awaited_row: int | None = None) -> SamplingRow:
         """How the next token of a continuation that holds token_ids, and the one that is awaited, is drawn."""
-        if self.draws_likeliest:
+        if self.plain_params is not None and self.plain_params.is_likeliest:
             return LIKELIEST
         constraint = self.constraints[index] if self.constraints else None
         num_prompt = len(self.request.prompt)
@@ -212,7 +213,31 @@ class Generation:
 
     def num_taken_of(self, index: int) -> int:
         """The tokens of a continuation so far, also one that ended it."""
-        return self._num_taken[index] + len(self._plain)  # these are of the only one
+        return self._num_taken[index] + self._num_unread  # these are of the only one
+
+    def take_slot(self, unread: UnreadTokens["Generation"]) -> None:
+        """A slot for plain tokens, until give_back_slot. None where there are no such tokens."""
+        if self.request.n == 1 and self.search is None:
+            self._slot = unread.give(self, self.stop.ids, self.last_token_at.get(0, 0.0))
+            self.request.slot = self._slot.at
+
+    def give_back_slot(self, unread: UnreadTokens["Generation"]) -> None:
+        """It has ended, and nothing is drawn for it any more."""
+        if self._slot is not None:
+            assert not self._slot.num_unread, "they were sent before its end"
+            unread.take_back(self._slot)
+            self._slot, self.request.slot = None, NO_SLOT
+
+    def last_token_time(self, index: int) -> float | None:
+        """When a continuation's last token came; None: it has none."""
+        noted = self.last_token_at.get(index)
+        return noted if noted is None or self._slot is None else self._slot.last_at
+
+    def note_token_time(self, index: int, now: float) -> None:
+        """A continuation got a token now."""
+        self.last_token_at[index] = now
+        if self._slot is not None:
+            self._slot.note_time(now)
 
     def let_take_more(self, on_more: Callable[[], None]) -> None:
         """A reader asks by take_more for what is new. on_more: tells it that there is something; called by deliver."""
@@ -220,29 +245,29 @@ class Generation:
 
     def take_more(self) -> PlainTokens | None:
         """The plain tokens since the last call. Behind all that was sent, and all that this call sends."""
-        self.was_told = False
         if self._undelivered:
             self.deliver()
         return self._take_plain()
 
+    def tell_more(self) -> None:
+        """There is something to ask for."""
+        if self._on_more is not None:
+            self._on_more()
+
     def take_plain(self, token_id: int) -> bool:
         """Add the only continuation's next token, if it is a plain one. False: take_token is to add it."""
-        if not self._plain_room or token_id in self._ending_ids:
-            return False
-        self._plain_room -= 1
-        self._plain.append(token_id)
-        return True
+        return self._slot is not None and self._slot.put(token_id)
 
     def _take_plain(self) -> PlainTokens | None:
         """The plain tokens with their text. If one cannot be made text, those before it are sent, and the request ends."""
-        if not self._plain:
+        if self._slot is None or not (token_ids := self._slot.take()):
             return None
-        token_ids, self._plain = self._plain, []
         self._num_taken[0] += len(token_ids)
         self._num_sent += len(token_ids)
-        output, texts = self.outputs[0], list[str]()
+        output = self.outputs[0]
         if not output.has_text:
             return PlainTokens(token_ids, "")
+        texts = list[str]()
         try:
             for token_id in token_ids:
                 texts.append(output.push(token_id)[0])
@@ -262,11 +287,10 @@ class Generation:
     def _note_plain_room(self) -> None:
         """A token was taken that did not end the request: what may follow as plain tokens."""
         asks_more = self.num_logprobs is not None or self.request.num_prompt_logprobs is not None or self.constraints
-        if self._on_more is None or self.request.n > 1 or asks_more or self.best_of is not None:
+        if self._slot is None or self._on_more is None or asks_more or self.best_of is not None:
             return
         if not self.outputs[0].may_stop:
-            self._plain_room = min(self.request.max_new_tokens - self._num_taken[0] - 1, _MOST_PLAIN)
-            self._ending_ids = self.stop.ids
+            self._slot.open(self.request.max_new_tokens - self._num_taken[0] - 1)
 
     def take_token(self, index: int, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
         """Add a continuation's next token. Whether it is the last. The chunk is sent by deliver."""
@@ -323,8 +347,7 @@ class Generation:
             for chunk in self._undelivered:
                 self.send(chunk)
             self._undelivered.clear()
-        if self._plain and not self.was_told and self._on_more is not None:
-            self.was_told = True
+        if self._slot is not None and self._on_more is not None and self._slot.tell():
             self._on_more()
 
     def cancel(self) -> None:
@@ -401,7 +424,8 @@ class Generation:
         return True
 
     def _close(self) -> None:
-        self._plain_room = 0
+        if self._slot is not None:
+            self._slot.open(0)
         self._logprobs.clear()
         self.on_close(self)
 
@@ -425,7 +449,7 @@ class Generation:
         return Usage(
             prompt_tokens=len(request.prompt),
             cached_tokens=request.num_hit_tokens or 0,
-            new_tokens=self._num_sent + len(self._plain),
+            new_tokens=self._num_sent + self._num_unread,
             copied_blocks=request.num_copied_blocks,
             num_preemptions=request.num_preemptions,
         )

@@ -5,14 +5,16 @@ ended since its step began, in the step before, which was still computed then: w
 its row may be another sequence's. Pure.
 """
 
-from collections import Counter
-
 import numpy as np
 import numpy.typing as npt
 
 from ..values.request import NO_TOKENS, Int32Array, SequenceState
+from .state.fair_share import FairShare
+from .state.running import RunningSequences
 from .state.scheduler_state import SchedulerState
 from .work import Work
+
+_MOST_TENANTS = 4096  # that are remembered
 
 
 class DrawnTokens:
@@ -20,6 +22,7 @@ class DrawnTokens:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._lanes = _Lanes()
 
     def histories(self, work: Work) -> list[Int32Array]:
         """The tokens before each drawn token, in the order of work.logit_idx; views, valid until the tokens are appended.
@@ -55,11 +58,8 @@ class DrawnTokens:
             for sequence, token_ids in zip(work.sampled, taken, strict=True):
                 sequence.num_output += len(token_ids)
         if shares is not None:
-            num_new = Counter[str]()
-            for sequence, token_ids in zip(work.sampled, taken, strict=True):
-                num_new[shares.tenant_of(sequence.request)] += len(token_ids)
-            for tenant, num_tokens in num_new.items():
-                shares.charge(tenant, num_tokens)
+            num_new = np.fromiter(map(len, taken), np.int64, len(taken))
+            self._lanes.charge(shares, running, work, num_new)
         for child, token_ids in zip(work.sampled[num_rows:], taken[num_rows:], strict=True):
             child.token_ids = np.append(child.request.prompt, token_ids).astype(np.int32)
             if child.state is not SequenceState.ENDED:  # it may have ended while this was computed
@@ -97,6 +97,37 @@ class DrawnTokens:
     def give_up(self, work: Work) -> None:
         """The work failed: the tokens counted on do not come. Its requests have ended or are about to end."""
         self._settle(work)
+
+
+class _Lanes:
+    """Which tenant's share each row counts for, asked once for a row's sequence and not with each of its tokens."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, int] = {}
+        self._running: RunningSequences | None = None  # whose rows these are
+        self._numbers = np.zeros(0, np.int64)  # of the tenant, by row
+        self._serials = np.zeros(0, np.int64)  # of the sequence that it was asked for, by row
+
+    def charge(self, shares: FairShare, running: RunningSequences, work: Work, num_new: npt.NDArray[np.int64]) -> None:
+        """Each of work.sampled got so many new tokens."""
+        rows = work.sample_rows
+        for sequence, count in zip(work.sampled[len(rows) :], num_new[len(rows) :].tolist(), strict=True):
+            shares.charge(shares.tenant_of(sequence.request), count)
+        if not len(rows):
+            return
+        if running is not self._running or len(self._tenants) > _MOST_TENANTS:
+            self._running = running
+            self._tenants.clear()
+            self._numbers, self._serials = np.zeros((2, running.num_rows), np.int64)
+        serials = work.serials if len(work.serials) == len(rows) else work.serials[np.isin(work.rows, rows)]
+        for at in np.flatnonzero(self._serials[rows] != serials).tolist():
+            tenant = shares.tenant_of(work.sampled[at].request)
+            self._numbers[rows[at]] = self._tenants.setdefault(tenant, len(self._tenants))
+        self._serials[rows] = serials
+        counts = np.bincount(self._numbers[rows], num_new[: len(rows)]).astype(np.int64)
+        tenants = list(self._tenants)
+        for number in np.flatnonzero(counts).tolist():
+            shares.charge(tenants[number], int(counts[number]))
 
 
 def num_kept(guesses: Int32Array, drawn: Int32Array) -> int:

@@ -19,6 +19,8 @@ Int32Array = npt.NDArray[np.int32]
 NO_TOKENS: Int32Array = np.empty(0, np.int32)
 NO_TOKENS.flags.writeable = False
 
+NO_SLOT = 0  # of UnreadTokens: nobody's
+
 
 class FinishReason(IntEnum):
     """Why a continuation ended. The numbers are the protocol's."""
@@ -126,6 +128,7 @@ class Request:
     num_hit_tokens: int | None = None  # prompt tokens found cached at the first start
     num_copied_blocks: int = 0
     num_preemptions: int = 0
+    slot: int = NO_SLOT  # of its unread tokens, where one sequence draws them
     sequences: SequenceOf[Sequence] = field(init=False)
 
     def __post_init__(self) -> None:

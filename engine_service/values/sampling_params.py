@@ -112,6 +112,43 @@ class SamplingRow:
 LIKELIEST = SamplingRow(GREEDY, 0, 0, np.empty(0, np.int32), 0)
 
 
-def are_likeliest(rows: Sequence[SamplingRow]) -> bool:
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainDraws:
+    """R rows to sample by column: their draws hang on logits, parameters, seed and position, and nothing else is told.
+
+    Attributes:
+        params: float64 [5, R], the columns temperature, top_k, top_p, min_p, typical_p.
+        seeds, sample_idx, positions: uint64 [R], see SamplingRow.
+    """
+
+    params: npt.NDArray[np.float64]
+    seeds: npt.NDArray[np.uint64]
+    sample_idx: npt.NDArray[np.uint64]
+    positions: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingRow]) -> "PlainDraws":
+        """What is left of rows once penalties and constraints were applied to their logits."""
+        columns = np.array([draw_params(row.params) for row in rows], np.float64).reshape(-1, 5).T
+        numbers = np.array([(row.seed, row.sample_idx, row.position) for row in rows], np.uint64).reshape(-1, 3).T
+        return cls(columns, *numbers)
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def picked(self, at: npt.NDArray[np.intp]) -> "PlainDraws":
+        """Some of the rows."""
+        return PlainDraws(self.params[:, at], self.seeds[at], self.sample_idx[at], self.positions[at])
+
+
+def draw_params(params: SamplingParams) -> tuple[float, float, float, float, float]:
+    """As PlainDraws has them."""
+    return params.temperature, params.top_k, params.top_p, params.min_p, params.typical_p
+
+
+SampledRows = Sequence[SamplingRow] | PlainDraws
+
+
+def are_likeliest(rows: SampledRows) -> bool:
     """Whether all rows are LIKELIEST."""
-    return rows.count(LIKELIEST) == len(rows)
+    return not isinstance(rows, PlainDraws) and rows.count(LIKELIEST) == len(rows)

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvkeeper.engine_service.loop.stats import EngineStats
 from kvkeeper.engine_service.loop.timings import Timings
 from kvkeeper.engine_service.outputs.generation import Generation
+from kvkeeper.engine_service.outputs.unread_tokens import Added, Slots, UnreadTokens
 from kvkeeper.service.process import StartError
 from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import Services, generate, toy_output, until
@@ -99,18 +100,22 @@ def test_percentiles_are_exact_over_what_was_lately(sizes: list[int]) -> None:
 async def test_times_told_are_those_of_the_tokens(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     """Computed again from the time of each token, and compared with both ways to ask."""
     tokens: dict[tuple[Generation, int], list[float]] = {}
-    time_token, time_next_token = EngineStats.time_token, EngineStats.time_next_token
+    time_token, add = EngineStats.time_token, UnreadTokens.add
 
     def noted(stats: EngineStats, generation: Generation, index: int) -> None:
         time_token(stats, generation, index)
         tokens.setdefault((generation, index), []).append(generation.last_token_at[index])
 
-    def next_noted(stats: EngineStats, generation: Generation, now: float) -> None:
-        time_next_token(stats, generation, now)
-        tokens[generation, 0].append(generation.last_token_at[0])
+    def add_noted(unread: UnreadTokens[Generation], slots: Slots, token_ids: Slots, now: float) -> Added:
+        added = add(unread, slots, token_ids, now)
+        for slot in slots[added.is_added].tolist():
+            generation = unread.owners[slot]
+            assert generation is not None
+            tokens[generation, 0].append(now)
+        return added
 
     monkeypatch.setattr(EngineStats, "time_token", noted)
-    monkeypatch.setattr(EngineStats, "time_next_token", next_noted)
+    monkeypatch.setattr(UnreadTokens, "add", add_noted)
     await world.start_cache()
     engine = await world.start_engine(metrics_listen=ANY_PORT)
     client = await world.client(engine)

@@ -22,11 +22,13 @@ async def messages(address: str, prompt: list[int]) -> list[pb.GenerateResponse]
         return [message async for message in pb_grpc.EngineServiceStub(channel).Generate(request)]
 
 
-@pytest.mark.parametrize(("interval_ms", "least", "most"), [(0.0, NUM_TOKENS // 2, NUM_TOKENS + 2), (1000.0, 2, 10)])
-async def test_tokens_that_come_meanwhile_are_one_message(world: Services, interval_ms: float, least: int, most: int) -> None:
+@pytest.mark.parametrize("fronts", [0, 1])
+@pytest.mark.parametrize(("interval_ms", "least", "most"), [(0.0, NUM_TOKENS, NUM_TOKENS), (1000.0, 2, 10)])
+async def test_tokens_that_come_meanwhile_are_one_message_unless_the_interval_is_0(
+    world: Services, interval_ms: float, least: int, most: int, fronts: int
+) -> None:
     await world.start_cache()
-    # A front that waits for a processor would have more than one token to write.
-    engine = await world.start_engine(stream_interval_ms=interval_ms, fronts=0)
+    engine = await world.start_engine(stream_interval_ms=interval_ms, fronts=fronts)
     found = await messages(engine.address, PROMPTS[0])
     assert [token for message in found for token in message.token_ids] == toy_output(PROMPTS[0], NUM_TOKENS)
     assert least <= len(found) <= most

@@ -3,20 +3,25 @@
 Beside each probe stands its control: the tenant itself, and a caller for all tenants.
 """
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
 import pytest
+import torch
 
 from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, KvkeeperError
 from kvkeeper.client.transport import AsyncTransport
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
+from kvkeeper.engine_service.model.hash_toy import HashToyRunner
 from kvkeeper.engine_service.server import RunningServer
+from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.trust.caller import Role
-from tests.support.processes.service_pair import GREEDY, generate, toy_output, until
+from tests.support.processes.service_pair import DEADLINE_S, GREEDY, generate, toy_output, until
 from tests.support.trust.trusting_services import Trusting, trusting
 
 PROMPT = list(range(1, 14))
@@ -115,10 +120,23 @@ async def test_long_ids_stay_within_the_protocols_bound(world: World) -> None:
     assert all(len(known) <= 64 for known in world.engine.service._submissions._by_id)
 
 
-async def test_requests_keep_their_tenant_when_an_engine_takes_over(world: World) -> None:
+async def test_requests_keep_their_tenant_when_an_engine_takes_over(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, forward, first = threading.Event(), HashToyRunner.forward, world.engine.engine
+
+    def gated(runner: HashToyRunner, batch: Batch) -> torch.Tensor:
+        gate.wait(DEADLINE_S)
+        return forward(runner, batch)
+
+    async def hands_over() -> bool:
+        return first.leaving.is_wanted
+
+    monkeypatch.setattr(HashToyRunner, "forward", gated)  # the request must not have ended before it is handed over
     options = GenerateOptions(sampling=replace(GREEDY, max_tokens=40), request_id="moves")
     await world.clients["a"].submit(PROMPT, options)
-    second = await world.services.start_engine(take_over=world.engine.address)
+    starting = asyncio.create_task(world.services.start_engine(take_over=world.engine.address))
+    await until(hands_over)
+    gate.set()
+    second = await starting
     await second.wait_ready()
     await world.engine.wait_end()
     services = world.services

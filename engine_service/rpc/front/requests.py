@@ -39,6 +39,7 @@ class FrontRequest:
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked, self._send, self._text = asked, send, text
         self._stops = tuple(message.sampling.stop)
+        self._has_plain = message.n <= 1 and not self._stops
         self._makes_text = False
         self._context: list[int] = []
         self._outputs: dict[int, TextOutput] = {}  # by continuation
@@ -101,9 +102,18 @@ class FrontRequest:
             self._is_over = True
             self._send(error_of(body))
         elif kind is Kind.CHUNK:
+            message = pb.GenerateResponse.FromString(body)
+            if self._is_plain(message):
+                self.take_plain(list(message.token_ids))
+                return
             self._settle()
             if not self._is_over:
-                self._guarded(self._take_chunk, pb.GenerateResponse.FromString(body))
+                self._guarded(self._take_chunk, message)
+
+    def _is_plain(self, message: pb.GenerateResponse) -> bool:
+        """Whether a token that the engine sent alone, as it does where the interval is 0, waits for a reader that asks."""
+        asks = self._on_more is not None and self._has_plain and 0 in self._num_taken
+        return asks and not (message.finish_reason or message.text or message.logprobs or message.prompt_logprobs)
 
     def take_plain(self, token_ids: list[int]) -> None:
         """Tokens of continuation 0."""

@@ -17,7 +17,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from kvkeeper import tracing
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service.fair_queue import TooManyWaiting
-from kvkeeper.service.intake import SMALL_BYTES
+from kvkeeper.service.intake import SMALL_BYTES, forget_frames
 from kvkeeper.service.methods import Contract, peer, snake_case
 from kvkeeper.service.turns import Turns
 from kvkeeper.trust.caller import note_caller
@@ -143,7 +143,7 @@ class FrontCalls:
 
     def _begin(self, number: int, told: Told, raw: bytes) -> None:
         call = self._calls[number] = _Call(number)
-        call.buffer = StreamBuffer(partial(self._tell, call))
+        call.buffer = StreamBuffer(partial(self._tell, call), merges=self._services.pace.merges)
         call.task = asyncio.create_task(self._serve(call, told, raw))
 
     async def _serve(self, call: _Call, told: Told, raw: bytes) -> None:
@@ -164,6 +164,7 @@ class FrontCalls:
             except EngineError as error:
                 tracing.fail(span, error.reason)
                 self._lane.send(Kind.ERROR, call.number, error_to_bytes(error))
+                forget_frames(error)  # what made it may refer to it, and it to the call's message
             except Exception:
                 tracing.fail(span, "BROKEN_INVARIANT")
                 bug = CONTRACT.hide_bug(told.path)

@@ -30,7 +30,9 @@ class StreamBuffer:
     on_full is called once, outside of put, with the error of a client that does not read.
     """
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: Tell, *, merges: bool = True) -> None:
+        """merges: whether tokens that come until they are read are read as one."""
+        self._merges = merges
         self.on_full: Callable[[EngineError], None] = lambda error: None
         self._tell = tell
         self._take_more: Callable[[], PlainTokens | None] = lambda: None
@@ -43,7 +45,8 @@ class StreamBuffer:
     def read(self, generation: Streamed) -> None:
         """Of a request that was admitted with put: take its plain tokens when they are read, and end it where they are not."""
         self.on_full, self._take_more = generation.fail, generation.take_more
-        generation.let_take_more(partial(self._tell, at_once=False))
+        if self._merges:  # else each is sent
+            generation.let_take_more(partial(self._tell, at_once=False))
 
     def put(self, output: OutputChunk | EngineError) -> None:
         if isinstance(output, EngineError):
@@ -58,12 +61,12 @@ class StreamBuffer:
             asyncio.get_running_loop().call_soon(self._check)  # after the stream's task, if that is waiting
 
     def take(self) -> tuple[list[OutputChunk], EngineError | None]:
-        """Everything that has come, neighbouring chunks joined, and the error after which nothing more comes."""
+        """Everything that has come, neighbouring chunks joined where they may be, and the error after which nothing comes."""
         more = self._take_more()
         chunks, self._chunks, self._num_unread = self._chunks, [], 0
         if more is not None:
             chunks.append(more.chunk())
-        return coalesce(chunks), self._error
+        return (coalesce(chunks) if self._merges else chunks), self._error
 
     def take_plain(self) -> PlainTokens | None:
         """Everything that has come, where that is plain tokens alone; None: take is to tell."""
@@ -90,7 +93,7 @@ class PacedBuffer:
 
     def __init__(self, pace: StreamPace) -> None:
         self._has_unread = HasUnread(pace)
-        self.buffer = StreamBuffer(self._has_unread.tell)
+        self.buffer = StreamBuffer(self._has_unread.tell, merges=pace.merges)
 
     async def take_unread(self) -> tuple[list[OutputChunk], EngineError | None]:
         """What StreamBuffer.take answers, once there is something."""

@@ -23,6 +23,11 @@ class StreamPace:
         self._next_at = 0.0  # of the loop's clock
         self._round: asyncio.Handle | None = None
 
+    @property
+    def merges(self) -> bool:
+        """Whether what comes until the next round is one message. Else each token is one."""
+        return self._interval_s > 0
+
     def set_soon(self, has_unread: asyncio.Event) -> None:
         """Set the event with the next round."""
         if not self._interval_s:

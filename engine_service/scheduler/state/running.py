@@ -39,6 +39,7 @@ class RunningSequences:
         self.num_computing = np.zeros(num_rows, np.int32)
         self.num_drawing = np.zeros(num_rows, np.int32)
         self.serials = np.zeros(num_rows, np.int64)  # tell a row from the same row with another sequence
+        self.slots = np.zeros(num_rows, np.int64)  # of unread tokens, see Request
         self._num_added = 0
         self.num_sink = np.zeros(num_rows, np.int32)
         self.num_window = np.zeros(num_rows, np.int32)  # 0: the sequence keeps everything
@@ -96,7 +97,7 @@ class RunningSequences:
         self._num_added += 1
         self.serials[row] = self._num_added
         sequence.row, self.sequences[row], self.by_id[sequence.sequence_id] = row, sequence, row
-        self.sequence_ids[row] = sequence.sequence_id
+        self.sequence_ids[row], self.slots[row] = sequence.sequence_id, sequence.request.slot
         self.num_prompt[row] = len(sequence.request.prompt)
         self.num_tokens[row] = num_tokens = len(sequence.token_ids)
         self.tokens[row, :num_tokens] = sequence.token_ids

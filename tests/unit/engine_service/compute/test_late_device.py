@@ -128,6 +128,16 @@ def test_memory_that_the_device_has_not_copied_is_not_written_over():
     assert found == [[value] * 4 for value in range(5)]
 
 
+def test_memory_is_filled_again_only_once_the_device_has_copied_it():
+    queue, stage, done = LateQueue(), Stage(8, pin_memory=False), []
+    stage.reuse()
+    queue.submit(lambda: done.append("copied"))
+    stage.note_copied(queue.mark())
+    assert not done
+    stage.reuse()
+    assert done == ["copied"]
+
+
 def test_a_third_step_under_way_is_refused():
     stages = [Stage(8, pin_memory=False) for _ in range(2)]
     for stage in stages:

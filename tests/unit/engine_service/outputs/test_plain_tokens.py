@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvkeeper.engine_service.outputs.best_of import BestOf
 from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.engine_service.outputs.stopping import StopRules
+from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
 from kvkeeper.engine_service.values.errors import EngineError, RequestFailed
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, joined
 from kvkeeper.engine_service.values.request import FinishReason, Request
@@ -40,7 +41,7 @@ class Letters:
 class Reader:
     """A generation and what its client has got."""
 
-    def __init__(self, *, asks: bool, **changes: Any) -> None:
+    def __init__(self, *, asks: bool, width: int = 128, **changes: Any) -> None:
         self.got: list[OutputChunk | EngineError] = []
         self.num_told = self.num_ends = 0
         request = Request("r", np.arange(3, dtype=np.int32), MAX_TOKENS, n=changes.pop("n", 1))
@@ -49,6 +50,7 @@ class Reader:
             request, GREEDY, 0, StopRules(frozenset({EOS})), outputs, self.got.append, self._note_end, **changes
         )
         if asks:
+            self.generation.take_slot(UnreadTokens(width))
             self.generation.let_take_more(self._note_told)
 
     def _note_told(self) -> None:
@@ -137,9 +139,8 @@ def test_a_token_without_text_ends_the_request_behind_those_before_it() -> None:
     assert one.all() == (chunk, reason)
 
 
-def test_what_is_never_asked_for_is_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkeeper.engine_service.outputs.generation._MOST_PLAIN", 3)
-    one = Reader(asks=True)
+def test_what_is_never_asked_for_is_sent_in_parts() -> None:
+    one = Reader(asks=True, width=3)
     one.take(*[2] * 9)
     one.generation.deliver()
     assert [chunk.token_ids for chunk in one.got if isinstance(chunk, OutputChunk)] == [(2,), (2,) * 3, (2,), (2,) * 3, (2,)]
@@ -174,7 +175,7 @@ def test_a_row_without_a_history_stands_for_those_that_need_none(
 ) -> None:
     request = Request("r", np.arange(3, dtype=np.int32), MAX_TOKENS)
     generation = Generation(request, params, 0, StopRules(), [Letters()], lambda output: None, **changes)
-    assert generation.draws_likeliest == (generation.sampling_row(0, request.prompt) is LIKELIEST) == is_likeliest
+    assert (generation.sampling_row(0, request.prompt) is LIKELIEST) == is_likeliest
 
 
 def test_a_stop_string_that_another_process_found_ends_a_continuation_where_it_was() -> None:

@@ -19,7 +19,7 @@ USAGE = Usage(1, 0, LIMIT, 0, 0)
 @pytest.fixture
 def paced(monkeypatch: pytest.MonkeyPatch) -> PacedBuffer:
     monkeypatch.setattr(stream_buffer, "MAX_UNREAD", LIMIT)
-    return PacedBuffer(StreamPace(0))
+    return PacedBuffer(StreamPace(1e-6))
 
 
 @pytest.fixture
@@ -41,6 +41,13 @@ async def test_neighbours_are_taken_as_one_and_an_error_after_them(box: StreamBu
     for output in (token(1), token(2), failure):
         box.put(output)
     assert box.take() == ([OutputChunk(0, "12", (1, 2))], failure)
+
+
+async def test_without_an_interval_each_token_is_taken_as_it_came() -> None:
+    box = PacedBuffer(StreamPace(0)).buffer
+    for place in (1, 2):
+        box.put(token(place))
+    assert box.take() == ([token(1), token(2)], None)
 
 
 async def test_too_much_that_is_not_read_ends_the_request_once(box: StreamBuffer) -> None:

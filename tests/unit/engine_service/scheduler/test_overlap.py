@@ -5,6 +5,7 @@ Those that run ahead are launched then, too: their tokens come from the device, 
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,3 +115,26 @@ def test_stops_cancellations_forks_and_preemptions_discovered_late(
                 world.cancel(request, after=dice.randint(1, 12))
     world.run()
     world.check_outputs()
+
+
+def test_what_is_drawn_for_a_sequence_that_has_ended_is_not_its() -> None:
+    """Nor when its request was taken out of the steps alone, and goes on later from the tokens that it had then."""
+    world = overlapping(ahead=True)
+    request = world.submit(make_request([1, 2, 0], 9))
+    scheduler, cache = world.scheduler, world.cache
+    sequence, works = request.sequences[0], []
+    while (created := scheduler.next_to_create()) is not None:
+        assert created.sequence_id is not None
+        cache.create(created.sequence_id, created.token_ids.tolist(), request.max_len)
+        scheduler.waiting.created(created)
+    for _ in range(2):
+        plan = scheduler.schedule(0.0)
+        answer = cache.step(plan)
+        assert not works or scheduler.may_run_ahead(plan, answer)
+        works.append(scheduler.apply(plan, answer))
+        cache.has_step_in_flight = True
+    assert [own.tolist() for own in scheduler.advance(works[0], np.array([2], np.int32))] == [[2]]
+    scheduler.take_out(request)
+    assert [own.tolist() for own in scheduler.advance(works[1], np.array([1], np.int32))] == [[]]
+    assert (sequence.num_output, scheduler.tokens_of(sequence).tolist()) == (1, [1, 2, 0, 2])
+    assert request.sequences[0].token_ids.tolist() == [1, 2, 0, 2]

@@ -18,14 +18,14 @@ A = SessionId("a")
 TOKENS = np.arange(11, dtype=np.int32)
 
 
-def stored(*, lost: tuple[tuple[int, int], ...] = ()) -> tuple[PoolManager, NamedTier]:
+def stored(*, lost: tuple[tuple[int, int], ...] = (), rules: TierRules | None = None) -> tuple[PoolManager, NamedTier]:
     """A pool whose two groups, the second with a window of 5, have five entries on the disk alone.
 
     lost: entries and groups of what the disk forgot.
     """
     config = PoolConfig(41, 2, num_host_blocks=41, group_spans=spans_of(0, 5), watermark=0.0)
     manager = PoolManager(config)
-    disk = manager.add_disk(b"key", 40, 0, rules=TierRules())
+    disk = manager.add_disk(b"key", 40, 0, rules=rules or TierRules())
     manager.open_session(A, Executor.CACHE)
     manager.create_sequence(A, SequenceArgs(SequenceId(1), TOKENS))
     manager.extend(A, 1, 11, look_up=True)
@@ -87,8 +87,7 @@ def test_a_load_ends_where_all_that_is_read_is_there(lost: tuple[tuple[int, int]
 
 
 def test_a_load_that_has_no_room_whole_is_shorter() -> None:
-    manager, disk = stored()
-    disk.rules = TierRules(most_loading=6)
+    manager, disk = stored(rules=TierRules(most_loading=6))
     found = load(manager, disk)
     assert 0 < len(found) <= 6
     entries = [entry for entry, group in found if group == 0]

@@ -1,0 +1,60 @@
+"""A captured decode's inputs come to a device that is behind the host as they were staged, padding behind them."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
+from tests.support.stand_ins.late_queue import LateQueue
+from tests.support.worlds.batches import ScheduledRow, build_batch
+
+BLOCK_SIZE, MOST_ROWS, WIDTH, PADDING_ROW = 4, 4, 3, 9
+
+
+def decode(first_token: int, num_rows: int) -> list[ScheduledRow]:
+    """Rows that differ in all that a batch says of them."""
+    return [
+        ScheduledRow([first_token + row], 4 + row, np.array([first_token + 2 * row, first_token + 2 * row + 1], np.int32))
+        for row in range(num_rows)
+    ]
+
+
+def inputs(queue: LateQueue) -> DecodeInputs:
+    return DecodeInputs(MOST_ROWS, WIDTH, torch.device("cpu"), queue, padding_row=PADDING_ROW, pin_memory=False)
+
+
+def test_a_step_that_is_staged_before_the_one_before_was_copied_leaves_that_alone() -> None:
+    queue = LateQueue()
+    steps, found = inputs(queue), []
+    for place, num_rows in enumerate((3, 2, 4, 1)):
+        copy = steps.stage(build_batch(decode(20 + 10 * place, num_rows), BLOCK_SIZE), MOST_ROWS)
+
+        def run(copy=copy, num_rows=num_rows):
+            copy()
+            tensors = steps.tensors(MOST_ROWS)
+            names = ("token_ids", "positions", "slot_mapping", "decode_lens", "rows")
+            found.append([tensors[name].tolist() for name in names] + [tensors["decode_tables"][:num_rows, :2].tolist()])
+
+        queue.submit(run)
+        if place:
+            queue.run_up_to(place)  # the step before is read
+    queue.run_up_to(4)
+    for place, (num_rows, told) in enumerate(zip((3, 2, 4, 1), found, strict=True)):
+        first, padding = 20 + 10 * place, MOST_ROWS - num_rows
+        rows = range(num_rows)
+        assert told == [
+            [*(first + row for row in rows), *[0] * padding],
+            [*(4 + row for row in rows), *[0] * padding],
+            [*((first + 2 * row + 1) * BLOCK_SIZE + row for row in rows), *[-1] * padding],
+            [*(5 + row for row in rows), *[0] * padding],
+            [PADDING_ROW] * MOST_ROWS,
+            [[first + 2 * row, first + 2 * row + 1] for row in rows],
+        ]
+
+
+def test_a_third_step_that_nobody_has_copied_is_refused() -> None:
+    steps = inputs(LateQueue())
+    for _ in range(2):
+        steps.stage(build_batch(decode(20, 1), BLOCK_SIZE), 1)
+    with pytest.raises(AssertionError, match="two steps"):
+        steps.stage(build_batch(decode(20, 1), BLOCK_SIZE), 1)

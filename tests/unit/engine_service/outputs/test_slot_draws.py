@@ -1,0 +1,64 @@
+"""Draws by column are those of the requests' own rows, and stand for these only where nothing else matters."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvkeeper.engine_service.compute.sampler import sample
+from kvkeeper.engine_service.outputs.generation import Generation
+from kvkeeper.engine_service.outputs.slot_draws import SlotDraws
+from kvkeeper.engine_service.outputs.stopping import StopRules
+from kvkeeper.engine_service.values.request import NO_SLOT, Request
+from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, PlainDraws, SamplingParams
+
+WARM = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.01, typical_p=0.95)
+KINDS = [GREEDY, WARM, SamplingParams(), SamplingParams(temperature=2.0, top_p=0.5)]
+
+
+def generation(params: SamplingParams, seed: int = 0, **changes: Any) -> Generation:
+    return Generation(
+        Request("r", np.arange(3, dtype=np.int32), 9), params, seed, StopRules(), [], lambda output: None, **changes
+    )
+
+
+def test_they_are_drawn_as_the_rows_of_their_requests() -> None:
+    draws, random = SlotDraws(), np.random.default_rng(0)
+    generations = [generation(KINDS[number % 4], seed=2**64 - 1 - number) for number in range(40)]
+    for slot, one in enumerate(generations, 1):
+        draws.set(slot, one.plain_params, one.seed)
+    logits = torch.from_numpy(random.normal(size=(40, 64)).astype(np.float32))
+    for _ in range(20):
+        order, lens = random.permutation(40), random.integers(3, 9, 40).astype(np.int32)
+        rows = [generations[at].sampling_row(0, np.zeros(length, np.int32)) for at, length in zip(order, lens, strict=True)]
+        plain = draws.rows(order + 1, lens)
+        assert isinstance(plain, PlainDraws)
+        assert sample(logits, plain).token_ids.tolist() == sample(logits, rows).token_ids.tolist()
+
+
+def test_the_likeliest_alone_need_no_columns() -> None:
+    draws = SlotDraws()
+    for slot in (1, 2, 3):
+        draws.set(slot, GREEDY if slot < 3 else WARM, 7)
+    assert draws.rows(np.array([2, 1]), np.array([4, 5], np.int32)) == [LIKELIEST, LIKELIEST]
+    assert isinstance(draws.rows(np.array([2, 3]), np.array([4, 5], np.int32)), PlainDraws)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        generation(SamplingParams(repetition_penalty=1.1)),
+        generation(SamplingParams(temperature=0, presence_penalty=0.5)),
+        generation(WARM, num_logprobs=0),
+        generation(WARM, constraints=[object()]),
+    ],
+    ids=["repetition", "presence", "logprobs", "constraint"],
+)
+def test_where_more_matters_rows_are_the_requests_to_make(other: Generation) -> None:
+    draws = SlotDraws()
+    draws.set(40, WARM, 0)
+    assert draws.rows(np.array([40]), np.array([4], np.int32)) is not None
+    assert draws.rows(np.array([40, NO_SLOT]), np.array([4, 4], np.int32)) is None
+    draws.set(40, other.plain_params, other.seed)
+    assert draws.rows(np.array([40]), np.array([4], np.int32)) is None, "a slot has another owner"
