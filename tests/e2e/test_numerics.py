@@ -168,7 +168,7 @@ async def test_chunks_hits_and_forks(world: Services, lessons: Lessons, chunk_si
 
 
 async def test_preemptions(world: Services, lessons: Lessons) -> None:
-    await world.start_cache(num_blocks=16)
+    await world.start_cache(num_blocks=8 * max(2, len(lessons.model.groups)))
     pupil = await open_class(world, lessons, await world.cache_client(), chunk_size=7)
     await pupil.teach([5, 6, 7, 8], n=2)
     assert pupil.worst <= lessons.reference.bound
