@@ -96,7 +96,7 @@ class _TierReplay:
         self._store()
 
     def sums(self) -> TierSums:
-        disk = self._manager.disk.counts if self._manager.disk is not None else None
+        disk = self._manager.disk.flight.counts if self._manager.disk is not None else None
         from_disk, to_disk = (disk.num_hit_blocks, disk.num_stored_blocks) if disk is not None else (0, 0)
         return TierSums(
             self._num_blocks,

@@ -368,10 +368,10 @@ class EngineConfig:
     groups: bool = setting(
         True,
         group="Model",
-        help="keep only the window of layers that have one, in block tables of their own",
-        details="For native families with sliding windows in some layers and none in others; others are served as without."
-        " Not with --role prefill or decode, nor where the cache service has a host tier, a disk tier or --memory-dir: there"
-        " all layers keep all tokens.",
+        help="keep only the window or chunk of layers that have one, in block tables of their own",
+        details="For native families with sliding windows or chunks in some layers and none in others; others are served as"
+        " without. Not with --role prefill or decode, nor where the cache service has a host tier, a disk tier or --memory-dir:"
+        " there all layers keep all tokens.",
     )
     tensor_parallel: int = setting(
         1,

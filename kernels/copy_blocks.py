@@ -1,4 +1,4 @@
-"""copy_blocks: run an ordered list of whole-block copies (copy-on-write).
+"""copy_blocks: run an ordered list of whole-block copies (copy-on-write), and move_blocks: copies between two memories.
 
 Order matters: with (1, 2), (2, 3) block 3 receives the contents of block 1. Independent pairs run together, in one gather and
 one scatter or in one launch; a dependency ends such a run.
@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .checks import on_cuda, require
+from .errors import UnsupportedDeviceError
 
 _OP = "copy_blocks"
+_MOVE = "move_blocks"
 
 
 def copy_blocks(arena: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
@@ -34,7 +36,7 @@ def copy_blocks(arena: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         from .gpu import copy_blocks as gpu
 
         for run in independent_runs(pairs, at_once=True):
-            gpu.copy_blocks(arena, run)
+            gpu.copy_blocks(arena, arena, run)
         return
     for run in independent_runs(pairs):
         if len(run) == 1:  # most copy-on-writes: no index tensors, no temporary
@@ -42,6 +44,31 @@ def copy_blocks(arena: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
             continue
         index = torch.tensor(run, dtype=torch.int64)
         arena.index_copy_(0, index[:, 1], arena.index_select(0, index[:, 0]))
+
+
+def move_blocks(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy whole blocks between a device and pinned memory of the host, in one launch.
+
+    Args:
+        source, target: [num_blocks, ...], a block contiguous, of equal size in both; one of them on CUDA.
+        pairs: (block id in source, block id in target). No target twice.
+
+    Raises:
+        KernelArgumentError: an id outside, blocks of different sizes or with gaps, a target twice.
+        UnsupportedDeviceError: neither is on CUDA.
+    """
+    if not (source.is_cuda or target.is_cuda):
+        raise UnsupportedDeviceError(_MOVE, f"{source.device} and {target.device}")
+    require(source[0].is_contiguous() and target[0].is_contiguous(), _MOVE, "blocks", "must be contiguous")
+    require(source[0].nbytes == target[0].nbytes, _MOVE, "blocks", "have {} and {} bytes", source[0].nbytes, target[0].nbytes)
+    for source_id, target_id in pairs:
+        inside = 0 <= source_id < len(source) and 0 <= target_id < len(target)
+        require(inside, _MOVE, "pairs", "hold ({}, {}) for {} and {} blocks", source_id, target_id, len(source), len(target))
+    require(len({target_id for _, target_id in pairs}) == len(pairs), _MOVE, "pairs", "name a target twice")
+    if pairs:
+        from .gpu import copy_blocks as gpu
+
+        gpu.copy_blocks(source, target, pairs)
 
 
 def independent_runs(pairs: Sequence[tuple[int, int]], *, at_once: bool = False) -> Iterator[list[tuple[int, int]]]:

@@ -85,7 +85,7 @@ class PoolState:
             *(config.num_blocks, config.block_size, config.logits_memory, config.num_host_blocks),
             lose_hosts=self._lose_hosts,
             clock=self.clock,
-            group_windows=config.group_windows,
+            group_spans=config.group_spans,
             has_tail=config.has_tail,
         )
         self.reach = Reach(config.block_size, self.clock, self.counters)
@@ -171,8 +171,9 @@ def _check_config(config: PoolConfig) -> None:
     for name, least in (("num_blocks", 2), ("block_size", 1), ("max_sequences", 1), ("max_tokens_per_sequence", 1)):
         if getattr(config, name) < least:
             raise InvalidField(f"{name} is {least} or more", field=name, limit=least)
-    if not config.group_windows or config.group_windows[0] or min(config.group_windows) < 0:
-        raise InvalidField("the first group of layers reads all tokens", field="group_windows", limit=0)
+    spans = config.group_spans
+    if not spans or not spans[0].is_whole or min(span.num_tokens for span in spans) < 0:
+        raise InvalidField("the first group of layers reads all tokens", field="group_spans", limit=0)
     if not 0 <= config.watermark < 1:
         raise InvalidField("watermark is a share from 0 to below 1", field="watermark", limit=1)
     if config.num_host_blocks and config.num_host_blocks < 2:

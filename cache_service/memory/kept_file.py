@@ -151,9 +151,9 @@ def _are_groups(spec: KvSpec) -> bool:
     """Whether each layer is in one group, and the first group reads all tokens."""
     layers = [layer for group in spec.groups for layer in group.layers]
     numbers = [*layers, *(group.window for group in spec.groups)]
-    if not all(type(number) is int and 0 <= number < 1 << 31 for number in numbers) or not all(
-        group.layers for group in spec.groups
-    ):
+    if not all(type(number) is int and 0 <= number < 1 << 31 for number in numbers):
+        return False
+    if not all(group.layers and type(group.is_chunked) is bool for group in spec.groups):
         return False
     return sorted(layers) == list(range(len(layers))) and len(layers) == spec.num_layers and not spec.groups[0].window
 

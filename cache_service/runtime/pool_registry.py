@@ -24,7 +24,7 @@ from ..core.sequences.claims import StartNumbers
 from ..core.tiers.named_tier import NamedTier
 from ..core.tiers.tier_orders import TierRules
 from ..core.values.errors import NotImplementedYet, OutOfPools, PoolNotReady
-from ..core.values.kv_spec import KvSpec
+from ..core.values.kv_spec import WHOLE, KvSpec
 from ..core.values.pool_config import PoolConfig
 from ..memory.arena import Arena, ByteArray, KeptArena
 from ..memory.block_digests import BlockDigests
@@ -372,7 +372,7 @@ class PoolRegistry:
             tenant_quotas=self._config.tenant_quotas,
             logits_memory=self._config.logits_memory,
             num_host_blocks=self._num_host_blocks(spec.stored_bytes),
-            group_windows=tuple(group.window for group in spec.groups) or (0,),
+            group_spans=tuple(group.span for group in spec.groups) or (WHOLE,),
             has_tail=any(group.is_tail for group in spec.groups),
         )
         return config, num_bytes

@@ -7,6 +7,7 @@ Tests put another implementation in its place.
 """
 
 import threading
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from kvkeeper.cuda.errors import CudaError
 from kvkeeper.service.extras import install_command
 
 HANDLE_BYTES = 64
+MOST_COPIES = 4096  # of one call: drivers have hung with ten times as many
 
 
 class CudaRuntime(Protocol):
@@ -41,6 +43,14 @@ class CudaRuntime(Protocol):
 
     def copy(self, device: int, destination: int, source: int, num_bytes: int) -> None:
         """Copies between device, imported and host memory, or within one where the ranges do not overlap; done on return."""
+
+    def copy_many(
+        self, device: int, stream: int, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        """Copies that do not depend on each other, in one call and in the stream's order; not done on return.
+
+        stream: a stream's handle, not the default stream's. At most MOST_COPIES at once.
+        """
 
     def register_host(self, device: int, pointer: int, num_bytes: int) -> None:
         """Pin host memory that is mapped here, for every device: copies to and from it then run at the bus's speed."""
@@ -99,6 +109,19 @@ class BoundRuntime:
         kind = self._load().cudaMemcpyKind.cudaMemcpyDefault  # the kind of memory follows from the pointers
         self._on(device, "cudaMemcpy", destination, source, num_bytes, kind)
         self.synchronize(device)  # a copy within the device returns before it is done
+
+    def copy_many(
+        self, device: int, stream: int, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        runtime, count = self._load(), len(sizes)
+        assert 0 < count <= MOST_COPIES
+        if not hasattr(runtime, "cudaMemcpyBatchAsync"):
+            raise CudaError("cudaMemcpyBatchAsync", "cudaErrorNotSupported")
+        attributes = runtime.cudaMemcpyAttributes()
+        # What is read may have been written by work before it in the stream.
+        attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+        pointers = list(destinations), list(sources), list(sizes)
+        self._on(device, "cudaMemcpyBatchAsync", *pointers, count, [attributes], [0], 1, stream)
 
     def register_host(self, device: int, pointer: int, num_bytes: int) -> None:
         self._on(device, "cudaHostRegister", pointer, num_bytes, self._load().cudaHostRegisterPortable)

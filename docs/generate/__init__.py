@@ -7,12 +7,13 @@ but its test.
 
 from collections.abc import Callable, Mapping
 
-from docs.generate import api, configuration, imports, states
+from docs.generate import api, configuration, imports, models, states
 
 # By file name in docs/.
 PAGES: Mapping[str, Callable[[], str]] = {
     "api.md": api.page,
     "configuration.md": configuration.page,
     "imports.md": imports.page,
+    "models.md": models.page,
     "states.md": states.page,
 }

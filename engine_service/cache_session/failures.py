@@ -43,8 +43,8 @@ def is_out_of_sequences(error: KvkeeperError) -> bool:
 
 
 def refuses_groups(error: KvkeeperError) -> bool:
-    """The service serves no groups of layers, or not beside what it is configured with."""
-    return error.metadata.get("feature") == "layer_groups" or error.metadata.get("field") == "spec.layout"
+    """The service serves no groups of layers, or none of this kind, or not beside what it is configured with."""
+    return error.metadata.get("feature") in ("layer_groups", "layer_group_kind") or error.metadata.get("field") == "spec.layout"
 
 
 def is_unknown_sequence(error: KvkeeperError) -> bool:

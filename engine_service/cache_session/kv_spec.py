@@ -100,4 +100,6 @@ def _latent_spec(model: ServedModel, layout: KvLayout) -> pb.KvSpec:
 
 def _group(group: LayerGroup) -> pb.LayerGroup:
     kind = pb.LAYER_GROUP_KIND_FULL if group.window is None else pb.LAYER_GROUP_KIND_SLIDING_WINDOW
+    if group.is_chunked:
+        kind = pb.LAYER_GROUP_KIND_CHUNKED
     return pb.LayerGroup(kind=kind, layer_idx=group.layers, window_tokens=group.window or 0)

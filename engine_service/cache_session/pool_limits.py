@@ -6,6 +6,7 @@ from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..scheduler.state.limits import Limits
 from ..scheduler.state.preemption_cost import Preemption
+from ..values.read_span import WHOLE, ReadSpan
 
 _OWN_BOUND = "see --max-tokens-per-sequence of the engine service"
 _CACHE_BOUND = "see --max-tokens-per-sequence of the cache service, and its --max-sequences"
@@ -16,9 +17,10 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
     """What the scheduler may do on this pool."""
     own = _OWN_BOUND, config.max_tokens_per_sequence or pool.max_tokens_with_retention
     of_cache = _CACHE_BOUND, pool.max_tokens_with_retention
-    windows = tuple(group.window_tokens for group in pool.spec.groups) or (0,)
+    chunked = pb.LAYER_GROUP_KIND_CHUNKED
+    spans = tuple(ReadSpan(group.window_tokens, group.kind == chunked) for group in pool.spec.groups) or (WHOLE,)
     of_pool = _POOL_BOUND, (pool.num_blocks - 1) * pool.block_size
-    if len(windows) > 1:
+    if len(spans) > 1:
         of_pool = _POOL_BOUND, pool.max_tokens_per_sequence
     of_model = f"the model has {model.max_len} positions", model.max_len
     bound, max_len = min((of_model, of_pool, of_cache, own), key=lambda bounded: bounded[1])  # of equals the first
@@ -39,7 +41,7 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
         block_bytes=pool.block_bytes,
         prefix_caching=pool.prefix_caching,
         num_usable_blocks=pool.num_blocks - 1,
-        group_windows=windows,
+        group_spans=spans,
         has_tail=any(group.kind == pb.LAYER_GROUP_KIND_TAIL for group in pool.spec.groups),
         max_distance=model.max_len,
         max_retained_len=0 if model.refuses_retention else most,

@@ -1,18 +1,21 @@
-"""TransferRunner: runs the transfer orders of the cache service, block by block, between the device and the host tier.
+"""TransferRunner: runs the transfer orders of the cache service between the device and the host tier, a step's together.
 
-Orders run in the worker thread; which of them ended is kept until the cache service has been told. When such a report is lost,
-so is the session, and its orders with it: nothing is reported twice.
+Orders run in the worker thread, or in the order of the device; which of them ended is kept until the cache service has been
+told. When such a report is lost, so is the session, and its orders with it: nothing is reported twice.
 """
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from kvkeeper.client.steps import StepResult
 
-from ..ranks.move_blocks import move_blocks
+from ..compute.step_copies import Moves
+from ..ranks.move_blocks import SWAP_OUT, BlockMover
 from ..scheduler.state.preemption_cost import Moved
 
 _NO_BLOCKS = torch.empty((0, 1), dtype=torch.uint8)
@@ -37,7 +40,7 @@ class TransferRunner:
         """Both: uint8 [blocks, block_bytes], views of the arena. An order is done when it is done on all ranks."""
         self._other_ranks = other_ranks
         self._device_blocks = device_blocks
-        self._host_blocks = host_blocks
+        self._mover = BlockMover(device_blocks, host_blocks)
         self._done: list[int] = []  # orders that ended, and that the cache service has not been told of
         self._failed: list[int] = []
         self._done_now: list[int] = []  # of the step that is computed: the worker thread's until it has ended
@@ -50,19 +53,21 @@ class TransferRunner:
         """Whether orders have ended that the cache service has not been told of."""
         return bool(self._done or self._failed)
 
-    def run(self, answer: StepResult) -> None:
-        """Run a step's orders, in order; before its copies, because their sources may be written again.
-
-        In the worker thread.
-        """
+    def moves_of(self, answer: StepResult) -> Moves | None:
+        """A step's orders, to be run as part of the step; None: it has none."""
         if not len(answer.transfer_ids):
-            return
+            return None
+        are_out = np.asarray(answer.transfer_kinds) == SWAP_OUT
+        sources, destinations = answer.transfer_sources, answer.transfer_destinations
+        return Moves(partial(self._run, answer), sources[are_out], destinations[~are_out])
+
+    def _run(self, answer: StepResult) -> None:
         stop_clock = _start_clock(self._device_blocks.device)
         if self._other_ranks is not None:
             self._other_ranks.run_transfers(answer)
         columns = (answer.transfer_ids, answer.transfer_kinds, answer.transfer_sources, answer.transfer_destinations)
         orders = zip(*(column.tolist() for column in columns), strict=True)
-        done, failed = move_blocks(self._device_blocks, self._host_blocks, orders)
+        done, failed = self._mover.move(orders)
         self._done_now += done
         self._failed_now += failed
         if self._other_ranks is not None:
@@ -96,7 +101,8 @@ class TransferRunner:
     def drop_blocks(self) -> None:
         """Release the views of the arena; no order can be run afterwards."""
         self._other_ranks = None
-        self._device_blocks = self._host_blocks = _NO_BLOCKS
+        self._device_blocks = _NO_BLOCKS
+        self._mover = BlockMover(_NO_BLOCKS, _NO_BLOCKS)
 
 
 def _start_clock(device: torch.device) -> Callable[[], Callable[[], float]]:

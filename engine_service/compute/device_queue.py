@@ -2,7 +2,7 @@
 
 A processor computes when it is called. A device has done nothing yet when a call returns: what the host reads comes by a copy
 into memory of its own, and is there once a mark behind that copy has been passed. The host waits for such marks and for nothing
-else.
+else. Copies of blocks have an order of their own beside it, and each of both can be put behind the other.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,25 @@ class Mark(Protocol):
         """Until the device has done all that is before it."""
 
 
+class CopyQueue(Protocol):
+    """An order of work beside the queue's, on the same device: what is in both may be done at the same time."""
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run what launches copies. It begins when the copies before it are done."""
+
+    def follow(self) -> None:
+        """What is submitted here from now on begins when all is done that the queue has now."""
+
+    def lead(self) -> None:
+        """What the queue is given from now on, marks too, comes behind all that was submitted here."""
+
+
 class DeviceQueue(Protocol):
     """All calls come from one thread, but for the waiting of marks."""
+
+    @property
+    def copies(self) -> CopyQueue:
+        """For copies of blocks."""
 
     @property
     def is_immediate(self) -> bool:
@@ -40,10 +57,24 @@ class _Passed:
         """Nothing is under way."""
 
 
+class _HostCopies:
+    """Done when they are submitted, as all is that came before."""
+
+    def submit(self, work: Callable[[], None]) -> None:
+        work()
+
+    def follow(self) -> None: ...
+
+    def lead(self) -> None: ...
+
+
 class HostQueue:
     """A processor's."""
 
     is_immediate = True
+
+    def __init__(self) -> None:
+        self.copies: CopyQueue = _HostCopies()
 
     def submit(self, work: Callable[[], None]) -> None:
         """See DeviceQueue."""
@@ -58,6 +89,27 @@ class HostQueue:
         return _Passed()
 
 
+class CudaCopies:
+    """A stream beside the current one. Each waits for the other by an event, on the device: the host goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # one that does not wait for the default stream by itself
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """See CopyQueue. Memory that torch gives the work comes from this stream's, and goes back to it."""
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def follow(self) -> None:
+        """See CopyQueue."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def lead(self) -> None:
+        """See CopyQueue."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
 class CudaQueue:
     """The current stream of a CUDA device."""
 
@@ -65,6 +117,14 @@ class CudaQueue:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._copies: CopyQueue | None = None
+
+    @property
+    def copies(self) -> CopyQueue:
+        """See DeviceQueue. A stream of its own, made with the first copy."""
+        if self._copies is None:
+            self._copies = CudaCopies(self._device)
+        return self._copies
 
     def submit(self, work: Callable[[], None]) -> None:
         """See DeviceQueue."""

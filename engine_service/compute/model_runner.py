@@ -20,7 +20,7 @@ from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
 from kvkeeper.kernels.scratch import Scratch
 
-from ..model.attention import StepAttention, attention_arrays, build_step_attention
+from ..model.attention import StepAttention, attention_arrays, attention_parts, build_step_attention
 from ..model.checkpoint.errors import ModelError
 from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup
@@ -95,6 +95,9 @@ class Shape(Protocol):
 
     @property
     def windows(self) -> tuple[int | None, ...]: ...
+
+    @property
+    def chunks(self) -> tuple[int | None, ...]: ...
 
 
 class Model(Protocol):
@@ -175,6 +178,7 @@ class ModelRunner:
         self._kv_view = kv_view
         self._layout = layout
         self._groups = groups
+        self._parts, self._places = attention_parts(() if self._stored else groups, model.config.windows, model.config.chunks)
         self._scratch = Scratch(kv_view.device)
         self.queue = queue or queue_of(kv_view.device)
         self._upload = upload_to(kv_view, self.queue)
@@ -230,8 +234,7 @@ class ModelRunner:
     def _attention(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> StepAttention | StoredAttention:
         if self._stored:
             return build_stored_attention(tensors, self._stored)
-        windows, dtype = self._model.config.windows, self._model.dtype
-        return build_step_attention(tensors, self._kv_view, self._groups, windows, dtype, scratch)
+        return build_step_attention(tensors, self._kv_view, self._parts, self._places, self._model.dtype, scratch)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -249,7 +252,7 @@ class ModelRunner:
         arrays = {"token_ids": batch.token_ids, "positions": batch.positions, "logit_rows": batch.logit_rows}
         if batch.awaited_rows is not None:
             arrays["awaited_rows"] = batch.awaited_rows
-        upload = self._upload.stage(arrays | attention_arrays(batch))
+        upload = self._upload.stage(arrays | attention_arrays(batch, self._parts, self._layout.block_size))
         return partial(self._on_device, partial(self._plain, upload, int(batch.positions.max())))
 
     @torch.inference_mode()

@@ -22,6 +22,7 @@ from ..model.checkpoint.errors import NoDeviceError
 from ..model.checkpoint.json_fields import CONFIG_FILE
 from ..model.checkpoint.json_file import read_json_object
 from ..model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
+from ..model.chunked import check_chunks
 from ..model.config import ModelConfig, why_library
 from ..model.decoder import Decoder
 from ..model.dtype_name import INT8, DtypeChoice
@@ -90,6 +91,7 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
         served = _from_folder(folder, raw, model, _name(model.dtype), model.num_parameters, ropes)
         return _ready_on_device(served, config, progress=progress)
     decoder, model_config = load_model(folder, device=device, dtype=dtype, progress=progress, split=split)
+    check_chunks(model_config.chunks, config.block_size)
     both = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
     name = INT8 if dtype == INT8 else _name(decoder.dtype)
     served = _from_folder(folder, raw, decoder, name, _num_parameters(folder, model_config), json.dumps(both))
@@ -99,13 +101,15 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
             refuse_stored(config.kv_dtype, "models with sinks in their softmax")
         if model_config.is_latent:
             refuse_stored(config.kv_dtype, "models with latent attention")
+        if any(model_config.chunks):
+            refuse_stored(config.kv_dtype, "models with chunked attention")
         return stored_model(served, decoder, kv_format, config)
     return _in_groups(served, decoder, config)
 
 
 def _in_groups(served: ServedModel, model: Decoder, config: EngineConfig) -> ServedModel:
-    """The same with groups of its layers, where it has layers with windows beside full ones and the configuration lets it."""
-    groups, dtype = group_layers(model.config.windows), model.dtype
+    """The same with groups of its layers, where it has windows or chunks beside full layers and the configuration lets it."""
+    groups, dtype = group_layers(model.config.windows, model.config.chunks), model.dtype
     if not groups or not config.groups:
         return served
     return dataclasses.replace(
@@ -175,6 +179,8 @@ def _refuses_retention(model: Model) -> str:
         return "a model that the transformers library runs"
     if model.config.is_latent:
         return "a model whose cache holds latents"
+    if any(model.config.chunks):
+        return "a model with chunks of its own"
     return "a model with windows of its own" if any(model.config.windows) else ""
 
 

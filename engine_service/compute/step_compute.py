@@ -25,6 +25,7 @@ from .last_tokens import LastTokens
 from .logprobs import LogprobTensors, find_logprobs
 from .model_runner import ModelRunner, Runner
 from .sampler import SampledTokens, draw, tokens_of
+from .step_copies import Moves, submit_step
 from .step_logits import StepLogits
 from .upload import at_device
 
@@ -69,6 +70,7 @@ class _Results:
     candidates: SequenceOf[Candidates | None] = ()
     has_failed: bool = False
     is_launched: bool = False
+    moves_error: BaseException | None = None
 
 
 class Launched:
@@ -80,18 +82,21 @@ class Launched:
     def read(self) -> Computed | None:
         """Wait until the device has done it. None: it failed, which is logged, and the loop goes on.
 
-        The exception is not handed back, because its traceback holds views of the arena.
+        The exception is not handed back, because its traceback holds views of the arena. One of the transfers is raised: the
+        cache service would never hear of their orders.
         """
         try:
             self._mark.wait()
             assert self._results.is_launched, "the device has not got that far"
             if self._results.has_failed:
                 self._runner.synchronize()
-                return None
-            return self._told()
+            else:
+                return self._told()
         except Exception:
             log.exception("batch_failed")
-            return None
+        if self._results.moves_error is not None:
+            raise self._results.moves_error
+        return None
 
     def _told(self) -> Computed:
         results, work, rows = self._results, self._work, self._how.sampled
@@ -124,12 +129,15 @@ class StepCompute:
         """Whether a step is done when it is launched, so that reading it does not wait."""
         return self._queue.is_immediate
 
-    def launch(self, work: Work, how: StepRows) -> Launched:
-        """Begin a step behind those that were launched before. At most two are not read yet."""
+    def launch(self, work: Work, how: StepRows, moves: Moves | None = None) -> Launched:
+        """Begin a step behind those that were launched before, with its transfers. At most two are not read yet."""
         results = _Results()
+        if moves is not None:
+            moves = replace(moves, run=partial(_move, moves.run, results))
         try:
             forward = None if work.batch is None else self._stage(work.batch)
-            self._queue.submit(partial(self._run, forward, work, how, results))
+            copy_blocks, run = partial(self._copy, work, results), partial(self._run, forward, work, how, results)
+            submit_step(self._queue, work, moves, self._runner.layout.block_size, copy_blocks, run)
         except Exception:
             log.exception("batch_failed")
             results.has_failed = results.is_launched = True
@@ -147,10 +155,16 @@ class StepCompute:
             batch = replace(batch, token_ids=self._last.filled(batch.token_ids, batch.awaited_rows), awaited_rows=None)
         return StepLogits(self._runner.forward(batch))
 
-    def _run(self, forward: Callable[[], StepLogits] | None, work: Work, how: StepRows, results: _Results) -> None:
+    def _copy(self, work: Work, results: _Results) -> None:
         try:
             self._runner.copy_blocks(work.copies)
-            if forward is not None:
+        except Exception:
+            log.exception("batch_failed")
+            results.has_failed = True
+
+    def _run(self, forward: Callable[[], StepLogits] | None, work: Work, how: StepRows, results: _Results) -> None:
+        try:
+            if forward is not None and not results.has_failed:
                 self._forward_and_sample(forward, work, how, results)
         except Exception:
             log.exception("batch_failed")
@@ -181,6 +195,13 @@ class StepCompute:
             picked = at_device(np.array([row for row, _ in asked]), logits)
             found = find_logprobs(logits[picked], drawn.token_ids[picked], max(count for _, count in asked))
             results.logprobs = found.fetched(fetch)
+
+
+def _move(run: Callable[[], None], results: _Results) -> None:
+    try:
+        run()
+    except BaseException as error:
+        results.has_failed, results.moves_error = True, error
 
 
 def _asked(rows: SampledRows) -> list[tuple[int, int]]:

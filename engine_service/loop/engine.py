@@ -13,7 +13,6 @@ Else its batch is built once they are there.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -273,9 +272,8 @@ class Engine:
         work = self.scheduler.apply(plan, answer)
         self._tracing.note_computing(work.sequences)
         rows = self.requests.rows(work)
-        run_transfers = partial(memory.transfers.run, answer) if len(answer.transfer_ids) else None
-        step_id = memory.session.step_id
-        self._step_worker.start(step_id, work, self._compute, rows, run_transfers, is_guessing=is_guessing)
+        moves, step_id = memory.transfers.moves_of(answer), memory.session.step_id
+        self._step_worker.start(step_id, work, self._compute, rows, moves, is_guessing=is_guessing)
         return not (work.batch is None and plan.only_asks and not len(answer.transfer_ids) and not len(answer.ready_ids))
 
     async def _finish(self, memory: KvMemory) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from ..compute.step_compute import Computed, Launched, StepCompute, StepRows
+from ..compute.step_copies import Moves
 from ..scheduler.work import Work
 
 T = TypeVar("T")
@@ -77,21 +78,21 @@ class StepWorker:
         work: Work,
         compute: StepCompute,
         how: StepRows,
-        run_transfers: Callable[[], None] | None,
+        moves: Moves | None,
         *,
         is_guessing: bool = False,
     ) -> None:
-        """Compute a step's work, its transfer orders first; the step before may not have been taken yet, but the one before it.
+        """Compute a step's work, with its transfer orders; the step before may not have been taken yet, but the one before it.
 
         is_guessing: the loop waited for the step before, for the sake of guesses, whether there are any or not.
         """
         assert len(self._flights) < 2, "one step runs ahead"
         idle_since = None if self._flights else self._idle_since
-        flight = InFlight(step_id, work, self._cache_wait, is_guessing, idle_since, run_transfers is not None)
+        flight = InFlight(step_id, work, self._cache_wait, is_guessing, idle_since, moves is not None)
         computed: Future[Computed | None] = Future()
         flight.computing = asyncio.wrap_future(computed)
         self._flights.append(flight)
-        self._thread.submit(self._compute, flight, compute, how, run_transfers, computed)
+        self._thread.submit(self._compute, flight, compute, how, moves, computed)
         self._cache_wait = 0.0
 
     def _compute(
@@ -99,15 +100,13 @@ class StepWorker:
         flight: InFlight,
         compute: StepCompute,
         how: StepRows,
-        run_transfers: Callable[[], None] | None,
+        moves: Moves | None,
         computed: Future[Computed | None],
     ) -> None:
         """In the thread. What a device has done is read in the other one, so that the next step can be launched meanwhile."""
         flight.started_at = time.perf_counter()
         try:
-            if run_transfers is not None:
-                run_transfers()
-            launched = compute.launch(flight.work, how)
+            launched = compute.launch(flight.work, how, moves)
         except BaseException as error:
             computed.set_exception(error)
             return

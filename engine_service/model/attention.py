@@ -14,6 +14,7 @@ from kvkeeper.kernels.scratch import Scratch
 from kvkeeper.kernels.store_kv import StorePlan, plan_store, store_kv
 
 from ..values.batch import Batch, BatchRetention, IntArray
+from .chunked import decode_in_chunks, prefill_in_chunks
 from .layer_groups import LayerGroup, places_of
 
 
@@ -56,7 +57,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class StepAttention:
-    """What attention needs by group of layers, and of each layer its group and its place in the group's blocks."""
+    """What attention needs by part of the layers, and of each layer its part and its place in a block."""
 
     groups: tuple[AttentionMetadata, ...]
     places: tuple[tuple[int, int], ...]
@@ -71,10 +72,35 @@ class StepAttention:
         return self.groups[group], at
 
 
-def attention_arrays(batch: Batch) -> dict[str, IntArray]:
+@dataclass(frozen=True, slots=True)
+class AttentionPart:
+    """Layers that read the same part of a sequence. table: the group whose table they have. chunk: None where they read all."""
+
+    table: int
+    windows: tuple[int | None, ...]
+    chunk: int | None = None
+
+
+def attention_parts(
+    groups: Sequence[LayerGroup], windows: Sequence[int | None], chunks: Sequence[int | None] = ()
+) -> tuple[tuple[AttentionPart, ...], tuple[tuple[int, int], ...]]:
+    """The parts of a model's layers, and of each layer its part and its place in the blocks of that part's table.
+
+    One for each group of layers; without groups one for all layers, and one more for each size of chunks.
+    """
+    if groups:
+        kinds = ((None, group.window) if group.is_chunked else (group.window, None) for group in groups)
+        return tuple(AttentionPart(at, (window,), chunk) for at, (window, chunk) in enumerate(kinds)), places_of(groups)
+    sizes = [None, *sorted({chunk for chunk in chunks if chunk})]
+    of_layers = [sizes.index(chunk) for chunk in chunks] if chunks else [0] * len(windows)
+    parts = tuple(AttentionPart(0, tuple(windows), size) for size in sizes)
+    return parts, tuple((part, layer) for layer, part in enumerate(of_layers))
+
+
+def attention_arrays(batch: Batch, parts: Sequence[AttentionPart] = (), block_size: int = 1) -> dict[str, IntArray]:
     """What a step's attention has to know of its batch, split into rows that decode and rows that prefill.
 
-    To go to the model's device together, and from there to build_attention_metadata.
+    To go to the model's device together, and from there to build_attention_metadata. block_size matters to parts with chunks.
     """
     query_lens = np.diff(batch.query_start_loc)
     ones, several = np.flatnonzero(query_lens == 1), np.flatnonzero(query_lens > 1)
@@ -98,33 +124,41 @@ def attention_arrays(batch: Batch) -> dict[str, IntArray]:
             for part, rows in (("decode", ones), ("prefill", several)):
                 if len(rows):
                     arrays[f"{part}_tables_{at + 1}"] = np.ascontiguousarray(batch.group_tables[rows, at])
+    if len(several):
+        for index, each in enumerate(parts):
+            if each.chunk is not None:
+                tables = arrays.get(f"prefill_tables_{each.table}", arrays["prefill_tables"])
+                cut = prefill_in_chunks(tables, batch.seq_lens[several], query_lens[several], each.chunk, block_size)
+                arrays |= {f"prefill_{name}_{index}": of_rows for name, of_rows in zip(_OF_ROWS, cut, strict=True)}
     return arrays
 
 
-_BY_GROUP = ("slot_mapping", "decode_tables", "prefill_tables")
+_OF_ROWS = ("tables", "lens", "locs")
+_BY_PART = ("slot_mapping", "decode_tables", *(f"prefill_{name}" for name in _OF_ROWS))
 
 
 def build_step_attention(
     tensors: Mapping[str, torch.Tensor],
     kv_view: torch.Tensor,
-    groups: Sequence[LayerGroup],
-    windows: Sequence[int | None],
+    parts: Sequence[AttentionPart],
+    places: tuple[tuple[int, int], ...],
     dtype: torch.dtype,
     scratch: Scratch,
 ) -> StepAttention:
-    """As build_attention_metadata, for each group of layers; one of all layers where groups is empty.
+    """As build_attention_metadata, for each of attention_parts.
 
     A batch without tables of groups, as before the first step, has the first group's for all.
     """
     layer = kv_view[:, 0] if kv_view.shape[2] == 2 else latent_layer(kv_view[:, 0])
-    if not groups:
-        whole = build_attention_metadata(tensors, layer, windows, dtype, scratch)
-        return StepAttention((whole,), tuple((0, layer) for layer in range(len(windows))))
     found = []
-    for at, group in enumerate(groups):
-        own = {name: tensors[f"{name}_{at}"] for name in _BY_GROUP if f"{name}_{at}" in tensors}
-        found.append(build_attention_metadata({**tensors, **own}, layer, (group.window,), dtype, scratch))
-    return StepAttention(tuple(found), places_of(groups))
+    for at, part in enumerate(parts):
+        own = {name: tensors[f"{name}_{at}"] for name in _BY_PART if f"{name}_{at}" in tensors}
+        of_part = {**tensors, **own}
+        if part.chunk is not None and "decode_lens" in of_part:
+            tables, lens = of_part["decode_tables"], of_part["decode_lens"]
+            of_part["decode_tables"], of_part["decode_lens"] = decode_in_chunks(tables, lens, part.chunk, kv_view.shape[3])
+        found.append(build_attention_metadata(of_part, layer, part.windows, dtype, scratch))
+    return StepAttention(tuple(found), places)
 
 
 def _sink_positions(batch: Batch, retention: BatchRetention) -> IntArray:

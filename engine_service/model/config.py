@@ -6,7 +6,7 @@ refused with a typed error, never approximated.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from kvkeeper.kernels.attention.latent_widths import LatentWidths
 from .checkpoint.errors import ModelError, UnsupportedModelError
 from .checkpoint.json_fields import CONFIG_FILE, bad, count, flag, number
 from .checkpoint.json_file import read_json_object
-from .families.family import ExpertNames, Family, LatentFamily, RoutingRule
+from .families.family import ExpertNames, Family, LatentFamily, QkNorm, RoutingRule
 from .families.table import FAMILIES
 from .quantised.scheme import FIELD, Scheme, parse_scheme
 from .rope.rope_config import RopeConfig, parse_local_rope, parse_rope
@@ -44,6 +44,17 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Temperature:
+    """Queries are multiplied by 1 + growth * log(1 + floor((position + 1) / step)): attention stays sharp over many keys.
+
+    Scalable softmax (arXiv 2501.19399), as Llama 4 has it.
+    """
+
+    step: float
+    growth: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """What the decoder is parameterised by.
 
@@ -53,7 +64,11 @@ class ModelConfig:
         local_rope: of layers with a window, where they have their own; None: `rope` for all.
         activation: of the MLP's gate: silu, gelu_tanh or clamped_swiglu.
         swiglu_alpha, swiglu_limit: of clamped_swiglu.
-        qk_norm: of queries and keys: none, of each head, or of all heads at once.
+        qk_norm: of queries and keys: none, of each head, of all heads at once, or of each head without a weight (unit).
+        chunks: per layer, the size of the chunks that a query sees its own of; None: it sees what `windows` says. (): no layer.
+        unrotated: layers without rotation and without qk_norm.
+        temperature: of the queries of unrotated layers.
+        pairs_sides: stored weights pair the dimensions that are rotated side by side.
         norms: before attention and MLP, after them (of what they give, before it is added), or both.
         norm_offset: norms multiply by 1 + weight; the loader adds the 1, which is exact in float32.
         embed_scale: factor of the embeddings. query_scalar: its -0.5th power scales the scores, instead of head_dim's.
@@ -81,7 +96,7 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: Literal["none", "head", "whole"]
+    qk_norm: QkNorm
     tied_embeddings: bool
     weights_dtype: str | None
     local_rope: RopeConfig | None = None
@@ -98,6 +113,10 @@ class ModelConfig:
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
     has_sink_logits: bool = False
+    chunks: tuple[int | None, ...] = ()
+    unrotated: frozenset[int] = frozenset()
+    temperature: Temperature | None = None
+    pairs_sides: bool = False
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
     scheme: Scheme | None = None
@@ -189,11 +208,17 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         if len(rope.divisors) != rotated_dim // 2:
             raise bad("short_factor", f"must have {rotated_dim // 2} numbers, has {len(rope.divisors)}")
         max_position = min(max_position, rope.original_max_position)
+    unrotated = _unrotated_layers(raw, num_layers) if family.has_unrotated_layers else frozenset[int]()
+    qk_norm = family.qk_norm
+    if qk_norm == "unit" and raw.get("use_qk_norm") is not None and not flag(raw, "use_qk_norm"):
+        qk_norm = "none"
+    if qk_norm == "unit":  # they are normalised when they are rotated, which takes a factor of the rotation away
+        rope = replace(rope, magnitude=1.0)
     return ModelConfig(
         family=family_name,
         vocab_size=count(raw, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=count(raw, "intermediate_size"),
+        intermediate_size=count(raw, family.mlp_width),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -205,7 +230,11 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=flag(raw, "mlp_bias") if family.mlp_bias is None else family.mlp_bias,
-        qk_norm=family.qk_norm,
+        qk_norm=qk_norm,
+        chunks=_parse_chunks(raw, family, unrotated, num_layers) if family.has_chunks else (),
+        unrotated=unrotated,
+        temperature=_parse_temperature(raw) if family.has_unrotated_layers else None,
+        pairs_sides=family.pairs_sides,
         tied_embeddings=family.is_tied if raw.get("tie_word_embeddings") is None else flag(raw, "tie_word_embeddings"),
         weights_dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
         local_rope=parse_local_rope(raw, max_position, family.local_theta),
@@ -316,6 +345,13 @@ def _expert_layers(raw: Mapping[str, Any], rule: RoutingRule, num_layers: int) -
         if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in ("dense", "sparse") for kind in kinds):
             raise bad("mlp_layer_types", f"must be a list of {num_layers}, each dense or sparse")
         return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+    if rule.has_moe_layers:
+        every = count(raw, "interleave_moe_layer_step", 1)
+        layers = raw.get("moe_layers")
+        layers = list(range(every - 1, num_layers, every)) if layers is None else layers
+        if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in layers):
+            raise bad("moe_layers", f"must be a list of layers below {num_layers}, is {layers!r}")
+        return frozenset(layers)
     dense, step = raw.get("mlp_only_layers") or [], count(raw, "decoder_sparse_step", 1)
     if not isinstance(dense, list):
         raise bad("mlp_only_layers", f"must be a list, is {dense!r}")
@@ -357,7 +393,38 @@ def _parse_routing(raw: Mapping[str, Any], family: ExpertNames, num_experts: int
         num_chosen_groups=num_chosen_groups,
         group_score=rule.group_score,
         is_wide=rule.is_wide,
+        weighs_inputs=rule.weighs_inputs,
     )
+
+
+def _unrotated_layers(raw: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+    """no_rope_layers has a 0 for each of them; by default it is every no_rope_layer_interval-th layer."""
+    every, said = count(raw, "no_rope_layer_interval", 4), raw.get("no_rope_layers")
+    said = said or [int((layer + 1) % every != 0) for layer in range(num_layers)]
+    if not isinstance(said, list) or len(said) < num_layers or any(each not in (0, 1) for each in said):
+        raise bad("no_rope_layers", f"must be a list of {num_layers}, each 0 or 1")
+    return frozenset(layer for layer in range(num_layers) if not said[layer])
+
+
+def _parse_chunks(raw: Mapping[str, Any], family: Family, unrotated: frozenset[int], num_layers: int) -> tuple[int | None, ...]:
+    """A null attention_chunk_size is none; an absent one the family's."""
+    if "attention_chunk_size" in raw and raw["attention_chunk_size"] is None:
+        return ()
+    size, kinds = count(raw, "attention_chunk_size", family.default_chunk), raw.get("layer_types")
+    if kinds is None:
+        return tuple(None if layer in unrotated else size for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise bad("layer_types", f"must be a list of {num_layers}")
+    if unknown := [kind for kind in kinds if kind not in ("full_attention", "chunked_attention")]:
+        raise UnsupportedModelError("layer type", unknown[0], "full_attention, chunked_attention")
+    return tuple(size if kind == "chunked_attention" else None for kind in kinds)
+
+
+def _parse_temperature(raw: Mapping[str, Any]) -> Temperature | None:
+    """attn_temperature_tuning is on where config.json does not speak of it."""
+    if raw.get("attn_temperature_tuning") is not None and not flag(raw, "attn_temperature_tuning"):
+        return None
+    return Temperature(number(raw, "floor_scale", 8192.0), number(raw, "attn_scale", 0.1))
 
 
 def _parse_windows(raw: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:

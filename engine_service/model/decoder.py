@@ -135,6 +135,9 @@ class Decoder:
         rotation = local_rotation = self._rotary.rows(positions, max_position)
         if self._local_rotary is not None:
             local_rotation = self._local_rotary.rows(positions, max_position)
+        unrotated = self.config.unrotated
+        no_rotation = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1])) if unrotated else rotation
+        growth = self._growth(positions) if unrotated else None
         at_sinks = None
         if metadata.sink_positions is not None:
             at_sinks = self._rotary.rows(metadata.sink_positions, max_position)
@@ -146,8 +149,9 @@ class Decoder:
             x, residual = _add_and_norm(x, layer.input_norm, eps, residual)
             window = self.config.windows[index]
             turned = rotation if window is None else local_rotation
+            turned, growing = (no_rotation, growth) if index in unrotated else (turned, None)
             of_layer, at = metadata.of_layer(index)
-            x = self._attention(index, x, layer, turned, at_sinks, kv_view[:, at], of_layer)
+            x = self._attention(index, x, layer, turned, at_sinks, kv_view[:, at], of_layer, growing)
             if index + 1 == len(self._layers):  # K and V are written: only the wanted rows go on
                 x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
             x = self._branch(self._add_up(linear(x, layer.o)), layer.attention_out_norm)
@@ -162,6 +166,13 @@ class Decoder:
         if (cap := self.config.logit_soft_cap) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits.float()
+
+    def _growth(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Factors of the queries of unrotated layers [T, 1, 1]."""
+        if (temperature := self.config.temperature) is None:
+            return None
+        steps = ((positions.float() + 1.0) / temperature.step).floor()
+        return (torch.log1p(steps) * temperature.growth + 1.0)[:, None, None]
 
     def _branch(self, x: torch.Tensor, out_norm: torch.Tensor | None) -> torch.Tensor:
         """What attention or MLP gave, as it is added to the residual."""
@@ -183,8 +194,9 @@ class Decoder:
         at_sinks: tuple[torch.Tensor, torch.Tensor] | None,
         kv_layer: torch.Tensor,
         metadata: AttentionMetadata | StoredMetadata,
+        growth: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Heads' outputs [T, N * D], before the output projection, of layer `index`."""
+        """Heads' outputs [T, N * D], before the output projection, of layer `index`. growth [T, 1, 1]: factor of queries."""
         config, window = self.config, self.config.windows[index]
         if config.latent is not None and layer.latent is not None:
             assert isinstance(metadata, AttentionMetadata), "latents are not stored in another format"
@@ -194,6 +206,9 @@ class Decoder:
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = linear(x, layer.qkv).unflatten(1, (-1, config.head_dim))
         qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        if growth is not None:
+            queries = (qk[:, : config.num_heads] * growth).to(qk.dtype)
+            qk = torch.cat((queries, qk[:, config.num_heads :]), 1)
         norm, q_sink = None, None
         if layer.qk_norm is not None and config.qk_norm == "whole":
             q, k = qk.tensor_split((config.num_heads,), 1)

@@ -73,20 +73,29 @@ def apply_mlp(
     if isinstance(weights, MlpWeights):
         return linear(gate(linear(x, weights.gate_up)), weights.down)
     shares, chosen = route(x, weights)
+    given = None
+    if weights.routing.weighs_inputs:
+        given, shares = (x[:, None] * shares[..., None]).flatten(0, 1), torch.ones_like(shares)
     if len(x) == 1 and weights.stacked is None:  # nothing to sort
-        found = torch.cat([apply_mlp(x, weights.experts[expert], gate) for expert in chosen[0].tolist()])
+        rows = [x] * chosen.shape[1] if given is None else given.split(1)
+        of_experts = zip(rows, chosen[0].tolist(), strict=True)
+        found = torch.cat([apply_mlp(row, weights.experts[expert], gate) for row, expert in of_experts])
         mixed = shares @ found
     else:
-        mixed = (_apply_sorted(x, weights, chosen, gate).unflatten(0, chosen.shape) * shares[..., None]).sum(1)
+        mixed = (_apply_sorted(x, weights, chosen, gate, given).unflatten(0, chosen.shape) * shares[..., None]).sum(1)
     return mixed if weights.shared is None else mixed + apply_mlp(x, weights.shared, gate)
 
 
 def _apply_sorted(
-    x: torch.Tensor, weights: ExpertWeights, chosen: torch.Tensor, gate: Callable[[torch.Tensor], torch.Tensor]
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    chosen: torch.Tensor,
+    gate: Callable[[torch.Tensor], torch.Tensor],
+    given: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What each token's experts give [T * num_chosen, H], token by token."""
+    """What each token's experts give [T * num_chosen, H], token by token. given [T * num_chosen, H]: what they get; None: x."""
     by_expert, order = chosen.flatten().sort(stable=True)  # by expert, and by token within
-    sorted_rows = x.index_select(0, order // chosen.shape[1])
+    sorted_rows = x.index_select(0, order // chosen.shape[1]) if given is None else given.index_select(0, order)
     # Where each expert's rows begin [E + 1].
     starts = torch.searchsorted(by_expert, torch.arange(len(weights.experts) + 1, device=x.device))
     if weights.stacked is not None:

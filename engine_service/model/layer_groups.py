@@ -14,19 +14,25 @@ _Kinds = Sequence[tuple[int | None, list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Numbers of layers, ascending. window: tokens that each token reads in them, itself included; None: all."""
+    """Numbers of layers, ascending. window: tokens that each token reads in them, itself included; None: all.
+
+    is_chunked: instead it reads those of its chunk of so many.
+    """
 
     layers: tuple[int, ...]
     window: int | None
+    is_chunked: bool = False
 
 
-def group_layers(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
-    """The groups of a model with these windows of its layers, full ones first; () where one table serves as well.
+def group_layers(windows: Sequence[int | None], chunks: Sequence[int | None] = ()) -> tuple[LayerGroup, ...]:
+    """The groups of a model with these windows or chunks of its layers, full ones first; () where one table serves as well.
 
-    That is so without full layers, because the cache finds prefixes by them, and without windows.
+    That is so without full layers, because the cache finds prefixes by them, and without windows and chunks.
+    chunks: () where no layer has any; else those count, and no layer has a window.
     """
+    has_chunks = any(chunks)
     by_window: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
+    for layer, window in enumerate(chunks if has_chunks else windows):
         by_window.setdefault(window, []).append(layer)
     if None not in by_window or len(by_window) == 1:
         return ()
@@ -36,7 +42,7 @@ def group_layers(windows: Sequence[int | None]) -> tuple[LayerGroup, ...]:
         (each for each in sizes if _num_groups(kinds, each) <= _MOST_GROUPS), key=lambda each: (_cost(kinds, each), -each)
     )
     return tuple(
-        LayerGroup(tuple(layers[first : first + size]), window)
+        LayerGroup(tuple(layers[first : first + size]), window, has_chunks and window is not None)
         for window, layers in kinds
         for first in range(0, len(layers), size)
     )

@@ -15,6 +15,7 @@ class Routing:
         scale: factor of the weights.
         num_groups, num_chosen_groups: experts are chosen from the best of so many equal groups (DeepSeek-V2, arXiv 2405.04434).
         group_score: a group is as good as its best expert, or as the sum of its best two (DeepSeek-V3, arXiv 2412.19437).
+        weighs_inputs: an expert's input is weighed instead of its output.
         is_wide: logits are computed in float32, whatever the weights' dtype.
     """
 
@@ -26,3 +27,4 @@ class Routing:
     num_chosen_groups: int = 1
     group_score: Literal["best", "best_two"] = "best"
     is_wide: bool = False
+    weighs_inputs: bool = False

@@ -45,6 +45,7 @@ class ModelShape:
     head_dim: int
     windows: tuple[int | None, ...]
     rope_parameters: str
+    chunks: tuple[int | None, ...] = ()  # a model with them is served up to their size
     is_latent: bool = False  # the library's own K and V are stored, whatever they are made of
 
 

@@ -103,19 +103,26 @@ def pair_rotated(config: ModelConfig, weights: DecoderWeights) -> None:
             _pair_latents(config.latent.widths, weights)
         return
     rotated_dim = config.rope.rotated_dim(config.head_dim)
-    if rotated_dim == config.head_dim:
+    if rotated_dim == config.head_dim and not config.pairs_sides:
         return
-    order = rotated_order(config.head_dim, rotated_dim)
+    order = _from_sides(config.head_dim) if config.pairs_sides else rotated_order(config.head_dim, rotated_dim)
     num_rows = (config.num_heads + config.num_kv_heads) * config.head_dim
     for layer in weights.layers:
-        assert isinstance(layer.qkv, LinearWeight) and layer.qkv.bias is None and layer.qk_norm is None, "no such family"
-        heads = layer.qkv.data[:num_rows].unflatten(0, (-1, config.head_dim))
-        heads.copy_(heads[:, order.to(heads.device)])
+        assert isinstance(layer.qkv, LinearWeight) and config.qk_norm in ("none", "unit"), "no such family"
+        for stored in (layer.qkv.data, layer.qkv.bias):
+            if stored is not None:
+                heads = stored[:num_rows].unflatten(0, (-1, config.head_dim))
+                heads.copy_(heads[:, order.to(heads.device)])
+
+
+def _from_sides(num_dims: int) -> torch.Tensor:
+    """Where each of these dimensions comes from, so that pairs that are stored side by side are half of them apart."""
+    return torch.arange(num_dims).view(-1, 2).T.flatten()
 
 
 def _pair_latents(widths: LatentWidths, weights: DecoderWeights) -> None:
     """Bring dimensions that are stored in pairs side by side half a head apart: all first ones, then all second ones."""
-    order = torch.arange(widths.rope).view(-1, 2).T.flatten()
+    order = _from_sides(widths.rope)
     for layer in weights.layers:
         assert layer.latent is not None and isinstance(layer.latent.down, LinearWeight)
         down, query_up = layer.latent.down, layer.latent.query_up
@@ -150,7 +157,7 @@ def _allocate_layer(config: ModelConfig, index: int, empty: _Empty) -> LayerWeig
     return LayerWeights(
         input_norm=None if config.norms == "after" else empty(hidden),
         qkv=projection((num_rotated + config.num_kv_heads) * head_dim, hidden, config.qkv_bias) if latent is None else None,
-        qk_norm=None if config.qk_norm == "none" else empty(num_rotated, head_dim),
+        qk_norm=_allocate_qk_norm(config, index, empty),
         o=projection(hidden, config.num_heads * (head_dim if latent is None else latent.widths.value), config.o_bias),
         post_norm=None if config.norms == "after" else empty(hidden),
         mlp=_allocate_experts(config, empty) if has_experts else _allocate_mlp(config, config.intermediate_size, empty),
@@ -159,6 +166,13 @@ def _allocate_layer(config: ModelConfig, index: int, empty: _Empty) -> LayerWeig
         sink_logits=empty(config.num_heads).float() if config.has_sink_logits else None,
         latent=None if latent is None else _allocate_latent(config, latent, empty),
     )
+
+
+def _allocate_qk_norm(config: ModelConfig, index: int, empty: _Empty) -> torch.Tensor | None:
+    if config.qk_norm == "none" or index in config.unrotated:
+        return None
+    weight = empty(config.num_heads + config.num_kv_heads, config.head_dim)
+    return weight.fill_(1) if config.qk_norm == "unit" else weight
 
 
 def _allocate_latent(config: ModelConfig, latent: LatentConfig, empty: _Empty) -> LatentWeights:
@@ -229,7 +243,7 @@ def _layer_destinations(
     if layer.sink_logits is not None:
         yield "self_attn.sinks", Destination(layer.sink_logits, (config.num_heads,), places=_rows(split.of(config.num_heads)))
     yield from _mlp_destinations(config, layer.mlp, split)
-    if layer.qk_norm is not None:
+    if layer.qk_norm is not None and config.qk_norm != "unit":
         for name, part in (("q_norm", layer.qk_norm[: own.num_heads]), ("k_norm", layer.qk_norm[own.num_heads :])):
             is_whole = config.qk_norm == "whole"  # otherwise one stored weight is for all heads of a kind
             yield f"self_attn.{name}.weight", _whole(part.flatten()) if is_whole else Destination(part, (config.head_dim,))
@@ -237,24 +251,23 @@ def _layer_destinations(
 
 def _mlp_destinations(config: ModelConfig, mlp: MlpWeights | ExpertWeights, split: Split) -> Iterator[tuple[str, Destination]]:
     names, width = ("gate_proj", "up_proj", "down_proj"), config.intermediate_size
-    members = {"mlp": mlp} if isinstance(mlp, MlpWeights) else {}
+    members = {FAMILIES[config.family].mlp: mlp} if isinstance(mlp, MlpWeights) else {}
     if isinstance(mlp, ExpertWeights):
         stored = FAMILIES[config.family].experts
         assert stored is not None and config.experts is not None, "these layers come from that family"
         for kind, part in (("weight", mlp.router.data), ("bias", mlp.router.bias)):
             if part is not None:
                 yield f"{stored.block}.{stored.router}.{kind}", _whole(part)
-        if stored.form == "stacked":
-            assert mlp.stacked is not None, "nothing is packed yet"
-            width = config.experts.intermediate_size
-            yield from _stacked_destinations(stored, mlp.stacked, width, split.of(width))
-            return
         width = config.experts.intermediate_size
         if mlp.correction is not None:
             yield f"{stored.block}.{stored.router}.e_score_correction_bias", _whole(mlp.correction)
         if mlp.shared is not None:
             shared = config.experts.num_shared * width
             yield from _mlp_parts(mlp.shared, f"{stored.block}.{stored.shared}", names, shared, split.of(shared), False)
+        if stored.form != "single":
+            assert mlp.stacked is not None, "nothing is packed yet"
+            yield from _stacked_destinations(stored, mlp.stacked, width, split.of(width))
+            return
         names = stored.projections
         members = {f"{stored.block}.experts.{index}": expert for index, expert in enumerate(mlp.experts)}
     for place, member in members.items():
@@ -296,9 +309,12 @@ def _latent_destinations(
 def _stacked_destinations(
     stored: ExpertNames, stacked: StackedExperts, width: int, own: range
 ) -> Iterator[tuple[str, Destination]]:
-    """Inputs come before outputs, and each gate is followed by its up. own: of the experts' width, those of the rank."""
+    """Inputs come before outputs, and each gate is followed by its up, or all gates by all ups.
+
+    own: of the experts' width, those of the rank.
+    """
     gate_up, _, down = stored.projections
-    pairs = slice(2 * own.start, 2 * own.stop)
+    pairs, are_halves = slice(2 * own.start, 2 * own.stop), stored.form == "halves"
     for name, weight, is_paired in ((gate_up, stacked.gate_up, True), (down, stacked.down, False)):
         for suffix, whole in (("", weight.data.transpose(1, 2)), ("_bias", weight.bias)):
             if whole is None:
@@ -308,9 +324,21 @@ def _stacked_destinations(
                 shape[-1], place = 2 * width, (*_ALL * (whole.ndim - 1), pairs)
             elif not suffix:
                 shape[1], place = width, (*_ALL, slice(own.start, own.stop))
+            if is_paired and are_halves:
+                yield f"{stored.block}.experts.{name}{suffix}", _halves(whole, tuple(shape), width, own)
+                continue
             part = whole.unflatten(-1, (2, -1)).transpose(-1, -2) if is_paired else whole
             turned = _in_pairs if is_paired else None
             yield f"{stored.block}.experts.{name}{suffix}", Destination(part, tuple(shape), turned, (place,))
+
+
+def _halves(whole: torch.Tensor, shape: tuple[int, ...], width: int, own: range) -> Destination:
+    """Gates [..., own] and then ups, of as many gates and ups [..., width] in a stored tensor of `shape`."""
+
+    def of_rank(stored: torch.Tensor) -> torch.Tensor:
+        return stored.unflatten(-1, (2, width))[..., own.start : own.stop].flatten(-2)
+
+    return Destination(whole, shape, of_rank)
 
 
 def _in_pairs(stored: torch.Tensor) -> torch.Tensor:

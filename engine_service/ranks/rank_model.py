@@ -37,7 +37,7 @@ def load_rank_model(config: EngineConfig, split: Split) -> OnArena:
         if kv_format is not None:
             stored, tails = stored_layout(decoder, kv_format, block_size, config.kv_tail_tokens if has_groups else 0)
             return ModelRunner(decoder, stored.view(memory), stored, tails)
-        groups = group_layers(decoder.config.windows) if has_groups else ()
+        groups = group_layers(decoder.config.windows, decoder.config.chunks) if has_groups else ()
         layout = kv_layout_of(decoder.config, decoder.dtype, block_size, groups)
         return ModelRunner(decoder, layout.view(memory), layout, groups)
 

@@ -31,11 +31,10 @@ from .messages import Answer, Kind, decode_batch, encode_ids
 from .pipe import Pipe
 
 if TYPE_CHECKING:
-    import torch
-
     from kvkeeper.client.arena import Arena
 
     from ..compute.model_runner import Runner
+    from .move_blocks import BlockMover
 
 log = structlog.get_logger()
 
@@ -50,8 +49,7 @@ class _Mapped:
 
     arena: "Arena"
     runner: "Runner"
-    device_blocks: "torch.Tensor"
-    host_blocks: "torch.Tensor"
+    mover: "BlockMover"
 
 
 class RankProcess:
@@ -97,11 +95,10 @@ class RankProcess:
         import numpy as np
 
         from ..compute.model_runner import ModelRunner, StepBounds
-        from .move_blocks import move_blocks
 
         if kind == Kind.TRANSFERS:
             orders = zip(*np.frombuffer(body, "<i8").reshape(4, -1).tolist(), strict=True)
-            self._failed += move_blocks(mapped.device_blocks, mapped.host_blocks, orders)[1]
+            self._failed += mapped.mover.move(orders)[1]
         elif kind == Kind.COPIES:
             mapped.runner.copy_blocks([(source, to) for source, to in np.frombuffer(body, "<i8").reshape(-1, 2).tolist()])
         elif kind == Kind.MAKE_READY:
@@ -124,6 +121,7 @@ class RankProcess:
         from kvkeeper.client.errors import KvkeeperError
 
         from .mapped_arena import arena_tensor, host_blocks
+        from .move_blocks import BlockMover
 
         sizes = fields["arena_bytes"], self._timeout_s, fields["host_arena_bytes"]
         try:
@@ -137,8 +135,10 @@ class RankProcess:
         self._mapped = _Mapped(
             arena,
             self._on_arena(memory, fields["block_size"], fields["has_groups"]),
-            memory.view(-1, fields["block_bytes"]),
-            host_blocks(arena, fields["block_bytes"], self._rank, self._num_ranks),
+            BlockMover(
+                memory.view(-1, fields["block_bytes"]),
+                host_blocks(arena, fields["block_bytes"], self._rank, self._num_ranks),
+            ),
         )
         self._pipe.send(Answer.DONE)
 

@@ -1,6 +1,7 @@
 """copy_blocks on CUDA: whole blocks, 16 bytes a thread and access.
 
-A block is contiguous over all layers, so one launch copies any number of blocks, each in chunks over many programs.
+A block is contiguous over all layers, so one launch copies any number of blocks, each in chunks over many programs. Source and
+target may be two memories: a device reads and writes pinned memory of the host by the same addresses.
 """
 
 from collections.abc import Sequence
@@ -16,32 +17,50 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def copy_blocks_kernel(arena_ptr, source_ids_ptr, target_ids_ptr, block_words, num_chunks, CHUNK: tl.constexpr):
-    """Copy block source_ids[i] of the arena to block target_ids[i], chunk by chunk."""
+def copy_blocks_kernel(
+    source_ptr,
+    target_ptr,
+    source_ids_ptr,
+    target_ids_ptr,
+    source_stride,
+    target_stride,
+    block_words,
+    num_chunks,
+    CHUNK: tl.constexpr,
+):
+    """Copy block source_ids[i] of the source to block target_ids[i] of the target, chunk by chunk. Strides are in words."""
     program = tl.program_id(0).to(tl.int64)
     pair, chunk = program // num_chunks, program % num_chunks
     source = tl.load(source_ids_ptr + pair).to(tl.int64)
     target = tl.load(target_ids_ptr + pair).to(tl.int64)
     words = chunk * CHUNK + tl.arange(0, CHUNK)
     live = words < block_words
-    copied = tl.load(arena_ptr + source * block_words + words, mask=live)
-    tl.store(arena_ptr + target * block_words + words, copied, mask=live)
+    copied = tl.load(source_ptr + source * source_stride + words, mask=live)
+    tl.store(target_ptr + target * target_stride + words, copied, mask=live)
 
 
-def copy_blocks(arena: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy whole blocks of a contiguous arena [num_blocks, block...].
+def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks from one tensor [num_blocks, block...] to another, or to itself; a block is contiguous.
 
     No block that is written may be read or written by another pair: programs run in any order.
     """
-    ids = torch.tensor(pairs, dtype=torch.int64).t().contiguous().to(arena.device, non_blocking=True)
-    blocks = _as_words(arena)
-    block_words = blocks.shape[1]
-    chunk = _CHUNK_BYTES // blocks.element_size()
+    device = source.device if source.device.type == "cuda" else target.device
+    ids = torch.tensor(pairs, dtype=torch.int64).t().contiguous()
+    if device.type == "cuda":  # from memory that is not pinned, the host would wait for the copy
+        ids = ids.pin_memory()
+    ids = ids.to(device, non_blocking=True)
+    sources, targets = _as_words(source), _as_words(target)
+    block_words = sources.shape[1]
+    chunk = _CHUNK_BYTES // sources.element_size()
     num_chunks = cdiv(block_words, chunk)
-    copy_blocks_kernel[(len(pairs) * num_chunks,)](blocks, ids[0], ids[1], block_words, num_chunks, CHUNK=chunk, num_warps=4)
+    strides = sources.stride(0), targets.stride(0)
+    copy_blocks_kernel[(len(pairs) * num_chunks,)](
+        sources, targets, ids[0], ids[1], *strides, block_words, num_chunks, CHUNK=chunk, num_warps=4
+    )
 
 
 def _as_words(blocks: torch.Tensor) -> torch.Tensor:
-    """[n, words] of the widest integers that a block is a whole number of."""
-    raw = blocks.view(blocks.shape[0], -1).view(torch.uint8)
-    return raw.view(next(word for word in _WORDS if raw.shape[1] % word.itemsize == 0))
+    """[n, words] of the widest integers that a block, and its distance to the next one, are a whole number of."""
+    raw = blocks.flatten(1).view(torch.uint8)
+    word = next(word for word in _WORDS if raw.shape[1] % word.itemsize == 0 and raw.stride(0) % word.itemsize == 0)
+    return raw.view(word)

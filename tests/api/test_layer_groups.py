@@ -12,6 +12,7 @@ from tests.support.worlds.cache_api import Api, Session, le32, le64, refusal, se
 from tests.support.worlds.memory_folder import memory_folder
 
 FULL, WINDOW = pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_SLIDING_WINDOW
+CHUNKED = pb.LAYER_GROUP_KIND_CHUNKED
 SIZE, WINDOW_TOKENS = 4, 7
 
 
@@ -120,10 +121,35 @@ async def test_a_cut_into_what_a_window_left_behind_is_refused(api: Api) -> None
     await session.step(3, truncate_sequence_ids=le64(1), truncate_num_tokens=le32(18))
 
 
+async def test_a_chunk_is_given_back_whole_and_a_hit_needs_its_start(api: Api) -> None:
+    """Chunks of 8 tokens, so 2 blocks: while a chunk grows it is kept, and with its last token it goes."""
+    chunked = pb.LayerGroup(kind=CHUNKED, layer_idx=[0, 1, 3, 4], window_tokens=8)
+    session = await api.open(spec=spec_of(pb.LayerGroup(kind=FULL, layer_idx=[2]), chunked))
+    await session.create(1, 24)
+    await step(session, 1, **start(1))
+    await step(session, 2, **commit(1, 23))
+    full, chunks = await tables(session, 1)
+    assert (full.count(0), chunks[:4].count(0), chunks[4:].count(0)) == (0, 4, 0)
+    cut = {"truncate_sequence_ids": le64(1), "truncate_num_tokens": le32(15)}
+    assert (await refusal(session.step(3, **cut))).metadata["limit"] == "16"
+    await step(session, 3, **commit(1, 24))
+    assert (await tables(session, 1))[1] == [0] * 6
+    await session.create(2, 30)
+    answer = await step(session, 4, **start(2))
+    assert answer.start_hits.tolist() == [24]  # behind whole chunks nothing of them is read
+    shown = (await tables(session, 2))[1]
+    assert (shown[:6].count(0), shown[6:].count(0)) == (6, 0)
+
+
 @pytest.mark.parametrize(
     ("groups", "reason"),
     [
         ([], "INVALID_FIELD"),
+        ([pb.LayerGroup(kind=CHUNKED, layer_idx=range(5), window_tokens=8)], "INVALID_FIELD"),
+        (
+            [pb.LayerGroup(kind=FULL, layer_idx=range(4)), pb.LayerGroup(kind=CHUNKED, layer_idx=[4])],
+            "INVALID_FIELD",
+        ),
         ([pb.LayerGroup(kind=WINDOW, layer_idx=range(5), window_tokens=4)], "INVALID_FIELD"),
         ([pb.LayerGroup(kind=FULL, layer_idx=range(4))], "INVALID_FIELD"),
         ([pb.LayerGroup(kind=FULL, layer_idx=[0, 1, 2, 3, 4, 4])], "INVALID_FIELD"),

@@ -64,6 +64,7 @@ class Lessons:
         "gemma3",
         "qwen2_window",
         "gpt_oss",
+        "llama4",
         "deepseek_v3",
     ],
 )

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from kvkeeper.engine_service.compute.device_queue import queue_of
 from kvkeeper.engine_service.compute.penalties import apply_penalties
+from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
 from kvkeeper.engine_service.values.sampling_params import SamplingParams, SamplingRow
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
@@ -71,6 +73,8 @@ def _cases(
     yield "decode_retention", lambda: _attention(dtype, device, 128, 16, kept=_KEPT)
     yield "prefill_retention", lambda: _attention(dtype, device, 128, 16, queries=_QUERIES, kept=_KEPT)
     yield "copy_blocks", lambda: _copy(dtype, device)
+    for label, num_bytes in (("small", 4096), ("large", 1 << 20)):
+        yield f"move_blocks_{label}", lambda n=num_bytes: _move(device, n)
     for length in (64, 1000, 4096):
         yield f"rms_norm_{length}", lambda n=length: _norm(dtype, device, n)
         yield f"gates_{length}", lambda n=length: _gates(dtype, device, n)
@@ -224,6 +228,25 @@ def _copy(dtype: torch.dtype, device: str) -> float:
     copy_blocks(there, pairs)
     reference.copy_blocks(arena, pairs)
     return _error(there, arena)
+
+
+def _move(device: str, block_bytes: int) -> float:
+    """Many blocks to the host tier and back, on a stream beside the current one, as a step does it."""
+    queue = queue_of(torch.device(device))
+    host = torch.zeros(40, block_bytes, dtype=torch.uint8, pin_memory=device != "cpu")
+    blocks = torch.randint(0, 256, (40, block_bytes), dtype=torch.uint8)
+    there = blocks.to(device, copy=True)
+    mover = BlockMover(there, host)
+    out = [(at, SWAP_OUT, at, (at * 7) % 40) for at in range(20)]
+    back = [(20 + at, SWAP_OUT + 1, (at * 7) % 40, 20 + at) for at in range(20)]
+    failed: list[int] = []
+    queue.copies.follow()
+    queue.copies.submit(lambda: failed.extend(mover.move(out + back)[1]))
+    queue.copies.lead()
+    queue.mark().wait()
+    if failed:
+        return float("inf")
+    return max(_error(there[20:], blocks[:20]), _error(host[[order[3] for order in out]], blocks[:20]))
 
 
 def _norm(dtype: torch.dtype, device: str, length: int) -> float:

@@ -1,4 +1,5 @@
-"""Part d: both services on the device with models of real shapes: tokens a second with graphs and without, and swap.
+"""Part d: both services on the device with models of real shapes: tokens a second with graphs and without, steps that overlap
+and that do not, fronts and none, K and V in 8 bits; and swap.
 
 A step's time is what passes between two steps of a full batch; of it, the engine says what the device computed and what waited
 for the cache service, and the rest is the host's own. Swap is forced by a pool that holds half of the sequences.
@@ -21,6 +22,7 @@ from tests.gpu.random_model import LLAMA_1B, QWEN3_06B, TINY, Shape, write_model
 
 _PROMPT_TOKENS = 128
 _MOST_CACHE_WAIT = 0.03  # of a step
+_OTHER_WAYS = (("--no-overlap", "--graphs"), ("--fronts", "1"), ("--kv-dtype", "int8"))  # at the largest size alone
 
 
 def run(is_dry: bool) -> Iterator[Check]:
@@ -31,9 +33,12 @@ def run(is_dry: bool) -> Iterator[Check]:
             device = "cpu" if is_dry else "cuda"
             model = write_model(Path(folder), shape, device)
             yield from _guarded(f"swap_{shape.name}", lambda m=model, s=shape, d=device: _swap(m, s, d))
-            for graphs in ("--graphs", "--no-graphs"):
-                name = f"serve_{shape.name}{graphs[1:]}"
-                yield from _guarded(name, lambda m=model, s=shape, d=device, g=graphs: _serve(m, s, d, sizes, new_tokens, g))
+            for ways in (("--graphs",), ("--no-graphs",), *(_OTHER_WAYS if shape in (TINY, LLAMA_1B) else ())):
+                of_way = sizes if ways[0].endswith("graphs") else sizes[-1:]
+                name = f"serve_{shape.name}{_label(ways)}"
+                yield from _guarded(
+                    name, lambda m=model, s=shape, d=device, n=of_way, w=ways: _serve(m, s, d, n, new_tokens, w)
+                )
 
 
 def _guarded(name: str, measure: Callable[[], Coroutine[Any, Any, list[Check]]]) -> list[Check]:
@@ -57,17 +62,23 @@ async def _swap(model: Path, shape: Shape, device: str) -> list[Check]:
     return [Check(f"swap_{shape.name}", stats.num_swapped_out > 0, figures, note)]
 
 
-async def _serve(model: Path, shape: Shape, device: str, sizes: tuple[int, ...], new_tokens: int, graphs: str) -> list[Check]:
+def _label(ways: tuple[str, ...]) -> str:
+    return "".join(ways)[1:].replace("--", "-")
+
+
+async def _serve(
+    model: Path, shape: Shape, device: str, sizes: tuple[int, ...], new_tokens: int, ways: tuple[str, ...]
+) -> list[Check]:
     pool = "64MiB" if device == "cpu" else "24GiB"
     cache_flags = ("--device", device, "--num-pools", "1", "--pool-memory", pool, "--max-sequences", "512")
-    flags = ("--device", device, "--model", str(model), "--dtype", "bfloat16", "--max-sequences", "256", graphs)
+    flags = ("--device", device, "--model", str(model), "--dtype", "bfloat16", "--max-sequences", "256", *ways)
     async with both_services(*flags, cache_flags=cache_flags) as client:
         await _load(client, shape, 2, 4)  # kernels are compiled with their first use
-        return [check async for check in _by_size(client, shape, sizes, new_tokens, graphs)]
+        return [check async for check in _by_size(client, shape, sizes, new_tokens, _label(ways))]
 
 
 async def _by_size(
-    client: AsyncEngineClient, shape: Shape, sizes: tuple[int, ...], new_tokens: int, graphs: str
+    client: AsyncEngineClient, shape: Shape, sizes: tuple[int, ...], new_tokens: int, label: str
 ) -> AsyncIterator[Check]:
     for size in sizes:
         await _load(client, shape, size, 8)  # and for each batch size
@@ -92,7 +103,7 @@ async def _by_size(
         note = (
             "" if wait <= _MOST_CACHE_WAIT else f"misses the aim: at most {_MOST_CACHE_WAIT:.0%} of a step wait for the cache"
         )
-        yield Check(f"serve_{shape.name}{graphs[1:]}_{size}", bool(splits), figures, note)
+        yield Check(f"serve_{shape.name}{label}_{size}", bool(splits), figures, note)
 
 
 async def _load(client: AsyncEngineClient, shape: Shape, size: int, new_tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 import random
 
+from kvkeeper.cache_service.core.values.kv_spec import spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor
 from tests.support.tiers.tier_engine import TierCounts
@@ -14,15 +15,15 @@ NUM_SEEDS, NUM_EVENTS = 8, 150
 def crashing(seed: int) -> tuple[TierCounts, int, int]:
     """One seed. Answers what happened, the blocks that engines wrote after their end, and those of unknown content."""
     rng = random.Random(seed)
-    windows = (0, 3) if seed % 3 == 1 else (0,)
+    spans = spans_of(0, 3) if seed % 3 == 1 else spans_of(0)
     config = PoolConfig(
-        num_blocks=rng.choice([12, 16, 24]) * len(windows),
-        group_windows=windows,
+        num_blocks=rng.choice([12, 16, 24]) * len(spans),
+        group_spans=spans,
         block_size=2,
         max_sequences=rng.choice([6, 10]),
         max_tokens_per_sequence=rng.choice([8, 16]),
         watermark=0.0,
-        num_host_blocks=rng.choice([9, 33]) * len(windows),
+        num_host_blocks=rng.choice([9, 33]) * len(spans),
     )
     world = TierWorld(config, alphabet=rng.choice([1, 2]), num_tenants=2, faults=rng.choice([6, 1000]))
     world.forks_much = True

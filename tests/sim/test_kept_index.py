@@ -13,6 +13,7 @@ from kvkeeper.cache_service.core.calls.restore import EARLIER_RUN
 from kvkeeper.cache_service.core.index.index_record import IndexRecord
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.index.slot_table import SlotTable
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Executor, Int32Array
 from tests.support.tiers.tier_world import TierWorld
@@ -28,15 +29,16 @@ def killed(seed: int) -> tuple[int, int, int, int, int]:
     Answers device and host blocks that were believed, those that engines still wrote, and kills with all written down.
     """
     rng = random.Random(seed)
-    windows = [(0,), (0, 3), (0, 0, 2)][seed % 4 - 1] if seed % 4 else (0,)
+    kinds = [spans_of(0), (*spans_of(0, 3), ReadSpan(4, is_chunk=True)), spans_of(0, 0, 2)]
+    spans = kinds[seed % 4 - 1] if seed % 4 else spans_of(0)
     config = PoolConfig(
-        num_blocks=rng.choice([6, 12, 24]) * len(windows),
-        group_windows=windows,
+        num_blocks=rng.choice([6, 12, 24]) * len(spans),
+        group_spans=spans,
         block_size=2,
         max_sequences=rng.choice([6, 10]),
         max_tokens_per_sequence=rng.choice([8, 16]),
         watermark=0.0,
-        num_host_blocks=rng.choice([9, 33]) * len(windows),
+        num_host_blocks=rng.choice([9, 33]) * len(spans),
     )
     world = TierWorld(config, alphabet=rng.choice([1, 2]), num_tenants=2, faults=rng.choice([6, 1000]))
     memory = KeptMemory(config)
@@ -83,7 +85,7 @@ def check_kill(world: TierWorld, memory: KeptMemory) -> tuple[int, int, int, int
     assert not (wrong := manager.check_invariants()), wrong
     assert manager.swapper is not None
     pools, believed = (manager.state.pool, manager.swapper.host.pool), np.zeros(2, np.int64)
-    for group in range(len(world.windows)):
+    for group in range(len(world.spans)):
         found = chains(manager, group=group)
         for (tenant, tokens), places in found.items():
             spelled = world.contents.spell(f"{tenant}/{group}", list(tokens))[-world.config.block_size :]
@@ -119,7 +121,7 @@ def check_residue(world: TierWorld, manager: object) -> None:
 def check_whole(world: TierWorld, memory: KeptMemory) -> int:
     """All that is published is written down: what is restored equals what was, but for copies that are on the way."""
     manager, _ = memory.restored()
-    for group in range(len(world.windows)):
+    for group in range(len(world.spans)):
         wanted = chains(world.manager, is_written=True, group=group)
         assert chains(manager, group=group) == wanted, "what is restored is not what was cached"
     return len(wanted) > 0

@@ -36,16 +36,16 @@ class AdmissionCalls:
             hits = state.index.block_of_node[nodes]
         num_required = -(-num_prompt_tokens // block_size)
         if retention is not None:
-            refuse_retention(config.group_windows)
+            refuse_retention(config.group_spans)
             hits = hits[: (retention.num_sink_tokens + retention.num_window_tokens) // block_size]
             num_required = min(num_required, max(retention.num_held_blocks(block_size), len(hits) + 1))
         if len(hits) * block_size < config.min_prefix_tokens:
             hits = hits[:0]
         num_hit_blocks = len(hits)
-        if len(config.group_windows) > 1:
-            blocks, hosts = state.index.hit_table(nodes[:num_hit_blocks] if num_hit_blocks else NO_INT32)
+        if len(config.group_spans) > 1:
+            blocks, hosts = state.index.held.hit_table(nodes[:num_hit_blocks] if num_hit_blocks else NO_INT32)
             hits = blocks[(blocks > 0) | (hosts > 0)]
-            num_required = max(config.held_blocks(num_required), len(hits) + len(config.group_windows))
+            num_required = max(config.held_blocks(num_required), len(hits) + len(config.group_spans))
         num_required -= int(np.count_nonzero(hits))  # a block that is to be loaded takes room too
         num_room = state.blocks_left.beside(hits, state.num_spare())
         has_room = num_required <= num_room

@@ -28,7 +28,7 @@ class CreateCalls:
         sequence_id = check_id(args.sequence_id, "sequence_id")
         num_tokens, limit = len(args.token_ids), state.config.limit_with(args.retention)
         if args.retention is not None:
-            refuse_retention(state.config.group_windows)
+            refuse_retention(state.config.group_spans)
         if num_tokens < 1 or int(args.token_ids.min()) < 0:
             raise InvalidField("a prompt is 1 token or more, ids 0 to 2^31 - 1", field="token_ids", limit=2**31 - 1)
         max_tokens = args.max_tokens or limit

@@ -40,7 +40,7 @@ class PrefixCalls:
         if np.count_nonzero(blocks) < len(blocks):  # a block that is in the host tier only cannot be held here
             blocks = blocks[: int(np.argmin(blocks > 0))]
         num_entries = len(blocks := pins.fitting(blocks))
-        if len(self._state.config.group_windows) > 1:
+        if len(self._state.config.group_spans) > 1:
             num_entries, blocks = self._fitting(nodes[:num_entries])
         if not num_entries:
             return PinResult("", 0)
@@ -51,9 +51,9 @@ class PrefixCalls:
 
     def _fitting(self, nodes: Int32Array) -> tuple[int, Int32Array]:
         """The longest hit on these nodes that pins have room for: its entries, and its blocks of all groups of layers."""
-        pins, index, num_groups = self._state.pins, self._state.index, len(self._state.config.group_windows)
-        while len(nodes := index.usable(nodes)):
-            blocks = index.hit_table(nodes)[0]
+        pins, index, num_groups = self._state.pins, self._state.index, len(self._state.config.group_spans)
+        while len(nodes := index.held.usable(nodes)):
+            blocks = index.held.hit_table(nodes)[0]
             blocks = blocks[blocks > 0]
             num_above = pins.num_above(blocks)
             if num_above <= 0:

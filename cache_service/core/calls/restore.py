@@ -17,6 +17,7 @@ from ..index.kept_tree import KeptTree, tree_of
 from ..pool_state import PoolState
 from ..tiers.host_tier import HostTier
 from ..values.kept_index import KeptIndex, Verification
+from ..values.kv_spec import ReadSpan
 from ..values.types import NO_INT32, UNKNOWN_ROOT, Int32Array, SessionId, Tier
 
 EARLIER_RUN = SessionId("earlier run")  # in the place of the sessions that an earlier run had
@@ -52,13 +53,13 @@ def restore(
     any more. on_behind() is called when the kept index begins to lack something. verification: how blocks are compared with
     their digests, where they are.
     """
-    has_groups = len(state.config.group_windows) > 1
+    has_groups = len(state.config.group_spans) > 1
     record = IndexRecord(kept, len(state.index.block_of_node), on_behind, has_groups=has_groups)
     records = [one for one in (record.device, record.hosts) if one is not None]
     num_claimed = sum(one.table.num_written() for one in records)
     for tenant in kept.tenants:
         state.pool.limits.name_tenant(tenant, state.index.root(tenant))
-    tree, damage = _believed(records, len(kept.tenants), verification, state.config.group_windows)
+    tree, damage = _believed(records, len(kept.tenants), verification, state.config.group_spans)
     record.note_restored(tree.names)
     state.index.add_tree(tree, record)
     blocks, others = _restore_device(state, record.device, tree, may_still_write=may_still_write)
@@ -119,16 +120,16 @@ def _others(num_blocks: int, named: Int32Array) -> Int32Array:
 
 
 def _believed(
-    records: list[TierRecord], num_roots: int, verification: Verification | None, group_windows: tuple[int, ...]
+    records: list[TierRecord], num_roots: int, verification: Verification | None, group_spans: tuple[ReadSpan, ...]
 ) -> tuple[KeptTree, Damage]:
     """The tree of what is believed, and what a comparison with the digests has found before."""
     slots = [record.table.read() for record in records]
-    tree = tree_of(slots[0], num_roots, slots[1] if len(slots) > 1 else None, group_windows)
+    tree = tree_of(slots[0], num_roots, slots[1] if len(slots) > 1 else None, group_spans)
     if verification is None:
         return tree, Damage(0, [])
     believed = [of_tier.of_blocks(places) for of_tier, places in zip(slots, (tree.all_blocks, tree.all_hosts), strict=False)]
     damage = find_damaged(list(zip((Tier.DEVICE, Tier.HOST), believed, strict=False)), verification)
     if damage.num_blocks:
         left = [of_tier.without_blocks(bad) for of_tier, bad in zip(believed, damage.blocks, strict=True)]
-        tree = tree_of(left[0], num_roots, left[1] if len(left) > 1 else None, group_windows)
+        tree = tree_of(left[0], num_roots, left[1] if len(left) > 1 else None, group_spans)
     return tree, damage

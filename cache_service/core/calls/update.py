@@ -43,7 +43,7 @@ class SequenceUpdates:
             limit = _LEAST_PRIORITY if priority < _LEAST_PRIORITY else _MOST_PRIORITY
             raise InvalidField(f"priority is {_LEAST_PRIORITY} to {_MOST_PRIORITY}", field="priority", limit=limit)
         if retention is not None:
-            refuse_retention(seqs.group_windows)
+            refuse_retention(seqs.group_spans)
             if seqs.states[slot] not in (SequenceState.WAITING, SequenceState.RUNNING):
                 raise wrong_state(sequence_id, int(seqs.states[slot]))
             _check_narrower(seqs.retention(slot), retention)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..values.kv_spec import WHOLE, ReadSpan
 from ..values.types import Int32Array, Int64Array
 from .slot_table import Slots
 
@@ -70,23 +71,25 @@ class _Rows(NamedTuple):
     parents: Int64Array
 
 
-def tree_of(device: Slots, num_roots: int, hosts: Slots | None = None, group_windows: tuple[int, ...] = (0,)) -> KeptTree:
-    """num_roots: tenants that are known, with the roots -1 to -num_roots. group_windows: of the groups of layers."""
+def tree_of(
+    device: Slots, num_roots: int, hosts: Slots | None = None, group_spans: tuple[ReadSpan, ...] = (WHOLE,)
+) -> KeptTree:
+    """num_roots: tenants that are known, with the roots -1 to -num_roots. group_spans: of the groups of layers."""
     hosts = hosts if hosts is not None else device.at(_NO_ROWS)
-    if len(group_windows) == 1 == device.num_groups == hosts.num_groups:
+    if len(group_spans) == 1 == device.num_groups == hosts.num_groups:
         return _tree_of(device, num_roots, hosts)
-    if max(device.num_groups, hosts.num_groups) > len(group_windows):
+    if max(device.num_groups, hosts.num_groups) > len(group_spans):
         return _tree_of(device.at(_NO_ROWS), num_roots, hosts.at(_NO_ROWS))
     first = [device.of_group(0), hosts.of_group(0)]
-    others = [(device.of_group(group), hosts.of_group(group)) for group in range(1, len(group_windows))]
-    for window, tiers in zip(group_windows[1:], others, strict=True):
-        if not window:
+    others = [(device.of_group(group), hosts.of_group(group)) for group in range(1, len(group_spans))]
+    for span, tiers in zip(group_spans[1:], others, strict=True):
+        if span.is_whole:
             names = np.concatenate([tier.names for tier in tiers])
             first = [slots.at(np.flatnonzero(np.isin(slots.names, names))) for slots in first]
     tree = _tree_of(first[0], num_roots, first[1])
     placed = [[_placed(tree, slots) for slots in tiers] for tiers in others]
     if any(each is None for tiers in placed for each in tiers):
-        return tree_of(device.at(_NO_ROWS), num_roots, None, group_windows)
+        return tree_of(device.at(_NO_ROWS), num_roots, None, group_spans)
     columns = [np.stack([each for each in tier if each is not None]) for tier in zip(*placed, strict=True)]
     return replace(tree, group_blocks=columns[0], group_hosts=columns[1])
 

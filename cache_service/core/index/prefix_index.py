@@ -12,25 +12,26 @@ Python would be slower and would still need the comparison.
 
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ..values.clock import Clock
 from ..values.kept_index import Digest, UInt64Array
-from ..values.types import NO_INT32, Int32Array, Int64Array, MatchEnd, Tier
+from ..values.kv_spec import WHOLE, ReadSpan
+from ..values.types import NO_INT32, Int32Array, MatchEnd, Tier
 from .change_log import ChangeLog
 from .eviction_log import EvictionLog
 from .index_record import IndexRecord, Unwritten
 from .kept_tree import KeptTree
+from .node_blocks import GroupArray, NodeBlocks
 from .stored_logits import StoredLogits
 
 NO_NODE = 0
 MAX_TENANTS = 65_536
 _SLICE_NODES = 256  # audited in about a millisecond
 _MOST_WALKED = 1024  # nodes; an audit of a larger index does not walk all of it in one go
-GroupArray = npt.NDArray[np.int8]
 _PACK_PARENT = struct.Struct("<i").pack
 _UNPACK_PARENT = struct.Struct("<i").unpack_from
 
@@ -46,7 +47,7 @@ class PrefixIndex:
         num_host_blocks: int = 0,
         lose_hosts: Callable[[Int32Array], None] = lambda hosts: None,
         clock: Clock | None = None,
-        group_windows: tuple[int, ...] = (0,),
+        group_spans: Sequence[ReadSpan] = (WHOLE,),
         has_tail: bool = False,
     ) -> None:
         """lose_hosts(host blocks) is called with the host copies whose node was forgotten."""
@@ -60,18 +61,10 @@ class PrefixIndex:
         self._keys: list[bytes | None] = [None]  # by node; None for a number that is not in use. It grows to num_nodes
         self._roots: dict[str, int] = {}
         self._unused: deque[int] = deque()  # numbers that were used before; a list would move all of them now and then
-        self.block_of_node: Int32Array = np.zeros(num_nodes, np.int32)
-        self.node_of_block: Int32Array = np.zeros(num_blocks, np.int32)
-        self.host_of_node: Int32Array = np.zeros(num_nodes, np.int32)
-        self.node_of_host: Int32Array = np.zeros(max(num_host_blocks, 1), np.int32)
-        # Of the groups behind the first, by group - 1: the block and the host copy that each node has there, 0 for none.
-        # node_of_block and node_of_host name the node of such a block, too. What a group has with a window is forgotten apart
-        # from its node.
-        self.group_windows, self.has_tail = group_windows, has_tail
-        self.group_blocks: list[Int32Array] = [np.zeros(num_nodes, np.int32) for _ in group_windows[1:]]
-        self.group_of_block = np.zeros(num_blocks if self.group_blocks else 1, np.int8)
-        self.group_hosts: list[Int32Array] = [np.zeros(num_nodes, np.int32) for _ in group_windows[1:]]
-        self.group_of_host = np.zeros(len(self.node_of_host) if self.group_hosts else 1, np.int8)
+        self.held = NodeBlocks(num_nodes, num_blocks, num_host_blocks, block_size, group_spans, has_tail=has_tail)
+        # The first group's, for all to read; `held` has written them.
+        self.block_of_node, self.node_of_block = self.held.block_of_node, self.held.node_of_block
+        self.host_of_node, self.node_of_host = self.held.host_of_node, self.held.node_of_host
         self.eviction_log = EvictionLog(num_nodes, MAX_TENANTS, block_size, self.clock)
         self.change_log: ChangeLog | None = None  # while the pool is watched
         self.record: IndexRecord | None = None  # where the index is kept for a later run
@@ -169,7 +162,7 @@ class PrefixIndex:
 
         A block of a group with a window is forgotten alone.
         """
-        if self.group_blocks:
+        if self.held.has_groups:
             return self._forget_grouped(blocks, cause)
         lost = self.forget_nodes(self.node_of_block[blocks], cause)
         return np.setdiff1d(lost, blocks) if len(lost) else lost
@@ -209,134 +202,44 @@ class PrefixIndex:
 
         Of a group with a window the copy alone is forgotten.
         """
-        nodes, groups = self.node_of_host[hosts], self.groups_of_hosts(hosts)
-        self._set_hosts(nodes, 0, groups)
-        self._unname_hosts(hosts)
-        lost = self._blocks_of_nodes(nodes, groups) == 0
+        nodes, groups = self._take_hosts(hosts)
+        lost = self.held.blocks_of_nodes(nodes, groups) == 0
         if groups is not None:
-            lost &= np.array(self.group_windows)[groups] == 0
+            lost &= self.held.goes_with_node(groups)
             self.num_changes += len(hosts)
         return self.forget_nodes(nodes[lost], cause)
 
     def leave_device(self, blocks: Int32Array) -> None:
         """Takes these blocks from their nodes, each of which has a host copy there."""
-        nodes, groups = self.node_of_block[blocks], self.groups_of(blocks)
-        self._set_blocks(nodes, 0, groups)
-        self._unname_blocks(blocks)
+        nodes, groups = self._take_blocks(blocks)
         self._tell_tier(nodes, groups, Tier.HOST)
 
     def add_blocks(self, nodes: Int32Array, blocks: Int32Array, groups: GroupArray | None = None) -> None:
         """Gives blocks on the device to nodes that had none there. groups [n]: of the blocks; None: all of the first."""
-        self._set_blocks(nodes, blocks, groups)
-        self.node_of_block[blocks] = nodes
+        self.held.set_blocks(nodes, blocks, groups)
         if groups is not None:
-            self.group_of_block[blocks] = groups
             self.num_changes += len(blocks)
         if self.record is not None:
             self.record.note(Tier.DEVICE, blocks)
         self._tell_tier(nodes, groups, Tier.DEVICE)
 
-    def groups_of(self, blocks: Int32Array) -> GroupArray | None:
-        """[n] the group of each block on the device that has a node; None where there is one group."""
-        return self.group_of_block[blocks] if self.group_blocks else None
-
-    def groups_of_hosts(self, hosts: Int32Array) -> GroupArray | None:
-        """The same of host copies."""
-        return self.group_of_host[hosts] if self.group_hosts else None
-
-    def hosts_of(self, blocks: Int32Array) -> Int32Array:
-        """[n] the host copy of each block on the device, 0 for none."""
-        nodes = self.node_of_block[blocks]
-        return self._of_nodes(self.host_of_node, self.group_hosts, nodes, self.groups_of(blocks))
-
-    def blocks_of(self, hosts: Int32Array) -> Int32Array:
-        """[n] the block on the device that each host copy is of, 0 for none."""
-        return self._blocks_of_nodes(self.node_of_host[hosts], self.groups_of_hosts(hosts))
-
     def add_group_blocks(self, group: int, nodes: Int32Array, blocks: Int32Array) -> Int32Array:
         """Gives blocks [n] of a group behind the first to these nodes [n]. Answers [n] the blocks that the nodes have there."""
-        of_node = self.group_blocks[group - 1]
+        of_node = self.held.group_blocks[group - 1]
         fresh = of_node[nodes] == 0
         if fresh.any():
             new, first = np.unique(nodes[fresh], return_index=True)  # the same content twice: the first block is kept
             chosen = blocks[fresh][first]
-            of_node[new] = chosen
+            self.held.set_blocks(new, chosen, np.full(len(new), group, np.int8))
             if self.record is not None:
                 self.record.note(Tier.DEVICE, chosen)
-            self.node_of_block[chosen], self.group_of_block[chosen] = new, group
             self.num_changes += len(new)
         return of_node[nodes]
 
-    def usable(self, nodes: Int32Array, is_filling: npt.NDArray[np.bool_] | None = None) -> Int32Array:
-        """[usable] the longest start of a match [n] behind which each group has all that its window reads.
-
-        That is all of it where the groups are a tail: what it lacks is read from the first group.
-        is_filling: of each host copy, whether its content is still on the way; without it host copies do not count.
-        """
-        count = len(nodes)
-        if not self.group_blocks or self.has_tail or not count:
-            return nodes
-        is_there = [of_node[nodes] > 0 for of_node in self.group_blocks]
-        if is_filling is not None:
-            for there, of_node in zip(is_there, self.group_hosts, strict=True):
-                hosts = of_node[nodes]
-                there |= (hosts > 0) & ~is_filling[hosts]
-        return nodes[: self.longest_whole(is_there)]
-
-    def longest_whole(self, is_there: list[npt.NDArray[np.bool_]]) -> int:
-        """The most entries of a table behind which each group has all that its window reads.
-
-        is_there: of each group behind the first, [n] whether it has an entry.
-        """
-        lens = np.arange(1, len(is_there[0]) + 1)
-        is_whole = np.ones(len(lens), np.bool_)
-        for window, there in zip(self.group_windows[1:], is_there, strict=True):
-            gaps = np.where(there, 0, lens)  # entry i: the length behind the gap at i
-            last_gap = np.maximum.accumulate(gaps)
-            is_whole &= last_gap <= self.first_read(lens, window)
-        found = is_whole.nonzero()[0]
-        return int(found[-1]) + 1 if len(found) else 0
-
-    def first_read(self, num_blocks: Int64Array, window: int) -> Int64Array:
-        """[n] the first table entry that the token behind so many whole blocks [n] reads in a group with this window."""
-        if not window:
-            return np.zeros_like(num_blocks)
-        return np.maximum(num_blocks * self.block_size - window + 1, 0) // self.block_size
-
-    def group_hits(self, nodes: Int32Array) -> Int32Array:
-        """[groups - 1, n] the blocks of a usable match that each group's window reads; 0 before them.
-
-        Of a tail those behind its last gap.
-        """
-        hits = np.zeros((len(self.group_blocks), len(nodes)), np.int32)
-        for row, window, of_node in zip(hits, self.group_windows[1:], self.group_blocks, strict=True):
-            first = int(self.first_read(np.array([len(nodes)]), window)[0])
-            if self.has_tail:
-                gaps = (of_node[nodes[first:]] == 0).nonzero()[0]
-                first += int(gaps[-1]) + 1 if len(gaps) else 0
-            row[first:] = of_node[nodes[first:]]
-        return hits
-
-    def hit_table(self, nodes: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """Blocks and host copies [groups * n] that a start on a usable match reads, one group behind the other.
-
-        An entry that has neither is one that is not read.
-        """
-        blocks, hosts = self.block_of_node[nodes], self.host_of_node[nodes]
-        if not self.group_blocks:
-            return blocks, hosts
-        others = np.zeros((len(self.group_hosts), len(nodes)), np.int32)
-        for row, window, of_node in zip(others, self.group_windows[1:], self.group_hosts, strict=True):
-            first = int(self.first_read(np.array([len(nodes)]), window)[0])
-            row[first:] = of_node[nodes[first:]]
-        return np.concatenate([blocks, self.group_hits(nodes).ravel()]), np.concatenate([hosts, others.ravel()])
-
     def add_hosts(self, nodes: Int32Array, hosts: Int32Array, groups: GroupArray | None = None) -> None:
         """Gives host copies to nodes that had none there. groups [n]: of the copies; None: all of the first."""
-        self._set_hosts(nodes, hosts, groups)
-        self.node_of_host[hosts] = nodes
+        self.held.set_hosts(nodes, hosts, groups)
         if groups is not None:
-            self.group_of_host[hosts] = groups
             self.num_changes += len(hosts)
 
     def insert_on_host(self, parent: int, tokens: bytes, host: int) -> tuple[int, bool]:
@@ -365,7 +268,7 @@ class PrefixIndex:
 
     def add_group_host(self, group: int, node: int, host: int) -> bool:
         """Gives a node a host copy of a group behind the first, which has been written. Whether it had none there."""
-        if self.group_hosts[group - 1][node]:
+        if self.held.group_hosts[group - 1][node]:
             return False
         self.add_hosts(np.array([node], np.int32), np.array([host], np.int32), np.array([group], np.int8))
         return True
@@ -396,7 +299,7 @@ class PrefixIndex:
         blocks = taken.blocks[stays]
         if len(blocks):
             nodes = (self.node_of_block if taken.tier is Tier.DEVICE else self.node_of_host)[blocks]
-            groups = self.groups_of(blocks) if taken.tier is Tier.DEVICE else self.groups_of_hosts(blocks)
+            groups = self.held.groups_of(blocks) if taken.tier is Tier.DEVICE else self.held.groups_of_hosts(blocks)
             keys = [key for node in nodes.tolist() if (key := self._keys[node]) is not None]
             words = np.frombuffer(b"".join(keys), "<i4").reshape(len(nodes), -1)
             made = digests[stays] if digests is not None else np.zeros(len(blocks), np.uint64)
@@ -435,7 +338,8 @@ class PrefixIndex:
         for start in range(1, len(self._keys), _SLICE_NODES):
             yield [text for node in range(start, min(start + _SLICE_NODES, len(self._keys))) for text in self._check_node(node)]
         if self.record is not None:
-            of_blocks, of_hosts = (self.group_of_block, self.group_of_host) if self.group_blocks else (None, None)
+            held = self.held
+            of_blocks, of_hosts = (held.group_of_block, held.group_of_host) if held.has_groups else (None, None)
             yield from self.record.check(Tier.DEVICE, self.node_of_block, of_blocks)
             yield from self.record.check(Tier.HOST, self.node_of_host, of_hosts)
         yield self._check_totals()
@@ -449,19 +353,7 @@ class PrefixIndex:
             yield f"node {node} has another key than the index"
         if parent == NO_NODE or (parent > 0 and self._keys[parent] is None) or parent < -len(self._roots):
             yield f"node {node} has no parent in the index"
-        block, host = int(self.block_of_node[node]), int(self.host_of_node[node])
-        if (block and self.node_of_block[block] != node) or (host and self.node_of_host[host] != node):
-            yield f"node {node} and its block disagree"
-        if not block and not host:
-            yield f"node {node} has no block in any tier"
-        for group, (of_node, of_host) in enumerate(zip(self.group_blocks, self.group_hosts, strict=True), 1):
-            named, copy = int(of_node[node]), int(of_host[node])
-            if named and (self.node_of_block[named] != node or self.group_of_block[named] != group):
-                yield f"node {node} and its block of group {group} disagree"
-            if copy and (self.node_of_host[copy] != node or self.group_of_host[copy] != group):
-                yield f"node {node} and its host copy of group {group} disagree"
-            if not named and not copy and not self.group_windows[group]:
-                yield f"node {node} has no block of group {group} in any tier"
+        yield from self.held.check_node(node)
         after, before = int(self._next_sibling[node]), int(self._prev_sibling[node])
         links_here = self._next_sibling[before] if before else self._first_child[parent]
         if links_here != node or (after and self._prev_sibling[after] != node):
@@ -477,11 +369,7 @@ class PrefixIndex:
         wrong: list[str] = []
         if any(self._keys[node] is None for node in self.logits.by_node):
             wrong.append("logits are stored for a node that is not in use")
-        num_named = np.count_nonzero(self.block_of_node) + sum(map(np.count_nonzero, self.group_blocks))
-        num_hosts = np.count_nonzero(self.host_of_node) + sum(map(np.count_nonzero, self.group_hosts))
-        for number, of_block in ((num_named, self.node_of_block), (num_hosts, self.node_of_host)):
-            if number != np.count_nonzero(of_block):
-                wrong.append("blocks with a node and nodes with a block differ in number")
+        wrong += self.held.check_totals()
         if len(self._unused) + len(self._nodes) != len(self._keys) - 1:
             wrong.append("used and unused node numbers do not add up")
         if len(self._nodes) <= _MOST_WALKED and self._num_reachable() != len(self._nodes):
@@ -499,58 +387,33 @@ class PrefixIndex:
 
     def _forget_grouped(self, blocks: Int32Array, cause: MatchEnd) -> Int32Array:
         """forget_blocks with several groups."""
-        groups = self.group_of_block[blocks]
-        has_window = np.array(self.group_windows)[groups] > 0
-        alone, groups = blocks[has_window], groups[has_window]
-        nodes = self.node_of_block[alone]
-        self._set_blocks(nodes, 0, groups)
-        self._unname_blocks(alone)
+        held = self.held
+        with_node = held.goes_with_node(held.group_of_block[blocks])
+        alone = blocks[~with_node]
+        nodes, groups = self._take_blocks(alone)
         self.num_changes += len(alone)
         if cause is not MatchEnd.EVICTED:  # else its host copy stays
-            hosts = self._of_nodes(self.host_of_node, self.group_hosts, nodes, groups)
+            hosts = held.hosts_of_nodes(nodes, groups)
             hosts = hosts[hosts > 0]
-            self._set_hosts(self.node_of_host[hosts], 0, self.groups_of_hosts(hosts))
-            self._unname_hosts(hosts)
+            self._take_hosts(hosts)
             if len(hosts):
                 self._lose_hosts(hosts)
-        lost = self.forget_nodes(self.node_of_block[blocks[~has_window]], cause)
+        lost = self.forget_nodes(self.node_of_block[blocks[with_node]], cause)
         return np.setdiff1d(lost, blocks) if len(lost) else lost
 
-    def _of_nodes(
-        self, of_node: Int32Array, of_groups: list[Int32Array], nodes: Int32Array, groups: GroupArray | None
-    ) -> Int32Array:
-        """[n] what each node has in its group."""
-        found = of_node[nodes]
-        if groups is not None:
-            for group, of_group in enumerate(of_groups, 1):
-                here = groups == group
-                found[here] = of_group[nodes[here]]
-        return found
-
-    def _blocks_of_nodes(self, nodes: Int32Array, groups: GroupArray | None) -> Int32Array:
-        return self._of_nodes(self.block_of_node, self.group_blocks, nodes, groups)
-
-    def _set_blocks(self, nodes: Int32Array, blocks: Int32Array | int, groups: GroupArray | None) -> None:
-        _set(self.block_of_node, self.group_blocks, nodes, blocks, groups)
-
-    def _set_hosts(self, nodes: Int32Array, hosts: Int32Array | int, groups: GroupArray | None) -> None:
-        _set(self.host_of_node, self.group_hosts, nodes, hosts, groups)
-
-    def _unname_blocks(self, blocks: Int32Array) -> None:
-        """These blocks on the device have no node any more."""
-        self.node_of_block[blocks] = NO_NODE
-        if self.group_blocks:
-            self.group_of_block[blocks] = 0
+    def _take_blocks(self, blocks: Int32Array) -> tuple[Int32Array, GroupArray | None]:
+        """Takes these blocks on the device from their nodes. Answers nodes and groups [n]."""
+        taken = self.held.take_blocks(blocks)
         if self.record is not None:
             self.record.forget(Tier.DEVICE, blocks)
+        return taken
 
-    def _unname_hosts(self, hosts: Int32Array) -> None:
-        """These host copies have no node any more."""
-        self.node_of_host[hosts] = NO_NODE
-        if self.group_hosts:
-            self.group_of_host[hosts] = 0
+    def _take_hosts(self, hosts: Int32Array) -> tuple[Int32Array, GroupArray | None]:
+        """The same of host copies."""
+        taken = self.held.take_hosts(hosts)
         if self.record is not None:
             self.record.forget(Tier.HOST, hosts)
+        return taken
 
     def _tell_tier(self, nodes: Int32Array, groups: GroupArray | None, tier: Tier) -> None:
         """The tier of a node is that of its first group's block."""
@@ -669,7 +532,7 @@ class PrefixIndex:
 
     def _columns(self) -> tuple[Int32Array, ...]:
         links = (self._first_child, self._next_sibling, self._prev_sibling)
-        columns = (self.block_of_node, self.host_of_node, *self.group_blocks, *self.group_hosts, *links)
+        columns = (*self.held.columns, *links)
         return columns if self._num_children is None else (*columns, self._num_children)
 
     def _unlink(self, node: int, parent: int) -> None:
@@ -695,16 +558,12 @@ class PrefixIndex:
 
     def _clear_columns(self, nodes: Int32Array) -> Int32Array:
         """Makes the numbers of removed nodes usable again. Answers the blocks that the nodes had on the device."""
-        blocks, hosts = self.block_of_node[nodes], self.host_of_node[nodes]
-        blocks, hosts = blocks[blocks > 0], hosts[hosts > 0]
-        if self.group_blocks:
-            of_groups = np.concatenate([of_node[nodes] for of_node in self.group_blocks])
-            host_of_groups = np.concatenate([of_node[nodes] for of_node in self.group_hosts])
-            blocks = np.concatenate([blocks, of_groups[of_groups > 0]])
-            hosts = np.concatenate([hosts, host_of_groups[host_of_groups > 0]])
-        self._unname_blocks(blocks)
-        self._unname_hosts(hosts)
+        blocks, hosts = self.held.of_removed(nodes)
+        self.held.unname_blocks(blocks)
+        self.held.unname_hosts(hosts)
         if self.record is not None:
+            self.record.forget(Tier.DEVICE, blocks)
+            self.record.forget(Tier.HOST, hosts)
             self.record.forget_nodes(nodes)
         for links in self._columns():
             links[nodes] = 0
@@ -712,15 +571,3 @@ class PrefixIndex:
         if len(hosts):
             self._lose_hosts(hosts)
         return blocks
-
-
-def _set(
-    of_node: Int32Array, of_groups: list[Int32Array], nodes: Int32Array, values: Int32Array | int, groups: GroupArray | None
-) -> None:
-    """Each node has this value in its group from now on."""
-    if groups is None:
-        of_node[nodes] = values
-        return
-    for group, column in enumerate((of_node, *of_groups)):
-        here = groups == group
-        column[nodes[here]] = values if isinstance(values, int) else values[here]

@@ -40,7 +40,7 @@ def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: I
     last = int(nodes[-1]) if len(nodes) else root
     num_host = int(np.count_nonzero(index.block_of_node[nodes] == 0)) * size
     num_hit = len(lookup.usable(nodes[: (len(tokens) - 1) // size])) * size
-    is_whole = num_matched == len(tokens) and not num_host and len(index.usable(nodes)) == len(nodes)
+    is_whole = num_matched == len(tokens) and not num_host and len(index.held.usable(nodes)) == len(nodes)
     if is_whole and last in index.logits.by_node:
         num_hit = num_matched
     short_group = None

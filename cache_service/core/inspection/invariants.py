@@ -227,8 +227,8 @@ def _check_groups(state: PoolState, slot: int) -> list[str]:
     seqs, index, wrong = state.sequences, state.index, list[str]()
     name, committed = f"sequence {int(seqs.ids[slot])}", int(seqs.num_committed[slot])
     for group in range(1, seqs.num_groups):
-        row, end, window = seqs.group_table(slot, group), int(seqs.group_hole_ends[slot, group]), seqs.group_windows[group]
-        start = max(committed - window + 1, 0) // seqs.block_size if window else 0
+        row, end = seqs.group_table(slot, group), int(seqs.group_hole_ends[slot, group])
+        start = seqs.group_spans[group].first(committed) // seqs.block_size
         if np.flatnonzero(row == NULL_BLOCK).tolist() != list(range(end)):
             wrong.append(f"{name} has other holes in group {group} than it says")
         if end > start and not seqs.has_tail:
@@ -238,6 +238,6 @@ def _check_groups(state: PoolState, slot: int) -> list[str]:
         num_published = int(seqs.num_published[slot])
         nodes, held = index.node_of_block[seqs.table(slot)[end:num_published]], row[end:num_published]
         nodes, held = nodes[state.pool.indexed[held]], held[state.pool.indexed[held]]
-        if (index.node_of_block[held] != nodes).any() or (index.group_of_block[held] != group).any():
+        if (index.node_of_block[held] != nodes).any() or (index.held.group_of_block[held] != group).any():
             wrong.append(f"{name} has a block of group {group} under other tokens")
     return wrong

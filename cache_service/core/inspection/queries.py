@@ -108,7 +108,7 @@ class Queries:
             num_transfers=int(pool.transfer_counts[block]),
             num_quarantines=int(pool.quarantine_counts[block]),
             indexed=bool(pool.indexed[block]),
-            has_host_copy=bool(index.hosts_of(np.array([block], np.int32))[0]),
+            has_host_copy=bool(index.held.hosts_of(np.array([block], np.int32))[0]),
             reuse_hint=pool.reuse.hint_of(block) if pool.reuse is not None else ReuseHint.UNSPECIFIED,
         )
 

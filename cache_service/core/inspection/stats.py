@@ -70,7 +70,9 @@ def group_stats(state: PoolState) -> list[GroupStats]:
     running = seqs.running_slots()
     num_entries = int(seqs.num_blocks_of(seqs.num_reserved[running]).sum())
     num_holes = seqs.group_hole_ends[running].sum(axis=0).tolist()
-    return [GroupStats(window, num_entries - holes, holes) for window, holes in zip(seqs.group_windows, num_holes, strict=True)]
+    return [
+        GroupStats(span.num_tokens, num_entries - holes, holes) for span, holes in zip(seqs.group_spans, num_holes, strict=True)
+    ]
 
 
 def _host_stats(swapper: SequenceSwapper | None) -> dict[str, int]:

@@ -1,10 +1,11 @@
 """Groups of layers: what the windows of a sequence's groups leave behind, and giving those blocks back.
 
 A pool may hold K and V of several groups of layers, each of which has a table of every sequence (SequenceTable). The first
-group reads all tokens. A token at position p reads, in a group with window w, the tokens from p - w + 1 on. So with L committed
-tokens nothing before L - w + 1 is read again, and a block wholly before it is dropped: its entry becomes a hole, and all behind
-it keeps its place. Holes are a run from the first entry to SequenceTable.group_hole_ends. What is dropped may stay cached, for
-hits that end there. No sequence is cut to a length whose windows reach into its holes.
+group reads all tokens. In a group with a window or with chunks a token reads from the first one of its span on (ReadSpan). So
+with L committed tokens nothing before the first one that position L reads is read again. A block wholly before it is dropped:
+its entry becomes a hole, and all behind it keeps its place. Holes are a run from the first entry to
+SequenceTable.group_hole_ends. What is dropped may stay cached, for hits that end there. No sequence is cut to a length whose
+next token reads into its holes.
 
 Where the groups behind the first are a tail (PoolConfig.has_tail), they are finer copies of what the first group has. Then
 their holes may begin nowhere and end anywhere: a hit takes what is there behind the last gap, and a sequence may be cut to any
@@ -17,6 +18,7 @@ import numpy as np
 
 from ..blocks.block_pool import BlockPool
 from ..values.errors import InvalidField, NotImplementedYet
+from ..values.kv_spec import WHOLE, ReadSpan, first_reads
 from ..values.types import Int64Array, SequenceState
 from .publisher import Publisher
 from .sequence_table import SequenceTable
@@ -24,33 +26,31 @@ from .session_state import SessionState, TableUpdates
 
 
 class WindowHoles(NamedTuple):
-    """What the windows of one sequence's groups have left behind: windows [groups], 0 for none, and table indices [groups]."""
+    """What the windows of one sequence's groups have left behind: spans [groups] and table indices [groups]."""
 
-    windows: tuple[int, ...]
+    spans: tuple[ReadSpan, ...]
     ends: tuple[int, ...]
     is_tail: bool = False
 
     def after_commit(self, num_committed: int, block_size: int) -> "WindowHoles":
         """The holes once so many tokens are committed."""
-        if len(self.windows) == 1:
+        if len(self.spans) == 1:
             return self
-        ends = (
-            max(end, _hole_end(num_committed, window, block_size)) for window, end in zip(self.windows, self.ends, strict=True)
-        )
+        ends = (max(end, span.first(num_committed) // block_size) for span, end in zip(self.spans, self.ends, strict=True))
         return self._replace(ends=tuple(ends))
 
     def check_cut(self, field: str, num_tokens: int, block_size: int) -> None:
         """Raises InvalidField where a sequence of num_tokens would read what is left behind; its limit is the least length."""
         if self.is_tail or not any(self.ends):
             return
-        limit = max(end * block_size + window - 1 for window, end in zip(self.windows, self.ends, strict=True) if end)
+        limit = max(span.least_position(end * block_size) for span, end in zip(self.spans, self.ends, strict=True) if end)
         if num_tokens < limit:
             text = f"the window of a group of layers has moved on, so keep {limit} tokens or more"
             raise InvalidField(text, field=field, limit=limit)
 
     def check_fits(self, field: str, num_tokens: int, sequences: SequenceTable) -> None:
         """Raises InvalidField for a length whose blocks of all groups no pool of this size can hold at once."""
-        num_groups = len(self.windows)
+        num_groups = len(self.spans)
         if num_groups == 1:
             return
         num_blocks = (sequences.most_held_blocks + sum(self.ends)) // num_groups
@@ -62,12 +62,12 @@ class WindowHoles(NamedTuple):
 def window_holes(sequences: SequenceTable, slot: int) -> WindowHoles:
     if sequences.num_groups == 1:
         return _NO_HOLES
-    return WindowHoles(sequences.group_windows, tuple(sequences.group_hole_ends[slot].tolist()), sequences.has_tail)
+    return WindowHoles(sequences.group_spans, tuple(sequences.group_hole_ends[slot].tolist()), sequences.has_tail)
 
 
-def refuse_retention(group_windows: tuple[int, ...]) -> None:
+def refuse_retention(group_spans: tuple[ReadSpan, ...]) -> None:
     """Raises NotImplementedYet in a pool of several groups of layers: a layer with a window of its own reads no sink."""
-    if len(group_windows) > 1:
+    if len(group_spans) > 1:
         raise NotImplementedYet("retention with several groups of layers, whose windows read no sink", feature="layer_groups")
 
 
@@ -85,10 +85,9 @@ class GroupWindows:
         The blocks wait for the steps that were told of them. What may be shared of them is published first.
         """
         seqs, size = self._sequences, self._sequences.block_size
-        windows = np.array(seqs.group_windows)
         slots = slots[seqs.states[slots] == SequenceState.RUNNING]
-        ends = np.maximum(seqs.num_committed[slots][:, None] - windows + 1, 0) // size
-        rows, groups = ((windows > 0) & (ends > seqs.group_hole_ends[slots])).nonzero()
+        ends = first_reads(seqs.group_spans, seqs.num_committed[slots]) // size
+        rows, groups = (ends > seqs.group_hole_ends[slots]).nonzero()
         if not len(rows):
             return
         self._publisher.publish(told_now=owner)
@@ -107,8 +106,4 @@ class GroupWindows:
         owner.drop_blocks(self._pool, blocks, until=owner.step_id - 1)
 
 
-def _hole_end(num_committed: int, window: int, block_size: int) -> int:
-    return max(num_committed - window + 1, 0) // block_size if window else 0
-
-
-_NO_HOLES = WindowHoles((0,), (0,))
+_NO_HOLES = WindowHoles((WHOLE,), (0,))

@@ -68,8 +68,8 @@ class SequenceTable:
         self.most_held_blocks = config.num_usable_blocks
         # Groups of layers, see group_windows.py: each has a table of its own, max_blocks entries behind that of the one before,
         # so that one number, group * max_blocks + table index, is the place of an entry. Leading entries may be holes.
-        self.group_windows, self.has_tail = config.group_windows, config.has_tail
-        self.num_groups = len(config.group_windows)
+        self.group_spans, self.has_tail = config.group_spans, config.has_tail
+        self.num_groups = len(config.group_spans)
         self.group_hole_ends: Int32Array = np.zeros((slots, self.num_groups), np.int32)
         self.tables: Int32Array = untouched(slots, self.num_groups * self.max_blocks)
         self._tokens: Int32Array = untouched(slots, config.max_tokens_per_sequence)

@@ -184,8 +184,8 @@ class OneItemCalls:
         nodes = self._lookup.match_sequence(slot, num_tokens if look_up else 0)
         index = self._state.index
         on_device = index.block_of_node[nodes] > 0
-        nodes = index.usable(nodes if on_device.all() else nodes[: int(np.argmin(on_device))])
-        hits = index.hit_table(nodes)[0]
+        nodes = index.held.usable(nodes if on_device.all() else nodes[: int(np.argmin(on_device))])
+        hits = index.held.hit_table(nodes)[0]
         num_needed -= len(nodes) * num_groups
         if self._claims.is_later(slot):
             return num_needed, 0

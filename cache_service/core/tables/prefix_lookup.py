@@ -121,15 +121,15 @@ class PrefixLookup:
 
     def usable(self, nodes: Int32Array) -> Int32Array:
         """[usable] the longest start of a match behind which each group of layers has what the next token reads."""
-        return self._index.usable(nodes, None if self._host is None else self._host.is_filling)
+        return self._index.held.usable(nodes, None if self._host is None else self._host.is_filling)
 
     def whole_windows(self, nodes: Int32Array) -> list[bool]:
         """Of each group of layers behind the first, whether it has what its window reads behind all of these nodes."""
-        blocks, hosts = self._index.hit_table(nodes)
+        blocks, hosts = self._index.held.hit_table(nodes)
         if self._host is not None:
             hosts = np.where(self._host.is_filling[hosts], 0, hosts)
-        there = (np.maximum(blocks, hosts) > 0).reshape(len(self._index.group_windows), -1)
-        firsts = (self._index.first_read(np.array([len(nodes)]), window)[0] for window in self._index.group_windows[1:])
+        there = (np.maximum(blocks, hosts) > 0).reshape(len(self._index.held.spans), -1)
+        firsts = (self._index.held.first_entry(len(nodes), group) for group in range(1, len(there)))
         return [bool(row[first:].all()) for row, first in zip(there[1:], firsts, strict=True)]
 
     def match_prompt(self, tenant: str, tokens: Int32Array) -> Int32Array:
@@ -144,7 +144,7 @@ class PrefixLookup:
         if rest or max_hit < known or known < self.min_tokens or num_blocks > seqs.share_limits[slot]:
             return None
         nodes = self._index.match(int(seqs.roots[slot]), seqs.prompts[slot, :known], num_blocks)
-        if np.count_nonzero(self._index.block_of_node[nodes]) < num_blocks or len(self._index.usable(nodes)) < num_blocks:
+        if np.count_nonzero(self._index.block_of_node[nodes]) < num_blocks or len(self._index.held.usable(nodes)) < num_blocks:
             return None
         logits = self._index.logits.get(int(nodes[-1]))
         return None if logits is None else FullHit(nodes, logits)

@@ -111,11 +111,11 @@ class SequenceStarter:
     def _find_hit(self, owner: SessionState, slot: int, max_hit: int, exactly: int) -> Hit:
         full = self._lookup.find_full_hit(slot, max_hit) if self._index.logits.by_node and not exactly else None
         if full is not None:
-            return Hit(full.nodes, self._index.hit_table(full.nodes)[0], None, full.logits)
+            return Hit(full.nodes, self._index.held.hit_table(full.nodes)[0], None, full.logits)
         nodes = self._lookup.match_sequence(slot, max_hit)
         if self._swapper is None and self._sequences.num_groups == 1:
             return Hit(nodes, self._index.block_of_node[nodes], None, None)
-        blocks, hosts = self._index.hit_table(nodes)
+        blocks, hosts = self._index.held.hit_table(nodes)
         if self._swapper is None or not np.count_nonzero((blocks == 0) & (hosts > 0)):
             return Hit(nodes, blocks, None, None)
         joined = self._swapper.join_loads(owner, hosts, blocks)
@@ -126,10 +126,10 @@ class SequenceStarter:
         on_device, nodes = self._index.block_of_node[hit.nodes] > 0, hit.nodes
         if not on_device.all():
             nodes = nodes[: int(np.argmin(on_device))]
-        nodes = self._index.usable(nodes)
+        nodes = self._index.held.usable(nodes)
         if len(nodes) * self._block_size < self._lookup.min_tokens:
             nodes = NO_INT32
-        return Hit(nodes, self._index.hit_table(nodes)[0], None, None)
+        return Hit(nodes, self._index.held.hit_table(nodes)[0], None, None)
 
     def _fit(self, slot: int, hit: Hit, max_new: int, num_spare: int, exactly: int) -> Fit:
         """How a start on this hit fits; what is to be loaded takes a block each."""

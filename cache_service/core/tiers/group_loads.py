@@ -37,20 +37,20 @@ class GroupLoads:
 
     def __init__(self, index: PrefixIndex, host: HostTier, names: ContentNames) -> None:
         self._index, self._host, self._names = index, host, names
-        self._windows = index.group_windows
-        self._full = [group for group, window in enumerate(self._windows) if not window]
+        self._spans = index.held.spans
+        self._full = [group for group, span in enumerate(self._spans) if span.is_whole]
 
     def name_of(self, host: int) -> bytes:
         """The name of what a host block in the index holds."""
         index = self._index
-        return self._names.of_group(self._names.of(int(index.node_of_host[host])), int(index.group_of_host[host]))
+        return self._names.of_group(self._names.of(int(index.node_of_host[host])), int(index.held.group_of_host[host]))
 
     def lookup(self, root: int, tokens: Int32Array, find: Callable[[bytes], int | None], era: int) -> Found:
         """find: the place of a name in the tier, if it has it. The orders have no host block yet."""
         index, size = self._index, self._index.block_size
         num_most = len(tokens) // size
         nodes = index.match(root, tokens, num_most)
-        num_above = len(index.usable(nodes, self._host.is_filling))
+        num_above = len(index.held.usable(nodes, self._host.is_filling))
         raw, width = np.ascontiguousarray(tokens, "<i4").tobytes(), 4 * size
         chain = [(self._names.of(node), self._names.of(index.parent(node))) for node in nodes.tolist()]
         behind: list[list[TierOrder]] = []  # of each entry that the index lacks
@@ -66,7 +66,9 @@ class GroupLoads:
 
         def is_there(at: int, group: int) -> bool:
             """Whether a group with a window has the entry, in the tiers above or here."""
-            if at < len(nodes) and (index.group_blocks[group - 1][nodes[at]] or index.group_hosts[group - 1][nodes[at]]):
+            if at < len(nodes) and (
+                index.held.group_blocks[group - 1][nodes[at]] or index.held.group_hosts[group - 1][nodes[at]]
+            ):
                 return True
             if (at, group) not in windows:
                 windows[at, group] = self._order(at, group, *chain[at], raw, find, era)
@@ -99,8 +101,8 @@ class GroupLoads:
         """
         found = self.lookup(root, tokens, lambda name: find(name) if name in asked else 0, era)
         unknown = [order for order in found.orders if order.name not in asked]
-        full = [order.name for order in unknown if not self._windows[order.group]]
-        return full + [order.name for order in reversed(unknown) if self._windows[order.group]]
+        full = [order.name for order in unknown if self._spans[order.group].is_whole]
+        return full + [order.name for order in reversed(unknown) if not self._spans[order.group].is_whole]
 
     def take(self, root: int, tokens: Int32Array, orders: Sequence[TierOrder], results: Sequence[TierResult]) -> list[int]:
         """The orders of a load have ended, those of an entry together. Answers the host blocks that the index has taken."""
@@ -135,14 +137,15 @@ class GroupLoads:
 
     def _first_reads(self, end: int) -> list[int]:
         """Of each group the first entry that the token behind `end` entries reads."""
-        return [int(self._index.first_read(np.array([end]), window)[0]) for window in self._windows]
+        return [self._index.held.first_entry(end, group) for group in range(len(self._spans))]
 
     def _end(self, most: int, is_there: Callable[[int, int], bool]) -> int:
         """The most entries behind which each window is whole."""
         end = most
         while end:
             firsts = self._first_reads(end)
-            places = ((at, group) for group, window in enumerate(self._windows) if window for at in range(firsts[group], end))
+            partly = [group for group, span in enumerate(self._spans) if not span.is_whole]
+            places = ((at, group) for group in partly for at in range(firsts[group], end))
             gap = max((at for at, group in places if not is_there(at, group)), default=None)
             if gap is None:
                 return end
@@ -151,6 +154,6 @@ class GroupLoads:
 
     def _held(self, nodes: Int32Array, firsts: list[int]) -> Int32Array:
         """The host blocks of these nodes that are read from the first entries on."""
-        columns = (self._index.host_of_node, *self._index.group_hosts)
+        columns = (self._index.host_of_node, *self._index.held.group_hosts)
         hosts = np.concatenate([column[nodes[first:]] for column, first in zip(columns, firsts, strict=True)])
         return hosts[hosts > 0]

@@ -63,7 +63,7 @@ class NamedTier:
         self._block_size = state.config.block_size
         self._is_on = state.config.prefix_caching
         host, names = offloader.host, ContentNames(state.index, key)
-        groups = GroupLoads(state.index, host, names) if len(state.config.group_windows) > 1 else None
+        groups = GroupLoads(state.index, host, names) if len(state.config.group_spans) > 1 else None
         self._names = names
         self._questions = TierQuestions(state, names, groups, table, rules, worth, self.flight)
         self._loads = TierLoads(state, host, names, groups, table, rules, worth, self.flight)

@@ -108,8 +108,8 @@ class Offloader:
             self._allocator.note_loaded(destinations, [order.root for order in orders])
             nodes, index = self._index.node_of_host[sources], self._index
             _, first = np.unique(sources, return_index=True)  # of two loads of one block, the first is the node's from now on
-            first = np.sort(first[(nodes[first] > 0) & (index.blocks_of(sources[first]) == 0)])
-            index.add_blocks(nodes[first], destinations[first], index.groups_of_hosts(sources[first]))
+            first = np.sort(first[(nodes[first] > 0) & (index.held.blocks_of(sources[first]) == 0)])
+            index.add_blocks(nodes[first], destinations[first], index.held.groups_of_hosts(sources[first]))
             self._pool.mark_indexed(destinations[first])
             self.num_promoted += len(first)
             for tell in self.on_used:
@@ -123,7 +123,7 @@ class Offloader:
         Victims come leaves first, so the last ones get the room: a parent that is forgotten takes its children along.
         """
         index, host = self._index, self.host
-        hosts = index.hosts_of(victims)
+        hosts = index.held.hosts_of(victims)
         index.leave_device(victims[hosts > 0])
         self.num_demoted += int(np.count_nonzero(hosts))
         needy = victims[hosts == 0]
@@ -135,7 +135,7 @@ class Offloader:
         nodes = index.node_of_block[moved]  # now: making room in the host tier may have forgotten a node
         host.return_blocks(copies[nodes == 0])
         nodes, moved, copies = nodes[nodes > 0], moved[nodes > 0], copies[nodes > 0]
-        index.add_hosts(nodes, copies, index.groups_of(moved))
+        index.add_hosts(nodes, copies, index.held.groups_of(moved))
         host.pool.mark_indexed(copies)
         self.prepare_store(moved, copies)
         index.leave_device(moved)

@@ -92,7 +92,7 @@ class SequenceSwapper:
         """
         table = self._sequences.whole_table(slot)
         places = np.flatnonzero(table)
-        hosts = self._index.hosts_of(table[places])
+        hosts = self._index.held.hosts_of(table[places])
         for at in np.flatnonzero(self.host.is_filling[hosts]).tolist():
             if self.offloader.fills[int(hosts[at])].owner is not owner:
                 hosts[at] = 0
@@ -124,8 +124,8 @@ class SequenceSwapper:
             self.offloader.fills[block].add_waiter(move, 0)
         blocks, copies = table[places][~has_copy], hosts[~has_copy]
         nodes = index.node_of_block[blocks]  # now: making room in the host tier may have forgotten a node
-        named = (nodes > 0) & (index.hosts_of(blocks) == 0)
-        index.add_hosts(nodes[named], copies[named], index.groups_of(blocks[named]))
+        named = (nodes > 0) & (index.held.hosts_of(blocks) == 0)
+        index.add_hosts(nodes[named], copies[named], index.held.groups_of(blocks[named]))
         host.pool.mark_indexed(copies[named])
         for order in self.offloader.prepare_store(blocks, copies):
             order.add_waiter(move, 0)
@@ -183,7 +183,7 @@ class SequenceSwapper:
     def _present(self, owner: SessionState, slot: int) -> tuple[Int32Array, list[tuple[TransferOrder, int]]]:
         """Device blocks [n] that hold what the sequence's host blocks hold, or are loaded from them just now; else 0."""
         hosts = self.host.tables[slot]
-        blocks = self._index.blocks_of(hosts)
+        blocks = self._index.held.blocks_of(hosts)
         return blocks, self._join(owner, hosts, blocks, any_session=False)
 
     # Starting
@@ -309,7 +309,7 @@ class SequenceSwapper:
         there = np.array([seqs.group_table(slot, group)[:num_hits] > 0 for group in range(seqs.num_groups)])
         there.ravel()[failed] = False
         num_first = num_hits if there[0].all() else int(np.argmin(there[0]))
-        return num_first if seqs.num_groups == 1 else self._index.longest_whole(list(there[1:, :num_first]))
+        return num_first if seqs.num_groups == 1 else self._index.held.longest_whole(list(there[1:, :num_first]))
 
     def _return_to_device(self, move: Move) -> None:
         """A sequence that still has its device blocks runs on them again."""

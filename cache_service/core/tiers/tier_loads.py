@@ -38,7 +38,7 @@ class TierLoads:
     ) -> None:
         """groups: None where all layers are of one group."""
         self._clock, self._index, self._block_size = state.clock, state.index, state.config.block_size
-        self._num_groups = len(state.config.group_windows)
+        self._num_groups = len(state.config.group_spans)
         self._host, self._names, self._groups, self._table = host, names, groups, table
         self._rules, self._worth, self._flight = rules, worth, flight
         self._loading: dict[bytes, Load] = {}

@@ -2,12 +2,8 @@
 
 from dataclasses import dataclass
 
+from .kv_spec import WHOLE, ReadSpan
 from .sequence_args import Retention
-
-
-def window_blocks(window: int, block_size: int) -> int:
-    """Most blocks that a group with this window holds of a sequence that grows by one token at a time."""
-    return (window - 1) // block_size + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +27,7 @@ class PoolConfig:
     tenant_quotas: tuple[tuple[str, float], ...] = ()  # of tenants with a share of their own
     soon_share: float = 0.25  # of the pool: most blocks that are kept because they are expected back soon
     logits_memory: int = 0  # bytes of stored logits; 0 stores none
-    group_windows: tuple[int, ...] = (
-        0,
-    )  # window of each group of layers in tokens, 0 for one that reads all; the first reads all
+    group_spans: tuple[ReadSpan, ...] = (WHOLE,)  # what each group of layers reads; the first reads all
     has_tail: bool = False  # whether the groups behind the first are finer copies of the newest tokens, which hits do without
 
     @property
@@ -47,13 +41,13 @@ class PoolConfig:
 
     def held_blocks(self, num_entries: int) -> int:
         """Most blocks of all groups that a sequence of so many table entries holds, while it grows by one token at a time."""
-        most = (window_blocks(window, self.block_size) if window else num_entries for window in self.group_windows)
+        most = (num_entries if span.is_whole else span.most_blocks(self.block_size) for span in self.group_spans)
         return sum(min(each, num_entries) for each in most)
 
     def _most_entries(self) -> int:
         """Entries of the longest table that fits the pool."""
         usable = self.num_usable_blocks
-        if len(self.group_windows) == 1:
+        if len(self.group_spans) == 1:
             return usable
         low, high = 0, usable
         while low < high:

@@ -13,8 +13,8 @@ _ITEM_BYTES: Mapping[int, int] = {pb.KV_DTYPE_FLOAT16: 2, pb.KV_DTYPE_BFLOAT16: 
 _SCALED_BITS: Mapping[int, int] = {pb.KV_DTYPE_FLOAT8_E4M3: 8, pb.KV_DTYPE_INT8: 8, pb.KV_DTYPE_INT4: 4}
 _PAGE_ALIGNMENT = 16
 _MOST_GROUPS = 64
-_SERVED_KINDS = (pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_SLIDING_WINDOW)
-_OTHER_KINDS = (pb.LAYER_GROUP_KIND_CHUNKED, pb.LAYER_GROUP_KIND_LATENT, pb.LAYER_GROUP_KIND_RECURRENT)
+_SERVED_KINDS = (pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_SLIDING_WINDOW, pb.LAYER_GROUP_KIND_CHUNKED)
+_OTHER_KINDS = (pb.LAYER_GROUP_KIND_LATENT, pb.LAYER_GROUP_KIND_RECURRENT)
 _MOST_PAGE_BYTES = 1 << 30
 MOST_RANKS = 64
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -106,7 +106,7 @@ def _groups(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
             raise InvalidField("kind is one of LayerGroupKind", field="spec.groups.kind")
         if group.kv_dtype:
             raise InvalidField("kv_dtype of a group is for KV_LAYOUT_SCALED", field="spec.groups.kv_dtype")
-        has_window = group.kind == pb.LAYER_GROUP_KIND_SLIDING_WINDOW
+        has_window = group.kind != pb.LAYER_GROUP_KIND_FULL
         check_range("spec.groups.window_tokens", group.window_tokens, int(has_window), MAX_INT32 if has_window else 0)
         if not group.layer_idx or list(group.layer_idx) != sorted(set(group.layer_idx)):
             raise InvalidField("layer_idx are the group's layers, ascending", field="spec.groups.layer_idx")
@@ -115,7 +115,10 @@ def _groups(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
         raise InvalidField("each layer is in one group", field="spec.groups.layer_idx", limit=spec.num_layers - 1)
     if spec.groups[0].kind != pb.LAYER_GROUP_KIND_FULL:
         raise InvalidField("the first group is LAYER_GROUP_KIND_FULL", field="spec.groups.kind")
-    return tuple(LayerGroup(tuple(group.layer_idx), group.window_tokens) for group in spec.groups)
+    return tuple(
+        LayerGroup(tuple(group.layer_idx), group.window_tokens, is_chunked=group.kind == pb.LAYER_GROUP_KIND_CHUNKED)
+        for group in spec.groups
+    )
 
 
 def kv_spec_message(spec: KvSpec) -> pb.KvSpec:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 WindowRule = Literal["none", "all", "switched", "switched_all", "in_turn"]
+QkNorm = Literal["none", "head", "whole", "unit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class RoutingRule:
         renormalises: default of norm_topk_prob; None: it is not heeded, and weights are not renormalised.
         scale, groups, first_dense: defaults of routed_scaling_factor, of n_group and topk_group, and of first_k_dense_replace.
         has_layer_types: mlp_layer_types says which layers have experts; by default all but the first.
+        has_moe_layers: moe_layers says it; by default every interleave_moe_layer_step-th.
+        weighs_inputs: an expert's input is weighed instead of its output.
     """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -33,6 +36,8 @@ class RoutingRule:
     groups: tuple[int, int] = (1, 1)
     first_dense: int = 0
     has_layer_types: bool = False
+    has_moe_layers: bool = False
+    weighs_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,8 @@ class ExpertNames:
         always_renormalises: the weights of a token's experts add up to 1; False: config.json's norm_topk_prob says.
         intermediate_key: the field of config.json with an expert's width.
         router: its name in the block.
-        form: stored one by one; or stacked, the inputs of each before its outputs, and gate and up in turn.
+        form: stored one by one; or stacked, the inputs of each before its outputs, and gate and up in turn (halves: one behind
+            the other).
         has_bias: of the router, and of stacked experts.
         shared: name of the MLP in the block that all tokens go through; "": none. default_shared: of n_shared_experts.
     """
@@ -68,7 +74,7 @@ class ExpertNames:
     always_renormalises: bool
     intermediate_key: str
     router: str = "gate"
-    form: Literal["single", "stacked"] = "single"
+    form: Literal["single", "stacked", "halves"] = "single"
     has_bias: bool = False
     shared: str = ""
     default_shared: int = 1
@@ -83,8 +89,14 @@ class Family:
         qkv_bias, o_bias, mlp_bias: None: config.json's attention_bias or mlp_bias says (default: none, or `biased`).
         biased: attention has biases where config.json does not speak of attention_bias.
         needs_kv_heads: config.json has to state num_key_value_heads; otherwise they are as many as the heads.
-        qk_norm: of queries and keys: none, of each head, or of all heads at once.
+        qk_norm: of queries and keys: none, of each head, of all heads at once, or of each head without a weight (unit).
         norms: before attention and MLP, after them, or both.
+        has_unrotated_layers: no_rope_layers says which layers are not rotated, by default every fourth. Those have no qk_norm,
+            and their queries grow with the position (attn_temperature_tuning).
+        has_chunks: layers read chunks of attention_chunk_size, by layer_types, or by default where they are rotated.
+        default_chunk: of attention_chunk_size.
+        pairs_sides: stored weights pair the dimensions that are rotated side by side, instead of half a head apart.
+        mlp: name of the block of an MLP. mlp_width: the field of config.json with its width.
         head_dim: default where config.json has none; None: hidden_size / num_heads.
         windows: none; all: on all layers, where sliding_window is set; switched: by use_sliding_window, from
             max_window_layers on; switched_all: by use_sliding_window, on all layers; in_turn: on all but every full_every-th.
@@ -111,8 +123,14 @@ class Family:
     mlp_bias: bool | None = False
     biased: bool = False
     needs_kv_heads: bool = True
-    qk_norm: Literal["none", "head", "whole"] = "none"
+    qk_norm: QkNorm = "none"
     norms: Literal["before", "after", "both"] = "before"
+    has_unrotated_layers: bool = False
+    has_chunks: bool = False
+    default_chunk: int = 8192
+    pairs_sides: bool = False
+    mlp: str = "mlp"
+    mlp_width: str = "intermediate_size"
     head_dim: int | None = None
     windows: WindowRule = "none"
     default_window: int | None = None

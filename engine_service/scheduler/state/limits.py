@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
+from ...values.read_span import WHOLE, ReadSpan
 from ...values.request import Int32Array
 from ...values.retention import Retention
 from .preemption_cost import Preemption
@@ -27,7 +26,7 @@ class Limits:
     block_bytes: int = 0
     prefix_caching: bool = True
     num_usable_blocks: int = 0  # of the pool
-    group_windows: tuple[int, ...] = (0,)  # of each group of layers, in tokens; 0 reads all
+    group_spans: tuple[ReadSpan, ...] = (WHOLE,)  # what each group of layers reads
     has_tail: bool = False  # whether the groups behind the first are finer copies, which a sequence does without
     max_distance: int = 0  # most tokens that the model has positions for
     max_retained_len: int = 0  # most tokens of a sequence that gives blocks back
@@ -43,20 +42,19 @@ class Limits:
 
     @property
     def num_groups(self) -> int:
-        return len(self.group_windows)
+        return len(self.group_spans)
 
     def hole_ends(self, num_committed: Int32Array) -> list[Int32Array]:
         """Of each group the blocks [n] that its window has left behind, where so many tokens [n] are committed."""
-        size = self.block_size
-        return [np.maximum(num_committed - w + 1, 0) // size if w else np.zeros_like(num_committed) for w in self.group_windows]
+        return [span.firsts(num_committed) // self.block_size for span in self.group_spans]
 
     def may_cut(self, num_committed: int, num_tokens: int) -> bool:
         """Whether a sequence with so many committed tokens keeps what its first num_tokens read next."""
         if self.has_tail:
             return True
         size = self.block_size
-        ends = ((max(num_committed - window + 1, 0) // size, window) for window in self.group_windows if window)
-        return all(not end or num_tokens >= end * size + window - 1 for end, window in ends)
+        ends = ((span.first(num_committed) // size, span) for span in self.group_spans)
+        return all(not end or num_tokens >= span.least_position(end * size) for end, span in ends)
 
     def bound_of(self, retention: Retention | None) -> str:
         """What makes that so short, in words; empty where it was not said."""

@@ -67,6 +67,16 @@ _MULTIPLIERS = {
     "residual_multiplier": 0.8,
     "logits_scaling": 0.7,
 }
+_LLAMA4 = {
+    "num_hidden_layers": 4,
+    "attention_chunk_size": 16,
+    "floor_scale": 6,
+    "attn_scale": 0.7,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size_mlp": 96,
+    "intermediate_size": 48,
+}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "use_sliding_window": False}
 
 
@@ -108,6 +118,13 @@ TINY_MODELS = (
         "gpt_oss",
         "GptOss",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 8, "rope_parameters": _OSS_ROPE},
+    ),
+    TinyModel("llama4", "Llama4Text", _LLAMA4),
+    TinyModel(
+        "llama4_dense_between_biased",
+        "Llama4Text",
+        _LLAMA4
+        | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": True, "no_rope_layers": [0, 1, 1, 1]},
     ),
     TinyModel("deepseek_v2", "DeepseekV2", _LATENT | {"q_lora_rank": None, "first_k_dense_replace": 1}),
     TinyModel(

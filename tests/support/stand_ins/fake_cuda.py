@@ -9,13 +9,14 @@ import ctypes
 import itertools
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from kvkeeper.cuda.errors import CudaError
-from kvkeeper.cuda.runtime import HANDLE_BYTES
+from kvkeeper.cuda.runtime import HANDLE_BYTES, MOST_COPIES
 
 DEVICE = "ab" * 16
 _OFFSET = 512  # of an allocation in what its handle opens
@@ -30,6 +31,8 @@ class FakeCuda:
     capacity: int = 1 << 40
     uuids: tuple[str, ...] = (DEVICE,)
     can_pin: bool = True
+    can_copy_many: bool = True
+    batches: list[int] = field(default_factory=list)  # numbers of copies of the calls of copy_many
     pinned: set[int] = field(default_factory=set)
     made: dict[int, tuple[Path, mmap.mmap, int]] = field(default_factory=dict)  # by pointer
     opened: dict[int, tuple[str, mmap.mmap]] = field(default_factory=dict)  # by base
@@ -81,6 +84,23 @@ class FakeCuda:
 
     def copy(self, device: int, destination: int, source: int, num_bytes: int) -> None:
         ctypes.memmove(destination, source, num_bytes)
+
+    def copy_many(
+        self, device: int, stream: int, destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        """In the order that breaks most: from the last one to the first. Ranges that depend on each other are refused."""
+        assert stream, "not the default stream"
+        assert 0 < len(sizes) <= MOST_COPIES
+        if not self.can_copy_many:
+            raise CudaError("cudaMemcpyBatchAsync", "cudaErrorNotSupported")
+        spans = [(start, start + size) for start, size in zip(destinations, sizes, strict=True)]
+        reads = [(start, start + size) for start, size in zip(sources, sizes, strict=True)]
+        for at, (first, end) in enumerate(spans):
+            others = [*spans[:at], *spans[at + 1 :], *reads]
+            assert all(end <= other_first or other_end <= first for other_first, other_end in others), "copies depend"
+        for destination, source, size in reversed(list(zip(destinations, sources, sizes, strict=True))):
+            ctypes.memmove(destination, source, size)
+        self.batches.append(len(sizes))
 
     def register_host(self, device: int, pointer: int, num_bytes: int) -> None:
         if not self.can_pin or pointer in self.pinned:

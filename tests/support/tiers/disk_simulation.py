@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvkeeper.cache_service.core.tiers.tier_orders import TierRules
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor
 from tests.support.tiers.disk_world import DiskCounts, DiskWorld
@@ -21,16 +22,16 @@ class DiskSimulation:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        windows = [(0,), (0, 3), (0,), (0, 0, 2)][seed % 4]
+        spans = [spans_of(0), spans_of(0, 3), (*spans_of(0), ReadSpan(4, is_chunk=True)), spans_of(0, 0, 2)][seed % 4]
         self.config = PoolConfig(
-            num_blocks=rng.choice([4, 6, 9]) * len(windows),
-            group_windows=windows,
+            num_blocks=rng.choice([4, 6, 9]) * len(spans),
+            group_spans=spans,
             block_size=rng.choice([1, 2, 3]),
             max_sequences=rng.choice([3, 6]),
             max_tokens_per_sequence=rng.choice([6, 12, 20]),
             watermark=0.0,
             eviction_policy=rng.choice(["lru", "adaptive"]),
-            num_host_blocks=rng.choice([3, 5, 9]) * len(windows),
+            num_host_blocks=rng.choice([3, 5, 9]) * len(spans),
         )
         self.rules = TierRules(
             on_second_use=rng.choice([False, False, False, True]),
@@ -38,7 +39,7 @@ class DiskSimulation:
             most_loading=rng.choice([1, 2, 64]),
         )
         self.policy = rng.choice(["lru", "fifo", "clock"])
-        self.num_slots, self.faults = rng.choice([1, 3, 8, 24]) * len(windows), rng.choice([3, 8, 40])
+        self.num_slots, self.faults = rng.choice([1, 3, 8, 24]) * len(spans), rng.choice([3, 8, 40])
         self.sizes: dict[str, Any] = {"alphabet": rng.choice([1, 1, 2]), "num_tenants": rng.choice([1, 2]), "faults": 20}
         self.counts = DiskCounts()
         self.world = DiskWorld(self.config, self.num_slots, self.rules, self.policy, **self.sizes)

@@ -211,5 +211,5 @@ class DiskWorld(TierWorld):
             return
         num_loaded = self.disk.complete_load(job.what, job.results)
         self.disk_counts.loaded += num_loaded
-        self.disk_counts.grouped += num_loaded if len(self.windows) > 1 else 0
+        self.disk_counts.grouped += num_loaded if len(self.spans) > 1 else 0
         self.disk_counts.dropped += num_loaded < job.results.count(TierResult.DONE)

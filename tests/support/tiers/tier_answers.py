@@ -15,6 +15,7 @@ from kvkeeper.cache_service.core.values.types import (
     SequenceState,
     StartResult,
 )
+from tests.support.reference.read_spans import first_read
 from tests.support.reference.shadow_memory import Contents
 from tests.support.reference.tier_memory import PASSED, TierMemory, TierOrder, TierStep
 from tests.support.tiers.tier_engine import TierCounts, TierEngine, TierItems, TierSequence
@@ -34,7 +35,7 @@ class TierAnswers:
         self.contents = Contents()
         self.counts = TierCounts()
         self.written: dict[str, set[int]] = {}  # contents of each tenant
-        self.windows = config.group_windows
+        self.spans = config.group_spans
 
     def apply(
         self,
@@ -103,7 +104,7 @@ class TierAnswers:
         for q in engine.sequences.values():
             view = self.manager.view(engine.session, SequenceId(q.id))
             assert view.state == q.state, (q, view)
-            others = view.group_tables or (NO_INT32,) * (len(self.windows) - 1)  # none are shown of a sequence without blocks
+            others = view.group_tables or (NO_INT32,) * (len(self.spans) - 1)  # none are shown of a sequence without blocks
             q.tables = [view.block_table.tolist(), *(table.tolist() for table in others)]
             if q.state is SequenceState.RUNNING:
                 assert view.num_reserved_tokens == q.reserved, (q, view)
@@ -181,7 +182,7 @@ class TierAnswers:
         for row, (sequence_id, _, _) in enumerate(items.starts):
             q, result, hit = engine.sequences[sequence_id], int(reply.start_results[row]), int(reply.start_hits[row])
             tables = self._tables(reply.start_block_ids, first, int(reply.start_num_blocks[row]))
-            first += int(reply.start_num_blocks[row]) * len(self.windows)
+            first += int(reply.start_num_blocks[row]) * len(self.spans)
             if result == StartResult.STARTED:
                 q.state, q.reserved = SequenceState.RUNNING, int(reply.start_reserved[row])
                 self._check_hit(q, tables, hit)
@@ -197,7 +198,7 @@ class TierAnswers:
         for row, sequence_id in enumerate(reply.ready_ids.tolist()):
             q, state = engine.sequences[sequence_id], before.get(sequence_id, SequenceState.SWAPPED)
             tables = self._tables(reply.ready_block_ids, first, int(reply.ready_num_blocks[row]))
-            first += int(reply.ready_num_blocks[row]) * len(self.windows)
+            first += int(reply.ready_num_blocks[row]) * len(self.spans)
             hit, reserved = int(reply.ready_hits[row]), int(reply.ready_reserved[row])
             self.counts.ready += 1
             q.state = SequenceState.RUNNING
@@ -217,7 +218,7 @@ class TierAnswers:
 
     def _tables(self, blocks: Int32Array, first: int, num_entries: int) -> list[list[int]]:
         """Tables of so many entries, that of each group of layers behind the one before."""
-        starts = [first + group * num_entries for group in range(len(self.windows))]
+        starts = [first + group * num_entries for group in range(len(self.spans))]
         return [blocks[start : start + num_entries].tolist() for start in starts]
 
     def spell(self, q: TierSequence, group: int, length: int) -> list[int]:
@@ -226,8 +227,7 @@ class TierAnswers:
 
     def read(self, q: TierSequence, group: int, contents: list[int]) -> list[int]:
         """The contents that attention reads, PASSED for those between sink and window, and before a group's window."""
-        passed, window = unread(q.retention, len(contents)), self.windows[group]
-        start = len(contents) - window + 1 if window else 0
+        passed, start = unread(q.retention, len(contents)), first_read(self.spans[group], len(contents))
         return [PASSED if position in passed or position < start else content for position, content in enumerate(contents)]
 
     def _check_tables(self, what: str, q: TierSequence, tables: list[list[int]], length: int) -> None:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from kvkeeper.cache_service.core.values.kv_spec import WHOLE, ReadSpan
 from kvkeeper.cache_service.core.values.sequence_args import Retention
 from kvkeeper.cache_service.core.values.types import Executor, Int64Array, SequenceState, SessionId
+from tests.support.reference.read_spans import first_read, least_length
 from tests.support.reference.tier_memory import TierOrder
 from tests.support.reference.told_tables import ToldTables
 from tests.support.worlds.engine_model import Choose
@@ -107,23 +109,23 @@ class TierEngine:
     orders: list[TierOrder] = field(default_factory=list)
     next_id: int = 1
     forks_much: bool = False
-    windows: tuple[int, ...] = (0,)  # of the groups of layers
+    spans: tuple[ReadSpan, ...] = (WHOLE,)  # of the groups of layers
     num_usable_blocks: int = 0  # of the pool
 
     def least_cut(self, q: TierSequence, block_size: int) -> int:
         """The least length that what the windows have left behind lets a sequence be cut to."""
-        ends = zip(self.windows, self._hole_ends(q, block_size), strict=True)
-        return max((end * block_size + window - 1 for window, end in ends if end), default=1)
+        ends = zip(self.spans, self._hole_ends(q, block_size), strict=True)
+        return max((least_length(span, end * block_size) for span, end in ends), default=1)
 
     def most_slots(self, q: TierSequence, block_size: int) -> int:
         """Slots whose blocks of all groups the pool could hold beside the holes."""
-        if len(self.windows) == 1:
+        if len(self.spans) == 1:
             return q.max_tokens
-        held = (self.num_usable_blocks + sum(self._hole_ends(q, block_size))) // len(self.windows)
+        held = (self.num_usable_blocks + sum(self._hole_ends(q, block_size))) // len(self.spans)
         return min(q.max_tokens, held * block_size)
 
     def _hole_ends(self, q: TierSequence, block_size: int) -> list[int]:
-        return [max(0, q.passed_len - window + 1) // block_size if window else 0 for window in self.windows]
+        return [first_read(span, q.passed_len) // block_size for span in self.spans]
 
     def items(self, choose: Choose, block_size: int) -> TierItems:
         """What the sequences allow, group by group; each group sees them as those before it leave them, all forks granted."""

@@ -8,13 +8,17 @@ import random
 import sys
 from collections.abc import Callable
 
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor
 from tests.support.tiers.tier_engine import TierCounts
 from tests.support.tiers.tier_world import TierWorld
 
 NUM_EVENTS = 300  # of one seed
-_WINDOWS = ((0, 1), (0, 4), (0, 0, 3), (0,), (0,), (0,), (0,), (0,), (0, 7, 2), (0,))  # of the groups of layers, by seed
+_CHUNKS = ReadSpan(5, is_chunk=True), ReadSpan(2, is_chunk=True)
+_ONE = spans_of(0)
+# Of the groups of layers, by seed.
+_SPANS = (spans_of(0, 1), spans_of(0, 4), (*_ONE, *_CHUNKS), _ONE, _ONE, _ONE, _ONE, spans_of(0, 0, 3), spans_of(0, 7, 2), _ONE)
 
 
 class TierSimulation:
@@ -22,16 +26,16 @@ class TierSimulation:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        windows = _WINDOWS[seed % len(_WINDOWS)]
+        spans = _SPANS[seed % len(_SPANS)]
         config = PoolConfig(
-            num_blocks=rng.choice([4, 6, 9, 14]) * len(windows),
-            group_windows=windows,
+            num_blocks=rng.choice([4, 6, 9, 14]) * len(spans),
+            group_spans=spans,
             block_size=rng.choice([1, 2, 3]),
             max_sequences=rng.choice([3, 6, 10]),
             max_tokens_per_sequence=rng.choice([6, 12, 20]),
             watermark=rng.choice([0.0, 0.0, 0.2]),
             eviction_policy=rng.choice(["lru", "lru", "lfu", "priority", "adaptive", "clock"]),
-            num_host_blocks=rng.choice([2, 5, 9, 17, 33]) * len(windows),
+            num_host_blocks=rng.choice([2, 5, 9, 17, 33]) * len(spans),
         )
         faults = rng.choice([2, 2, 6, 30, sys.maxsize // 8])
         sizes = {"alphabet": rng.choice([1, 1, 2]), "num_tenants": rng.choice([1, 2]), "at_once": rng.choice([1, 2, 10**9])}

@@ -47,9 +47,9 @@ class TierWorld(TierAnswers):
         self._num_opened += 1
         session = SessionId(f"{self._num_opened:032x}")
         self.manager.open_session(session, executor)
-        windows = self.config.group_windows
-        told = ToldTables(self.config.block_size, len(windows))
-        sizes = {"windows": windows, "num_usable_blocks": self.config.num_usable_blocks}
+        spans = self.config.group_spans
+        told = ToldTables(self.config.block_size, len(spans))
+        sizes = {"spans": spans, "num_usable_blocks": self.config.num_usable_blocks}
         self.engines[session] = TierEngine(session, executor, told, forks_much=self.forks_much, **sizes)
         return session
 
@@ -88,7 +88,7 @@ class TierWorld(TierAnswers):
         num_tokens = max(1, min(limit, size * choose(limit // size + 1) + choose(3) - 1))
         tokens = [choose(self.alphabet) for _ in range(num_tokens)]
         q = TierSequence(engine.next_id, self.tenants[choose(len(self.tenants))], tokens, limit, num_known=num_tokens)
-        q.retention = self._retention(choose) if choose(4) == 3 and len(self.windows) == 1 else None
+        q.retention = self._retention(choose) if choose(4) == 3 and len(self.spans) == 1 else None
         engine.next_id += 1
         args = SequenceArgs(SequenceId(q.id), np.array(tokens, np.int32), 0, q.tenant, retention=q.retention)
         self.manager.create_sequence(session, args)
@@ -98,7 +98,7 @@ class TierWorld(TierAnswers):
         """A sequence that kept everything keeps less from now on."""
         states = (SequenceState.WAITING, SequenceState.RUNNING)
         whole = [q for q in self.engines[session].sequences.values() if q.retention is None and q.state in states]
-        if whole and len(self.windows) == 1:
+        if whole and len(self.spans) == 1:
             q = whole[choose(len(whole))]
             q.retention = self._retention(choose)
             self.manager.update_sequence(session, q.id, retention=q.retention)

@@ -3,7 +3,7 @@
 Owns two sessions whose device work runs late, what each computes, hands to the other and pins, and the comparison of three
 views after every step: the tables that the pool has, those that a client keeps of what it was told, and the contents of the
 blocks behind them. The contents of each group are its own, so a block of another group never spells a sequence. What a token
-reads is worked out here anew, from the windows alone.
+reads is worked out here anew, from the spans alone.
 """
 
 import contextlib
@@ -14,10 +14,12 @@ import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.errors import InvalidField, NeverFits, OutOfSequences, StepNotCompleted, UnknownPin
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepReply
 from kvkeeper.cache_service.core.values.types import Executor, ItemResult, SequenceId, SequenceState, SessionId, StartResult
+from tests.support.reference.read_spans import first_read
 from tests.support.reference.shadow_memory import Contents, DeviceStep, Read, ShadowMemory
 from tests.support.reference.told_tables import ToldTables
 from tests.support.worlds.core_pool import step_batch
@@ -51,13 +53,13 @@ class Engine:
 class GroupedWorld:
     """Random steps of two engines on one pool.
 
-    windows: of each group, 0 for none. has_tail: those behind the first are finer copies, which a sequence may lack parts of.
+    spans: of each group. has_tail: those behind the first are finer copies, which a sequence may lack parts of.
     """
 
     def __init__(
         self,
         seed: int,
-        windows: tuple[int, ...],
+        spans: tuple[ReadSpan, ...],
         num_blocks: int,
         block_size: int,
         policy: str = "adaptive",
@@ -65,13 +67,13 @@ class GroupedWorld:
         has_tail: bool = False,
     ) -> None:
         self.random = random.Random(seed)
-        self.windows, self.size, self.has_tail = windows, block_size, has_tail
+        self.spans, self.size, self.has_tail = spans, block_size, has_tail
         config = PoolConfig(
             num_blocks,
             block_size,
             max_sequences=12,
             max_tokens_per_sequence=96,
-            group_windows=windows,
+            group_spans=spans,
             eviction_policy=policy,
             has_tail=has_tail,
         )
@@ -87,7 +89,7 @@ class GroupedWorld:
 
     def _open(self, name: str) -> Engine:
         self.manager.open_session(SessionId(name), Executor.ENGINE)
-        return Engine(SessionId(name), ToldTables(self.size, len(self.windows)))
+        return Engine(SessionId(name), ToldTables(self.size, len(self.spans)))
 
     # One step
 
@@ -256,12 +258,11 @@ class GroupedWorld:
         each.computed, each.busy_until = end, engine.step_id
 
     def _unread(self, group: int, length: int, table: list[int]) -> range:
-        """Positions that no token from `length` on reads in a group: the one at `length` reads window - 1 tokens before it.
+        """Positions that no token from `length` on reads in a group.
 
         Of a tail also those that it lacks, which are before all that it has.
         """
-        window = self.windows[group]
-        end = max(0, length - window + 1) if window else 0
+        end = first_read(self.spans[group], length)
         while end < length and self._is_lacking(group, table, end):
             end += 1
         return range(end)
@@ -300,9 +301,7 @@ class GroupedWorld:
             for group, table in enumerate(told):
                 contents = self.contents.spell(f"{each.tenant}/{group}", each.tokens[: each.committed])
                 unread = self._unread(group, each.committed, table)
-                self.num_lacking += (
-                    self.has_tail and group > 0 and len(unread) > max(0, each.committed - self.windows[group] + 1)
-                )
+                self.num_lacking += self.has_tail and group > 0 and len(unread) > first_read(self.spans[group], each.committed)
                 reads.append(Read(f"{i} group {group}", table, contents, unread))
         faults = self.memory.check(str(engine.session), reads)
         assert not faults, faults

@@ -71,7 +71,7 @@ def chains(manager: PoolManager, *, is_written: bool = False, group: int = 0) ->
         node = index.first_child(above)
         while node:
             chain = tenant, (*tokens, *index.key_tokens(node)[1].tolist())
-            whole = [_places(index, node, each, filling) for each, window in enumerate(index.group_windows) if not window]
+            whole = [_places(index, node, each, filling) for each, span in enumerate(index.held.spans) if span.is_whole]
             if all(map(any, whole)):
                 places = _places(index, node, group, filling)
                 if any(places):
@@ -82,7 +82,7 @@ def chains(manager: PoolManager, *, is_written: bool = False, group: int = 0) ->
 
 
 def _places(index: PrefixIndex, node: int, group: int, filling: np.ndarray) -> tuple[int, int]:
-    of_blocks, of_hosts = [index.block_of_node, *index.group_blocks], [index.host_of_node, *index.group_hosts]
+    of_blocks, of_hosts = [index.block_of_node, *index.held.group_blocks], [index.host_of_node, *index.held.group_hosts]
     host = int(of_hosts[group][node])
     return int(of_blocks[group][node]), host if not filling[host] else 0
 

@@ -6,22 +6,25 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor, SessionId
 from tests.support.tiers.tier_world import TierWorld
 from tests.support.worlds.machine import chooser
 
+_CHUNKED = (*spans_of(0, 2), ReadSpan(3, is_chunk=True))
 
-def _config(num_blocks: int, num_host_blocks: int, group_windows: tuple[int, ...], **others: Any) -> PoolConfig:
+
+def _config(num_blocks: int, num_host_blocks: int, group_spans: tuple[ReadSpan, ...], **others: Any) -> PoolConfig:
     """num_blocks: for each group of layers."""
-    usable = (num_blocks - 1) * len(group_windows)
-    return PoolConfig(usable + 1, num_host_blocks=num_host_blocks, group_windows=group_windows, **others)
+    usable = (num_blocks - 1) * len(group_spans)
+    return PoolConfig(usable + 1, num_host_blocks=num_host_blocks, group_spans=group_spans, **others)
 
 
 configs = st.builds(
     _config,
     num_blocks=st.integers(2, 8),
-    group_windows=st.sampled_from([(0,), (0,), (0, 3), (0, 1), (0, 0, 2)]),
+    group_spans=st.sampled_from([*map(spans_of, (0, 0)), spans_of(0, 3), spans_of(0, 1), spans_of(0, 0, 2), _CHUNKED]),
     block_size=st.integers(1, 3),
     max_sequences=st.integers(1, 5),
     max_tokens_per_sequence=st.integers(1, 16),

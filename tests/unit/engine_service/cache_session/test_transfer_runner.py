@@ -31,10 +31,16 @@ def orders(*rows: tuple[int, int, int, int]) -> StepResult:
     return cast(StepResult, cast(Any, Answer))
 
 
+def run(transfers: TransferRunner, *rows: tuple[int, int, int, int]) -> None:
+    moves = transfers.moves_of(orders(*rows))
+    assert moves is not None
+    moves.run()
+
+
 def test_orders_run_in_order_and_are_reported_once(tiers: tuple[torch.Tensor, torch.Tensor]) -> None:
     device, host = tiers
     transfers = TransferRunner(device, host)
-    transfers.run(orders((7, SWAP_OUT, 1, 2), (8, SWAP_IN, 0, 1)))  # the second overwrites the source of the first
+    run(transfers, (7, SWAP_OUT, 1, 2), (8, SWAP_IN, 0, 1))  # the second overwrites the source of the first
     assert (host[2].tolist(), device[1].tolist()) == ([11] * BLOCK_BYTES, [100] * BLOCK_BYTES)
     assert not transfers.has_unreported, "the step is still computed"
     assert not transfers.note_computed()
@@ -46,7 +52,7 @@ def test_orders_run_in_order_and_are_reported_once(tiers: tuple[torch.Tensor, to
 def test_an_order_that_fails_is_reported_so_and_the_others_run(tiers: tuple[torch.Tensor, torch.Tensor]) -> None:
     device, host = tiers
     transfers = TransferRunner(device, host)
-    transfers.run(orders((1, SWAP_OUT, 3, 0), (2, SWAP_IN, 1, 0)))  # there is no block 3
+    run(transfers, (1, SWAP_OUT, 3, 0), (2, SWAP_IN, 1, 0))  # there is no block 3
     assert transfers.note_computed(), "one has failed"
     assert transfers.take_ended() == ([2], [1])
     assert (device[0].tolist(), host[0].tolist()) == ([101] * BLOCK_BYTES, [100] * BLOCK_BYTES)
@@ -54,9 +60,9 @@ def test_an_order_that_fails_is_reported_so_and_the_others_run(tiers: tuple[torc
 
 def test_what_moved_is_counted_for_one_step(tiers: tuple[torch.Tensor, torch.Tensor]) -> None:
     transfers = TransferRunner(*tiers)
-    transfers.run(orders((1, SWAP_OUT, 1, 1), (2, SWAP_OUT, 2, 2)))
+    run(transfers, (1, SWAP_OUT, 1, 1), (2, SWAP_OUT, 2, 2))
     transfers.note_computed()
     assert transfers.take_moved().num_bytes == 2 * BLOCK_BYTES
     assert transfers.take_moved().num_bytes == 0
-    transfers.run(orders())
+    assert transfers.moves_of(orders()) is None
     assert transfers.take_moved().num_bytes == 0

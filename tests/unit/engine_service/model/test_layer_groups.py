@@ -40,6 +40,11 @@ def test_windows_of_two_lengths_are_apart() -> None:
     assert groups == (LayerGroup((0, 3), None), LayerGroup((1, 4), 8), LayerGroup((2, 5), 16))
 
 
+def test_chunks_have_groups_of_their_own() -> None:
+    groups = group_layers((None,) * 4, (8, 8, 8, None))
+    assert groups == (LayerGroup((3,), None), *(LayerGroup((layer,), 8, True) for layer in range(3)))
+
+
 @pytest.mark.parametrize("windows", [(None,) * 4, (8,) * 4, (8, 16), ()])
 def test_where_one_table_serves_as_well_there_are_none(windows: tuple[int | None, ...]) -> None:
     assert group_layers(windows) == ()

@@ -33,6 +33,7 @@ FIRST = {  # by model type, of which the library's classes have other names
     "deepseek_v3": "DeepseekV3",
     "glm4_moe_lite": "Glm4MoeLite",
     "gpt_oss": "GptOss",
+    "llama4_text": "Llama4Text",
     "minicpm3": "MiniCPM3",
     "qwen3_moe": "Qwen3Moe",
 }

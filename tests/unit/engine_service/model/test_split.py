@@ -33,7 +33,7 @@ torch.set_num_threads(1)
 
 BLOCK_SIZE = 4
 # Of each kind of projection, norm and window one; and some for four ranks on two KV heads.
-TWO = ["llama_tied", "granite_biased", "qwen3_moe_renormalised_one_dense", "gemma2", "gpt_oss"]
+TWO = ["llama_tied", "granite_biased", "qwen3_moe_renormalised_one_dense", "gemma2", "gpt_oss", "llama4_dense_between_biased"]
 FOUR = ["llama_biased_linear_rope", "qwen3_tied", "mixtral", "phi3_window_partial"]
 BY_NAME = {model.name: model for model in TINY_MODELS}
 

@@ -1,36 +1,38 @@
-"""Compile the launches of the wrappers for sm_90, without a device, and read the machine code.
+"""Compile the launches of the wrappers for sm_90, without a device, and read what came out.
 
 Run as a process of its own, because a process either interprets Triton or compiles it: `python -m
 tests.unit.kernels.gpu.compiling` prints one JSON object, {launch: [figures of each kernel]}. Launches are made with tensors
 that have no memory; Triton's own specialisation runs (alignment, divisibility), up to the cubin, and stops there. So the
 compiled code is the code that a device would be given.
+
+Registers, stack and size are those of the cubin. Matrix instructions, wide accesses and asynchronous copies are counted in the
+PTX, each of whose instructions of these kinds becomes one of the machine's: a disassembler takes longer than the compiler.
 """
 
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 _WORKERS = 2
-_MNEMONIC = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T\d]+ )?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
-# The instructions that the gates count: matrix instructions, wide accesses, asynchronous copies, local memory.
+# Instructions that the gates count: matrix products of a warp group and of a warp, asynchronous copies, 16 bytes at a time.
 _COUNTED = {
-    "HGMMA": "HGMMA",
-    "HMMA": "HMMA",
-    "LDGSTS": "LDGSTS",
-    "LDG.128": r"LDG\.E\S*\.128",
-    "STG.128": r"STG\.E\S*\.128",
-    "STL": "STL",
-    "LDL": "LDL",
+    "wgmma": re.compile(r"\bwgmma\.mma_async\."),
+    "mma": re.compile(r"\bmma\.sync\."),
+    "cp.async": re.compile(r"\bcp\.async\.c[ag]\."),
+    "load.16": re.compile(r"\bld\.global\S*\.(?:v4\.[bsu]32|v2\.[bsu]64)\b"),
+    "store.16": re.compile(r"\bst\.global\S*\.(?:v4\.[bsu]32|v2\.[bsu]64)\b"),
 }
+_INSTRUCTION_BYTES = 16
+_ELF_SECTIONS, _ELF_SECTION = struct.Struct("<40xQ10xHHH"), struct.Struct("<II8xQQQ24x")
 
 
 class _NoDriver:
@@ -88,40 +90,41 @@ def _figures(kernel) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage, sass = (
-            subprocess.run([tool, option, file.name], check=True, capture_output=True, text=True).stdout
-            for option in ("--dump-resource-usage", "--dump-sass")
-        )
-    instructions = Counter(_MNEMONIC.findall(sass))
-    counts = {
-        label: sum(count for mnemonic, count in instructions.items() if re.match(pattern, mnemonic))
-        for label, pattern in _COUNTED.items()
-    }
-    registers, stack = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK"))
+        command = [tool, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack, local = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK", "LOCAL"))
     return {
         "kernel": kernel.metadata.name,
         "registers": registers,
-        "stack": stack,
+        "stack": stack + local,
         "shared": kernel.metadata.shared,
         "warps": kernel.metadata.num_warps,
-        "instructions": instructions.total(),
-        **counts,
+        "instructions": _num_code_bytes(kernel.asm["cubin"]) // _INSTRUCTION_BYTES,
+        **{label: len(pattern.findall(kernel.asm["ptx"])) for label, pattern in _COUNTED.items()},
     }
 
 
+def _num_code_bytes(cubin: bytes) -> int:
+    """Of an ELF file: the size of its sections of code."""
+    table, size, count, names_at = _ELF_SECTIONS.unpack_from(cubin)
+    sections = [_ELF_SECTION.unpack_from(cubin, table + size * at) for at in range(count)]
+    names = sections[names_at][3]
+    return sum(num_bytes for name, *_, num_bytes in sections if cubin[names + name :].startswith(b".text."))
+
+
 def main() -> None:
-    """Compile all launches, or those named; or, with --variants, count what launches of many shapes compile."""
+    """Compile all launches, or those named; with --variants, count what launches of many shapes compile as well."""
     os.environ.pop("TRITON_INTERPRET", None)
     from tests.unit.kernels.gpu.launches import LAUNCHES, VARIANTS
 
-    if sys.argv[1:] == ["--variants"]:
-        with ProcessPoolExecutor(_WORKERS, mp_context=get_context("fork")) as pool:
-            print(json.dumps(dict(pool.map(count_variants, VARIANTS))))
-        return
-    names = [name for name in LAUNCHES if not sys.argv[1:] or any(part in name for part in sys.argv[1:])]
+    names = [part for part in sys.argv[1:] if part != "--variants"]
+    chosen = [name for name in LAUNCHES if not names or any(part in name for part in names)]
     with ProcessPoolExecutor(_WORKERS, mp_context=get_context("fork")) as pool:
-        figures = dict(pool.map(compile_launch, names))
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(kernels)}" for name, kernels in figures.items())
+        figures = pool.map(compile_launch, chosen)
+        if "--variants" in sys.argv:
+            print(json.dumps({"launches": dict(figures), "variants": dict(pool.map(count_variants, VARIANTS))}))
+            return
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(kernels)}" for name, kernels in figures)
     print(f"{{\n{lines}\n}}")
 
 

@@ -15,7 +15,7 @@ from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.attention.latent_attention import latent_attention_decode, latent_attention_prefill, latent_layer
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
-from kvkeeper.kernels.copy_blocks import copy_blocks
+from kvkeeper.kernels.copy_blocks import copy_blocks, move_blocks
 from kvkeeper.kernels.gpu import decode_work
 from kvkeeper.kernels.gpu import paged_attention_prefill as paged_attention_prefill_kernels
 from kvkeeper.kernels.layout import KvLayout
@@ -161,20 +161,26 @@ def _add(name: str, launch: Callable[..., object], *args: object, **options: obj
     LAUNCHES[name] = lambda: launch(*args, **options)
 
 
-# Every head dim with every block size and dtype; every set of features where registers are scarcest.
+# Every head dim in bfloat16. What else a kernel may differ in is compiled where it can cost most, not in every combination:
+# block sizes and float16 at the common head dim, splits at the common one and the largest (80 and 96 are padded to the tile of
+# 128), one feature alone at 256, where registers are scarcest, and the pairs that hold the others at 128 as well.
 decode_work.num_multiprocessors = paged_attention_prefill_kernels.num_multiprocessors = lambda device: 132
-for head_dim in (64, 80, 96, 128, 256):
-    for label, dtype in DTYPES.items():
+_HEAD_DIMS, _COMMON, _LARGEST = (64, 80, 96, 128, 256), 128, 256
+for head_dim in _HEAD_DIMS:
+    for label, dtype in DTYPES.items() if head_dim == _COMMON else [("bf16", torch.bfloat16)]:
         for num_tokens in (64, 4096):
             _add(f"store_kv d{head_dim} t{num_tokens} {label}", _store, head_dim, num_tokens, dtype)
-        for block_size in (16, 32, 64) if label == "bf16" else (16,):
+        for block_size in (16, 32, 64) if (head_dim, label) == (_COMMON, "bf16") else (16,):
             _add(f"decode d{head_dim} b{block_size} {label}", _attend, head_dim, block_size, dtype)
             _add(f"prefill d{head_dim} b{block_size} {label}", _attend, head_dim, block_size, dtype, num_queries=8192)
+for head_dim in (_COMMON, _LARGEST):
     base = (head_dim, 16, torch.bfloat16)
     _add(f"decode whole d{head_dim}", _attend, *base, num_seqs=256, width=16)  # without a work list
     _add(f"prefill few d{head_dim}", _attend, *base, num_queries=64, width=16)
     _add(f"prefill split d{head_dim}", _attend, *base, num_seqs=1, num_queries=64)
-    _add(f"decode shared d{head_dim}", _attend, *base, num_seqs=32)  # what many sequences have in common is read once
+for head_dim in (64, _COMMON, _LARGEST):
+    _add(f"decode shared d{head_dim}", _attend, head_dim, 16, torch.bfloat16, num_seqs=32)  # what many have in common
+_add(f"decode shared cap d{_LARGEST}", _attend, _LARGEST, 16, torch.bfloat16, num_seqs=32, cap=30.0)
 _FEATURES: dict[str, dict] = {
     "cap": {"cap": 30.0},
     "sinks": {"sinks": True},
@@ -182,26 +188,23 @@ _FEATURES: dict[str, dict] = {
     "window": {"window": 1024},
     "cap window": {"cap": 30.0, "window": 1024},
 }
-for head_dim in (128, 256):
-    for label, features in _FEATURES.items():
+for label, features in _FEATURES.items():
+    for head_dim in (_COMMON, _LARGEST) if "cap " in label else (_LARGEST,):
         _add(f"prefill {label} d{head_dim}", _attend, head_dim, 16, torch.bfloat16, num_queries=8192, **features)
-        if label == "cap":
-            _add(f"decode shared cap d{head_dim}", _attend, head_dim, 16, torch.bfloat16, num_seqs=32, **features)
         if "window" not in features:  # decode has one kernel for any window
             _add(f"decode {label} d{head_dim}", _attend, head_dim, 16, torch.bfloat16, **features)
-for head_dim in (64, 128):
-    for label, features in {"logits": {}, "logits window": {"window": 128}}.items():
-        _add(f"prefill {label} d{head_dim}", _attend, head_dim, 16, torch.bfloat16, num_queries=8192, logits=True, **features)
-    _add(f"decode logits d{head_dim}", _attend, head_dim, 16, torch.bfloat16, logits=True)
-for label, dtype in DTYPES.items():
-    for num_rows in (64, 1024, 32768):
-        _add(f"experts of {num_rows} rows {label}", _group, num_rows, dtype)
-for label, dtype in DTYPES.items():
-    for num_heads, latent, rope in ((128, 512, 64), (16, 512, 64), (40, 256, 32)):
-        _add(f"latent decode h{num_heads} d{latent} {label}", _latent, num_heads, latent, rope, dtype)
-        _add(f"latent prefill h{num_heads} d{latent} {label}", _latent, num_heads, latent, rope, dtype, num_queries=4096)
-    for latent, rope in ((512, 64), (256, 32)):
-        _add(f"store latent d{latent} {label}", _store_latent, latent, rope, dtype)
+for label, features in {"logits": {}, "logits window": {"window": 128}}.items():
+    _add(f"prefill {label} d64", _attend, 64, 16, torch.bfloat16, num_queries=8192, logits=True, **features)
+_add("decode logits d64", _attend, 64, 16, torch.bfloat16, logits=True)
+for num_rows in (64, 1024, 32768):
+    _add(f"experts of {num_rows} rows bf16", _group, num_rows, torch.bfloat16)
+_add("experts of 1024 rows fp16", _group, 1024, torch.float16)
+_LATENTS = ((128, 512, 64, "bf16"), (16, 512, 64, "bf16"), (40, 256, 32, "bf16"), (128, 512, 64, "fp16"))
+for num_heads, latent, rope, label in _LATENTS:
+    _add(f"latent decode h{num_heads} d{latent} {label}", _latent, num_heads, latent, rope, DTYPES[label])
+    _add(f"latent prefill h{num_heads} d{latent} {label}", _latent, num_heads, latent, rope, DTYPES[label], num_queries=4096)
+for latent, rope in ((512, 64), (256, 32)):
+    _add(f"store latent d{latent} bf16", _store_latent, latent, rope, torch.bfloat16)
 # What differs from step to step, and may not compile a kernel anew: the width of tables, the numbers of rows and tokens.
 VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
     "decode": (4, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (3, 8) for w in (1, 7, 16, 100)]),
@@ -214,19 +217,25 @@ VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
     "store": (1, [partial(_store, 128, n, torch.bfloat16) for n in (1, 7, 16, 64)]),
     "norm": (1, [partial(_head_norm, 128, torch.bfloat16, num_tokens=n) for n in (1, 7, 16)]),
 }  # fmt: skip
-for label, dtype in DTYPES.items():
-    for head_dim in (64, 80, 96, 128, 256):
-        _add(f"rotary d{head_dim} {label}", _rotary, head_dim, dtype)
-    for length in (1024, 4096, 14336):
-        _add(f"rows of {length} {label}", _rows, length, dtype)
-    for head_dim in (64, 128, 256):
-        _add(f"norm of heads d{head_dim} {label}", _head_norm, head_dim, dtype)
-for name in ("int8", "int4", "fp8"):
-    for head_dim, dtype, tail in ((128, torch.bfloat16, 16), (128, torch.float16, 0), (64, torch.bfloat16, 16)):
-        own = f"{name} d{head_dim} {str(dtype).removeprefix('torch.')}"
-        _add(f"stored decode {own}", _stored, name, head_dim, dtype, tail=tail)
-        _add(f"stored prefill {own}", _stored, name, head_dim, dtype, tail=tail, num_queries=8192)
-        _add(f"stored store {own}", _stored, name, head_dim, dtype, tail=tail, num_tokens=64)
+for head_dim in _HEAD_DIMS:
+    _add(f"rotary d{head_dim} bf16", _rotary, head_dim, torch.bfloat16)
+_add("rotary d128 fp16", _rotary, _COMMON, torch.float16)
+for length in (1024, 4096, 14336):
+    _add(f"rows of {length} bf16", _rows, length, torch.bfloat16)
+_add("rows of 4096 fp16", _rows, 4096, torch.float16)
+for head_dim in (64, 128, 256):
+    _add(f"norm of heads d{head_dim} bf16", _head_norm, head_dim, torch.bfloat16)
+# Every format at the common head dim; in float16 and without a tail, and at a smaller head dim, one each.
+for name, head_dim, dtype, tail in (
+    *((name, _COMMON, torch.bfloat16, 16) for name in ("int8", "int4", "fp8")),
+    ("int4", _COMMON, torch.float16, 0),
+    ("int8", 64, torch.bfloat16, 16),
+):
+    own = f"{name} d{head_dim} {str(dtype).removeprefix('torch.')}"
+    _add(f"stored decode {own}", _stored, name, head_dim, dtype, tail=tail)
+    _add(f"stored prefill {own}", _stored, name, head_dim, dtype, tail=tail, num_queries=8192)
+    _add(f"stored store {own}", _stored, name, head_dim, dtype, tail=tail, num_tokens=64)
 _add("copy_blocks", lambda: copy_blocks(_arena(128, 16, torch.bfloat16), [(1, 2), (3, 4)]))
-for vocab_size in (4096, 50_257, 131_072, 262_144):  # the first one by one program a row
+_add("move_blocks", lambda: move_blocks(*(nowhere(99, 3, 4096, dtype=torch.uint8)[:, 1] for _ in range(2)), [(1, 2), (3, 4)]))
+for vocab_size in (4096, 50_257, 262_144):  # the first one by one program a row
     _add(f"sample {vocab_size}", _sample, vocab_size)

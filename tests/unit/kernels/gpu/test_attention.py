@@ -1,5 +1,7 @@
 """Paged attention on the Triton path against its references, interpreted, with NaN in all memory of no sequence."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -128,8 +130,11 @@ def work_by_hand(num_tiles, num_extra):
     return items, runs
 
 
-@pytest.mark.parametrize("num_extra", [1, 2, 7, 33, 100])
-@pytest.mark.parametrize("num_tiles", [[1], [2048, *[4] * 63], [3, 0, 5, 0, 0, 1], [1] * 300, list(range(40))])
+FEW = ([1], [2048, *[4] * 63], [3, 0, 5, 0, 0, 1], list(range(40)))
+MORE_THAN_AT_ONCE = [*[1] * 257, 9]  # sequences; a plan looks at all of them for each, which the interpreter does slowly
+
+
+@pytest.mark.parametrize(("num_tiles", "num_extra"), [*itertools.product(FEW, [1, 2, 7, 33, 100]), (MORE_THAN_AT_ONCE, 33)])
 def test_the_work_list_gives_every_tile_to_one_program(monkeypatch, num_tiles, num_extra):
     spare(monkeypatch, num_extra)
     seq_lens = torch.tensor([tiles * TILE - tiles % 3 for tiles in num_tiles], dtype=torch.int32)

@@ -30,18 +30,20 @@ _WIDE = {
 
 
 @pytest.fixture(scope="module")
-def compiled(pytestconfig):
-    """{launch: figures of each kernel}; see tests.unit.kernels.gpu.compiling."""
-    return _compile(pytestconfig)
-
-
-def _compile(pytestconfig, *arguments):
+def told(pytestconfig):
+    """All that one process has compiled; see tests.unit.kernels.gpu.compiling."""
     cache = pytestconfig.cache.mkdir("triton")
     env = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "tests.unit.kernels.gpu.compiling", *arguments]
+    command = [sys.executable, "-m", "tests.unit.kernels.gpu.compiling", "--variants"]
     done = subprocess.run(command, cwd=pytestconfig.rootpath, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def compiled(told):
+    """{launch: figures of each kernel}."""
+    return told["launches"]
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +57,13 @@ def test_every_launch_compiles(compiled):
     assert all(compiled.values())
 
 
-def test_no_kernel_is_compiled_anew_for_other_widths_and_numbers_of_rows(pytestconfig):
-    assert _compile(pytestconfig, "--variants") == {name: most for name, (most, _) in VARIANTS.items()}
+def test_no_kernel_is_compiled_anew_for_other_widths_and_numbers_of_rows(told):
+    assert told["variants"] == {name: most for name, (most, _) in VARIANTS.items()}
 
 
 def test_nothing_spills_and_all_fits(kernels):
     for launch, figures in kernels:
-        assert figures["stack"] == figures["STL"] == figures["LDL"] == 0, (launch, figures)
+        assert figures["stack"] == 0, (launch, figures)
         assert figures["shared"] <= _MOST_SHARED, (launch, figures)
 
 
@@ -69,17 +71,17 @@ def test_kernels_that_move_memory_move_16_bytes_at_a_time(kernels):
     moving = [(launch, figures) for launch, figures in kernels if figures["kernel"] in _WIDE]
     assert {figures["kernel"] for _, figures in moving} == _WIDE
     for launch, figures in moving:
-        assert figures["LDG.128"] and figures["STG.128"], (launch, figures)
+        assert figures["load.16"] and figures["store.16"], (launch, figures)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "instruction"), [("prefill_kernel", "HGMMA"), ("decode_kernel", "HMMA"), ("shared_kernel", "HGMMA")]
+    ("kernel", "instruction"), [("prefill_kernel", "wgmma"), ("decode_kernel", "mma"), ("shared_kernel", "wgmma")]
 )
 def test_attention_multiplies_matrices_and_reads_ahead(kernels, kernel, instruction):
     attending = [(launch, figures) for launch, figures in kernels if figures["kernel"] == kernel]
     assert attending
     for launch, figures in attending:
-        assert figures[instruction] and figures["LDGSTS"], (launch, figures)
+        assert figures[instruction] and figures["cp.async"], (launch, figures)
 
 
 def test_experts_multiply_matrices_and_read_ahead(kernels):
@@ -87,7 +89,7 @@ def test_experts_multiply_matrices_and_read_ahead(kernels):
     products = [(launch, figures) for launch, figures in kernels if figures["kernel"] == "grouped_linear_kernel"]
     assert products
     for launch, figures in products:
-        assert figures["HGMMA" if "32768" in launch else "HMMA"] and figures["LDGSTS"], (launch, figures)
+        assert figures["wgmma" if "32768" in launch else "mma"] and figures["cp.async"], (launch, figures)
 
 
 def test_attention_over_latents_multiplies_matrices_and_reads_ahead(kernels):
@@ -95,7 +97,7 @@ def test_attention_over_latents_multiplies_matrices_and_reads_ahead(kernels):
     attending = [(launch, figures) for launch, figures in kernels if figures["kernel"] == "latent_attention_kernel"]
     assert attending
     for launch, figures in attending:
-        assert figures["HMMA" if "h16" in launch else "HGMMA"] and figures["LDGSTS"], (launch, figures)
+        assert figures["mma" if "h16" in launch else "wgmma"] and figures["cp.async"], (launch, figures)
 
 
 def test_no_kernel_got_worse(compiled):

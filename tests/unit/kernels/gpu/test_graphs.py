@@ -24,7 +24,7 @@ BLOCK_SIZE, WIDTH, MOST_ROWS = 16, 3, 9
 BOUNDS = StepBounds(MOST_ROWS, WIDTH * BLOCK_SIZE)
 NUM_BLOCKS = 1 + MOST_ROWS * WIDTH
 CONTEXTS = [5, 16, 31, 1, 33, 40, 15, 47, 20]
-CHOSEN = [model for model in TINY_MODELS if model.name in ("qwen3", "gemma2", "llama_llama3_rope")]
+CHOSEN = [model for model in TINY_MODELS if model.name in ("qwen3", "gemma2", "llama4")]
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvkeeper.kernels import reference
-from kvkeeper.kernels.copy_blocks import copy_blocks, independent_runs
-from kvkeeper.kernels.errors import KernelArgumentError
+from kvkeeper.kernels.copy_blocks import copy_blocks, independent_runs, move_blocks
+from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
 from kvkeeper.kernels.store_kv import store_kv
 from tests.unit.kernels.gpu.pretend import on_cuda
 from tests.unit.kernels.worlds import make_world
@@ -72,3 +72,31 @@ def test_copies_run_in_order(pairs, block):
 def test_one_launch_holds_no_pair_that_must_come_after_another():
     assert list(independent_runs([(1, 2), (1, 3), (4, 1), (4, 5)], at_once=True)) == [[(1, 2), (1, 3)], [(4, 1), (4, 5)]]
     assert list(independent_runs([(1, 2), (4, 1)])) == [[(1, 2), (4, 1)]]
+
+
+@pytest.mark.parametrize("block_bytes", [24, 40, 10_000])
+def test_blocks_move_between_two_memories_in_one_launch(block_bytes):
+    """The host's, whose blocks are those of several ranks in turn, and the device's."""
+    device = torch.randint(0, 256, (6, block_bytes), dtype=torch.uint8)
+    host = torch.randint(0, 256, (5, 2, block_bytes), dtype=torch.uint8)
+    expected, of_other = host[:, 1].clone(), host[:, 0].clone()
+    pairs = [(5, 0), (1, 4), (2, 2)]
+    for source, target in pairs:
+        expected[target] = device[source]
+    move_blocks(*on_cuda(device), host[:, 1], pairs)
+    assert torch.equal(host[:, 1], expected) and torch.equal(host[:, 0], of_other)
+    move_blocks(host[:, 1], *on_cuda(device), [(0, 3)])
+    assert torch.equal(device[3], device[5])
+
+
+def test_a_move_that_is_not_one_is_refused():
+    device, host = on_cuda(torch.zeros(4, 8))[0], torch.zeros(3, 8)
+    for pairs in ([(4, 0)], [(0, 3)], [(-1, 0)], [(0, 1), (2, 1)]):
+        with pytest.raises(KernelArgumentError, match="pairs"):
+            move_blocks(device, host, pairs)
+    with pytest.raises(KernelArgumentError, match="bytes"):
+        move_blocks(device, torch.zeros(3, 9), [(0, 0)])
+    with pytest.raises(KernelArgumentError, match="contiguous"):
+        move_blocks(device, torch.zeros(3, 2, 4).transpose(1, 2), [(0, 0)])
+    with pytest.raises(UnsupportedDeviceError):
+        move_blocks(host, host, [(0, 1)])

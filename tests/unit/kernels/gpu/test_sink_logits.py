@@ -37,8 +37,8 @@ def check(world, num_queries, *, kept=None, **options):
 def test_it_is_taken_once(monkeypatch, num_parts, window, soft_cap):
     spare(monkeypatch, num_parts - 1)
     split_prefill(monkeypatch, num_parts)
-    world = make_world([1, 16, 65, 200], block_size=16)
-    check(world, [1, 3, 65, 10], window=window, soft_cap=soft_cap)
+    world = make_world([1, 16, 33, 140], block_size=16)
+    check(world, [1, 3, 33, 4], window=window, soft_cap=soft_cap)
 
 
 def test_beside_sinks_of_retention(monkeypatch):

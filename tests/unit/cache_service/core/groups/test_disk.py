@@ -8,6 +8,7 @@ from kvkeeper.cache_service.core.tiers.group_loads import GroupLoads
 from kvkeeper.cache_service.core.tiers.named_tier import NamedTier
 from kvkeeper.cache_service.core.tiers.tier_orders import TierRules
 from kvkeeper.cache_service.core.values.copies import TierOrder, TierResult
+from kvkeeper.cache_service.core.values.kv_spec import spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
@@ -17,14 +18,14 @@ A = SessionId("a")
 TOKENS = np.arange(11, dtype=np.int32)
 
 
-def stored(*, lost: tuple[tuple[int, int], ...] = ()) -> tuple[PoolManager, NamedTier]:
+def stored(*, lost: tuple[tuple[int, int], ...] = (), rules: TierRules | None = None) -> tuple[PoolManager, NamedTier]:
     """A pool whose two groups, the second with a window of 5, have five entries on the disk alone.
 
     lost: entries and groups of what the disk forgot.
     """
-    config = PoolConfig(41, 2, num_host_blocks=41, group_windows=(0, 5), watermark=0.0)
+    config = PoolConfig(41, 2, num_host_blocks=41, group_spans=spans_of(0, 5), watermark=0.0)
     manager = PoolManager(config)
-    disk = manager.add_disk(b"key", 40, 0, rules=TierRules())
+    disk = manager.add_disk(b"key", 40, 0, rules=rules or TierRules())
     manager.open_session(A, Executor.CACHE)
     manager.create_sequence(A, SequenceArgs(SequenceId(1), TOKENS))
     manager.extend(A, 1, 11, look_up=True)
@@ -86,8 +87,7 @@ def test_a_load_ends_where_all_that_is_read_is_there(lost: tuple[tuple[int, int]
 
 
 def test_a_load_that_has_no_room_whole_is_shorter() -> None:
-    manager, disk = stored()
-    disk.rules = TierRules(most_loading=6)
+    manager, disk = stored(rules=TierRules(most_loading=6))
     found = load(manager, disk)
     assert 0 < len(found) <= 6
     entries = [entry for entry, group in found if group == 0]
@@ -109,9 +109,9 @@ def test_a_load_that_leaves_a_window_out_is_found(monkeypatch: pytest.MonkeyPatc
     real = GroupLoads.name_of
 
     def name_of(self: GroupLoads, host: int) -> bytes:
-        self._index.group_of_host[host], group = 0, self._index.group_of_host[host]
+        self._index.held.group_of_host[host], group = 0, self._index.held.group_of_host[host]
         name = real(self, host)
-        self._index.group_of_host[host] = group
+        self._index.held.group_of_host[host] = group
         return name
 
     monkeypatch.setattr(GroupLoads, "name_of", name_of)

@@ -8,7 +8,7 @@ import pytest
 from kvkeeper.cache_service.core.index.kept_tree import tree_of
 from kvkeeper.cache_service.core.index.slot_table import Slots
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.kv_spec import KvSpec, LayerGroup
+from kvkeeper.cache_service.core.values.kv_spec import KvSpec, LayerGroup, spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
@@ -16,7 +16,7 @@ from kvkeeper.cache_service.memory.kept_file import Description, FileRefused
 from tests.support.worlds.kept_pool import KeptMemory, chains, write_all
 
 A = SessionId("a")
-WINDOWS = (0, 0, 5)
+SPANS = spans_of(0, 0, 5)
 
 
 def slots(*rows: tuple[int, int, int, int, int]) -> Slots:
@@ -28,10 +28,10 @@ def slots(*rows: tuple[int, int, int, int, int]) -> Slots:
 
 def test_a_node_needs_a_row_of_each_group_that_reads_all() -> None:
     rows = slots((1, 1, -1, 70, 0), (2, 2, 1, 71, 0), (3, 1, -1, 70, 1), (4, 1, -1, 70, 2), (5, 2, 1, 71, 2))
-    tree = tree_of(rows, 1, None, WINDOWS)
+    tree = tree_of(rows, 1, None, SPANS)
     assert (tree.blocks.tolist(), tree.group_blocks.tolist()) == ([1], [[3], [4]])
     hosts = slots((9, 2, 1, 71, 1))
-    tree = tree_of(rows, 1, hosts, WINDOWS)
+    tree = tree_of(rows, 1, hosts, SPANS)
     assert (tree.blocks.tolist(), tree.group_blocks.tolist()) == ([1, 2], [[3, 0], [4, 5]])
     assert tree.group_hosts.tolist() == [[0, 9], [0, 0]]
 
@@ -41,11 +41,11 @@ def test_a_node_needs_a_row_of_each_group_that_reads_all() -> None:
 )
 def test_a_group_that_contradicts_the_first_makes_all_rows_worthless(row: tuple[int, int, int, int, int]) -> None:
     rows = slots((1, 1, -1, 70, 0), (3, 1, -1, 70, 1), row)
-    assert len(tree_of(rows, 1, None, WINDOWS)) == 0
+    assert len(tree_of(rows, 1, None, SPANS)) == 0
 
 
 def test_a_pool_comes_back_with_the_blocks_of_all_groups() -> None:
-    config = PoolConfig(41, 2, group_windows=WINDOWS, watermark=0.0, num_host_blocks=21)
+    config = PoolConfig(41, 2, group_spans=SPANS, watermark=0.0, num_host_blocks=21)
     memory, manager = KeptMemory(config), PoolManager(config)
     manager.restore(memory.kept, may_still_write=False)
     manager.open_session(A, Executor.CACHE)
@@ -59,7 +59,7 @@ def test_a_pool_comes_back_with_the_blocks_of_all_groups() -> None:
     write_all(manager)
     again, result = memory.restored()
     assert again.check_invariants() == []
-    for group in range(len(WINDOWS)):
+    for group in range(len(SPANS)):
         assert chains(again, group=group) == chains(manager, group=group)
     stats = again.stats()
     assert (result.num_blocks, result.num_host_blocks) == (stats.num_cached_blocks, stats.num_cached_host_blocks)

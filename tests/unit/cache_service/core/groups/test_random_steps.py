@@ -3,27 +3,34 @@
 import numpy as np
 import pytest
 
+from kvkeeper.cache_service.core.index.node_blocks import NodeBlocks
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.sequences.group_windows import GroupWindows
 from kvkeeper.cache_service.core.sequences.sequence_table import SequenceTable
-from kvkeeper.cache_service.core.values.types import Int32Array
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
+from kvkeeper.cache_service.core.values.types import Int32Array, Int64Array
+from tests.support.reference.read_spans import first_read
 from tests.support.worlds.grouped import GroupedWorld
 
+_CHUNK_SIZES = 6, 12
+_CHUNKS = tuple(ReadSpan(size, is_chunk=True) for size in _CHUNK_SIZES)  # with edges inside of blocks of 4, and between them
 _SHAPES = [
-    ((0, 9), 60, 4),
-    ((0, 1, 30), 100, 4),
-    ((0, 0, 5), 110, 4),
-    ((0, 3, 17, 6), 220, 2),
-    ((0, 16, 16, 16, 16, 16), 240, 4),
+    (spans_of(0, 9), 60, 4),
+    (spans_of(0, 1, 30), 100, 4),
+    (spans_of(0, 0, 5), 110, 4),
+    (spans_of(0, 3, 17, 6), 220, 2),
+    (spans_of(0, 16, 16, 16, 16, 16), 240, 4),
+    ((*spans_of(0, 7), *_CHUNKS), 160, 4),
+    ((*spans_of(0), *_CHUNKS), 110, 4),
 ]
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "lru"])
-@pytest.mark.parametrize(("windows", "num_blocks", "block_size"), _SHAPES, ids=str)
+@pytest.mark.parametrize(("spans", "num_blocks", "block_size"), _SHAPES, ids=range(len(_SHAPES)))
 def test_random_steps_read_what_was_written_for_them(
-    windows: tuple[int, ...], num_blocks: int, block_size: int, policy: str
+    spans: tuple[ReadSpan, ...], num_blocks: int, block_size: int, policy: str
 ) -> None:
-    worlds = [GroupedWorld(seed, windows, num_blocks, block_size, policy) for seed in range(3)]
+    worlds = [GroupedWorld(seed, spans, num_blocks, block_size, policy) for seed in range(3)]
     for world in worlds:
         for _ in range(250):
             world.run_step()
@@ -38,7 +45,7 @@ def test_random_steps_read_what_was_written_for_them(
 
 @pytest.mark.parametrize("windows", [(0, 9), (0, 13, 13, 13)], ids=str)
 def test_random_steps_with_a_tail_that_may_lack_any_part(windows: tuple[int, ...]) -> None:
-    worlds = [GroupedWorld(seed, windows, 30 * len(windows), 4, "lru", has_tail=True) for seed in range(4)]
+    worlds = [GroupedWorld(seed, spans_of(*windows), 30 * len(windows), 4, "lru", has_tail=True) for seed in range(4)]
     for world in worlds:
         for _ in range(250):
             world.run_step()
@@ -51,13 +58,13 @@ def test_random_steps_with_a_tail_that_may_lack_any_part(windows: tuple[int, ...
 
 
 def test_a_tail_with_a_gap_is_taken_behind_it_alone() -> None:
-    index = PrefixIndex(64, 4, group_windows=(0, 9), has_tail=True)
+    index = PrefixIndex(64, 4, group_spans=spans_of(0, 9), has_tail=True)
     nodes = np.arange(1, 7, dtype=np.int32)
-    index.group_blocks[0][nodes] = [11, 12, 13, 0, 15, 16]
-    assert len(index.usable(nodes)) == 6
-    assert index.group_hits(nodes).tolist() == [[0, 0, 0, 0, 15, 16]]
-    assert index.group_hits(nodes[:4]).tolist() == [[0, 0, 0, 0]]
-    assert index.group_hits(nodes[:3]).tolist() == [[0, 12, 13]]
+    index.held.group_blocks[0][nodes] = [11, 12, 13, 0, 15, 16]
+    assert len(index.held.usable(nodes)) == 6
+    assert index.held.group_hits(nodes).tolist() == [[0, 0, 0, 0, 15, 16]]
+    assert index.held.group_hits(nodes[:4]).tolist() == [[0, 0, 0, 0]]
+    assert index.held.group_hits(nodes[:3]).tolist() == [[0, 12, 13]]
 
 
 @pytest.mark.parametrize("name", ["truncate", "add_fork"])
@@ -79,10 +86,10 @@ def test_a_cut_into_a_tail_that_forgets_its_holes_is_found(monkeypatch: pytest.M
 def test_a_hit_that_reads_before_what_is_there_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: a hit takes all that the first group has, whether or not the windows behind it are there."""
 
-    def usable(self: PrefixIndex, nodes: Int32Array, is_filling: object = None) -> Int32Array:
+    def usable(self: NodeBlocks, nodes: Int32Array, is_filling: object = None) -> Int32Array:
         return nodes
 
-    monkeypatch.setattr(PrefixIndex, "usable", usable)
+    monkeypatch.setattr(NodeBlocks, "usable", usable)
     with pytest.raises(AssertionError):
         _run_until_wrong()
 
@@ -92,21 +99,38 @@ def test_a_window_that_drops_a_token_too_early_is_found(monkeypatch: pytest.Monk
 
     def early(self: GroupWindows, owner: object, slots: object) -> None:
         seqs = self._sequences
-        windows, seqs.group_windows = (
-            seqs.group_windows,
-            tuple(max(w - seqs.block_size, 1) if w else 0 for w in seqs.group_windows),
-        )
+        spans = seqs.group_spans
+        seqs.group_spans = spans_of(*(max(span.num_tokens - seqs.block_size, 1) if span.num_tokens else 0 for span in spans))
         real(self, owner, slots)  # type: ignore[arg-type]
-        seqs.group_windows = windows
+        seqs.group_spans = spans
 
     monkeypatch.setattr(GroupWindows, "drop_outside", early)
     with pytest.raises(AssertionError):
         _run_until_wrong()
 
 
-def _run_until_wrong(*, has_tail: bool = False) -> None:
+@pytest.mark.parametrize("size", _CHUNK_SIZES)
+def test_chunks_taken_for_windows_are_found(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """The planted bug: what a chunk reads is given back as if it were a window of half the size."""
+
+    def first_read_of_window(span: ReadSpan, positions: Int64Array) -> Int64Array:
+        return np.maximum(positions - span.num_tokens // 2 + 1, 0) if span.num_tokens else np.zeros_like(positions)
+
+    monkeypatch.setattr(ReadSpan, "firsts", first_read_of_window)
+    with pytest.raises(AssertionError):
+        _run_until_wrong((*spans_of(0), ReadSpan(size, is_chunk=True)))
+
+
+def test_a_hit_that_ends_in_a_chunk_needs_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: a hit needs its last block alone of a group with chunks."""
+    monkeypatch.setattr(NodeBlocks, "first_entry", lambda self, num_entries, group: num_entries - 1 if group else 0)
+    with pytest.raises(AssertionError):
+        _run_until_wrong((*spans_of(0), ReadSpan(12, is_chunk=True)))
+
+
+def _run_until_wrong(spans: tuple[ReadSpan, ...] = spans_of(0, 9), *, has_tail: bool = False) -> None:
     for seed in range(5):
-        world = GroupedWorld(seed, (0, 9), 60, 4, "lru", has_tail=has_tail)
+        world = GroupedWorld(seed, spans, 60, 4, "lru", has_tail=has_tail)
         for _ in range(250):
             world.run_step()
 
@@ -115,14 +139,17 @@ def test_the_longest_usable_match_is_where_every_window_is_whole() -> None:
     """Against the plain definition, over random gaps."""
     generator = np.random.default_rng(0)
     for _ in range(200):
-        windows = (0, *generator.integers(0, 14, generator.integers(1, 4)).tolist())
-        index, count = PrefixIndex(64, 4, group_windows=windows), int(generator.integers(0, 12))
+        sizes = generator.integers(0, 14, generator.integers(1, 4)).tolist()
+        spans = (*spans_of(0), *(ReadSpan(size, is_chunk=bool(size and generator.integers(2))) for size in sizes))
+        index, count = PrefixIndex(64, 4, group_spans=spans), int(generator.integers(0, 12))
         nodes = np.arange(1, count + 1, dtype=np.int32)
-        for of_node in index.group_blocks:
+        for of_node in index.held.group_blocks:
             of_node[nodes] = generator.random(count) < 0.7
         expected = 0
         for length in range(count + 1):
-            reads = [range(max(0, length * 4 - w + 1) if w else 0, length * 4) for w in windows[1:]]
-            if all(of_node[nodes[at // 4]] for of_node, places in zip(index.group_blocks, reads, strict=True) for at in places):
+            reads = [range(first_read(span, length * 4), length * 4) for span in spans[1:]]
+            if all(
+                of_node[nodes[at // 4]] for of_node, places in zip(index.held.group_blocks, reads, strict=True) for at in places
+            ):
                 expected = length
-        assert len(index.usable(nodes)) == expected
+        assert len(index.held.usable(nodes)) == expected

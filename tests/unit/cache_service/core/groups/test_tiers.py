@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
+from kvkeeper.cache_service.core.index.node_blocks import NodeBlocks
 from kvkeeper.cache_service.core.inspection.explain import in_words
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.tiers.sequence_swap import SequenceSwapper
+from kvkeeper.cache_service.core.values.kv_spec import spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, Int32Array, SequenceId, SequenceState, SessionId, TransferKind
@@ -18,7 +19,7 @@ WINDOWS = (0, 5)  # of two groups, with blocks of 2 tokens
 
 
 def pool(num_blocks: int = 41, num_host_blocks: int = 41) -> PoolManager:
-    config = PoolConfig(num_blocks, 2, num_host_blocks=num_host_blocks, group_windows=WINDOWS, watermark=0.0)
+    config = PoolConfig(num_blocks, 2, num_host_blocks=num_host_blocks, group_spans=spans_of(*WINDOWS), watermark=0.0)
     manager = PoolManager(config)
     manager.open_session(A, Executor.CACHE)
     return manager
@@ -96,7 +97,7 @@ def test_an_explanation_names_the_group_whose_window_ends_a_hit() -> None:
     manager.release(A, 1)
     index = manager.state.index
     nodes = index.match(index.find_root(""), np.arange(11, dtype=np.int32), 5)
-    manager.state.pool.expire(index.group_blocks[0][nodes[3:4]])
+    manager.state.pool.expire(index.held.group_blocks[0][nodes[3:4]])
     assert manager.check_invariants() == []
     found = manager.explain_match("", np.array([*range(10), 99], np.int32))
     assert (found.num_matched, found.num_hit, found.short_group) == (10, 6, 1)
@@ -115,7 +116,7 @@ def _run(seeds: range) -> TierCounts:
     sums = TierCounts()
     for seed in seeds:
         simulation = TierSimulation(seed)
-        if len(simulation.world.windows) > 1:
+        if len(simulation.world.spans) > 1:
             for _ in range(NUM_EVENTS):
                 simulation.tick()
             sums.add(simulation.finish())
@@ -123,21 +124,21 @@ def _run(seeds: range) -> TierCounts:
 
 
 def test_a_hit_that_reads_before_what_either_tier_has_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def usable(self: PrefixIndex, nodes: Int32Array, is_filling: object = None) -> Int32Array:
+    def usable(self: NodeBlocks, nodes: Int32Array, is_filling: object = None) -> Int32Array:
         return nodes
 
-    monkeypatch.setattr(PrefixIndex, "usable", usable)
+    monkeypatch.setattr(NodeBlocks, "usable", usable)
     with pytest.raises(AssertionError):
         _run(range(1, 40))
 
 
 def test_a_hit_on_a_copy_that_is_still_being_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = PrefixIndex.usable
+    real = NodeBlocks.usable
 
-    def usable(self: PrefixIndex, nodes: Int32Array, is_filling: np.ndarray | None = None) -> Int32Array:
+    def usable(self: NodeBlocks, nodes: Int32Array, is_filling: np.ndarray | None = None) -> Int32Array:
         return real(self, nodes, None if is_filling is None else np.zeros_like(is_filling))
 
-    monkeypatch.setattr(PrefixIndex, "usable", usable)
+    monkeypatch.setattr(NodeBlocks, "usable", usable)
     with pytest.raises(AssertionError):
         _run(range(1, 200))
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from kvkeeper.engine_service.scheduler.state.limits import Limits
 from kvkeeper.engine_service.scheduler.state.running import RunningSequences
+from kvkeeper.engine_service.values.read_span import WHOLE, ReadSpan
 from kvkeeper.engine_service.values.request import Request, Sequence, SequenceState
 
 
@@ -34,8 +35,11 @@ def test_new_blocks_go_behind_each_groups_own() -> None:
 
 
 def test_a_cut_is_possible_where_every_window_is_whole() -> None:
-    limits = Limits(block_size=4, max_len=64, max_known_sequences=1, group_windows=(0, 7))
+    limits = Limits(block_size=4, max_len=64, max_known_sequences=1, group_spans=(WHOLE, ReadSpan(7)))
     # 21 tokens: the next reads from 15 on, so 12 tokens are gone; the next behind 18 tokens reads from 12 on.
     assert [limits.may_cut(21, length) for length in (21, 18, 17, 1)] == [True, True, False, False]
     assert limits.may_cut(9, 1)  # nothing is gone yet
+    chunked = Limits(block_size=4, max_len=64, max_known_sequences=1, group_spans=(WHOLE, ReadSpan(8, is_chunk=True)))
+    assert [chunked.may_cut(21, length) for length in (21, 16, 15)] == [True, True, False]
+    assert [ends.tolist() for ends in chunked.hole_ends(int32(24, 23, 7))] == [[0, 0, 0], [6, 4, 0]]
     assert [ends.tolist() for ends in limits.hole_ends(int32(21, 9))] == [[0, 0], [3, 0]]
