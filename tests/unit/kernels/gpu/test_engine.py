@@ -102,6 +102,7 @@ async def test_the_output_is_that_of_an_engine_on_the_cpu(engine_runtime, tmp_pa
 
 async def test_captured_decodes_give_the_same_output_in_each_session(engine_runtime, tmp_path, monkeypatch):
     pretend_inputs_on_cuda(monkeypatch)
+    monkeypatch.setattr("kvkeeper.engine_service.compute.model_runner.warm_up_batches", lambda *args, **options: ())
     folder = build_model_folder(tmp_path, next(model for model in TINY_MODELS if model.name == "qwen3"))
     served = load_served_model(EngineConfig(model=str(folder), progress=False))
     async with services() as world:

@@ -43,6 +43,12 @@ def model(tmp_path):
     return load_model(build_model_folder(tmp_path, CHOSEN[0]), progress=False)[0]
 
 
+@pytest.fixture
+def cold(monkeypatch):
+    """Captures without the steps before them, which have a test of their own and take half a minute in the interpreter."""
+    monkeypatch.setattr("kvkeeper.engine_service.compute.model_runner.warm_up_batches", lambda *args, **options: ())
+
+
 def make_runner(model):
     """A runner on an arena of its own, all of it NaN but the null block."""
     layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
@@ -76,6 +82,7 @@ def plain(tensor):
     return tensor.as_subclass(torch.Tensor).clone()
 
 
+@pytest.mark.usefixtures("cold")
 def test_logits_are_those_without_graphs_for_every_number_of_rows(each_model):
     (captured, seen), (without, other) = ready(each_model), make_runner(each_model)
     for runner in (captured, without):
@@ -90,6 +97,7 @@ def test_logits_are_those_without_graphs_for_every_number_of_rows(each_model):
     assert not seen[0].any(), "padding wrote to the null block"
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_model_with_chunks_is_computed_without_graphs(tmp_path):
     chunked = next(each for each in TINY_MODELS if each.name == "llama4")
     runner, _ = make_runner(load_model(build_model_folder(tmp_path, chunked), progress=False)[0])
@@ -97,6 +105,7 @@ def test_a_model_with_chunks_is_computed_without_graphs(tmp_path):
     assert runner.graphed is None
 
 
+@pytest.mark.usefixtures("cold")
 def test_layers_in_groups_have_the_same_logits_by_tables_of_their_own(tmp_path):
     model = load_model(build_model_folder(tmp_path, next(each for each in CHOSEN if each.name == "gemma2")), progress=False)[0]
     groups, (without, _) = group_layers(model.config.windows), make_runner(model)
@@ -124,6 +133,7 @@ def in_groups(batch):
     return dataclasses.replace(batch, group_tables=shifted, group_slots=slots + NUM_BLOCKS * BLOCK_SIZE)
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_sequence_goes_on_from_replay_to_replay(model):
     captured, without = ready(model)[0], make_runner(model)[0]
     for runner in (captured, without):
@@ -133,6 +143,7 @@ def test_a_sequence_goes_on_from_replay_to_replay(model):
         torch.testing.assert_close(plain(captured.forward(batch)), plain(without.forward(batch)), rtol=0, atol=1e-6)
 
 
+@pytest.mark.usefixtures("cold")
 def test_nothing_is_allocated_at_replay_and_the_addresses_stay(model):
     runner, _ = ready(model)
     prompts(runner)
@@ -144,6 +155,7 @@ def test_nothing_is_allocated_at_replay_and_the_addresses_stay(model):
     assert len(addresses) == 1
 
 
+@pytest.mark.usefixtures("cold")
 def test_another_arena_is_captured_anew_and_the_old_one_is_left_alone(model):
     first, old = ready(model)
     prompts(first)
@@ -157,6 +169,7 @@ def test_another_arena_is_captured_anew_and_the_old_one_is_left_alone(model):
     assert torch.equal(new[1:].isnan(), old[1:].isnan())
 
 
+@pytest.mark.usefixtures("cold")
 def test_what_was_not_captured_falls_back(model, monkeypatch):
     runner, without = ready(model)[0], make_runner(model)[0]
     for each in (runner, without):
@@ -184,6 +197,7 @@ def check_the_bounds_of_what_is_captured(runner):
     assert narrow.stage(rows([0])) is not None
 
 
+@pytest.mark.usefixtures("cold")
 def test_a_capture_that_fails_leaves_an_engine_that_serves(model, capfd):
     class Refusing:
         def capture(self, run):
@@ -195,11 +209,13 @@ def test_a_capture_that_fails_leaves_an_engine_that_serves(model, capfd):
     prompts(runner)
 
 
+@pytest.mark.usefixtures("cold")
 def test_the_recorder_refuses_a_capture_that_waits_for_the_device():
     with pytest.raises(HostRead):
         RecordedGraphs().capture(lambda: torch.ones(3) * float(torch.ones(1).sum()))
 
 
+@pytest.mark.usefixtures("cold")
 def test_the_recorder_replays_on_the_memory_of_the_capture():
     x = torch.zeros(4)
     graph, made = RecordedGraphs().capture(lambda: (x[1:] + 1).mul_(2).sum())
