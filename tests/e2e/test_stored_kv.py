@@ -101,7 +101,7 @@ async def test_a_swap_takes_the_tail_along(folder: Path) -> None:
             found.append(await asyncio.gather(*(generate(client, prompt, 30) for prompt in prompts)))
             pool = await world.pool()
             assert pool.pool.spec.groups[1].kind == pb.LAYER_GROUP_KIND_TAIL
-            assert (pool.num_swap_ins > 3) == (num_host_blocks > 0)
+            assert (pool.num_swap_ins > 0) == (num_host_blocks > 0)
     roomy, tight = found
     assert sum(one.token_ids == other.token_ids for one, other in zip(tight, roomy, strict=True)) >= 5, found
 

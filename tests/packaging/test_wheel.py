@@ -30,6 +30,8 @@ OF_OTHER_EXTRAS = (  # `cpu`, `gateway`, `remote`
     "kvkeeper.kernels.cpu.quantised_kernels",
     "kvkeeper.engine_service.rpc.gateway",
     "kvkeeper.cache_service.memory.remote.redis_server",
+    "kvkeeper.cache_service.memory.remote.redis_link",
+    "kvkeeper.cache_service.memory.remote.cluster_link",
 )
 OF_MOONCAKE = "kvkeeper.cache_service.memory.remote.mooncake_process"  # its package needs libraries of the system
 OF_VLLM = "kvkeeper.vllm.connector"  # needs vLLM, which no extra brings; `make vllm-check` imports it
