@@ -79,8 +79,8 @@ class Trusting:
         client = AsyncCacheClient(self.cache.address, CallOptions(retry_s=0), credentials)
         return await self.stack.enter_async_context(client)
 
-    async def engine_client(self, engine: RunningEngine, credentials: Credentials) -> AsyncEngineClient:
-        client = AsyncEngineClient(engine.address, CallOptions(retry_s=0), credentials)
+    async def engine_client(self, engine: RunningEngine, credentials: Credentials, retry_s: float = 0) -> AsyncEngineClient:
+        client = AsyncEngineClient(engine.address, CallOptions(retry_s=retry_s), credentials)
         return await self.stack.enter_async_context(client)
 
 
