@@ -3,15 +3,16 @@
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.tiers.below.named_tier import NamedTier, Question
+from kvkeeper.cache_service.core.tiers.below.named_tier import NamedTier
+from kvkeeper.cache_service.core.tiers.below.tier_orders import Question
 from kvkeeper.cache_service.memory.disk.disk_threads import NUM_THREADS
 from kvkeeper.cache_service.runtime import pool_tier as pool_tiers
 from kvkeeper.cache_service.runtime.pool_tier import Place, PoolTier
@@ -28,6 +29,9 @@ class Core:
         self.stores: dict[int, object] = {}
         self.questions: list[Question] = []
         self.answers: asyncio.Queue[int | None] = asyncio.Queue()
+
+    def on_work(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
 
     def stored_names(self) -> set[bytes]:
         return set()
@@ -92,12 +96,12 @@ async def test_questions_that_fail_are_no_answers_and_end_no_thread() -> None:
     tier = pool_tier(core, where)
     where.is_broken = True
     core.questions += [question() for _ in range(NUM_THREADS)]
-    cast(Any, core).wake()
+    core.wake()
     async with asyncio.timeout(10):
         assert [await core.answers.get() for _ in range(NUM_THREADS)] == [None] * NUM_THREADS
         where.is_broken = False
         core.questions.append(question())
-        cast(Any, core).wake()
+        core.wake()
         assert await core.answers.get() == 1
     tier.stop()
     tier.close()
