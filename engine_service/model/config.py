@@ -65,6 +65,7 @@ class ModelConfig:
         activation: of the MLP's gate: silu, gelu_tanh or clamped_swiglu.
         swiglu_alpha, swiglu_limit: of clamped_swiglu.
         qk_norm: of queries and keys: none, of each head, of all heads at once, or of each head without a weight (unit).
+        qk_norm_eps: of that norm.
         chunks: per layer, the size of the chunks that a query sees its own of; None: it sees what `windows` says. (): no layer.
         unrotated: layers without rotation and without qk_norm.
         temperature: of the queries of unrotated layers.
@@ -99,6 +100,7 @@ class ModelConfig:
     qk_norm: QkNorm
     tied_embeddings: bool
     weights_dtype: str | None
+    qk_norm_eps: float = 1e-6
     local_rope: RopeConfig | None = None
     activation: str = "silu"
     norm_offset: bool = False
@@ -212,8 +214,9 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     qk_norm = family.qk_norm
     if qk_norm == "unit" and raw.get("use_qk_norm") is not None and not flag(raw, "use_qk_norm"):
         qk_norm = "none"
-    if qk_norm == "unit":  # they are normalised when they are rotated, which takes a factor of the rotation away
-        rope = replace(rope, magnitude=1.0)
+    eps = qk_eps = number(raw, "rms_norm_eps", family.default_eps)
+    if qk_norm == "unit":  # normalised behind the rotation, whose factor is then left in the eps alone
+        qk_eps, rope = eps / rope.magnitude**2, replace(rope, magnitude=1.0)
     return ModelConfig(
         family=family_name,
         vocab_size=count(raw, "vocab_size"),
@@ -224,13 +227,14 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=max(max_position, rope.max_position),
-        rms_norm_eps=number(raw, "rms_norm_eps", family.default_eps),
+        rms_norm_eps=eps,
         rope=rope,
         windows=_parse_windows(raw, family, num_layers),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=flag(raw, "mlp_bias") if family.mlp_bias is None else family.mlp_bias,
         qk_norm=qk_norm,
+        qk_norm_eps=qk_eps,
         chunks=_parse_chunks(raw, family, unrotated, num_layers) if family.has_chunks else (),
         unrotated=unrotated,
         temperature=_parse_temperature(raw) if family.has_unrotated_layers else None,

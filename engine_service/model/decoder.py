@@ -220,7 +220,7 @@ class Decoder:
             q_norm, k_norm = layer.qk_norm.tensor_split((config.num_heads,))
             qk = torch.cat((self._norm_whole(q, q_norm), self._norm_whole(k, k_norm)), 1)
         elif layer.qk_norm is not None:
-            norm = (layer.qk_norm, config.rms_norm_eps)
+            norm = (layer.qk_norm, config.qk_norm_eps)
         if at_sinks is not None:  # the normalised queries are rotated a second time
             if norm is not None:
                 qk, norm = rms_norm(qk, *norm)[0], None
