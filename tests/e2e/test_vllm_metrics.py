@@ -32,7 +32,21 @@ COUNTED = {
         "watches",
         "offs",
     ),
-    *("pools", "results", "prefills", "entries", "preemptions", "switches", "guesses", "out", "loads", "rests", "calls"),
+    *(
+        "pools",
+        "results",
+        "prefills",
+        "entries",
+        "fronts",
+        "restarts",
+        "preemptions",
+        "switches",
+        "guesses",
+        "out",
+        "loads",
+        "rests",
+        "calls",
+    ),
 }
 LEVELS = {"pressure", "policy", "revision"}  # 1 to 4; 1 for the one in force; a number that grows
 
