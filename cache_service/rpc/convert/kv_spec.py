@@ -93,6 +93,7 @@ def _tails(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
             raise InvalidField("kv_dtype of a group is that of a tail", field="spec.groups.kv_dtype")
         if not group.layer_idx or list(group.layer_idx) != sorted(set(group.layer_idx)):
             raise InvalidField("layer_idx are the group's layers, ascending", field="spec.groups.layer_idx")
+        _refuse_states(group)
         seen += group.layer_idx if at else ()
     every = list(range(spec.num_layers))
     if list(stored.layer_idx) != every or sorted(seen) != every:
@@ -110,6 +111,13 @@ def _tails(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
     )
 
 
+def _refuse_states(group: pb.LayerGroup) -> None:
+    """Raises InvalidField where a group without states tells of some."""
+    if group.state_bytes or group.checkpoint_blocks:
+        field = "spec.groups.state_bytes" if group.state_bytes else "spec.groups.checkpoint_blocks"
+        raise InvalidField("states are of LAYER_GROUP_KIND_RECURRENT", field=field, limit=0)
+
+
 def _groups(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
     """Raises InvalidField, NotImplementedYet."""
     check_range("spec.groups", len(spec.groups), 1, _MOST_GROUPS)
@@ -122,6 +130,7 @@ def _groups(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
             raise InvalidField("kind is one of LayerGroupKind", field="spec.groups.kind")
         if group.kv_dtype:
             raise InvalidField("kv_dtype of a group is for KV_LAYOUT_SCALED", field="spec.groups.kv_dtype")
+        _refuse_states(group)
         has_window = group.kind != pb.LAYER_GROUP_KIND_FULL
         check_range("spec.groups.window_tokens", group.window_tokens, int(has_window), MAX_INT32 if has_window else 0)
         if not group.layer_idx or list(group.layer_idx) != sorted(set(group.layer_idx)):
