@@ -373,6 +373,16 @@ class EngineConfig:
         " without. Not with --role prefill or decode, nor where the cache service has a host tier, a disk tier or --memory-dir:"
         " there all layers keep all tokens.",
     )
+    checkpoint_tokens: int = setting(
+        1024,
+        group="Model",
+        help="of models with recurrent layers, tokens from one state that is kept to the next",
+        check=between(1, 1 << 20),
+        unit="tokens",
+        details="In whole blocks, and one block at least. A prefix hit ends at such a state, and what a preemption takes is"
+        " computed again from the last one. Each of them takes a block of every group of recurrent layers. Engines share KV where it"
+        " is equal.",
+    )
     tensor_parallel: int = setting(
         1,
         group="Model",

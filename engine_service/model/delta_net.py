@@ -7,37 +7,21 @@ transformers' Qwen3-Next in the order of its operations. Several tokens are comp
 recurrence. Knows no cache.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
+from .delta_config import DeltaNetShape
+
 _CHUNK = 64  # tokens; of the WY form, as transformers has it
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaNetShape:
-    """Heads of keys (and queries) and of values, each with so many dimensions; tokens that the convolution reads."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
-
-    @property
-    def conv_dim(self) -> int:
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
-
-    @property
-    def num_state_elements(self) -> int:
-        """Of one layer: the matrices of all heads, and the convolution's last inputs."""
-        return self.num_value_heads * self.key_dim * self.value_dim + self.conv_dim * (self.kernel - 1)
-
-
 class DeltaState(NamedTuple):
-    """What a layer knows of a sequence: float32 [Hv, Dk, Dv], and the convolution's last inputs [kernel - 1, conv_dim]."""
+    """What a layer knows of a sequence: float32 [Hv, Dk, Dv], and the convolution's last inputs [kernel - 1, conv_dim].
+
+    Of several sequences [S, ...] each.
+    """
 
     memory: torch.Tensor
     conv: torch.Tensor
@@ -59,6 +43,22 @@ def convolve(mixed: torch.Tensor, conv: torch.Tensor, weight: torch.Tensor) -> t
     return functional.silu(made), window[len(mixed) :]
 
 
+def convolve_one(mixed: torch.Tensor, conv: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of one token of each of S sequences: mixed [S, C] behind conv [S, K - 1, C]. Sums are float32."""
+    window = torch.cat((conv, mixed[:, None]), 1)
+    made = torch.einsum("skc,ck->sc", window.float(), weight.float())
+    return functional.silu(made.to(mixed.dtype)), window[:, 1:]
+
+
+def delta_rule_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, memory: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As delta_rule of one token of each of S sequences: q, k [S, Hk, Dk], v [S, Hv, Dv], memory [S, Hv, Dk, Dv]."""
+    queries, keys = (_normed(each).repeat_interleave(v.shape[1] // k.shape[1], 1) for each in (q, k))
+    made, memory = _one(queries * k.shape[-1] ** -0.5, keys, v.float(), decay, beta, memory)
+    return made.to(v.dtype), memory
+
+
 def delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, memory: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +68,7 @@ def delta_rule(
     and beta float32 [T, Hv]; memory float32 [Hv, Dk, Dv].
     """
     each = v.shape[1] // k.shape[1]
-    queries, keys = (_normed(heads.float()).repeat_interleave(each, 1).transpose(0, 1) for heads in (q, k))
+    queries, keys = (_normed(heads).repeat_interleave(each, 1).transpose(0, 1) for heads in (q, k))
     queries = queries * k.shape[-1] ** -0.5
     values, decay, beta = v.float().transpose(0, 1), decay.T, beta.T
     if len(v) == 1:
@@ -83,17 +83,19 @@ def delta_rule(
 
 
 def _normed(heads: torch.Tensor) -> torch.Tensor:
+    """Float32, of length 1."""
+    heads = heads.float()
     return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + 1e-6)
 
 
 def _one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, memory: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of all heads: [Hv, D] each, decay and beta [Hv]."""
-    memory = memory * decay.exp()[:, None, None]
-    held = (memory * k[..., None]).sum(1)
-    memory = memory + k[..., None] * ((v - held) * beta[:, None])[:, None]
-    return (memory * q[..., None]).sum(1), memory
+    """One token of all heads: [..., Hv, D] each, decay and beta [..., Hv]."""
+    memory = memory * decay.exp()[..., None, None]
+    held = (k[..., None, :] @ memory)[..., 0, :]
+    memory = memory + k[..., None] * ((v - held) * beta[..., None])[..., None, :]
+    return (q[..., None, :] @ memory)[..., 0, :], memory
 
 
 def _chunk(

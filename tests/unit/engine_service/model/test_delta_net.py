@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from kvkeeper.engine_service.model.delta_net import DeltaNetShape, convolve, delta_rule, first_state
+from kvkeeper.engine_service.model.delta_config import DeltaNetShape
+from kvkeeper.engine_service.model.delta_net import convolve, convolve_one, delta_rule, delta_rule_one, first_state
 
 torch.set_num_threads(1)
 SHAPE = DeltaNetShape(2, 4, 8, 6, 4)
@@ -47,3 +48,25 @@ def test_the_convolution_goes_on_from_its_last_inputs(cut: int) -> None:
         outputs.append(made)
     torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-6, rtol=1e-5)
     assert torch.equal(conv, mixed[-3:])
+
+
+@pytest.mark.parametrize("behind", [1, 5])
+def test_single_tokens_of_several_sequences_are_those_of_each(behind: int) -> None:
+    """Which the numerics of the family hold to transformers."""
+    sequences = [run(behind + 1 + number) for number in range(3)]
+    weight = torch.randn((SHAPE.conv_dim, SHAPE.kernel), generator=torch.Generator().manual_seed(1))
+    first, made, inputs = first_state(SHAPE, torch.float32, torch.device("cpu")), [], []
+    for tokens in sequences:
+        before, last = ({name: each[part] for name, each in tokens.items()} for part in (slice(-1), slice(-1, None)))
+        memory = delta_rule(**before, memory=first.memory)[1] if len(before["v"]) else first.memory
+        mixed = torch.cat([each.flatten(1) for each in (tokens["q"], tokens["k"], tokens["v"])], 1)
+        _, conv = convolve(mixed[:-1], first.conv, weight)
+        made.append((*delta_rule(**last, memory=memory), *convolve(mixed[-1:], conv, weight)))
+        inputs.append((memory, conv, mixed[-1], *(last[name][0] for name in ("q", "k", "v", "decay", "beta"))))
+    memory, conv, mixed, q, k, v, decay, beta = (torch.stack(each) for each in zip(*inputs, strict=True))
+    found = (*delta_rule_one(q, k, v, decay, beta, memory), *convolve_one(mixed, conv, weight))
+    expected = [
+        torch.stack([each.squeeze(0) if at in (0, 2) else each for each in of]) for at, of in enumerate(zip(*made, strict=True))
+    ]
+    for ours, theirs_ in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs_, atol=2e-6, rtol=1e-5)
