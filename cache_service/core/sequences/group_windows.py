@@ -24,8 +24,8 @@ import numpy as np
 from ..blocks.block_pool import BlockPool
 from ..values.errors import InvalidField, NotImplementedYet
 from ..values.kv_spec import WHOLE, ReadSpan, first_reads
-from ..values.new_entries import NewEntries
 from ..values.types import Int64Array, SequenceState
+from .new_entries import NewEntries
 from .publisher import Publisher
 from .sequence_table import SequenceTable
 from .session_state import SessionState, TableUpdates

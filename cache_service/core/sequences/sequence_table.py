@@ -9,11 +9,11 @@ because a step over a thousand sequences must be array work. Does not know who h
 import numpy as np
 import numpy.typing as npt
 
-from ..values.new_entries import NewEntries
 from ..values.pool_config import PoolConfig
 from ..values.rows import untouched
 from ..values.sequence_args import Retention
 from ..values.types import NULL_BLOCK, Int32Array, Int64Array, ReuseHint, SequenceState
+from .new_entries import NewEntries
 from .transitions import TRANSITIONS
 
 _ALL = 2**31 - 1

@@ -170,6 +170,10 @@ class KvSpec:
         """Whether layers have states instead of K and V, in blocks that only the clients can read."""
         return any(group.has_states for group in self.groups)
 
+    def is_recurrent(self, layer_idx: int) -> bool:
+        """Whether a layer has a state instead of K and V."""
+        return any(layer_idx in group.layers for group in self.groups if group.has_states)
+
     def place_of(self, layer_idx: int) -> tuple[int, int]:
         """The group of a layer, and its place among the layers in a block of that group."""
         for group_idx, group in enumerate(self.groups):

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .kv_spec import ReadSpan
-from .types import Int32Array
+from ..values.kv_spec import ReadSpan
+from ..values.types import Int32Array
 
 
 class NewEntries:
