@@ -380,8 +380,8 @@ class EngineConfig:
         check=between(1, 1 << 20),
         unit="tokens",
         details="In whole blocks, and one block at least. A prefix hit ends at such a state, and what a preemption takes is"
-        " computed again from the last one. Each of them takes a block of every group of recurrent layers. Engines share KV where it"
-        " is equal.",
+        " computed again from the last one. Each of them takes a block of every group of recurrent layers. Engines share KV"
+        " only where it is equal.",
     )
     tensor_parallel: int = setting(
         1,

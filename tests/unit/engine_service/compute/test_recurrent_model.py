@@ -3,11 +3,13 @@
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.engine_service.cache_session.kv_spec import kv_spec_of
 from kvkeeper.engine_service.compute.served_model import load_served_model
+from kvkeeper.engine_service.compute.stored import kv_quality
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
 from kvkeeper.engine_service.model.loader import load_model
@@ -72,3 +74,9 @@ def test_it_makes_no_guesses_for_another_model(folder: Path, tmp_path: Path) -> 
     options = {"speculation": "draft-model", "draft_model": str(folder), "listen": f"unix:{tmp_path}/e"}
     with pytest.raises(StartError, match=r"--draft-model .* a state has a block table of its own"):
         asyncio.run(start_server(config_of(other, **options)))
+
+
+def test_its_quality_is_not_measured(folder: Path) -> None:
+    found = kv_quality.measure(folder, [], [np.arange(4)], [], [4])
+    with pytest.raises(UnsupportedModelError, match=r"the quality of model type 'qwen3_next' .* without recurrent layers"):
+        next(found)
