@@ -125,7 +125,7 @@ class StepWorker:
             following.idle_since = done.ended_at
             following.started_at = max(following.started_at or 0.0, done.ended_at)
         if done.work.num_prompt_tokens:
-            self._usual_token += _SMOOTHING * (done.seconds / _num_tokens(done.work) - self._usual_token)
+            self._usual_token += _SMOOTHING * (done.seconds / done.work.num_tokens - self._usual_token)
         elif done.work.batch is not None:
             self._usual_decode += _SMOOTHING * (done.seconds - self._usual_decode)
         return done
@@ -143,7 +143,7 @@ class StepWorker:
         flight = self.in_flight
         if flight is not None:
             work = flight.work
-            usual = _num_tokens(work) * self._usual_token if work.num_prompt_tokens else self._usual_decode
+            usual = work.num_tokens * self._usual_token if work.num_prompt_tokens else self._usual_decode
             left = usual - flight.seconds - _NUM_REPLIES * self._usual_reply - _MARGIN_S
             if left > 0:
                 await asyncio.wait({flight.computing}, timeout=min(left, longest))
@@ -174,10 +174,6 @@ class StepWorker:
         """No more calls."""
         self._thread.shutdown()
         self._reader.shutdown()
-
-
-def _num_tokens(work: Work) -> int:
-    return int(work.num_new.sum())
 
 
 def _read(flight: InFlight, launched: Launched, computed: Future[Computed | None]) -> None:
