@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -39,6 +39,18 @@ class InFlight:
     started_at: float | None = None  # None: it waits for the step before
     ended_at: float | None = None
     computing: asyncio.Future[Computed | None] = field(init=False)
+
+    def end(self, outcome: Computed | BaseException | None) -> None:
+        """Hand over what came of it; called in a thread."""
+        self.computing.get_loop().call_soon_threadsafe(self._end, outcome)
+
+    def _end(self, outcome: Computed | BaseException | None) -> None:
+        if self.computing.done():  # nobody waits any more
+            return
+        if isinstance(outcome, BaseException):
+            self.computing.set_exception(outcome)
+        else:
+            self.computing.set_result(outcome)
 
     @property
     def seconds(self) -> float:
@@ -89,10 +101,9 @@ class StepWorker:
         assert len(self._flights) < 2, "one step runs ahead"
         idle_since = None if self._flights else self._idle_since
         flight = InFlight(step_id, work, self._cache_wait, is_guessing, idle_since, moves is not None)
-        computed: Future[Computed | None] = Future()
-        flight.computing = asyncio.wrap_future(computed)
+        flight.computing = asyncio.get_running_loop().create_future()
         self._flights.append(flight)
-        self._thread.submit(self._compute, flight, compute, how, moves, computed)
+        self._thread.submit(self._compute, flight, compute, how, moves)
         self._cache_wait = 0.0
 
     def _compute(
@@ -101,16 +112,15 @@ class StepWorker:
         compute: StepCompute,
         how: StepRows,
         moves: Moves | None,
-        computed: Future[Computed | None],
     ) -> None:
         """In the thread. What a device has done is read in the other one, so that the next step can be launched meanwhile."""
         flight.started_at = time.perf_counter()
         try:
             launched = compute.launch(flight.work, how, moves)
         except BaseException as error:
-            computed.set_exception(error)
+            flight.end(error)
             return
-        read = partial(_read, flight, launched, computed)
+        read = partial(_read, flight, launched)
         if compute.is_immediate:
             read()
         else:
@@ -176,11 +186,11 @@ class StepWorker:
         self._reader.shutdown()
 
 
-def _read(flight: InFlight, launched: Launched, computed: Future[Computed | None]) -> None:
+def _read(flight: InFlight, launched: Launched) -> None:
     try:
         found = launched.read()
     except BaseException as error:
-        computed.set_exception(error)
+        flight.end(error)
         return
     flight.ended_at = time.perf_counter()
-    computed.set_result(found)
+    flight.end(found)
