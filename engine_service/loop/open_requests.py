@@ -213,9 +213,8 @@ class OpenRequests:
     def emit(self, work: Work, computed: Computed | None) -> NewTokens:
         """Turn the computed tokens into text for the streams. Answers the new tokens of each of work.sampled."""
         if computed is None:
-            for sequence in self._scheduler.running.at(work.rows):
+            for sequence in self._scheduler.fail(work):
                 self.fail(sequence.request, RequestFailed("the forward pass failed"))
-            self._scheduler.fail(work)
             return []
         taken = self._scheduler.advance(work, computed.sampled.token_ids.astype(np.int32))
         for score, found in zip(work.scores, computed.prompt_logprobs, strict=True):

@@ -8,7 +8,7 @@ its row may be another sequence's. Pure.
 import numpy as np
 import numpy.typing as npt
 
-from ..values.request import NO_TOKENS, Int32Array, SequenceState
+from ..values.request import NO_TOKENS, Int32Array, Sequence, SequenceState
 from .state.fair_share import FairShare
 from .state.running import RunningSequences
 from .state.scheduler_state import SchedulerState
@@ -91,9 +91,9 @@ class DrawnTokens:
             running.num_left[row] -= len(taken[at])
         return taken
 
-    def give_up(self, work: Work) -> None:
-        """The work failed: the tokens counted on do not come. Its requests have ended or are about to end."""
-        self._settle(work)
+    def give_up(self, work: Work) -> list[Sequence]:
+        """The work failed: the tokens counted on do not come. The sequences that they were for, whose requests are to end."""
+        return [sequence for sequence, counts in zip(work.sequences, self._settle(work).tolist(), strict=True) if counts]
 
 
 class _Lanes:

@@ -85,9 +85,9 @@ class Scheduler:
         """The work is done and drew these tokens. Answers the new tokens of each of work.sampled, see DrawnTokens."""
         return self.drawn_tokens.append(work, drawn)
 
-    def fail(self, work: Work) -> None:
-        """The work failed. Its requests have ended or are about to end."""
-        self.drawn_tokens.give_up(work)
+    def fail(self, work: Work) -> list[Sequence]:
+        """The work failed. The sequences that it was for and that have not ended; their requests are to end."""
+        return self.drawn_tokens.give_up(work)
 
     def branch(self, request: Request, branches: list[Branch]) -> None:
         """Continue a search with these lists, all computed to their last tokens; its other lists are dropped."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 import structlog
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.service.turns import leave_place
 
 from ...outputs.model_text import ModelText
 from ...outputs.plain_reader import PlainReader
@@ -224,7 +225,7 @@ class FrontRequests:
         self.text = ModelText(None)
 
     async def admit(self, message: pb.GenerateRequest, send: Send) -> FrontRequest:
-        """Queue what the message asks for. Raises EngineError, TooManyWaiting."""
+        """Queue what the message asks for. Raises EngineError."""
         asked = self._link.ask()
         request = FrontRequest(asked, message, send, self.text)
         try:
@@ -233,4 +234,5 @@ class FrontRequests:
         except BaseException:
             request.cancel()
             raise
+        leave_place()  # the engine counts the message; the call lasts as long as the stream
         return request
