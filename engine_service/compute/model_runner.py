@@ -208,8 +208,7 @@ class ModelRunner:
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
         """Run every kernel once, so that none is compiled while requests wait, and capture decodes if there is an API for it.
 
-        A decoder whose launches cannot be captured is told in the log, and computes plainly; so does one with chunked
-        attention, whose tables change with each chunk, and one with recurrent layers, whose pages do.
+        A decoder whose launches cannot be captured is told in the log, and computes plainly; so does one with recurrent layers.
 
         Args:
             with_retention: whether steps will have rows with sink and window.
@@ -222,9 +221,6 @@ class ModelRunner:
                 warm_up_sampling(logits)
         self.synchronize()
         if graphs is None or not isinstance(self._model, Decoder):
-            return
-        if any(part.chunk for part in self._parts):
-            log.info("graphs_left_out", message="decodes of a model with chunked attention are computed without CUDA graphs")
             return
         if self._states:
             log.info("graphs_left_out", message="decodes of a model with recurrent layers are computed without CUDA graphs")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..values.kv_spec import ReadSpan
-from ..values.types import Int32Array
+from ..values.types import Int32Array, Int64Array
 
 
 class NewEntries:
@@ -61,6 +61,6 @@ class NewEntries:
         every = np.ones(len(table_idx), np.bool_)
         return np.concatenate([((table_idx + 1) % k == 0) | are_last if k else every for k in self.periods])
 
-    def are_checkpoints(self, group: int, table_idx: Int32Array) -> npt.NDArray[np.bool_]:
+    def are_checkpoints(self, group: int, table_idx: Int32Array | Int64Array) -> npt.NDArray[np.bool_]:
         """[n] which of these entries of a group of states are checkpoints."""
         return (table_idx + 1) % self.periods[group] == 0

@@ -130,10 +130,10 @@ class StepApplier:
             self._lifecycle.release(owner, slots)
             self._state.update_pressure()
         if len(plan.start_slots) or len(step.grants.blocks):
-            num_new = len(step.grants.blocks)
+            num_granted = len(step.grants.blocks)
             if self._sequences.has_states:
-                num_new = int(np.count_nonzero(step.grants.blocks))
-            num_blocks = num_wanted(self._state, plan.start_slots.tolist(), num_new=num_new)
+                num_granted = int(np.count_nonzero(step.grants.blocks))
+            num_blocks = num_wanted(self._state, plan.start_slots.tolist(), num_new=num_granted)
             self._state.room_ahead.note_step(num_blocks)
         self._note_granted(owner, batch, plan)
 
@@ -260,8 +260,8 @@ class StepApplier:
             revision=state.revision,
         )
         if self._sequences.has_states and (log.forked_lens or log.truncated_lens):
-            lens = int32_of(log.forked_lens), int32_of(log.truncated_lens)
-            reply = reply._replace(fork_committed=lens[0], truncate_committed=lens[1])
+            committed = {"fork_committed": log.forked_lens, "truncate_committed": log.truncated_lens}
+            reply = reply._replace(**{name: int32_of(column) for name, column in committed.items()})
         if owner.logits and len(batch.start_ids):
             held = [owner.logits.get(sequence_id) for sequence_id in batch.start_ids.tolist()]
             has_logits = int32_of([item is not None and item.step_id == owner.step_id for item in held])

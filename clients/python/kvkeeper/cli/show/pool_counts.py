@@ -80,13 +80,15 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
 
 
 def _of_groups(pool: Any) -> Rows:
-    tails = [group.kind == pb.LAYER_GROUP_KIND_TAIL for group in pool.pool.spec.groups]
-    return [_of_group(group, is_tail=at < len(tails) and tails[at]) for at, group in enumerate(pool.groups)]
+    specs = pool.pool.spec.groups
+    return [_of_group(group, specs[at] if at < len(specs) else pb.LayerGroup()) for at, group in enumerate(pool.groups)]
 
 
-def _of_group(group: Any, *, is_tail: bool) -> tuple[str, str]:
-    name = "tail" if is_tail else "window"
+def _of_group(group: Any, spec: Any) -> tuple[str, str]:
+    name = "tail" if spec.kind == pb.LAYER_GROUP_KIND_TAIL else "window"
     kind = f"{name} of {group.window_tokens:,} tokens" if group.window_tokens else "all tokens"
+    if spec.kind == pb.LAYER_GROUP_KIND_RECURRENT:
+        kind = f"states, one kept of {spec.checkpoint_blocks:,}"
     return kind, _counts(group.num_held_entries, group.num_passed_entries)
 
 
