@@ -2,11 +2,15 @@
 
 import dataclasses
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
+from kvkeeper.engine_service.compute.graphs.graph_api import GraphApi
+from kvkeeper.engine_service.compute.model_runner import StepBounds
 from kvkeeper.engine_service.model.checkpoint.errors import ModelError, UnsupportedModelError
 from kvkeeper.engine_service.model.config import parse_model_config
 from kvkeeper.engine_service.model.decoder import Decoder
@@ -152,3 +156,14 @@ def test_a_config_that_says_little_means_what_the_family_has() -> None:
 def test_layers_that_cannot_be_are_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         parse_model_config(RAW | changes)
+
+
+def test_decodes_are_not_captured_and_a_warm_up_changes_no_state(model: Decoder) -> None:
+    tables = HandTables(model, SIZE, num_blocks=40, fill=0.0)
+    with capture_logs() as logs:
+        tables.runner.make_ready(StepBounds(2, 64), cast(GraphApi, object()), with_retention=False, progress=False)
+    assert tables.runner.graphed is None
+    assert [entry["message"] for entry in logs if entry["event"] == "graphs_left_out"] == [
+        "decodes of a model with recurrent layers are computed without CUDA graphs"
+    ]
+    assert not tables.view.any()
