@@ -136,11 +136,17 @@ class StepCompute:
             moves = replace(moves, run=partial(_move, moves.run, results))
         try:
             forward = None if work.batch is None else self._stage(work.batch)
-            copy_blocks, run = partial(self._copy, work, results), partial(self._run, forward, work, how, results)
-            submit_step(self._queue, work, moves, self._runner.layout.block_size, copy_blocks, run)
         except Exception:
             log.exception("batch_failed")
+            results.has_failed = True  # its transfers are made nevertheless: they are of other sequences
+        try:
+            copy_blocks, run = partial(self._copy, work, results), partial(self._run, forward, work, how, results)
+            submit_step(self._queue, work, moves, self._runner.layout.block_size, copy_blocks, run)
+        except Exception as error:
+            log.exception("batch_failed")
             results.has_failed = results.is_launched = True
+            if moves is not None:
+                results.moves_error = error  # nobody knows which of them were made
             if forward is not None:
                 forward.give_back()
         return Launched(self._runner, work, how, results, self._queue.mark())
