@@ -198,8 +198,7 @@ class ModelRunner:
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
         """Run every kernel once, so that none is compiled while requests wait, and capture decodes if there is an API for it.
 
-        A decoder whose launches cannot be captured is told in the log, and computes plainly; so does one with chunked
-        attention, whose tables change with each chunk.
+        A decoder whose launches cannot be captured is told in the log, and computes plainly.
 
         Args:
             with_retention: whether steps will have rows with sink and window.
@@ -212,9 +211,6 @@ class ModelRunner:
                 warm_up_sampling(logits)
         self.synchronize()
         if graphs is None or not isinstance(self._model, Decoder):
-            return
-        if any(part.chunk for part in self._parts):
-            log.info("graphs_left_out", message="decodes of a model with chunked attention are computed without CUDA graphs")
             return
         self._num_positions = self._model.reserve_positions(bounds.most_tokens)
         width = -(-bounds.most_tokens // self._layout.block_size)

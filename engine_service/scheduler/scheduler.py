@@ -28,7 +28,7 @@ from .state.running import RunningSequences
 from .state.scheduler_state import SchedulerState
 from .state.transitions import move_to
 from .state.waiting import WaitingSequences
-from .work import Work
+from .work import NewTokens, Work
 
 NO_BLOCKS: Mapping[int, TakenBlocks] = MappingProxyType({})
 
@@ -48,7 +48,7 @@ class Scheduler:
 
     def note_step(self, work: Work, seconds: float, moved: Moved) -> None:
         """A step was computed. seconds: of all that the device did for it."""
-        num_rows, num_tokens = len(work.rows), int(work.num_new.sum())
+        num_rows, num_tokens = len(work.rows), work.num_tokens
         self.state.costs.note_step(num_rows, num_tokens, seconds, moved)
         if not num_rows or moved.num_bytes:
             return
@@ -81,7 +81,7 @@ class Scheduler:
         """The tokens before each drawn token, see DrawnTokens; views, valid until advance."""
         return self.drawn_tokens.histories(work)
 
-    def advance(self, work: Work, drawn: Int32Array) -> list[Int32Array]:
+    def advance(self, work: Work, drawn: Int32Array) -> NewTokens:
         """The work is done and drew these tokens. Answers the new tokens of each of work.sampled, see DrawnTokens."""
         return self.drawn_tokens.append(work, drawn)
 

@@ -14,6 +14,7 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service.turns import leave_place
 
 from ...outputs.model_text import ModelText
+from ...outputs.plain_reader import PlainReader
 from ...outputs.stopping import TextOutput
 from ...values.errors import EngineError, RequestFailed
 from ...values.output_chunk import OutputChunk, PlainTokens, Usage
@@ -66,6 +67,9 @@ class FrontRequest:
 
     def let_take_more(self, on_more: Callable[[], None]) -> None:
         self._on_more = on_more
+
+    def let_read(self, reader: PlainReader, number: int) -> bool:
+        return False  # its tokens are here
 
     def take_more(self) -> PlainTokens | None:
         self._was_told = False

@@ -1,8 +1,6 @@
 """Captured decodes, on the Triton path, interpreted: the same logits, for all sizes, on whatever arena is mapped."""
 
 import dataclasses
-import itertools
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,7 +10,8 @@ import triton.runtime.interpreter as interpreter
 from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, capture_decode
 from kvkeeper.engine_service.compute.graphs.sizes import graph_sizes
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, kv_layout_of
-from kvkeeper.engine_service.model.layer_groups import group_layers
+from kvkeeper.engine_service.model.experts import ExpertWeights
+from kvkeeper.engine_service.model.layer_groups import group_layers, places_of
 from kvkeeper.engine_service.model.loader import load_model
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
 from tests.support.stand_ins.recorded_graphs import HostRead, NothingAllocates, RecordedGraphs
@@ -24,13 +23,15 @@ BLOCK_SIZE, WIDTH, MOST_ROWS = 16, 3, 9
 BOUNDS = StepBounds(MOST_ROWS, WIDTH * BLOCK_SIZE)
 NUM_BLOCKS = 1 + MOST_ROWS * WIDTH
 CONTEXTS = [5, 16, 31, 1, 33, 40, 15, 47, 20]
-CHOSEN = [model for model in TINY_MODELS if model.name in ("qwen3", "gemma2", "llama_llama3_rope")]
+QWEN3, GEMMA2, LLAMA4 = (next(model for model in TINY_MODELS if model.name == name) for name in ("qwen3", "gemma2", "llama4"))
+CHOSEN = [QWEN3, GEMMA2, LLAMA4]  # LLAMA4: chunks, the lengths that queries grow with, and experts
 
 
 @pytest.fixture(autouse=True)
 def all_claim_to_be_on_cuda(monkeypatch):
     pretend_model_on_cuda(monkeypatch)
     pretend_inputs_on_cuda(monkeypatch)
+    monkeypatch.setattr(ExpertWeights, "packed", lambda self, pack: self)  # experts stay in one tensor, as on a device
 
 
 @pytest.fixture(params=CHOSEN, ids=lambda model: model.name)
@@ -40,7 +41,7 @@ def each_model(request, tmp_path):
 
 @pytest.fixture
 def model(tmp_path):
-    return load_model(build_model_folder(tmp_path, CHOSEN[0]), progress=False)[0]
+    return load_model(build_model_folder(tmp_path, QWEN3), progress=False)[0]
 
 
 @pytest.fixture
@@ -92,53 +93,47 @@ def plain(tensor):
 
 
 @pytest.mark.usefixtures("cold")
-def test_logits_are_those_without_graphs_for_every_number_of_rows(each_model):
+def test_logits_are_those_without_graphs_for_every_size(each_model):
     (captured, seen), (without, other) = ready(each_model), make_runner(each_model)
     for runner in (captured, without):
         prompts(runner)
-    orders = [list(range(count)) for count in range(1, MOST_ROWS + 1)] + [[8, 0], [3], [7, 2, 5, 1, 0]]
+    bound = 5e-6 if each_model.config.experts else 1e-6  # padding makes products of experts larger, and rounds them otherwise
+    orders = [[0], [3, 4], [8, 0, 6], [7, 2, 5, 1], list(range(MOST_ROWS)), [1], [4, 5, 3, 2, 7]]  # each size, some padded
     for replays, seqs in enumerate(orders, captured.graphed.num_replays + 1):
         found, expected = captured.forward(rows(seqs)), without.forward(rows(seqs))
         assert captured.graphed.num_replays == replays
-        torch.testing.assert_close(plain(found), plain(expected), rtol=0, atol=1e-6)
-    torch.testing.assert_close(seen[1:], other[1:], rtol=0, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(plain(found), plain(expected), rtol=0, atol=bound)
+    torch.testing.assert_close(seen[1:], other[1:], rtol=0, atol=bound, equal_nan=True)
     assert not seen[0].any(), "padding wrote to the null block"
 
 
 @pytest.mark.usefixtures("cold")
-def test_a_model_with_chunks_is_computed_without_graphs(tmp_path):
-    chunked = next(each for each in TINY_MODELS if each.name == "llama4")
-    runner, _ = make_runner(load_model(build_model_folder(tmp_path, chunked), progress=False)[0])
-    runner.make_ready(BOUNDS, RecordedGraphs(), with_retention=False, progress=False)
-    assert runner.graphed is None
-
-
-@pytest.mark.usefixtures("cold")
-def test_layers_in_groups_have_the_same_logits_by_tables_of_their_own(tmp_path):
-    model = load_model(build_model_folder(tmp_path, next(each for each in CHOSEN if each.name == "gemma2")), progress=False)[0]
-    groups, (without, _) = group_layers(model.config.windows), make_runner(model)
-    assert len(groups) == 2
+@pytest.mark.parametrize("kind", [GEMMA2, LLAMA4], ids=lambda model: model.name)
+def test_layers_in_groups_have_the_same_logits_by_tables_of_their_own(kind, tmp_path):
+    model = load_model(build_model_folder(tmp_path, kind), progress=False)[0]
+    groups, (without, filled) = group_layers(model.config.windows, model.config.chunks), make_runner(model)
+    assert len(groups) > 1
     layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE, groups)
-    view = layout.view(torch.zeros((2 * NUM_BLOCKS) * layout.block_bytes, dtype=torch.uint8)).fill_(float("nan"))
-    view[0] = 0
+    view = layout.view(torch.zeros(len(groups) * NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8)).fill_(float("nan"))
     captured = ModelRunner(model, on_cuda(view)[0], layout, groups)
     captured.make_ready(BOUNDS, RecordedGraphs(), with_retention=False, progress=False)
-    computed_prompts(without)
-    for seq in range(MOST_ROWS):
-        captured.forward(in_groups(rows([seq], lambda seq: 0, lambda seq: CONTEXTS[seq])))
-    before = captured.graphed.num_replays
-    for replays, seqs in enumerate(([0], [1, 2], list(range(MOST_ROWS)), [8, 0], [3]), before + 1):
-        found, expected = captured.forward(in_groups(rows(seqs))), without.forward(rows(seqs))
+    prompts(without)
+    for layer, (group, at) in enumerate(places_of(groups)):
+        view[group * NUM_BLOCKS : (group + 1) * NUM_BLOCKS, at] = filled[:, layer]
+    view[0] = 0
+    for replays, seqs in enumerate(([0], [1, 2], list(range(MOST_ROWS)), [8, 0]), 1):
+        found, expected = captured.forward(in_groups(rows(seqs), len(groups))), without.forward(rows(seqs))
         assert captured.graphed.num_replays == replays
         torch.testing.assert_close(plain(found), plain(expected), rtol=0, atol=1e-6)
     assert not view[0].any(), "padding wrote to the null block"
 
 
-def in_groups(batch):
-    """The same with blocks of its own for the second group, those behind all of the first group's."""
-    tables, slots = batch.block_tables[:, None], batch.slot_mapping[None]
-    shifted = np.where(tables > 0, tables + NUM_BLOCKS, 0).astype(np.int32)
-    return dataclasses.replace(batch, group_tables=shifted, group_slots=slots + NUM_BLOCKS * BLOCK_SIZE)
+def in_groups(batch, num_groups):
+    """The same with blocks of its own for each further group, those behind all of the groups before."""
+    shifts = np.arange(1, num_groups) * NUM_BLOCKS
+    tables = batch.block_tables[:, None]
+    shifted = np.where(tables > 0, tables + shifts[:, None], 0).astype(np.int32)
+    return dataclasses.replace(batch, group_tables=shifted, group_slots=batch.slot_mapping + shifts[:, None] * BLOCK_SIZE)
 
 
 @pytest.mark.usefixtures("cold")
@@ -217,19 +212,37 @@ def test_a_capture_that_fails_leaves_an_engine_that_serves(model, capfd):
     prompts(runner)
 
 
-@pytest.mark.usefixtures("cold")
-def test_the_recorder_refuses_a_capture_that_waits_for_the_device():
+READS = {
+    "float": lambda x: float(x.sum()),
+    "tolist": lambda x: x.tolist()[0],
+    "numpy": lambda x: x.numpy()[0],
+    "nonzero": lambda x: len(x.nonzero()),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_the_recorder_refuses_a_capture_that_waits_for_the_device(read):
+    x = torch.ones(3)
     with pytest.raises(HostRead):
-        RecordedGraphs().capture(lambda: torch.ones(3) * float(torch.ones(1).sum()))
+        RecordedGraphs().capture(lambda: x * read(x))
 
 
-@pytest.mark.usefixtures("cold")
 def test_the_recorder_replays_on_the_memory_of_the_capture():
     x = torch.zeros(4)
     graph, made = RecordedGraphs().capture(lambda: (x[1:] + 1).mul_(2).sum())
     x.copy_(torch.tensor([9.0, 1.0, 2.0, 3.0]))
     graph.replay()
     assert made.item() == 18
+
+
+@pytest.mark.parametrize("copy", [lambda x: x.contiguous(), lambda x: x.reshape(-1)], ids=["contiguous", "reshape"])
+def test_the_recorder_replays_copies_that_might_have_been_views(copy):
+    x = torch.zeros(4)
+    with torch.inference_mode():
+        graph, made = RecordedGraphs().capture(lambda: copy(x.view(2, 2).T))
+        x.copy_(torch.tensor([9.0, 1.0, 2.0, 3.0]))
+        graph.replay()
+    assert made.flatten().tolist() == [9, 2, 1, 3]
 
 
 def variant(executor, args, kwargs):
@@ -247,18 +260,17 @@ def test_no_kernel_is_compiled_after_the_warm_up(each_model, monkeypatch):
     monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_prefill._FEWEST_SPLIT_TOKENS", 16)
     monkeypatch.setattr("kvkeeper.kernels.gpu.shared_prefix._FEWEST_SEQS", 3)
     monkeypatch.setattr("kvkeeper.kernels.gpu.shared_prefix.FEWEST_SHARED_TOKENS", 16)
-    seen, run = Counter(), interpreter.GridExecutor.__call__
+    seen = set()
 
-    def count(self, *args, **kwargs):
-        seen[variant(self, args, kwargs)] += 1
-        return run(self, *args, **kwargs)
+    def count(self, *args, **kwargs):  # which kernel is launched hangs on shapes alone, so none has to be run
+        seen.add(variant(self, args, kwargs))
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", count)
     runner, _ = make_runner(each_model)
     runner.make_ready(BOUNDS, None, with_retention=False, progress=False)
     warm = set(seen)
     computed_prompts(runner)
-    for seqs in itertools.chain.from_iterable(itertools.combinations(range(4), count) for count in (1, 3)):
+    for seqs in ([3], [1], [0, 1, 3]):
         runner.forward(rows(seqs))
     runner.forward(rows([0, 4], lambda seq: 0 if seq else CONTEXTS[0]))
     runner.forward(rows([4, 5, 7]))  # long enough to be looked through for what they share
