@@ -159,7 +159,7 @@ async def through_a_front(
         if engine.generation is not None:
             engine.generation.deliver()
         if any(call.generation is not None for call in calls._calls.values()):
-            calls._send_unread()
+            calls._send_unread(has_round=dice.random() < 0.7)
 
     while not admitting.done():
         pump(up, calls.take)
