@@ -131,18 +131,24 @@ class StepCompute:
 
     def launch(self, work: Work, how: StepRows, moves: Moves | None = None) -> Launched:
         """Begin a step behind those that were launched before, with its transfers. At most two are not read yet."""
-        results, forward = _Results(), None
+        results, forward, in_order = _Results(), None, False
         if moves is not None:
             moves = replace(moves, run=partial(_move, moves.run, results))
         try:
             in_order = _is_in_order(work)
             forward = None if work.batch is None else self._stage(work.batch, how.sampled if in_order else ())
-            run = partial(self._run, forward, work, how, results, in_order=in_order)
-            copy_blocks = partial(self._copy, work, results)
-            submit_step(self._queue, work, moves, self._runner.layout.block_size, copy_blocks, run)
         except Exception:
             log.exception("batch_failed")
+            results.has_failed = True  # its transfers are made nevertheless: they are of other sequences
+        try:
+            copy_blocks = partial(self._copy, work, results)
+            run = partial(self._run, forward, work, how, results, in_order=in_order)
+            submit_step(self._queue, work, moves, self._runner.layout.block_size, copy_blocks, run)
+        except Exception as error:
+            log.exception("batch_failed")
             results.has_failed = results.is_launched = True
+            if moves is not None:
+                results.moves_error = error  # nobody knows which of them were made
             if forward is not None:
                 forward.give_back()
         return Launched(self._runner, work, how, results, self._queue.mark())

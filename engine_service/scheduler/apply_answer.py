@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ..values.request import Sequence, SequenceState
 from .batch_builder import assemble_work
 from .forks import Forks
+from .plain_steps import apply_plain
 from .plan import Plan, StepAnswer
 from .preemption import Preemptor
 from .state.running import IndexArray
@@ -43,6 +44,8 @@ class AnswerApplier:
 
     def apply(self, plan: Plan, answer: StepAnswer) -> Work:
         """Apply the cache service's decisions. Answers the work that can be computed now."""
+        if plan.is_plain and (plain := apply_plain(self._state, plan, answer)) is not None:
+            return plain
         state, preemptor = self._state, self._preemptor
         running, headroom = state.running, state.headroom
         running.num_committed[plan.commit_rows] = plan.commit_lens

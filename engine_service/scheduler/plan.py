@@ -40,6 +40,7 @@ class Plan:
     swapped_in: tuple[Sequence, ...]
     started: tuple[Sequence, ...]
     reserve_rows: IndexArray
+    is_plain: bool = False  # see plain_steps.py
 
     @property
     def is_empty(self) -> bool:

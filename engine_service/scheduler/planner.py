@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ..values.request import Int32Array, Request, Sequence, SequenceState
 from .forks import Forks
+from .plain_steps import plain_plan
 from .plan import Plan
 from .state.client_shares import out_of_share
 from .state.prompt_shares import PromptRoom
@@ -38,13 +39,15 @@ class Planner:
         state = self._state
         running, waiting, limits = state.running, state.waiting, state.limits
         state.loads_have_failed = False
+        waiting.now = max(now, waiting.now)
+        waiting.measure(min(limits.prefill_budget, limits.token_budget))
+        if not guesses and (plain := plain_plan(state)) is not None:
+            return plain
         order = running.order
         commit_rows = order[running.num_computed[order] > running.num_committed[order]]
         first_new, num_tokens = running.num_known[commit_rows], running.num_tokens[commit_rows]
         live = running.live
         num_live, num_free_rows = len(live), running.num_rows - len(live) - len(state.loading)
-        waiting.now = max(now, waiting.now)
-        waiting.measure(min(limits.prefill_budget, limits.token_budget))
         promised = self.promised_rows()
         live = live[running.num_left[live] > running.num_drawing[live]]
         forks = self._forks.plan(num_free_rows - promised.total())
@@ -166,7 +169,7 @@ class Planner:
             row = int(rows[at])
             sequence = running.sequences[row]
             if row in guesses and sequence is not None:
-                most = min(budget, sequence.request.max_new_tokens - sequence.num_output - 1)
+                most = min(budget, int(running.num_left[row]) - 1)
                 if (kept := guesses[row][: max(most, 0)]).size:
                     fitting[row], num_guessed[at] = kept, len(kept)
                     budget -= len(kept)

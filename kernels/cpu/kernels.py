@@ -370,6 +370,71 @@ def _scale(row_at, size, factor):
         row[i] *= factor
 
 
+@_helper
+def _count_keys(lens, window):
+    """The keys that the queries of all sequences see."""
+    count = np.int64(0)
+    for seq in range(len(lens)):
+        count += min(np.int64(lens[seq]), window)
+    return count
+
+
+@_helper
+def _share_of_keys(args, num_keys):
+    """As _share, of keys; the last share has the sequences without keys at the end."""
+    first, last = _share(args, num_keys)
+    return first, last + 1 if last == num_keys else last
+
+
+@_helper
+def _own_heads(begin, num_keys, num_kv_heads, first, last):
+    """The first KV head of a thread and how many it takes, of a sequence whose heads have num_keys keys each from `begin` on.
+
+    Keys of all sequences and KV heads are in a row; a thread takes the heads whose first key is in its share.
+    """
+    heads, first_head = np.int64(0), np.int64(0)
+    for head in range(num_kv_heads):
+        if first <= begin < last:
+            if heads == 0:
+                first_head = head
+            heads += 1
+        begin += num_keys
+    return first_head, heads
+
+
+@_helper
+def _begin_rows(highest, totals, logits_at, row_at, num_rows, size):
+    """Rows that have seen no key, or where there are logits of sinks a key without a value."""
+    logits = _floats(logits_at, num_rows)
+    for row in range(num_rows):
+        highest[row], totals[row] = np.float32(-np.inf), np.float32(0)
+        if logits_at != 0:
+            highest[row], totals[row] = logits[row], np.float32(1)
+    zeros = _floats(row_at, num_rows * size)
+    for i in range(num_rows * size):
+        zeros[i] = np.float32(0)
+
+
+@_helper
+def _weights(scores, count, highest, totals, row_at, num_rows, size, scale, cap, have_seen):
+    """Of `count` scores of each row in place their weights, and what the rows have seen scaled down to the new highest."""
+    for row in range(num_rows):
+        place = row * _TILE
+        own, total = _exponentials(scores[place : place + count], highest[row], scale, cap)
+        if have_seen and own > highest[row]:
+            factor = _exp(highest[row] - own)
+            totals[row] *= factor
+            _scale(row_at + row * size * 4, size, factor)
+        highest[row] = own
+        totals[row] += total
+
+
+@_helper
+def _end_rows(totals, row_at, num_rows, size):
+    for row in range(num_rows):
+        _scale(row_at + row * size * 4, size, np.float32(1) / totals[row])
+
+
 @_kernel
 def attend_decode(data):
     """out [S, N, D]: one query each, q [S, N, D], over the last `window` keys of its block table; see the launcher."""
@@ -378,59 +443,34 @@ def attend_decode(data):
     tables_at, table_stride, lens_at, window = args[7], args[8], args[9], args[10]
     num_seqs, num_heads, num_kv_heads, size, block_size = args[11], args[12], args[13], args[14], args[15]
     scale, cap, out_at, logits_at = np.float32(numbers[16]), np.float32(numbers[17]), args[18], args[19]
-    logits = _floats(logits_at, num_heads)
     group, slot = num_heads // num_kv_heads, num_kv_heads * size
     lens = _int32s(lens_at, num_seqs)
-    num_keys = np.int64(0)
-    for seq in range(num_seqs):
-        num_keys += min(np.int64(lens[seq]), window)
-    # Keys of all sequences and KV heads in a row; a thread takes the heads whose first key is in its share.
-    share_first, share_last = _share(args, num_keys * num_kv_heads)
-    if share_last == num_keys * num_kv_heads:
-        share_last += 1  # sequences without keys at the end
+    share_first, share_last = _share_of_keys(args, _count_keys(lens, window) * num_kv_heads)
     scores = np.empty(num_heads * _TILE, np.float32)
     highest, totals = np.empty(num_heads, np.float32), np.empty(num_heads, np.float32)
     begin = np.int64(0)
     for seq in range(num_seqs):
         length = np.int64(lens[seq])
         start = max(np.int64(0), length - window)
-        heads, first_head = np.int64(0), np.int64(0)
-        for head in range(num_kv_heads):
-            if share_first <= begin < share_last:
-                if heads == 0:
-                    first_head = head
-                heads += 1
-            begin += length - start
+        first_head, heads = _own_heads(begin, length - start, num_kv_heads, share_first, share_last)
+        begin += (length - start) * num_kv_heads
         if heads == 0:
             continue
         first_row = seq * num_heads + first_head * group
         query_at, row_at = q_at + (seq * q_stride + first_head * group * size) * 4, out_at + first_row * size * 4
         keys_at = layer_at + first_head * size * 4
         table = _int32s(tables_at + seq * table_stride * 4, (length + block_size - 1) // block_size)
-        for member in range(heads * group):
-            highest[member], totals[member] = np.float32(-np.inf), np.float32(0)
-            if logits_at != 0:  # a key without a value has been seen
-                highest[member], totals[member] = logits[first_head * group + member], np.float32(1)
-        zeros = _floats(row_at, heads * group * size)
-        for i in range(heads * group * size):
-            zeros[i] = np.float32(0)
+        own_logits_at = logits_at + first_head * group * 4 if logits_at != 0 else logits_at
+        _begin_rows(highest, totals, own_logits_at, row_at, heads * group, size)
         for first in range(start, length, _TILE):
             last = min(first + _TILE, length)
             _scores(scores, query_at, keys_at, table, first, last, block_stride, block_size, slot, size, heads, group)
-            for member in range(heads * group):
-                place = member * _TILE
-                own, total = _exponentials(scores[place : place + last - first], highest[member], scale, cap)
-                if (first > start or logits_at != 0) and own > highest[member]:
-                    factor = _exp(highest[member] - own)
-                    totals[member] *= factor
-                    _scale(row_at + member * size * 4, size, factor)
-                highest[member] = own
-                totals[member] += total
+            have_seen = first > start or logits_at != 0
+            _weights(scores, last - first, highest, totals, row_at, heads * group, size, scale, cap, have_seen)
             values_at = keys_at + kv_stride * 4
             _weigh(scores, row_at, values_at, table, first, last, block_stride, block_size, slot, size, heads, group)
         if length > start:
-            for member in range(heads * group):
-                _scale(row_at + member * size * 4, size, np.float32(1) / totals[member])
+            _end_rows(totals, row_at, heads * group, size)
 
 
 @_helper

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .launch import Launcher
+from .of_format import of_format
 
 if TYPE_CHECKING:
     from ..quantised.formats import KvFormat
@@ -17,12 +18,10 @@ _launchers: dict[tuple[str, int], Launcher] = {}
 
 
 def _launcher(name: str, layer: "QuantisedLayer") -> Launcher:
-    code = layer.layout.kv_format.code
-    if (name, code) not in _launchers:
-        from .quantised_kernels import of_format
-
-        _launchers[name, code] = Launcher(name, _LAYOUTS[name], lambda: getattr(of_format(code), name).address)
-    return _launchers[name, code]
+    kv_format = layer.layout.kv_format
+    if (name, kv_format.code) not in _launchers:
+        _launchers[name, kv_format.code] = Launcher(name, _LAYOUTS[name], lambda: getattr(of_format(kv_format), name).address)
+    return _launchers[name, kv_format.code]
 
 
 def _stored(layer: "QuantisedLayer") -> tuple[int, int, int, int]:
@@ -175,6 +174,4 @@ def read(
 
 def prepare(kv_format: "KvFormat") -> None:
     """Compile the kernels of a format, or take them from disk, so that no request waits for it."""
-    from .quantised_kernels import of_format
-
-    of_format(kv_format.code)
+    of_format(kv_format)

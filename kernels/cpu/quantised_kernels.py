@@ -1,42 +1,50 @@
-"""Loops over stored K and V, compiled by numba for one format at a time, when it is first used.
+"""Loops over stored K and V of one format, compiled by numba.
 
 Follows kernels.py in all: what a kernel is given, how threads share its items, and that numbers that are not finite stay so.
-Each format is compiled by itself, so that a loop has the decoding of its elements inside and nothing of other formats. The
-kernels on disk are those of this file and of kernels.py as both are now: the stamp of kernels.py is a constant in them.
+of_format.py loads this file once for each format, as a module whose name ends in the format's, so that a loop has the decoding
+of its elements inside and nothing of other formats; under its own name it is of int8. Kernels have no closures: numba never
+finds one on disk whose closure has a helper in it, and would compile it in every process.
 """
 
-import zlib
-from functools import cache
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from ..quantised.formats import BF16, FP8, FP16, INT4, INT8
-from . import kernels
+from ..quantised.formats import BF16, FORMATS, FP8, FP16, INT4, INT8
 from .kernels import (
+    _TILE,
+    _begin_rows,
     _bytes,
-    _exp,
-    _exponentials,
+    _count_keys,
+    _end_rows,
     _float_of_bits,
     _floats,
     _greatest_magnitude,
     _helper,
     _int32s,
     _int64s,
+    _kernel,
+    _own_heads,
     _pointer,
     _prefetch,
-    _scale,
     _share,
+    _share_of_keys,
+    _weights,
 )
 
-_TILE: Final = 128  # keys of one pass
+_CODE: Final = FORMATS.get(__name__.rpartition("_")[2], INT8).code
 _FP16, _BF16, _FP8, _INT8, _INT4 = FP16.code, BF16.code, FP8.code, INT8.code, INT4.code
 _LEAST: Final = np.float32(1e-30)
 _PAIR: Final = 8  # tokens whose rows are read ahead of their use
+
+
+def _kernel_of_format(function):
+    """A kernel whose file on disk has the end of this module's name in its own."""
+    function.__qualname__ += __name__.rpartition("quantised_kernels")[2]
+    return _kernel(function)
 
 
 @intrinsic
@@ -133,380 +141,202 @@ def _scale_of_head(row, most):
     return bits, np.float32(np.float64(1) / np.float64(_float_of_brain(bits)))
 
 
-class Compiled:
-    """The kernels of one format: each attribute has an address."""
+_MOST = np.float32({_FP8: 448, _INT8: 127, _INT4: 7}.get(_CODE, 0))
+_IS_SCALED, _UNIT = _CODE in (_FP8, _INT8, _INT4), np.float32(256 if _CODE == _FP8 else 1)
 
-    def __init__(self, store: Any, attend_decode: Any, read: Any) -> None:
-        self.store, self.attend_decode, self.read = store, attend_decode, read
-
-
-@cache
-def of_format(code: int) -> Compiled:
-    """Compile them, or take them from disk."""
-    return _build(code, zlib.crc32(Path(kernels.__file__).read_bytes()))
+# Of the elements at an address, and the number that one of them is; chosen here, because a loop knows one type.
+_row_of = _halves if _CODE in (_FP16, _BF16) else _bytes if _CODE == _INT8 else _unsigned_bytes
+_number_of = {_FP16: _float_of_half, _BF16: _float_of_brain, _FP8: _part_of_e4m3}.get(_CODE, _float_of_integer)
 
 
-def _build(code: int, stamp: int) -> Compiled:
-    most = np.float32({_FP8: 448, _INT8: 127, _INT4: 7}.get(code, 0))
-    scaled, unit = code in (_FP8, _INT8, _INT4), np.float32(256 if code == _FP8 else 1)
+@_helper
+def _scale_of_slot(scales_at, slot):
+    """What the _number_of an element is multiplied by."""
+    if _IS_SCALED:
+        return _float_of_brain(_halves(scales_at + slot * 2, 1)[0]) * _UNIT
+    return np.float32(1)
 
-    # Of the elements at an address, and the number that one of them is; chosen here, because a loop knows one type.
-    row_of = _halves if code in (_FP16, _BF16) else _bytes if code == _INT8 else _unsigned_bytes
-    number_of = {_FP16: _float_of_half, _BF16: _float_of_brain, _FP8: _part_of_e4m3}.get(code, _float_of_integer)
 
-    @_helper
-    def scale_at(scales_at, slot):
-        """What the number_of an element is multiplied by."""
-        if scaled:
-            return _float_of_brain(_halves(scales_at + slot * 2, 1)[0]) * unit
-        return np.float32(1)
-
-    @_helper
-    def store_head(row, elements_at, scale_at):
-        size = len(row)
-        if code == _FP16:
-            out = _halves(elements_at, size)
+@_helper
+def _store_head(row, elements_at, factor_at):
+    size = len(row)
+    if _CODE == _FP16:
+        out = _halves(elements_at, size)
+        for i in range(size):
+            out[i] = _half_of_float(row[i])
+    elif _CODE == _BF16:
+        out = _halves(elements_at, size)
+        for i in range(size):
+            out[i] = _brain_of_float(row[i])
+    else:
+        bits, factor = _scale_of_head(row, _MOST)
+        _halves(factor_at, 1)[0] = bits
+        if _CODE == _INT8:
+            whole = _bytes(elements_at, size)
             for i in range(size):
-                out[i] = _half_of_float(row[i])
-        elif code == _BF16:
-            out = _halves(elements_at, size)
+                whole[i] = np.int8(np.int32(np.rint(row[i] * factor)))
+        elif _CODE == _FP8:
+            packed = _unsigned_bytes(elements_at, size)
             for i in range(size):
-                out[i] = _brain_of_float(row[i])
+                packed[i] = _e4m3_of_float(min(max(row[i] * factor, -_MOST), _MOST))
         else:
-            bits, factor = _scale_of_head(row, most)
-            _halves(scale_at, 1)[0] = bits
-            if code == _INT8:
-                whole = _bytes(elements_at, size)
-                for i in range(size):
-                    whole[i] = np.int8(np.int32(np.rint(row[i] * factor)))
-            elif code == _FP8:
-                packed = _unsigned_bytes(elements_at, size)
-                for i in range(size):
-                    packed[i] = _e4m3_of_float(min(max(row[i] * factor, -most), most))
-            else:
-                packed = _unsigned_bytes(elements_at, size // 2)
-                for i in range(size // 2):
-                    low = np.int32(np.rint(row[i] * factor)) + np.int32(8)
-                    high = np.int32(np.rint(row[i + size // 2] * factor)) + np.int32(8)
-                    packed[i] = np.uint8((low & np.int32(15)) | (high << np.int32(4)))
+            packed = _unsigned_bytes(elements_at, size // 2)
+            for i in range(size // 2):
+                low = np.int32(np.rint(row[i] * factor)) + np.int32(8)
+                high = np.int32(np.rint(row[i + size // 2] * factor)) + np.int32(8)
+                packed[i] = np.uint8((low & np.int32(15)) | (high << np.int32(4)))
 
-    @kernels._kernel
-    def store(data):
-        """Keys of qk [T, N + M, D], rotated unless cos is none, and v into slots; rotated queries to q [T, N, D]."""
-        args = carray(data, (23,), np.int64)
-        qk_at, qk_stride, v_at, v_stride, cos_at, sin_at, q_at = args[2], args[3], args[4], args[5], args[6], args[7], args[8]
-        layer_at, block_stride, side_bytes, elements_bytes = args[9], args[10], args[11], args[12]
-        tail_at, tail_stride, slots_at, tail_slots_at = args[13], args[14], args[15], args[16]
-        num_tokens, num_heads, num_kv_heads, size, block_size, row_bytes = (
-            args[17],
-            args[18],
-            args[19],
-            args[20],
-            args[21],
-            args[22],
-        )
-        half, slot_len = size // 2, num_kv_heads * size
-        slots, tail_slots = _int64s(slots_at, num_tokens), _int64s(tail_slots_at, num_tokens)
-        turned = np.empty(size, np.float32)
-        first, last = _share(args, num_tokens)
-        if stamp < 0:
-            return
-        for token in range(first, last):
-            slot = slots[token]
-            at = layer_at + slot // block_size * block_stride
-            offset = slot % block_size
-            tail_slot = np.int64(-1)
-            if tail_slots_at != 0:
-                tail_slot = tail_slots[token]
-            page = tail_at + (tail_slot // block_size * tail_stride + tail_slot % block_size * slot_len) * 4
-            cos = _floats(cos_at + token * size * 4, size)
-            sin = _floats(sin_at + token * size * 4, size)
-            for head in range(num_heads + num_kv_heads):
-                low = _floats(qk_at + (token * qk_stride + head * size) * 4, half)
-                high = _floats(qk_at + (token * qk_stride + head * size + half) * 4, half)
-                own = head - num_heads
-                if head < num_heads:
-                    to = _floats(q_at + (token * num_heads + head) * size * 4, size)
-                else:
-                    to = turned
-                if cos_at != 0:
-                    for i in range(half):
-                        a, b = low[i], high[i]
-                        to[i] = a * cos[i] + b * sin[i]
-                        to[half + i] = b * cos[half + i] + a * sin[half + i]
-                elif own >= 0:
-                    for i in range(half):
-                        to[i] = low[i]
-                        to[half + i] = high[i]
-                if own >= 0:
-                    if slot >= 0:
-                        entry = offset * num_kv_heads + own
-                        store_head(turned, at + entry * row_bytes, at + elements_bytes + entry * 2)
-                    if tail_slot >= 0:
-                        copy = _floats(page + own * size * 4, size)
-                        for i in range(size):
-                            copy[i] = turned[i]
-            for own in range(num_kv_heads):
-                v = _floats(v_at + (token * v_stride + own * size) * 4, size)
+
+@_kernel_of_format
+def store(data):
+    """Keys of qk [T, N + M, D], rotated unless cos is none, and v into slots; rotated queries to q [T, N, D]."""
+    args = carray(data, (23,), np.int64)
+    qk_at, qk_stride, v_at, v_stride, cos_at, sin_at, q_at = args[2], args[3], args[4], args[5], args[6], args[7], args[8]
+    layer_at, block_stride, side_bytes, elements_bytes = args[9], args[10], args[11], args[12]
+    tail_at, tail_stride, slots_at, tail_slots_at = args[13], args[14], args[15], args[16]
+    num_tokens, num_heads, num_kv_heads, size, block_size, row_bytes = (
+        args[17],
+        args[18],
+        args[19],
+        args[20],
+        args[21],
+        args[22],
+    )
+    half, slot_len = size // 2, num_kv_heads * size
+    slots, tail_slots = _int64s(slots_at, num_tokens), _int64s(tail_slots_at, num_tokens)
+    turned = np.empty(size, np.float32)
+    first, last = _share(args, num_tokens)
+    for token in range(first, last):
+        slot = slots[token]
+        at = layer_at + slot // block_size * block_stride
+        offset = slot % block_size
+        tail_slot = np.int64(-1)
+        if tail_slots_at != 0:
+            tail_slot = tail_slots[token]
+        page = tail_at + (tail_slot // block_size * tail_stride + tail_slot % block_size * slot_len) * 4
+        cos = _floats(cos_at + token * size * 4, size)
+        sin = _floats(sin_at + token * size * 4, size)
+        for head in range(num_heads + num_kv_heads):
+            low = _floats(qk_at + (token * qk_stride + head * size) * 4, half)
+            high = _floats(qk_at + (token * qk_stride + head * size + half) * 4, half)
+            own = head - num_heads
+            if head < num_heads:
+                to = _floats(q_at + (token * num_heads + head) * size * 4, size)
+            else:
+                to = turned
+            if cos_at != 0:
+                for i in range(half):
+                    a, b = low[i], high[i]
+                    to[i] = a * cos[i] + b * sin[i]
+                    to[half + i] = b * cos[half + i] + a * sin[half + i]
+            elif own >= 0:
+                for i in range(half):
+                    to[i] = low[i]
+                    to[half + i] = high[i]
+            if own >= 0:
                 if slot >= 0:
                     entry = offset * num_kv_heads + own
-                    store_head(v, at + side_bytes + entry * row_bytes, at + side_bytes + elements_bytes + entry * 2)
+                    _store_head(turned, at + entry * row_bytes, at + elements_bytes + entry * 2)
                 if tail_slot >= 0:
-                    copy = _floats(page + (block_size * slot_len + own * size) * 4, size)
+                    copy = _floats(page + own * size * 4, size)
                     for i in range(size):
-                        copy[i] = v[i]
+                        copy[i] = turned[i]
+        for own in range(num_kv_heads):
+            v = _floats(v_at + (token * v_stride + own * size) * 4, size)
+            if slot >= 0:
+                entry = offset * num_kv_heads + own
+                _store_head(v, at + side_bytes + entry * row_bytes, at + side_bytes + elements_bytes + entry * 2)
+            if tail_slot >= 0:
+                copy = _floats(page + (block_size * slot_len + own * size) * 4, size)
+                for i in range(size):
+                    copy[i] = v[i]
 
-    @_helper
-    def scores_of(scores, place, q_at, at, scales_at, offset, count, size, row_bytes, head, num_kv_heads, group):
-        """scores [members, _TILE] from `place` on, of `count` slots of a block from `offset` on, for one KV head's queries."""
-        half, step = size // 2, num_kv_heads * row_bytes
-        at += (offset * num_kv_heads + head) * row_bytes
-        entry, done = offset * num_kv_heads + head, np.int64(0)
-        while done < count:
-            is_four = done + 4 <= count
-            k0 = row_of(at, size)
-            k1, k2, k3 = k0, k0, k0
+
+@_helper
+def _block_scores(scores, place, q_at, at, scales_at, offset, count, size, row_bytes, head, num_kv_heads, group):
+    """scores [members, _TILE] from `place` on, of `count` slots of a block from `offset` on, for one KV head's queries."""
+    half, step = size // 2, num_kv_heads * row_bytes
+    at += (offset * num_kv_heads + head) * row_bytes
+    entry, done = offset * num_kv_heads + head, np.int64(0)
+    while done < count:
+        is_four = done + 4 <= count
+        k0 = _row_of(at, size)
+        k1, k2, k3 = k0, k0, k0
+        if is_four:
+            k1, k2, k3 = _row_of(at + step, size), _row_of(at + 2 * step, size), _row_of(at + 3 * step, size)
+        for member in range(group):
+            q = _floats(q_at + member * size * 4, size)
+            s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+            if _CODE == _INT4:
+                for i in range(half):
+                    a, b = q[i], q[half + i]
+                    s0 += a * np.float32((k0[i] & 15) - 8) + b * np.float32((k0[i] >> 4) - 8)
+                    s1 += a * np.float32((k1[i] & 15) - 8) + b * np.float32((k1[i] >> 4) - 8)
+                    s2 += a * np.float32((k2[i] & 15) - 8) + b * np.float32((k2[i] >> 4) - 8)
+                    s3 += a * np.float32((k3[i] & 15) - 8) + b * np.float32((k3[i] >> 4) - 8)
+            else:
+                for i in range(size):
+                    s0 += q[i] * _number_of(k0[i])
+                    s1 += q[i] * _number_of(k1[i])
+                    s2 += q[i] * _number_of(k2[i])
+                    s3 += q[i] * _number_of(k3[i])
+            to = member * _TILE + place + done
+            scores[to] = s0 * _scale_of_slot(scales_at, entry)
             if is_four:
-                k1, k2, k3 = row_of(at + step, size), row_of(at + 2 * step, size), row_of(at + 3 * step, size)
-            for member in range(group):
-                q = _floats(q_at + member * size * 4, size)
-                s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                if code == _INT4:
-                    for i in range(half):
-                        a, b = q[i], q[half + i]
-                        s0 += a * np.float32((k0[i] & 15) - 8) + b * np.float32((k0[i] >> 4) - 8)
-                        s1 += a * np.float32((k1[i] & 15) - 8) + b * np.float32((k1[i] >> 4) - 8)
-                        s2 += a * np.float32((k2[i] & 15) - 8) + b * np.float32((k2[i] >> 4) - 8)
-                        s3 += a * np.float32((k3[i] & 15) - 8) + b * np.float32((k3[i] >> 4) - 8)
-                else:
-                    for i in range(size):
-                        s0 += q[i] * number_of(k0[i])
-                        s1 += q[i] * number_of(k1[i])
-                        s2 += q[i] * number_of(k2[i])
-                        s3 += q[i] * number_of(k3[i])
-                to = member * _TILE + place + done
-                scores[to] = s0 * scale_at(scales_at, entry)
-                if is_four:
-                    scores[to + 1] = s1 * scale_at(scales_at, entry + num_kv_heads)
-                    scores[to + 2] = s2 * scale_at(scales_at, entry + 2 * num_kv_heads)
-                    scores[to + 3] = s3 * scale_at(scales_at, entry + 3 * num_kv_heads)
-            taken = 4 if is_four else 1
-            done += taken
-            at += taken * step
-            entry += taken * num_kv_heads
+                scores[to + 1] = s1 * _scale_of_slot(scales_at, entry + num_kv_heads)
+                scores[to + 2] = s2 * _scale_of_slot(scales_at, entry + 2 * num_kv_heads)
+                scores[to + 3] = s3 * _scale_of_slot(scales_at, entry + 3 * num_kv_heads)
+        taken = 4 if is_four else 1
+        done += taken
+        at += taken * step
+        entry += taken * num_kv_heads
 
-    @_helper
-    def weigh(scores, place, out_at, at, scales_at, offset, count, size, row_bytes, head, num_kv_heads, group):
-        """Add to out [members, size] the values of these slots times their scores."""
-        half, step = size // 2, num_kv_heads * row_bytes
-        at += (offset * num_kv_heads + head) * row_bytes
-        entry, done = offset * num_kv_heads + head, np.int64(0)
-        while done < count:
-            is_four = done + 4 <= count
-            v0 = row_of(at, size)
-            v1, v2, v3 = v0, v0, v0
-            c0, c1, c2, c3 = scale_at(scales_at, entry), np.float32(0), np.float32(0), np.float32(0)
+
+@_helper
+def _block_weigh(scores, place, out_at, at, scales_at, offset, count, size, row_bytes, head, num_kv_heads, group):
+    """Add to out [members, size] the values of these slots times their scores."""
+    half, step = size // 2, num_kv_heads * row_bytes
+    at += (offset * num_kv_heads + head) * row_bytes
+    entry, done = offset * num_kv_heads + head, np.int64(0)
+    while done < count:
+        is_four = done + 4 <= count
+        v0 = _row_of(at, size)
+        v1, v2, v3 = v0, v0, v0
+        c0, c1, c2, c3 = _scale_of_slot(scales_at, entry), np.float32(0), np.float32(0), np.float32(0)
+        if is_four:
+            v1, v2, v3 = _row_of(at + step, size), _row_of(at + 2 * step, size), _row_of(at + 3 * step, size)
+            c1 = _scale_of_slot(scales_at, entry + num_kv_heads)
+            c2 = _scale_of_slot(scales_at, entry + 2 * num_kv_heads)
+            c3 = _scale_of_slot(scales_at, entry + 3 * num_kv_heads)
+        for member in range(group):
+            out = _floats(out_at + member * size * 4, size)
+            of = member * _TILE + place + done
+            w0, w1, w2, w3 = scores[of] * c0, np.float32(0), np.float32(0), np.float32(0)
             if is_four:
-                v1, v2, v3 = row_of(at + step, size), row_of(at + 2 * step, size), row_of(at + 3 * step, size)
-                c1 = scale_at(scales_at, entry + num_kv_heads)
-                c2 = scale_at(scales_at, entry + 2 * num_kv_heads)
-                c3 = scale_at(scales_at, entry + 3 * num_kv_heads)
-            for member in range(group):
-                out = _floats(out_at + member * size * 4, size)
-                of = member * _TILE + place + done
-                w0, w1, w2, w3 = scores[of] * c0, np.float32(0), np.float32(0), np.float32(0)
-                if is_four:
-                    w1, w2, w3 = scores[of + 1] * c1, scores[of + 2] * c2, scores[of + 3] * c3
-                if code == _INT4:
-                    low, high = _floats(out_at + member * size * 4, half), _floats(out_at + (member * size + half) * 4, half)
-                    for i in range(half):
-                        a, b, c, d = v0[i], v1[i], v2[i], v3[i]
-                        low[i] += (
-                            w0 * np.float32((a & 15) - 8)
-                            + w1 * np.float32((b & 15) - 8)
-                            + w2 * np.float32((c & 15) - 8)
-                            + w3 * np.float32((d & 15) - 8)
-                        )
-                        high[i] += (
-                            w0 * np.float32((a >> 4) - 8)
-                            + w1 * np.float32((b >> 4) - 8)
-                            + w2 * np.float32((c >> 4) - 8)
-                            + w3 * np.float32((d >> 4) - 8)
-                        )
-                else:
-                    for i in range(size):
-                        out[i] += w0 * number_of(v0[i]) + w1 * number_of(v1[i]) + w2 * number_of(v2[i]) + w3 * number_of(v3[i])
-            taken = 4 if is_four else 1
-            done += taken
-            at += taken * step
-            entry += taken * num_kv_heads
-
-    @kernels._kernel
-    def attend_decode(data):
-        """out [S, N, D]: one query each over the last `window` keys, block by block from the tail or from stored blocks."""
-        args, numbers = carray(data, (26,), np.int64), carray(data, (26,), np.float64)
-        q_at, q_stride, layer_at, block_stride, side_bytes, elements_bytes, row_bytes = (
-            args[2],
-            args[3],
-            args[4],
-            args[5],
-            args[6],
-            args[7],
-            args[8],
-        )
-        tail_at, tail_stride, tables_at, tail_tables_at = args[9], args[10], args[11], args[12]
-        table_stride, tail_table_stride, lens_at, window = args[13], args[14], args[15], args[16]
-        num_seqs, num_heads, num_kv_heads, size, block_size = args[17], args[18], args[19], args[20], args[21]
-        scale, cap, out_at, logits_at = np.float32(numbers[22]), np.float32(numbers[23]), args[24], args[25]
-        group, slot = num_heads // num_kv_heads, num_kv_heads * size
-        logits = _floats(logits_at, num_heads)
-        lens = _int32s(lens_at, num_seqs)
-        if stamp < 0:
-            return
-        num_keys = np.int64(0)
-        for seq in range(num_seqs):
-            num_keys += min(np.int64(lens[seq]), window)
-        share_first, share_last = _share(args, num_keys * num_kv_heads)
-        if share_last == num_keys * num_kv_heads:
-            share_last += 1
-        scores = np.empty(num_heads * _TILE, np.float32)
-        highest, totals = np.empty(num_heads, np.float32), np.empty(num_heads, np.float32)
-        begin = np.int64(0)
-        for seq in range(num_seqs):
-            length = np.int64(lens[seq])
-            start = max(np.int64(0), length - window)
-            heads, first_head = np.int64(0), np.int64(0)
-            for head in range(num_kv_heads):
-                if share_first <= begin < share_last:
-                    if heads == 0:
-                        first_head = head
-                    heads += 1
-                begin += length - start
-            if heads == 0:
-                continue
-            first_row = seq * num_heads + first_head * group
-            query_at, row_at = q_at + (seq * q_stride + first_head * group * size) * 4, out_at + first_row * size * 4
-            count = (length + block_size - 1) // block_size
-            table = _int32s(tables_at + seq * table_stride * 4, count)
-            pages = _int32s(tail_tables_at + seq * tail_table_stride * 4, count)
-            for member in range(heads * group):
-                highest[member], totals[member] = np.float32(-np.inf), np.float32(0)
-                if logits_at != 0:  # a key without a value has been seen
-                    highest[member], totals[member] = logits[first_head * group + member], np.float32(1)
-            zeros = _floats(row_at, heads * group * size)
-            for i in range(heads * group * size):
-                zeros[i] = np.float32(0)
-            for first in range(start, length, _TILE):
-                last = min(first + _TILE, length)
-                for side in range(2):
-                    position = first
-                    while position < last:
-                        index, offset = position // block_size, position % block_size
-                        run = min(block_size - offset, last - position)
-                        page = np.int64(0)
-                        if tail_tables_at != 0:
-                            page = np.int64(pages[index])
-                        if page != 0:
-                            at = tail_at + (page * tail_stride + (side * block_size + offset) * slot + first_head * size) * 4
-                            if side == 0:
-                                _float_scores(scores, position - first, query_at, at, run, slot, size, heads, group)
-                            else:
-                                _float_weigh(scores, position - first, row_at, at, run, slot, size, heads, group)
-                        else:
-                            block = np.int64(table[index])
-                            at = layer_at + block * block_stride + side * side_bytes
-                            following = np.int64(table[min(index + 1, count - 1)])
-                            ahead = layer_at + following * block_stride + side * side_bytes
-                            for line in range(0, run * num_kv_heads * row_bytes, 64):
-                                _prefetch(ahead + line)
-                            for head in range(heads):
-                                to = head * group * _TILE + position - first
-                                own = head * group * size * 4
-                                if side == 0:
-                                    scores_of(
-                                        scores,
-                                        to,
-                                        query_at + own,
-                                        at,
-                                        at + elements_bytes,
-                                        offset,
-                                        run,
-                                        size,
-                                        row_bytes,
-                                        first_head + head,
-                                        num_kv_heads,
-                                        group,
-                                    )
-                                else:
-                                    weigh(
-                                        scores,
-                                        to,
-                                        row_at + own,
-                                        at,
-                                        at + elements_bytes,
-                                        offset,
-                                        run,
-                                        size,
-                                        row_bytes,
-                                        first_head + head,
-                                        num_kv_heads,
-                                        group,
-                                    )
-                        position += run
-                    if side == 0:
-                        for member in range(heads * group):
-                            place = member * _TILE
-                            own, total = _exponentials(scores[place : place + last - first], highest[member], scale, cap)
-                            if (first > start or logits_at != 0) and own > highest[member]:
-                                factor = _exp(highest[member] - own)
-                                totals[member] *= factor
-                                _scale(row_at + member * size * 4, size, factor)
-                            highest[member] = own
-                            totals[member] += total
-            if length > start:
-                for member in range(heads * group):
-                    _scale(row_at + member * size * 4, size, np.float32(1) / totals[member])
-
-    @kernels._kernel
-    def read(data):
-        """K and V [2, count, M, D] in float32 of the positions [first, first + count) of one sequence."""
-        args = carray(data, (17,), np.int64)
-        layer_at, block_stride, side_bytes, elements_bytes, row_bytes = args[2], args[3], args[4], args[5], args[6]
-        tail_at, tail_stride, table_at, tail_table_at = args[7], args[8], args[9], args[10]
-        start, count, num_kv_heads, size, block_size, out_at = args[11], args[12], args[13], args[14], args[15], args[16]
-        half, slot = size // 2, num_kv_heads * size
-        table = _int32s(table_at, (start + count + block_size - 1) // block_size)
-        pages = _int32s(tail_table_at, (start + count + block_size - 1) // block_size)
-        first, last = _share(args, count)
-        if stamp < 0:
-            return
-        for at in range(first, last):
-            index, offset = (start + at) // block_size, (start + at) % block_size
-            page = np.int64(0)
-            if tail_table_at != 0:
-                page = np.int64(pages[index])
-            for side in range(2):
-                to = out_at + (side * count + at) * slot * 4
-                if page != 0:
-                    copy = _floats(tail_at + (page * tail_stride + (side * block_size + offset) * slot) * 4, slot)
-                    out = _floats(to, slot)
-                    for i in range(slot):
-                        out[i] = copy[i]
-                    continue
-                block = layer_at + np.int64(table[index]) * block_stride + side * side_bytes
-                for head in range(num_kv_heads):
-                    entry = offset * num_kv_heads + head
-                    row, factor = row_of(block + entry * row_bytes, size), scale_at(block + elements_bytes, entry)
-                    out = _floats(to + head * size * 4, size)
-                    if code == _INT4:
-                        for i in range(half):
-                            out[i] = np.float32((row[i] & 15) - 8) * factor
-                            out[half + i] = np.float32((row[i] >> 4) - 8) * factor
-                    else:
-                        for i in range(size):
-                            out[i] = number_of(row[i]) * factor
-
-    return Compiled(store, attend_decode, read)
+                w1, w2, w3 = scores[of + 1] * c1, scores[of + 2] * c2, scores[of + 3] * c3
+            if _CODE == _INT4:
+                low, high = _floats(out_at + member * size * 4, half), _floats(out_at + (member * size + half) * 4, half)
+                for i in range(half):
+                    a, b, c, d = v0[i], v1[i], v2[i], v3[i]
+                    low[i] += (
+                        w0 * np.float32((a & 15) - 8)
+                        + w1 * np.float32((b & 15) - 8)
+                        + w2 * np.float32((c & 15) - 8)
+                        + w3 * np.float32((d & 15) - 8)
+                    )
+                    high[i] += (
+                        w0 * np.float32((a >> 4) - 8)
+                        + w1 * np.float32((b >> 4) - 8)
+                        + w2 * np.float32((c >> 4) - 8)
+                        + w3 * np.float32((d >> 4) - 8)
+                    )
+            else:
+                for i in range(size):
+                    out[i] += w0 * _number_of(v0[i]) + w1 * _number_of(v1[i]) + w2 * _number_of(v2[i]) + w3 * _number_of(v3[i])
+        taken = 4 if is_four else 1
+        done += taken
+        at += taken * step
+        entry += taken * num_kv_heads
 
 
 @_helper
@@ -534,3 +364,142 @@ def _float_weigh(scores, place, out_at, at, count, slot, size, heads, group):
                 weight = scores[member * _TILE + place + done]
                 for i in range(size):
                     out[i] += weight * v[i]
+
+
+@_kernel_of_format
+def attend_decode(data):
+    """out [S, N, D]: one query each over the last `window` keys, block by block from the tail or from stored blocks."""
+    args, numbers = carray(data, (26,), np.int64), carray(data, (26,), np.float64)
+    q_at, q_stride, layer_at, block_stride, side_bytes, elements_bytes, row_bytes = (
+        args[2],
+        args[3],
+        args[4],
+        args[5],
+        args[6],
+        args[7],
+        args[8],
+    )
+    tail_at, tail_stride, tables_at, tail_tables_at = args[9], args[10], args[11], args[12]
+    table_stride, tail_table_stride, lens_at, window = args[13], args[14], args[15], args[16]
+    num_seqs, num_heads, num_kv_heads, size, block_size = args[17], args[18], args[19], args[20], args[21]
+    scale, cap, out_at, logits_at = np.float32(numbers[22]), np.float32(numbers[23]), args[24], args[25]
+    group, slot = num_heads // num_kv_heads, num_kv_heads * size
+    lens = _int32s(lens_at, num_seqs)
+    share_first, share_last = _share_of_keys(args, _count_keys(lens, window) * num_kv_heads)
+    scores = np.empty(num_heads * _TILE, np.float32)
+    highest, totals = np.empty(num_heads, np.float32), np.empty(num_heads, np.float32)
+    begin = np.int64(0)
+    for seq in range(num_seqs):
+        length = np.int64(lens[seq])
+        start = max(np.int64(0), length - window)
+        first_head, heads = _own_heads(begin, length - start, num_kv_heads, share_first, share_last)
+        begin += (length - start) * num_kv_heads
+        if heads == 0:
+            continue
+        first_row = seq * num_heads + first_head * group
+        query_at, row_at = q_at + (seq * q_stride + first_head * group * size) * 4, out_at + first_row * size * 4
+        count = (length + block_size - 1) // block_size
+        table = _int32s(tables_at + seq * table_stride * 4, count)
+        pages = _int32s(tail_tables_at + seq * tail_table_stride * 4, count)
+        own_logits_at = logits_at + first_head * group * 4 if logits_at != 0 else logits_at
+        _begin_rows(highest, totals, own_logits_at, row_at, heads * group, size)
+        for first in range(start, length, _TILE):
+            last = min(first + _TILE, length)
+            for side in range(2):
+                position = first
+                while position < last:
+                    index, offset = position // block_size, position % block_size
+                    run = min(block_size - offset, last - position)
+                    page = np.int64(0)
+                    if tail_tables_at != 0:
+                        page = np.int64(pages[index])
+                    if page != 0:
+                        at = tail_at + (page * tail_stride + (side * block_size + offset) * slot + first_head * size) * 4
+                        if side == 0:
+                            _float_scores(scores, position - first, query_at, at, run, slot, size, heads, group)
+                        else:
+                            _float_weigh(scores, position - first, row_at, at, run, slot, size, heads, group)
+                    else:
+                        block = np.int64(table[index])
+                        at = layer_at + block * block_stride + side * side_bytes
+                        following = np.int64(table[min(index + 1, count - 1)])
+                        ahead = layer_at + following * block_stride + side * side_bytes
+                        for line in range(0, run * num_kv_heads * row_bytes, 64):
+                            _prefetch(ahead + line)
+                        for head in range(heads):
+                            to = head * group * _TILE + position - first
+                            own = head * group * size * 4
+                            if side == 0:
+                                _block_scores(
+                                    scores,
+                                    to,
+                                    query_at + own,
+                                    at,
+                                    at + elements_bytes,
+                                    offset,
+                                    run,
+                                    size,
+                                    row_bytes,
+                                    first_head + head,
+                                    num_kv_heads,
+                                    group,
+                                )
+                            else:
+                                _block_weigh(
+                                    scores,
+                                    to,
+                                    row_at + own,
+                                    at,
+                                    at + elements_bytes,
+                                    offset,
+                                    run,
+                                    size,
+                                    row_bytes,
+                                    first_head + head,
+                                    num_kv_heads,
+                                    group,
+                                )
+                    position += run
+                if side == 0:
+                    have_seen = first > start or logits_at != 0
+                    _weights(scores, last - first, highest, totals, row_at, heads * group, size, scale, cap, have_seen)
+        if length > start:
+            _end_rows(totals, row_at, heads * group, size)
+
+
+@_kernel_of_format
+def read(data):
+    """K and V [2, count, M, D] in float32 of the positions [first, first + count) of one sequence."""
+    args = carray(data, (17,), np.int64)
+    layer_at, block_stride, side_bytes, elements_bytes, row_bytes = args[2], args[3], args[4], args[5], args[6]
+    tail_at, tail_stride, table_at, tail_table_at = args[7], args[8], args[9], args[10]
+    start, count, num_kv_heads, size, block_size, out_at = args[11], args[12], args[13], args[14], args[15], args[16]
+    half, slot = size // 2, num_kv_heads * size
+    table = _int32s(table_at, (start + count + block_size - 1) // block_size)
+    pages = _int32s(tail_table_at, (start + count + block_size - 1) // block_size)
+    first, last = _share(args, count)
+    for at in range(first, last):
+        index, offset = (start + at) // block_size, (start + at) % block_size
+        page = np.int64(0)
+        if tail_table_at != 0:
+            page = np.int64(pages[index])
+        for side in range(2):
+            to = out_at + (side * count + at) * slot * 4
+            if page != 0:
+                copy = _floats(tail_at + (page * tail_stride + (side * block_size + offset) * slot) * 4, slot)
+                out = _floats(to, slot)
+                for i in range(slot):
+                    out[i] = copy[i]
+                continue
+            block = layer_at + np.int64(table[index]) * block_stride + side * side_bytes
+            for head in range(num_kv_heads):
+                entry = offset * num_kv_heads + head
+                row, factor = _row_of(block + entry * row_bytes, size), _scale_of_slot(block + elements_bytes, entry)
+                out = _floats(to + head * size * 4, size)
+                if _CODE == _INT4:
+                    for i in range(half):
+                        out[i] = np.float32((row[i] & 15) - 8) * factor
+                        out[half + i] = np.float32((row[i] >> 4) - 8) * factor
+                else:
+                    for i in range(size):
+                        out[i] = _number_of(row[i]) * factor

@@ -1,6 +1,8 @@
 """The compiled kernels' own promises: dtypes that they serve, threads, numbers that are not finite, their place on disk."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,10 +15,23 @@ from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode, plan_decode
 from kvkeeper.kernels.cpu import compiled
+from kvkeeper.kernels.cpu.of_format import of_format
+from kvkeeper.kernels.quantised.formats import FP8, INT4, INT8
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from tests.unit.kernels.worlds import make_world, random_queries
 
 caching = pytest.importorskip("numba.core.caching")
+
+
+STORED = (INT4, INT8, FP8)
+TELL_HITS = """
+import sys
+from kvkeeper.kernels.cpu.of_format import of_format
+from kvkeeper.kernels.quantised.formats import FORMATS
+for name in sys.argv[1:]:
+    module = of_format(FORMATS[name])
+    print(name, *(kernel.cache_hits for kernel in (module.store, module.attend_decode, module.read)))
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,3 +157,13 @@ def test_without_a_folder_to_write_to_they_are_not_kept(kernels, monkeypatch):
     assert compiled.are_kept() == kernels.ARE_KEPT
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
     assert not kernels._can_keep()
+
+
+def test_another_process_finds_the_kernels_of_each_format_on_disk(kernels):
+    if not kernels.ARE_KEPT:
+        pytest.skip("there is no folder to keep them in")
+    modules = [of_format(kv_format) for kv_format in STORED]
+    assert len({module.store.native_name for module in modules}) == len(STORED)  # or one would be another's on disk
+    names = [kv_format.name for kv_format in STORED]
+    told = subprocess.run([sys.executable, "-c", TELL_HITS, *names], capture_output=True, text=True, check=True, timeout=300)
+    assert told.stdout.splitlines() == [f"{name} 1 1 1" for name in names]
