@@ -27,6 +27,7 @@ from ..model.layer_groups import LayerGroup
 from ..model.recurrent import Runs, StatePages, build_state_metadata, runs_of, state_arrays
 from ..model.stored_attention import StoredAttention, build_stored_attention
 from ..values.batch import Batch
+from ..values.sampling_params import SampledRows
 from .device.device_queue import DeviceQueue, queue_of
 from .device.last_tokens import LastTokens
 from .device.upload import Staged, upload_to
@@ -227,7 +228,8 @@ class ModelRunner:
             return
         self._num_positions = self._model.reserve_positions(bounds.most_tokens)
         width = -(-bounds.most_tokens // self._layout.block_size)
-        shape = DecodeShape(min(bounds.most_rows, MOST_ROWS), width, self._num_positions, max(len(self._groups), 1))
+        most_rows, num_groups = min(bounds.most_rows, MOST_ROWS), max(len(self._groups), 1)
+        shape = DecodeShape(most_rows, width, self._num_positions, self.vocab_size, num_groups)
         self.last_tokens.fix(bounds.most_rows + 1)
         device = self._kv_view.device
         try:
@@ -238,11 +240,12 @@ class ModelRunner:
             log.exception("graphs_failed", message="decodes are computed without CUDA graphs; --no-graphs does not try them")
             self.synchronize()
 
-    def _plain_decode(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> torch.Tensor:
+    def _plain_decode(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch, logits: torch.Tensor) -> torch.Tensor:
         """See graphed_decode.PlainDecode."""
+        assert isinstance(self._model, Decoder), "other models are not captured"
         metadata = self._attention(tensors, scratch, ())
         token_ids, positions, last = tensors["token_ids"], tensors["positions"], self._num_positions - 1
-        return self._model.forward(token_ids, positions, last, self._kv_view, metadata, tensors["logit_rows"])
+        return self._model.forward(token_ids, positions, last, self._kv_view, metadata, tensors["logit_rows"], logits)
 
     def _attention(
         self, tensors: Mapping[str, torch.Tensor], scratch: Scratch, runs: Runs, *, is_written: bool = True
@@ -267,9 +270,12 @@ class ModelRunner:
         """
         return self.stage(batch)().values
 
-    def stage(self, batch: Batch) -> Staged[StepLogits]:
-        """Take what the batch says; it may change before the call that computes it, as forward does, is made."""
-        if self.graphed is not None and (replay := self.graphed.stage(batch)) is not None:
+    def stage(self, batch: Batch, rows: SampledRows = ()) -> Staged[StepLogits]:
+        """Take what the batch says; it may change before the call that computes it, as forward does, is made.
+
+        rows: how a token is drawn from each row of logits, in their order: a graph draws what it can. (): nobody says.
+        """
+        if self.graphed is not None and (replay := self.graphed.stage(batch, rows)) is not None:
             return Staged(partial(self._on_device, replay), replay.give_back)
         arrays = {"token_ids": batch.token_ids, "positions": batch.positions, "logit_rows": batch.logit_rows}
         if batch.awaited_rows is not None:

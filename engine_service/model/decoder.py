@@ -120,6 +120,7 @@ class Decoder:
         kv_view: torch.Tensor,
         metadata: StepAttention | StoredAttention,
         logit_rows: torch.Tensor,
+        logits_out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute a step's tokens, writing their K and V into the arena.
 
@@ -129,6 +130,7 @@ class Decoder:
                 V are stored in another format the arena of the metadata's layers.
             metadata: of the step.
             logit_rows: int64 [R], the tokens whose logits are wanted.
+            logits_out: float32 [R, vocab_size], where the logits go; None: memory of their own. Not used where there are none.
 
         Returns:
             Logits, float32 [R, vocab_size]; [R, 0] on the ranks that give none. The watch, where there is one, is told the
@@ -172,7 +174,7 @@ class Decoder:
             logits = logits / self.config.logit_divisor
         if (cap := self.config.logit_soft_cap) is not None:
             logits = torch.tanh(logits / cap) * cap
-        return logits.float()
+        return logits.float() if logits_out is None else logits_out.copy_(logits)
 
     @property
     def sink_logits(self) -> tuple[torch.Tensor | None, ...]:
