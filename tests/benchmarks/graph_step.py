@@ -70,7 +70,7 @@ class _Runner(ModelRunner):
 
 def figures() -> Iterator[dict[str, object]]:
     torch.set_num_threads(1)
-    shape = DecodeShape(256, _WIDTH, _WIDTH * _BLOCK_SIZE)
+    shape = DecodeShape(256, _WIDTH, _WIDTH * _BLOCK_SIZE, _VOCAB)
     with torch.inference_mode():
         runner = _Runner(shape)
     compute = StepCompute(runner)
@@ -96,8 +96,8 @@ def _launch_and_read(compute: StepCompute, work: Work, how: StepRows) -> None:
     compute.launch(work, how).read()
 
 
-def _logits(tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> torch.Tensor:
-    return torch.zeros((len(tensors["token_ids"]), _VOCAB))
+def _logits(tensors: Mapping[str, torch.Tensor], scratch: Scratch, logits: torch.Tensor) -> torch.Tensor:
+    return logits
 
 
 def _work(num_rows: int) -> Work:
