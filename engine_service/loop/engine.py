@@ -290,7 +290,7 @@ class Engine:
         self._tracing.end_step(step)
         taken = self.requests.emit(work, computed)
         self.requests.end_closed()
-        if self.speculator is not None and taken:
+        if self.speculator is not None and len(taken):
             self.speculator.note(work, taken, step.seconds + step.idle_seconds, was_guessing=step.is_guessing)
         if work.batch is not None or work.changes.is_move:
             seconds, waited = step.seconds + step.cache_wait_seconds, step.cache_wait_seconds

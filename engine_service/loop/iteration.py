@@ -46,7 +46,7 @@ class Iteration:
 
     def __str__(self) -> str:
         prefills, decodes = self.prefills(), self.decodes()
-        num_tokens, changes = int(self.work.num_new.sum()), self.work.changes
+        num_tokens, changes = self.work.num_tokens, self.work.changes
         lines = [
             f"step {self.step_id}: {num_tokens} tokens, {len(prefills)} prefills, {len(decodes)} decodes, "
             f"{len(changes.started)} started, {len(changes.preempted)} preempted, {len(changes.swapped_out)} swapped out, "

@@ -15,15 +15,15 @@ import structlog
 from ..compute.sampler import SampledTokens
 from ..compute.step_compute import Computed, StepRows
 from ..outputs.generation import Generation
-from ..outputs.slot_draws import SlotDraws
+from ..outputs.slot_draws import Histories, SlotDraws
 from ..outputs.unread_tokens import Slots, UnreadTokens
 from ..scheduler.plan import Plan
 from ..scheduler.scheduler import NO_BLOCKS, Scheduler
 from ..scheduler.state.limits import Limits
-from ..scheduler.work import Work
+from ..scheduler.work import NewTokens, Work
 from ..values.beam_values import Candidates
 from ..values.errors import DuplicateRequest, EngineError, NeverFits, QueueFull, RequestFailed, UnknownRequest
-from ..values.request import NO_SLOT, Int32Array, Request, Sequence, SequenceState, TakenBlocks
+from ..values.request import NO_SLOT, Request, Sequence, SequenceState, TakenBlocks
 from .stats import EngineStats
 from .tracing import EngineTracing
 
@@ -180,7 +180,8 @@ class OpenRequests:
         has_one_each = len(work.sampled) == len(work.sample_rows) and not work.searched
         if has_one_each and len(work.logit_idx) == len(work.sampled):
             running, rows = self._scheduler.running, work.sample_rows
-            plain = self._draws.rows(running.slots[rows], running.num_tokens[rows] + work.awaited)
+            histories = Histories(running.tokens, rows, running.num_tokens[rows], running.num_prompt[rows], work.awaited)
+            plain = self._draws.rows(running.slots[rows], histories)
             if plain is not None:
                 return StepRows(plain, [])
         drawing = [sequence for sequence, own in zip(work.sampled, work.guesses, strict=True) for _ in range(len(own) + 1)]
@@ -210,12 +211,11 @@ class OpenRequests:
         generation = self._by_request.get(sequence.request)
         return generation is not None and generation.is_open and not generation.constraints and generation.search is None
 
-    def emit(self, work: Work, computed: Computed | None) -> list[Int32Array]:
+    def emit(self, work: Work, computed: Computed | None) -> NewTokens:
         """Turn the computed tokens into text for the streams. Answers the new tokens of each of work.sampled."""
         if computed is None:
-            for sequence in self._scheduler.running.at(work.rows):
+            for sequence in self._scheduler.fail(work):
                 self.fail(sequence.request, RequestFailed("the forward pass failed"))
-            self._scheduler.fail(work)
             return []
         taken = self._scheduler.advance(work, computed.sampled.token_ids.astype(np.int32))
         for score, found in zip(work.scores, computed.prompt_logprobs, strict=True):
@@ -227,10 +227,9 @@ class OpenRequests:
             self._take_candidates(sequence, candidates)
         for index in computed.broken:
             self.fail(work.unfinished[index].request, RequestFailed("the logits are not finite"))
-        self._stats.record_token_times()
         return taken
 
-    def _take_drawn(self, work: Work, taken: list[Int32Array], computed: Computed) -> None:
+    def _take_drawn(self, work: Work, taken: NewTokens, computed: Computed) -> None:
         """The next tokens of each sequence. Most are plain, and one apiece: these cost the step no call each."""
         sampled = computed.sampled
         if len(sampled.token_ids) > len(work.sampled):  # with guesses
@@ -243,11 +242,12 @@ class OpenRequests:
         for row in rest.tolist():
             self._take_tokens(work.sampled[row], taken[row].tolist(), row, computed)
 
-    def _add_plain(self, work: Work, taken: list[Int32Array], sampled: SampledTokens) -> npt.NDArray[np.int64]:
+    def _add_plain(self, work: Work, taken: NewTokens, sampled: SampledTokens) -> npt.NDArray[np.int64]:
         """Add the plain ones of a step's tokens to what is unread. Answers the rows of the others."""
         num_rows = len(work.sample_rows)
         slots = self._scheduler.running.slots[work.sample_rows]
-        if not all(map(len, taken)):  # a row whose sequence had ended before, and which may be another one's by now
+        # A row whose sequence had ended before may be another one's by now.
+        if not isinstance(taken, np.ndarray) and not all(map(len, taken)):
             slots[[not len(own) for own in taken[:num_rows]]] = NO_SLOT
         if troubled := [row for row in (*sampled.bad_rows, *sampled.stuck_rows) if row < num_rows]:
             slots[troubled] = NO_SLOT

@@ -1,8 +1,9 @@
 """SequenceCreator: tells the cache service of waiting sequences, beside the steps, so that no step waits for it.
 
-One task per session, in order of the queue, as far as the cache service has slots. A few calls are under way at once, because
-each has to wait for turns of a loop that is busy with steps. A refusal for want of a slot is tried again; any other refusal
-ends that request alone; a lost session ends the task, and wakes the loop.
+One task per session, in order of the queue, as far as the cache service has slots. Many calls are under way at once where their
+prompts are short: each has to wait for turns of a loop that is busy with steps, and what is created together starts together,
+in one step instead of many. A refusal for want of a slot is tried again; any other refusal ends that request alone; a lost
+session ends the task, and wakes the loop.
 """
 
 import asyncio
@@ -19,7 +20,8 @@ from ..values.request import Request, Sequence
 from .tracing import EngineTracing
 from .wake import Wake, wait_for
 
-_MOST_AT_ONCE = 4  # calls; a prompt has up to 4 MiB
+_MOST_AT_ONCE = 64  # calls
+_MOST_TOKENS_AT_ONCE = 1 << 20  # of their prompts, 4 MiB, which one alone may have
 _RETRY_S = 0.05  # another engine that frees a slot does not tell this one
 
 
@@ -39,7 +41,7 @@ class SequenceCreator:
         self._wake = wake
         self._fail = fail
         self._tracing = tracing
-        self._calls: list[asyncio.Task[bool]] = []  # under way, or ended since the task looked last
+        self._calls: dict[asyncio.Task[bool], int] = {}  # under way, or ended since the task looked last; tokens of each
         self._task = asyncio.create_task(self._run())
 
     def proceed(self) -> None:
@@ -58,22 +60,28 @@ class SequenceCreator:
             while True:
                 self._wake.creator.clear()
                 ended = [call for call in self._calls if call.done()]
-                self._calls = [call for call in self._calls if not call.done()]
+                for call in ended:
+                    del self._calls[call]
                 results = [call.result() for call in ended]  # each of them raises its own error
                 has_slot = all(results)
-                while has_slot and len(self._calls) < _MOST_AT_ONCE:
+                while has_slot and self._has_room():
                     if (sequence := self._scheduler.next_to_create()) is None:
                         break
                     with self._tracing.within_request(sequence.request):
                         call = asyncio.create_task(self._create(sequence))
                     call.add_done_callback(lambda _: self._wake.creator.set())
-                    self._calls.append(call)
+                    self._calls[call] = len(sequence.token_ids)
                 await wait_for(self._wake.creator, None if has_slot else _RETRY_S)
         finally:
             for call in self._calls:
                 call.cancel()
             await asyncio.gather(*self._calls, return_exceptions=True)
             self._wake.loop.set()
+
+    def _has_room(self) -> bool:
+        """Whether another call may begin."""
+        sizes = self._calls.values()
+        return len(sizes) < _MOST_AT_ONCE and sum(sizes) < _MOST_TOKENS_AT_ONCE
 
     async def _create(self, sequence: Sequence) -> bool:
         """False when there is no slot for now."""

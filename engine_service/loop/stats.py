@@ -2,14 +2,13 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ..outputs.generation import Generation
-from ..scheduler.work import Work
-from ..values.request import FinishReason, Int32Array, RequestState
+from ..scheduler.work import NewTokens, Work
+from ..values.request import FinishReason, RequestState
 from .timings import TOKEN_BOUNDS, Histogram, Timings
 
 _NUM_STEPS = 256
@@ -38,14 +37,12 @@ class EngineStats:
         self.output_lens = Histogram(TOKEN_BOUNDS)  # of all their continuations together
         self.steps = Timings()
         self.cache_waits = Timings()
-        self._first: list[float] = []
-        self._between: list[float] = []
         self._recent: deque[tuple[int, int, float, float]] = deque(maxlen=_NUM_STEPS)  # sequences, tokens, seconds, waited
 
-    def count_step(self, work: Work, taken: Sequence[Int32Array]) -> None:
+    def count_step(self, work: Work, taken: NewTokens) -> None:
         """A step that was computed, and the tokens that each of work.sampled got."""
         self.num_steps += 1
-        self.num_new_tokens += sum(map(len, taken))
+        self.num_new_tokens += taken.size if isinstance(taken, np.ndarray) else sum(map(len, taken))
         self.num_copied_blocks += len(work.copies)
         self.num_prefill_tokens += work.num_prompt_tokens
 
@@ -53,9 +50,9 @@ class EngineStats:
         """A continuation got a token now."""
         now, before = time.monotonic(), generation.last_token_time(index)
         if before is not None:
-            self._between.append(now - before)
+            self.between_tokens.note(now - before)
         elif not generation.last_token_at:
-            self._first.append(now - generation.started_at)
+            self.first_token.note(now - generation.started_at)
             generation.first_token_at = now
         generation.note_token_time(index, now)
 
@@ -69,20 +66,12 @@ class EngineStats:
         for sequence in generation.request.sequences:
             if generation.num_taken_of(sequence.index):
                 self.time_token(generation, sequence.index)
-        self.record_token_times()
-
-    def record_token_times(self) -> None:
-        """At the end of a step: record the times of all its tokens at once."""
-        self.first_token.add(self._first)
-        self.between_tokens.add(self._between)
-        self._first.clear()
-        self._between.clear()
 
     def time_step(self, work: Work, seconds: float, cache_wait_seconds: float) -> None:
         """A turn that computed something: how long it took, and how much of that it waited for the cache service."""
-        self.steps.add(seconds)
-        self.cache_waits.add(cache_wait_seconds)
-        self._recent.append((len(work.rows), int(work.num_new.sum()), seconds, cache_wait_seconds))
+        self.steps.note(seconds)
+        self.cache_waits.note(cache_wait_seconds)
+        self._recent.append((len(work.rows), work.num_tokens, seconds, cache_wait_seconds))
 
     def count_end(self, generation: Generation) -> None:
         """A request that ended, or goes on in another engine."""
@@ -95,9 +84,9 @@ class EngineStats:
         self.num_cancelled_requests += state is RequestState.CANCELLED
         self.num_cached_tokens += generation.request.num_hit_tokens or 0
         self.num_ended[generation.finish_reason] += 1
-        self.prompt_lens.add(np.array([len(generation.request.prompt)], np.float64))
-        self.output_lens.add(np.array([generation.usage.new_tokens], np.float64))
-        self.requests.add(time.monotonic() - generation.started_at)
+        self.prompt_lens.count(len(generation.request.prompt))
+        self.output_lens.count(generation.usage.new_tokens)
+        self.requests.note(time.monotonic() - generation.started_at)
 
     def utilization(self, max_sequences: int, token_budget: int) -> dict[str, float]:
         """Of the latest steps; names are the protocol's. All 0 before the first."""

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -39,6 +39,18 @@ class InFlight:
     started_at: float | None = None  # None: it waits for the step before
     ended_at: float | None = None
     computing: asyncio.Future[Computed | None] = field(init=False)
+
+    def end(self, outcome: Computed | BaseException | None) -> None:
+        """Hand over what came of it; called in a thread."""
+        self.computing.get_loop().call_soon_threadsafe(self._end, outcome)
+
+    def _end(self, outcome: Computed | BaseException | None) -> None:
+        if self.computing.done():  # nobody waits any more
+            return
+        if isinstance(outcome, BaseException):
+            self.computing.set_exception(outcome)
+        else:
+            self.computing.set_result(outcome)
 
     @property
     def seconds(self) -> float:
@@ -89,10 +101,9 @@ class StepWorker:
         assert len(self._flights) < 2, "one step runs ahead"
         idle_since = None if self._flights else self._idle_since
         flight = InFlight(step_id, work, self._cache_wait, is_guessing, idle_since, moves is not None)
-        computed: Future[Computed | None] = Future()
-        flight.computing = asyncio.wrap_future(computed)
+        flight.computing = asyncio.get_running_loop().create_future()
         self._flights.append(flight)
-        self._thread.submit(self._compute, flight, compute, how, moves, computed)
+        self._thread.submit(self._compute, flight, compute, how, moves)
         self._cache_wait = 0.0
 
     def _compute(
@@ -101,16 +112,15 @@ class StepWorker:
         compute: StepCompute,
         how: StepRows,
         moves: Moves | None,
-        computed: Future[Computed | None],
     ) -> None:
         """In the thread. What a device has done is read in the other one, so that the next step can be launched meanwhile."""
         flight.started_at = time.perf_counter()
         try:
             launched = compute.launch(flight.work, how, moves)
         except BaseException as error:
-            computed.set_exception(error)
+            flight.end(error)
             return
-        read = partial(_read, flight, launched, computed)
+        read = partial(_read, flight, launched)
         if compute.is_immediate:
             read()
         else:
@@ -125,7 +135,7 @@ class StepWorker:
             following.idle_since = done.ended_at
             following.started_at = max(following.started_at or 0.0, done.ended_at)
         if done.work.num_prompt_tokens:
-            self._usual_token += _SMOOTHING * (done.seconds / _num_tokens(done.work) - self._usual_token)
+            self._usual_token += _SMOOTHING * (done.seconds / done.work.num_tokens - self._usual_token)
         elif done.work.batch is not None:
             self._usual_decode += _SMOOTHING * (done.seconds - self._usual_decode)
         return done
@@ -143,7 +153,7 @@ class StepWorker:
         flight = self.in_flight
         if flight is not None:
             work = flight.work
-            usual = _num_tokens(work) * self._usual_token if work.num_prompt_tokens else self._usual_decode
+            usual = work.num_tokens * self._usual_token if work.num_prompt_tokens else self._usual_decode
             left = usual - flight.seconds - _NUM_REPLIES * self._usual_reply - _MARGIN_S
             if left > 0:
                 await asyncio.wait({flight.computing}, timeout=min(left, longest))
@@ -176,15 +186,11 @@ class StepWorker:
         self._reader.shutdown()
 
 
-def _num_tokens(work: Work) -> int:
-    return int(work.num_new.sum())
-
-
-def _read(flight: InFlight, launched: Launched, computed: Future[Computed | None]) -> None:
+def _read(flight: InFlight, launched: Launched) -> None:
     try:
         found = launched.read()
     except BaseException as error:
-        computed.set_exception(error)
+        flight.end(error)
         return
     flight.ended_at = time.perf_counter()
-    computed.set_result(found)
+    flight.end(found)

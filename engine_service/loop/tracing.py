@@ -134,7 +134,7 @@ class EngineTracing:
             return
         (span, clock), work = self._steps.pop(flight.step_id), flight.work
         span.set_attribute("kvkeeper.num_sequences", len(work.rows))
-        span.set_attribute("kvkeeper.num_tokens", int(work.num_new.sum()))
+        span.set_attribute("kvkeeper.num_tokens", work.num_tokens)
         span.set_attribute("kvkeeper.num_prompt_tokens", work.num_prompt_tokens)
         span.set_attribute("kvkeeper.num_preempted", len(work.changes.preempted))
         span.set_attribute("kvkeeper.compute_seconds", flight.seconds)

@@ -25,6 +25,7 @@ from ..values.sampling_params import LIKELIEST, SamplingParams, SamplingRow
 from ..values.token_logprobs import TokenLogprobs
 from .beam_search import BeamSearch, Finished
 from .best_of import BestOf
+from .plain_reader import PlainReader
 from .stopping import StopRules, TextOutput
 from .unread_tokens import UnreadSlot, UnreadTokens
 
@@ -89,7 +90,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         tells_or_ranks = self.num_logprobs is not None or self.best_of is not None
-        is_plain = not (self.params.is_penalised or tells_or_ranks or self.constraints) and self.search is None
+        is_plain = not (tells_or_ranks or self.constraints) and self.search is None
         self.plain_params = self.params if is_plain else None
 
     @property
@@ -103,11 +104,12 @@ class Generation:
     @property
     def num_taken(self) -> int:
         """New tokens of all continuations, or of all lists of a search."""
-        return self._num_taken.total() + self._num_unread if self.search is None else self.search.num_tokens
+        return self._num_taken.total() + self._num_plain if self.search is None else self.search.num_tokens
 
     @property
-    def _num_unread(self) -> int:
-        return 0 if self._slot is None else self._slot.num_unread
+    def _num_plain(self) -> int:
+        """Plain tokens that came by the slot."""
+        return 0 if self._slot is None else self._slot.num_added
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
@@ -213,7 +215,7 @@ class Generation:
 
     def num_taken_of(self, index: int) -> int:
         """The tokens of a continuation so far, also one that ended it."""
-        return self._num_taken[index] + self._num_unread  # these are of the only one
+        return self._num_taken[index] + self._num_plain  # these are of the only one
 
     def take_slot(self, unread: UnreadTokens["Generation"]) -> None:
         """A slot for plain tokens, until give_back_slot. None where there are no such tokens."""
@@ -225,6 +227,7 @@ class Generation:
         """It has ended, and nothing is drawn for it any more."""
         if self._slot is not None:
             assert not self._slot.num_unread, "they were sent before its end"
+            self._count_plain()
             unread.take_back(self._slot)
             self._slot, self.request.slot = None, NO_SLOT
 
@@ -243,6 +246,14 @@ class Generation:
         """A reader asks by take_more for what is new. on_more: tells it that there is something; called by deliver."""
         self._on_more = on_more
 
+    def let_read(self, reader: PlainReader, number: int) -> bool:
+        """A reader of many requests asks for what is new. False: it cannot, because there is text to make."""
+        if self._slot is None or self.outputs[0].has_text:
+            return False
+        reader.join(self._slot, number)
+        self._on_more = reader.tell_more
+        return True
+
     def take_more(self) -> PlainTokens | None:
         """The plain tokens since the last call. Behind all that was sent, and all that this call sends."""
         if self._undelivered:
@@ -255,15 +266,16 @@ class Generation:
             self._on_more()
 
     def take_plain(self, token_id: int) -> bool:
-        """Add the only continuation's next token, if it is a plain one. False: take_token is to add it."""
-        return self._slot is not None and self._slot.put(token_id)
+        """Add the only continuation's next token, if it is a plain one. False: take_token is to add it.
+
+        Behind a chunk that is not sent yet none is plain, because a reader of many requests asks for plain tokens alone.
+        """
+        return self._slot is not None and not self._undelivered and self._slot.put(token_id)
 
     def _take_plain(self) -> PlainTokens | None:
         """The plain tokens with their text. If one cannot be made text, those before it are sent, and the request ends."""
         if self._slot is None or not (token_ids := self._slot.take()):
             return None
-        self._num_taken[0] += len(token_ids)
-        self._num_sent += len(token_ids)
         output = self.outputs[0]
         if not output.has_text:
             return PlainTokens(token_ids, "")
@@ -279,8 +291,15 @@ class Generation:
             return None
         return PlainTokens(token_ids, "".join(texts))
 
+    def _count_plain(self) -> None:
+        """Count the plain tokens with the others."""
+        if self._slot is not None and (count := self._slot.take_num_added()):
+            self._num_taken[0] += count
+            self._num_sent += count
+
     def _settle(self) -> None:
         """Make the plain tokens a chunk to deliver, because something else follows."""
+        self._count_plain()
         if (taken := self._take_plain()) is not None:
             self._put(taken.chunk())
 
@@ -290,7 +309,7 @@ class Generation:
         if self._slot is None or self._on_more is None or asks_more or self.best_of is not None:
             return
         if not self.outputs[0].may_stop:
-            self._slot.open(self.request.max_new_tokens - self._num_taken[0] - 1)
+            self._slot.open(self.request.max_new_tokens - self.num_taken_of(0) - 1)
 
     def take_token(self, index: int, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
         """Add a continuation's next token. Whether it is the last. The chunk is sent by deliver."""
@@ -449,7 +468,7 @@ class Generation:
         return Usage(
             prompt_tokens=len(request.prompt),
             cached_tokens=request.num_hit_tokens or 0,
-            new_tokens=self._num_sent + self._num_unread,
+            new_tokens=self._num_sent + self._num_plain,
             copied_blocks=request.num_copied_blocks,
             num_preemptions=request.num_preemptions,
         )

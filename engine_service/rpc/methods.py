@@ -64,10 +64,11 @@ class IntakeConfig(Protocol):
 def intake_of(config: IntakeConfig) -> Intake:
     """The turns of calls, and the bounds of messages on their way in."""
     num_at_once = config.receive_memory // MAX_PROMPT_MESSAGE_BYTES
-    return Intake(TurnLimits(num_at_once, config.connection_calls), config.receive_seconds, REFUSALS, _full, _late)
+    return Intake(TurnLimits(num_at_once, config.connection_calls), config.receive_seconds, REFUSALS, too_many_waiting, _late)
 
 
-def _full(limit: int) -> QueueFull:
+def too_many_waiting(limit: int) -> QueueFull:
+    """The refusal of a call beyond so many that wait for their turn."""
     return QueueFull(f"{limit} calls wait for their turn, the most that may", limit=limit, flag="--connection-calls")
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ..values.request import Sequence, SequenceState
 from .batch_builder import assemble_work
 from .forks import Forks
+from .plain_steps import apply_plain
 from .plan import Plan, StepAnswer
 from .preemption import Preemptor
 from .state.running import IndexArray
@@ -43,6 +44,8 @@ class AnswerApplier:
 
     def apply(self, plan: Plan, answer: StepAnswer) -> Work:
         """Apply the cache service's decisions. Answers the work that can be computed now."""
+        if plan.is_plain and (plain := apply_plain(self._state, plan, answer)) is not None:
+            return plain
         state, preemptor = self._state, self._preemptor
         running, headroom = state.running, state.headroom
         running.num_committed[plan.commit_rows] = plan.commit_lens
@@ -118,7 +121,9 @@ class AnswerApplier:
         """
         state, forks = self._state, self._forks
         running, waiting = state.running, state.waiting
-        tables = [forks.shared_table(child) for child in plan.forked]
+        # Where states have gone on behind a fork, fewer tokens are committed than are known.
+        lens = (answer.fork_committed if len(answer.fork_committed) else plan.fork_lens).tolist()
+        tables = [forks.shared_table(child, length) for child, length in zip(plan.forked, lens, strict=True)]
         waiting.num_known -= len(plan.release_ids)
         del waiting.releases[: len(plan.release_ids) - len(plan.released)]  # what came since is behind them
         for sequence in plan.released:
@@ -128,8 +133,8 @@ class AnswerApplier:
             else:
                 state.headroom.note_end()
         rows = np.full(len(plan.forked), -1, np.intp)
-        answers = zip(plan.forked, plan.fork_children.tolist(), tables, answer.fork_results.tolist(), strict=True)
-        for place, (child, child_id, table, result) in enumerate(answers):
+        answers = zip(plan.forked, plan.fork_children.tolist(), tables, lens, answer.fork_results.tolist(), strict=True)
+        for place, (child, child_id, table, length, result) in enumerate(answers):
             if result == _FORKED:
                 waiting.num_known += 1
             if child.state is SequenceState.ENDED:  # since the plan was made
@@ -139,8 +144,8 @@ class AnswerApplier:
                 forks.detach(child)
                 child.sequence_id = child_id
                 move_to(child, SequenceState.RUNNING)
-                shared = len(child.token_ids) - 1
-                rows[place] = running.add(child, num_computed=shared, num_known=shared, num_reserved=shared, table=table)
+                num_known = len(child.token_ids) - 1
+                rows[place] = running.add(child, length, num_known, length, table)
             else:
                 forks.start_alone(child)
         for sequence in plan.released:

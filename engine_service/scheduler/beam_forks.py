@@ -35,8 +35,7 @@ class BeamForks:
                 lists.append(parent)
                 continue
             token_ids = np.append(state.tokens_of(parent), branch.token_id).astype(np.int32)
-            num_output = parent.num_output + 1
-            child = Sequence(request, branch.slot, token_ids, SequenceState.UNFORKED, num_output=num_output)
+            child = Sequence(request, branch.slot, token_ids, SequenceState.UNFORKED)
             lists.append(child)
             if is_running:
                 child.parent = parent
@@ -52,7 +51,6 @@ class BeamForks:
             if sequence.row is not None and sequence is parents.get(branch.slot):
                 running.append_run(sequence.row, np.array([branch.token_id], np.int32))
                 running.num_left[sequence.row] -= 1
-                sequence.num_output += 1
         request.sequences = lists
         if (shares := state.waiting.shares) is not None:
             shares.charge(shares.tenant_of(request), len(branches))

@@ -8,11 +8,11 @@ its row may be another sequence's. Pure.
 import numpy as np
 import numpy.typing as npt
 
-from ..values.request import NO_TOKENS, Int32Array, SequenceState
+from ..values.request import NO_TOKENS, Int32Array, Sequence, SequenceState
 from .state.fair_share import FairShare
 from .state.running import RunningSequences
 from .state.scheduler_state import SchedulerState
-from .work import Work
+from .work import NewTokens, Work
 
 _MOST_TENANTS = 4096  # that are remembered
 
@@ -35,7 +35,7 @@ class DrawnTokens:
         histories = [running.tokens[row, : length + place] for row, length, own in rows for place in range(len(own) + 1)]
         return histories + [child.token_ids for child in work.sampled[num_rows:]]
 
-    def append(self, work: Work, drawn: Int32Array) -> list[Int32Array]:
+    def append(self, work: Work, drawn: Int32Array) -> NewTokens:
         """The work is done; drawn [len(work.logit_idx)] are the next tokens. Answers the new tokens of each of work.sampled.
 
         That is one token, and one more for each leading guess that equals the token drawn at its place; none for a sequence
@@ -46,19 +46,16 @@ class DrawnTokens:
         counts = self._settle(work)
         running.num_computed[work.rows[counts]] += work.num_new[counts]
         num_rows = len(work.sample_rows)
+        taken: NewTokens
         if len(drawn) == len(work.sampled) and counts.all():
             running.append_tokens(work.sample_rows, drawn[:num_rows])
             running.num_left[work.sample_rows] -= 1
-            taken = list(drawn[:, None])
-            for sequence in work.sampled:
-                sequence.num_output += 1
+            taken, num_new = drawn[:, None], np.ones(len(drawn), np.int64)
         else:
             has_ended = set(work.rows[~counts].tolist())
             taken = self._append_runs(work, drawn, has_ended)
-            for sequence, token_ids in zip(work.sampled, taken, strict=True):
-                sequence.num_output += len(token_ids)
-        if shares is not None:
             num_new = np.fromiter(map(len, taken), np.int64, len(taken))
+        if shares is not None:
             self._lanes.charge(shares, running, work, num_new)
         for child, token_ids in zip(work.sampled[num_rows:], taken[num_rows:], strict=True):
             child.token_ids = np.append(child.request.prompt, token_ids).astype(np.int32)
@@ -94,9 +91,9 @@ class DrawnTokens:
             running.num_left[row] -= len(taken[at])
         return taken
 
-    def give_up(self, work: Work) -> None:
-        """The work failed: the tokens counted on do not come. Its requests have ended or are about to end."""
-        self._settle(work)
+    def give_up(self, work: Work) -> list[Sequence]:
+        """The work failed: the tokens counted on do not come. The sequences that they were for, whose requests are to end."""
+        return [sequence for sequence, counts in zip(work.sequences, self._settle(work).tolist(), strict=True) if counts]
 
 
 class _Lanes:

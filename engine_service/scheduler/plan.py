@@ -40,6 +40,7 @@ class Plan:
     swapped_in: tuple[Sequence, ...]
     started: tuple[Sequence, ...]
     reserve_rows: IndexArray
+    is_plain: bool = False  # see plain_steps.py
 
     @property
     def is_empty(self) -> bool:
@@ -59,6 +60,8 @@ class StepAnswer(Protocol):
 
     @property
     def fork_results(self) -> Int32Array: ...
+    @property
+    def fork_committed(self) -> Int32Array: ...
     @property
     def swap_out_results(self) -> Int32Array: ...
     @property

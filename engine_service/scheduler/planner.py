@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ..values.request import Int32Array, Request, Sequence, SequenceState
 from .forks import Forks
+from .plain_steps import plain_plan
 from .plan import Plan
 from .state.client_shares import out_of_share
 from .state.prompt_shares import PromptRoom
@@ -38,19 +39,23 @@ class Planner:
         state = self._state
         running, waiting, limits = state.running, state.waiting, state.limits
         state.loads_have_failed = False
+        waiting.now = max(now, waiting.now)
+        waiting.measure(min(limits.prefill_budget, limits.token_budget))
+        if not guesses and (plain := plain_plan(state)) is not None:
+            return plain
         order = running.order
         commit_rows = order[running.num_computed[order] > running.num_committed[order]]
         first_new, num_tokens = running.num_known[commit_rows], running.num_tokens[commit_rows]
         live = running.live
         num_live, num_free_rows = len(live), running.num_rows - len(live) - len(state.loading)
-        waiting.now = max(now, waiting.now)
-        waiting.measure(min(limits.prefill_budget, limits.token_budget))
         promised = self.promised_rows()
         live = live[running.num_left[live] > running.num_drawing[live]]
         forks = self._forks.plan(num_free_rows - promised.total())
         fork_lens = _column(len(child.token_ids) - 1 for child in forks)
         fork_children = np.array([waiting.draw_id() for _ in forks], np.int64)
         num_new, budget, prompt_budget, room = self._share_budget(live, len(forks))
+        if limits.has_states:
+            self._compute_all_granted(live, num_new)
         if running.num_retaining or running.num_groups > 1:
             self._hold_back(live, num_new)
         reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
@@ -166,7 +171,7 @@ class Planner:
             row = int(rows[at])
             sequence = running.sequences[row]
             if row in guesses and sequence is not None:
-                most = min(budget, sequence.request.max_new_tokens - sequence.num_output - 1)
+                most = min(budget, int(running.num_left[row]) - 1)
                 if (kept := guesses[row][: max(most, 0)]).size:
                     fitting[row], num_guessed[at] = kept, len(kept)
                     budget -= len(kept)
@@ -190,8 +195,21 @@ class Planner:
         num_holes = np.maximum((computed - windows) // size + -running.num_sink[live] // size, 0)
         num_new[(windows > 0) & (computing >= (num_usable + num_holes) * size)] = 0
         if running.num_groups > 1:
-            num_held = num_usable + sum(state.limits.hole_ends(computed))
-            num_new[computing >= num_held // running.num_groups * size] = 0
+            num_new[state.limits.num_held(computed, computing + 1) > num_usable] = 0
+
+    def _compute_all_granted(self, live: IndexArray, num_new: Int32Array) -> None:
+        """Have steps end where a grant ends, because states are kept of its last token, and of no token before it.
+
+        Sequences that are about to be forked wait for that: behind the fork their state is another one.
+        """
+        running = self._state.running
+        granted = running.num_reserved[live] - running.num_computed[live] - running.num_computing[live]
+        np.maximum(num_new, granted, out=num_new, where=num_new > 0)
+        is_first = (running.num_drawing[live] > 0) & (running.num_tokens[live] == running.num_prompt[live])
+        for at in is_first.nonzero()[0].tolist():
+            sequence = running.sequences[live[at]]
+            if sequence is not None and not sequence.index and sequence.request.unforked:
+                num_new[at] = 0
 
     def _plan_starts(
         self, budget: int, num_free_rows: int, promised: Counter[Request], room: PromptRoom | None
@@ -246,8 +264,7 @@ class Planner:
         return promised
 
     def _num_new_blocks(self, rows: IndexArray, lens: Int32Array) -> int:
-        needed = -(-lens // self._state.limits.block_size) - self._state.running.num_blocks[rows]
-        return int(np.maximum(needed, 0).sum()) * self._state.limits.num_groups
+        return self._state.limits.num_granted(self._state.running.num_blocks[rows], lens)
 
 
 def _ids(sequences: Iterable[Sequence]) -> Int64Array:

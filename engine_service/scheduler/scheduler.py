@@ -28,7 +28,7 @@ from .state.running import RunningSequences
 from .state.scheduler_state import SchedulerState
 from .state.transitions import move_to
 from .state.waiting import WaitingSequences
-from .work import Work
+from .work import NewTokens, Work
 
 NO_BLOCKS: Mapping[int, TakenBlocks] = MappingProxyType({})
 
@@ -48,7 +48,7 @@ class Scheduler:
 
     def note_step(self, work: Work, seconds: float, moved: Moved) -> None:
         """A step was computed. seconds: of all that the device did for it."""
-        num_rows, num_tokens = len(work.rows), int(work.num_new.sum())
+        num_rows, num_tokens = len(work.rows), work.num_tokens
         self.state.costs.note_step(num_rows, num_tokens, seconds, moved)
         if not num_rows or moved.num_bytes:
             return
@@ -81,13 +81,13 @@ class Scheduler:
         """The tokens before each drawn token, see DrawnTokens; views, valid until advance."""
         return self.drawn_tokens.histories(work)
 
-    def advance(self, work: Work, drawn: Int32Array) -> list[Int32Array]:
+    def advance(self, work: Work, drawn: Int32Array) -> NewTokens:
         """The work is done and drew these tokens. Answers the new tokens of each of work.sampled, see DrawnTokens."""
         return self.drawn_tokens.append(work, drawn)
 
-    def fail(self, work: Work) -> None:
-        """The work failed. Its requests have ended or are about to end."""
-        self.drawn_tokens.give_up(work)
+    def fail(self, work: Work) -> list[Sequence]:
+        """The work failed. The sequences that it was for and that have not ended; their requests are to end."""
+        return self.drawn_tokens.give_up(work)
 
     def branch(self, request: Request, branches: list[Branch]) -> None:
         """Continue a search with these lists, all computed to their last tokens; its other lists are dropped."""
@@ -142,11 +142,11 @@ class Scheduler:
     def take_out(self, request: Request, *, keeps_blocks: bool = False) -> list[Sequence]:
         """Take a request out of the queue and of the steps, with the tokens that it has; what is computed now is dropped.
 
-        The next step commits what was computed, and releases it. keeps_blocks: but for running sequences, until let_go.
-        Answers these.
+        The next step commits what was computed, and releases it. keeps_blocks: but for running sequences, until let_go; not in
+        a pool with states, which no other session takes. Answers these.
         """
         held, kept, running = [], [], self.state.running
-        keeps_blocks = keeps_blocks and not request.unforked
+        keeps_blocks = keeps_blocks and not request.unforked and not self.state.limits.has_states
         for sequence in request.sequences:
             has_ended = sequence.state is SequenceState.ENDED or self.state.rests(sequence)
             held.append(HeldTokens(sequence.index, self.state.tokens_of(sequence).copy(), has_ended))

@@ -43,6 +43,10 @@ class Task:
         return f"{self.name}: {self.num_query} tokens behind {self.num_context}"
 
 
+# The new tokens of each of a step's sampled sequences; [S, 1] where each of them has one.
+NewTokens = list[Int32Array] | Int32Array
+
+
 @dataclass(frozen=True, slots=True)
 class StepChanges:
     """The sequences that came and went with a step.
@@ -62,6 +66,9 @@ class StepChanges:
     @property
     def is_move(self) -> bool:
         return bool(self.preempted or self.swapped_out or self.swapped_in)
+
+
+NO_CHANGES = StepChanges((), (), (), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,3 +115,8 @@ class Work:
     sequences: list[Sequence]
     num_context: Int32Array
     changes: StepChanges
+
+    @property
+    def num_tokens(self) -> int:
+        """How many are computed."""
+        return 0 if self.batch is None else len(self.batch.token_ids)

@@ -6,7 +6,6 @@ whether it pays is guess_control.py's to know. Sequences under a constraint are 
 
 import weakref
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Protocol
 
@@ -14,7 +13,7 @@ import numpy as np
 import structlog
 
 from ..scheduler.state.running import RunningSequences
-from ..scheduler.work import Work
+from ..scheduler.work import NewTokens, Work
 from ..values.request import Int32Array, Sequence
 from .guess_control import LookAhead, Switch, look_up
 
@@ -89,7 +88,7 @@ class Speculator:
                     most[row] = count
         return most
 
-    def note(self, work: Work, taken: SequenceOf[Int32Array], seconds: float, *, was_guessing: bool) -> None:
+    def note(self, work: Work, taken: NewTokens, seconds: float, *, was_guessing: bool) -> None:
         """A step is done; taken are the tokens that each of work.sampled got.
 
         seconds: it took, with what nothing was computed before it. was_guessing: it waited for the step before, for guesses.

@@ -78,12 +78,18 @@ class Sequence:
     state: SequenceState
     sequence_id: int | None = None  # in the cache service; kept by a swap, else another one after each preemption
     row: int | None = None
-    num_output: int = 0
+    row_lens: Int32Array | None = None  # while it runs: tokens so far, by row
     num_computed: int = 0  # when it was preempted, until it computes again
     num_known: int = 0  # while it is swapped: tokens of which the cache service knows the ids
     parent: "Sequence | None" = None  # of an unforked one: it shares all of its token_ids but the last with that one
     had_turn: bool = False  # it ran before, or was refused a start: no later one overtakes it
     place: tuple[float, int, int] = (0.0, 0, 0)  # while it waits: rank, then arrival, then index; the smallest is first
+
+    @property
+    def num_output(self) -> int:
+        """New tokens so far."""
+        num_tokens = len(self.token_ids) if self.row_lens is None else int(self.row_lens[self.row])
+        return num_tokens - len(self.request.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +155,6 @@ class Request:
             is_unforked = first is not None and not num_output
             state = SequenceState.UNFORKED if is_unforked else SequenceState.NEW
             sequence = Sequence(self, one.index, one.token_ids, SequenceState.ENDED if one.has_ended else state)
-            sequence.num_output = num_output
             sequence.parent = first if is_unforked else None
             if not sequences and not num_output and not one.has_ended:
                 first = sequence

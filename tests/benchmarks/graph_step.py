@@ -23,7 +23,8 @@ from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, c
 from kvkeeper.engine_service.compute.model_runner import ModelRunner
 from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
 from kvkeeper.engine_service.scheduler.work import StepChanges, Work
-from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, SamplingParams, SamplingRow
+from kvkeeper.engine_service.values.penalised_rows import PenalisedRows
+from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, PlainDraws, SamplingParams, SamplingRow
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.scratch import Scratch
 from tests.support.worlds.batches import ScheduledRow, build_batch
@@ -69,7 +70,7 @@ class _Runner(ModelRunner):
 
 def figures() -> Iterator[dict[str, object]]:
     torch.set_num_threads(1)
-    shape = DecodeShape(256, _WIDTH, _WIDTH * _BLOCK_SIZE)
+    shape = DecodeShape(256, _WIDTH, _WIDTH * _BLOCK_SIZE, _VOCAB)
     with torch.inference_mode():
         runner = _Runner(shape)
     compute = StepCompute(runner)
@@ -80,18 +81,23 @@ def figures() -> Iterator[dict[str, object]]:
         for name, params in _DRAWS.items():
             history = np.arange(_CONTEXT, dtype=np.int32) * 7 % _VOCAB
             rows = [SamplingRow(params, seed, 0, history, _CONTEXT // 2) for seed in range(num_rows)]
-            how = StepRows([LIKELIEST] * num_rows if name == "likeliest" else rows, [])
+            how = StepRows([LIKELIEST] * num_rows if name == "likeliest" else _columns(rows), [])
             with mock.patch.object(sampler, "sample_rows", lambda logits, *_: torch.zeros(len(logits), dtype=torch.int64)):
                 whole = _median_us(partial(_launch_and_read, compute, work, how))
             yield {"rows": num_rows, "draws": name, "inputs_and_replay_us": inputs, "step_us": whole}
+
+
+def _columns(rows: list[SamplingRow]) -> PlainDraws:
+    """As the loop has them of requests of which nothing else is told."""
+    return replace(PlainDraws.of(rows), penalised=PenalisedRows.of(rows) if rows[0].params.is_penalised else None)
 
 
 def _launch_and_read(compute: StepCompute, work: Work, how: StepRows) -> None:
     compute.launch(work, how).read()
 
 
-def _logits(tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> torch.Tensor:
-    return torch.zeros((len(tensors["token_ids"]), _VOCAB))
+def _logits(tensors: Mapping[str, torch.Tensor], scratch: Scratch, logits: torch.Tensor) -> torch.Tensor:
+    return logits
 
 
 def _work(num_rows: int) -> Work:

@@ -13,13 +13,14 @@ from typing import Any
 
 import grpc.aio
 
-from kvkeeper.service.fair_queue import TooManyWaiting
 from kvkeeper.service.methods import peer
 from kvkeeper.trust.caller import calling
 
+from ...values.errors import EngineError
 from ..fronts.frames import Kind, parts_of
 from ..fronts.lane import Lane, open_lane
 from ..fronts.told import FrontSetUp, FrontState, Told, error_of
+from ..methods import too_many_waiting
 
 _TRACE_KEYS = ("traceparent", "tracestate")
 _trace: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("trace", default=())
@@ -91,14 +92,14 @@ class EngineLink:
             await self._has_room.wait()
 
     async def call(self, path: str, raw: bytes) -> bytes:
-        """The answer to a message. Raises ToldError, TooManyWaiting."""
+        """The answer to a message. Raises EngineError."""
         async with contextlib.aclosing(self.stream(path, raw)) as answers:
             async for answer in answers:
                 return answer
         raise AssertionError("a call of one answer has one")
 
     async def stream(self, path: str, raw: bytes) -> AsyncGenerator[bytes, None]:
-        """The answers to a message. Raises ToldError, TooManyWaiting."""
+        """The answers to a message. Raises EngineError."""
         asked = self.ask()
         try:
             asked.send(path, raw)
@@ -157,9 +158,9 @@ class EngineLink:
         self.lost.set()
 
 
-def refusal_of(kind: Kind, body: bytes) -> Exception:
+def refusal_of(kind: Kind, body: bytes) -> EngineError:
     """What FULL and ERROR stand for."""
-    return TooManyWaiting(int(body)) if kind is Kind.FULL else error_of(body)
+    return too_many_waiting(int(body)) if kind is Kind.FULL else error_of(body)
 
 
 async def open_link(end: socket.socket, on_state: Callable[[FrontState], None], on_stop: Callable[[float], None]) -> EngineLink:

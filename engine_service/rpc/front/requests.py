@@ -11,8 +11,10 @@ from dataclasses import replace
 import structlog
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.service.turns import leave_place
 
 from ...outputs.model_text import ModelText
+from ...outputs.plain_reader import PlainReader
 from ...outputs.stopping import TextOutput
 from ...values.errors import EngineError, RequestFailed
 from ...values.output_chunk import OutputChunk, PlainTokens, Usage
@@ -59,12 +61,15 @@ class FrontRequest:
 
     def fail(self, refusal: EngineError) -> None:
         if not self._is_over:
-            self._is_over = True
+            self._is_over, self._plain = True, []  # what was not asked for may be behind chunks that were dropped
             self._asked.tell(Kind.BROKEN, error_to_bytes(refusal))
             self._send(refusal)
 
     def let_take_more(self, on_more: Callable[[], None]) -> None:
         self._on_more = on_more
+
+    def let_read(self, reader: PlainReader, number: int) -> bool:
+        return False  # its tokens are here
 
     def take_more(self) -> PlainTokens | None:
         self._was_told = False
@@ -220,7 +225,7 @@ class FrontRequests:
         self.text = ModelText(None)
 
     async def admit(self, message: pb.GenerateRequest, send: Send) -> FrontRequest:
-        """Queue what the message asks for. Raises EngineError, TooManyWaiting."""
+        """Queue what the message asks for. Raises EngineError."""
         asked = self._link.ask()
         request = FrontRequest(asked, message, send, self.text)
         try:
@@ -229,4 +234,5 @@ class FrontRequests:
         except BaseException:
             request.cancel()
             raise
+        leave_place()  # the engine counts the message; the call lasts as long as the stream
         return request

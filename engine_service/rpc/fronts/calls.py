@@ -23,6 +23,7 @@ from kvkeeper.service.turns import Turns
 from kvkeeper.trust.caller import note_caller
 
 from ...outputs.generation import Generation
+from ...outputs.plain_reader import PlainReader
 from ...values.errors import EngineError
 from ..methods import CONTRACT
 from ..streams.encode_chunk import response_of
@@ -106,8 +107,10 @@ class FrontCalls:
     def __init__(self, services: FrontServices, lane: Lane) -> None:
         self._services, self._lane = services, lane
         self._calls: dict[int, _Call] = {}
-        self._unread: dict[_Call, None] = {}  # in order
+        self._urgent: dict[_Call, None] = {}  # those that do not wait for a round, in order
+        self._unread: dict[_Call, None] = {}  # those that do
         self._has_unread = HasUnread(services.pace)
+        self._reader = PlainReader(partial(self._has_unread.tell, at_once=False))
         self._has_room = asyncio.Event()
         lane.on_room = self._has_room.set
         self._telling = asyncio.create_task(self._tell_rounds())
@@ -137,6 +140,7 @@ class FrontCalls:
     def end(self) -> None:
         """The front is gone."""
         self._telling.cancel()
+        self._reader.close()
         calls, self._calls = list(self._calls.values()), {}
         for call in calls:
             call.end()
@@ -201,26 +205,30 @@ class FrontCalls:
         context = generation.request.prompt[-_NUM_CONTEXT_TOKENS:].tolist()
         admitted = Admitted(generation.request_id, not generation.outputs[0].has_text, context)
         self._lane.send(Kind.ADMITTED, call.number, admitted.to_bytes())
-        call.buffer.read(generation)
+        call.buffer.read(generation, self._reader, call.number)
         self._tell(call, at_once=True)
 
     # -- tokens
 
     def _tell(self, call: _Call, *, at_once: bool) -> None:
         if call.generation is not None:
-            self._unread[call] = None
-            self._has_unread.tell(at_once=at_once or not call.has_begun)
+            at_once = at_once or not call.has_begun
+            (self._urgent if at_once else self._unread)[call] = None
+            self._has_unread.tell(at_once=at_once)
 
     async def _tell_rounds(self) -> None:
         while True:
-            await self._has_unread.wait()
+            has_round = await self._has_unread.wait()
             while self._lane.is_full:
                 self._has_room.clear()
                 await self._has_room.wait()
-            self._send_unread()
+            self._send_unread(has_round=has_round)
 
-    def _send_unread(self) -> None:
-        unread, self._unread = self._unread, {}
+    def _send_unread(self, *, has_round: bool) -> None:
+        """What is new and does not wait for a round; has_round: of all calls. What the reader has came behind the rest."""
+        unread, self._urgent = self._urgent, {}
+        if has_round:
+            unread, self._unread = unread | self._unread, {}
         parts = PartColumns()
         for call in unread:
             if call.is_dropped:
@@ -237,5 +245,7 @@ class FrontCalls:
                 self._lane.send(Kind.ERROR, call.number, error_to_bytes(error))
             if error is not None or (chunks and chunks[-1].usage is not None):
                 call.over.set()
+        if has_round:
+            parts.add_columns(self._reader.take())
         if parts.num_tokens:
             self._lane.send(Kind.PARTS, 0, parts.to_bytes())

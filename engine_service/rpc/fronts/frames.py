@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Final
 
+from ...outputs.plain_columns import PlainColumns
+
 HEAD: Final = struct.Struct("<BQI")  # kind, number, bytes of the body
 _NUM_PARTS: Final = struct.Struct("<I")
 _NUMBERS, _COUNTS = "Q", "I"  # types of columns, in the byte order of the machine that both ends are on
@@ -83,6 +85,12 @@ class PartColumns:
         self._numbers.append(number)
         self._counts.append(len(token_ids))
         self._token_ids.extend(token_ids)
+
+    def add_columns(self, columns: PlainColumns) -> None:
+        """Tokens of many requests at once."""
+        self._numbers.frombytes(columns.numbers.tobytes())
+        self._counts.frombytes(columns.counts.astype(_COUNTS).tobytes())
+        self._token_ids.frombytes(columns.token_ids.astype(_COUNTS).tobytes())
 
     @property
     def num_tokens(self) -> int:

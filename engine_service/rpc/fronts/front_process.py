@@ -47,6 +47,7 @@ class FrontProcess:
         self.lost = asyncio.Event()
         self._lane: Lane
         self._calls: FrontCalls | None = None
+        self._spent_s = 0.0  # by its process, as far as is known
         self._num_silent = 0  # questions since it said something
         self._watching: asyncio.Task[None] | None = None
 
@@ -73,12 +74,15 @@ class FrontProcess:
 
     @property
     def processor_s(self) -> float:
-        """Processor seconds that it has spent."""
-        try:
+        """Processor seconds that it has spent, until its lane was lost. Never less than before."""
+        if not self.lost.is_set():
+            self._note_spent()
+        return self._spent_s
+
+    def _note_spent(self) -> None:
+        with suppress(OSError):  # it has just ended
             fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
+            self._spent_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
 
     async def wait_end(self) -> int:
         """Until its process has ended, which is killed if it lingers once its lane is lost. The exit code."""
@@ -123,6 +127,7 @@ class FrontProcess:
         """Kill it once it hangs."""
         while self._num_silent < (_MOST_SILENT if self.ready.done() else _MOST_SILENT_LOADING):
             self._num_silent += 1
+            self._note_spent()
             self._lane.send(Kind.PING)
             await asyncio.sleep(_PING_S)
         log.warning("front_hangs", process=self.process.pid, seconds=self._num_silent * _PING_S)

@@ -136,15 +136,14 @@ class Fronts:
         pause = _FIRST_PAUSE_S
         while True:
             began, front = time.monotonic(), self._fronts[place]
-            await front.lost.wait()
-            self._past_refused += front.refused
-            self._past_processor_s += front.processor_s
-            front.refused = Counter()
             code = await front.wait_end()
             lived_s = time.monotonic() - began
             pause = _FIRST_PAUSE_S if lived_s > _SOUND_S else min(2 * pause, _LONGEST_PAUSE_S)
             log.warning("front_ended", code=code, seconds=round(lived_s, 3))
-            front = self._fronts[place] = await _start_again(pause)
+            following = await _start_again(pause)
+            self._past_refused += front.refused
+            self._past_processor_s += front.processor_s
+            front = self._fronts[place] = following
             self.num_restarts += 1
             front.set_up(self._set_up, self._state(), self._services)
             try:

@@ -1,8 +1,8 @@
 """GenerateMany: the requests of one process over one call, so that what is written does not grow with the number of streams.
 
 One task reads the client's messages and has each request begin in its turn, as if it were a call of its own. Another one, the
-call's own, writes what is new of all requests as one message. An error ends its request alone. A client that does not read is
-dealt with request by request, as with Generate.
+call's own, writes what is new of all requests as one message: the first token and the end of a request at once, all else by
+rounds. An error ends its request alone. A client that does not read is dealt with request by request, as with Generate.
 """
 
 import asyncio
@@ -17,6 +17,8 @@ from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, peer
 from kvkeeper.service.turns import TakesTurns
 from kvkeeper.trust.caller import is_still_known
 
+from ...outputs.plain_columns import PlainColumns
+from ...outputs.plain_reader import PlainReader
 from ...values.errors import EngineError, InvalidField, QueueFull, WrongCredential
 from ...values.output_chunk import PlainTokens
 from ..ownership import shown_id
@@ -71,8 +73,11 @@ class ManyRequests:
         """
         self._admit, self._turns, self._counted, self._hide_bug = admit, turns, counted, hide_bug
         self._requests: dict[int, _Numbered] = {}
-        self._unread: dict[int, None] = {}  # numbers, in order
+        self._urgent: dict[int, None] = {}  # numbers of those that do not wait for a round, in order
+        self._unread: dict[int, None] = {}  # of those that do
         self._has_unread = HasUnread(pace)
+        self._owes_round = False  # what is new came while the last round was written
+        self._reader = PlainReader(partial(self._has_unread.tell, at_once=False))
         self._reads_parts = False  # whether its client does
         self._starting_bytes = 0
         self._has_started = asyncio.Event()  # set when a request is no longer about to begin
@@ -83,8 +88,8 @@ class ManyRequests:
         reading.add_done_callback(lambda _: self._has_unread.tell(at_once=True))
         try:
             while True:
-                await self._has_unread.wait()
-                for message in self._take():
+                has_round = await self._has_unread.wait()
+                for message in self._take(has_round=has_round or self._owes_round):
                     await write(message)
                 if reading.done():
                     reading.result()
@@ -92,6 +97,7 @@ class ManyRequests:
                         return
         finally:
             reading.cancel()
+            self._reader.close()
             for request in self._requests.values():
                 request.end()
 
@@ -126,7 +132,7 @@ class ManyRequests:
         try:
             async with self._turns.turn(peer.get()):
                 request.generation = await self._admit(message, request.buffer.put)
-            request.buffer.read(request.generation)
+            request.buffer.read(request.generation, self._reader if self._reads_parts else None, request.number)
         except EngineError as error:
             request.buffer.put(error)
         except TooManyWaiting as error:
@@ -138,12 +144,15 @@ class ManyRequests:
             request.starting = None
 
     def _tell(self, request: _Numbered, *, at_once: bool) -> None:
-        self._unread[request.number] = None
-        self._has_unread.tell(at_once=at_once or not request.has_told_id)
+        at_once = at_once or not request.has_told_id
+        (self._urgent if at_once else self._unread)[request.number] = None
+        self._has_unread.tell(at_once=at_once)
 
-    def _take(self) -> Iterator[pb.GenerateManyResponse]:
-        """What is new, in messages of a bounded size."""
-        unread, self._unread = self._unread, {}
+    def _take(self, *, has_round: bool) -> Iterator[pb.GenerateManyResponse]:
+        """What is new and does not wait for a round, in messages of a bounded size; has_round: of all requests."""
+        unread, self._urgent = self._urgent, {}
+        if has_round:
+            unread, self._unread = unread | self._unread, {}
         ended: list[int] = []
         parts, message, num_units = _Parts(), pb.GenerateManyResponse(), 0
         for number in unread:
@@ -156,6 +165,14 @@ class ManyRequests:
             if num_units >= _MOST_UNITS:
                 yield parts.added_to(message)
                 parts, message, num_units = _Parts(), pb.GenerateManyResponse(), 0
+        # What the reader has of a request came behind what the request has sent, which has to be told first.
+        self._owes_round = has_round and bool(self._urgent or self._unread)
+        if has_round and not self._owes_round:
+            for columns in self._reader.take().split(_MOST_UNITS):
+                if num_units + len(columns.token_ids) > _MOST_UNITS:
+                    yield parts.added_to(message)
+                    parts, message, num_units = _Parts(), pb.GenerateManyResponse(), 0
+                num_units += parts.add_columns(columns)
         if num_units or message.responses:
             yield parts.added_to(message)
         for number in ended:
@@ -197,6 +214,14 @@ class _Parts:
         self._token_ids += plain.token_ids
         self._texts.append(plain.text)
         return len(plain.token_ids)
+
+    def add_columns(self, columns: PlainColumns) -> int:
+        """Parts without text. How much they are."""
+        self._numbers += columns.numbers.tolist()
+        self._num_tokens += columns.counts.tolist()
+        self._token_ids += columns.token_ids.tolist()
+        self._texts += [""] * len(columns.counts)
+        return len(columns.token_ids)
 
     def added_to(self, message: pb.GenerateManyResponse) -> pb.GenerateManyResponse:
         if self._numbers:

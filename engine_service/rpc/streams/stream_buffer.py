@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from ...outputs.plain_reader import PlainReader
 from ...values.errors import EngineError, NotRead
 from ...values.output_chunk import OutputChunk, PlainTokens, coalesce
 from .stream_pace import HasUnread, StreamPace
@@ -42,10 +43,13 @@ class StreamBuffer:
         self._is_checked = False
         self._is_full = False
 
-    def read(self, generation: Streamed) -> None:
-        """Of a request that was admitted with put: take its plain tokens when they are read, and end it where they are not."""
+    def read(self, generation: Streamed, reader: PlainReader | None = None, number: int = 0) -> None:
+        """Of a request that was admitted with put: take its plain tokens when they are read, and end it where they are not.
+
+        reader: of many requests, this one under its number, where it can. It is to read behind what take answers.
+        """
         self.on_full, self._take_more = generation.fail, generation.take_more
-        if self._merges:  # else each is sent
+        if self._merges and not (reader is not None and generation.let_read(reader, number)):  # else each is sent
             generation.let_take_more(partial(self._tell, at_once=False))
 
     def put(self, output: OutputChunk | EngineError) -> None:

@@ -19,7 +19,7 @@ class StreamPace:
         """loop: whose clock and timers count."""
         self._interval_s = interval_s
         self._loop = loop
-        self._due: list[asyncio.Event] = []
+        self._due: list[Callable[[], None]] = []
         self._next_at = 0.0  # of the loop's clock
         self._round: asyncio.Handle | None = None
 
@@ -28,12 +28,12 @@ class StreamPace:
         """Whether what comes until the next round is one message. Else each token is one."""
         return self._interval_s > 0
 
-    def set_soon(self, has_unread: asyncio.Event) -> None:
-        """Set the event with the next round."""
+    def call_soon(self, write: Callable[[], None]) -> None:
+        """Call it with the next round."""
         if not self._interval_s:
-            has_unread.set()
+            write()
             return
-        self._due.append(has_unread)
+        self._due.append(write)
         if self._round is None:
             loop = self._loop()
             self._round = loop.call_at(max(self._next_at, loop.time()), self._run_round)
@@ -41,8 +41,8 @@ class StreamPace:
     def _run_round(self) -> None:
         self._round = None
         due, self._due = self._due, []
-        for has_unread in due:
-            has_unread.set()
+        for write in due:
+            write()
         spent = _SECONDS_A_WRITE * len(due)
         self._next_at = self._loop().time() + max(self._interval_s, spent)
 
@@ -53,7 +53,7 @@ class HasUnread:
     def __init__(self, pace: StreamPace) -> None:
         self._pace = pace
         self._event = asyncio.Event()
-        self._has_begun = self._is_due = False
+        self._has_begun = self._is_due = self._has_round = False
 
     def tell(self, *, at_once: bool) -> None:
         """There is more. at_once: it does not wait for a round."""
@@ -62,10 +62,17 @@ class HasUnread:
             self._event.set()
         elif not self._is_due:
             self._is_due = True
-            self._pace.set_soon(self._event)
+            self._pace.call_soon(self._note_round)
 
-    async def wait(self) -> None:
-        """Until something is to be written."""
+    def _note_round(self) -> None:
+        self._has_round = True
+        self._event.set()
+
+    async def wait(self) -> bool:
+        """Until something is to be written. Whether what waited for a round is, too; else it still waits."""
         await self._event.wait()
         self._event.clear()
-        self._is_due = False
+        has_round, self._has_round = self._has_round, False
+        if has_round:
+            self._is_due = False
+        return has_round

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
+from ...outputs.plain_reader import PlainReader
 from ...values.errors import EngineError
 from ...values.output_chunk import OutputChunk, PlainTokens
 
@@ -32,6 +33,9 @@ class Streamed(Protocol):
 
     def let_take_more(self, on_more: Callable[[], None]) -> None:
         """A reader asks by take_more for what is new. on_more: tells it that there is something."""
+
+    def let_read(self, reader: PlainReader, number: int) -> bool:
+        """A reader of many requests asks for what is new, and knows this one by the number. False: let_take_more is the way."""
 
 
 Admit = Callable[[pb.GenerateRequest, Send], Awaitable[Streamed]]

@@ -19,7 +19,7 @@ class DecodeCosts:
 
     def __init__(self) -> None:
         self._weight = 0.0
-        self._means = np.zeros(2)  # tokens, seconds
+        self._mean_tokens = self._mean_seconds = 0.0
         self._spread = self._covariance = 0.0
         self._largest = 0.0  # of recent steps
 
@@ -27,10 +27,11 @@ class DecodeCosts:
         """A step was computed with so many tokens."""
         self._weight += _FADING * (1 - self._weight)
         rate = _FADING / self._weight
-        off = np.array((num_tokens, seconds)) - self._means
-        self._means += rate * off
-        self._spread += rate * ((1 - rate) * off[0] ** 2 - self._spread)
-        self._covariance += rate * ((1 - rate) * off[0] * off[1] - self._covariance)
+        tokens_off, seconds_off = num_tokens - self._mean_tokens, seconds - self._mean_seconds
+        self._mean_tokens += rate * tokens_off
+        self._mean_seconds += rate * seconds_off
+        self._spread += rate * ((1 - rate) * tokens_off**2 - self._spread)
+        self._covariance += rate * ((1 - rate) * tokens_off * seconds_off - self._covariance)
         self._largest = max(num_tokens, (1 - _FADING) * self._largest)
 
     def seconds_of(self, num_tokens: int) -> float | None:
@@ -40,11 +41,11 @@ class DecodeCosts:
         """
         if not self._weight:
             return None
-        mean = float(self._means[1])
+        mean = self._mean_seconds
         if self._spread < _LEAST_SPREAD:
             return mean
-        line = mean + self._covariance / self._spread * (num_tokens - self._means[0])
-        return min(max(float(line), mean * _LEAST_OF_MEAN), mean)
+        line = mean + self._covariance / self._spread * (num_tokens - self._mean_tokens)
+        return min(max(line, mean * _LEAST_OF_MEAN), mean)
 
     @property
     def fixed_sequences(self) -> float | None:
@@ -55,8 +56,8 @@ class DecodeCosts:
         if self._spread < _LEAST_SPREAD or self._covariance <= 0:
             return 2 * self._largest if self._weight else None
         each = self._covariance / self._spread
-        fixed = self._means[1] - each * self._means[0]
-        return float(max(fixed / each, 0.0))
+        fixed = self._mean_seconds - each * self._mean_tokens
+        return max(fixed / each, 0.0)
 
 
 def most_decodes(counts: npt.NDArray[np.intp], fixed_sequences: float) -> int:

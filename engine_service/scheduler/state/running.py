@@ -61,6 +61,7 @@ class RunningSequences:
         self.group_tables = self.tables.reshape(num_rows, num_groups, self.table_width)
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._order: IndexArray | None = None
+        self._in_order: list[Sequence] | None = None
 
     @property
     def num_free_rows(self) -> int:
@@ -73,6 +74,13 @@ class RunningSequences:
             rows = np.fromiter(self.by_id.values(), np.intp, len(self.by_id))
             self._order = rows[np.lexsort(self._rank[:, rows])]
         return self._order
+
+    @property
+    def in_order(self) -> list[Sequence]:
+        """The sequences in order; not to be changed."""
+        if self._in_order is None:
+            self._in_order = self.at(self.order)
+        return self._in_order
 
     @property
     def live(self) -> IndexArray:
@@ -97,6 +105,7 @@ class RunningSequences:
         self._num_added += 1
         self.serials[row] = self._num_added
         sequence.row, self.sequences[row], self.by_id[sequence.sequence_id] = row, sequence, row
+        sequence.row_lens = self.num_tokens
         self.sequence_ids[row], self.slots[row] = sequence.sequence_id, sequence.request.slot
         self.num_prompt[row] = len(sequence.request.prompt)
         self.num_tokens[row] = num_tokens = len(sequence.token_ids)
@@ -116,14 +125,14 @@ class RunningSequences:
             self.num_retaining += 1
         self.clients[row] = self._number_of(sequence.request.client)
         self._rank[:, row] = sequence.index, sequence.request.arrival, -sequence.request.priority
-        self._order = None
+        self._order = self._in_order = None
         return row
 
     def remove(self, sequence: Sequence) -> None:
         """Take the row back; the sequence keeps its tokens."""
         assert sequence.row is not None
         assert sequence.sequence_id is not None
-        row, sequence.row = sequence.row, None
+        row, sequence.row, sequence.row_lens = sequence.row, None, None
         sequence.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
         del self.by_id[sequence.sequence_id]
         self.sequences[row] = None
@@ -132,7 +141,7 @@ class RunningSequences:
         self.num_retaining -= int(self.num_window[row] > 0)
         self.group_tables[row, :, : self.num_blocks[row]] = 0
         self._free_rows.append(row)
-        self._order = None
+        self._order = self._in_order = None
 
     @property
     def num_clients(self) -> int:

@@ -27,9 +27,15 @@ def _name(function: Any) -> str:
     return function.overloadpacket.__name__
 
 
-def _makes_memory(function: Any) -> bool:
-    """Whether its result is memory of its own: not a view of an argument, and not an argument that it changed."""
-    return all(returned.alias_info is None for returned in function._schema.returns)
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """All but weights that a library has packed, whose memory it does not show."""
+    return [each for each in tree_flatten(tree)[0] if isinstance(each, torch.Tensor) and each.layout is torch.strided]
+
+
+def _new_memory(made: Any, arguments: Any) -> list[torch.Tensor]:
+    """Results that are memory of their own. The schema does not know: `contiguous` and `reshape` make a view, or a copy."""
+    known = {each.untyped_storage().data_ptr() for each in _tensors(arguments)}
+    return [each for each in _tensors(made) if each.untyped_storage().data_ptr() not in known]
 
 
 class _Recorder(TorchDispatchMode):
@@ -44,15 +50,15 @@ class _Recorder(TorchDispatchMode):
             raise HostRead(str(function))
         kwargs = kwargs or {}
         made = function(*args, **kwargs)
-        if not _makes_memory(function):
-            if any(returned.alias_info.is_write for returned in function._schema.returns):
-                self._steps.append(lambda: function(*args, **kwargs))
+        if any(returned.alias_info is not None and returned.alias_info.is_write for returned in function._schema.returns):
+            self._steps.append(lambda: function(*args, **kwargs))
+            return made
+        kept = _new_memory(made, (args, kwargs))
+        if not kept:
             return made  # a view stays the view it is
-        kept = [tensor for tensor in tree_flatten(made)[0] if isinstance(tensor, torch.Tensor)]
 
         def again() -> None:
-            fresh = [tensor for tensor in tree_flatten(function(*args, **kwargs))[0] if isinstance(tensor, torch.Tensor)]
-            for old, new in zip(kept, fresh, strict=True):
+            for old, new in zip(kept, _new_memory(function(*args, **kwargs), (args, kwargs)), strict=True):
                 old.copy_(new)
 
         if not _name(function).startswith(("empty", "new_empty")):
@@ -84,10 +90,23 @@ class RecordedGraphs:
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Recorded, torch.Tensor]:
         run()  # as CudaGraphs does
         steps: list[Callable[[], None]] = []
-        with _launches_into(steps), _Recorder(steps):
+        with _launches_into(steps), _unreadable(), _Recorder(steps):
             made = run()
         self.graphs.append(Recorded(steps, self._on_replay))
         return self.graphs[-1], made
+
+
+@contextmanager
+def _unreadable():
+    """Reads that no operation of torch stands for are refused as well. The interpreter's own are of plain tensors."""
+
+    def refuse(tensor, *args, **kwargs):
+        raise HostRead("a tensor's memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("tolist", "numpy", "__array__"):
+            patch.setattr(torch.Tensor, name, refuse)
+        yield
 
 
 @contextmanager
@@ -110,6 +129,8 @@ class NothingAllocates(TorchDispatchMode):
     """Refuses every operation whose result is memory of its own."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if _makes_memory(function) and function._schema.returns:
+        kwargs = kwargs or {}
+        made = function(*args, **kwargs)
+        if _new_memory(made, (args, kwargs)):
             raise Allocation(str(function))
-        return function(*args, **(kwargs or {}))
+        return made

@@ -189,3 +189,28 @@ def test_transfers_that_break_are_raised_with_the_read(queue, capfd):
     step = world.compute.launch(work_of([((1,), 2)], []), StepRows([], []), moves)
     with pytest.raises(MemoryError):
         step.read()
+
+
+def test_transfers_are_made_also_where_the_forward_pass_cannot_be_prepared(queue, monkeypatch, capfd):
+    """They are of other sequences, which would wait for ever for orders that nobody answers."""
+    world = World(queue)
+
+    def raises(*args):
+        raise MemoryError("no pinned memory")
+
+    monkeypatch.setattr(world.compute, "_stage", raises)
+    assert world.launch([((1,), 2)], orders=[(SWAP_OUT, 3, 5)]).read() is None
+    assert (world.order, world.bytes()[1][5]) == (["moves"], 4)
+    assert "no pinned memory" in "".join(capfd.readouterr())
+
+
+def test_transfers_of_which_nobody_knows_whether_they_were_made_are_raised_with_the_read(queue, monkeypatch, capfd):
+    world = World(queue)
+
+    def raises(*args):
+        raise RuntimeError("no event")
+
+    monkeypatch.setattr(queue.copies, "follow", raises)
+    with pytest.raises(RuntimeError, match="no event"):
+        world.launch([((1,), 2)], orders=[(SWAP_OUT, 3, 5)]).read()
+    assert world.launch([((1,), 2)]).read() is not None

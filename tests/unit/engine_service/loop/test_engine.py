@@ -67,9 +67,11 @@ async def test_a_refused_sequence_ends_its_request_alone(monkeypatch: pytest.Mon
         assert (await good).token_ids == [toy_output([1, 2, 3], 20)]
 
 
+@pytest.mark.parametrize(("limit", "most"), [("_MOST_AT_ONCE", 4), ("_MOST_TOKENS_AT_ONCE", 7)], ids=["calls", "tokens"])
 async def test_a_prompt_that_takes_long_to_be_sent_holds_up_no_other_and_few_are_sent_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
+    monkeypatch.setattr(sequence_creator, limit, most)
     create, gate, num_held, most_held = AsyncCacheSession.create_sequence, asyncio.Event(), 0, 0
 
     async def hold_sevens(session: AsyncCacheSession, sequence_id: int, token_ids: Any, *args: Any, **named: Any) -> Any:
@@ -89,10 +91,10 @@ async def test_a_prompt_that_takes_long_to_be_sent_holds_up_no_other_and_few_are
         await until_true(lambda: num_held == 1)
         assert (await generate(client, [1, 2, 3], 20)).token_ids == [toy_output([1, 2, 3], 20)]
         held += [asyncio.create_task(generate(client, [7, place], 20)) for place in range(9, 15)]
-        await until_true(lambda: num_held == sequence_creator._MOST_AT_ONCE)
+        await until_true(lambda: num_held == 4)
         gate.set()
         assert [one.token_ids for one in await asyncio.gather(*held)] == [[toy_output([7, at], 20)] for at in range(8, 15)]
-        assert most_held == sequence_creator._MOST_AT_ONCE
+        assert most_held == 4, "of two tokens each"
         assert (await world.wait_idle()).num_referenced_blocks == 0
 
 

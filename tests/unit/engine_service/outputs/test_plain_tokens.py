@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvkeeper.engine_service.outputs.best_of import BestOf
 from kvkeeper.engine_service.outputs.generation import Generation
+from kvkeeper.engine_service.outputs.plain_reader import PlainReader
 from kvkeeper.engine_service.outputs.stopping import StopRules
 from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
 from kvkeeper.engine_service.values.errors import EngineError, RequestFailed
@@ -110,6 +111,47 @@ def test_the_output_is_the_same_whenever_it_is_asked_for(script: list[int | str]
     assert asking.num_ends == pushed.num_ends == (not pushed.generation.is_open)
 
 
+class NoText(Letters):
+    """Of a model without a tokenizer."""
+
+    has_text = False
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        return "", False
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(actions, max_size=30))
+def test_the_output_is_the_same_for_a_reader_of_many_requests(script: list[int | str]) -> None:
+    together, pushed = Reader(asks=True, outputs=[NoText()]), Reader(asks=False, outputs=[NoText()])
+    reader = PlainReader(together._note_told)
+    assert together.generation.let_read(reader, 7)
+    for action in [*script, "deliver", "ask"]:
+        for one in (together, pushed):
+            if isinstance(action, int):
+                one.take(action)
+            elif action in ENDS:
+                ENDS[action](one.generation)
+            elif action == "deliver":
+                one.generation.deliver()
+            elif one is together and len(columns := reader.take().token_ids):
+                one.got.append(OutputChunk(0, "", tuple(columns.tolist())))
+        assert together.counts() == pushed.counts()
+    assert together.all() == pushed.all()
+
+
+def test_text_is_not_for_a_reader_of_many_requests() -> None:
+    reader = PlainReader(lambda: None)
+    one = Reader(asks=True)
+    assert not one.generation.let_read(reader, 1)
+    assert not Reader(asks=False, outputs=[NoText()]).generation.let_read(reader, 1), "it has no plain tokens"
+    one.take(2)
+    one.generation.deliver()
+    one.take(2)
+    assert not len(reader.take().token_ids)
+    assert one.generation.take_more() is not None
+
+
 def test_the_reader_is_told_once_until_it_asks() -> None:
     one = Reader(asks=True)
     one.take(2)
@@ -141,8 +183,9 @@ def test_a_token_without_text_ends_the_request_behind_those_before_it() -> None:
 
 def test_what_is_never_asked_for_is_sent_in_parts() -> None:
     one = Reader(asks=True, width=3)
-    one.take(*[2] * 9)
-    one.generation.deliver()
+    for _ in range(9):
+        one.take(2)
+        one.generation.deliver()
     assert [chunk.token_ids for chunk in one.got if isinstance(chunk, OutputChunk)] == [(2,), (2,) * 3, (2,), (2,) * 3, (2,)]
 
 

@@ -98,6 +98,19 @@ async def test_what_is_told_after_a_round_is_written_with_the_next_one(clock: Cl
     assert await is_written(stream)
 
 
+async def test_what_does_not_wait_for_a_round_leaves_what_does_to_the_next(clock: Clock) -> None:
+    (stream,) = await begun(pace_of(clock), 1)
+    stream.tell(at_once=False)
+    clock.advance(0.0)
+    assert await stream.wait(), "a round"
+    stream.tell(at_once=False)
+    stream.tell(at_once=True)
+    assert not await stream.wait(), "an end alone"
+    assert not await is_written(stream)
+    clock.advance(INTERVAL_S)
+    assert await stream.wait()
+
+
 async def test_an_end_does_not_wait_for_a_round(clock: Clock) -> None:
     (stream,) = await begun(pace_of(clock), 1)
     stream.tell(at_once=False)

@@ -82,13 +82,15 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
 
 def group_counts(pool: Any) -> Rows:
     """Of each group of layers what it reads, and how many entries of tables have a block, and how many it left behind."""
-    kinds = [group.kind for group in pool.pool.spec.groups]
-    return [_of_group(group, kinds[at] if at < len(kinds) else 0) for at, group in enumerate(pool.groups)]
+    specs = pool.pool.spec.groups
+    return [_of_group(group, specs[at] if at < len(specs) else pb.LayerGroup()) for at, group in enumerate(pool.groups)]
 
 
-def _of_group(group: Any, kind: int) -> tuple[str, str]:
-    name = _GROUP_WORDS.get(kind, "window")
+def _of_group(group: Any, spec: Any) -> tuple[str, str]:
+    name = _GROUP_WORDS.get(spec.kind, "window")
     words = f"{name} of {group.window_tokens:,} tokens" if group.window_tokens else "all tokens"
+    if spec.kind == pb.LAYER_GROUP_KIND_RECURRENT:
+        words = f"states, one kept of {spec.checkpoint_blocks:,}"
     return words, _counts(group.num_held_entries, group.num_passed_entries)
 
 

@@ -24,6 +24,7 @@ class Front(SimpleNamespace):
         self.process, self.is_set_up = SimpleNamespace(pid=1), asyncio.Event()
 
     async def wait_end(self) -> int:
+        await self.lost.wait()
         return -9
 
     def set_up(self, *args: object) -> None:
@@ -68,3 +69,38 @@ async def test_a_start_that_fails_leaves_nothing_in_the_way_of_the_next(monkeypa
             await start_front()
     front = await start_front()  # its lane has the descriptors of the one before
     await front.close()
+
+
+async def test_what_an_ended_front_has_counted_is_told_once_and_never_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also between its end and the start of the one that takes its place, when it is still among the fronts."""
+    starting, may_start, front = asyncio.Event(), asyncio.Event(), Front(has_ended=False)
+
+    async def start() -> Front:
+        starting.set()
+        await may_start.wait()
+        return front
+
+    monkeypatch.setattr(fronts, "start_front", start)
+    monkeypatch.setattr(fronts, "_FIRST_PAUSE_S", 0.0)
+    address: Any = SimpleNamespace(address="x")
+    ended: Any = Front(has_ended=True)
+    ended.refused, ended.processor_s = Counter(ROLE_NOT_ALLOWED=3), 7.0
+    kept = fronts.Fronts(address, [ended])
+    unused: Any = None
+    kept._services = kept._set_up = unused
+    keeping = asyncio.create_task(kept._keep(0))
+    async with asyncio.timeout(20):
+        for moment in (asyncio.sleep(0), starting.wait(), front.is_set_up.wait()):
+            await moment
+            assert (kept._processor_s(), kept.refused["ROLE_NOT_ALLOWED"]) == (7.0, 3)
+            if starting.is_set():
+                may_start.set()
+    keeping.cancel()
+
+
+async def test_the_time_of_a_process_is_known_once_it_has_ended() -> None:
+    front = await start_front()
+    front._spent_s = 9.0  # as was read while it ran
+    front.process.kill()
+    await front.wait_end()
+    assert front.processor_s == 9.0

@@ -1,0 +1,97 @@
+"""What becomes of open requests when a step's results come late."""
+
+import numpy as np
+
+from kvkeeper.engine_service.compute.sampler import SampledTokens
+from kvkeeper.engine_service.compute.step_compute import Computed
+from kvkeeper.engine_service.loop.open_requests import OpenRequests
+from kvkeeper.engine_service.loop.stats import EngineStats
+from kvkeeper.engine_service.loop.tracing import EngineTracing
+from kvkeeper.engine_service.outputs.generation import Generation
+from kvkeeper.engine_service.outputs.stopping import StopRules
+from kvkeeper.engine_service.scheduler.scheduler import Scheduler
+from kvkeeper.engine_service.scheduler.state.limits import Limits
+from kvkeeper.engine_service.scheduler.work import Work
+from kvkeeper.engine_service.values.errors import EngineError
+from kvkeeper.engine_service.values.output_chunk import OutputChunk
+from kvkeeper.engine_service.values.request import FinishReason, Request
+from kvkeeper.engine_service.values.sampling_params import GREEDY
+from tests.support.worlds.core_cache import CoreCache
+
+NUM_BLOCKS, BLOCK_SIZE, STOP = 20, 2, 7
+
+
+class NoText:
+    has_text = may_stop = False
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        return "", False
+
+    def flush(self) -> str:
+        return ""
+
+    def copy(self) -> "NoText":
+        return self
+
+
+class World:
+    """Requests on the real core, each step of which is launched before the one before it is read."""
+
+    def __init__(self, num_rows: int) -> None:
+        limits = Limits(BLOCK_SIZE, 30, 8, num_rows, 64, 64, 64, 8, num_usable_blocks=NUM_BLOCKS - 1)
+        self.scheduler, self.cache = Scheduler(limits), CoreCache(NUM_BLOCKS, BLOCK_SIZE, 8)
+        self.requests = OpenRequests(self.scheduler, EngineStats(), EngineTracing(None), 10, lambda: None)
+        self.got: dict[str, list[OutputChunk | EngineError]] = {}
+
+    def submit(self, name: str, *, n: int = 1) -> Generation:
+        self.got[name] = []
+        request, stop = (
+            Request(name, np.array([1, 2, 3], np.int32), 5, n=n, look_up=False),
+            StopRules(stop_token_ids=frozenset({STOP})),
+        )
+        generation = Generation(request, GREEDY, 0, stop, [NoText() for _ in range(n)], self.got[name].append)
+        self.requests.submit(generation)
+        return generation
+
+    def launch(self, *, is_ahead: bool) -> Work:
+        while (sequence := self.scheduler.next_to_create()) is not None:
+            assert sequence.sequence_id is not None
+            self.cache.create(sequence.sequence_id, sequence.token_ids.tolist(), sequence.request.max_len)
+            self.scheduler.waiting.created(sequence)
+        plan = self.scheduler.schedule(0.0)
+        self.cache.has_step_in_flight = is_ahead
+        answer = self.cache.step(plan)
+        assert not is_ahead or self.scheduler.may_run_ahead(plan, answer)
+        return self.scheduler.apply(plan, answer)
+
+    def read(self, work: Work, *token_ids: int, has_failed: bool = False) -> None:
+        self.requests.emit(work, None if has_failed else Computed(SampledTokens(np.array(token_ids), ())))
+        self.requests.end_closed()
+        self.requests.deliver()
+
+
+def test_a_step_that_fails_for_a_sequence_that_had_ended_ends_no_request_that_has_its_row_by_now() -> None:
+    world = World(num_rows=1)
+    first, second = world.submit("first"), world.submit("second")
+    steps = [world.launch(is_ahead=False), world.launch(is_ahead=True)]
+    world.read(steps[0], STOP)
+    assert first.finish_reasons == [FinishReason.STOP]
+    steps.append(world.launch(is_ahead=True))
+    assert steps[2].sequences == second.request.sequences
+    assert steps[2].rows.tolist() == steps[1].rows.tolist()
+    world.read(steps[1], has_failed=True)
+    assert second.is_open
+    world.read(steps[2], 4)
+    assert second.num_taken == 1
+
+
+def test_a_step_that_fails_ends_the_requests_that_it_computed_for() -> None:
+    world = World(num_rows=4)
+    one, two = world.submit("one"), world.submit("two", n=2)
+    world.read(world.launch(is_ahead=False), 4, 4, STOP)
+    assert two.finish_reasons == [FinishReason.STOP], "of one of its continuations"
+    step = world.launch(is_ahead=False)
+    world.read(step, has_failed=True)
+    for generation in (one, two):
+        assert generation.refusal is not None
+        assert generation.refusal.reason == "REQUEST_FAILED"

@@ -1,0 +1,157 @@
+"""What one call writes of its many requests: the tokens of each in order and once, and what can wait not beside what cannot."""
+
+import asyncio
+import contextlib
+import random
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
+from kvkeeper.engine_service.outputs.generation import Generation
+from kvkeeper.engine_service.outputs.model_text import ModelText
+from kvkeeper.engine_service.outputs.stopping import StopRules
+from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
+from kvkeeper.engine_service.rpc.streams import many
+from kvkeeper.engine_service.rpc.streams.many import ManyRequests
+from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
+from kvkeeper.engine_service.rpc.streams.streamed import Send
+from kvkeeper.engine_service.values.errors import RequestFailed
+from kvkeeper.engine_service.values.request import Request
+from kvkeeper.engine_service.values.sampling_params import GREEDY
+
+EOS, MAX_TOKENS = 0, 60
+
+
+class Timers:
+    """A loop's clock that stands still; rounds come when they are called."""
+
+    def __init__(self) -> None:
+        self.due: list[Callable[[], None]] = []
+
+    def time(self) -> float:
+        return 0.0
+
+    def call_at(self, when: float, work: Callable[[], None]) -> object:
+        self.due.append(work)
+        return work
+
+    def round(self) -> None:
+        due, self.due = self.due, []
+        for work in due:
+            work()
+
+
+class Turns:
+    @contextlib.asynccontextmanager
+    async def turn(self, client: str) -> AsyncIterator[Any]:
+        yield None
+
+
+class Call:
+    """A GenerateMany call with so many requests, whose tokens are put by hand; and what was written."""
+
+    def __init__(self, num_requests: int, width: int) -> None:
+        self.timers, self.unread = Timers(), UnreadTokens[Generation](width)
+        self.generations: list[Generation] = []
+        self.written: list[pb.GenerateManyResponse] = []
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        pace = StreamPace(1.0, lambda: cast(Any, self.timers))
+        self.many = ManyRequests(self._admit, Turns(), pace, contextlib.nullcontext, lambda: RequestFailed("a bug"))
+        self._num_requests = num_requests
+        self.serving = asyncio.create_task(self.many.serve(self._read(), self._write))
+
+    async def _read(self) -> AsyncIterator[pb.GenerateManyRequest]:
+        begin = [pb.NumberedRequest(number=number) for number in range(self._num_requests)]
+        yield pb.GenerateManyRequest(begin=begin, reads_parts=True)
+
+    async def _admit(self, message: pb.GenerateRequest, send: Send) -> Generation:
+        request = Request(f"r{len(self.generations)}", np.arange(3, dtype=np.int32), MAX_TOKENS)
+        output = ModelText(None).output([], ())
+        generation = Generation(request, GREEDY, 0, StopRules(frozenset({EOS})), [output], send)
+        generation.take_slot(self.unread)
+        self.generations.append(generation)
+        return generation
+
+    async def _write(self, message: pb.GenerateManyResponse) -> None:
+        await self.may_write.wait()
+        self.written.append(message)
+
+    async def put(self, number: int, token_id: int) -> None:
+        """The next token of a request, which is delivered with it."""
+        generation = self.generations[number]
+        if not generation.take_plain(token_id):
+            generation.take_token(0, token_id)
+        generation.deliver()
+
+    async def settle(self) -> None:
+        for _ in range(8):
+            await asyncio.sleep(0)
+
+    def tokens(self) -> dict[int, list[int]]:
+        """Of all that was written, the tokens by request."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for message in self.written:
+            token_ids = list(message.parts.token_ids)
+            for one in message.responses:
+                found[one.number] += one.response.token_ids
+            for number, count in zip(message.parts.numbers, message.parts.num_tokens, strict=True):
+                assert number not in {one.number for one in message.responses}
+                found[number] += token_ids[:count]
+                del token_ids[:count]
+            assert not token_ids
+        return found
+
+
+async def test_a_first_token_and_an_end_are_written_without_what_waits_for_a_round() -> None:
+    call = Call(3, width=8)
+    await call.settle()
+    for number in (0, 1):
+        await call.put(number, 5)
+    await call.settle()
+    assert call.tokens() == {0: [5], 1: [5]}, "first tokens at once"
+    for _ in range(3):
+        await call.put(0, 6)
+    await call.put(2, 7)
+    await call.put(1, EOS)
+    await call.settle()
+    assert call.tokens() == {0: [5], 1: [5], 2: [7]}
+    assert [one.number for one in call.written[-1].responses if one.response.HasField("usage")] == [1]
+    call.timers.round()
+    await call.settle()
+    assert call.tokens() == {0: [5, 6, 6, 6], 1: [5], 2: [7]}
+    assert list(call.written[-1].parts.numbers) == [0]
+    for number in (0, 2):
+        await call.put(number, EOS)
+    await call.serving
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_tokens_come_in_order_and_once_however_slowly_they_are_written(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(many, "_MOST_UNITS", 4)
+    dice, count = random.Random(seed), 4
+    call, expected = Call(count, width=3), defaultdict[int, list[int]](list)
+    await call.settle()
+    for token_id in range(1, 150):
+        for _ in range(dice.randrange(6)):
+            number = dice.randrange(count)
+            if len(expected[number]) < MAX_TOKENS - 1:
+                expected[number].append(token_id)
+                await call.put(number, token_id)
+        if dice.random() < 0.3:
+            call.timers.round()
+        (call.may_write.set if dice.random() < 0.5 else call.may_write.clear)()
+        for _ in range(dice.randrange(4)):
+            await asyncio.sleep(0)
+    call.may_write.set()
+    for number in range(count):
+        await call.put(number, EOS)
+    await call.serving
+    assert call.tokens() == expected
+    assert any(message.parts.numbers for message in call.written)
