@@ -134,12 +134,13 @@ def test_statistics_tell_what_each_group_holds() -> None:
     assert [tuple(group) for group in manager.group_stats()] == [(0, 6, 0), (5, 3, 3)]
 
 
-def _run(seeds: Iterable[int], *, has_tail: bool = False) -> TierCounts:
+def _run(seeds: Iterable[int], *, has_tail: bool = False, has_states: bool = False) -> TierCounts:
     """Seeds of pools with several groups."""
     sums = TierCounts()
     for seed in seeds:
         simulation = TierSimulation(seed, may_have_tail=has_tail)
-        if len(simulation.world.spans) > 1 and simulation.world.has_tail >= has_tail:
+        world = simulation.world
+        if len(world.spans) > 1 and world.has_tail >= has_tail and bool(world.states) == has_states:
             for _ in range(NUM_EVENTS):
                 simulation.tick()
             sums.add(simulation.finish())
@@ -183,7 +184,7 @@ _STATE_SEEDS = [seed for seed in range(1, 100) if seed % 10 in (4, 6)]  # whose 
 def test_a_hit_whose_last_state_is_in_no_tier_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NodeBlocks, "usable", lambda self, nodes, is_filling=None: nodes)
     with pytest.raises(AssertionError):
-        _run(_STATE_SEEDS)
+        _run(_STATE_SEEDS, has_states=True)
 
 
 _TAIL_SEEDS = [seed for seed in range(1, 240) if seed % 20 in (10, 11, 18)]  # whose pools have one
