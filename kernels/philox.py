@@ -7,7 +7,11 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from .checks import on_cuda, require
+
+_OP: Final = "uniforms_there"
 UInt64Array = npt.NDArray[np.uint64]
 
 _LOW: Final = np.uint64(0xFFFFFFFF)
@@ -33,3 +37,27 @@ def uniforms(seeds: UInt64Array, sample_idxs: UInt64Array, positions: UInt64Arra
     words = philox4x32(counter, np.stack((seeds & _LOW, seeds >> _SHIFT)))
     high, low = words[0] >> np.uint64(5), words[1] >> np.uint64(6)
     return (high * np.uint64(1 << 26) + low).astype(np.float64) / float(1 << 53)
+
+
+def uniforms_there(numbers: torch.Tensor) -> torch.Tensor:
+    """The same, where the numbers are.
+
+    Args:
+        numbers: int64 [3, n], the bits of seeds, sample indices and positions; contiguous in its last dimension.
+
+    Returns:
+        float64 [n].
+
+    Raises:
+        KernelArgumentError: a shape or dtype that does not fit.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
+    """
+    cuda = on_cuda(_OP, numbers)
+    fits = numbers.dim() == 2 and len(numbers) == 3 and numbers.dtype is torch.int64
+    require(fits, _OP, "numbers", "must be int64 [3, n], are {} {}", numbers.dtype, numbers.shape)
+    if cuda:
+        from .gpu.philox import uniforms_there as on_device
+
+        require(numbers.stride(1) == 1, _OP, "numbers", "must be contiguous in their last dimension")
+        return on_device(numbers)
+    return torch.from_numpy(uniforms(*numbers.numpy().view(np.uint64)))

@@ -6,14 +6,14 @@ whose logits are not finite is reported, and the others are sampled: the failure
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 import torch
 
-from kvkeeper.kernels.philox import uniforms
+from kvkeeper.kernels.philox import uniforms, uniforms_there
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 
 from ..values.sampling_params import PlainDraws, SampledRows, SamplingRow, are_likeliest
@@ -68,12 +68,15 @@ def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None) ->
     """Draw one token per row.
 
     Args:
-        step: logits float32 [S, V], not changed. -inf is a token that must not be drawn.
+        step: logits float32 [S, V], not changed. -inf is a token that must not be drawn. What a graph drew was by these rows.
         rows: S of them, in the order of the logits.
         last: has the tokens that rows await; None: none does.
     """
     logits = step.values
     assert logits.shape[0] == len(rows), "one row per row of logits"
+    if step.drawn is not None:
+        assert step.told is not None
+        return Drawn(step.drawn, step.told)
     if step.told is None or step.likeliest is None:
         if are_likeliest(rows) and not logits.is_cpu:
             step = with_likeliest(logits)
@@ -96,6 +99,23 @@ def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None) ->
     if can_go_on is not None:
         told = torch.where(is_finite & ~can_go_on, STUCK, told)
     return Drawn(drawn, torch.where(told >= 0, drawn, told))
+
+
+def draw_plain(step: StepLogits, params: torch.Tensor, numbers: torch.Tensor) -> StepLogits:
+    """The step with a token of each row, as draw gives it. It reads nothing back, so it can be captured.
+
+    Args:
+        step: with_likeliest's, on a device.
+        params: float64 [5, S], as PlainDraws has them.
+        numbers: int64 [3, S], the bits of seeds, sample indices and positions.
+    """
+    assert step.likeliest is not None and step.told is not None
+    temperature, top_k, top_p, min_p, typical_p = params
+    is_finite, is_greedy = step.told >= 0, temperature == 0
+    logits = torch.where(is_finite[:, None], step.values, 0.0)
+    own = SamplingTensors(torch.where(is_greedy, 1.0, temperature), top_k.long(), top_p, min_p, typical_p)
+    drawn = torch.where(is_greedy, step.likeliest, sample_rows(logits, own, uniforms_there(numbers)))
+    return replace(step, drawn=drawn, told=torch.where(is_finite, drawn, NOT_FINITE))
 
 
 def _drawn(logits: torch.Tensor, likeliest: torch.Tensor | None, draws: PlainDraws) -> torch.Tensor:

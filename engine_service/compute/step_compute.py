@@ -131,16 +131,18 @@ class StepCompute:
 
     def launch(self, work: Work, how: StepRows, moves: Moves | None = None) -> Launched:
         """Begin a step behind those that were launched before, with its transfers. At most two are not read yet."""
-        results, forward = _Results(), None
+        results, forward, in_order = _Results(), None, False
         if moves is not None:
             moves = replace(moves, run=partial(_move, moves.run, results))
         try:
-            forward = None if work.batch is None else self._stage(work.batch)
+            in_order = _is_in_order(work)
+            forward = None if work.batch is None else self._stage(work.batch, how.sampled if in_order else ())
         except Exception:
             log.exception("batch_failed")
             results.has_failed = True  # its transfers are made nevertheless: they are of other sequences
         try:
-            copy_blocks, run = partial(self._copy, work, results), partial(self._run, forward, work, how, results)
+            copy_blocks = partial(self._copy, work, results)
+            run = partial(self._run, forward, work, how, results, in_order=in_order)
             submit_step(self._queue, work, moves, self._runner.layout.block_size, copy_blocks, run)
         except Exception as error:
             log.exception("batch_failed")
@@ -151,10 +153,10 @@ class StepCompute:
                 forward.give_back()
         return Launched(self._runner, work, how, results, self._queue.mark())
 
-    def _stage(self, batch: Batch) -> Staged[StepLogits]:
-        """The forward pass, to be run in the order of the device."""
+    def _stage(self, batch: Batch, rows: SampledRows) -> Staged[StepLogits]:
+        """The forward pass, to be run in the order of the device. rows: of all logits, in their order, or ()."""
         if isinstance(self._runner, ModelRunner):
-            return self._runner.stage(batch)
+            return self._runner.stage(batch, rows)
         return Staged(partial(self._forward_with_known, batch))
 
     def _forward_with_known(self, batch: Batch) -> StepLogits:
@@ -170,10 +172,10 @@ class StepCompute:
             log.exception("batch_failed")
             results.has_failed = True
 
-    def _run(self, forward: Staged[StepLogits] | None, work: Work, how: StepRows, results: _Results) -> None:
+    def _run(self, forward: Staged[StepLogits] | None, work: Work, how: StepRows, results: _Results, *, in_order: bool) -> None:
         try:
             if forward is not None and not results.has_failed:
-                self._forward_and_sample(forward, work, how, results)
+                self._forward_and_sample(forward, work, how, results, in_order=in_order)
         except Exception:
             log.exception("batch_failed")
             results.has_failed = True
@@ -183,7 +185,10 @@ class StepCompute:
         results.is_launched = True
 
     @torch.inference_mode()
-    def _forward_and_sample(self, forward: Staged[StepLogits], work: Work, how: StepRows, results: _Results) -> None:
+    def _forward_and_sample(
+        self, forward: Staged[StepLogits], work: Work, how: StepRows, results: _Results, *, in_order: bool
+    ) -> None:
+        """in_order: see _is_in_order."""
         fetch, step = self._queue.fetch, forward()
         logits = step.values
         results.scores = [_score(logits, score).fetched(fetch) for score in work.scores]
@@ -193,19 +198,25 @@ class StepCompute:
             results.candidates = find_candidates(logits[at_device(work.search_idx, logits)], how.searched)
         if not len(rows := how.sampled):
             return
-        # One prompt's row of logits serves all its continuations.
-        if not np.array_equal(work.logit_idx, np.arange(len(logits))):
+        if not in_order:  # one prompt's row of logits serves all its continuations
             logits = logits[at_device(work.logit_idx, logits)]
             step = StepLogits(logits)
         drawn = draw(step, rows, self._last)
         results.told = fetch(drawn.told)
-        are_kept = drawn.token_ids is step.likeliest  # the graph that found them has left them there
+        are_kept = (
+            drawn.token_ids is step.likeliest or drawn.token_ids is step.drawn
+        )  # the graph that found them has left them there
         if not are_kept and len(rows) == len(work.sampled):  # of guesses the host has to say which are right
             self._last.put(work.sample_rows, drawn.token_ids[: len(work.sample_rows)])
         if asked := _asked(rows):
             picked = at_device(np.array([row for row, _ in asked]), logits)
             found = find_logprobs(logits[picked], drawn.token_ids[picked], max(count for _, count in asked))
             results.logprobs = found.fetched(fetch)
+
+
+def _is_in_order(work: Work) -> bool:
+    """Whether each row of the batch's logits is drawn from once, in their order."""
+    return work.batch is not None and np.array_equal(work.logit_idx, np.arange(len(work.batch.logit_rows)))
 
 
 def _move(run: Callable[[], None], results: _Results) -> None:

@@ -15,15 +15,17 @@ class StepLogits:
         values: float32 [R, vocab_size].
         likeliest: int64 [R], a token also where the logits are not finite; None: nobody has looked.
         told: likeliest, but NOT_FINITE where the logits are not; None likewise.
+        drawn: int64 [R], each row's token by the parameters that a graph was given, and told is of these; None: by none.
     """
 
     values: torch.Tensor
     likeliest: torch.Tensor | None = None
     told: torch.Tensor | None = None
+    drawn: torch.Tensor | None = None
 
     def first(self, count: int) -> "StepLogits":
         """Of the first rows."""
-        parts = (self.values, self.likeliest, self.told)
+        parts = (self.values, self.likeliest, self.told, self.drawn)
         return StepLogits(*(part if part is None else part[:count] for part in parts))  # type: ignore[arg-type]
 
 

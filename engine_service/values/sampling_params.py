@@ -149,6 +149,15 @@ def draw_params(params: SamplingParams) -> tuple[float, float, float, float, flo
 SampledRows = Sequence[SamplingRow] | PlainDraws
 
 
+def as_plain(rows: SampledRows) -> PlainDraws | None:
+    """The rows by column; None: what was drawn before counts, or what may be drawn is said elsewhere, or all are LIKELIEST."""
+    if isinstance(rows, PlainDraws):
+        return rows
+    if are_likeliest(rows) or any(row.params.is_penalised or row.constraint is not None for row in rows):
+        return None
+    return PlainDraws.of(rows)
+
+
 def are_likeliest(rows: SampledRows) -> bool:
     """Whether all rows are LIKELIEST."""
     return not isinstance(rows, PlainDraws) and rows.count(LIKELIEST) == len(rows)

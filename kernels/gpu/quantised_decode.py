@@ -8,13 +8,12 @@ import triton
 import triton.language as tl
 
 from ..quantised.attention import QuantisedRows
-from ..quantised.formats import FP8
 from ..quantised.layout import QuantisedLayer
-from .attention_tiles import COMPUTE_TYPES, NO_WINDOW, Options, begin_rows
+from .attention_tiles import NO_WINDOW, Options, begin_rows
 from .decode_work import DecodeWork, plan_work, visible_tiles
 from .paged_attention_decode import merge_items
 from .sizes import power_of_2
-from .stored_tiles import find_tokens, half_scores, load_side, pointers_of, take_halves
+from .stored_tiles import constants_of, find_tokens, pointers_of, take_stored
 
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
@@ -81,22 +80,14 @@ def quantised_decode_kernel(
     q_high = tl.load(q_ptrs + HALF, mask=wanted, other=0.0).to(COMPUTE)
     low, high = tl.zeros([M, DH], tl.float32), tl.zeros([M, DH], tl.float32)
     most, total = begin_rows(logit_ptr, heads, rows < GROUP, begin == 0, M)
-    tail_values = tail_ptr
-    if tail_ptr is not None:
-        tail_values += tail_side_stride
     for tile in range(begin + first // T, end + first // T):
         _tokens, live, blocks, pages, slots = find_tokens(table_ptr, tail_table_ptr, tile, first, seq_len, T, BLOCK_SIZE)
-        k_low, k_high, k_scales = load_side(
-            elements_ptr, scales_ptr, tail_ptr, blocks, pages, slots, live, kv_head, block_stride, scale_stride, tail_stride,
-            PACKED, FLOAT, KV_HEADS, HEAD_DIM, DH, COMPUTE,
+        low, high, most, total = take_stored(
+            low, high, most, total, q_low, q_high, live[None, :],
+            elements_ptr, scales_ptr, tail_ptr, blocks, pages, slots, live, kv_head,
+            block_stride, side_stride, scale_stride, scale_side_stride, tail_stride, tail_side_stride,
+            scale, cap, HAS_CAP, PACKED, FLOAT, MOST, KV_HEADS, HEAD_DIM, DH, COMPUTE,
         )  # fmt: skip
-        v_low, v_high, v_scales = load_side(
-            elements_ptr + side_stride, scales_ptr + scale_side_stride, tail_values, blocks, pages, slots, live, kv_head,
-            block_stride, scale_stride, tail_stride, PACKED, FLOAT, KV_HEADS, HEAD_DIM, DH, COMPUTE,
-        )  # fmt: skip
-        scores = half_scores(q_low, q_high, k_low, k_high, k_scales, scale, cap, HAS_CAP)
-        scores = tl.where(live[None, :], scores, float("-inf"))
-        low, high, most, total = take_halves(low, high, most, total, scores, v_low, v_high, v_scales, COMPUTE, MOST)
     divisor = (tl.where(total > 0, total, 1.0) * MOST)[:, None]
     low, high = low / divisor, high / divisor
     num_heads = tl.num_programs(0) * GROUP
@@ -129,7 +120,7 @@ def quantised_decode(
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_seqs == 0:
         return out
-    layout, stored = layer.layout, pointers_of(layer)
+    layout, stored, constants = layer.layout, pointers_of(layer), constants_of(layer, q, soft_cap)
     work = _work(rows, layer, window)
     part, lse = None, None
     if work is not None:
@@ -137,8 +128,6 @@ def quantised_decode(
         memory = torch.empty(num_parts * (head_dim + 1), dtype=torch.float32, device=q.device)
         part, lse = memory.split([num_parts * head_dim, num_parts])
     before, after = Options(scale, window, soft_cap, None, None).factors
-    group = num_heads // layout.num_kv_heads
-    half = max(power_of_2(head_dim // 2), 16)
     quantised_decode_kernel[layout.num_kv_heads, num_seqs if work is None else work.items.shape[0]](
         q,
         stored.elements,
@@ -158,19 +147,9 @@ def quantised_decode(
         before,
         after,
         window or NO_WINDOW,
-        HAS_CAP=soft_cap is not None,
-        PACKED=layout.kv_format.dtype is None,
-        FLOAT=layout.kv_format is FP8,
-        MOST=float(layout.kv_format.most or 1),
-        GROUP=group,
-        M=max(power_of_2(group), 16),
-        KV_HEADS=layout.num_kv_heads,
-        HEAD_DIM=head_dim,
-        DH=half,
-        BLOCK_SIZE=layout.block_size,
-        T=64 if half <= 64 else 32,
-        COMPUTE=COMPUTE_TYPES[q.dtype],
-        num_warps=4 if half > 32 else 8,  # with four, small heads spill
+        **constants,
+        M=max(power_of_2(constants["GROUP"]), 16),
+        num_warps=4 if constants["DH"] > 32 else 8,  # with four, small heads spill
         num_stages=3,
     )
     if work is not None:

@@ -5,12 +5,11 @@ import triton
 import triton.language as tl
 
 from ..quantised.attention import QuantisedRows
-from ..quantised.formats import FP8
 from ..quantised.layout import QuantisedLayer
-from .attention_tiles import COMPUTE_TYPES, NO_WINDOW, Options, begin_rows
+from .attention_tiles import NO_WINDOW, Options, begin_rows
 from .paged_attention_prefill import find_sequence
 from .sizes import cdiv, power_of_2
-from .stored_tiles import find_tokens, half_scores, load_side, pointers_of, take_halves
+from .stored_tiles import constants_of, find_tokens, pointers_of, take_stored
 
 _SEQS_AT_ONCE = 256
 
@@ -81,25 +80,17 @@ def quantised_prefill_kernel(
     q_high = tl.load(q_ptrs + HALF, mask=wanted, other=0.0).to(COMPUTE)
     low, high = tl.zeros([M, DH], tl.float32), tl.zeros([M, DH], tl.float32)
     most, total = begin_rows(logit_ptr, heads, rows < TOKENS * GROUP, query_len > 0, M)
-    tail_values = tail_ptr
-    if tail_ptr is not None:
-        tail_values += tail_side_stride
     first, end = tl.maximum(low_position - window + 1, 0), high_position + 1
     for tile in range(first // T, tl.cdiv(end, T)):
         tokens, live, blocks, pages, slots = find_tokens(table_ptr, tail_table_ptr, tile, first, end, T, BLOCK_SIZE)
-        k_low, k_high, k_scales = load_side(
-            elements_ptr, scales_ptr, tail_ptr, blocks, pages, slots, live, kv_head, block_stride, scale_stride, tail_stride,
-            PACKED, FLOAT, KV_HEADS, HEAD_DIM, DH, COMPUTE,
-        )  # fmt: skip
-        v_low, v_high, v_scales = load_side(
-            elements_ptr + side_stride, scales_ptr + scale_side_stride, tail_values, blocks, pages, slots, live, kv_head,
-            block_stride, scale_stride, tail_stride, PACKED, FLOAT, KV_HEADS, HEAD_DIM, DH, COMPUTE,
-        )  # fmt: skip
         behind = positions[:, None] - tokens[None, :]
         seen = (behind >= 0) & (behind < window) & live[None, :]
-        scores = half_scores(q_low, q_high, k_low, k_high, k_scales, scale, cap, HAS_CAP)
-        scores = tl.where(seen, scores, float("-inf"))
-        low, high, most, total = take_halves(low, high, most, total, scores, v_low, v_high, v_scales, COMPUTE, MOST)
+        low, high, most, total = take_stored(
+            low, high, most, total, q_low, q_high, seen,
+            elements_ptr, scales_ptr, tail_ptr, blocks, pages, slots, live, kv_head,
+            block_stride, side_stride, scale_stride, scale_side_stride, tail_stride, tail_side_stride,
+            scale, cap, HAS_CAP, PACKED, FLOAT, MOST, KV_HEADS, HEAD_DIM, DH, COMPUTE,
+        )  # fmt: skip
     divisor = (tl.where(total > 0, total, 1.0) * MOST)[:, None]
     out_ptrs = out_ptr + q_rows[:, None] * NUM_HEADS * HEAD_DIM + offsets
     tl.store(out_ptrs, (low / divisor).to(out_ptr.dtype.element_ty), mask=wanted)
@@ -122,8 +113,8 @@ def quantised_prefill(
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_tokens == 0 or num_seqs == 0:
         return out
-    layout, stored = layer.layout, pointers_of(layer)
-    group, half = num_heads // layout.num_kv_heads, max(power_of_2(head_dim // 2), 16)
+    layout, stored, constants = layer.layout, pointers_of(layer), constants_of(layer, q, soft_cap)
+    group = constants["GROUP"]
     m = max(64, power_of_2(group))
     q = q if q.stride()[1:] == (head_dim, 1) else q.contiguous()
     before, after = Options(scale, window, soft_cap, None, None).factors
@@ -145,20 +136,10 @@ def quantised_prefill(
         before,
         after,
         window or NO_WINDOW,
-        HAS_CAP=soft_cap is not None,
-        PACKED=layout.kv_format.dtype is None,
-        FLOAT=layout.kv_format is FP8,
-        MOST=float(layout.kv_format.most or 1),
+        **constants,
         NUM_HEADS=num_heads,
-        GROUP=group,
         M=m,
-        KV_HEADS=layout.num_kv_heads,
-        HEAD_DIM=head_dim,
-        DH=half,
-        BLOCK_SIZE=layout.block_size,
-        T=64 if half <= 64 else 32,
         SEQS=_SEQS_AT_ONCE,
-        COMPUTE=COMPUTE_TYPES[q.dtype],
         num_warps=4,
         num_stages=2,
     )

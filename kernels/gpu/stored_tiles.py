@@ -6,13 +6,16 @@ scales. Products are added up in float32, for 8-bit floats as well.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from ..quantised.formats import INT8
+from ..quantised.formats import FP8, INT8
 from ..quantised.layout import QuantisedLayer
+from .attention_tiles import COMPUTE_TYPES
+from .sizes import power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,25 @@ def pointers_of(layer: QuantisedLayer) -> StoredPointers:
     if layer.layout.kv_format is INT8:
         elements = elements.view(torch.int8)
     return StoredPointers(elements, scales.view(torch.bfloat16), tail, (*strides, *of_tail))
+
+
+def constants_of(layer: QuantisedLayer, q: torch.Tensor, soft_cap: float | None) -> dict[str, Any]:
+    """What both kernels are compiled for, of a layer and queries [..., heads, head_dim]."""
+    layout, (num_heads, head_dim) = layer.layout, q.shape[1:]
+    half = max(power_of_2(head_dim // 2), 16)
+    return {
+        "HAS_CAP": soft_cap is not None,
+        "PACKED": layout.kv_format.dtype is None,
+        "FLOAT": layout.kv_format is FP8,
+        "MOST": float(layout.kv_format.most or 1),
+        "GROUP": num_heads // layout.num_kv_heads,
+        "KV_HEADS": layout.num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "DH": half,
+        "T": 64 if half <= 64 else 32,
+        "BLOCK_SIZE": layout.block_size,
+        "COMPUTE": COMPUTE_TYPES[q.dtype],
+    }
 
 
 @triton.jit
@@ -119,3 +141,54 @@ def take_halves(low, high, most, total, scores, v_low, v_high, scales, COMPUTE: 
     low = tl.dot(scaled, v_low, low * decay[:, None], input_precision="ieee")
     high = tl.dot(scaled, v_high, high * decay[:, None], input_precision="ieee")
     return low, high, new_most, total
+
+
+@triton.jit
+def take_stored(
+    low,
+    high,
+    most,
+    total,
+    q_low,
+    q_high,
+    seen,
+    elements_ptr,
+    scales_ptr,
+    tail_ptr,
+    blocks,
+    pages,
+    slots,
+    live,
+    kv_head,
+    block_stride,
+    side_stride,
+    scale_stride,
+    scale_side_stride,
+    tail_stride,
+    tail_side_stride,
+    scale,
+    cap,
+    HAS_CAP: tl.constexpr,
+    PACKED: tl.constexpr,
+    FLOAT: tl.constexpr,
+    MOST: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DH: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """Take the tokens of find_tokens into the running softmax of queries [M, DH] twice, where seen [M or 1, T] says so."""
+    tail_values = tail_ptr
+    if tail_ptr is not None:
+        tail_values += tail_side_stride
+    k_low, k_high, k_scales = load_side(
+        elements_ptr, scales_ptr, tail_ptr, blocks, pages, slots, live, kv_head, block_stride, scale_stride, tail_stride,
+        PACKED, FLOAT, KV_HEADS, HEAD_DIM, DH, COMPUTE,
+    )  # fmt: skip
+    v_low, v_high, v_scales = load_side(
+        elements_ptr + side_stride, scales_ptr + scale_side_stride, tail_values, blocks, pages, slots, live, kv_head,
+        block_stride, scale_stride, tail_stride, PACKED, FLOAT, KV_HEADS, HEAD_DIM, DH, COMPUTE,
+    )  # fmt: skip
+    scores = half_scores(q_low, q_high, k_low, k_high, k_scales, scale, cap, HAS_CAP)
+    scores = tl.where(seen, scores, float("-inf"))
+    return take_halves(low, high, most, total, scores, v_low, v_high, v_scales, COMPUTE, MOST)

@@ -23,7 +23,7 @@ from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, c
 from kvkeeper.engine_service.compute.model_runner import ModelRunner
 from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
 from kvkeeper.engine_service.scheduler.work import StepChanges, Work
-from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, SamplingParams, SamplingRow
+from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, PlainDraws, SamplingParams, SamplingRow
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.scratch import Scratch
 from tests.support.worlds.batches import ScheduledRow, build_batch
@@ -34,6 +34,7 @@ T = TypeVar("T")
 _DRAWS = {
     "likeliest": GREEDY,  # as the loop has them where nothing else is asked of a step
     "greedy": GREEDY,
+    "columns": SamplingParams(temperature=0.7, top_p=0.9),  # as the loop has plain draws
     "drawn": SamplingParams(temperature=0.7, top_p=0.9),
     "penalised": SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.1),
 }
@@ -69,7 +70,7 @@ class _Runner(ModelRunner):
 
 def figures() -> Iterator[dict[str, object]]:
     torch.set_num_threads(1)
-    shape = DecodeShape(256, _WIDTH, _WIDTH * _BLOCK_SIZE)
+    shape = DecodeShape(256, _WIDTH, _WIDTH * _BLOCK_SIZE, _VOCAB)
     with torch.inference_mode():
         runner = _Runner(shape)
     compute = StepCompute(runner)
@@ -80,7 +81,8 @@ def figures() -> Iterator[dict[str, object]]:
         for name, params in _DRAWS.items():
             history = np.arange(_CONTEXT, dtype=np.int32) * 7 % _VOCAB
             rows = [SamplingRow(params, seed, 0, history, _CONTEXT // 2) for seed in range(num_rows)]
-            how = StepRows([LIKELIEST] * num_rows if name == "likeliest" else rows, [])
+            of_loop = {"likeliest": [LIKELIEST] * num_rows, "columns": PlainDraws.of(rows)}
+            how = StepRows(of_loop.get(name, rows), [])
             with mock.patch.object(sampler, "sample_rows", lambda logits, *_: torch.zeros(len(logits), dtype=torch.int64)):
                 whole = _median_us(partial(_launch_and_read, compute, work, how))
             yield {"rows": num_rows, "draws": name, "inputs_and_replay_us": inputs, "step_us": whole}
@@ -90,8 +92,8 @@ def _launch_and_read(compute: StepCompute, work: Work, how: StepRows) -> None:
     compute.launch(work, how).read()
 
 
-def _logits(tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> torch.Tensor:
-    return torch.zeros((len(tensors["token_ids"]), _VOCAB))
+def _logits(tensors: Mapping[str, torch.Tensor], scratch: Scratch, logits: torch.Tensor) -> torch.Tensor:
+    return logits
 
 
 def _work(num_rows: int) -> Work:

@@ -21,10 +21,11 @@ from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks
+from kvkeeper.kernels.philox import uniforms_there
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
-from tests.gpu import stored_kernels
+from tests.gpu import family_kernels, stored_kernels
 from tests.gpu.checks import Check, text_of
 from tests.unit.kernels.worlds import World, make_world, random_queries
 
@@ -80,6 +81,7 @@ def _cases(
         yield f"gates_{length}", lambda n=length: _gates(dtype, device, n)
     yield "sampling", lambda: _sampling(device, 4096)
     yield "sampling_large", lambda: _sampling(device, 9000 if device == "cpu" else 131_072)
+    yield "uniforms", lambda: _uniforms(device)
     yield "penalties", lambda: _penalties(device)
     yield "rotary_store_kv", lambda: _rotary_store(dtype, device, with_norm=False)
     yield "rotary_store_kv_norm", lambda: _rotary_store(dtype, device, with_norm=True)
@@ -104,6 +106,7 @@ def _cases(
         )
     yield "prefill_short_suffix_d256", lambda: _attention(dtype, device, 256, 16, lengths=prefix, queries=[40, 1])
     yield from stored_kernels.cases(dtype, device, head_dims)
+    yield from family_kernels.cases(dtype, device)
     for op in ("decode", "prefill", "store_kv", "copy_blocks"):
         yield f"{op}_far", lambda o=op: _far(dtype, device, o)
 
@@ -272,6 +275,11 @@ def _penalties(device: str) -> float:
     rows = [SamplingRow(params, 0, 0, history, len(history) // 2) for history in histories]
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(4)) * 5
     return _error(apply_penalties(logits.to(device), rows), apply_penalties(logits, rows))
+
+
+def _uniforms(device: str) -> float:
+    numbers = torch.randint(-(2**63), 2**63 - 1, (3, 300), generator=torch.Generator().manual_seed(1))
+    return _error(uniforms_there(numbers.to(device)), uniforms_there(numbers)) * 1e9  # the same bits, or far too large
 
 
 def _sampling(device: str, vocab_size: int) -> float:

@@ -1,5 +1,6 @@
 """Part g: a model's steps on the device: its logits against the CPU's, graphs against plain steps, and what a step costs.
 
+Logits and graphs also of small models of other families, in groups of layers with tables of their own where they have such.
 The host's time of a step is what passes until its last launch; launches are counted by torch's profiler, whose table lies
 beside the logs. A rehearsal takes a tiny model on the CPU, where there is nothing to capture.
 """
@@ -8,7 +9,7 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,15 @@ import torch
 
 from kvkeeper.engine_service.compute.graphs.graph_api import CudaGraphs
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, kv_layout_of
+from kvkeeper.engine_service.compute.sampler import draw
+from kvkeeper.engine_service.compute.step_logits import StepLogits
 from kvkeeper.engine_service.model.decoder import Decoder
+from kvkeeper.engine_service.model.layer_groups import LayerGroup, group_layers
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.batch import Batch
+from kvkeeper.engine_service.values.sampling_params import SamplingParams, SamplingRow
 from tests.gpu.checks import Check, keep_text, text_of
+from tests.gpu.family_models import FAMILIES, write_family
 from tests.gpu.random_model import LLAMA_1B, QWEN3_06B, TINY, Shape, write_model
 from tests.support.worlds.batches import ScheduledRow, build_batch
 
@@ -36,6 +42,10 @@ def run(is_dry: bool) -> Iterator[Check]:
         small = [dataclasses.replace(shape, name=f"{shape.name}-4", num_layers=4) for shape in (LLAMA_1B, QWEN3_06B)]
         for shape in (TINY,) if is_dry else small:
             yield _guarded(f"logits_{shape.name}", lambda s=shape: _logits(write_model(Path(folder), s, device), s, device))
+        for name in FAMILIES:
+            family = write_family(Path(folder), name)
+            yield _guarded(f"logits_{name}", lambda p=family, n=name: _logits(p, dataclasses.replace(TINY, name=n), device))
+            yield _guarded(f"graph_{name}", lambda p=family, n=name: _family(p, n, device))
         shape = TINY if is_dry else LLAMA_1B
         path = write_model(Path(folder), dataclasses.replace(shape, name=f"{shape.name}-steps"), device)
         model, _ = load_model(path, device=device, dtype="bfloat16", progress=False)
@@ -50,11 +60,12 @@ def _guarded(name: str, measure: Callable[[], Check]) -> Check:
         return Check(name, False, note=text_of(failure))
 
 
-def _runner(model: Decoder, num_seqs: int, num_tokens: int) -> ModelRunner:
-    layout = kv_layout_of(model.config, model.dtype, _BLOCK_SIZE)
-    num_blocks = 1 + num_seqs * -(-num_tokens // _BLOCK_SIZE)
+def _runner(model: Decoder, num_seqs: int, num_tokens: int, groups: Sequence[LayerGroup] = ()) -> ModelRunner:
+    """With groups, the blocks of each lie behind those of the group before."""
+    layout = kv_layout_of(model.config, model.dtype, _BLOCK_SIZE, groups)
+    num_blocks = max(len(groups), 1) * (1 + num_seqs * -(-num_tokens // _BLOCK_SIZE))
     memory = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8, device=model.device)
-    return ModelRunner(model, layout.view(memory), layout)
+    return ModelRunner(model, layout.view(memory), layout, groups)
 
 
 def _rows(shape: Shape, count: int, first: int, last: int, num_tokens: int) -> Batch:
@@ -80,6 +91,35 @@ def _logits(path: Path, shape: Shape, device: str) -> Check:
     return Check(f"logits_{shape.name}", ok, {"error_device": errors["device"], "error_cpu": errors["cpu"]})
 
 
+def _family(path: Path, name: str, device: str) -> Check:
+    """Decodes of a model in groups, where it has such, through graphs, against plain ones over one table."""
+    num_seqs, num_tokens = 5, _CONTEXT + 4
+    model, _ = load_model(path, device=device, dtype="bfloat16", progress=False)
+    groups = group_layers(model.config.windows, model.config.chunks)
+    plain, other = _runner(model, num_seqs, num_tokens), _runner(model, num_seqs, num_tokens, groups)
+    if device == "cuda":
+        graphs = CudaGraphs(torch.device(device))
+        other.make_ready(StepBounds(num_seqs, 4096), graphs, with_retention=False, progress=False)
+    shape, errors = dataclasses.replace(TINY, name=name), []
+    for first, last in ((0, _CONTEXT), *((at, at + 1) for at in range(_CONTEXT, _CONTEXT + 3))):
+        batch = _rows(shape, num_seqs, first, last, num_tokens)
+        expected = plain.forward(batch).float().clone()
+        found = other.forward(_in_groups(batch, len(groups), num_seqs, num_tokens)).float()
+        errors.append(float((found - expected).norm() / expected.norm()))
+    replays = 0 if other.graphed is None else other.graphed.num_replays
+    ok = max(errors) <= 2e-2 and (replays == 3 or device == "cpu")
+    return Check(f"graph_{name}", ok, {"relative_error": max(errors), "groups": len(groups), "replays": replays})
+
+
+def _in_groups(batch: Batch, num_groups: int, num_seqs: int, num_tokens: int) -> Batch:
+    if num_groups < 2:
+        return batch
+    shifts = np.arange(1, num_groups) * (1 + num_seqs * -(-num_tokens // _BLOCK_SIZE))
+    tables = batch.block_tables[:, None]
+    shifted = np.where(tables > 0, tables + shifts[:, None], 0).astype(np.int32)
+    return dataclasses.replace(batch, group_tables=shifted, group_slots=batch.slot_mapping + shifts[:, None] * _BLOCK_SIZE)
+
+
 def _steps(model: Decoder, shape: Shape, device: str, sizes: tuple[int, ...]) -> Iterator[Check]:
     most, num_tokens = max(sizes), _CONTEXT + 2
     plain, other = _runner(model, most, num_tokens), _runner(model, most, num_tokens)
@@ -96,6 +136,7 @@ def _steps(model: Decoder, shape: Shape, device: str, sizes: tuple[int, ...]) ->
     for size in sizes:
         batch = _rows(shape, size, _CONTEXT, _CONTEXT + 1, num_tokens)
         yield _guarded(f"graph_logits_{size}", lambda n=size, b=batch: _same_logits(plain, other, n, b))
+        yield _guarded(f"graph_draws_{size}", lambda n=size, b=batch: _same_draws(other, n, b))
         for label, runner in (("plain", plain), ("graph", other)):
             if label == "plain" or runner.graphed is not None:
                 yield _guarded(f"step_{label}_{size}", lambda a=label, r=runner, n=size, b=batch: _cost(a, r, n, b))
@@ -124,6 +165,19 @@ def _same_logits(plain: ModelRunner, other: ModelRunner, size: int, batch: Batch
     expected, found = plain.forward(batch).float().clone(), other.forward(batch).float()
     error = float((found - expected).norm() / expected.norm())
     return Check(f"graph_logits_{size}", error <= 1e-2, {"relative_error": error})
+
+
+def _same_draws(runner: ModelRunner, size: int, batch: Batch) -> Check:
+    """Tokens that the graph draws against those that are drawn from its logits."""
+    name, history = f"graph_draws_{size}", np.zeros(_CONTEXT, np.int32)
+    ways = [SamplingParams(temperature=0.7, top_p=0.9, top_k=50), SamplingParams(temperature=0), SamplingParams(min_p=0.05)]
+    rows = [SamplingRow(ways[at % 3], 7, at, history, 1) for at in range(size)]
+    step = runner.stage(batch, rows)()
+    drawn = draw(StepLogits(step.values.clone()), rows).token_ids
+    if step.drawn is None:
+        return Check(name, None, note="no graph drew")
+    same = float((step.drawn == drawn).float().mean())
+    return Check(name, same == 1, {"same": same})
 
 
 def _cost(label: str, runner: ModelRunner, size: int, batch: Batch) -> Check:

@@ -15,7 +15,8 @@ from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.index.slot_table import SlotTable
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Executor, Int32Array
+from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Int32Array
+from tests.support.tiers.tier_events import act, any_session
 from tests.support.tiers.tier_world import TierWorld
 from tests.support.worlds.kept_pool import KeptMemory, chains, write_all
 from tests.support.worlds.moments import in_flight
@@ -50,25 +51,15 @@ def killed(seed: int) -> tuple[int, int, int, int, int]:
 
     for _ in range(NUM_EVENTS):
         event = choose(100)
-        while len(world.engines) < 2:
-            world.open(Executor.ENGINE)
-        session = list(world.engines)[choose(2)]
-        if event < 12 or not world.engines[session].sequences:
-            world.create(session, choose)
-        elif event < 14:
-            world.close(session, may_still_write=bool(choose(2)))
-        elif event < 20 and world.ended:
-            (world.run_ended if choose(3) else world.end_quarantine)(world.ended[choose(len(world.ended))])
-        elif event < 22:
-            world.report(session, choose)
+        session = any_session(world, choose)
+        if not 22 <= event < 33 or not world.engines[session].sequences:
+            act(world, session, event, choose)
         elif event < 30:
             world.manager.write_record(1 + choose(4))
-        elif event < 33:
+        else:
             world.manager.publish_pending()
             write_all(world.manager)
             num_whole += check_whole(world, memory)
-        else:
-            world.step(session, choose)
         world.audit()
         if choose(2):
             sums += check_kill(world, memory)

@@ -184,13 +184,14 @@ class KvSpec:
     def stored_as(self, host_kv_dtype: str) -> "KvSpec":
         """The same with blocks below the device in this format; as they are, where they are none of numbers without scales.
 
-        So are heads whose length the format cannot hold, specs of a time that did not tell the type of an element, and pools
-        some of whose blocks are states.
+        So are heads whose length the format cannot hold, or so short that with their scales they would take no fewer bytes,
+        specs of a time that did not tell the type of an element, and pools some of whose blocks are states.
         """
         bits = HOST_BITS.get(host_kv_dtype, 0)
         are_numbers = self.element_type and not self.scaled_bits and not self.has_states
         fits = bits and are_numbers and self.head_dim % (16 // bits) == 0
-        return replace(self, host_kv_dtype=host_kv_dtype if fits else "")
+        stored = replace(self, host_kv_dtype=host_kv_dtype if fits else "")
+        return stored if stored.host_block_bytes < self.block_bytes else replace(self, host_kv_dtype="")
 
     @property
     def stored_key(self) -> bytes:

@@ -3,6 +3,8 @@
 A step's columns and the used part of its tables go over in one copy, from pinned memory; a second copy, on the device, spreads
 the tables over rows of full width. Two steps may be under way, so there is pinned memory for two, in turn. Rows that a batch
 does not fill are padding: no token to see, no slot to write to, and a place of their own for the token that they draw.
+
+The memory is: columns of int64, how rows are drawn, lengths of int32, tables.
 """
 
 from collections.abc import Mapping
@@ -14,10 +16,14 @@ import torch
 from kvkeeper.kernels.attention.paged_rows import Int64Array
 
 from ...values.batch import Batch
+from ...values.sampling_params import GREEDY, PlainDraws, draw_params
 from ..device.device_queue import DeviceQueue
 from ..device.upload import Stage, Staged
 
-_COLUMNS = ("token_ids", "positions", "slot_mapping", "awaited_rows", "rows")  # int64; then slots of further groups; then int32
+_COLUMNS = ("token_ids", "positions", "slot_mapping", "awaited_rows", "rows")  # and the slots of further groups
+_NUM_PARAMS, _NUM_NUMBERS = 5, 3  # columns of PlainDraws, of 8 bytes a row: float64, and seeds, sample indices and positions
+_NUM_DRAWING = _NUM_PARAMS + _NUM_NUMBERS
+_PADDING_PARAMS = np.array(draw_params(GREEDY))[:, None]
 _NONE = -1
 
 
@@ -25,12 +31,15 @@ class _Turn:
     """Pinned memory of one step, as arrays."""
 
     def __init__(self, stage: Stage, wide: tuple[str, ...], most_rows: int, tables_at: int) -> None:
-        raw = stage.memory.numpy()
+        raw, draws_at = stage.memory.numpy(), 8 * len(wide) * most_rows
+        numbers_at, lens_at = draws_at + 8 * _NUM_PARAMS * most_rows, draws_at + 8 * _NUM_DRAWING * most_rows
         self.stage, self.memory = stage, stage.memory
         self.columns: dict[str, Int64Array] = {
             name: raw[at * most_rows * 8 : (at + 1) * most_rows * 8].view(np.int64) for at, name in enumerate(wide)
         }
-        self.lens: npt.NDArray[np.int32] = raw[8 * len(wide) * most_rows :][: 4 * most_rows].view(np.int32)
+        self.params: npt.NDArray[np.float64] = raw[draws_at:numbers_at].view(np.float64).reshape(_NUM_PARAMS, most_rows)
+        self.numbers: npt.NDArray[np.uint64] = raw[numbers_at:lens_at].view(np.uint64).reshape(_NUM_NUMBERS, most_rows)
+        self.lens: npt.NDArray[np.int32] = raw[lens_at:][: 4 * most_rows].view(np.int32)
         self.tables: npt.NDArray[np.int32] = raw[tables_at:].view(np.int32)
 
 
@@ -53,7 +62,8 @@ class DecodeInputs:
         self._queue = queue
         wide = (*_COLUMNS, *(f"slot_mapping_{group}" for group in range(1, num_groups)))
         self._paddings = {name: {"token_ids": 0, "positions": 0, "rows": padding_row}.get(name, _NONE) for name in wide}
-        header = most_rows * (8 * len(wide) + 4)
+        draws_at, lens_at = 8 * len(wide) * most_rows, 8 * (len(wide) + _NUM_DRAWING) * most_rows
+        header = lens_at + 4 * most_rows
         self._tables_at = -(-header // 16) * 16
         num_bytes = self._tables_at + num_groups * most_rows * table_width * 4
         stages = (Stage(num_bytes, pin_memory=pin_memory) for _ in range(2))
@@ -64,7 +74,10 @@ class DecodeInputs:
         self._columns = {
             name: self._landing[at * most_rows * 8 : (at + 1) * most_rows * 8].view(torch.int64) for at, name in enumerate(wide)
         }
-        self._lens = self._landing[8 * len(wide) * most_rows : header].view(torch.int32)
+        drawing = self._landing[draws_at:lens_at].view(_NUM_DRAWING, most_rows * 8)
+        self._params, self._numbers = drawing[:_NUM_PARAMS].view(torch.float64), drawing[_NUM_PARAMS:].view(torch.int64)
+        self._params.copy_(torch.from_numpy(_PADDING_PARAMS).expand(_NUM_PARAMS, most_rows))
+        self._lens = self._landing[lens_at:header].view(torch.int32)
         for name, column in self._columns.items():
             column.fill_(self._paddings[name])
 
@@ -75,8 +88,14 @@ class DecodeInputs:
         others |= {f"decode_tables_{group}": self._tables[group] for group in range(1, self.num_groups)}
         return columns | {name: whole[:num_rows] for name, whole in others.items()}
 
-    def stage(self, batch: Batch, num_rows: int) -> Staged[None]:
+    def drawing(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """How the first rows are drawn, in views that stay valid: what draw_plain takes beside the logits."""
+        return self._params[:, :num_rows], self._numbers[:, :num_rows]
+
+    def stage(self, batch: Batch, num_rows: int, draws: PlainDraws | None = None) -> Staged[None]:
         """Take a batch of single tokens into the first rows, and padding behind it, up to num_rows.
+
+        draws: how the rows of the batch are drawn; None: nothing is drawn from what `drawing` has.
 
         Answers the call that brings them to the device; the batch may change before it is made.
         """
@@ -92,6 +111,10 @@ class DecodeInputs:
         columns["awaited_rows"][:count] = _NONE if batch.awaited_rows is None else batch.awaited_rows
         columns["rows"][:count] = self._paddings["rows"] if batch.rows is None else batch.rows
         turn.lens[:count] = batch.seq_lens
+        if draws is not None:
+            turn.params[:, :count], turn.params[:, count:num_rows] = draws.params, _PADDING_PARAMS
+            seeds, sample_idx, positions = turn.numbers[:, :count]
+            seeds[:], sample_idx[:], positions[:] = draws.seeds, draws.sample_idx, draws.positions
         tables = turn.tables[: num_groups * count * used].reshape(num_groups, count, used)
         tables[0] = batch.block_tables
         if batch.group_tables is not None and batch.group_slots is not None:

@@ -179,7 +179,7 @@ def test_a_failure_on_the_device_ends_its_step_alone(model, capfd):
     plan = decoding.scheduler.schedule(0.0)
     work = decoding.scheduler.apply(plan, decoding.cache.step(plan))
 
-    def broken(batch):
+    def broken(batch, rows):
         def compute():
             raise RuntimeError("device-side assert")
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from kvkeeper.engine_service.model.chunked import decode_in_chunks
 from kvkeeper.kernels.activations.clamped_swiglu import clamped_swiglu
 from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
@@ -19,6 +20,7 @@ from kvkeeper.kernels.copy_blocks import copy_blocks, move_blocks
 from kvkeeper.kernels.gpu import decode_work
 from kvkeeper.kernels.gpu import paged_attention_prefill as paged_attention_prefill_kernels
 from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.philox import uniforms_there
 from kvkeeper.kernels.quantised.attention import QuantisedRows, quantised_decode, quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
@@ -159,6 +161,13 @@ def _sample(vocab_size: int) -> None:
     sample_rows(nowhere(128, vocab_size, dtype=torch.float32), params, doubles[4])
 
 
+def _attend_chunks(num_seqs: int, width: int) -> None:
+    """Decode of Llama 4: 5 queries for each head of K and V, tables of a chunk of 8192 tokens, gathered from wider ones."""
+    q, layer = nowhere(num_seqs, 40, 128), _arena(128, 16, torch.bfloat16)[:, 1]
+    tables, lens = decode_in_chunks(_ints(num_seqs, width), _ints(num_seqs), 8192, 16)
+    paged_attention_decode(q, layer, tables, lens, scale=0.1)
+
+
 def _add(name: str, launch: Callable[..., object], *args: object, **options: object) -> None:
     LAUNCHES[name] = lambda: launch(*args, **options)
 
@@ -198,6 +207,10 @@ for label, features in _FEATURES.items():
 for label, features in {"logits": {}, "logits window": {"window": 128}}.items():
     _add(f"prefill {label} d64", _attend, 64, 16, torch.bfloat16, num_queries=8192, logits=True, **features)
 _add("decode logits d64", _attend, 64, 16, torch.bfloat16, logits=True)
+_add("decode logits whole d64", _attend, 64, 16, torch.bfloat16, num_seqs=256, width=16, logits=True)
+_add("prefill logits split d64", _attend, 64, 16, torch.bfloat16, num_seqs=1, num_queries=64, logits=True)
+_add("decode logits shared d64", _attend, 64, 16, torch.bfloat16, num_seqs=32, logits=True)
+_add("decode chunks", _attend_chunks, 8, 4096)
 for num_rows in (64, 1024, 32768):
     _add(f"experts of {num_rows} rows bf16", _group, num_rows, torch.bfloat16)
 _add("experts of 1024 rows fp16", _group, 1024, torch.float16)
@@ -211,6 +224,8 @@ for latent, rope in ((512, 64), (256, 32)):
 VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
     "decode": (4, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (3, 8) for w in (1, 7, 16, 100)]),
     "decode shared": (7, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (16, 33) for w in (64, 99)]),
+    "decode chunks": (4, [partial(_attend_chunks, n, w) for n in (3, 8) for w in (7, 512, 700, 4096)]),
+    "uniforms": (1, [lambda n=n: uniforms_there(nowhere(3, 512, dtype=torch.int64)[:, :n]) for n in (1, 7, 16, 512)]),
     "prefill": (5, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
                     for n in (1, 2, 16) for t in (17, 64, 999) for w in (1, 7, 16, 200, 211)]),
     "experts": (5, [partial(_group, n, torch.bfloat16) for n in (1, 4, 16, 500, 700)]),
@@ -237,7 +252,10 @@ for name, head_dim, dtype, tail in (
     _add(f"stored decode {own}", _stored, name, head_dim, dtype, tail=tail)
     _add(f"stored prefill {own}", _stored, name, head_dim, dtype, tail=tail, num_queries=8192)
     _add(f"stored store {own}", _stored, name, head_dim, dtype, tail=tail, num_tokens=64)
+for kind, num_queries in (("decode", None), ("prefill", 8192)):
+    _add(f"stored {kind} logits int8 d64", _stored, "int8", 64, torch.bfloat16, num_queries=num_queries, logits=True)
 _add("copy_blocks", lambda: copy_blocks(_arena(128, 16, torch.bfloat16), [(1, 2), (3, 4)]))
 _add("move_blocks", lambda: move_blocks(*(nowhere(99, 3, 4096, dtype=torch.uint8)[:, 1] for _ in range(2)), [(1, 2), (3, 4)]))
+_add("uniforms", lambda: uniforms_there(nowhere(3, 256, dtype=torch.int64)))
 for vocab_size in (4096, 50_257, 262_144):  # the first one by one program a row
     _add(f"sample {vocab_size}", _sample, vocab_size)

@@ -1,8 +1,11 @@
 """Tensors that claim to be on CUDA, so that the wrappers pass them to the kernels; their data is on the CPU, or absent."""
 
+import dataclasses
+
 import torch
 
 from kvkeeper.engine_service.compute.device.upload import PackedUpload, Staged
+from kvkeeper.engine_service.compute.graphs import graphed_decode
 from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
 from kvkeeper.engine_service.model import decoder, experts, latent
 
@@ -31,7 +34,13 @@ def pretend_inputs_on_cuda(monkeypatch):
     def all_tensors(self, num_rows):
         return {name: tensor.as_subclass(PretendCuda) for name, tensor in tensors(self, num_rows).items()}
 
+    draw = graphed_decode.draw_plain
+
+    def draw_there(step, *drawing):
+        return draw(dataclasses.replace(step, values=on_cuda(step.values)[0]), *on_cuda(*drawing))
+
     monkeypatch.setattr(DecodeInputs, "tensors", all_tensors)
+    monkeypatch.setattr(graphed_decode, "draw_plain", draw_there)
 
 
 _OPS = ("attend_stored", "clamped_swiglu", "gelu_and_mul", "linear", "rms_norm", "rotary", "rotary_store_kv", "silu_and_mul")

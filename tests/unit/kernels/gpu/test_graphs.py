@@ -9,29 +9,35 @@ import triton.runtime.interpreter as interpreter
 
 from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, capture_decode
 from kvkeeper.engine_service.compute.graphs.sizes import graph_sizes
-from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, kv_layout_of
-from kvkeeper.engine_service.model.experts import ExpertWeights
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
 from kvkeeper.engine_service.model.layer_groups import group_layers, places_of
 from kvkeeper.engine_service.model.loader import load_model
-from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
-from tests.support.stand_ins.recorded_graphs import HostRead, NothingAllocates, RecordedGraphs
-from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
-from tests.unit.kernels.gpu.pretend import on_cuda, pretend_inputs_on_cuda, pretend_model_on_cuda
+from tests.support.models.tiny_models import build_model_folder
+from tests.support.stand_ins.recorded_graphs import NothingAllocates, RecordedGraphs
+from tests.support.worlds.batches import WantLogits
+from tests.unit.kernels.gpu.captured import (
+    BLOCK_SIZE,
+    BOUNDS,
+    CHOSEN,
+    CONTEXTS,
+    GEMMA2,
+    LLAMA4,
+    MOST_ROWS,
+    NUM_BLOCKS,
+    all_claim_to_be_on_cuda,
+    drawn_by,
+    make_runner,
+    model,
+    plain,
+    prompts,
+    ready,
+    ready_cold,
+    rows,
+)
+from tests.unit.kernels.gpu.pretend import on_cuda
 
+__all__ = ["all_claim_to_be_on_cuda", "model"]  # fixtures of the tests here
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
-BLOCK_SIZE, WIDTH, MOST_ROWS = 16, 3, 9
-BOUNDS = StepBounds(MOST_ROWS, WIDTH * BLOCK_SIZE)
-NUM_BLOCKS = 1 + MOST_ROWS * WIDTH
-CONTEXTS = [5, 16, 31, 1, 33, 40, 15, 47, 20]
-QWEN3, GEMMA2, LLAMA4 = (next(model for model in TINY_MODELS if model.name == name) for name in ("qwen3", "gemma2", "llama4"))
-CHOSEN = [QWEN3, GEMMA2, LLAMA4]  # LLAMA4: chunks, the lengths that queries grow with, and experts
-
-
-@pytest.fixture(autouse=True)
-def all_claim_to_be_on_cuda(monkeypatch):
-    pretend_model_on_cuda(monkeypatch)
-    pretend_inputs_on_cuda(monkeypatch)
-    monkeypatch.setattr(ExpertWeights, "packed", lambda self, pack: self)  # experts stay in one tensor, as on a device
 
 
 @pytest.fixture(params=CHOSEN, ids=lambda model: model.name)
@@ -39,60 +45,11 @@ def each_model(request, tmp_path):
     return load_model(build_model_folder(tmp_path, request.param), progress=False)[0]
 
 
-@pytest.fixture
-def model(tmp_path):
-    return load_model(build_model_folder(tmp_path, QWEN3), progress=False)[0]
-
-
-@pytest.fixture
-def cold(monkeypatch):
-    """Captures without the steps before them, which have a test of their own and take half a minute in the interpreter."""
-    monkeypatch.setattr("kvkeeper.engine_service.compute.model_runner.warm_up_batches", lambda *args, **options: ())
-
-
-def make_runner(model):
-    """A runner on an arena of its own, all of it NaN but the null block."""
-    layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
-    view = layout.view(torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8)).fill_(float("nan"))
-    view[0] = 0
-    return ModelRunner(model, on_cuda(view)[0], layout), view
-
-
-def ready(model, graphs=None):
-    runner, view = make_runner(model)
-    runner.make_ready(BOUNDS, graphs or RecordedGraphs(), with_retention=False, progress=False)
-    assert runner.graphed is not None
-    return runner, view
-
-
-TABLES = [np.arange(1 + WIDTH * seq, 1 + WIDTH * (seq + 1), dtype=np.int32)[::-1] for seq in range(MOST_ROWS)]
-TEXTS = [random_tokens(WIDTH * BLOCK_SIZE, seed) for seed in range(MOST_ROWS)]
-
-
-def rows(seqs, first=lambda seq: CONTEXTS[seq], last=lambda seq: CONTEXTS[seq] + 1, want=WantLogits.LAST):
-    chosen = [ScheduledRow(TEXTS[seq][first(seq) : last(seq)], first(seq), TABLES[seq], want) for seq in seqs]
-    return build_batch(chosen, BLOCK_SIZE)
-
-
-def prompts(runner):
-    """Keys and values of all contexts, the same in every arena; drawn, because to compute them takes the interpreter long."""
-    view, drawn = runner._kv_view.as_subclass(torch.Tensor), torch.Generator().manual_seed(1)
-    for seq, context in enumerate(CONTEXTS):
-        for position in range(context):
-            slot = view[TABLES[seq][position // BLOCK_SIZE], :, :, position % BLOCK_SIZE]
-            slot.copy_(torch.randn(slot.shape, generator=drawn))
-
-
 def computed_prompts(runner):
     for seq in range(MOST_ROWS):
         runner.forward(rows([seq], lambda seq: 0, lambda seq: CONTEXTS[seq]))
 
 
-def plain(tensor):
-    return tensor.as_subclass(torch.Tensor).clone()
-
-
-@pytest.mark.usefixtures("cold")
 def test_logits_are_those_without_graphs_for_every_size(each_model):
     (captured, seen), (without, other) = ready(each_model), make_runner(each_model)
     for runner in (captured, without):
@@ -107,7 +64,6 @@ def test_logits_are_those_without_graphs_for_every_size(each_model):
     assert not seen[0].any(), "padding wrote to the null block"
 
 
-@pytest.mark.usefixtures("cold")
 @pytest.mark.parametrize("kind", [GEMMA2, LLAMA4], ids=lambda model: model.name)
 def test_layers_in_groups_have_the_same_logits_by_tables_of_their_own(kind, tmp_path):
     model = load_model(build_model_folder(tmp_path, kind), progress=False)[0]
@@ -116,7 +72,7 @@ def test_layers_in_groups_have_the_same_logits_by_tables_of_their_own(kind, tmp_
     layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE, groups)
     view = layout.view(torch.zeros(len(groups) * NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8)).fill_(float("nan"))
     captured = ModelRunner(model, on_cuda(view)[0], layout, groups)
-    captured.make_ready(BOUNDS, RecordedGraphs(), with_retention=False, progress=False)
+    ready_cold(captured)
     prompts(without)
     for layer, (group, at) in enumerate(places_of(groups)):
         view[group * NUM_BLOCKS : (group + 1) * NUM_BLOCKS, at] = filled[:, layer]
@@ -136,7 +92,6 @@ def in_groups(batch, num_groups):
     return dataclasses.replace(batch, group_tables=shifted, group_slots=batch.slot_mapping + shifts[:, None] * BLOCK_SIZE)
 
 
-@pytest.mark.usefixtures("cold")
 def test_a_sequence_goes_on_from_replay_to_replay(model):
     captured, without = ready(model)[0], make_runner(model)[0]
     for runner in (captured, without):
@@ -146,33 +101,32 @@ def test_a_sequence_goes_on_from_replay_to_replay(model):
         torch.testing.assert_close(plain(captured.forward(batch)), plain(without.forward(batch)), rtol=0, atol=1e-6)
 
 
-@pytest.mark.usefixtures("cold")
 def test_nothing_is_allocated_at_replay_and_the_addresses_stay(model):
     runner, _ = ready(model)
     prompts(runner)
     addresses = set()
-    for seqs in ([0, 1, 2], [4, 5, 6, 7], [3, 8, 1]):
-        with torch.inference_mode(), NothingAllocates():
-            found = runner.graphed.stage(rows(seqs))()
-        addresses.add(found.values.data_ptr())
-    assert len(addresses) == 1
+    for seqs in ([0, 1, 2], [4, 5, 6, 7], [3]):
+        for how in ((), drawn_by(seqs)):
+            with torch.inference_mode(), NothingAllocates():
+                found = runner.graphed.stage(rows(seqs), how)()
+            assert (found.drawn is None) == (not how)
+            addresses.add(found.values.data_ptr())
+    assert len(addresses) == 1, "the logits of all sizes lie in one place"
 
 
-@pytest.mark.usefixtures("cold")
 def test_another_arena_is_captured_anew_and_the_old_one_is_left_alone(model):
     first, old = ready(model)
     prompts(first)
     expected, before = plain(first.forward(rows([0, 1]))), old.clone()
     graphs = RecordedGraphs()
     second, new = ready(model, graphs)
-    assert len(graphs.graphs) == len(graph_sizes(MOST_ROWS))
+    assert len(graphs.graphs) == 2 * len(graph_sizes(MOST_ROWS)), "a decode and a draw of each size"
     prompts(second)
     torch.testing.assert_close(plain(second.forward(rows([0, 1]))), expected, rtol=0, atol=1e-6)
     assert torch.equal(old.nan_to_num(7), before.nan_to_num(7))
     assert torch.equal(new[1:].isnan(), old[1:].isnan())
 
 
-@pytest.mark.usefixtures("cold")
 def test_what_was_not_captured_falls_back(model, monkeypatch):
     runner, without = ready(model)[0], make_runner(model)[0]
     for each in (runner, without):
@@ -191,58 +145,24 @@ def test_what_was_not_captured_falls_back(model, monkeypatch):
 
 def check_the_bounds_of_what_is_captured(runner):
     others = (torch.device("cpu"), RecordedGraphs(), runner.queue, runner.last_tokens)
-    small = capture_decode(runner._plain_decode, DecodeShape(2, 1, 17), *others, progress=False)
+    small = capture_decode(runner._plain_decode, DecodeShape(2, 1, 17, runner.vocab_size), *others, progress=False)
     assert small.stage(rows([0, 1, 6])) is None, "three rows"
     assert small.stage(rows([2])) is None, "two blocks"
     assert small.stage(rows([0, 3])) is not None
-    narrow = capture_decode(runner._plain_decode, DecodeShape(2, 9, 6), *others, progress=False)
+    narrow = capture_decode(runner._plain_decode, DecodeShape(2, 9, 6, runner.vocab_size), *others, progress=False)
     assert narrow.stage(rows([1])) is None, "a position that the tables do not have"
     assert narrow.stage(rows([0])) is not None
 
 
-@pytest.mark.usefixtures("cold")
 def test_a_capture_that_fails_leaves_an_engine_that_serves(model, capfd):
     class Refusing:
         def capture(self, run):
             raise RuntimeError("operation not permitted when stream is capturing")
 
     runner, _ = make_runner(model)
-    runner.make_ready(BOUNDS, Refusing(), with_retention=False, progress=False)
+    ready_cold(runner, Refusing())
     assert runner.graphed is None
     prompts(runner)
-
-
-READS = {
-    "float": lambda x: float(x.sum()),
-    "tolist": lambda x: x.tolist()[0],
-    "numpy": lambda x: x.numpy()[0],
-    "nonzero": lambda x: len(x.nonzero()),
-}
-
-
-@pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_the_recorder_refuses_a_capture_that_waits_for_the_device(read):
-    x = torch.ones(3)
-    with pytest.raises(HostRead):
-        RecordedGraphs().capture(lambda: x * read(x))
-
-
-def test_the_recorder_replays_on_the_memory_of_the_capture():
-    x = torch.zeros(4)
-    graph, made = RecordedGraphs().capture(lambda: (x[1:] + 1).mul_(2).sum())
-    x.copy_(torch.tensor([9.0, 1.0, 2.0, 3.0]))
-    graph.replay()
-    assert made.item() == 18
-
-
-@pytest.mark.parametrize("copy", [lambda x: x.contiguous(), lambda x: x.reshape(-1)], ids=["contiguous", "reshape"])
-def test_the_recorder_replays_copies_that_might_have_been_views(copy):
-    x = torch.zeros(4)
-    with torch.inference_mode():
-        graph, made = RecordedGraphs().capture(lambda: copy(x.view(2, 2).T))
-        x.copy_(torch.tensor([9.0, 1.0, 2.0, 3.0]))
-        graph.replay()
-    assert made.flatten().tolist() == [9, 2, 1, 3]
 
 
 def variant(executor, args, kwargs):

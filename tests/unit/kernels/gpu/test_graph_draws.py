@@ -1,0 +1,67 @@
+"""Tokens that a captured graph draws, on the Triton path, interpreted: those that are drawn without one."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from kvkeeper.engine_service.compute.sampler import draw
+from kvkeeper.engine_service.compute.step_logits import StepLogits
+from kvkeeper.engine_service.values.sampling_params import LIKELIEST, PlainDraws, SamplingParams
+from tests.unit.kernels.gpu.captured import MOST_ROWS, TABLES, all_claim_to_be_on_cuda, drawn_by, model, prompts, ready, rows
+from tests.unit.kernels.gpu.pretend import on_cuda
+
+__all__ = ["all_claim_to_be_on_cuda", "model"]  # fixtures of the tests here
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+
+
+def test_what_a_graph_draws_is_what_is_drawn_without_one(model):
+    runner, _ = ready(model)
+    prompts(runner)
+    found = set()
+    for draws, seqs in enumerate(([0], [8, 1], [3, 6, 5], list(range(MOST_ROWS))), 1):
+        how = drawn_by(seqs)
+        with torch.inference_mode():
+            step = runner.stage(
+                dataclasses.replace(rows(seqs), rows=np.array(seqs)), how if draws % 2 else PlainDraws.of(how)
+            )()
+        assert runner.graphed.num_draws == draws
+        drawn, outside = draw(step, how), draw(StepLogits(on_cuda(step.values.clone())[0]), how)
+        assert drawn.token_ids is step.drawn
+        assert drawn.token_ids.tolist() == outside.token_ids.tolist() == drawn.told.tolist() == outside.told.tolist()
+        assert runner.last_tokens.tensor[seqs].tolist() == drawn.token_ids.tolist(), "for the step behind"
+        found.update(drawn.token_ids.tolist())
+    assert len(found) > 5, "they are drawn"
+
+
+def test_rows_that_no_graph_can_draw_are_drawn_behind_it(model):
+    class OneToken:
+        def allowed(self):
+            return np.arange(model.config.vocab_size) == 7
+
+    runner, _ = ready(model)
+    prompts(runner)
+    penalised = [SamplingParams(temperature=0.5, repetition_penalty=1.2)]
+    for how in (
+        drawn_by([0, 1], penalised),
+        [*drawn_by([0]), *drawn_by([1], constraint=OneToken())],
+        [LIKELIEST, LIKELIEST],
+        drawn_by([0]),  # of one row alone
+    ):
+        with torch.inference_mode():
+            step = runner.stage(rows([0, 1]), how)()
+        assert step.drawn is None
+        assert step.likeliest.tolist() == step.told.tolist()
+    assert runner.graphed.num_draws == 0
+
+
+def test_a_row_that_is_not_finite_is_told_and_the_others_are_drawn(model):
+    runner, view = ready(model)
+    prompts(runner)
+    view[TABLES[1][0]] = float("nan")
+    how = drawn_by([0, 1, 2])
+    with torch.inference_mode():
+        step = runner.stage(rows([0, 1, 2]), how)()
+    assert (step.told >= 0).tolist() == [True, False, True]
+    assert step.told.tolist() == draw(StepLogits(on_cuda(step.values.clone())[0]), how).told.tolist()

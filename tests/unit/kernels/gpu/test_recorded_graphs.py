@@ -1,0 +1,38 @@
+"""The recorder of captures itself: what it refuses, and that a replay is one of the capture's memory."""
+
+import pytest
+import torch
+
+from tests.support.stand_ins.recorded_graphs import HostRead, RecordedGraphs
+
+READS = {
+    "float": lambda x: float(x.sum()),
+    "tolist": lambda x: x.tolist()[0],
+    "numpy": lambda x: x.numpy()[0],
+    "nonzero": lambda x: len(x.nonzero()),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_the_recorder_refuses_a_capture_that_waits_for_the_device(read):
+    x = torch.ones(3)
+    with pytest.raises(HostRead):
+        RecordedGraphs().capture(lambda: x * read(x))
+
+
+def test_the_recorder_replays_on_the_memory_of_the_capture():
+    x = torch.zeros(4)
+    graph, made = RecordedGraphs().capture(lambda: (x[1:] + 1).mul_(2).sum())
+    x.copy_(torch.tensor([9.0, 1.0, 2.0, 3.0]))
+    graph.replay()
+    assert made.item() == 18
+
+
+@pytest.mark.parametrize("copy", [lambda x: x.contiguous(), lambda x: x.reshape(-1)], ids=["contiguous", "reshape"])
+def test_the_recorder_replays_copies_that_might_have_been_views(copy):
+    x = torch.zeros(4)
+    with torch.inference_mode():
+        graph, made = RecordedGraphs().capture(lambda: copy(x.view(2, 2).T))
+        x.copy_(torch.tensor([9.0, 1.0, 2.0, 3.0]))
+        graph.replay()
+    assert made.flatten().tolist() == [9, 2, 1, 3]
