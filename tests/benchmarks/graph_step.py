@@ -23,7 +23,14 @@ from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, c
 from kvkeeper.engine_service.compute.model_runner import ModelRunner
 from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
 from kvkeeper.engine_service.scheduler.work import StepChanges, Work
-from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, PlainDraws, SamplingParams, SamplingRow
+from kvkeeper.engine_service.values.sampling_params import (
+    GREEDY,
+    LIKELIEST,
+    PlainDraws,
+    SampledRows,
+    SamplingParams,
+    SamplingRow,
+)
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.scratch import Scratch
 from tests.support.worlds.batches import ScheduledRow, build_batch
@@ -81,7 +88,7 @@ def figures() -> Iterator[dict[str, object]]:
         for name, params in _DRAWS.items():
             history = np.arange(_CONTEXT, dtype=np.int32) * 7 % _VOCAB
             rows = [SamplingRow(params, seed, 0, history, _CONTEXT // 2) for seed in range(num_rows)]
-            of_loop = {"likeliest": [LIKELIEST] * num_rows, "columns": PlainDraws.of(rows)}
+            of_loop: dict[str, SampledRows] = {"likeliest": [LIKELIEST] * num_rows, "columns": PlainDraws.of(rows)}
             how = StepRows(of_loop.get(name, rows), [])
             with mock.patch.object(sampler, "sample_rows", lambda logits, *_: torch.zeros(len(logits), dtype=torch.int64)):
                 whole = _median_us(partial(_launch_and_read, compute, work, how))
