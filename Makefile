@@ -12,24 +12,34 @@ PROTOS := $(shell find protos -name '*.proto')
 GENERATED := $(PROTOS:.proto=_pb2.py)
 TEST_NEEDS = $(VENV)/.dev $(GENERATED) clients/node/node_modules/.installed
 
+# Tests start hundreds of processes: each would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 BUNDLE := gpu-bundle
-.PHONY: help install proto up demo lint format docs test test-serving test-computing test-core test-fast bench soak gpu-check gpu-bundle vllm-check clean
+.PHONY: help install proto up demo lint format docs check test test-serving test-computing test-core test-lint test-fast bench soak gpu-check gpu-bundle vllm-check clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s '	'
 
-$(VENV)/.run: constraints.txt pyproject.toml $(PROTOS)
+# $(1): extras of pyproject.toml.
+define install
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
 	    || { echo "kvkeeper needs Python 3.11 or 3.12; name one: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 $(TORCH_INDEX)
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[engine,cpu]'
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[$(1)]'
 	$(BIN)/python -c 'from kvkeeper.kernels.cpu import compiled; compiled.switch(on=True)'  # else the first engine compiles
-	touch $@
+	touch $(VENV)/.run
+endef
+comma := ,
 
-$(VENV)/.dev: $(VENV)/.run
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[engine,cpu,dev]'
+$(VENV)/.run: constraints.txt pyproject.toml $(PROTOS)
+	$(call install,engine$(comma)cpu)
+
+# Not on top of .run, which would build and install our own package a second time.
+$(VENV)/.dev: constraints.txt pyproject.toml $(PROTOS)
+	$(call install,engine$(comma)cpu$(comma)dev)
 	touch $@
 
 clients/node/node_modules/.installed: clients/node/package.json clients/node/package-lock.json
@@ -71,23 +81,30 @@ docs: $(VENV)/.dev $(GENERATED)  ## write the generated pages of docs/
 test: $(TEST_NEEDS)  ## all tests, in three lanes; of one folder: .venv/bin/pytest tests/unit/cache_service/core/index
 	$(MAKE) --no-print-directory -j3 test-serving test-computing test-core
 
+check: $(TEST_NEEDS)  ## what has to pass before a merge: lint and all tests, side by side
+	$(MAKE) --no-print-directory -j4 test-serving test-computing test-core test-lint
+
 # What only computes: it keeps no time and starts no services, so it may wait for a processor.
 CORE := tests/unit/cache_service/core tests/sim tests/unit/cache_service/rpc/test_foretold_replies.py
-COMPUTING := tests/unit/kernels tests/unit/engine_service/model tests/unit/engine_service/scheduler tests/unit/engine_service/compute
+COMPUTING := tests/unit/kernels tests/unit/engine_service/model tests/unit/engine_service/scheduler tests/unit/engine_service/compute \
+    tests/contracts tests/packaging
 # Behind all else that wants a processor; shown when it has ended.
 define in_background
 	@mkdir -p build
-	@nice -n 19 $(BIN)/python -m pytest $(1) >build/$@.log 2>&1; code=$$?; cat build/$@.log; exit $$code
+	@nice -n 19 $(1) >build/$@.log 2>&1; code=$$?; cat build/$@.log; exit $$code
 endef
 
 test-serving: $(TEST_NEEDS)  ## the lane of the services: all tests but those of the other lanes
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(addprefix --ignore=,$(CORE) $(COMPUTING))
 
-test-computing: $(TEST_NEEDS)  ## the lane of kernels, models and the scheduler
-	$(call in_background,$(COMPUTING))
+test-computing: $(TEST_NEEDS)  ## the lane of kernels, models, the scheduler, documents and packages
+	$(call in_background,env PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(COMPUTING))
 
 test-core: $(TEST_NEEDS)  ## the lane of the cache service's core, with its simulations
-	$(call in_background,$(CORE))
+	$(call in_background,$(BIN)/python -m pytest $(CORE))
+
+test-lint: $(TEST_NEEDS)  ## lint, behind the tests
+	$(call in_background,$(MAKE) --no-print-directory lint)
 
 # What the inner loop leaves to `make test`: Hypothesis machines, workloads, interpreted kernels, many models.
 SLOW := tests/unit/cache_service/core/test_machine.py tests/unit/cache_service/core/test_tier_machine.py \

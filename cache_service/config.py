@@ -77,11 +77,16 @@ def parse_quotas(text: str) -> tuple[tuple[str, float], ...]:
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Names of "a,b". Raises ValueError."""
-    names = tuple(text.split(",")) if text else ()
-    if not all(names) or len(set(names)) < len(names):
-        raise ValueError("names, each once, such as a,b")
+    """Names of "a,b". Raises ValueError, also for none at all: who leaves a list empty does not mean everybody."""
+    names = tuple(text.split(","))
+    if _names_refusal(names):
+        raise ValueError("names, each once and without spaces around it, such as a,b")
     return names
+
+
+def _names_refusal(names: Sequence[str]) -> str | None:
+    are_names = all(name and name == name.strip() for name in names) and len(set(names)) == len(names)
+    return None if are_names else "names, each once and without spaces around it"
 
 
 def parse_shares(text: str) -> tuple[float, ...]:
@@ -123,7 +128,7 @@ _QUOTA = must_be(
 )
 
 
-_TENANTS = Check("TENANT, ...", lambda names: None if all(names) and len(set(names)) == len(names) else "names, each once")
+_TENANTS = Check("TENANT, ...", _names_refusal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,6 +487,10 @@ class CacheConfig:
             raise ConfigError("--disk-path takes what leaves the host tier, so it needs one, see --host-memory")
         if self.disk_path is not None and self.prefix_ttl is not None:
             raise ConfigError("--disk-path keeps blocks without an end, so it does not go with --prefix-ttl")
+        if self.disk_tenants and self.disk_path is None:
+            raise ConfigError("--disk-tenants is of a disk tier, so it needs one, see --disk-path")
+        if self.remote_tenants and not self.remote:
+            raise ConfigError("--remote-tenants is of a remote tier, so it needs one, see --remote")
         if bool(self.remote) != (self.remote_secret is not None):
             raise ConfigError("a remote tier has a server and a secret, see --remote and --remote-secret")
         if self.remote_memory and not self.remote.startswith("mooncake:"):

@@ -340,8 +340,8 @@ class EngineConfig:
         help="most of a sequence's newest tokens, in whole blocks, that are also kept as the model computes them; 0: none",
         check=between(0, 1 << 20),
         unit="tokens",
-        details="With --kv-dtype fp8, int8 or int4. Not with --role prefill or decode, nor where the cache service has a host"
-        " tier, a disk tier or --memory-dir: there all tokens are read as they are stored.",
+        details="With --kv-dtype fp8, int8 or int4. Not with --role prefill or decode: there all tokens are read as they are"
+        " stored.",
     )
     cpu_kernels: str = setting(
         "auto",
@@ -370,8 +370,17 @@ class EngineConfig:
         group="Model",
         help="keep only the window or chunk of layers that have one, in block tables of their own",
         details="For native families with sliding windows or chunks in some layers and none in others; others are served as"
-        " without. Not with --role prefill or decode, nor where the cache service has a host tier, a disk tier or --memory-dir:"
-        " there all layers keep all tokens.",
+        " without, and so are all by a cache service that knows no such tables.",
+    )
+    checkpoint_tokens: int = setting(
+        1024,
+        group="Model",
+        help="of models with recurrent layers, tokens from one state that is kept to the next",
+        check=between(1, 1 << 20),
+        unit="tokens",
+        details="In whole blocks, and one block at least. A prefix hit ends at such a state, and what a preemption takes is"
+        " computed again from the last one. Each of them takes a block of every group of recurrent layers. Engines share KV"
+        " only where it is equal.",
     )
     tensor_parallel: int = setting(
         1,

@@ -64,7 +64,7 @@ class PoolManager:
         lookup = PrefixLookup(state, swapper.host if swapper is not None else None)
         lifecycle, reservations = SequenceLifecycle(state, swapper), Reservations(state)
         prompts = self._prompts = PromptWatch(state)
-        starter = SequenceStarter(state, lookup, swapper, prompts)
+        starter = SequenceStarter(state, lookup, reservations, swapper, prompts)
         self.reclaim = Reclaim(state, lifecycle, swapper)
         inflight = InflightPrefixes(state, lookup)
         self._steps = StepApplier(state, lifecycle, reservations, starter, inflight, swapper, prompts)

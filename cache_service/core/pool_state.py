@@ -174,6 +174,8 @@ def _check_config(config: PoolConfig) -> None:
     spans = config.group_spans
     if not spans or not spans[0].is_whole or min(span.num_tokens for span in spans) < 0:
         raise InvalidField("the first group of layers reads all tokens", field="group_spans", limit=0)
+    if config.has_states and (config.has_tail or any(span.checkpoint_blocks < 0 for span in spans)):
+        raise InvalidField("a group of states is beside no tail, and keeps each 1st entry or fewer", field="group_spans")
     if not 0 <= config.watermark < 1:
         raise InvalidField("watermark is a share from 0 to below 1", field="watermark", limit=1)
     if config.num_host_blocks and config.num_host_blocks < 2:

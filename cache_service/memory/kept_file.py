@@ -121,6 +121,10 @@ class Description:
         for name in ("scaled_bits", "host_kv_dtype"):
             if not fields["spec"][name]:
                 del fields["spec"][name]
+        for group in fields["spec"]["groups"]:
+            for name in ("state_bytes", "checkpoint_blocks"):
+                if not group[name]:
+                    del group[name]
         if not self.spec.groups:  # as before there were groups
             del fields["spec"]["groups"]
         if self.place == Place():  # as before there were other places
@@ -163,7 +167,10 @@ def _are_groups(spec: KvSpec) -> bool:
     """Whether each layer is in one group, and the first group reads all tokens."""
     layers = [layer for group in spec.groups for layer in group.layers]
     numbers = [*layers, *(number for group in spec.groups for number in (group.window, group.tail_item_bytes))]
+    numbers += [group.checkpoint_blocks for group in spec.groups]
     if not all(type(number) is int and 0 <= number < 1 << 31 for number in numbers):
+        return False
+    if not all(_has_lawful_states(spec, group) for group in spec.groups):
         return False
     if not all(group.layers and type(group.is_chunked) is bool for group in spec.groups):
         return False
@@ -174,7 +181,14 @@ def _are_groups(spec: KvSpec) -> bool:
         if not are_tails or list(first.layers) != every:
             return False
         layers = layers[len(every) :]
-    return sorted(layers) == every and not first.window
+    return sorted(layers) == every and not first.window and not first.state_bytes
+
+
+def _has_lawful_states(spec: KvSpec, group: LayerGroup) -> bool:
+    """Whether it has none, or such that fit a block and have checkpoints."""
+    if type(group.state_bytes) is not int or bool(group.state_bytes) != bool(group.checkpoint_blocks):
+        return False
+    return not group.state_bytes or (0 < group.state_bytes <= spec.block_bytes and not (group.window or group.is_tail))
 
 
 def _told_counts(spec: KvSpec) -> list[int]:

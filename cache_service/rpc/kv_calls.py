@@ -53,8 +53,12 @@ class KvCalls:
         check_range("num_tokens", request.num_tokens, 0, committed - first)
         count = request.num_tokens or max(readable.num_tokens - first, 0)
         check_bounds(readable, first, count)
-        layers = request.layer_idx or range(num_layers)
+        spec = live.pool.info.spec
+        layers = request.layer_idx or [idx for idx in range(num_layers) if not spec.is_recurrent(idx)]
         for layer_idx in layers:
+            if spec.is_recurrent(layer_idx):
+                text = f"layer {layer_idx} is recurrent: it has a state, and no K and V"
+                raise NotImplementedYet(text, feature="layer_group_kind")
             _table(live.pool, readable.view, layer_idx, first, count)
         live.pool.manager.note_read(live.core.id, sequence_id)
         for layer_idx in layers:
@@ -79,6 +83,9 @@ class KvCalls:
             await self._one_item.wait_for_copies(request)  # a copy may overwrite the block that is written
             with self._one_item.session(request) as live:
                 rows = _rows_of(live.pool, request.kv_dtype)
+                if live.pool.info.spec.has_states:
+                    text = "K and V are not written by call beside recurrent layers, whose states no call writes"
+                    raise NotImplementedYet(text, feature="layer_group_kind")
                 _write(live.pool, rows, live.core.id, sequence_id, request.layer_idx, request.first_token_idx, key, value)
             num_chunks += 1
             num_bytes += len(key) + len(value)

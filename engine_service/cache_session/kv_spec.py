@@ -110,4 +110,12 @@ def _group(group: LayerGroup) -> pb.LayerGroup:
     kind = pb.LAYER_GROUP_KIND_FULL if group.window is None else pb.LAYER_GROUP_KIND_SLIDING_WINDOW
     if group.is_chunked:
         kind = pb.LAYER_GROUP_KIND_CHUNKED
-    return pb.LayerGroup(kind=kind, layer_idx=group.layers, window_tokens=group.window or 0)
+    if group.is_recurrent:
+        kind = pb.LAYER_GROUP_KIND_RECURRENT
+    return pb.LayerGroup(
+        kind=kind,
+        layer_idx=group.layers,
+        window_tokens=group.window or 0,
+        state_bytes=group.state_bytes,
+        checkpoint_blocks=group.checkpoint_blocks,
+    )

@@ -17,8 +17,7 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
     """What the scheduler may do on this pool."""
     own = _OWN_BOUND, config.max_tokens_per_sequence or pool.max_tokens_with_retention
     of_cache = _CACHE_BOUND, pool.max_tokens_with_retention
-    chunked = pb.LAYER_GROUP_KIND_CHUNKED
-    spans = tuple(ReadSpan(group.window_tokens, group.kind == chunked) for group in pool.spec.groups) or (WHOLE,)
+    spans = tuple(map(_span_of, pool.spec.groups)) or (WHOLE,)
     of_pool = _POOL_BOUND, (pool.num_blocks - 1) * pool.block_size
     if len(spans) > 1:
         of_pool = _POOL_BOUND, pool.max_tokens_per_sequence
@@ -48,3 +47,10 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
         bound=bound,
         retained_bound=retained_bound,
     )
+
+
+def _span_of(group: pb.LayerGroup) -> ReadSpan:
+    """What a token reads in a group; of states that of the token before."""
+    if group.kind == pb.LAYER_GROUP_KIND_RECURRENT:
+        return ReadSpan(2, checkpoint_blocks=group.checkpoint_blocks)
+    return ReadSpan(group.window_tokens, group.kind == pb.LAYER_GROUP_KIND_CHUNKED)

@@ -7,7 +7,7 @@ its own and knows no sequence: the block tables say which blocks to read and wri
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -24,6 +24,7 @@ from ..model.attention import StepAttention, attention_arrays, attention_parts, 
 from ..model.checkpoint.errors import ModelError
 from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup
+from ..model.recurrent import Runs, StatePages, build_state_metadata, runs_of, state_arrays
 from ..model.stored_attention import StoredAttention, build_stored_attention
 from ..values.batch import Batch
 from ..values.sampling_params import SampledRows
@@ -123,7 +124,7 @@ class Model(Protocol):
 
 def kv_layout_of(config: Shape, dtype: torch.dtype, block_size: int, groups: Sequence[LayerGroup] = ()) -> KvLayout:
     """The layout of the blocks that a model of this config, computing in `dtype`, needs. groups: a block has one's layers."""
-    num_layers = max((len(group.layers) for group in groups), default=config.num_layers)
+    num_layers = max((len(group.layers) for group in groups if not group.is_recurrent), default=config.num_layers)
     return KvLayout(num_layers, config.num_kv_heads, config.head_dim, dtype, block_size, config.is_latent)
 
 
@@ -141,6 +142,14 @@ def _needed_layout(model: Model, layout: AnyLayout, groups: Sequence[LayerGroup]
         model.dtype,
         tail_layers,
     )
+
+
+def _state_pages(model: Model, kv_view: torch.Tensor, groups: Sequence[LayerGroup]) -> dict[int, StatePages]:
+    """By number of the group, of the recurrent ones."""
+    if not isinstance(model, Decoder) or model.config.delta is None:
+        return {}
+    shape = model.config.delta.shape
+    return {at: StatePages(kv_view, shape, len(group.layers)) for at, group in enumerate(groups) if group.is_recurrent}
 
 
 class ModelRunner:
@@ -180,6 +189,7 @@ class ModelRunner:
         self._layout = layout
         self._groups = groups
         self._parts, self._places = attention_parts(() if self._stored else groups, model.config.windows, model.config.chunks)
+        self._states = _state_pages(model, kv_view, groups)
         self._scratch = Scratch(kv_view.device)
         self.queue = queue or queue_of(kv_view.device)
         self._upload = upload_to(kv_view, self.queue)
@@ -199,7 +209,7 @@ class ModelRunner:
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
         """Run every kernel once, so that none is compiled while requests wait, and capture decodes if there is an API for it.
 
-        A decoder whose launches cannot be captured is told in the log, and computes plainly.
+        A decoder whose launches cannot be captured is told in the log, and computes plainly; so does one with recurrent layers.
 
         Args:
             with_retention: whether steps will have rows with sink and window.
@@ -212,6 +222,9 @@ class ModelRunner:
                 warm_up_sampling(logits)
         self.synchronize()
         if graphs is None or not isinstance(self._model, Decoder):
+            return
+        if self._states:
+            log.info("graphs_left_out", message="decodes of a model with recurrent layers are computed without CUDA graphs")
             return
         self._num_positions = self._model.reserve_positions(bounds.most_tokens)
         width = -(-bounds.most_tokens // self._layout.block_size)
@@ -230,14 +243,23 @@ class ModelRunner:
     def _plain_decode(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch, logits: torch.Tensor) -> torch.Tensor:
         """See graphed_decode.PlainDecode."""
         assert isinstance(self._model, Decoder), "other models are not captured"
-        metadata = self._attention(tensors, scratch)
+        metadata = self._attention(tensors, scratch, ())
         token_ids, positions, last = tensors["token_ids"], tensors["positions"], self._num_positions - 1
         return self._model.forward(token_ids, positions, last, self._kv_view, metadata, tensors["logit_rows"], logits)
 
-    def _attention(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch) -> StepAttention | StoredAttention:
+    def _attention(
+        self, tensors: Mapping[str, torch.Tensor], scratch: Scratch, runs: Runs, *, is_written: bool = True
+    ) -> StepAttention | StoredAttention:
         if self._stored:
             return build_stored_attention(tensors, self._stored)
-        return build_step_attention(tensors, self._kv_view, self._parts, self._places, self._model.dtype, scratch)
+        found = build_step_attention(tensors, self._kv_view, self._parts, self._places, self._model.dtype, scratch)
+        if not self._states:
+            return found
+        states = {
+            group: build_state_metadata(tensors, group, pages, runs, is_written=is_written)
+            for group, pages in self._states.items()
+        }
+        return replace(found, states=states)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -258,8 +280,14 @@ class ModelRunner:
         arrays = {"token_ids": batch.token_ids, "positions": batch.positions, "logit_rows": batch.logit_rows}
         if batch.awaited_rows is not None:
             arrays["awaited_rows"] = batch.awaited_rows
-        upload = self._upload.stage(arrays | attention_arrays(batch, self._parts, self._layout.block_size))
-        plain = partial(self._plain, upload, int(batch.positions.max()))
+        arrays |= attention_arrays(batch, self._parts, self._layout.block_size)
+        runs: Runs = ()
+        if self._states:
+            runs = runs_of(batch, len(self._groups) - 1, self._layout.block_size)
+            arrays |= state_arrays(batch, tuple(self._states), runs, self._layout.block_size)
+        upload = self._upload.stage(arrays)
+        attention = partial(self._attention, scratch=self._scratch, runs=runs, is_written=batch.group_tables is not None)
+        plain = partial(self._plain, upload, int(batch.positions.max()), attention)
         return Staged(partial(self._on_device, plain), upload.give_back)
 
     @torch.inference_mode()
@@ -267,13 +295,18 @@ class ModelRunner:
         with self._current_device():
             return compute()
 
-    def _plain(self, upload: Callable[[], Mapping[str, torch.Tensor]], max_position: int) -> StepLogits:
+    def _plain(
+        self,
+        upload: Callable[[], Mapping[str, torch.Tensor]],
+        max_position: int,
+        attention: Callable[[Mapping[str, torch.Tensor]], StepAttention | StoredAttention],
+    ) -> StepLogits:
         """Without a graph."""
         tensors = upload()
         token_ids = tensors["token_ids"]
         if "awaited_rows" in tensors:
             token_ids = self.last_tokens.filled_there(token_ids, tensors["awaited_rows"])
-        metadata = self._attention(tensors, self._scratch)
+        metadata = attention(tensors)
         logits = self._model.forward(
             token_ids, tensors["positions"], max_position, self._kv_view, metadata, tensors["logit_rows"]
         )

@@ -19,7 +19,7 @@ from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from ..values.sampling_params import PlainDraws, SampledRows, SamplingRow, are_likeliest
 from .device.last_tokens import LastTokens
 from .device.upload import at_device
-from .penalties import apply_penalties
+from .penalties import apply_penalties, penalised_logits
 from .step_logits import NOT_FINITE, StepLogits, with_likeliest
 
 log = structlog.get_logger()
@@ -88,7 +88,10 @@ def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None) ->
         assert likeliest is not None
         return Drawn(likeliest, told)
     raw, is_finite, constrained = logits, told >= 0, logits
-    if not isinstance(rows, PlainDraws):
+    if isinstance(rows, PlainDraws):
+        if rows.penalised is not None:
+            logits = constrained = penalised_logits(logits, rows.penalised, last)
+    else:
         logits = apply_penalties(logits, rows, last)
         constrained = _apply_constraints(logits, rows)
     can_go_on = None if constrained is logits else constrained.amax(dim=1) > -torch.inf

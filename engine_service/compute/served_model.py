@@ -35,6 +35,7 @@ from ..outputs.tokenizer import Tokenizer
 from ..values.sampling_params import NEUTRAL, SamplingParams
 from .graphs.graph_api import CudaGraphs
 from .model_runner import AnyLayout, Model, ModelRunner, Runner, StepBounds, Warmed, kv_layout_of
+from .recurrent_model import has_states, recurrent_model
 from .sampling_defaults import read_sampling_defaults
 from .self_check import load_checked_model
 from .stored.stored_model import format_for, refuse_stored, stored_model
@@ -97,6 +98,8 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
     name = INT8 if dtype == INT8 else _name(decoder.dtype)
     served = _from_folder(folder, raw, decoder, name, _num_parameters(folder, model_config), json.dumps(both))
     served = dataclasses.replace(_ready_on_device(served, config, progress=progress), num_ranks=split.num_ranks)
+    if has_states(model_config):
+        return recurrent_model(served, decoder, config)
     if (kv_format := format_for(config.kv_dtype, decoder.dtype)) is not None:
         if model_config.is_latent:
             refuse_stored(config.kv_dtype, "models with latent attention")
@@ -180,6 +183,8 @@ def _refuses_retention(model: Model) -> str:
         return "a model whose cache holds latents"
     if any(model.config.chunks):
         return "a model with chunks of its own"
+    if has_states(model.config):
+        return "a model with recurrent layers"
     return "a model with windows of its own" if any(model.config.windows) else ""
 
 

@@ -15,7 +15,7 @@ import structlog
 from ..compute.sampler import SampledTokens
 from ..compute.step_compute import Computed, StepRows
 from ..outputs.generation import Generation
-from ..outputs.slot_draws import SlotDraws
+from ..outputs.slot_draws import Histories, SlotDraws
 from ..outputs.unread_tokens import Slots, UnreadTokens
 from ..scheduler.plan import Plan
 from ..scheduler.scheduler import NO_BLOCKS, Scheduler
@@ -180,7 +180,8 @@ class OpenRequests:
         has_one_each = len(work.sampled) == len(work.sample_rows) and not work.searched
         if has_one_each and len(work.logit_idx) == len(work.sampled):
             running, rows = self._scheduler.running, work.sample_rows
-            plain = self._draws.rows(running.slots[rows], running.num_tokens[rows] + work.awaited)
+            histories = Histories(running.tokens, rows, running.num_tokens[rows], running.num_prompt[rows], work.awaited)
+            plain = self._draws.rows(running.slots[rows], histories)
             if plain is not None:
                 return StepRows(plain, [])
         drawing = [sequence for sequence, own in zip(work.sampled, work.guesses, strict=True) for _ in range(len(own) + 1)]

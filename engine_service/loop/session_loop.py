@@ -25,7 +25,10 @@ from .engine import Engine
 
 log = structlog.get_logger()
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
+# Requests that were under way wait for the cache service to be back, so an attempt, which costs next to nothing, comes soon
+# after it is.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 0.25
+_LOG_PAUSE_S = 1.0
 
 
 class CacheServiceRefused(Exception):
@@ -82,12 +85,14 @@ async def _open(
     engine: Engine, attempt: Callable[[], Awaitable[KvMemory]], config: EngineConfig, *, may_refuse: bool
 ) -> KvMemory | None:
     """A session, after however many attempts; None when the engine was stopped."""
-    pause, give_up_at = _FIRST_PAUSE_S, time.monotonic() + config.reconnect_timeout
+    pause, give_up_at, log_at = _FIRST_PAUSE_S, time.monotonic() + config.reconnect_timeout, 0.0
     while not engine.is_stopping:
         try:
             return await attempt()
         except KvkeeperError as error:
-            log.warning("no_session", code=error.code.name, reason=error.reason, message=error.message)
+            if time.monotonic() >= log_at:
+                log.warning("no_session", code=error.code.name, reason=error.reason, message=error.message)
+                log_at = time.monotonic() + _LOG_PAUSE_S
             if may_refuse and not has_ended_session(error):
                 raise CacheServiceRefused(f"the cache service refuses this engine: {error}") from None
         if time.monotonic() > give_up_at:

@@ -1,7 +1,7 @@
 """Attention of one step: which rows decode, which prefill, and what both need, worked out once for all layers."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from kvkeeper.kernels.store_kv import StorePlan, plan_store, store_kv
 from ..values.batch import Batch, BatchRetention, IntArray
 from .chunked import decode_in_chunks, prefill_in_chunks
 from .layer_groups import LayerGroup, places_of
+from .recurrent import StateMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,14 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class StepAttention:
-    """What attention needs by part of the layers, and of each layer its part and its place in a block."""
+    """What attention needs by part of the layers, and of each layer its part and its place in a block.
+
+    states: by group, what recurrent layers need instead.
+    """
 
     groups: tuple[AttentionMetadata, ...]
     places: tuple[tuple[int, int], ...]
+    states: Mapping[int, StateMetadata] = field(default_factory=dict)
 
     @property
     def sink_positions(self) -> torch.Tensor | None:
@@ -70,6 +75,11 @@ class StepAttention:
         """The metadata, and the layer's index in a block."""
         group, at = self.places[layer]
         return self.groups[group], at
+
+    def states_of(self, layer: int) -> tuple[StateMetadata, int]:
+        """Of a recurrent layer, the metadata and the layer's index in its group's pages."""
+        group, at = self.places[layer]
+        return self.states[group], at
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +96,12 @@ def attention_parts(
 ) -> tuple[tuple[AttentionPart, ...], tuple[tuple[int, int], ...]]:
     """The parts of a model's layers, and of each layer its part and its place in the blocks of that part's table.
 
-    One for each group of layers; without groups one for all layers, and one more for each size of chunks.
+    One for each group of layers that attend, which come first; without groups one for all layers, and one more for each size of
+    chunks.
     """
     if groups:
-        kinds = ((None, group.window) if group.is_chunked else (group.window, None) for group in groups)
+        attending = (group for group in groups if not group.is_recurrent)
+        kinds = ((None, group.window) if group.is_chunked else (group.window, None) for group in attending)
         return tuple(AttentionPart(at, (window,), chunk) for at, (window, chunk) in enumerate(kinds)), places_of(groups)
     sizes = [None, *sorted({chunk for chunk in chunks if chunk})]
     of_layers = [sizes.index(chunk) for chunk in chunks] if chunks else [0] * len(windows)
@@ -119,7 +131,8 @@ def attention_arrays(batch: Batch, parts: Sequence[AttentionPart] = (), block_si
     if batch.retention is not None:
         arrays["sink_positions"] = _sink_positions(batch, batch.retention)
     if batch.group_tables is not None and batch.group_slots is not None:
-        for at, slots in enumerate(batch.group_slots):
+        num_tables = max((part.table + 1 for part in parts), default=1 + len(batch.group_slots))
+        for at, slots in enumerate(batch.group_slots[: num_tables - 1]):
             arrays[f"slot_mapping_{at + 1}"] = slots
             for part, rows in (("decode", ones), ("prefill", several)):
                 if len(rows):

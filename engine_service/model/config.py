@@ -15,6 +15,7 @@ from kvkeeper.kernels.attention.latent_widths import LatentWidths
 from .checkpoint.errors import ModelError, UnsupportedModelError
 from .checkpoint.json_fields import CONFIG_FILE, bad, count, flag, number
 from .checkpoint.json_file import read_json_object
+from .delta_config import DeltaConfig, parse_delta
 from .families.family import ExpertNames, Family, LatentFamily, QkNorm, RoutingRule
 from .families.table import FAMILIES
 from .quantised.scheme import FIELD, Scheme, parse_scheme
@@ -24,12 +25,12 @@ from .routing import Routing
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Experts, in the MLPs of `layers`. num_shared: widths of an expert that the MLP of all tokens has; 0: there is none."""
+    """Experts, in the MLPs of `layers`. shared_size: width of the MLP that all tokens go through; 0: there is none."""
 
     layers: frozenset[int]
     num_experts: int
     intermediate_size: int
-    num_shared: int
+    shared_size: int
     routing: Routing
 
 
@@ -77,7 +78,9 @@ class ModelConfig:
         residual_scale: factor of what attention and MLP give, before it is added.
         attention_soft_cap, logit_soft_cap: bounds that scores and logits are bent towards.
         has_sink_logits: each head's softmax has a key without a value, with a score of its own.
+        has_output_gate: what each head attends to is multiplied by the sigmoid of a projection of its own.
         latent: attention is over latents; then head_dim is a slot's, of one KV head. None: over K and V.
+        delta: some layers are gated delta nets, which keep a state instead of K and V. None: all are attention.
         experts: None: every MLP is one.
         scheme: how projections are stored; None: as plain numbers.
     """
@@ -119,7 +122,9 @@ class ModelConfig:
     unrotated: frozenset[int] = frozenset()
     temperature: Temperature | None = None
     pairs_sides: bool = False
+    has_output_gate: bool = False
     latent: LatentConfig | None = None
+    delta: DeltaConfig | None = None
     experts: ExpertsConfig | None = None
     scheme: Scheme | None = None
 
@@ -246,8 +251,10 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         swiglu_alpha=number(raw, "swiglu_alpha", 1.702),
         swiglu_limit=number(raw, "swiglu_limit", 7.0),
         has_sink_logits=family.has_sink_logits,
+        has_output_gate=family.has_output_gate,
         latent=latent,
-        norm_offset=family.is_gemma,
+        delta=None if family.delta is None else parse_delta(raw, family.delta, num_layers),
+        norm_offset=family.is_gemma or family.has_norm_offset,
         norms=family.norms,
         embed_scale=_embed_scale(raw, family, hidden_size),
         score_scale=_multiplier(raw, family, "attention_multiplier"),
@@ -333,11 +340,17 @@ def _parse_experts(raw: Mapping[str, Any], family: Family, num_layers: int) -> E
     num_experts, num_chosen = count(raw, key), count(raw, "num_experts_per_tok")
     if num_chosen > num_experts:
         raise bad("num_experts_per_tok", f"{num_chosen} is more than {key} {num_experts}")
+    layers = _expert_layers(raw, family.experts.routing, num_layers)
+    width, shared_size = count(raw, family.experts.intermediate_key), 0
+    if family.experts.shared_key:
+        shared_size = count(raw, family.experts.shared_key)
+    elif family.experts.shared:
+        shared_size = count(raw, "n_shared_experts", family.experts.default_shared) * width
     return ExpertsConfig(
-        layers=_expert_layers(raw, family.experts.routing, num_layers),
+        layers=layers,
         num_experts=num_experts,
-        intermediate_size=count(raw, family.experts.intermediate_key),
-        num_shared=count(raw, "n_shared_experts", family.experts.default_shared) if family.experts.shared else 0,
+        intermediate_size=width,
+        shared_size=shared_size,
         routing=_parse_routing(raw, family.experts, num_experts, num_chosen),
     )
 

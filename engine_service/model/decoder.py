@@ -26,6 +26,7 @@ from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 
 from .attention import AttentionMetadata, StepAttention, attend_stored
 from .config import ModelConfig
+from .delta_layer import DeltaWeights, delta_layer
 from .experts import ExpertWeights, MlpWeights, Weight, apply_mlp
 from .latent import LatentWeights, latent_attention
 from .parallel.split import WHOLE, Split
@@ -40,9 +41,10 @@ class LayerWeights:
     Attributes:
         input_norm, post_norm: [H], of what attention and MLP take.
         attention_out_norm, mlp_out_norm: [H], of what they give, before it is added.
-        qkv: [(N + 2 M) D, H]: queries, keys, values; None: `latent` has what attention projects.
+        qkv: [(N + 2 M) D, H]: queries, keys, values, and behind them the N D of an output gate, where the family has one; None:
+            `latent` has what attention projects, or `delta` what a gated delta net does.
         qk_norm: [N + M, D], the norm's weight for every query and key head.
-        o: [H, N D].
+        o: [H, N D]; of a gated delta net [H, Hv Dv].
         sink_logits: float32 [N], see paged_attention_decode.
     """
 
@@ -56,6 +58,7 @@ class LayerWeights:
     mlp_out_norm: torch.Tensor | None = None
     sink_logits: torch.Tensor | None = None
     latent: LatentWeights | None = None
+    delta: DeltaWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +155,12 @@ class Decoder:
             window = self.config.windows[index]
             turned = rotation if window is None else local_rotation
             turned, growing = (no_rotation, growth) if index in unrotated else (turned, None)
-            of_layer, at = metadata.of_layer(index)
-            x = self._attention(index, x, layer, turned, at_sinks, kv_view[:, at], of_layer, growing)
+            if layer.delta is not None and self.config.delta is not None:
+                assert isinstance(metadata, StepAttention), "states are not stored in another format"
+                x = delta_layer(x, layer.delta, self.config.delta.shape, eps, *metadata.states_of(index))
+            else:
+                of_layer, at = metadata.of_layer(index)
+                x = self._attention(index, x, layer, turned, at_sinks, kv_view[:, at], of_layer, growing)
             if index + 1 == len(self._layers):  # K and V are written: only the wanted rows go on
                 x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
             x = self._branch(self._add_up(linear(x, layer.o)), layer.attention_out_norm)
@@ -212,7 +219,8 @@ class Decoder:
         assert layer.qkv is not None, "a layer has either"
         num_rotated = config.num_heads + config.num_kv_heads
         qkv = linear(x, layer.qkv).unflatten(1, (-1, config.head_dim))
-        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        num_stored = num_rotated + config.num_kv_heads
+        qk, v = qkv[:, :num_rotated], qkv[:, num_rotated:num_stored]
         if growth is not None:
             queries = (qk[:, : config.num_heads] * growth).to(qk.dtype)
             qk = torch.cat((queries, qk[:, config.num_heads :]), 1)
@@ -236,7 +244,7 @@ class Decoder:
             out = attend_stored(q, kv_layer, metadata, config.scale, window, cap, q_sink, layer.sink_logits).flatten(1)
         if self.watch is not None:
             self.watch(index, q, out)
-        return out
+        return out * qkv[:, num_stored:].flatten(1).sigmoid() if config.has_output_gate else out
 
 
 def _gate_of(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -262,4 +270,5 @@ def _pack_layer(layer: LayerWeights, pack: Callable[[LinearWeight], Weight]) -> 
 
     qkv = None if layer.qkv is None else packed(layer.qkv)
     latent = None if layer.latent is None else layer.latent.packed(packed)
-    return dataclasses.replace(layer, qkv=qkv, latent=latent, o=packed(layer.o), mlp=layer.mlp.packed(packed))
+    delta = None if layer.delta is None else layer.delta.packed(packed)
+    return dataclasses.replace(layer, qkv=qkv, latent=latent, delta=delta, o=packed(layer.o), mlp=layer.mlp.packed(packed))

@@ -48,6 +48,8 @@ class ExpertWeights:
         experts: views of `stacked`, until they are packed.
         correction: float32 [E], added to scores where experts are chosen, not where they are weighed; None: none.
         shared: the MLP that all tokens go through beside their experts; None: none.
+        shared_gate: [1, H], the sigmoid of whose product with a token weighs that; None: it counts as it is. It stays as the
+            router does.
         stacked: kept on CUDA; None: each expert is packed by itself.
     """
 
@@ -56,6 +58,7 @@ class ExpertWeights:
     routing: Routing
     correction: torch.Tensor | None = None
     shared: MlpWeights | None = None
+    shared_gate: LinearWeight | None = None
     stacked: StackedExperts | None = None
 
     def packed(self, pack: Callable[[Weight], Weight]) -> "ExpertWeights":
@@ -83,7 +86,10 @@ def apply_mlp(
         mixed = shares @ found
     else:
         mixed = (_apply_sorted(x, weights, chosen, gate, given).unflatten(0, chosen.shape) * shares[..., None]).sum(1)
-    return mixed if weights.shared is None else mixed + apply_mlp(x, weights.shared, gate)
+    if weights.shared is None:
+        return mixed
+    shared = apply_mlp(x, weights.shared, gate)
+    return mixed + (shared if weights.shared_gate is None else linear(x, weights.shared_gate).sigmoid() * shared)
 
 
 def _apply_sorted(

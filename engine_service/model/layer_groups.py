@@ -1,11 +1,14 @@
-"""Groups of layers: which layers of a model keep their K and V in one block, by the windows that the layers have.
+"""Groups of layers: which layers of a model keep their K and V, or their states, in one block.
 
 Owns the choice. Each group has layers of one window, and about equally many, because blocks of all groups have one size: what a
-smaller group leaves of its blocks is wasted. Pure.
+smaller group leaves of its blocks is wasted. Layers with states come in as few groups as fit the blocks of the layers that keep
+all tokens. Pure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+from .checkpoint.errors import UnsupportedModelError
 
 _MOST_GROUPS = 12  # each has a table of every sequence, which a step has to handle
 _FULL_WEIGHT = 16  # of a layer that keeps all tokens, against one that keeps a window
@@ -17,11 +20,19 @@ class LayerGroup:
     """Numbers of layers, ascending. window: tokens that each token reads in them, itself included; None: all.
 
     is_chunked: instead it reads those of its chunk of so many.
+    state_bytes: of the states of its layers, which are kept instead of tokens; 0: tokens are. checkpoint_blocks: of so many
+    blocks one is kept with the states at its end.
     """
 
     layers: tuple[int, ...]
     window: int | None
     is_chunked: bool = False
+    state_bytes: int = 0
+    checkpoint_blocks: int = 0
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.state_bytes > 0
 
 
 def group_layers(windows: Sequence[int | None], chunks: Sequence[int | None] = ()) -> tuple[LayerGroup, ...]:
@@ -45,6 +56,30 @@ def group_layers(windows: Sequence[int | None], chunks: Sequence[int | None] = (
         LayerGroup(tuple(layers[first : first + size]), window, has_chunks and window is not None)
         for window, layers in kinds
         for first in range(0, len(layers), size)
+    )
+
+
+def group_states(
+    recurrent: Collection[int], num_layers: int, state_bytes: int, token_bytes: int, block_size: int, checkpoint_blocks: int
+) -> tuple[LayerGroup, ...]:
+    """The group of the layers that keep all tokens, and behind it those of the recurrent ones.
+
+    Args:
+        state_bytes: of one layer.
+        token_bytes: K and V of a token in one layer that keeps all.
+    """
+    full = tuple(layer for layer in range(num_layers) if layer not in recurrent)
+    ordered, block_bytes = sorted(recurrent), len(full) * token_bytes * block_size
+    size = min(len(ordered), block_bytes // state_bytes)
+    least = -(-len(ordered) // (_MOST_GROUPS - 1))
+    if size < least:
+        fits = -(-least * state_bytes // (len(full) * token_bytes))
+        raise UnsupportedModelError("--block-size", block_size, f"{fits} or more: a block holds a state of {least} layers")
+    size = -(-len(ordered) // -(-len(ordered) // size))  # about equally many in each
+    groups = (tuple(ordered[first : first + size]) for first in range(0, len(ordered), size))
+    return (
+        LayerGroup(full, None),
+        *(LayerGroup(each, None, False, len(each) * state_bytes, checkpoint_blocks) for each in groups),
     )
 
 

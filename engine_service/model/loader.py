@@ -63,7 +63,8 @@ def load_model(
     config = read_model_config(folder)
     files = list_weight_files(folder)
     weights, destinations = allocate_weights(config, compute_dtype(config.weights_dtype, device, dtype), device, split)
-    ignored = _LAYER if FAMILIES[config.family].ignores_later_layers else None
+    family = FAMILIES[config.family]
+    ignored = _LAYER if family.ignores_later_layers else None
     num_bytes = sum(file.stat().st_size for file in files)
     bar = tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
     with bar:
@@ -79,6 +80,8 @@ def load_model(
             if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and has_no_head):
                 continue  # written by old versions of transformers, and follows from config.json; or not of this rank
             if ignored is not None and (found := ignored.match(name)) and int(found[1]) >= config.num_layers:
+                continue
+            if family.ignores and name.startswith(family.ignores):
                 continue
             destination = destinations.pop(name, None)
             if destination is None:

@@ -1,53 +1,23 @@
 """Where every stored tensor of a Hugging Face checkpoint goes in the decoder's fused matrices, or which part of it a rank's."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
 from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.attention.latent_widths import LatentWidths
 
-from .checkpoint.safetensors_files import StoredTensor
 from .config import LatentConfig, ModelConfig
 from .decoder import DecoderWeights, LayerWeights
+from .delta_map import allocate_delta, delta_destinations
+from .destination import ALL, Destination, Empty, all_of
 from .experts import ExpertWeights, MlpWeights, StackedExperts, Weight
 from .families.family import ExpertNames
 from .families.table import FAMILIES
 from .latent import LatentWeights
 from .parallel.split import WHOLE, Split, config_of_rank
 from .rope.rotary_table import rotated_order
-
-_Empty = Callable[..., torch.Tensor]
-_ALL: tuple[slice, ...] = (slice(None),)
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """A stored tensor of `shape` is copied to `part`, a view of a parameter (broadcast where part is larger).
-
-    turned: how what is read of the stored tensor is looked at first; None: as it is.
-    places: which parts of the stored tensor they are, one behind the other by rows; all of it by default.
-    """
-
-    part: torch.Tensor
-    shape: tuple[int, ...]
-    turned: Callable[[torch.Tensor], torch.Tensor] | None = None
-    places: tuple[tuple[slice, ...], ...] = (_ALL,)
-
-    def fill(self, stored: torch.Tensor | StoredTensor) -> None:
-        """Reads no more than what goes to the part. Raises WeightsError."""
-        if len(self.places) == 1:
-            self._put(self.part, stored[self.places[0]])
-            return
-        at = 0
-        for place in self.places:
-            found = stored[place]
-            self._put(self.part[at : at + len(found)], found)
-            at += len(found)
-
-    def _put(self, part: torch.Tensor, found: torch.Tensor) -> None:
-        part.copy_(found if self.turned is None else self.turned(found))
 
 
 def allocate_weights(
@@ -64,12 +34,12 @@ def allocate_weights(
     own = config_of_rank(config, split)
     embed, norm = empty(config.vocab_size, config.hidden_size), empty(config.hidden_size)
     layers = [_allocate_layer(own, index, empty) for index in range(config.num_layers)]
-    destinations = {"model.embed_tokens.weight": _whole(embed), "model.norm.weight": _whole(norm)}
+    destinations = {"model.embed_tokens.weight": all_of(embed), "model.norm.weight": all_of(norm)}
     lm_head: torch.Tensor | None = None
     if split.is_first:
         lm_head = embed if config.tied_embeddings else empty(config.vocab_size, config.hidden_size)
         if not config.tied_embeddings:
-            destinations["lm_head.weight"] = _whole(lm_head)
+            destinations["lm_head.weight"] = all_of(lm_head)
     for index, layer in enumerate(layers):
         for name, destination in _layer_destinations(config, own, layer, split):
             destinations[f"model.layers.{index}.{name}"] = destination
@@ -108,7 +78,11 @@ def pair_rotated(config: ModelConfig, weights: DecoderWeights) -> None:
     order = _from_sides(config.head_dim) if config.pairs_sides else rotated_order(config.head_dim, rotated_dim)
     num_rows = (config.num_heads + config.num_kv_heads) * config.head_dim
     for layer in weights.layers:
-        assert isinstance(layer.qkv, LinearWeight) and config.qk_norm in ("none", "unit"), "no such family"
+        if layer.delta is not None:
+            continue
+        assert isinstance(layer.qkv, LinearWeight) and config.qk_norm != "whole", "no such family"
+        if layer.qk_norm is not None:
+            layer.qk_norm.copy_(layer.qk_norm[:, order.to(layer.qk_norm.device)])
         for stored in (layer.qkv.data, layer.qkv.bias):
             if stored is not None:
                 heads = stored[:num_rows].unflatten(0, (-1, config.head_dim))
@@ -136,46 +110,51 @@ def _pair_latents(widths: LatentWidths, weights: DecoderWeights) -> None:
             each.copy_(each[order.to(each.device)])
 
 
-def _projection(empty: _Empty, num_out: int, num_in: int, bias: bool) -> LinearWeight:
+def _projection(empty: Empty, num_out: int, num_in: int, bias: bool) -> LinearWeight:
     return LinearWeight(empty(num_out, num_in), empty(num_out) if bias else None)
 
 
-def _allocate_mlp(config: ModelConfig, width: int, empty: _Empty) -> MlpWeights:
+def _allocate_mlp(config: ModelConfig, width: int, empty: Empty) -> MlpWeights:
     gate_up = _projection(empty, 2 * width, config.hidden_size, config.mlp_bias)
     return MlpWeights(gate_up, _projection(empty, config.hidden_size, width, config.mlp_bias))
 
 
-def _allocate_layer(config: ModelConfig, index: int, empty: _Empty) -> LayerWeights:
+def _allocate_layer(config: ModelConfig, index: int, empty: Empty) -> LayerWeights:
     hidden, head_dim = config.hidden_size, config.head_dim
-    num_rotated = config.num_heads + config.num_kv_heads
+    num_heads = config.num_heads * (2 if config.has_output_gate else 1) + 2 * config.num_kv_heads
 
     def projection(num_out: int, num_in: int, bias: bool) -> LinearWeight:
         return _projection(empty, num_out, num_in, bias)
 
-    latent = config.latent
+    latent, delta = config.latent, config.delta
+    is_delta = delta is not None and index in delta.layers
+    num_outputs = config.num_heads * (head_dim if latent is None else latent.widths.value)
+    if delta is not None and is_delta:
+        num_outputs = delta.shape.num_value_heads * delta.shape.value_dim
     has_experts = config.experts is not None and index in config.experts.layers
     return LayerWeights(
         input_norm=None if config.norms == "after" else empty(hidden),
-        qkv=projection((num_rotated + config.num_kv_heads) * head_dim, hidden, config.qkv_bias) if latent is None else None,
-        qk_norm=_allocate_qk_norm(config, index, empty),
-        o=projection(hidden, config.num_heads * (head_dim if latent is None else latent.widths.value), config.o_bias),
+        qkv=projection(num_heads * head_dim, hidden, config.qkv_bias) if latent is None and not is_delta else None,
+        qk_norm=None if is_delta else _allocate_qk_norm(config, index, empty),
+        o=projection(hidden, num_outputs, config.o_bias and not is_delta),
         post_norm=None if config.norms == "after" else empty(hidden),
         mlp=_allocate_experts(config, empty) if has_experts else _allocate_mlp(config, config.intermediate_size, empty),
         attention_out_norm=None if config.norms == "before" else empty(hidden),
         mlp_out_norm=None if config.norms == "before" else empty(hidden),
         sink_logits=empty(config.num_heads).float() if config.has_sink_logits else None,
         latent=None if latent is None else _allocate_latent(config, latent, empty),
+        delta=allocate_delta(delta.shape, hidden, empty) if delta is not None and is_delta else None,
     )
 
 
-def _allocate_qk_norm(config: ModelConfig, index: int, empty: _Empty) -> torch.Tensor | None:
+def _allocate_qk_norm(config: ModelConfig, index: int, empty: Empty) -> torch.Tensor | None:
     if config.qk_norm == "none" or index in config.unrotated:
         return None
     weight = empty(config.num_heads + config.num_kv_heads, config.head_dim)
     return weight.fill_(1) if config.qk_norm == "unit" else weight
 
 
-def _allocate_latent(config: ModelConfig, latent: LatentConfig, empty: _Empty) -> LatentWeights:
+def _allocate_latent(config: ModelConfig, latent: LatentConfig, empty: Empty) -> LatentWeights:
     """A bias is zero for queries that have none: it is one for all that is projected together."""
     widths, rank = latent.widths, latent.query_rank
     num_query = config.num_heads * (widths.key + widths.rope)
@@ -189,7 +168,7 @@ def _allocate_latent(config: ModelConfig, latent: LatentConfig, empty: _Empty) -
     )
 
 
-def _allocate_experts(config: ModelConfig, empty: _Empty) -> ExpertWeights:
+def _allocate_experts(config: ModelConfig, empty: Empty) -> ExpertWeights:
     """Each expert is a view of all of them, which lie in one tensor."""
     experts, stored = config.experts, FAMILIES[config.family].experts
     assert experts is not None and stored is not None, "these layers come from that family"
@@ -207,7 +186,8 @@ def _allocate_experts(config: ModelConfig, empty: _Empty) -> ExpertWeights:
         experts=tuple(MlpWeights(one_of(stacked.gate_up, index), one_of(stacked.down, index)) for index in range(num)),
         routing=experts.routing,
         correction=empty(num).float() if stored.routing.has_correction else None,
-        shared=_allocate_mlp(config, experts.num_shared * inner, empty) if experts.num_shared else None,
+        shared=_allocate_mlp(config, experts.shared_size, empty) if experts.shared_size else None,
+        shared_gate=LinearWeight(empty(1, hidden)) if stored.shared_gate else None,
         stacked=stacked,
     )
 
@@ -224,7 +204,7 @@ def _layer_destinations(
         ("post_feedforward_layernorm", layer.mlp_out_norm),
     ):
         if norm is not None:
-            yield f"{name}.weight", _whole(norm)
+            yield f"{name}.weight", all_of(norm)
     head_dim, kv_heads = config.head_dim, split.of_kv_heads(config.num_kv_heads)
     q_rows, kv_rows = _scaled(split.of(config.num_heads), head_dim), _scaled(kv_heads, head_dim)
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
@@ -236,9 +216,17 @@ def _layer_destinations(
     if config.latent is not None and layer.latent is not None:
         yield from _latent_destinations(config, config.latent, layer.latent)
         yield from _by_inputs(layer.o, "self_attn.o_proj", *_whole_range(config.num_heads * config.latent.widths.value))
+    elif config.delta is not None and layer.delta is not None:
+        yield from delta_destinations(config.delta.shape, layer.delta)
+        shape = config.delta.shape
+        yield from _by_inputs(layer.o, "linear_attn.out_proj", *_whole_range(shape.num_value_heads * shape.value_dim))
     else:
         assert layer.qkv is not None, "a layer has either"
-        yield from _by_outputs(layer.qkv, stored, "self_attn.qkv_proj" if FAMILIES[config.family].is_fused else "")
+        if config.has_output_gate:
+            yield from _gated_queries(layer.qkv, config)
+            stored = stored[1:]
+        is_fused = FAMILIES[config.family].is_fused
+        yield from _by_outputs(_stored_alone(layer.qkv, config), stored, "self_attn.qkv_proj" if is_fused else "")
         yield from _by_inputs(layer.o, "self_attn.o_proj", q_size, q_rows)
     if layer.sink_logits is not None:
         yield "self_attn.sinks", Destination(layer.sink_logits, (config.num_heads,), places=_rows(split.of(config.num_heads)))
@@ -246,7 +234,32 @@ def _layer_destinations(
     if layer.qk_norm is not None and config.qk_norm != "unit":
         for name, part in (("q_norm", layer.qk_norm[: own.num_heads]), ("k_norm", layer.qk_norm[own.num_heads :])):
             is_whole = config.qk_norm == "whole"  # otherwise one stored weight is for all heads of a kind
-            yield f"self_attn.{name}.weight", _whole(part.flatten()) if is_whole else Destination(part, (config.head_dim,))
+            yield f"self_attn.{name}.weight", all_of(part.flatten()) if is_whole else Destination(part, (config.head_dim,))
+
+
+def _stored_alone(qkv: Weight, config: ModelConfig) -> LinearWeight:
+    """The rows of queries, keys and values; without queries that are stored with a gate."""
+    assert isinstance(qkv, LinearWeight), "weights are quantised when all are read"
+    if not config.has_output_gate:
+        return qkv
+    first, end = config.num_heads * config.head_dim, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    return LinearWeight(qkv.data[first:end], None if qkv.bias is None else qkv.bias[first:end])
+
+
+def _gated_queries(qkv: Weight, config: ModelConfig) -> Iterator[tuple[str, Destination]]:
+    """Stored is each head's queries and then its gate. They go to the first and to the last rows."""
+    assert isinstance(qkv, LinearWeight), "weights are quantised when all are read"
+    heads, dims = config.num_heads, config.head_dim
+    for kind, whole_part in (("weight", qkv.data), ("bias", qkv.bias)):
+        if whole_part is not None:
+            rest, inner = whole_part.shape[1:], whole_part.stride(0)
+            to_gate = (len(whole_part) - heads * dims) * inner
+            part = whole_part.as_strided((heads, 2, dims, *rest), (dims * inner, to_gate, inner, *whole_part.stride()[1:]))
+            yield f"self_attn.q_proj.{kind}", Destination(part, (2 * heads * dims, *rest), partial(_in_turn, dims))
+
+
+def _in_turn(dims: int, stored: torch.Tensor) -> torch.Tensor:
+    return stored.unflatten(0, (-1, 2, dims))
 
 
 def _mlp_destinations(config: ModelConfig, mlp: MlpWeights | ExpertWeights, split: Split) -> Iterator[tuple[str, Destination]]:
@@ -257,13 +270,15 @@ def _mlp_destinations(config: ModelConfig, mlp: MlpWeights | ExpertWeights, spli
         assert stored is not None and config.experts is not None, "these layers come from that family"
         for kind, part in (("weight", mlp.router.data), ("bias", mlp.router.bias)):
             if part is not None:
-                yield f"{stored.block}.{stored.router}.{kind}", _whole(part)
+                yield f"{stored.block}.{stored.router}.{kind}", all_of(part)
         width = config.experts.intermediate_size
         if mlp.correction is not None:
-            yield f"{stored.block}.{stored.router}.e_score_correction_bias", _whole(mlp.correction)
+            yield f"{stored.block}.{stored.router}.e_score_correction_bias", all_of(mlp.correction)
         if mlp.shared is not None:
-            shared = config.experts.num_shared * width
+            shared = config.experts.shared_size
             yield from _mlp_parts(mlp.shared, f"{stored.block}.{stored.shared}", names, shared, split.of(shared), False)
+        if mlp.shared_gate is not None:
+            yield f"{stored.block}.{stored.shared_gate}.weight", all_of(mlp.shared_gate.data)
         if stored.form != "single":
             assert mlp.stacked is not None, "nothing is packed yet"
             yield from _stacked_destinations(stored, mlp.stacked, width, split.of(width))
@@ -296,14 +311,14 @@ def _latent_destinations(
     for kind, whole in (("weight", down.data), ("bias", down.bias)):
         if whole is not None:
             if kind == "weight" or latent.query_rank is not None:
-                yield f"self_attn.{query}.{kind}", _whole(whole[:num_query])
-            yield f"self_attn.kv_a_proj_with_mqa.{kind}", _whole(whole[num_query:])
+                yield f"self_attn.{query}.{kind}", all_of(whole[:num_query])
+            yield f"self_attn.kv_a_proj_with_mqa.{kind}", all_of(whole[num_query:])
     if weights.query_up is not None and weights.query_norm is not None:
-        yield "self_attn.q_a_layernorm.weight", _whole(weights.query_norm)
+        yield "self_attn.q_a_layernorm.weight", all_of(weights.query_norm)
         parts = [("self_attn.q_b_proj", *_whole_range(config.num_heads * (widths.key + widths.rope)))]
         yield from _by_outputs(weights.query_up, parts, "")
-    yield "self_attn.kv_a_layernorm.weight", _whole(weights.norm)
-    yield "self_attn.kv_b_proj.weight", _whole(weights.up.flatten(0, 1))
+    yield "self_attn.kv_a_layernorm.weight", all_of(weights.norm)
+    yield "self_attn.kv_b_proj.weight", all_of(weights.up.flatten(0, 1))
 
 
 def _stacked_destinations(
@@ -319,11 +334,11 @@ def _stacked_destinations(
         for suffix, whole in (("", weight.data.transpose(1, 2)), ("_bias", weight.bias)):
             if whole is None:
                 continue
-            shape, place = list(whole.shape), tuple(_ALL)
+            shape, place = list(whole.shape), tuple(ALL)
             if is_paired:
-                shape[-1], place = 2 * width, (*_ALL * (whole.ndim - 1), pairs)
+                shape[-1], place = 2 * width, (*ALL * (whole.ndim - 1), pairs)
             elif not suffix:
-                shape[1], place = width, (*_ALL, slice(own.start, own.stop))
+                shape[1], place = width, (*ALL, slice(own.start, own.stop))
             if is_paired and are_halves:
                 yield f"{stored.block}.experts.{name}{suffix}", _halves(whole, tuple(shape), width, own)
                 continue
@@ -385,11 +400,7 @@ def _by_inputs(weight: Weight, name: str, num_inputs: int, own: range) -> Iterat
     assert isinstance(weight, LinearWeight), "weights are quantised when all are read"
     yield (
         f"{name}.weight",
-        Destination(weight.data, (len(weight.data), num_inputs), places=((*_ALL, slice(own.start, own.stop)),)),
+        Destination(weight.data, (len(weight.data), num_inputs), places=((*ALL, slice(own.start, own.stop)),)),
     )
     if weight.bias is not None:
-        yield f"{name}.bias", _whole(weight.bias)
-
-
-def _whole(part: torch.Tensor) -> Destination:
-    return Destination(part, tuple(part.shape))
+        yield f"{name}.bias", all_of(weight.bias)

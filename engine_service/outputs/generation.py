@@ -90,7 +90,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         tells_or_ranks = self.num_logprobs is not None or self.best_of is not None
-        is_plain = not (self.params.is_penalised or tells_or_ranks or self.constraints) and self.search is None
+        is_plain = not (tells_or_ranks or self.constraints) and self.search is None
         self.plain_params = self.params if is_plain else None
 
     @property

@@ -121,7 +121,9 @@ class AnswerApplier:
         """
         state, forks = self._state, self._forks
         running, waiting = state.running, state.waiting
-        tables = [forks.shared_table(child) for child in plan.forked]
+        # Where states have gone on behind a fork, fewer tokens are committed than are known.
+        lens = (answer.fork_committed if len(answer.fork_committed) else plan.fork_lens).tolist()
+        tables = [forks.shared_table(child, length) for child, length in zip(plan.forked, lens, strict=True)]
         waiting.num_known -= len(plan.release_ids)
         del waiting.releases[: len(plan.release_ids) - len(plan.released)]  # what came since is behind them
         for sequence in plan.released:
@@ -131,8 +133,8 @@ class AnswerApplier:
             else:
                 state.headroom.note_end()
         rows = np.full(len(plan.forked), -1, np.intp)
-        answers = zip(plan.forked, plan.fork_children.tolist(), tables, answer.fork_results.tolist(), strict=True)
-        for place, (child, child_id, table, result) in enumerate(answers):
+        answers = zip(plan.forked, plan.fork_children.tolist(), tables, lens, answer.fork_results.tolist(), strict=True)
+        for place, (child, child_id, table, length, result) in enumerate(answers):
             if result == _FORKED:
                 waiting.num_known += 1
             if child.state is SequenceState.ENDED:  # since the plan was made
@@ -142,8 +144,8 @@ class AnswerApplier:
                 forks.detach(child)
                 child.sequence_id = child_id
                 move_to(child, SequenceState.RUNNING)
-                shared = len(child.token_ids) - 1
-                rows[place] = running.add(child, num_computed=shared, num_known=shared, num_reserved=shared, table=table)
+                num_known = len(child.token_ids) - 1
+                rows[place] = running.add(child, length, num_known, length, table)
             else:
                 forks.start_alone(child)
         for sequence in plan.released:

@@ -38,16 +38,19 @@ class Forks:
         retention, limits = child.request.retention, self._state.limits
         if child.parent is None:
             return True
-        if limits.num_groups > 1 and not limits.may_cut(int(committed[child.parent.row]), len(child.token_ids) - 1):
+        shared = len(child.token_ids) - 1
+        if limits.num_groups > 1 and not limits.may_cut(int(committed[child.parent.row]), shared):
             return False
+        if limits.has_states and self._state.running.num_reserved[child.parent.row] > shared:
+            return False  # its state has gone on; a start finds the last one that is kept
         if retention is None:
             return True
-        return retention.may_fork(int(committed[child.parent.row]), len(child.token_ids) - 1, limits.block_size)
+        return retention.may_fork(int(committed[child.parent.row]), shared, limits.block_size)
 
-    def shared_table(self, child: Sequence) -> Int32Array:
-        """The part of the parent's block tables that a child forked now shares."""
+    def shared_table(self, child: Sequence, num_tokens: int) -> Int32Array:
+        """The part of the parent's block tables that a child forked now shares, of so many tokens."""
         assert child.parent is not None
-        num_blocks = -(-(len(child.token_ids) - 1) // self._state.limits.block_size)
+        num_blocks = -(-num_tokens // self._state.limits.block_size)
         assert child.parent.row is not None
         return self._state.running.table_of(child.parent.row, num_blocks)
 

@@ -54,6 +54,8 @@ class Planner:
         fork_lens = _column(len(child.token_ids) - 1 for child in forks)
         fork_children = np.array([waiting.draw_id() for _ in forks], np.int64)
         num_new, budget, prompt_budget, room = self._share_budget(live, len(forks))
+        if limits.has_states:
+            self._compute_all_granted(live, num_new)
         if running.num_retaining or running.num_groups > 1:
             self._hold_back(live, num_new)
         reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
@@ -193,8 +195,21 @@ class Planner:
         num_holes = np.maximum((computed - windows) // size + -running.num_sink[live] // size, 0)
         num_new[(windows > 0) & (computing >= (num_usable + num_holes) * size)] = 0
         if running.num_groups > 1:
-            num_held = num_usable + sum(state.limits.hole_ends(computed))
-            num_new[computing >= num_held // running.num_groups * size] = 0
+            num_new[state.limits.num_held(computed, computing + 1) > num_usable] = 0
+
+    def _compute_all_granted(self, live: IndexArray, num_new: Int32Array) -> None:
+        """Have steps end where a grant ends, because states are kept of its last token, and of no token before it.
+
+        Sequences that are about to be forked wait for that: behind the fork their state is another one.
+        """
+        running = self._state.running
+        granted = running.num_reserved[live] - running.num_computed[live] - running.num_computing[live]
+        np.maximum(num_new, granted, out=num_new, where=num_new > 0)
+        is_first = (running.num_drawing[live] > 0) & (running.num_tokens[live] == running.num_prompt[live])
+        for at in is_first.nonzero()[0].tolist():
+            sequence = running.sequences[live[at]]
+            if sequence is not None and not sequence.index and sequence.request.unforked:
+                num_new[at] = 0
 
     def _plan_starts(
         self, budget: int, num_free_rows: int, promised: Counter[Request], room: PromptRoom | None
@@ -249,8 +264,7 @@ class Planner:
         return promised
 
     def _num_new_blocks(self, rows: IndexArray, lens: Int32Array) -> int:
-        needed = -(-lens // self._state.limits.block_size) - self._state.running.num_blocks[rows]
-        return int(np.maximum(needed, 0).sum()) * self._state.limits.num_groups
+        return self._state.limits.num_granted(self._state.running.num_blocks[rows], lens)
 
 
 def _ids(sequences: Iterable[Sequence]) -> Int64Array:

@@ -73,7 +73,7 @@ class Preemptor:
             return 0
         if request.retention is not None:
             most = min(most, request.retention.num_tokens)  # what is behind them is private
-        return most // limits.block_size * limits.block_size
+        return most // limits.hit_unit * limits.hit_unit
 
     def _recompute(self, sequence: Sequence) -> None:
         """Release the sequence in the cache service, and queue it anew."""

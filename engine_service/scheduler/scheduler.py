@@ -142,11 +142,11 @@ class Scheduler:
     def take_out(self, request: Request, *, keeps_blocks: bool = False) -> list[Sequence]:
         """Take a request out of the queue and of the steps, with the tokens that it has; what is computed now is dropped.
 
-        The next step commits what was computed, and releases it. keeps_blocks: but for running sequences, until let_go.
-        Answers these.
+        The next step commits what was computed, and releases it. keeps_blocks: but for running sequences, until let_go; not in
+        a pool with states, which no other session takes. Answers these.
         """
         held, kept, running = [], [], self.state.running
-        keeps_blocks = keeps_blocks and not request.unforked
+        keeps_blocks = keeps_blocks and not request.unforked and not self.state.limits.has_states
         for sequence in request.sequences:
             has_ended = sequence.state is SequenceState.ENDED or self.state.rests(sequence)
             held.append(HeldTokens(sequence.index, self.state.tokens_of(sequence).copy(), has_ended))

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from .penalised_rows import PenalisedRows
 
 
 class SamplingParamsError(ValueError):
@@ -114,17 +117,19 @@ LIKELIEST = SamplingRow(GREEDY, 0, 0, np.empty(0, np.int32), 0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainDraws:
-    """R rows to sample by column: their draws hang on logits, parameters, seed and position, and nothing else is told.
+    """R rows to sample by column: their draws hang on logits, parameters, seed, position and history, and nothing else is told.
 
     Attributes:
         params: float64 [5, R], the columns temperature, top_k, top_p, min_p, typical_p.
         seeds, sample_idx, positions: uint64 [R], see SamplingRow.
+        penalised: those of them whose logits are to be penalised first; None: none are.
     """
 
     params: npt.NDArray[np.float64]
     seeds: npt.NDArray[np.uint64]
     sample_idx: npt.NDArray[np.uint64]
     positions: npt.NDArray[np.uint64]
+    penalised: "PenalisedRows | None" = None
 
     @classmethod
     def of(cls, rows: Sequence[SamplingRow]) -> "PlainDraws":
@@ -152,7 +157,7 @@ SampledRows = Sequence[SamplingRow] | PlainDraws
 def as_plain(rows: SampledRows) -> PlainDraws | None:
     """The rows by column; None: what was drawn before counts, or what may be drawn is said elsewhere, or all are LIKELIEST."""
     if isinstance(rows, PlainDraws):
-        return rows
+        return rows if rows.penalised is None else None
     if are_likeliest(rows) or any(row.params.is_penalised or row.constraint is not None for row in rows):
         return None
     return PlainDraws.of(rows)

@@ -12,7 +12,7 @@ from tests.support.worlds.cache_api import Api, Session, le32, le64, refusal, se
 from tests.support.worlds.memory_folder import memory_folder
 
 FULL, WINDOW = pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_SLIDING_WINDOW
-CHUNKED = pb.LAYER_GROUP_KIND_CHUNKED
+CHUNKED, RECURRENT = pb.LAYER_GROUP_KIND_CHUNKED, pb.LAYER_GROUP_KIND_RECURRENT
 SIZE, WINDOW_TOKENS = 4, 7
 
 
@@ -160,7 +160,7 @@ async def test_a_chunk_is_given_back_whole_and_a_hit_needs_its_start(api: Api) -
         ([pb.LayerGroup(kind=FULL, layer_idx=range(5)), pb.LayerGroup(kind=FULL)], "INVALID_FIELD"),
         ([pb.LayerGroup(layer_idx=range(5))], "INVALID_FIELD"),
         ([pb.LayerGroup(kind=pb.LAYER_GROUP_KIND_LATENT, layer_idx=range(5))], "NOT_IMPLEMENTED"),
-        ([pb.LayerGroup(kind=pb.LAYER_GROUP_KIND_RECURRENT, layer_idx=range(5))], "NOT_IMPLEMENTED"),
+        ([pb.LayerGroup(kind=RECURRENT, layer_idx=range(5), state_bytes=8, checkpoint_blocks=1)], "INVALID_FIELD"),
     ],
 )
 async def test_what_no_groups_can_be_is_refused(api: Api, groups: list[pb.LayerGroup], reason: str) -> None:

@@ -23,14 +23,8 @@ from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, c
 from kvkeeper.engine_service.compute.model_runner import ModelRunner
 from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
 from kvkeeper.engine_service.scheduler.work import StepChanges, Work
-from kvkeeper.engine_service.values.sampling_params import (
-    GREEDY,
-    LIKELIEST,
-    PlainDraws,
-    SampledRows,
-    SamplingParams,
-    SamplingRow,
-)
+from kvkeeper.engine_service.values.penalised_rows import PenalisedRows
+from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, PlainDraws, SamplingParams, SamplingRow
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.scratch import Scratch
 from tests.support.worlds.batches import ScheduledRow, build_batch
@@ -41,7 +35,6 @@ T = TypeVar("T")
 _DRAWS = {
     "likeliest": GREEDY,  # as the loop has them where nothing else is asked of a step
     "greedy": GREEDY,
-    "columns": SamplingParams(temperature=0.7, top_p=0.9),  # as the loop has plain draws
     "drawn": SamplingParams(temperature=0.7, top_p=0.9),
     "penalised": SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.1),
 }
@@ -88,11 +81,15 @@ def figures() -> Iterator[dict[str, object]]:
         for name, params in _DRAWS.items():
             history = np.arange(_CONTEXT, dtype=np.int32) * 7 % _VOCAB
             rows = [SamplingRow(params, seed, 0, history, _CONTEXT // 2) for seed in range(num_rows)]
-            of_loop: dict[str, SampledRows] = {"likeliest": [LIKELIEST] * num_rows, "columns": PlainDraws.of(rows)}
-            how = StepRows(of_loop.get(name, rows), [])
+            how = StepRows([LIKELIEST] * num_rows if name == "likeliest" else _columns(rows), [])
             with mock.patch.object(sampler, "sample_rows", lambda logits, *_: torch.zeros(len(logits), dtype=torch.int64)):
                 whole = _median_us(partial(_launch_and_read, compute, work, how))
             yield {"rows": num_rows, "draws": name, "inputs_and_replay_us": inputs, "step_us": whole}
+
+
+def _columns(rows: list[SamplingRow]) -> PlainDraws:
+    """As the loop has them of requests of which nothing else is told."""
+    return replace(PlainDraws.of(rows), penalised=PenalisedRows.of(rows) if rows[0].params.is_penalised else None)
 
 
 def _launch_and_read(compute: StepCompute, work: Work, how: StepRows) -> None:

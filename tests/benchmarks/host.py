@@ -3,7 +3,8 @@
 Tokens a second and processor time a token, of all processes and of the engine's loop alone, at 1 to 1,024 streams; with no
 front, with one, and with two, on a TCP port then. With BASE= naming another checkout, which has a virtual environment of
 its own, its services are measured in turn with these. STREAMS= and FRONTS= choose. Streams are on one call a client, as
-the client of Python has them; with CALLS=own each is a call of its own, as gateways and other clients have them.
+the client of Python has them; with CALLS=own each is a call of its own, as gateways and other clients have them. What a request
+costs that starts and ends is part of its tokens' cost; with TOKENS= streams are longer or shorter, which tells the two apart.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ _ENGINE = str(Path(__file__).with_name("null_engine.py"))
 _PROMPT_TOKENS = 64
 _NUM_TURNS = 3
 _NUM_TOKENS = {1: 2000, 64: 400, 256: 150, 1024: 60}  # by number of streams
+_USUAL_NUM_TOKENS = 400
 _CALLS = os.environ.get("CALLS", "many")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
@@ -48,13 +50,19 @@ def figures() -> Iterator[dict[str, object]]:
     if base := os.environ.get("BASE"):
         measured.append(({"checkout": "base"}, str(Path(base, ".venv/bin/python")), None))
     for num_streams in streams:
-        num_tokens = _NUM_TOKENS[num_streams]
+        num_tokens = int(os.environ.get("TOKENS", 0)) or _NUM_TOKENS.get(num_streams, _USUAL_NUM_TOKENS)
         turns: list[list[_Turn]] = [[] for _ in measured]
         for _ in range(_NUM_TURNS):
             for (_, python, num_fronts), found in zip(measured, turns, strict=True):
                 found.append(asyncio.run(_measure(python, num_fronts, num_streams, num_tokens)))
         for (label, _, _), found in zip(measured, turns, strict=True):
-            yield {"streams": num_streams, "calls": _CALLS, **label, **_figure(found, num_streams * num_tokens)}
+            yield {
+                "streams": num_streams,
+                "tokens": num_tokens,
+                "calls": _CALLS,
+                **label,
+                **_figure(found, num_streams * num_tokens),
+            }
 
 
 def _figure(turns: Sequence[_Turn], num_tokens: int) -> dict[str, object]:

@@ -35,3 +35,11 @@ def test_every_count_has_its_place() -> None:
 def test_a_pool_without_lower_tiers_says_nothing_of_them() -> None:
     text = show_pool(pb.PoolStats(pressure=pb.PRESSURE_LEVEL_LOW))
     assert "host" not in text and "disk" not in text and "remote" not in text
+
+
+def test_a_group_of_states_says_which_are_kept() -> None:
+    spec = pb.KvSpec(groups=[pb.LayerGroup(), pb.LayerGroup(kind=pb.LAYER_GROUP_KIND_RECURRENT, checkpoint_blocks=4)])
+    pool = pb.PoolStats(pool=pb.PoolInfo(spec=spec))
+    pool.groups.add(num_held_entries=9)
+    pool.groups.add(window_tokens=2, num_held_entries=3, num_passed_entries=6)
+    assert "states, one kept of 4  3, 6" in " ".join(show_pool(pool).split("\n")).replace("   ", "  ")

@@ -45,6 +45,8 @@ MOVE_COLUMNS = (
     ("ready_block_ids", "ready_block_ids", "<i4"),
     ("new_block_groups", "new_block_group_idx", "<i4"),
     ("update_groups", "table_update_group_idx", "<i4"),
+    ("fork_committed", "fork_num_committed_tokens", "<i4"),
+    ("truncate_committed", "truncate_num_committed_tokens", "<i4"),
 )
 ANSWER_COUNTS = (
     ("num_free", "num_free_blocks"),

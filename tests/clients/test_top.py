@@ -57,6 +57,17 @@ def test_a_screen_shows_pools_and_sessions_and_what_happens_a_second() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_pool_with_groups_of_layers_tells_what_the_tables_of_each_have() -> None:
+    stats, kinds = answer(60), (pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_CHUNKED, pb.LAYER_GROUP_KIND_TAIL)
+    assert "by group" not in shown(history_of((0.0, stats)))
+    stats.pools[0].pool.spec.groups.extend(pb.LayerGroup(kind=kind) for kind in kinds)
+    for window_tokens, num_held in ((0, 512), (64, 4), (256, 16)):
+        stats.pools[0].groups.add(window_tokens=window_tokens, num_held_entries=num_held, num_passed_entries=512 - num_held)
+    text = shown(history_of((0.0, stats)))
+    for line in ("by group", "all tokens: 512, 0", "chunk of 64 tokens: 4, 508", "tail of 256 tokens: 16, 496"):
+        assert line in text, text
+
+
 def test_rates_are_of_the_last_interval_and_the_hit_rate_of_the_last_seconds() -> None:
     samples = [
         (float(at), answer(at, num_steps=at * at, num_look_up_tokens=100 * at, num_hit_tokens=10 * at)) for at in range(30)

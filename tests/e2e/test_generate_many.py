@@ -20,6 +20,7 @@ from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output, until
 
 NUM_TOKENS = 12
+NUM_COLUMNS = 60
 LONG = Sampling(max_tokens=150, temperature=0, repetition_penalty=1.0)
 
 
@@ -88,9 +89,10 @@ async def test_what_is_tokens_alone_comes_as_columns_to_a_client_that_reads_them
     tokens: dict[int, list[int]] = defaultdict(list)
     has_ended, num_parts = set(), 0
     async with many_call(engine) as call:
-        requests = [numbered(number, prompt) for number, prompt in prompts.items()]
+        # So many that they do not all come while the first of them are written.
+        requests = [numbered(number, prompt, NUM_COLUMNS) for number, prompt in prompts.items()]
         await call.write(pb.GenerateManyRequest(begin=requests, reads_parts=reads_parts))
-        more = numbered(9, [1, 2, 12]), numbered(10, [1, 2, 13])
+        more = numbered(9, [1, 2, 12], NUM_COLUMNS), numbered(10, [1, 2, 13], NUM_COLUMNS)
         more[0].request.sampling.num_logprobs, more[1].request.n = 0, 2
         await begin(call, *more)
         await call.done_writing()
@@ -108,7 +110,7 @@ async def test_what_is_tokens_alone_comes_as_columns_to_a_client_that_reads_them
                 tokens[one.number] += one.response.token_ids if one.response.index == 0 else []
                 has_ended |= {one.number} if one.response.HasField("usage") else set()
     expected = {**prompts, 9: [1, 2, 12], 10: [1, 2, 13]}
-    assert tokens == {number: toy_output(prompt, NUM_TOKENS) for number, prompt in expected.items()}
+    assert tokens == {number: toy_output(prompt, NUM_COLUMNS) for number, prompt in expected.items()}
     assert has_ended == expected.keys()
     assert (num_parts > 0) == reads_parts
 

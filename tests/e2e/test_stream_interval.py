@@ -8,18 +8,24 @@ import pytest
 from kvkeeper.client import GenerateOptions, Sampling
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
+from tests.support.models.odd_models import LateGate, late_gate_model
 from tests.support.processes.service_pair import Services, generate, toy_output
 
 NUM_TOKENS = 40
 PROMPTS = [[1, 2, 3 + number] for number in range(8)]
 
 
-async def messages(address: str, prompt: list[int]) -> list[pb.GenerateResponse]:
+async def messages(address: str, prompt: list[int], gate: LateGate) -> list[pb.GenerateResponse]:
+    """All of a request; the gate, at which the second token waits, is opened once the first is here."""
+    found = []
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=prompt), sampling=pb.SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     )
     async with grpc.aio.insecure_channel(address) as channel:
-        return [message async for message in pb_grpc.EngineServiceStub(channel).Generate(request)]
+        async for message in pb_grpc.EngineServiceStub(channel).Generate(request):
+            found.append(message)
+            gate.is_open.set()
+    return found
 
 
 @pytest.mark.parametrize("fronts", [0, 1])
@@ -28,8 +34,9 @@ async def test_tokens_that_come_meanwhile_are_one_message_unless_the_interval_is
     world: Services, interval_ms: float, least: int, most: int, fronts: int
 ) -> None:
     await world.start_cache()
-    engine = await world.start_engine(stream_interval_ms=interval_ms, fronts=fronts)
-    found = await messages(engine.address, PROMPTS[0])
+    gate = LateGate(len(PROMPTS[0]) + 1)
+    engine = await world.start_engine(late_gate_model(gate), stream_interval_ms=interval_ms, fronts=fronts)
+    found = await messages(engine.address, PROMPTS[0], gate)
     assert [token for message in found for token in message.token_ids] == toy_output(PROMPTS[0], NUM_TOKENS)
     assert least <= len(found) <= most
     assert found[-1].HasField("usage")

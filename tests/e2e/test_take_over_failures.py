@@ -166,10 +166,12 @@ async def test_a_taker_that_dies_with_the_blocks_leaves_the_tokens(giver: Giver,
 
 async def test_a_taker_that_confirms_nothing_is_not_waited_for(giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(giver_part, "_PATIENCE_S", 0.05)
-    giver.gate.is_open.set()
     async with stub_of(giver.engine) as stub:
+        answers = stub.HandOver(request_of_this_model())
+        await until(giver.is_closed)  # else the requests may end before the call has come
+        giver.gate.is_open.set()
         with pytest.raises(grpc.aio.AioRpcError) as failed:
-            _ = [answer async for answer in stub.HandOver(request_of_this_model())]
+            _ = [answer async for answer in answers]
     assert error_of(failed.value).reason == "TIMED_OUT"
     found = [output.token_ids for output in await asyncio.gather(*giver.asking)]
     assert found == [[toy_output(PROMPT, NUM_ALL)], [toy_output(OTHER, NUM_ALL)]]

@@ -33,6 +33,7 @@ OF_OTHER_EXTRAS = (  # `cpu`, `gateway`, `remote`
     "kvkeeper.cache_service.memory.remote.redis_link",
     "kvkeeper.cache_service.memory.remote.cluster_link",
 )
+QUICK = ("-q", "--no-compile")  # only what is imported here is compiled
 OF_MOONCAKE = "kvkeeper.cache_service.memory.remote.mooncake_process"  # its package needs libraries of the system
 OF_VLLM = "kvkeeper.vllm.connector"  # needs vLLM, which no extra brings; `make vllm-check` imports it
 IMPORT_ALL = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
@@ -114,7 +115,7 @@ def test_wheel_holds_and_imports_every_module(tmp_path: Path) -> None:
     assert {"kvkeeper.cache_service.core.manager", "kvkeeper.client", "kvkeeper.cache.v1.cache_service_pb2"} <= set(modules)
     others = [name for name in modules if not name.startswith((*OF_THE_ENGINE, *OF_OTHER_EXTRAS))]
 
-    run(python, "-m", "pip", "install", "-q", "-c", constraints, str(wheel), cwd=tmp_path)
+    run(python, "-m", "pip", "install", *QUICK, "-c", constraints, str(wheel), cwd=tmp_path)
     installed = {name_of(line).lower() for line in run(python, "-m", "pip", "freeze", cwd=tmp_path).splitlines()}
     assert not installed & required(metadata, "engine")
     run(python, "-W", "error", "-c", IMPORT_ALL, *others, cwd=tmp_path)
@@ -124,8 +125,7 @@ def test_wheel_holds_and_imports_every_module(tmp_path: Path) -> None:
         example = source / "clients" / "python" / "examples" / "cache_session.py"
         assert "4 of 6 tokens are cached" in run(python, str(example), address, cwd=tmp_path)
 
-    run(python, "-m", "pip", "install", "-q", "-c", constraints, "torch==2.13.0", cwd=tmp_path)
-    run(python, "-m", "pip", "install", "-q", "-c", constraints, f"{wheel}[engine]", cwd=tmp_path)
+    run(python, "-m", "pip", "install", *QUICK, "-c", constraints, "torch==2.13.0", f"{wheel}[engine]", cwd=tmp_path)
     run(
         python,
         "-W",
@@ -136,5 +136,5 @@ def test_wheel_holds_and_imports_every_module(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
 
-    run(python, "-m", "pip", "install", "-q", "-c", constraints, f"{wheel}[engine,cpu,gateway,remote]", cwd=tmp_path)
+    run(python, "-m", "pip", "install", *QUICK, "-c", constraints, f"{wheel}[engine,cpu,gateway,remote]", cwd=tmp_path)
     run(python, "-W", "error", "-c", IMPORT_ALL, *(name for name in modules if name.startswith(OF_OTHER_EXTRAS)), cwd=tmp_path)

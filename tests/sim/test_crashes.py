@@ -4,8 +4,8 @@ import random
 
 from kvkeeper.cache_service.core.values.kv_spec import spans_of
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.types import Executor
 from tests.support.tiers.tier_engine import TierCounts
+from tests.support.tiers.tier_events import act, any_session
 from tests.support.tiers.tier_world import TierWorld
 from tests.support.worlds.moments import check_contents, check_crash, check_residue
 
@@ -34,19 +34,8 @@ def crashing(seed: int) -> tuple[TierCounts, int, int]:
 
     for _ in range(NUM_EVENTS):
         event = choose(100)
-        while len(world.engines) < 2:
-            world.open(Executor.ENGINE)
-        session = list(world.engines)[choose(2)]
-        if event < 12 or not world.engines[session].sequences:
-            world.create(session, choose)
-        elif event < 14:
-            world.close(session, may_still_write=bool(choose(2)))
-        elif event < 20 and world.ended:
-            (world.run_ended if choose(3) else world.end_quarantine)(world.ended[choose(len(world.ended))])
-        elif event < 22:
-            world.report(session, choose)
-        else:
-            world.step(session, choose)
+        session = any_session(world, choose)
+        act(world, session, event, choose)
         world.audit()
         check_contents(world)
         if session in world.engines and len(world.memory.in_flight.get(session, ())) > 1:

@@ -2,7 +2,8 @@
 
 Takes surplus blocks from one-item sessions only: those are shown the whole table with every answer, while a session that steps
 hears of tables by what is added, and would go on writing to a block that it does not have any more. Of sessions other than the
-caller only sequences that were not used for GARBAGE_IDLE seconds are cut.
+caller only sequences that were not used for GARBAGE_IDLE seconds are cut. Where layers have states, none is: the last block
+has the state.
 """
 
 from typing import NamedTuple
@@ -45,7 +46,8 @@ class GarbageCalls:
         state.publish()
         while self._maintenance.do_due_work():
             pass
-        num_trimmed = sum(self._trim(owner, caller) for owner in state.sessions.values() if owner.is_one_item)
+        trimmed = [] if state.sequences.has_states else [owner for owner in state.sessions.values() if owner.is_one_item]
+        num_trimmed = sum(self._trim(owner, caller) for owner in trimmed)
         state.revision += num_trimmed > 0
         state.update_pressure()
         num_freed = len(pool.free) - num_free

@@ -12,7 +12,7 @@ from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
 from ..sequences.transitions import wrong_state
 from ..step.validate import check_id
-from ..values.errors import DuplicateSequence, StepNotCompleted, UnknownOffer
+from ..values.errors import DuplicateSequence, NotImplementedYet, StepNotCompleted, UnknownOffer
 from ..values.types import SequenceState, SessionId
 
 _MOST_TAKEN = 1024  # of a session, that a repeat of its call still finds
@@ -40,10 +40,14 @@ class HandOffCalls:
     def offer(self, session: SessionId, sequence_id: int, offer: bytes) -> bytes:
         """Offers a running sequence to the session that shows these random bytes. The same again: the bytes of before.
 
-        Raises UnknownSession, UnknownSequence, WrongState, StepNotCompleted.
+        Raises UnknownSession, UnknownSequence, WrongState, StepNotCompleted. Raises NotImplementedYet where layers have states,
+        which may be ahead of what is committed.
         """
         state, seqs = self._state, self._sequences
         owner, slot = state.find_sequence(session, sequence_id)
+        if seqs.has_states:
+            text = "a sequence with recurrent layers does not change its session"
+            raise NotImplementedYet(text, feature="layer_group_kind")
         if seqs.states[slot] != SequenceState.RUNNING:
             raise wrong_state(sequence_id, int(seqs.states[slot]))
         is_written = seqs.last_reserve_step[slot] > owner.completed_step_id

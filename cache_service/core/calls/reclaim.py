@@ -108,4 +108,4 @@ class Reclaim:
         elif seqs.states[slot] != SequenceState.RUNNING and not seqs.keeps_table[slot]:
             return NO_INT32
         blocks = np.concatenate([seqs.group_table(slot, group)[first // seqs.block_size :] for group in range(seqs.num_groups)])
-        return blocks[blocks != NULL_BLOCK] if seqs.has_tail else blocks
+        return blocks[blocks != NULL_BLOCK] if seqs.num_groups > 1 else blocks

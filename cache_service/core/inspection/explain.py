@@ -28,7 +28,8 @@ class Explanation:
     num_common: int  # behind the matched ones, in the nearest cached block
     end: MatchEnd
     seconds_ago: float | None = None
-    short_group: int | None = None  # a group of layers whose window ends the hit before the match
+    short_group: int | None = None  # a group of layers whose window, or whose last state, ends the hit before the match
+    is_state: bool = False  # that group has states
 
 
 def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: Int32Array) -> Explanation:
@@ -59,6 +60,7 @@ def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: I
         end=end,
         seconds_ago=seconds_ago,
         short_group=short_group,
+        is_state=short_group is not None and bool(state.config.group_spans[short_group].checkpoint_blocks),
     )
 
 
@@ -81,7 +83,8 @@ def in_words(found: Explanation) -> str:
         why += f"; the nearest cached block has {found.num_common:,} more tokens in common"
     text = f"{first}: {why}. A start would take {found.num_hit:,}."
     if found.short_group is not None:
-        text += f" Group {found.short_group} of the layers lacks what its window reads behind more."
+        lacking = "the state" if found.is_state else "what its window reads"
+        text += f" Group {found.short_group} of the layers lacks {lacking} behind more."
     return text
 
 

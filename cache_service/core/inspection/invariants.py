@@ -226,7 +226,9 @@ def _check_groups(state: PoolState, slot: int) -> list[str]:
     """The holes of each group end where its window begins, and what the index names of its table is named by its group."""
     seqs, index, wrong = state.sequences, state.index, list[str]()
     name, committed = f"sequence {int(seqs.ids[slot])}", int(seqs.num_committed[slot])
-    for group in range(1, seqs.num_groups):
+    for group in seqs.new_entries.state_groups:
+        wrong += _check_states(state, slot, group)
+    for group in seqs.new_entries.window_groups:
         row, end = seqs.group_table(slot, group), int(seqs.group_hole_ends[slot, group])
         start = seqs.group_spans[group].first(committed) // seqs.block_size
         if np.flatnonzero(row == NULL_BLOCK).tolist() != list(range(end)):
@@ -240,4 +242,30 @@ def _check_groups(state: PoolState, slot: int) -> list[str]:
         nodes, held = nodes[state.pool.indexed[held]], held[state.pool.indexed[held]]
         if (index.node_of_block[held] != nodes).any() or (index.held.group_of_block[held] != group).any():
             wrong.append(f"{name} has a block of group {group} under other tokens")
+    return wrong
+
+
+def _check_states(state: PoolState, slot: int, group: int) -> list[str]:
+    """The entries that a group of states must and may have; what the index names of them are checkpoints, of their nodes."""
+    seqs, index, wrong, size = state.sequences, state.index, list[str](), state.sequences.block_size
+    name, committed, reserved = f"sequence {int(seqs.ids[slot])}", int(seqs.num_committed[slot]), int(seqs.num_reserved[slot])
+    row, places = seqs.group_table(slot, group), np.arange(seqs.num_blocks(reserved), dtype=np.int32)
+    read, end = seqs.group_spans[group].first(committed) // size, int(seqs.group_hole_ends[slot, group])
+    is_checkpoint = seqs.new_entries.are_checkpoints(group, places)
+    if end != min(read, len(row)):
+        wrong.append(f"{name} has looked at other entries of group {group} than its tokens have passed")
+    if row[places[(places < read) & ~is_checkpoint]].any():
+        wrong.append(f"{name} holds a state of group {group} that its tokens have passed")
+    lasts = [(length - 1) // size for length in (committed, reserved) if length]
+    if not row[lasts].all():
+        wrong.append(f"{name} has no place for a state of group {group} behind its last token")
+    if not row[places[(places > read) & is_checkpoint]].all():
+        wrong.append(f"{name} has no place for a checkpoint of group {group} that is to come")
+    held = row.nonzero()[0]
+    held = held[state.pool.indexed[row[held]]]
+    nodes = index.node_of_block[seqs.table(slot)[held]]
+    is_known = (index.node_of_block[row[held]] == nodes) & (index.held.group_of_block[row[held]] == group)
+    published = held < seqs.num_published[slot]
+    if not is_known[published].all() or (held >= committed // size).any() or not is_checkpoint[held].all():
+        wrong.append(f"{name} has a state of group {group} that is cached as another")
     return wrong

@@ -12,13 +12,13 @@ from ..values.views import GroupStats, PoolStats
 
 
 def pool_stats(state: PoolState, swapper: SequenceSwapper | None, prompts: PromptWatch) -> PoolStats:
-    """Costs a look at every sequence, but at no block."""
+    """Costs a look at every sequence, but at no block, and at every state of a group of states."""
     pool, seqs, counters, gauge = state.pool, state.sequences, state.counters, state.gauge
     running = seqs.running_slots()
     num_reserved = seqs.num_reserved[running]
     num_holes = int(np.maximum(seqs.hole_ends[running] - -(-seqs.num_sink[running] // seqs.block_size), 0).sum())
     if seqs.num_groups > 1:
-        num_holes += int(seqs.group_hole_ends[running].sum())
+        num_holes += int(seqs.num_group_holes(running).sum())
         num_reserved = num_reserved * np.int64(seqs.num_groups)
     num_entries = int((-(-seqs.num_reserved[running] // seqs.block_size)).sum()) * seqs.num_groups
     num_slots = (num_entries - num_holes) * seqs.block_size
@@ -69,7 +69,7 @@ def group_stats(state: PoolState) -> list[GroupStats]:
         return []
     running = seqs.running_slots()
     num_entries = int(seqs.num_blocks_of(seqs.num_reserved[running]).sum())
-    num_holes = seqs.group_hole_ends[running].sum(axis=0).tolist()
+    num_holes = seqs.num_group_holes(running).tolist()
     return [
         GroupStats(span.num_tokens, num_entries - holes, holes) for span, holes in zip(seqs.group_spans, num_holes, strict=True)
     ]

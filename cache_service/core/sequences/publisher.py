@@ -245,9 +245,15 @@ class Publisher:
     def _settle_group(
         self, owner: SessionState, until: int, group: int, slots: Int64Array, places: Int32Array, nodes: Int32Array
     ) -> None:
-        """The same for one group behind the first, as far as its window has left the blocks in the table."""
-        own = self._sequences.tables[slots, places]
-        there = own.nonzero()[0]
+        """The same for one group behind the first, as far as its window has left the blocks in the table.
+
+        Of states the checkpoints alone: any other full block is given back soon, and would be cached for nothing.
+        """
+        own, entries = self._sequences.tables[slots, places], self._sequences.new_entries
+        is_there = own > 0
+        if entries.periods[group]:
+            is_there &= entries.are_checkpoints(group, places - np.int32(group * self._sequences.max_blocks))
+        there = is_there.nonzero()[0]
         if not len(there):
             return
         slots, places, own = slots[there], places[there], own[there]

@@ -13,6 +13,7 @@ from ..values.pool_config import PoolConfig
 from ..values.rows import untouched
 from ..values.sequence_args import Retention
 from ..values.types import NULL_BLOCK, Int32Array, Int64Array, ReuseHint, SequenceState
+from .new_entries import NewEntries
 from .transitions import TRANSITIONS
 
 _ALL = 2**31 - 1
@@ -67,9 +68,11 @@ class SequenceTable:
         self.num_retaining = 0  # sequences with a window
         self.most_held_blocks = config.num_usable_blocks
         # Groups of layers, see group_windows.py: each has a table of its own, max_blocks entries behind that of the one before,
-        # so that one number, group * max_blocks + table index, is the place of an entry. Leading entries may be holes.
+        # so that one number, group * max_blocks + table index, is the place of an entry. Leading entries may be holes. Of a
+        # group of states any may be; before group_hole_ends all are that are no checkpoints.
         self.group_spans, self.has_tail = config.group_spans, config.has_tail
-        self.num_groups = len(config.group_spans)
+        self.num_groups, self.new_entries = len(config.group_spans), NewEntries(config.group_spans)
+        self.has_states = self.new_entries.has_states
         self.group_hole_ends: Int32Array = np.zeros((slots, self.num_groups), np.int32)
         self.tables: Int32Array = untouched(slots, self.num_groups * self.max_blocks)
         self._tokens: Int32Array = untouched(slots, config.max_tokens_per_sequence)
@@ -186,18 +189,21 @@ class SequenceTable:
         self.start_numbers[slot], self._last_access[slot] = start_number, now
         return slot
 
-    def add_fork(self, parent: int, child_id: int, num_tokens: int, now: float) -> int:
-        """A running sequence on the parent's first tokens and blocks, all committed. Answers its slot; needs a free one."""
-        child, num_blocks = self._take_slot(), self.num_blocks(num_tokens)
+    def add_fork(self, parent: int, child_id: int, num_tokens: int, num_kept: int, now: float) -> int:
+        """A running sequence on the parent's first tokens and blocks, of which num_kept tokens are committed.
+
+        Answers its slot; needs a free one.
+        """
+        child, num_blocks = self._take_slot(), self.num_blocks(num_kept)
         self._enter(child, SequenceState.RUNNING)
         self.tables[child, :num_blocks] = self.tables[parent, :num_blocks]
         self._tokens[child, :num_tokens] = self._tokens[parent, :num_tokens]
         for group in range(1, self.num_groups):
             first = group * self.max_blocks
             self.tables[child, first : first + num_blocks] = self.tables[parent, first : first + num_blocks]
-        self.group_hole_ends[child] = np.minimum(self.group_hole_ends[parent], num_blocks)
-        for column in (self.num_tokens, self.num_committed, self.num_reserved, self.num_prompt):
-            column[child] = num_tokens
+        self.group_hole_ends[child] = self._hole_ends_of(parent, num_kept)
+        self.num_tokens[child] = self.num_prompt[child] = num_tokens
+        self.num_committed[child] = self.num_reserved[child] = num_kept
         for column in (self.owners, self.roots, self.max_tokens, self.priorities, self.num_hit):
             column[child] = column[parent]
         self.reuse_hints[child] = self.reuse_hints[parent]
@@ -207,7 +213,7 @@ class SequenceTable:
             self.retain(child, int(self.num_sink[parent]), int(self.num_window[parent]))
             if self.hole_ends[parent] <= num_blocks:  # else it is cut before the holes
                 self.hole_ends[child], self.share_limits[child] = self.hole_ends[parent], self.share_limits[parent]
-        if num_tokens % self.block_size:
+        if num_kept % self.block_size:
             self.may_copy[[parent, child]] = True
         return child
 
@@ -308,13 +314,21 @@ class SequenceTable:
         self.num_reserved[slot] = wanted
         self.last_reserve_step[slot] = step_id
 
-    def truncate(self, slot: int, num_tokens: int) -> None:
-        """No counter is above num_tokens any more. Blocks behind them may be shared."""
-        for column in (self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before):
-            column[slot] = min(int(column[slot]), num_tokens)
-        if self.has_tail:
-            np.minimum(self.group_hole_ends[slot], self.num_blocks(num_tokens), out=self.group_hole_ends[slot])
+    def truncate(self, slot: int, num_tokens: int, num_kept: int) -> None:
+        """Up to num_tokens are known, and up to num_kept committed and reserved, from now on. Blocks behind may be shared."""
+        self.num_tokens[slot] = min(int(self.num_tokens[slot]), num_tokens)
+        for column in (self.num_committed, self.num_reserved, self.num_reserved_before):
+            column[slot] = min(int(column[slot]), num_kept)
+        if self.has_tail or self.has_states:
+            self.group_hole_ends[slot] = self._hole_ends_of(slot, num_kept)
         self.may_copy[slot] = True
+
+    def _hole_ends_of(self, slot: int, num_tokens: int) -> Int32Array:
+        """[groups] what group_hole_ends are of the first num_tokens of a sequence."""
+        ends = np.minimum(self.group_hole_ends[slot], self.num_blocks(num_tokens))
+        for group in self.new_entries.state_groups:
+            ends[group] = min(int(ends[group]), self.group_spans[group].first(num_tokens) // self.block_size)
+        return ends
 
     def cut_hit(self, slot: int, num_tokens: int) -> None:
         """Of a hit only so many tokens, whole blocks, have come, and no more slots are reserved."""
@@ -431,6 +445,14 @@ class SequenceTable:
             return self.held(slot)[::-1]
         blocks = np.concatenate([self.group_table(slot, group)[::-1] for group in range(self.num_groups)])
         return blocks[blocks != NULL_BLOCK]
+
+    def num_group_holes(self, slots: Int64Array) -> Int64Array:
+        """[groups] entries without a block in the tables of these sequences. Looks at each entry of a group of states."""
+        num_holes = self.group_hole_ends[slots].sum(axis=0, dtype=np.int64)
+        for group in self.new_entries.state_groups:
+            tables = [self.group_table(slot, group) for slot in slots.tolist()]
+            num_holes[group] = sum(len(table) - int(np.count_nonzero(table)) for table in tables)
+        return num_holes
 
     def shown_group_tables(self, slot: int) -> tuple[Int32Array, ...]:
         """Those of the groups behind the first, as the session sees them; () where there is one group."""

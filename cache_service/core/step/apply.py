@@ -130,7 +130,10 @@ class StepApplier:
             self._lifecycle.release(owner, slots)
             self._state.update_pressure()
         if len(plan.start_slots) or len(step.grants.blocks):
-            num_blocks = num_wanted(self._state, plan.start_slots.tolist(), num_new=len(step.grants.blocks))
+            num_granted = len(step.grants.blocks)
+            if self._sequences.has_states:
+                num_granted = int(np.count_nonzero(step.grants.blocks))
+            num_blocks = num_wanted(self._state, plan.start_slots.tolist(), num_new=num_granted)
             self._state.room_ahead.note_step(num_blocks)
         self._note_granted(owner, batch, plan)
 
@@ -211,11 +214,14 @@ class StepApplier:
         if owner.updates:  # before the forks, which copy these entries, also from a sequence that this step releases
             self._tell_updates(owner, log)
         if len(batch.fork_children):
-            forks, refused = self._fork_all(owner, batch)
+            forks, refused = self._fork_all(owner, log, batch)
         for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
             slot = owner.ids.get(sequence_id)
             if slot is not None:
                 self._lifecycle.truncate(owner, slot, num_tokens)
+                log.truncated_lens.append(int(self._sequences.num_committed[slot]))
+            else:
+                log.truncated_lens.append(0)
         if len(batch.release_ids) and not releases_wait:
             if len(batch.fork_children):  # a child whose fork was refused has no slot, and nothing to release
                 release_slots = _there(owner, batch.release_ids)
@@ -253,6 +259,9 @@ class StepApplier:
             pressure=pressure,
             revision=state.revision,
         )
+        if self._sequences.has_states and (log.forked_lens or log.truncated_lens):
+            committed = {"fork_committed": log.forked_lens, "truncate_committed": log.truncated_lens}
+            reply = reply._replace(**{name: int32_of(column) for name, column in committed.items()})
         if owner.logits and len(batch.start_ids):
             held = [owner.logits.get(sequence_id) for sequence_id in batch.start_ids.tolist()]
             has_logits = int32_of([item is not None and item.step_id == owner.step_id for item in held])
@@ -269,10 +278,14 @@ class StepApplier:
         seqs = self._sequences
         new_blocks = seqs.num_blocks_of(batch.reserve_max) - seqs.num_blocks_of(seqs.num_reserved[slots])
         num_new = (int(np.maximum(new_blocks, 0).sum()) + int(np.count_nonzero(seqs.may_copy[slots]))) * seqs.num_groups
+        if seqs.has_states:
+            starts, ends = (seqs.num_blocks_of(lens) for lens in (seqs.num_reserved[slots], batch.reserve_max))
+            num_new = int(seqs.new_entries.num_blocks_of(starts, ends).sum())
+            num_new += int(np.count_nonzero(seqs.may_copy[slots])) * seqs.num_groups
         num_blocks = num_wanted(self._state, plan.start_slots.tolist(), num_new=num_new)
         return fits_in_free(self._state, num_blocks, len(slots) + len(plan.start_slots))
 
-    def _fork_all(self, owner: SessionState, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
+    def _fork_all(self, owner: SessionState, log: StepLog, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
         """Results, and the children that there was no slot for: later items that name one do nothing."""
         results: list[ItemResult] = []
         refused: set[int] = set()
@@ -283,8 +296,10 @@ class StepApplier:
             if parent is None or not self._sequences.num_free_slots:
                 refused.add(child_id)
                 results.append(ItemResult.NO_ROOM)
+                log.forked_lens.append(0)
                 continue
-            self._lifecycle.fork(parent, child_id, owner, num_tokens)
+            child = self._lifecycle.fork(parent, child_id, owner, num_tokens)
+            log.forked_lens.append(int(self._sequences.num_committed[child]))
             results.append(ItemResult.OK)
         return results, refused
 

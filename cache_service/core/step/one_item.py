@@ -6,6 +6,7 @@ from ..pool_state import PoolState
 from ..sequences.group_windows import window_holes
 from ..sequences.retention import dropped_span
 from ..sequences.session_state import SessionState
+from ..sequences.state_cuts import can_leave
 from ..sequences.transitions import wrong_state
 from ..tables.prefix_lookup import PrefixLookup
 from ..tables.reserve import Reservations
@@ -13,7 +14,7 @@ from ..tables.start import SequenceStarter
 from ..tables.step_log import StepLog
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.copies import Copies
-from ..values.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfHostBlocks, OutOfSequences
+from ..values.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfHostBlocks, OutOfSequences, WrongState
 from ..values.step_columns import StepBatch, StepReply
 from ..values.types import NO_INT32, Int32Array, ItemResult, SequenceState, SessionId
 from .apply import StepApplier
@@ -145,8 +146,18 @@ class OneItemCalls:
         return num_alone
 
     def swap_out(self, session: SessionId, sequence_id: int) -> Copies:
-        """Moves a sequence to the host tier; one that is there stays there. Raises OutOfHostBlocks, which changes nothing."""
+        """Moves a sequence to the host tier; one that is there stays there. Raises OutOfHostBlocks, which changes nothing.
+
+        Raises WrongState where layers have states, and more is reserved than committed.
+        """
         owner, slot = self._state.find_sequence(session, sequence_id)
+        seqs = self._sequences
+        if not can_leave(seqs, slot):
+            raise WrongState(
+                f"sequence {sequence_id} has states that may be ahead of its committed tokens",
+                sequence_id=sequence_id,
+                state=SequenceState(int(seqs.states[slot])).name,
+            )
         reply = self._step_once(owner, swap_out_ids=np.array([sequence_id]))
         if reply.swap_out_results[0] == ItemResult.NO_ROOM:
             swapper = self._swapper
@@ -176,9 +187,8 @@ class OneItemCalls:
     def _shortage(self, owner: SessionState, slot: int, num_tokens: int, *, look_up: bool) -> tuple[int, int]:
         """(blocks that an extend takes beside its hit, copies included; blocks that it could have)."""
         seqs, pool = self._sequences, self._pool
-        num_groups = seqs.num_groups
-        num_needed = (seqs.num_blocks(num_tokens) - len(seqs.table(slot))) * num_groups
         if seqs.states[slot] == SequenceState.RUNNING:
+            num_needed = seqs.new_entries.num_blocks(len(seqs.table(slot)), seqs.num_blocks(num_tokens))
             num_room = max(0, pool.num_available - self._claims.num_kept_from(slot))
             return num_needed + len(self._reservations.copies_due(owner, slot, num_tokens)), num_room
         nodes = self._lookup.match_sequence(slot, num_tokens if look_up else 0)
@@ -186,7 +196,7 @@ class OneItemCalls:
         on_device = index.block_of_node[nodes] > 0
         nodes = index.held.usable(nodes if on_device.all() else nodes[: int(np.argmin(on_device))])
         hits = index.held.hit_table(nodes)[0]
-        num_needed -= len(nodes) * num_groups
+        num_needed = seqs.new_entries.num_blocks(len(nodes), seqs.num_blocks(num_tokens))
         if self._claims.is_later(slot):
             return num_needed, 0
         return num_needed, max(0, self._blocks_left.beside(hits, self._state.num_spare()))

@@ -19,7 +19,7 @@ from ..sequences.transitions import wrong_state
 from ..values.distinct import has_repeats
 from ..values.errors import DuplicateSequence, InvalidField, UnknownSequence
 from ..values.step_columns import StepBatch
-from ..values.types import MAX_ID, NO_INT64, Int32Array, Int64Array, SequenceId, SequenceState
+from ..values.types import MAX_ID, NO_INT64, NULL_BLOCK, Int32Array, Int64Array, SequenceId, SequenceState
 
 # These checks are a third of a step, and what they cost is the number of calls into numpy. So the common case is looked at
 # with few: that all rows of a column are equal is seen by comparing bytes, and that no number is negative by the sign that is
@@ -110,9 +110,28 @@ def _check_commits(sequences: SequenceTable, owner: SessionState, batch: StepBat
         signs |= np.minimum(granted, num_tokens) - lens
         signs |= sequences.max_tokens[slots] - num_tokens
         if not np.count_nonzero(signs < _ZERO):
+            if sequences.has_states:
+                _check_states(sequences, batch, slots)
             return _Commits(slots, all_run=True)
     _refuse_commits(sequences, batch, slots, granted)
+    if sequences.has_states:
+        _check_states(sequences, batch, slots)
     return _Commits(slots, all_run=False)  # as far as is known
+
+
+def _check_states(sequences: SequenceTable, batch: StepBatch, slots: Int64Array) -> None:
+    """Raises InvalidField for a length whose states no entry can hold. Lengths are lawful otherwise; 0 needs none."""
+    last = np.maximum(batch.commit_lens - 1, 0) // sequences.block_size
+    for group in sequences.new_entries.state_groups:
+        lost = (sequences.tables[slots, last + group * sequences.max_blocks] == NULL_BLOCK) & (batch.commit_lens > 0)
+        for at in lost.nonzero()[0].tolist():
+            if sequences.states[slots[at]] == SequenceState.RUNNING:
+                length, sequence_id = int(batch.commit_lens[at]), int(batch.commit_ids[at])
+                text = (
+                    f"sequence {sequence_id} keeps no states behind {length} tokens: a step computes up to what it was granted"
+                )
+                limit = int(sequences.num_reserved[slots[at]])
+                raise InvalidField(text, field="commit_num_tokens", limit=limit, sequence_id=sequence_id)
 
 
 def has_one_each(batch: StepBatch) -> bool:

@@ -44,14 +44,14 @@ class InflightPrefixes:
             seqs.restart_waits(slot, start)
         if seqs.num_waits[slot] >= MOST_WAITS:
             return 0
-        longest = 0
+        longest, unit = 0, size * seqs.new_entries.common_period
         for rival, length in self._rivals(slot, start):
             owner = owners.get(int(seqs.owners[rival]))
             if owner is None or rival in leaving or not self._will_publish(owner, rival, length):
                 continue
             known = min(length, end)
             differ = np.flatnonzero(seqs.tokens_of(rival)[rival, :known] != seqs.prompts[slot, :known])
-            num_common = (int(differ[0]) if len(differ) else known) // size * size
+            num_common = (int(differ[0]) if len(differ) else known) // unit * unit
             longest = max(longest, num_common)
         if longest <= start or longest < self._lookup.min_tokens:
             return 0
@@ -64,7 +64,10 @@ class InflightPrefixes:
         What a sequence has published is in the match already, so most running sequences are left out by one comparison.
         """
         seqs, size = self._sequences, self._sequences.block_size
-        is_behind = seqs.num_published * size <= max(start, self._lookup.min_tokens)
+        num_hit = seqs.num_published * size
+        if seqs.has_states:  # what is published behind the last checkpoint is no hit yet
+            num_hit = num_hit // (size * seqs.new_entries.common_period) * (size * seqs.new_entries.common_period)
+        is_behind = num_hit <= max(start, self._lookup.min_tokens)
         is_behind &= seqs.states == _RUNNING
         rivals = is_behind.nonzero()[0]
         rivals = rivals[seqs.roots[rivals] == seqs.roots[slot]]

@@ -10,6 +10,7 @@ import numpy as np
 from ..eviction import Use
 from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
+from ..sequences.state_cuts import fork_length, truncated_length
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.types import NULL_BLOCK, Int32Array, Int64Array, SequenceState
 
@@ -58,24 +59,31 @@ class SequenceLifecycle:
             self._windows.drop_outside(owner, slots)
 
     def fork(self, parent: int, child_id: int, owner: SessionState, num_tokens: int) -> int:
-        """Makes a child on the parent's first blocks and answers its slot; needs a free one."""
+        """Makes a child on the parent's first blocks and answers its slot; needs a free one.
+
+        Where layers have states, less may be committed of it than num_tokens.
+        """
         seqs = self._sequences
-        child = seqs.add_fork(parent, child_id, num_tokens, self._clock.now)
+        num_kept = fork_length(seqs, parent, num_tokens)
+        child = seqs.add_fork(parent, child_id, num_tokens, num_kept, self._clock.now)
         blocks = seqs.table(child)
         if seqs.num_groups > 1:
             blocks = seqs.held(child)
         self._pool.acquire(blocks[blocks != NULL_BLOCK] if seqs.hole_ends[parent] else blocks)
-        num_full = num_tokens // self._block_size
+        num_full = num_kept // self._block_size
         self._publisher.set_published(child, min(num_full, int(seqs.num_published[parent])), like=parent)
         owner.ids.add(child_id, child)
         self._counters.num_forks += 1
         return child
 
     def truncate(self, owner: SessionState, slot: int, num_tokens: int) -> None:
-        """Cuts a sequence to its first num_tokens and gives up the blocks behind them."""
+        """Cuts a sequence to its first num_tokens and gives up the blocks behind them.
+
+        Where layers have states, less may be left committed and reserved.
+        """
         seqs = self._sequences
-        table = seqs.table(slot)
-        num_kept = min(seqs.num_blocks(num_tokens), len(table))
+        table, num_left = seqs.table(slot), truncated_length(seqs, slot, num_tokens)
+        num_kept = min(seqs.num_blocks(num_left), len(table))
         dropped = table[num_kept:][::-1].copy()
         if seqs.hole_ends[slot] > num_kept:  # cut before the holes
             dropped = dropped[dropped != NULL_BLOCK]
@@ -83,8 +91,8 @@ class SequenceLifecycle:
         if seqs.num_groups > 1:
             behind = [seqs.group_table(slot, group)[num_kept:][::-1] for group in range(1, seqs.num_groups)]
             dropped = np.concatenate([dropped, *behind])
-            dropped = dropped[dropped != NULL_BLOCK] if seqs.has_tail else dropped
-        seqs.truncate(slot, num_tokens)
+            dropped = dropped[dropped != NULL_BLOCK]
+        seqs.truncate(slot, num_tokens, num_left)
         num_full = int(seqs.num_committed[slot]) // self._block_size
         if num_full < seqs.num_published[slot]:
             self._publisher.set_published(slot, num_full, like=slot)

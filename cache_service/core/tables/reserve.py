@@ -1,8 +1,8 @@
 """Reservations: slots, and with them blocks, for what running sequences write next.
 
 Owns granting, and the decision on copy-on-write (copies_due): a block that another holder has is copied before it is written
-(R5). Rules: all or nothing per item (R7); blocks reserved for the oldest claim go to no later arrival. Takes lawful items and
-cannot fail.
+(R5). Rules: all or nothing per item (R7); blocks reserved for the oldest claim go to no later arrival. Which new entries have a
+block is new_entries.py's to say. Takes lawful items and cannot fail.
 """
 
 import numpy as np
@@ -37,7 +37,11 @@ class Reservations:
         num_new = (wanted + self._round_up) // self._divisor - table_lens
         growing = num_new.nonzero()[0]
         num_groups = seqs.num_groups
-        total = int(num_new.sum()) * num_groups if len(growing) else 0
+        num_entries = int(num_new.sum()) if len(growing) else 0
+        total = num_entries * num_groups
+        if seqs.has_states and total:
+            starts = table_lens[growing]
+            total = int(seqs.new_entries.num_blocks_of(starts, starts + num_new[growing]).sum())
         seqs.note_access(slots, self._clock.now)
         if total > pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
             return self._reserve_in_order(owner, log, slots, least, wanted)
@@ -50,18 +54,35 @@ class Reservations:
         if not total:
             return Grants(wanted, NO_INT32, NO_INT32)
         places = table_lens[growing]
-        if total > len(growing) * num_groups:
+        if num_entries > len(growing):
             counts = num_new[growing]
-            within = np.arange(total // num_groups) - np.repeat(np.cumsum(counts) - counts, counts)
+            within = np.arange(num_entries) - np.repeat(np.cumsum(counts) - counts, counts)
             growing, places = np.repeat(growing, counts), np.repeat(places, counts) + within
-        groups = NO_INT32
+        groups, has_block = NO_INT32, None
         if num_groups > 1:
+            if seqs.has_states:
+                has_block = seqs.new_entries.have_blocks(places, places + 1 == (table_lens + num_new)[growing])
             groups = np.repeat(np.arange(num_groups, dtype=np.int32), len(growing))
             growing, places = np.tile(growing, num_groups), np.tile(places, num_groups) + groups * seqs.max_blocks
         rows = slots[growing]
-        blocks = self._allocator.allocate(log, total, seqs.roots[rows])
+        if has_block is None:
+            blocks = self._allocator.allocate(log, total, seqs.roots[rows])
+        else:
+            blocks = np.zeros(len(rows), np.int32)
+            blocks[has_block] = self._allocator.allocate(log, total, seqs.roots[rows[has_block]])
         seqs.set_blocks(rows, places, blocks)
         return Grants(wanted, growing.astype(np.int32), blocks, groups)
+
+    def take_blocks(self, log: StepLog, slot: int, start: int, num_new: int) -> Int32Array:
+        """[groups * num_new] blocks for new entries from `start` on, one group behind the other; 0 is a hole."""
+        seqs = self._sequences
+        if not seqs.has_states:
+            return self._allocator.allocate(log, num_new * seqs.num_groups, seqs.roots[slot])
+        places = np.arange(start, start + num_new, dtype=np.int32)
+        has_block = seqs.new_entries.have_blocks(places, places + 1 == start + num_new)
+        blocks = np.zeros(len(has_block), np.int32)
+        blocks[has_block] = self._allocator.allocate(log, int(np.count_nonzero(has_block)), seqs.roots[slot])
+        return blocks
 
     def allot(self, log: StepLog, wanted: Int32Array, growing: Int64Array, roots: Int32Array) -> Grants:
         """Blocks for the sequences of a forecast, one for each that grows; there are as many. `grant_allotted` writes them."""
@@ -105,26 +126,27 @@ class Reservations:
         item_idx: list[int] = []
         new_blocks: list[int] = []
         of_groups: list[int] = []
-        num_groups = seqs.num_groups
+        num_groups, entries = seqs.num_groups, seqs.new_entries
         refused: list[tuple[int, int]] = []  # slot, blocks asked for
         starved = False
         for row, (slot, low, want) in enumerate(zip(slots.tolist(), least.tolist(), wanted.tolist(), strict=True)):
             held = int(seqs.num_reserved[slot])
             table_len = seqs.num_blocks(held)
             due = self.copies_due(owner, slot, want)
-            num_least = len(due) + max(seqs.num_blocks(low) - table_len, 0) * num_groups
+            num_least = len(due) + entries.num_blocks(table_len, seqs.num_blocks(low))
             num_kept = claims.num_kept_from(slot) if claims.claims else 0
             may_take = not starved or (claims.claims and not num_kept)
             if may_take and not num_kept and num_least > pool.num_available:
                 self._pin_preemption.make_pins_give_way(slot, num_least - pool.num_available, NO_INT32)
             num_room = (max(0, pool.num_available - num_kept) if may_take else 0) - len(due)
-            granted = want
-            if num_room < (seqs.num_blocks(want) - table_len) * num_groups:
-                granted = max(held, (table_len + max(num_room, 0) // num_groups) * self._block_size)
+            granted, num_wanted = want, entries.num_blocks(table_len, seqs.num_blocks(want))
+            if num_room < num_wanted:
+                most = seqs.num_blocks(want) - table_len
+                granted = max(held, (table_len + entries.most_entries(table_len, most, num_room)) * self._block_size)
             if granted < low or num_room < 0:
                 # Blocks reserved for an older claim help nobody else, so later items are not held back for them.
                 starved = starved or num_least > pool.num_available
-                refused.append((slot, (seqs.num_blocks(want) - table_len) * num_groups + len(due)))
+                refused.append((slot, num_wanted + len(due)))
                 reserved[row] = min(held, low - 1)
                 self._counters.num_refusals += 1
                 continue
@@ -133,7 +155,7 @@ class Reservations:
             if len(due):
                 self._copy_on_write(owner, log, slot, due)
             num_new = seqs.num_blocks(granted) - table_len
-            blocks = self._allocator.allocate(log, num_new * num_groups, seqs.roots[slot])
+            blocks = self.take_blocks(log, slot, table_len, num_new)
             if num_groups > 1:
                 seqs.place_groups(slot, table_len, blocks.reshape(num_groups, num_new)[1:])
                 of_groups.extend(np.repeat(np.arange(num_groups), num_new).tolist())

@@ -15,6 +15,7 @@ from ..tiers.transfers import TransferOrder
 from ..values.types import NO_INT32, Int32Array, Int64Array, ReuseHint
 from .prefix_lookup import PrefixLookup
 from .prompt_watch import PromptWatch
+from .reserve import Reservations
 from .step_log import StepLog
 
 
@@ -53,19 +54,26 @@ class Fit(NamedTuple):
 class SequenceStarter:
     """Starts the waiting sequences of one pool."""
 
-    def __init__(self, state: PoolState, lookup: PrefixLookup, swapper: SequenceSwapper | None, prompts: PromptWatch) -> None:
+    def __init__(
+        self,
+        state: PoolState,
+        lookup: PrefixLookup,
+        reservations: Reservations,
+        swapper: SequenceSwapper | None,
+        prompts: PromptWatch,
+    ) -> None:
         self._block_size = state.config.block_size
         self._clock = state.clock
         self._sequences = state.sequences
         self._index = state.index
         self._pool = state.pool
-        self._allocator = state.allocator
         self._blocks_left = state.blocks_left
         self._claims = state.claims
         self._publisher = state.publisher
         self._pin_preemption = state.pin_preemption
         self._counters = state.counters
         self._lookup = lookup
+        self._reservations = reservations
         self._swapper = swapper
         self._prompts = prompts
 
@@ -133,7 +141,7 @@ class SequenceStarter:
 
     def _fit(self, slot: int, hit: Hit, max_new: int, num_spare: int, exactly: int) -> Fit:
         """How a start on this hit fits; what is to be loaded takes a block each."""
-        seqs, num_hits, num_groups = self._sequences, len(hit.nodes), self._sequences.num_groups
+        seqs, num_hits, entries = self._sequences, len(hit.nodes), self._sequences.new_entries
         hit_len = num_hits * self._block_size
         least, most = hit_len + (hit.logits is None), min(hit_len + max_new, int(seqs.num_tokens[slot]))
         if exactly:
@@ -141,12 +149,13 @@ class SequenceStarter:
         num_loads = hit.num_loads
         num_room = self._blocks_left.beside(hit.blocks, num_spare + num_loads)
         num_new = seqs.num_blocks(most) - num_hits
-        num_short, num_wanted = 0, num_new * num_groups + self._pool.num_available - num_room
-        if num_new * num_groups > num_room:
-            num_new = max(num_room, 0) // num_groups
+        num_taken = entries.num_blocks(num_hits, num_hits + num_new)
+        num_short, num_wanted = 0, num_taken + self._pool.num_available - num_room
+        if num_taken > num_room:
+            num_new = entries.most_entries(num_hits, num_new, num_room)
             most = (num_hits + num_new) * self._block_size
         if most < least or (num_loads and num_room < 0):
-            num_short = (seqs.num_blocks(least) - num_hits) * num_groups - num_room
+            num_short = entries.num_blocks(num_hits, seqs.num_blocks(least)) - num_room
         return Fit(num_new, most, num_short, num_wanted)
 
     def _admit(self, owner: SessionState, log: StepLog, slot: int, hit: Hit, fit: Fit, *, is_look_up: bool) -> None:
@@ -158,7 +167,7 @@ class SequenceStarter:
             self._pool.acquire(hits if seqs.num_groups == 1 else hits[hits > 0])
             if self._pool.reuse is not None and seqs.reuse_hints[slot] != ReuseHint.NONE:
                 self._pool.reuse.claim(hits[:num_hits])
-        new_blocks = self._allocator.allocate(log, fit.num_new * seqs.num_groups, seqs.roots[slot])
+        new_blocks = self._reservations.take_blocks(log, slot, num_hits, fit.num_new)
         if seqs.num_groups > 1:
             by_group = np.concatenate([a.reshape(seqs.num_groups, -1) for a in (hits, new_blocks)], axis=1)
             seqs.place_groups(slot, 0, by_group[1:], num_hits)

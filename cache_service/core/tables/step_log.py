@@ -22,6 +22,8 @@ class StepLog:
     orders: list[TransferOrder] = field(default_factory=list)
     ready: list[int] = field(default_factory=list)
     computing_lens: dict[int, int] = field(default_factory=dict)  # slots told COMPUTING, and the lengths to come
+    forked_lens: list[int] = field(default_factory=list)  # committed tokens of each fork, and of what each truncate left
+    truncated_lens: list[int] = field(default_factory=list)
 
     def update(self, sequence_id: int, table_idx: int, block: int) -> None:
         """The entry at this place of a sequence's tables was replaced."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
+from ..sequences.state_cuts import can_leave
 from ..values.types import Executor, Int32Array, Int64Array, SequenceState, SessionId
 from .offload import Offloader
 from .transfers import Move, TransferOrder
@@ -111,7 +112,7 @@ class SequenceSwapper:
         """Moves a running sequence to the host tier; or answers False and changes nothing."""
         seqs, index, host = self._sequences, self._index, self.host
         num_missing, num_room = self.shortage(owner, slot)
-        if num_missing > num_room:
+        if num_missing > num_room or not can_leave(seqs, slot):
             self._counters.num_refusals += 1
             return False
         table = seqs.whole_table(slot)

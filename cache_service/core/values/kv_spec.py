@@ -1,7 +1,8 @@
 """The KV spec: the facts two sessions must have in common to share K and V, what its layers read, and the bytes of a block.
 
 Owns the arithmetic of full attention, sliding windows and chunks (ReadSpan), which differ in the first token that is read and
-in nothing else: what is before it is given back, and a hit does without it.
+in nothing else: what is before it is given back, and a hit does without it. A group of states reads as a window of two tokens
+does, the entry of the token before; of what is before it the checkpoints are kept (new_entries.py).
 """
 
 from collections.abc import Sequence
@@ -20,10 +21,14 @@ _Positions = TypeVar("_Positions", Int32Array, Int64Array)
 
 @dataclass(frozen=True, slots=True)
 class ReadSpan:
-    """A token reads the num_tokens up to itself, or those of its chunk of so many; 0: all before it."""
+    """A token reads the num_tokens up to itself, or those of its chunk of so many; 0: all before it.
+
+    checkpoint_blocks: each so many-th entry of a group of states is kept; 0: the group has K and V of each token.
+    """
 
     num_tokens: int = 0
     is_chunk: bool = False
+    checkpoint_blocks: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -50,12 +55,21 @@ class ReadSpan:
             return -(-first // self.num_tokens) * self.num_tokens
         return first + self.num_tokens - 1 if first else 0
 
-    def most_blocks(self, block_size: int) -> int:
-        """Most blocks that are held of a sequence that grows by one token at a time. Not of a whole span."""
-        return (self.num_tokens - 1) // block_size + 2
+    def most_blocks(self, num_entries: int, block_size: int) -> int:
+        """Most blocks that are held of a sequence of so many entries that grows by one token at a time."""
+        if self.is_whole:
+            return num_entries
+        if self.checkpoint_blocks:
+            return min(num_entries, num_entries // self.checkpoint_blocks + 2)
+        return min(num_entries, (self.num_tokens - 1) // block_size + 2)
 
 
 WHOLE = ReadSpan()
+
+
+def state_span(checkpoint_blocks: int) -> ReadSpan:
+    """Of a group of states, of which each so many-th is kept."""
+    return ReadSpan(2, checkpoint_blocks=checkpoint_blocks)
 
 
 def spans_of(*windows: int) -> tuple[ReadSpan, ...]:
@@ -77,6 +91,9 @@ class LayerGroup:
 
     is_tail: a second, finer copy of the newest tokens, which hits do without. tail_item_bytes, tail_type: of an element of it,
     the latter as KvSpec.element_type.
+
+    state_bytes: of the states of these layers behind one token, which a block has instead of K and V, and of which each
+    checkpoint_blocks-th is kept; 0: no states.
     """
 
     layers: tuple[int, ...]
@@ -85,11 +102,17 @@ class LayerGroup:
     tail_item_bytes: int = 0
     tail_type: str = ""
     is_chunked: bool = False
+    state_bytes: int = 0
+    checkpoint_blocks: int = 0
+
+    @property
+    def has_states(self) -> bool:
+        return self.state_bytes > 0
 
     @property
     def span(self) -> ReadSpan:
         """What a token reads in these layers."""
-        return ReadSpan(self.window, self.is_chunked)
+        return state_span(self.checkpoint_blocks) if self.has_states else ReadSpan(self.window, self.is_chunked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +121,7 @@ class KvSpec:
 
     key is equal exactly for specs that may share K and V, fields of newer clients included. A spec has layers, heads, elements
     and their bytes, or else page_bytes alone: then a block is an opaque page, and the other four are 0. With groups a block
-    has the layers of one group, and the bytes of the largest.
+    has the layers of one group, and the bytes of the largest with K and V; states are no larger.
 
     With several ranks all that is told of heads, elements and bytes is of each rank alone: each has its share of every block in
     an arena of its own, under the same number.
@@ -142,6 +165,15 @@ class KvSpec:
             return -(-2 * self.block_size * max(tail, self.num_layers * self.token_bytes) // _ALIGNMENT) * _ALIGNMENT
         return self.page_bytes or self.layers_per_block * 2 * self.block_size * self.token_bytes
 
+    @property
+    def has_states(self) -> bool:
+        """Whether layers have states instead of K and V, in blocks that only the clients can read."""
+        return any(group.has_states for group in self.groups)
+
+    def is_recurrent(self, layer_idx: int) -> bool:
+        """Whether a layer has a state instead of K and V."""
+        return any(layer_idx in group.layers for group in self.groups if group.has_states)
+
     def place_of(self, layer_idx: int) -> tuple[int, int]:
         """The group of a layer, and its place among the layers in a block of that group."""
         for group_idx, group in enumerate(self.groups):
@@ -152,11 +184,14 @@ class KvSpec:
     def stored_as(self, host_kv_dtype: str) -> "KvSpec":
         """The same with blocks below the device in this format; as they are, where they are none of numbers without scales.
 
-        So are heads whose length the format cannot hold, and specs of a time that did not tell the type of an element.
+        So are heads whose length the format cannot hold, or so short that with their scales they would take no fewer bytes,
+        specs of a time that did not tell the type of an element, and pools some of whose blocks are states.
         """
         bits = HOST_BITS.get(host_kv_dtype, 0)
-        fits = bits and self.element_type and not self.scaled_bits and self.head_dim % (16 // bits) == 0
-        return replace(self, host_kv_dtype=host_kv_dtype if fits else "")
+        are_numbers = self.element_type and not self.scaled_bits and not self.has_states
+        fits = bits and are_numbers and self.head_dim % (16 // bits) == 0
+        stored = replace(self, host_kv_dtype=host_kv_dtype if fits else "")
+        return stored if stored.host_block_bytes < self.block_bytes else replace(self, host_kv_dtype="")
 
     @property
     def stored_key(self) -> bytes:
@@ -183,4 +218,4 @@ class KvSpec:
 
     @property
     def layers_per_block(self) -> int:
-        return max((len(group.layers) for group in self.groups), default=self.num_layers)
+        return max((len(group.layers) for group in self.groups if not group.has_states), default=self.num_layers)

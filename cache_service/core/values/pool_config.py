@@ -31,6 +31,11 @@ class PoolConfig:
     has_tail: bool = False  # whether the groups behind the first are finer copies of the newest tokens, which hits do without
 
     @property
+    def has_states(self) -> bool:
+        """Whether a group of layers has states instead of K and V of each token."""
+        return any(span.checkpoint_blocks for span in self.group_spans)
+
+    @property
     def num_usable_blocks(self) -> int:
         return self.num_blocks - 1
 
@@ -41,8 +46,7 @@ class PoolConfig:
 
     def held_blocks(self, num_entries: int) -> int:
         """Most blocks of all groups that a sequence of so many table entries holds, while it grows by one token at a time."""
-        most = (num_entries if span.is_whole else span.most_blocks(self.block_size) for span in self.group_spans)
-        return sum(min(each, num_entries) for each in most)
+        return sum(span.most_blocks(num_entries, self.block_size) for span in self.group_spans)
 
     def _most_entries(self) -> int:
         """Entries of the longest table that fits the pool."""

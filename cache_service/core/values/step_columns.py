@@ -109,6 +109,9 @@ class StepReply(NamedTuple):
     # Groups of layers; empty: all are of the first.
     new_block_groups: Annotated[Int32Array, In("new_block", "new_block_group_idx", Length.OPTIONAL)] = NO_INT32
     update_groups: Annotated[Int32Array, In("update", "table_update_group_idx", Length.OPTIONAL)] = NO_INT32
+    # Where a group of layers has states, committed lengths after forks and truncates; else empty: those that were asked for.
+    fork_committed: Annotated[Int32Array, In("fork", "fork_num_committed_tokens", Length.OPTIONAL)] = NO_INT32
+    truncate_committed: Annotated[Int32Array, In("truncate", "truncate_num_committed_tokens", Length.LIST)] = NO_INT32
 
 
 def _marks_of(values: type) -> list[tuple[str, Any, Any]]:

@@ -22,8 +22,10 @@ KV_DTYPES: Mapping[str, pb.KvDtype] = {name: number for number, name in ELEMENT_
 _SCALED_BITS: Mapping[int, int] = {pb.KV_DTYPE_FLOAT8_E4M3: 8, pb.KV_DTYPE_INT8: 8, pb.KV_DTYPE_INT4: 4}
 _PAGE_ALIGNMENT = 16
 _MOST_GROUPS = 64
-_SERVED_KINDS = (pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_SLIDING_WINDOW, pb.LAYER_GROUP_KIND_CHUNKED)
-_OTHER_KINDS = (pb.LAYER_GROUP_KIND_LATENT, pb.LAYER_GROUP_KIND_RECURRENT)
+_WINDOW_KINDS = (pb.LAYER_GROUP_KIND_SLIDING_WINDOW, pb.LAYER_GROUP_KIND_CHUNKED)
+_SERVED_KINDS = (pb.LAYER_GROUP_KIND_FULL, *_WINDOW_KINDS, pb.LAYER_GROUP_KIND_RECURRENT)
+_MOST_STATE_BYTES = 1 << 40
+_MOST_CHECKPOINT_BLOCKS = 1 << 20
 _MOST_PAGE_BYTES = 1 << 30
 MOST_RANKS = 64
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -61,7 +63,7 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
     whole = pb.KvSpec()
     whole.CopyFrom(spec)
     whole.tensor_parallel_size = num_ranks
-    return KvSpec(
+    checked = KvSpec(
         key=whole.SerializeToString(deterministic=True),
         model_id=spec.model_id,
         num_layers=spec.num_layers,
@@ -75,6 +77,19 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
         num_ranks=num_ranks,
         element_type=ELEMENT_TYPES.get(spec.kv_dtype, ""),
     )
+    _check_states(checked)
+    return checked
+
+
+def _check_states(spec: KvSpec) -> None:
+    """Raises InvalidField where the states of a group are larger than a block, NotImplementedYet with several ranks."""
+    most = max((group.state_bytes for group in spec.groups), default=0)
+    if most > spec.block_bytes:
+        least = -(-most // (spec.block_bytes // spec.block_size))
+        text = f"states of {most} bytes need blocks of {least} tokens or more, or groups of fewer layers"
+        raise InvalidField(text, field="spec.groups.state_bytes", limit=least)
+    if most and spec.num_ranks > 1:
+        raise NotImplementedYet("recurrent layers on several ranks are not served by this build", feature="layer_group_kind")
 
 
 def _tails(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
@@ -93,6 +108,7 @@ def _tails(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
             raise InvalidField("kv_dtype of a group is that of a tail", field="spec.groups.kv_dtype")
         if not group.layer_idx or list(group.layer_idx) != sorted(set(group.layer_idx)):
             raise InvalidField("layer_idx are the group's layers, ascending", field="spec.groups.layer_idx")
+        _refuse_states(group)
         seen += group.layer_idx if at else ()
     every = list(range(spec.num_layers))
     if list(stored.layer_idx) != every or sorted(seen) != every:
@@ -110,19 +126,31 @@ def _tails(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
     )
 
 
+def _refuse_states(group: pb.LayerGroup) -> None:
+    """Raises InvalidField where a group without states tells of some."""
+    if group.state_bytes or group.checkpoint_blocks:
+        field = "spec.groups.state_bytes" if group.state_bytes else "spec.groups.checkpoint_blocks"
+        raise InvalidField("states are of LAYER_GROUP_KIND_RECURRENT", field=field, limit=0)
+
+
 def _groups(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
     """Raises InvalidField, NotImplementedYet."""
     check_range("spec.groups", len(spec.groups), 1, _MOST_GROUPS)
     seen: list[int] = []
     for group in spec.groups:
         if group.kind not in _SERVED_KINDS:
-            if group.kind in _OTHER_KINDS:
+            if group.kind == pb.LAYER_GROUP_KIND_LATENT:
                 name = pb.LayerGroupKind.Name(group.kind)
                 raise NotImplementedYet(f"{name} is not served by this build", feature="layer_group_kind")
             raise InvalidField("kind is one of LayerGroupKind", field="spec.groups.kind")
         if group.kv_dtype:
             raise InvalidField("kv_dtype of a group is for KV_LAYOUT_SCALED", field="spec.groups.kv_dtype")
-        has_window = group.kind != pb.LAYER_GROUP_KIND_FULL
+        if group.kind == pb.LAYER_GROUP_KIND_RECURRENT:
+            check_range("spec.groups.state_bytes", group.state_bytes, 1, _MOST_STATE_BYTES)
+            check_range("spec.groups.checkpoint_blocks", group.checkpoint_blocks, 1, _MOST_CHECKPOINT_BLOCKS)
+        else:
+            _refuse_states(group)
+        has_window = group.kind in _WINDOW_KINDS
         check_range("spec.groups.window_tokens", group.window_tokens, int(has_window), MAX_INT32 if has_window else 0)
         if not group.layer_idx or list(group.layer_idx) != sorted(set(group.layer_idx)):
             raise InvalidField("layer_idx are the group's layers, ascending", field="spec.groups.layer_idx")
@@ -132,7 +160,13 @@ def _groups(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
     if spec.groups[0].kind != pb.LAYER_GROUP_KIND_FULL:
         raise InvalidField("the first group is LAYER_GROUP_KIND_FULL", field="spec.groups.kind")
     return tuple(
-        LayerGroup(tuple(group.layer_idx), group.window_tokens, is_chunked=group.kind == pb.LAYER_GROUP_KIND_CHUNKED)
+        LayerGroup(
+            tuple(group.layer_idx),
+            group.window_tokens,
+            is_chunked=group.kind == pb.LAYER_GROUP_KIND_CHUNKED,
+            state_bytes=group.state_bytes,
+            checkpoint_blocks=group.checkpoint_blocks,
+        )
         for group in spec.groups
     )
 

@@ -17,11 +17,13 @@ import torch
 
 from kvkeeper.kernels.layout import KvLayout
 
+from ...model.checkpoint.errors import UnsupportedModelError
 from ...model.dtype_name import DtypeChoice
 from ...model.layer_groups import LayerGroup
 from ...model.loader import load_model
 from ...values.batch import Batch
 from ..model_runner import AnyLayout, ModelRunner, kv_layout_of
+from ..recurrent_model import has_states
 from .attention_alone import AloneError, AttentionInputs, error_alone
 from .stored_model import format_for, stored_layout
 
@@ -156,6 +158,8 @@ class _Reader:
 
     def __init__(self, folder: Path, way: Way, most_tokens: int) -> None:
         decoder, config = load_model(folder, dtype=way.dtype, progress=False)
+        if has_states(config):
+            raise UnsupportedModelError("the quality of model type", config.family, "families without recurrent layers")
         kv_format = format_for(way.kv_dtype, decoder.dtype)
         groups: tuple[LayerGroup, ...] = ()
         layout: AnyLayout = kv_layout_of(config, decoder.dtype, _BLOCK_SIZE)

@@ -56,6 +56,22 @@ class LatentFamily:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaFamily:
+    """Layers of a gated delta net beside layers of attention, and defaults of linear_num_key_heads, linear_num_value_heads,
+    linear_key_head_dim, linear_value_head_dim and linear_conv_kernel_dim.
+
+    full_every: of full_attention_interval, where layer_types does not say which layers are which.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    full_every: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertNames:
     """How a family stores its experts: names of the block, and of gate, up and down within each expert.
 
@@ -67,6 +83,8 @@ class ExpertNames:
             the other).
         has_bias: of the router, and of stacked experts.
         shared: name of the MLP in the block that all tokens go through; "": none. default_shared: of n_shared_experts.
+        shared_key: the field of config.json with its width; "": it is n_shared_experts times an expert's.
+        shared_gate: name of what weighs it by the sigmoid of one product; "": it counts as it is.
     """
 
     block: str
@@ -78,6 +96,8 @@ class ExpertNames:
     has_bias: bool = False
     shared: str = ""
     default_shared: int = 1
+    shared_key: str = ""
+    shared_gate: str = ""
     routing: RoutingRule = RoutingRule()
 
 
@@ -102,11 +122,13 @@ class Family:
             max_window_layers on; switched_all: by use_sliding_window, on all layers; in_turn: on all but every full_every-th.
         default_window: where config.json does not speak of sliding_window; None: no window then.
         is_gemma: scaled embeddings, norms with 1 + weight, a GELU gate, tied by default.
+        has_norm_offset: norms multiply by 1 + weight.
+        has_output_gate: what each head attends to is weighed by a sigmoid, whose inputs are projected beside its queries.
         query_scalar: default of query_pre_attn_scalar; None: the family has none.
         soft_caps: defaults, of scores and of logits; None: the family has none.
         local_theta: windows have a rope of their own, with this base by default.
         default_rope: the rope_parameters of a config.json without any; None: plain ones.
-        has_partial_rope: partial_rotary_factor is heeded.
+        has_partial_rope: partial_rotary_factor is heeded. default_part: where config.json does not speak of it.
         has_sink_logits: each head's softmax has one more key, with a learned score and without a value.
         has_clamped_swiglu: the gate is clamped_swiglu, by swiglu_alpha and swiglu_limit.
         has_multipliers: embeddings, scores, residual branches and logits have factors of their own.
@@ -114,7 +136,9 @@ class Family:
         has_depth_scales: scale_emb, scale_depth and dim_model_base are factors of embeddings, branches and logits.
         is_tied: the default of tie_word_embeddings.
         ignores_later_layers: checkpoints hold layers behind the last one, which predict further tokens and are not served.
+        ignores: of such tensors, what their names begin with; "": there are none.
         latent: attention is over latent vectors; None: over K and V.
+        delta: some layers are gated delta nets; None: all are attention.
         experts: an MLP is several experts; None: it is one.
     """
 
@@ -136,6 +160,8 @@ class Family:
     default_window: int | None = None
     full_every: int | None = None
     is_gemma: bool = False
+    has_norm_offset: bool = False
+    has_output_gate: bool = False
     query_scalar: float | None = None
     soft_caps: tuple[float | None, float | None] | None = None
     local_theta: float | None = None
@@ -143,6 +169,7 @@ class Family:
     default_eps: float = 1e-6
     default_rope: Mapping[str, Any] | None = None
     has_partial_rope: bool = False
+    default_part: float = 1.0
     has_sink_logits: bool = False
     has_clamped_swiglu: bool = False
     has_multipliers: bool = False
@@ -150,5 +177,7 @@ class Family:
     has_depth_scales: bool = False
     is_tied: bool = False
     ignores_later_layers: bool = False
+    ignores: str = ""
     latent: LatentFamily | None = None
+    delta: DeltaFamily | None = None
     experts: ExpertNames | None = None

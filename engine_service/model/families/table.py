@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from .family import ExpertNames, Family, LatentFamily, RoutingRule
+from .family import DeltaFamily, ExpertNames, Family, LatentFamily, RoutingRule
 
 _EACH = ("gate_proj", "up_proj", "down_proj")
 
@@ -186,6 +186,26 @@ FAMILIES: Final[Mapping[str, Family]] = {
             ("gate_proj", "up_proj", "down_proj"),
             always_renormalises=False,
             intermediate_key="moe_intermediate_size",
+        ),
+    ),
+    "qwen3_next": Family(
+        qk_norm="head",
+        head_dim=256,
+        has_norm_offset=True,
+        has_output_gate=True,
+        has_partial_rope=True,
+        default_part=0.25,
+        ignores="mtp.",
+        delta=DeltaFamily(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4, full_every=4),
+        experts=ExpertNames(
+            "mlp",
+            _EACH,
+            always_renormalises=False,
+            intermediate_key="moe_intermediate_size",
+            shared="shared_expert",
+            shared_key="shared_expert_intermediate_size",
+            shared_gate="shared_expert_gate",
+            routing=RoutingRule(renormalises=True),
         ),
     ),
     "youtu": Family(

@@ -69,6 +69,8 @@ def config_of_rank(config: ModelConfig, split: Split) -> ModelConfig:
         return config
     if config.is_latent:
         raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without latent attention")
+    if config.delta is not None and config.delta.layers:
+        raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without recurrent layers")
     if config.qk_norm == "whole":
         raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without norms over all heads")
     _check_divides(num_ranks, "attention heads", config.num_heads)
@@ -79,7 +81,8 @@ def config_of_rank(config: ModelConfig, split: Split) -> ModelConfig:
         _check_divides(num_ranks, "inner width", config.intermediate_size)
     if experts is not None:
         _check_divides(num_ranks, "inner width of an expert", experts.intermediate_size)
-        experts = dataclasses.replace(experts, intermediate_size=experts.intermediate_size // num_ranks)
+        sizes = experts.intermediate_size // num_ranks, experts.shared_size // num_ranks
+        experts = dataclasses.replace(experts, intermediate_size=sizes[0], shared_size=sizes[1])
     return dataclasses.replace(
         config,
         num_heads=config.num_heads // num_ranks,

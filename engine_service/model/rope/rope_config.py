@@ -69,7 +69,8 @@ def parse_rope(raw: Mapping[str, Any], max_position: int, family: Family) -> Rop
         parameters = parameters["full_attention"]
     elif raw.get(_ORIGINAL) is not None:  # it has the last word, as in transformers
         parameters = {**parameters, _ORIGINAL: raw[_ORIGINAL]}
-    return _parse(raw, {"rope_theta": theta, **parameters}, max_position, may_be_part=family.has_partial_rope)
+    parameters = {"rope_theta": theta, "partial_rotary_factor": family.default_part, **parameters}
+    return _parse(raw, parameters, max_position, may_be_part=family.has_partial_rope)
 
 
 def parse_local_rope(raw: Mapping[str, Any], max_position: int, default_theta: float | None) -> RopeConfig | None:

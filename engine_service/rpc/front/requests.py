@@ -61,7 +61,7 @@ class FrontRequest:
 
     def fail(self, refusal: EngineError) -> None:
         if not self._is_over:
-            self._is_over = True
+            self._is_over, self._plain = True, []  # what was not asked for may be behind chunks that were dropped
             self._asked.tell(Kind.BROKEN, error_to_bytes(refusal))
             self._send(refusal)
 

@@ -1,6 +1,9 @@
 """Limits: what the scheduler may do on the pool that it runs on. A frozen value, made anew for each session."""
 
 from dataclasses import dataclass
+from math import lcm
+
+import numpy as np
 
 from ...values.read_span import WHOLE, ReadSpan
 from ...values.request import Int32Array
@@ -44,16 +47,33 @@ class Limits:
     def num_groups(self) -> int:
         return len(self.group_spans)
 
-    def hole_ends(self, num_committed: Int32Array) -> list[Int32Array]:
-        """Of each group the blocks [n] that its window has left behind, where so many tokens [n] are committed."""
-        return [span.firsts(num_committed) // self.block_size for span in self.group_spans]
+    @property
+    def has_states(self) -> bool:
+        """Whether groups of layers keep states instead of tokens."""
+        return any(span.checkpoint_blocks for span in self.group_spans)
+
+    @property
+    def hit_unit(self) -> int:
+        """Tokens of which a hit's length is a multiple."""
+        return self.block_size * lcm(*(span.checkpoint_blocks or 1 for span in self.group_spans))
+
+    def num_held(self, num_committed: Int32Array, num_tokens: Int32Array) -> Int32Array:
+        """[n] blocks of all groups of sequences with so many tokens [n], of which so many are committed [n]."""
+        held = [span.num_held(num_committed, num_tokens, self.block_size) for span in self.group_spans]
+        return np.sum(held, axis=0, dtype=np.int32)
+
+    def num_granted(self, num_entries: Int32Array, num_tokens: Int32Array) -> int:
+        """Blocks of all groups that sequences with tables of so many entries [n] take to have so many tokens [n]."""
+        ends = np.maximum(-(-num_tokens // self.block_size), num_entries)
+        return sum(int(span.num_granted(num_entries, ends).sum()) for span in self.group_spans)
 
     def may_cut(self, num_committed: int, num_tokens: int) -> bool:
-        """Whether a sequence with so many committed tokens keeps what its first num_tokens read next."""
+        """Whether a sequence with so many committed tokens keeps what its first num_tokens read next, states aside."""
         if self.has_tail:
             return True
         size = self.block_size
-        ends = ((span.first(num_committed) // size, span) for span in self.group_spans)
+        spans = (span for span in self.group_spans if not span.checkpoint_blocks)
+        ends = ((span.first(num_committed) // size, span) for span in spans)
         return all(not end or num_tokens >= span.least_position(end * size) for end, span in ends)
 
     def bound_of(self, retention: Retention | None) -> str:

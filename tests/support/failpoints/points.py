@@ -7,7 +7,9 @@ the test that breaks it count alike.
 """
 
 import ast
+import marshal
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import kvkeeper.cache_service
@@ -60,10 +62,30 @@ def sources() -> dict[str, Path]:
 
 def all_points() -> list[Point]:
     """Those of every file, each at the place of its number."""
+    return list(_compiled()[0])
+
+
+def write_code(path: Path) -> None:
+    """Writes the code of the files with their failpoints, for processes to load: by itself each would need seconds for it."""
+    path.write_bytes(_compiled()[1])
+
+
+def read_code(path: Path) -> dict[str, bytes]:
+    """What was written: the marshalled code of each file that has failpoints, by the path of the file here."""
+    code: dict[str, bytes] = marshal.loads(path.read_bytes())
+    return {str(found): code[name] for name, found in sources().items() if name in code}
+
+
+@cache
+def _compiled() -> tuple[list[Point], bytes]:
     points: list[Point] = []
+    code: dict[str, bytes] = {}
     for name, path in sources().items():
-        points += instrumented(path.read_bytes(), name, len(points))[1]
-    return points
+        tree, found = instrumented(path.read_bytes(), name, len(points))
+        if found:
+            code[name] = marshal.dumps(compile(tree, path, "exec", dont_inherit=True))
+        points += found
+    return points, marshal.dumps(code)
 
 
 def instrumented(source: bytes, name: str, first: int) -> tuple[ast.Module, list[Point]]:

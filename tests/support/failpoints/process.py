@@ -1,13 +1,14 @@
-"""A service as a process with failpoints: `python -m tests.support.failpoints.process BOARD MODULE FLAG...`.
+"""A service as a process with failpoints: `python -m tests.support.failpoints.process BOARD CODE MODULE FLAG...`.
 
-Its modules are loaded with a call at each failpoint (points.py); the board (board.py) says which one fires. Before it does,
-one line on stderr tells so, in the form of the log: {"event": "failpoint"}.
+Its modules are loaded with a call at each failpoint, from the file CODE (points.py); the board (board.py) says which one fires.
+Before it does, one line on stderr tells so, in the form of the log: {"event": "failpoint"}.
 """
 
 import asyncio
 import importlib.abc
 import importlib.machinery
 import json
+import marshal
 import os
 import runpy
 import signal
@@ -19,7 +20,7 @@ from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from tests.support.failpoints.board import Action, Armed, Board
-from tests.support.failpoints.points import AROUND, HIT, HIT_LATER, instrumented, sources
+from tests.support.failpoints.points import AROUND, HIT, HIT_LATER, read_code
 
 T = TypeVar("T")
 FIRED = "failpoint"  # the event
@@ -76,15 +77,14 @@ def _abandon(awaited: Awaitable[Any]) -> None:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads one module with its failpoints. No bytecode of it is kept or believed."""
+    """Loads one module with its failpoints. No bytecode that lies beside it is believed."""
 
-    def __init__(self, fullname: str, path: str, name: str, first: int, functions: dict[str, Any]) -> None:
+    def __init__(self, fullname: str, path: str, code: bytes, functions: dict[str, Any]) -> None:
         super().__init__(fullname, path)
-        self._name, self._first, self._functions = name, first, functions
+        self._code, self._functions = code, functions
 
     def get_code(self, fullname: str) -> CodeType:
-        tree, _ = instrumented(self.get_data(self.path), self._name, self._first)
-        code: CodeType = compile(tree, self.path, "exec", dont_inherit=True)
+        code: CodeType = marshal.loads(self._code)
         return code
 
     def exec_module(self, module: ModuleType) -> None:
@@ -95,15 +95,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds what the others find, and changes the loader of the modules that have failpoints."""
 
-    def __init__(self, functions: dict[str, Any]) -> None:
-        self._functions = functions
-        self._modules: dict[str, tuple[str, int]] = {}  # by path: name and first number
-        num_points = 0
-        for name, path in sources().items():
-            count = len(instrumented(path.read_bytes(), name, 0)[1])
-            if count:
-                self._modules[str(path)] = (name, num_points)
-            num_points += count
+    def __init__(self, code: dict[str, bytes], functions: dict[str, Any]) -> None:
+        self._code, self._functions = code, functions
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -111,19 +104,18 @@ class _Finder(importlib.abc.MetaPathFinder):
         for finder in sys.meta_path:
             if finder is self or (spec := finder.find_spec(fullname, path, target)) is None:
                 continue
-            if spec.origin in self._modules:
-                name, first = self._modules[spec.origin]
-                spec.loader = _Loader(fullname, spec.origin, name, first, self._functions)
+            if spec.origin in self._code:
+                spec.loader = _Loader(fullname, spec.origin, self._code[spec.origin], self._functions)
             return spec
         return None
 
 
 def main(argv: Sequence[str]) -> None:
-    board, module, *flags = argv
+    board, code, module, *flags = argv
     failpoints = Failpoints(Board(Path(board))).functions()
     for name in [name for name in sys.modules if name.startswith(("kvkeeper.cache_service.", "kvkeeper.engine_service."))]:
         del sys.modules[name]  # points.py has imported the packages
-    sys.meta_path.insert(0, _Finder(failpoints))
+    sys.meta_path.insert(0, _Finder(read_code(Path(code)), failpoints))
     sys.argv = [module, *flags]
     runpy.run_module(module, init_globals=failpoints, run_name="__main__", alter_sys=True)
 

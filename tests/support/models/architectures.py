@@ -46,6 +46,15 @@ _LATENT = {
     "index_head_dim": 8,
     "index_n_heads": 2,
 }
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "shared_expert_intermediate_size": 16,
+    "rms_norm_eps": 0.01,  # see tiny_models.py
+}
 _SSM = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_expand": 2}
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 _LONGROPE = {
@@ -111,6 +120,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 1, "num_decoder_layers": 2},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
     "qwen3": {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen3_next": _DELTA,
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16), "is_encoder_decoder": False},
     "roc_bert": {"pronunciation_vocab_size": 20, "shape_vocab_size": 20, "enable_pronunciation": False, "enable_shape": False},
     "whisper": {"encoder_attention_heads": 4, "decoder_attention_heads": 4},

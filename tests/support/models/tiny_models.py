@@ -80,6 +80,22 @@ _LLAMA4 = {
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "use_sliding_window": False}
 
 
+# Groups of one recurrent layer fit blocks of four tokens of one layer of attention. The norm of what a head gives divides by
+# its length, which is nearly nothing where a query and a key are at right angles: a larger eps keeps rounding small there.
+_DELTA = {
+    "rms_norm_eps": 0.01,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class TinyModel:
     """A family and what differs from the common tiny config."""
@@ -110,6 +126,22 @@ TINY_MODELS = (
     ),
     TinyModel("qwen3", "Qwen3"),
     TinyModel("qwen3_tied", "Qwen3", {"tie_word_embeddings": True}),
+    TinyModel("qwen3_next", "Qwen3Next", _DELTA),
+    TinyModel(
+        "qwen3_next_biased_one_dense",
+        "Qwen3Next",
+        _DELTA
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            "attention_bias": True,
+            "linear_num_key_heads": 2,
+            "linear_conv_kernel_dim": 3,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "rope_parameters": _PARTIAL_ROPE,
+        },
+    ),
     TinyModel("mixtral", "Mixtral", {"num_local_experts": 4}),
     TinyModel("mixtral_window", "Mixtral", {"num_local_experts": 4, "sliding_window": 8}),
     TinyModel("qwen3_moe", "Qwen3Moe", _EXPERTS),
@@ -180,7 +212,8 @@ def build_model_folder(folder: Path, model: TinyModel, *, seed: int = 0, max_sha
                 if name.endswith(("bias", "sinks")):
                     parameter.normal_(0, 0.1)
                 elif "norm" in name:
-                    parameter.normal_(1, 0.1)
+                    is_factor = model.family != "Qwen3Next" or name.endswith("linear_attn.norm.weight")  # else of 1 + weight
+                    parameter.normal_(1 if is_factor else 0, 0.1)
             for name, buffer in network.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(0, 0.1)
@@ -202,7 +235,8 @@ def write_v4_config(folder: Path) -> None:
         raw["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     raw["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     raw["torch_dtype"] = raw.pop("dtype")
-    raw.pop("layer_types", None)
+    if "linear_attention" not in raw.get("layer_types", ()):  # those were named so from the first release on
+        raw.pop("layer_types", None)
     path.write_text(json.dumps(raw))
 
 

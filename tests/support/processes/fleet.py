@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.failpoints.board import Board
+from tests.support.failpoints.points import write_code
 from tests.support.processes.service_logs import open_log
 from tests.support.processes.services import environment, short_folder
 
@@ -139,9 +140,11 @@ class Fleet:
         self._all: list[Service] = []
         self.wrapper = ""  # a module that runs each service's, which it is handed with the flags; empty: none
         self.boards: dict[str, Path] = {}  # by address: the service there has failpoints, and this file is their board
+        self._failpoint_code = self.folder / "failpoint_code"
 
     def add_boards(self, num_points: int) -> None:
         """All services have failpoints from their next start on."""
+        write_code(self._failpoint_code)
         for number, address in enumerate([self.cache_address, *self.engine_addresses]):
             self.boards[address] = Board(self.folder / f"board{number}", num_points).path
 
@@ -176,7 +179,7 @@ class Fleet:
         words = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
         words += switches
         if (board := self.boards.get(flags["listen"])) is not None:
-            words, module = [str(board), module, *words], "tests.support.failpoints.process"
+            words, module = [str(board), str(self._failpoint_code), module, *words], "tests.support.failpoints.process"
         elif self.wrapper:
             words, module = [module, *words], self.wrapper
         process = await asyncio.create_subprocess_exec(

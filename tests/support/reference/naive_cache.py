@@ -189,10 +189,24 @@ class NaiveCache:
     def count(self, state: BlockState) -> int:
         return self.states().count(state)
 
+    def held(self) -> set[int]:
+        """Blocks that are referenced, fenced or quarantined: nobody can have them now."""
+        held = set(self.fences).union(
+            self.quarantine, *[q.table for q in self.holders], *[pin.blocks for pin in self.pins.values()]
+        )
+        held.discard(NULL_BLOCK)
+        return held
+
+    def cached(self) -> set[int]:
+        """Indexed blocks that an eviction could free now."""
+        return set(self.index.values()) - self.held()
+
     def num_available(self) -> int:
         """Free blocks and those an eviction could free now."""
-        states = self.states()
-        return states.count(BlockState.FREE) + states.count(BlockState.CACHED)
+        return self.config.num_usable_blocks - len(self.held())
+
+    def num_free(self) -> int:
+        return self.config.num_usable_blocks - len(self.held().union(self.index.values()))
 
     def key(self, q: NaiveSequence, block_idx: int) -> Key:
         return q.tenant, tuple(q.tokens[: (block_idx + 1) * self.block_size])
@@ -255,8 +269,7 @@ class NaiveCache:
 
     def settle(self) -> None:
         """Notes what came to be cached in this operation; the age of a cached block is the operation that made it so."""
-        cached = {block for block, state in enumerate(self.states()) if state is BlockState.CACHED}
-        self.ages = {block: self.ages.get(block, self.clock) for block in cached.union(self.victims)}
+        self.ages = {block: self.ages.get(block, self.clock) for block in self.cached().union(self.victims)}
         self.times[self.clock] = self.now
         self.lapses = {block: clock for block, clock in self.lapses.items() if clock >= self.ages.get(block, clock + 1)}
         self._bound_soon()
@@ -438,8 +451,8 @@ class NaiveCache:
 
     def _cached_keys(self, victims: set[int]) -> list[Key]:
         """Those that no sequence held before these were evicted."""
-        states = self.states()
-        return [key for key, block in self.index.items() if states[block] is BlockState.CACHED or block in victims]
+        cached = self.cached() | victims
+        return [key for key, block in self.index.items() if block in cached]
 
     def quota(self) -> int:
         return int(self.config.tenant_quota * self.config.num_usable_blocks)
@@ -519,6 +532,8 @@ class NaiveCache:
 
     def _lapse_oldest(self, excess: int) -> None:
         """Among equals the pool chooses."""
+        if excess <= 0:
+            return
         soon = sorted((b for b in self.ages if self.classes.get(b, 0) > 0 and b not in self.victims), key=self.ages.__getitem__)
         excess = min(excess, len(soon))
         if excess > 0:

@@ -60,11 +60,11 @@ class NaiveKeeping(NaiveCache):
 
     def expire(self, last_ms: int) -> None:
         """Forgets what came to be cached by this millisecond, and what hangs below it."""
-        by_block, num_cached = {block: key for key, block in self.index.items()}, self.count(BlockState.CACHED)
+        by_block, num_cached = {block: key for key, block in self.index.items()}, len(self.cached())
         for block, age in self.ages.items():
             if int(self.times[age] * 1000) <= last_ms:
                 self.forget(by_block[block])
-        self.num_expired += num_cached - self.count(BlockState.CACHED)
+        self.num_expired += num_cached - len(self.cached())
         self.settle()
 
     def excess(self) -> int:
@@ -123,13 +123,12 @@ class NaiveKeeping(NaiveCache):
 
     def room_beside(self, blocks: list[int]) -> int:
         """Blocks that could be had if these were held."""
-        states = self.states()
-        return self.num_available() - sum(states[block] is BlockState.CACHED for block in blocks)
+        return self.num_available() - len(self.cached().intersection(blocks))
 
     def clear(self) -> tuple[int, int]:
         """Answers (blocks that came free, entries forgotten)."""
         self.pins.clear()
-        num_cached, num_entries = self.count(BlockState.CACHED), len(self.index)
+        num_cached, num_entries = len(self.cached()), len(self.index)
         self.index.clear()
         self.classes.clear()
         self.children = None if self.children is None else {}
@@ -147,10 +146,10 @@ class NaiveKeeping(NaiveCache):
 
     def evict_to(self, num_free: int, answered: int, left: list[int]) -> None:
         """The core says it evicted so many, and these blocks left the index."""
-        states = self.states()
-        wanted = min(max(0, num_free - states.count(BlockState.FREE)), states.count(BlockState.CACHED))
+        cached = self.cached()
+        wanted = min(max(0, num_free - self.num_free()), len(cached))
         expect(answered, wanted, "blocks evicted on demand")
-        oldest_first = sorted((b for b in left if states[b] is BlockState.CACHED), key=lambda b: self.ages[b])
+        oldest_first = sorted(cached.intersection(left), key=lambda b: self.ages[b])
         require(len(oldest_first) >= wanted, f"{answered} evicted, but only {oldest_first} left the index")
         self.victims, self.num_granted = oldest_first, wanted
         self.evict("eviction on demand", left)

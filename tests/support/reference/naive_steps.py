@@ -191,7 +191,7 @@ class NaiveSteps(NaiveClaims):
         wanted += sum(
             self.num_blocks(len(self.sequences[session, sequence_id].tokens)) for sequence_id in batch.start_ids.tolist()
         )
-        fits = wanted <= self.states().count(BlockState.FREE) and wanted + num_items + self.watermark() <= self.num_available()
+        fits = wanted <= self.num_free() and wanted + num_items + self.watermark() <= self.num_available()
         return fits and not self.claimants()
 
     def check_counts(self, reply: StepReply) -> None:

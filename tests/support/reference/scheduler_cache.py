@@ -27,6 +27,7 @@ class FakeSequence:
 @dataclass
 class FakeAnswer:
     fork_results: list[int] = field(default_factory=list)
+    fork_committed: list[int] = field(default_factory=list)
     swap_out_results: list[int] = field(default_factory=list)
     swap_in_results: list[int] = field(default_factory=list)
     start_results: list[int] = field(default_factory=list)

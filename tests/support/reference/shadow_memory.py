@@ -3,11 +3,12 @@
 Owns: one content id per slot, the steps that were issued and have not run, and the ids that say what a slot must hold.
 Rules: a content id stands for (tenant, whole token prefix), so a block that is wrong, stale, torn, shifted or another
 tenant's never spells a sequence by accident; a block that is granted holds garbage until it is written to; a step
-first copies, then reads, then writes, and the steps of one session run in order. Knows nothing of the cache service.
+first copies, then reads, then writes, and the steps of one session run in order. A state is the content id of the last
+token that it has seen, in the first slot of its block. Knows nothing of the cache service.
 """
 
 from collections import deque
-from collections.abc import Iterable, MutableSequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 
 GARBAGE = 0
@@ -45,12 +46,21 @@ class Read:
 
 
 @dataclass(slots=True)
+class StateRead:
+    """A recurrent layer of one sequence: the first slot of the block must hold the state `content` when the step runs."""
+
+    label: str
+    block: int
+    content: int
+
+
+@dataclass(slots=True)
 class DeviceStep:
     """The device work of one step. It runs only when the engine has heard of it, which may be a while after its grant."""
 
     step_id: int
     copies: list[tuple[int, int]] = field(default_factory=list)
-    reads: list[Read] = field(default_factory=list)
+    reads: list[Read | StateRead] = field(default_factory=list)
     writes: list[tuple[int, int]] = field(default_factory=list)  # slot, content
     is_known: bool = False
 
@@ -118,7 +128,7 @@ class ShadowMemory:
         """The session's work never reaches the device any more."""
         self._in_flight.pop(session, None)
 
-    def check(self, session: str, reads: list[Read]) -> list[str]:
+    def check(self, session: str, reads: Sequence[Read | StateRead]) -> list[str]:
         """What these sequences of one session would read if all work it has issued had run."""
         slots = self._slots
         steps = self._in_flight.get(session)
@@ -149,20 +159,24 @@ class ShadowMemory:
         for source, destination in copies:
             slots[destination * size : (destination + 1) * size] = slots[source * size : (source + 1) * size]
 
-    def _fault(self, slots: MutableSequence[int], read: Read) -> str:
+    def _fault(self, slots: MutableSequence[int], read: Read | StateRead) -> str:
         size = self.block_size
+        if isinstance(read, StateRead):
+            found = slots[read.block * size] if read.block else GARBAGE
+            what = "garbage" if found == GARBAGE else "another state"
+            return "" if found == read.content else f"{read.label}: block {read.block} holds {what}"
         contents = read.contents
         if len(read.table) * size < len(contents):
             return f"{read.label}: {len(contents)} tokens in a table of {len(read.table)} blocks"
-        found: list[int] = []
+        held: list[int] = []
         for block in read.table[: -(-len(contents) // size)]:
-            found += slots[block * size : (block + 1) * size] if block else [GARBAGE] * size
-        if found[: len(contents)] == contents:
+            held += slots[block * size : (block + 1) * size] if block else [GARBAGE] * size
+        if held[: len(contents)] == contents:
             return ""
-        wrong = (i for i, content in enumerate(contents) if found[i] != content and i not in read.unread)
+        wrong = (i for i, content in enumerate(contents) if held[i] != content and i not in read.unread)
         position = next(wrong, None)
         if position is None:
             return ""
         block = read.table[position // size]
-        what = "garbage" if found[position] == GARBAGE else "another prefix"
+        what = "garbage" if held[position] == GARBAGE else "another prefix"
         return f"{read.label}: position {position} (block {block}) holds {what}"

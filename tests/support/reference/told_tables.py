@@ -19,6 +19,7 @@ class ToldTables:
         self._block_size = block_size
         self.tables: dict[int, list[int]] = {}
         self.groups: dict[int, list[list[int]]] = {}  # of the groups of layers behind the first, where there are any
+        self._reserved: dict[int, int] = {}  # slots
         self._num_groups = num_groups
 
     def apply(self, batch: StepBatch, reply: StepReply) -> None:
@@ -30,9 +31,15 @@ class ToldTables:
         assert reply.update_block_ids[num_early:].tolist() == reply.copy_destinations[reply.copy_sources != 0].tolist()
         self._update(updates[:num_early])
         self._fork(batch, reply)
-        for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
+        for row, (sequence_id, num_tokens) in enumerate(
+            zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True)
+        ):
+            if len(reply.truncate_committed) and num_tokens >= self._reserved.get(sequence_id, 0):
+                continue
+            kept = int(reply.truncate_committed[row]) if len(reply.truncate_committed) else num_tokens
+            self._reserved[sequence_id] = kept
             for table in self._all(sequence_id):
-                del table[-(-num_tokens // self._block_size) :]
+                del table[-(-kept // self._block_size) :]
         for sequence_id in batch.release_ids.tolist():
             self.tables.pop(sequence_id, None)
             self.groups.pop(sequence_id, None)
@@ -42,12 +49,18 @@ class ToldTables:
                 self.groups.pop(sequence_id, None)
         results = np.array([StartResult(result) is StartResult.STARTED for result in reply.start_results.tolist()], bool)
         self._take(batch.start_ids, reply.start_num_blocks, reply.start_block_ids, results)
+        self._reserved.update(zip(batch.start_ids[results].tolist(), reply.start_reserved[results].tolist(), strict=True))
         self._update(updates[num_early:])
         of_groups = reply.new_block_groups if len(reply.new_block_groups) else np.zeros(len(reply.new_block_ids), np.int32)
         columns = (reply.new_block_item_idx, of_groups, reply.new_block_ids)
         for item, group, block in zip(*(column.tolist() for column in columns), strict=True):
             self._all(int(batch.reserve_ids[item]))[group].append(block)
+        columns = (batch.reserve_ids, batch.reserve_min, reply.reserve_reserved)
+        for sequence_id, least, granted in zip(*(column.tolist() for column in columns), strict=True):
+            if granted >= least:
+                self._reserved[sequence_id] = granted
         self._take(reply.ready_ids, reply.ready_num_blocks, reply.ready_block_ids, np.ones(len(reply.ready_ids), bool))
+        self._reserved.update(zip(reply.ready_ids.tolist(), reply.ready_reserved.tolist(), strict=True))
 
     def _update(self, updates: list[Update]) -> None:
         for sequence_id, group, table_idx, block in updates:
@@ -60,8 +73,11 @@ class ToldTables:
 
     def _fork(self, batch: StepBatch, reply: StepReply) -> None:
         columns = (batch.fork_parents, batch.fork_children, batch.fork_lens, reply.fork_results)
-        for parent, child, num_tokens, result in zip(*(column.tolist() for column in columns), strict=True):
+        for row, (parent, child, num_tokens, result) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             if result == ItemResult.OK:
+                if len(reply.fork_committed):
+                    num_tokens = int(reply.fork_committed[row])
+                self._reserved[child] = num_tokens
                 num_blocks = -(-num_tokens // self._block_size)
                 self.tables[child] = self.tables[parent][:num_blocks]
                 self.groups[child] = [table[:num_blocks] for table in self.groups.get(parent, [])]

@@ -36,6 +36,7 @@ class TierAnswers:
         self.counts = TierCounts()
         self.written: dict[str, set[int]] = {}  # contents of each tenant
         self.spans, self.has_tail = config.group_spans, config.has_tail
+        self.states = [group for group, span in enumerate(self.spans) if span.checkpoint_blocks]
 
     def apply(
         self,
@@ -68,23 +69,35 @@ class TierAnswers:
             self.memory.run(TierStep(engine.step_id, copies=copies))
         else:
             step.copies = copies
-        for (parent_id, child_id, num_tokens), result in zip(items.forks, reply.fork_results.tolist(), strict=True):
+        for row, ((parent_id, child_id, num_tokens), result) in enumerate(
+            zip(items.forks, reply.fork_results.tolist(), strict=True)
+        ):
             self.counts.forks += result == ItemResult.OK
             self.counts.refused_forks += result == ItemResult.NO_ROOM
             if result == ItemResult.OK:
                 parent = engine.sequences[parent_id]
                 tokens = parent.tokens[:num_tokens]
                 child = TierSequence(child_id, parent.tenant, tokens, parent.max_tokens, SequenceState.RUNNING, num_tokens)
-                child.committed = child.reserved = child.computed = num_tokens
+                kept = int(reply.fork_committed[row]) if self.states else num_tokens
+                self.counts.short_cuts += kept < num_tokens
+                child.committed = child.reserved = child.computed = kept
                 child.retention, child.passed_len = parent.retention, parent.passed_len
+                child.passed_len = min(child.passed_len, kept) if self.states else child.passed_len
                 engine.sequences[child_id] = child
-        for sequence_id, num_tokens in items.truncates:
+        for row, (sequence_id, num_tokens) in enumerate(items.truncates):
             q = engine.sequences.get(sequence_id)
             if q is None:  # here and below: the child of a refused fork
                 self.counts.refused_children += 1
                 continue
             del q.tokens[max(num_tokens, 0) :]
             q.num_known = min(q.num_known, num_tokens)
+            if self.states:
+                if num_tokens >= q.reserved:
+                    assert int(reply.truncate_committed[row]) == q.committed, "nothing of it is cut"
+                    continue
+                self.counts.short_cuts += int(reply.truncate_committed[row]) < num_tokens
+                num_tokens = int(reply.truncate_committed[row])
+                q.passed_len = min(q.passed_len, num_tokens)
             q.committed, q.computed = min(q.committed, num_tokens), min(q.computed, num_tokens)
             q.reserved = min(q.reserved, num_tokens)
             q.written = [(at, min(length, num_tokens)) for at, length in q.written]
@@ -128,7 +141,7 @@ class TierAnswers:
     def _write(self, engine: TierEngine, q: TierSequence, step: TierStep, choose: Choose) -> None:
         """Reads the context of a sequence and writes up to all of its slots; beyond its tokens it makes some up."""
         size, upto = self.config.block_size, q.reserved - choose(2)
-        if upto <= q.computed:
+        if upto <= q.computed or self.states:  # states are there at the granted length alone
             upto = q.reserved
         while len(q.tokens) < upto:
             q.tokens.append(choose(self.alphabet))
@@ -136,6 +149,15 @@ class TierAnswers:
         for group, table in enumerate(q.tables):
             label = f"{engine.session[-2:]}/{q.id} group {group} step {step.step_id}"
             spelled = self.spell(q, group, upto)
+            if group in self.states:
+                if q.computed:
+                    step.reads.append((label, *self._state(table, spelled, q.computed)))
+                own.update(spelled)
+                step.own.append((label, [block for block in table if block], own))
+                for entry in range(q.computed // size, -(-upto // size) if upto > q.computed else 0):
+                    content = spelled[min((entry + 1) * size, upto) - 1]
+                    step.writes += [(table[entry], offset, content) for offset in range(size)] if table[entry] else []
+                continue
             step.reads.append((label, list(table), self.read(q, group, table, spelled[: q.computed])))
             own.update(spelled)
             step.own.append((label, list(table), own))
@@ -247,8 +269,25 @@ class TierAnswers:
         """Blocks hold what the token at this length reads right now, before anything in flight has run (R4, R6)."""
         for group, table in enumerate(tables):
             label = f"{what} of {q.id}, group {group}"
+            if group in self.states:
+                self._check_states(label, table, self.spell(q, group, length))
+                continue
             fault = self.memory.fault(label, table, self.read(q, group, table, self.spell(q, group, length)))
             assert not fault, fault
+
+    def _state(self, table: list[int], contents: list[int], length: int) -> tuple[list[int], list[int]]:
+        """The block of the state behind so many tokens, and what all of it holds."""
+        return [table[(length - 1) // self.config.block_size]], contents[length - 1 : length] * self.config.block_size
+
+    def _check_states(self, label: str, table: list[int], contents: list[int]) -> None:
+        """Every state of these tokens that the table has, and at least the one behind the last of them."""
+        size, length = self.config.block_size, len(contents)
+        assert not length or table[(length - 1) // size], label
+        for entry in range(-(-length // size)):
+            if table[entry]:
+                fault = self.memory.fault(label, *self._state(table, contents, min((entry + 1) * size, length)))
+                assert not fault, fault
+        self.counts.state_tables += length > 0
 
     def _check_hit(self, q: TierSequence, tables: list[list[int]], hit: int) -> None:
         assert hit % self.config.block_size == 0

@@ -56,6 +56,8 @@ class TierCounts:
     clears: int = 0
     grouped_hits: int = 0  # hits in a pool of several groups of layers
     grouped_swaps: int = 0
+    short_cuts: int = 0  # which left less than was asked for, because the states were not there
+    state_tables: int = 0  # of hits and swap-ins, with states
     tail_swaps: int = 0  # of sequences that had pages of a tail
     tail_gaps: int = 0  # tokens of a window that were not in the tail
     tail_unwritten: int = 0  # tokens that had no page to be written to
@@ -116,9 +118,13 @@ class TierEngine:
     num_usable_blocks: int = 0  # of the pool
     has_tail: bool = False  # which no cut and no hit needs
 
+    @property
+    def has_states(self) -> bool:
+        return any(span.checkpoint_blocks for span in self.spans)
+
     def least_cut(self, q: TierSequence, block_size: int) -> int:
         """The least length that what the windows have left behind lets a sequence be cut to."""
-        if self.has_tail:
+        if self.has_tail or self.has_states:
             return 1
         ends = zip(self.spans, self._hole_ends(q, block_size), strict=True)
         return max((least_length(span, end * block_size) for span, end in ends), default=1)
@@ -133,7 +139,7 @@ class TierEngine:
     def _hole_ends(self, q: TierSequence, block_size: int) -> list[int]:
         if self.has_tail:  # a cut may have put pages where holes were
             return [0] * len(self.spans)
-        return [first_read(span, q.passed_len) // block_size for span in self.spans]
+        return [0 if span.checkpoint_blocks else first_read(span, q.passed_len) // block_size for span in self.spans]
 
     def items(self, choose: Choose, block_size: int) -> TierItems:
         """What the sequences allow, group by group; each group sees them as those before it leave them, all forks granted."""

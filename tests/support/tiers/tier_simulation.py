@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable
 
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor
 from tests.support.tiers.tier_engine import TierCounts
@@ -18,11 +18,15 @@ NUM_EVENTS = 300  # of one seed
 _CHUNKS = ReadSpan(5, is_chunk=True), ReadSpan(2, is_chunk=True)
 _ONE = spans_of(0)
 # Of the groups of layers, by seed.
-_SPANS = (spans_of(0, 1), spans_of(0, 4), (*_ONE, *_CHUNKS), _ONE, _ONE, _ONE, _ONE, spans_of(0, 0, 3), spans_of(0, 7, 2), _ONE)
+_STATES = (*_ONE, state_span(2)), (*spans_of(0, 3), state_span(1), state_span(3))
+_SPANS = (
+    *(spans_of(0, 1), spans_of(0, 4), (*_ONE, *_CHUNKS), _ONE, _STATES[0], _ONE),
+    *(_STATES[1], spans_of(0, 0, 3), spans_of(0, 7, 2), _ONE),
+)
 
 
 def _may_be_tail(spans: tuple[ReadSpan, ...]) -> bool:
-    return len(spans) > 1 and not any(span.is_whole or span.is_chunk for span in spans[1:])
+    return len(spans) > 1 and not any(span.is_whole or span.is_chunk or span.checkpoint_blocks for span in spans[1:])
 
 
 class TierSimulation:

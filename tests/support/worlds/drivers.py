@@ -21,12 +21,8 @@ from tests.support.reference.shadow_memory import ShadowMemory
 
 def encode(columns: StepBatch | StepReply) -> bytes:
     """Bytes that differ when any column does."""
-    parts: list[bytes] = []
-    for name in columns._fields:
-        value = getattr(columns, name)
-        raw = value.tobytes() if isinstance(value, np.ndarray) else b"%d" % value
-        parts += (b"%d:" % len(raw), raw)
-    return b"".join(parts)
+    parts = [value.tobytes() if isinstance(value, np.ndarray) else b"%d" % value for value in columns]
+    return b"".join((repr([*map(len, parts)]).encode(), *parts))
 
 
 class Driver(Protocol):

@@ -218,6 +218,8 @@ BOUNDS: dict[str, Bound] = {
     "LayerGroup.kind": Only((0, 1, 2, 5, 99, -1), INVALID),  # the layout is another
     "LayerGroup.layer_idx": Only(([], [0], [0, 1], [-1], [2**31 - 1]), INVALID),
     "LayerGroup.window_tokens": Only((0, 1, -1, 2**31 - 1), INVALID),
+    "LayerGroup.state_bytes": Only((0, 1, -1, 2**63 - 1), INVALID),
+    "LayerGroup.checkpoint_blocks": Only((0, 1, -1, 2**31 - 1), INVALID),
     "LayerGroup.kv_dtype": Only((0, 1, 6, 99, -1), INVALID),
     "PageLayout.page_bytes": Only((0, 1, 15, 16, 2**30, 2**63 - 1, -(2**63)), INVALID),
     "PageLayout.digest": Only(("", "0" * 64, "x" * 64, "0" * 63, "0" * 5000), INVALID),

@@ -3,7 +3,8 @@
 Owns two sessions whose device work runs late, what each computes, hands to the other and pins, and the comparison of three
 views after every step: the tables that the pool has, those that a client keeps of what it was told, and the contents of the
 blocks behind them. The contents of each group are its own, so a block of another group never spells a sequence. What a token
-reads is worked out here anew, from the spans alone.
+reads is worked out here anew, from the spans alone. Of a group of states the contents are the state behind a token, and every
+block that its tables have is looked at after every step.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepReply
 from kvkeeper.cache_service.core.values.types import Executor, ItemResult, SequenceId, SequenceState, SessionId, StartResult
 from tests.support.reference.read_spans import first_read
-from tests.support.reference.shadow_memory import Contents, DeviceStep, Read, ShadowMemory
+from tests.support.reference.shadow_memory import Contents, DeviceStep, Read, ShadowMemory, StateRead
 from tests.support.reference.told_tables import ToldTables
 from tests.support.worlds.core_pool import step_batch
 
@@ -68,6 +69,10 @@ class GroupedWorld:
     ) -> None:
         self.random = random.Random(seed)
         self.spans, self.size, self.has_tail = spans, block_size, has_tail
+        self.states = [group for group, span in enumerate(spans) if span.checkpoint_blocks]
+        self.num_shortened = self.num_kept_cuts = self.num_late_cuts = (
+            0  # cuts that left less, all, or were of a step in flight
+        )
         config = PoolConfig(
             num_blocks,
             block_size,
@@ -99,7 +104,7 @@ class GroupedWorld:
         if self.random.random() < 0.01:
             self._reopen(engine)
             return
-        if not self.has_tail and self._extra.random() < 0.03:
+        if not self.has_tail and not self.states and self._extra.random() < 0.03:
             self._hand_over(engine, next(other for other in self.engines if other is not engine))
         if not self.has_tail and self._extra.random() < 0.03:
             self._pin(engine)
@@ -116,7 +121,8 @@ class GroupedWorld:
         try:
             reply = self.manager.step(engine.session, batch)
         except InvalidField as error:
-            if error.metadata["field"] not in ("truncate_num_tokens", "fork_num_tokens", "reserve_min_tokens"):
+            cuts = () if self.states else ("truncate_num_tokens", "fork_num_tokens")
+            if error.metadata["field"] not in (*cuts, "reserve_min_tokens"):
                 raise
             self.num_refused += 1
             return
@@ -188,6 +194,9 @@ class GroupedWorld:
             is_idle, kind = each.busy_until <= completed, draw()
             if kind < 0.05:
                 releases.append(i)
+            elif kind < 0.1 and self.states and each.tokens:
+                truncates.append((i, self.random.randrange(1, len(each.tokens) + 2)))
+                self.num_late_cuts += not is_idle
             elif kind < 0.1 and is_idle and lens[i] > 1:
                 truncates.append((i, self.random.randrange(max(1, lens[i] - depth), lens[i] + 1)))
             elif kind < 0.16 and lens[i] > 1:
@@ -216,20 +225,23 @@ class GroupedWorld:
         for i, length, new in items["commits"]:
             sequences[i].committed = length
             sequences[i].tokens += new
-        for (parent, child, length), result in zip(items["forks"], reply.fork_results.tolist(), strict=True):
+        for row, ((parent, child, length), result) in enumerate(zip(items["forks"], reply.fork_results.tolist(), strict=True)):
             if result == ItemResult.OK:
                 self.num_forks += 1
-                each = sequences[parent]
-                sequences[child] = Sequence(each.tenant, each.tokens[:length], True, length, length, length, 0)
-        for i, length in items["truncates"]:
-            each = sequences[i]
+                each, kept = sequences[parent], self._kept(length, reply.fork_committed, row)
+                if length == each.committed == each.reserved:
+                    assert kept == length, "the states behind all that is committed are there"
+                sequences[child] = Sequence(each.tenant, each.tokens[:length], True, kept, kept, kept, 0)
+        for row, (i, length) in enumerate(items["truncates"]):
+            each, kept = sequences[i], self._kept(length, reply.truncate_committed, row)
             self.num_cut += 1
-            each.tokens, each.committed, each.reserved = (
-                each.tokens[:length],
-                min(each.committed, length),
-                min(each.reserved, length),
-            )
+            each.tokens = each.tokens[:length]
+            if self.states and length >= each.reserved:
+                assert kept == each.committed, "nothing of it is cut"
+                continue
+            each.committed, each.reserved = min(each.committed, kept), min(each.reserved, kept)
             each.computed = each.committed
+            each.busy_until *= not self.states  # what a step in flight computes is not wanted any more
         for i in items["releases"]:
             del sequences[i]
         columns = (reply.start_results, reply.start_hits, reply.start_reserved)
@@ -245,11 +257,31 @@ class GroupedWorld:
                 each.reserved = max(each.reserved, granted)
                 self._compute(engine, work, i, min(granted, len(each.tokens)))
 
+    def _kept(self, length: int, told: np.ndarray, row: int) -> int:
+        """What a cut to this length leaves committed, as the answer tells."""
+        assert bool(len(told)) == bool(self.states)
+        if not self.states:
+            return length
+        kept = int(told[row])
+        assert kept <= length
+        self.num_shortened += kept < length
+        self.num_kept_cuts += kept == length
+        return kept
+
     def _compute(self, engine: Engine, work: DeviceStep, sequence_id: int, end: int) -> None:
         """The step computes a sequence from its committed tokens up to `end`."""
         each, start = engine.sequences[sequence_id], engine.sequences[sequence_id].committed
         for group, table in enumerate(self._tables(engine, sequence_id)):
             contents = self.contents.spell(f"{each.tenant}/{group}", each.tokens[:end])
+            if group in self.states:
+                if start:
+                    place = table[(start - 1) // self.size]
+                    work.reads.append(StateRead(f"{sequence_id} group {group}", place, contents[start - 1]))
+                for entry in range(start // self.size, -(-end // self.size)):
+                    if table[entry]:
+                        work.writes.append((table[entry] * self.size, contents[min((entry + 1) * self.size, end) - 1]))
+                assert table[(end - 1) // self.size] or end == start, "the state behind the last token has no place"
+                continue
             unread = self._unread(group, start, table)
             work.reads.append(Read(f"{sequence_id} group {group}", list(table), contents[:start], unread))
             places = [at for at in range(start, end) if not self._is_lacking(group, table, at)]
@@ -296,12 +328,21 @@ class GroupedWorld:
             told = self._tables(engine, i)
             has = [view.block_table.tolist(), *(table.tolist() for table in view.group_tables)]
             if not self.manager.state.session(engine.session).updates:  # else the next reply tells the rest
-                assert has == told, (i, has, told)
+                assert has == told or not any([*has, *told]), (i, has, told)  # without blocks one table is shown
             self.num_holes += sum(table.count(0) for table in has)
             for group, table in enumerate(told):
+                if group in self.states:
+                    reads += self._state_reads(i, each, group, table)
+                    continue
                 contents = self.contents.spell(f"{each.tenant}/{group}", each.tokens[: each.committed])
                 unread = self._unread(group, each.committed, table)
                 self.num_lacking += self.has_tail and group > 0 and len(unread) > first_read(self.spans[group], each.committed)
                 reads.append(Read(f"{i} group {group}", table, contents, unread))
         faults = self.memory.check(str(engine.session), reads)
         assert not faults, faults
+
+    def _state_reads(self, sequence_id: int, each: Sequence, group: int, table: list[int]) -> list[StateRead]:
+        """All states that the table has of what is computed; of a block that is being computed that behind the last token."""
+        contents = self.contents.spell(f"{each.tenant}/{group}", each.tokens[: each.computed])
+        ends = [(entry, min((entry + 1) * self.size, each.computed)) for entry in range(-(-each.computed // self.size))]
+        return [StateRead(f"{sequence_id} group {group}", table[at], contents[end - 1]) for at, end in ends if table[at]]

@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan as CoreSpan
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.engine_service.scheduler.plan import Plan
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from kvkeeper.engine_service.scheduler.state.limits import Limits
 from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
 from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
 from kvkeeper.engine_service.scheduler.work import Work
+from kvkeeper.engine_service.values.read_span import WHOLE, ReadSpan
 from kvkeeper.engine_service.values.request import Request, Sequence, SequenceState
 from kvkeeper.engine_service.values.retention import Retention
 from tests.support.reference.scheduler_cache import NaiveCache, OutOfSequencesError
@@ -94,6 +97,7 @@ class World:
         prefill_budget: int = 64,
         decode_budget: int = 32,
         client_shares: bool = False,
+        group_spans: tuple[ReadSpan, ...] = (WHOLE,),
     ) -> None:
         """guess: of what follows a sequence's tokens, given its continuation. overlap: a step's device work runs late, after
         the next one was asked for; needs CoreCache, as does a host tier. ahead: also after the next one was launched, where the
@@ -108,11 +112,16 @@ class World:
         self.host: dict[int, tuple[int, ...]] = {}
         self.num_moved = self.num_failed = self.num_cleared = 0
         host = {"num_host_blocks": num_host_blocks} if num_host_blocks else {}
-        self.cache: Any = make_cache(num_blocks, block_size, max_sequences, **host)
         limit = (num_blocks - 1) * block_size
+        if len(group_spans) > 1:
+            own = tuple(CoreSpan(span.num_tokens, span.is_chunk, span.checkpoint_blocks) for span in group_spans)
+            limit = PoolConfig(num_blocks, block_size, max_sequences, 10_000, group_spans=own).limit_tokens
+            host["group_spans"] = own  # type: ignore[assignment]
+        self.cache: Any = make_cache(num_blocks, block_size, max_sequences, **host)
         limits = Limits(
             *(block_size, limit, max_sequences, max_running, token_budget, chunk_size, prefill_budget, decode_budget),
             num_usable_blocks=num_blocks - 1,
+            group_spans=group_spans,
             max_distance=MAX_RETAINED_LEN,
             max_retained_len=MAX_RETAINED_LEN,
             preemption=preemption,

@@ -78,6 +78,11 @@ def test_flags_win_over_the_environment() -> None:
             ["--disk-path", "/x", "--disk-memory", "1GiB", "--host-memory", "1GiB", "--prefix-ttl", "5"],
             "--disk-path keeps blocks without an end, so it does not go with --prefix-ttl",
         ),
+        (["--disk-tenants", "a"], "--disk-tenants is of a disk tier, so it needs one, see --disk-path"),
+        (["--remote-tenants", "a"], "--remote-tenants is of a remote tier, so it needs one, see --remote"),
+        # With a list that came out empty, all tenants' blocks would be stored; with a space, none of b's.
+        (["--remote-tenants", ""], "--remote-tenants: names, each once and without spaces around it, such as a,b, not ''"),
+        (["--disk-tenants", "a, b"], "--disk-tenants: names, each once and without spaces around it, such as a,b, not 'a, b'"),
         (["--hold", "127.0.0.1:1"], "--hold: unix:/path, not '127.0.0.1:1'"),
     ],
 )

@@ -21,6 +21,7 @@ from .breaker import Breaker
 from .content_names import ContentNames
 from .group_loads import GroupLoads
 from .in_flight import InFlight
+from .shared_parts import SharedParts
 from .tier_loads import TierLoads
 from .tier_orders import Load, Question, Store, Table, TierRules
 from .tier_questions import TierQuestions
@@ -65,9 +66,8 @@ class NamedTier:
         host, names = offloader.host, ContentNames(state.index, key)
         groups = GroupLoads(state.index, host, names) if len(state.config.group_spans) > 1 else None
         self._names = names
-        self._questions = TierQuestions(state, names, groups, table, rules, worth, self.flight)
-        self._loads = TierLoads(state, host, names, groups, table, rules, worth, self.flight)
-        self._stores = TierStores(state, host, names, groups, table, rules, self.flight)
+        shared = SharedParts(state, host, names, groups, table, rules, worth, self.flight)
+        self._questions, self._loads, self._stores = TierQuestions(shared), TierLoads(shared), TierStores(shared)
         self._awaited: dict[int, _Awaited] = {}  # by slot of the sequence
         (offloader.on_used if rules.on_second_use else offloader.on_filled).append(self._stores.note_candidates)
 

@@ -11,36 +11,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...pool_state import PoolState
 from ...values.copies import TierOrder, TierResult
 from ...values.types import Int32Array
-from ..host_tier import HostTier
-from .content_names import ContentNames
 from .group_loads import GroupLoads
-from .in_flight import InFlight
-from .tier_orders import Load, Table, TierRules
-from .worth import TierWorth
+from .shared_parts import SharedParts
+from .tier_orders import Load
 
 
 class TierLoads:
     """Of one tier."""
 
-    def __init__(
-        self,
-        state: PoolState,
-        host: HostTier,
-        names: ContentNames,
-        groups: GroupLoads | None,
-        table: Table,
-        rules: TierRules,
-        worth: TierWorth,
-        flight: InFlight,
-    ) -> None:
-        """groups: None where all layers are of one group."""
+    def __init__(self, shared: SharedParts) -> None:
+        state = shared.state
         self._clock, self._index, self._block_size = state.clock, state.index, state.config.block_size
         self._num_groups = len(state.config.group_spans)
-        self._host, self._names, self._groups, self._table = host, names, groups, table
-        self._rules, self._worth, self._flight = rules, worth, flight
+        self._host, self._names, self._groups, self._table = shared.host, shared.names, shared.groups, shared.table
+        self._rules, self._worth, self._flight = shared.rules, shared.worth, shared.flight
         self._loading: dict[bytes, Load] = {}
         self._new: deque[Load] = deque()
 

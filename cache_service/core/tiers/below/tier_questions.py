@@ -9,13 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...pool_state import PoolState
 from ...values.types import Int32Array
-from .content_names import ContentNames
 from .group_loads import GroupLoads
-from .in_flight import InFlight
-from .tier_orders import Question, Table, TierRules
-from .worth import TierWorth
+from .shared_parts import SharedParts
+from .tier_orders import Question
 
 _MOST_TURNS = 4  # questions about one prompt with several groups of layers
 
@@ -23,20 +20,11 @@ _MOST_TURNS = 4  # questions about one prompt with several groups of layers
 class TierQuestions:
     """Of one tier."""
 
-    def __init__(
-        self,
-        state: PoolState,
-        names: ContentNames,
-        groups: GroupLoads | None,
-        table: Table,
-        rules: TierRules,
-        worth: TierWorth,
-        flight: InFlight,
-    ) -> None:
-        """groups: None where all layers are of one group."""
+    def __init__(self, shared: SharedParts) -> None:
+        state = shared.state
         self._clock, self._index, self._block_size = state.clock, state.index, state.config.block_size
-        self._names, self._groups, self._table = names, groups, table
-        self._rules, self._worth, self._flight = rules, worth, flight
+        self._names, self._groups, self._table = shared.names, shared.groups, shared.table
+        self._rules, self._worth, self._flight = shared.rules, shared.worth, shared.flight
         self._new: deque[Question] = deque()
 
     def ask(self, slot: int, root: int, tokens: Int32Array) -> Question | None:

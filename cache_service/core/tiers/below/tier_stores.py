@@ -9,14 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...pool_state import PoolState
 from ...values.copies import TierOrder, TierResult
 from ...values.types import Int32Array
-from ..host_tier import HostTier
-from .content_names import ContentNames
-from .group_loads import GroupLoads
-from .in_flight import InFlight
-from .tier_orders import Store, Table, TierRules
+from .shared_parts import SharedParts
+from .tier_orders import Store
 
 _STORE_PATIENCE = 4  # deadlines that a store may take: nobody waits for it
 
@@ -24,24 +20,14 @@ _STORE_PATIENCE = 4  # deadlines that a store may take: nobody waits for it
 class TierStores:
     """Of one tier."""
 
-    def __init__(
-        self,
-        state: PoolState,
-        host: HostTier,
-        names: ContentNames,
-        groups: GroupLoads | None,
-        table: Table,
-        rules: TierRules,
-        flight: InFlight,
-    ) -> None:
-        """groups: None where all layers are of one group."""
+    def __init__(self, shared: SharedParts) -> None:
         self.is_clearing = False
-        self._clock, self._index = state.clock, state.index
-        self._host, self._names, self._groups, self._table = host, names, groups, table
-        self._rules, self._flight = rules, flight
+        self._clock, self._index = shared.state.clock, shared.state.index
+        self._host, self._names, self._groups, self._table = shared.host, shared.names, shared.groups, shared.table
+        self._rules, self._flight = shared.rules, shared.flight
         self._candidates: deque[int] = deque()  # host blocks that may be worth a store
-        self._is_candidate = np.zeros(host.num_blocks, np.bool_)
-        self._num_stores = table.last_number
+        self._is_candidate = np.zeros(shared.host.num_blocks, np.bool_)
+        self._num_stores = shared.table.last_number
 
     @property
     def num_candidates(self) -> int:

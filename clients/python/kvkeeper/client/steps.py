@@ -102,6 +102,8 @@ class StepResult(NamedTuple):
     ready_block_ids: Int32Array = _EMPTY32  # their block tables, concatenated
     new_block_groups: Int32Array = _EMPTY32  # with groups of layers: the one whose table a block or an update belongs to
     update_groups: Int32Array = _EMPTY32
+    fork_committed: Int32Array = _EMPTY32  # with layers of states: committed lengths, one per fork and one per truncate
+    truncate_committed: Int32Array = _EMPTY32
 
 
 # (field of StepItems, field of StepRequest, dtype)
@@ -160,6 +162,8 @@ _ANSWER_COLUMNS = (
     ("ready_block_ids", "ready_block_ids", _INT32),
     ("new_block_groups", "new_block_group_idx", _INT32),
     ("update_groups", "table_update_group_idx", _INT32),
+    ("fork_committed", "fork_num_committed_tokens", _INT32),
+    ("truncate_committed", "truncate_num_committed_tokens", _INT32),
 )
 _ANSWER_NUMBERS = (
     ("step_id", "step_id"),

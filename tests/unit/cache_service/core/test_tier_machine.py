@@ -6,13 +6,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor, SessionId
 from tests.support.tiers.tier_world import TierWorld
 from tests.support.worlds.machine import chooser
 
 _CHUNKED = (*spans_of(0, 2), ReadSpan(3, is_chunk=True))
+_STATES = (*spans_of(0), state_span(2)), (*spans_of(0, 2), state_span(1))
 
 
 def _config(
@@ -20,14 +21,17 @@ def _config(
 ) -> PoolConfig:
     """num_blocks: for each group of layers."""
     usable = (num_blocks - 1) * len(group_spans)
-    is_tail = has_tail and len(group_spans) > 1 and not any(span.is_whole or span.is_chunk for span in group_spans[1:])
+    are_windows = not any(span.is_whole or span.is_chunk or span.checkpoint_blocks for span in group_spans[1:])
+    is_tail = has_tail and len(group_spans) > 1 and are_windows
     return PoolConfig(usable + 1, num_host_blocks=num_host_blocks, group_spans=group_spans, has_tail=is_tail, **others)
 
 
 configs = st.builds(
     _config,
     num_blocks=st.integers(2, 8),
-    group_spans=st.sampled_from([*map(spans_of, (0, 0)), spans_of(0, 3), spans_of(0, 1), spans_of(0, 0, 2), _CHUNKED]),
+    group_spans=st.sampled_from(
+        [*map(spans_of, (0, 0)), spans_of(0, 3), spans_of(0, 1), spans_of(0, 0, 2), _CHUNKED, *_STATES]
+    ),
     has_tail=st.booleans(),
     block_size=st.integers(1, 3),
     max_sequences=st.integers(1, 5),

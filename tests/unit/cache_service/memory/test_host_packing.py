@@ -70,6 +70,8 @@ def test_a_block_takes_few_bits_below_the_device_and_what_cannot_is_kept_as_it_i
     assert ranks.stored_bytes == 2 * ranks.host_block_bytes
     for kept in (
         spec_of(host="int4", head_dim=6),
+        spec_of("bfloat16", head_dim=2),  # as many bytes with its scales, by which an engine tells the two forms apart
+        spec_of("float16", num_layers=1, num_kv_heads=1, head_dim=4, block_size=1),  # rounded up to whole 16 bytes
         spec_of(host="auto"),
         KvSpec(b"k", "m", 0, 0, 0, 0, 5, page_bytes=64).stored_as("int8"),
         KvSpec(b"k", "m", 1, 1, 8, 1, 5, scaled_bits=8, element_type="int8").stored_as("int4"),

@@ -20,6 +20,7 @@ from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepReply
 from kvkeeper.cache_service.core.values.types import ItemResult, ReuseHint, SequenceId, SessionId, StartResult
+from kvkeeper.cache_service.rpc import step_handler
 from kvkeeper.cache_service.rpc.foretold import ForetoldBytes
 from kvkeeper.cache_service.runtime.pool import Pool
 from kvkeeper.cache_service.runtime.session_manager import LiveSession
@@ -273,6 +274,12 @@ async def _live_through(seed: int, num_steps: int, *, is_roomy: bool) -> None:
             assert sides[0].pool.stats() == sides[1].pool.stats()
         if rng.random() < 0.002:
             assert [side.pool.manager.check_invariants() for side in sides] == [[], []]
+
+
+@pytest.fixture(autouse=True)
+def _no_client_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other tests, to let all of them go first takes longer than a step."""
+    monkeypatch.setattr(step_handler.os, "sched_yield", lambda: None)
 
 
 @pytest.fixture

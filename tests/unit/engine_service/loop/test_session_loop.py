@@ -14,6 +14,8 @@ from kvkeeper.engine_service.loop.stats import EngineStats
 from kvkeeper.engine_service.ranks import ranks as ranks_module
 from kvkeeper.engine_service.ranks.ranks import Ranks
 
+UNUSED: Any = None  # a part that nothing here comes to
+
 
 class Team:
     """Ranks without processes."""
@@ -33,9 +35,9 @@ class LosingEngine:
     def __init__(self, ranks: Ranks, num_new: list[int]) -> None:
         self.ranks, self.num_new = ranks, num_new
         self.stats = EngineStats()
-        self.requests = OpenRequests(None, self.stats, None, 1, lambda: None)  # type: ignore[arg-type]
-        self.request = SimpleNamespace(request_id="r", num_taken=0, fail=self.fail)
-        self.requests.generations = {"r": self.request}  # type: ignore[dict-item]
+        self.requests = OpenRequests(UNUSED, self.stats, UNUSED, 1, lambda: None)
+        self.request: Any = SimpleNamespace(request_id="r", num_taken=0, fail=self.fail)
+        self.requests.generations = {"r": self.request}
         self.num_sessions, self.is_stopping, self.failed = 0, False, ""
 
     def fail(self, error: Exception) -> None:
@@ -82,7 +84,7 @@ async def test_requests_that_lose_ranks_and_get_no_token_are_failed(
 
 def test_a_request_that_was_completed_has_got_on() -> None:
     stats = EngineStats()
-    requests = OpenRequests(None, stats, None, 1, lambda: None)  # type: ignore[arg-type]
+    requests = OpenRequests(UNUSED, stats, UNUSED, 1, lambda: None)
     assert not requests.have_got_on()
     stats.num_completed_requests += 1
     assert requests.have_got_on()

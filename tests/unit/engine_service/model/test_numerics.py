@@ -67,7 +67,7 @@ def test_logits_are_those_of_transformers(world, chunk_size):
     found = tables.compute(world.cases, world.block_size if chunk_size == "block size" else chunk_size)
     error = world.reference.error(found)
     assert error <= world.reference.bound
-    assert tables.num_copies == 2
+    assert tables.num_copies == (0 if tables.num_state_groups else 2)
 
 
 def test_greedy_tokens_are_those_of_transformers(folder):

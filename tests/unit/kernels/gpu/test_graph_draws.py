@@ -8,6 +8,7 @@ import torch
 
 from kvkeeper.engine_service.compute.sampler import draw
 from kvkeeper.engine_service.compute.step_logits import StepLogits
+from kvkeeper.engine_service.values.penalised_rows import PenalisedRows
 from kvkeeper.engine_service.values.sampling_params import LIKELIEST, PlainDraws, SamplingParams
 from tests.unit.kernels.gpu.captured import MOST_ROWS, TABLES, all_claim_to_be_on_cuda, drawn_by, model, prompts, ready, rows
 from tests.unit.kernels.gpu.pretend import on_cuda
@@ -41,9 +42,10 @@ def test_rows_that_no_graph_can_draw_are_drawn_behind_it(model):
 
     runner, _ = ready(model, draws=True)
     prompts(runner)
-    penalised = [SamplingParams(temperature=0.5, repetition_penalty=1.2)]
+    penalised, by_column = [SamplingParams(temperature=0.5, repetition_penalty=1.2)], PlainDraws.of(drawn_by([0, 1]))
     for how in (
         drawn_by([0, 1], penalised),
+        dataclasses.replace(by_column, penalised=PenalisedRows.of(drawn_by([0, 1], penalised))),
         [*drawn_by([0]), *drawn_by([1], constraint=OneToken())],
         [LIKELIEST, LIKELIEST],
         drawn_by([0]),  # of one row alone

@@ -77,11 +77,9 @@ def _run(args: argparse.Namespace) -> int:
         tokenizer = Tokenizer.load(folder)
         texts = _texts(tokenizer, args.text, max(lengths), args.texts)
         needles = _needles(tokenizer, texts, lengths, args.needles, args.seed)
-        bar = tqdm(total=1 + len(ways), desc="quality", unit="way", leave=False, disable=None)
-        found = []
-        for measured in kv_quality.measure(folder, ways, texts, needles, lengths, bar.update):
-            found.append(measured)
-        bar.close()
+        num_read = (1 + len(ways)) * (len(texts) + len(needles))
+        with tqdm(total=num_read, desc="quality", unit="text", leave=False, disable=None) as bar:
+            found = list(kv_quality.measure(folder, ways, texts, needles, lengths, bar.update))
     except ModelError as error:
         raise UsageFailure(f"--model {folder}: {error}") from None
     rows = _rows(found)

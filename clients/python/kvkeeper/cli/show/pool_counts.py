@@ -8,6 +8,7 @@ from kvkeeper.cli.console.tables import facts, size
 from kvkeeper.cli.show.status import dtype_word, pool_line
 
 _NEVER = 2**31 - 1  # of a break-even length: no load pays
+_GROUP_WORDS = {pb.LAYER_GROUP_KIND_TAIL: "tail", pb.LAYER_GROUP_KIND_CHUNKED: "chunk"}
 
 Rows = list[tuple[str, object]]
 
@@ -54,7 +55,7 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
     if pool.groups:
         yield (
             "groups of layers: entries of tables with a block, left behind",
-            _of_groups(pool),
+            group_counts(pool),
         )
     yield "prefix cache", _prefix_cache(pool)
     if pool.pool.num_host_blocks:
@@ -79,15 +80,18 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
     yield "watches", [("open, cut off", _counts(pool.num_watches, pool.num_lagged_watches))]
 
 
-def _of_groups(pool: Any) -> Rows:
-    tails = [group.kind == pb.LAYER_GROUP_KIND_TAIL for group in pool.pool.spec.groups]
-    return [_of_group(group, is_tail=at < len(tails) and tails[at]) for at, group in enumerate(pool.groups)]
+def group_counts(pool: Any) -> Rows:
+    """Of each group of layers what it reads, and how many entries of tables have a block, and how many it left behind."""
+    specs = pool.pool.spec.groups
+    return [_of_group(group, specs[at] if at < len(specs) else pb.LayerGroup()) for at, group in enumerate(pool.groups)]
 
 
-def _of_group(group: Any, *, is_tail: bool) -> tuple[str, str]:
-    name = "tail" if is_tail else "window"
-    kind = f"{name} of {group.window_tokens:,} tokens" if group.window_tokens else "all tokens"
-    return kind, _counts(group.num_held_entries, group.num_passed_entries)
+def _of_group(group: Any, spec: Any) -> tuple[str, str]:
+    name = _GROUP_WORDS.get(spec.kind, "window")
+    words = f"{name} of {group.window_tokens:,} tokens" if group.window_tokens else "all tokens"
+    if spec.kind == pb.LAYER_GROUP_KIND_RECURRENT:
+        words = f"states, one kept of {spec.checkpoint_blocks:,}"
+    return words, _counts(group.num_held_entries, group.num_passed_entries)
 
 
 def _blocks(pool: Any) -> Rows:

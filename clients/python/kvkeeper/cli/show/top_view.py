@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from kvkeeper.cli.show.pool_counts import carrier_word, pressure_word
+from kvkeeper.cli.show.pool_counts import carrier_word, group_counts, pressure_word
 from kvkeeper.cli.show.status import pool_line
 
 HIT_RATE_SECONDS = 10.0
@@ -155,7 +155,10 @@ def _pool(pool: Any, history: History) -> Panel:
         ("watches", f"{pool.num_watches:,}", "starts refused/s", growth("num_refused_starts")),
     ):
         facts.add_row(*row)
-    return Panel(Group(Bar(counts), legend, facts), title=pool_line(pool.pool), title_align="left")
+    groups = [Text(f"{kind}: {entries}", "dim") for kind, entries in group_counts(pool)]
+    if groups:
+        groups.insert(0, Text("entries of tables with a block, left behind, by group of layers"))
+    return Panel(Group(Bar(counts), legend, facts, *groups), title=pool_line(pool.pool), title_align="left")
 
 
 def _sessions(sessions: Sequence[Any], history: History) -> Table:

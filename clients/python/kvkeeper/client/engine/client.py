@@ -405,10 +405,13 @@ class AsyncGeneration:
                 await asyncio.sleep(PAUSE_S)
                 self._stream = self._start(self._received)
                 continue
-            self.request_id = message.request_id or self.request_id
-            self.usage = usage_of(message) or self.usage
-            self._span.record_answer(message)
-            chunk = self._received.new_part(chunk_of(message))
+            if isinstance(message, OutputChunk):  # tokens and text alone, of a call of many requests
+                chunk = self._received.new_part(message)
+            else:
+                self.request_id = message.request_id or self.request_id
+                self.usage = usage_of(message) or self.usage
+                self._span.record_answer(message)
+                chunk = self._received.new_part(chunk_of(message))
             if chunk is not None:
                 return chunk
 

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 
 from kvkeeper import tracing
+from kvkeeper.client.engine.calls import OutputChunk
 from kvkeeper.client.errors import KvkeeperError, error_of, error_of_status
 from kvkeeper.client.transport import AsyncTransport
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
@@ -22,6 +23,8 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 _IDLE_S = 2.0  # without a request, after which the call ends
 _MOST_BYTES = 1 << 20  # of requests in one message, and of a request that is sent with others
 _MOST_UNREAD = 1 << 16  # tokens and log probabilities of one stream, as the engine has it
+
+Answer = pb.GenerateResponse | OutputChunk  # what is tokens and text alone comes as columns, so it is no message
 
 
 class ManyStreams:
@@ -160,7 +163,7 @@ class _Numbered:
         """timeout: seconds; None: none."""
         self._streams, self._call, self._request = streams, call, request
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._unread: deque[pb.GenerateResponse] = deque()
+        self._unread: deque[tuple[Answer, int]] = deque()  # and how much each is
         self._num_unread = 0
         self._error: KvkeeperError | None = None
         self._has_unread = asyncio.Event()
@@ -183,10 +186,10 @@ class _Numbered:
 
     def take_tokens(self, token_ids: list[int], text: str) -> None:
         """Tokens that came for it, and text alone."""
-        self._put(pb.GenerateResponse(token_ids=token_ids, text=text), len(token_ids))
+        self._put(OutputChunk(0, text, tuple(token_ids), None), len(token_ids))
 
-    def _put(self, response: pb.GenerateResponse, num_units: int) -> None:
-        self._unread.append(response)
+    def _put(self, answer: Answer, num_units: int) -> None:
+        self._unread.append((answer, num_units))
         self._num_unread += num_units
         self._has_unread.set()
         if self._num_unread > _MOST_UNREAD and not self._has_ended:
@@ -202,15 +205,15 @@ class _Numbered:
         self._call.drop(self._number, is_over=True)
         self._has_unread.set()
 
-    def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
+    def __aiter__(self) -> AsyncIterator[Answer]:
         return self._answers()
 
-    async def _answers(self) -> AsyncIterator[pb.GenerateResponse]:
+    async def _answers(self) -> AsyncIterator[Answer]:
         while True:
             while self._unread:
-                response = self._unread.popleft()
-                self._num_unread -= len(response.token_ids) + sum(1 + len(each.top_token_ids) for each in response.logprobs)
-                yield response
+                answer, num_units = self._unread.popleft()
+                self._num_unread -= num_units
+                yield answer
             if self._has_ended:
                 return
             if self._error is not None:
@@ -228,8 +231,11 @@ class _Numbered:
             raise asyncio.CancelledError
         self._has_unread.clear()
         try:
-            async with asyncio.timeout(self.time_remaining()):
+            if self._deadline is None:
                 await self._has_unread.wait()
+            else:
+                async with asyncio.timeout(self.time_remaining()):
+                    await self._has_unread.wait()
         except TimeoutError:
             self._call.drop(self._number, is_over=False)
             raise KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="Deadline Exceeded") from None

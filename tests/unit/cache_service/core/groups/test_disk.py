@@ -10,7 +10,7 @@ from kvkeeper.cache_service.core.tiers.below.group_loads import GroupLoads
 from kvkeeper.cache_service.core.tiers.below.named_tier import NamedTier
 from kvkeeper.cache_service.core.tiers.below.tier_orders import TierRules
 from kvkeeper.cache_service.core.values.copies import TierOrder, TierResult
-from kvkeeper.cache_service.core.values.kv_spec import spans_of
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
@@ -20,12 +20,14 @@ A = SessionId("a")
 TOKENS = np.arange(11, dtype=np.int32)
 
 
-def stored(*, lost: tuple[tuple[int, int], ...] = (), rules: TierRules | None = None) -> tuple[PoolManager, NamedTier]:
-    """A pool whose two groups, the second with a window of 5, have five entries on the disk alone.
+def stored(
+    *, lost: tuple[tuple[int, int], ...] = (), rules: TierRules | None = None, spans: tuple[ReadSpan, ...] = spans_of(0, 5)
+) -> tuple[PoolManager, NamedTier]:
+    """A pool whose two groups, the second with a window of 5 by default, have five entries on the disk alone.
 
     lost: entries and groups of what the disk forgot.
     """
-    config = PoolConfig(41, 2, num_host_blocks=41, group_spans=spans_of(0, 5), watermark=0.0)
+    config = PoolConfig(41, 2, num_host_blocks=41, group_spans=spans, watermark=0.0)
     manager = PoolManager(config)
     disk = manager.add_disk(b"key", 40, 0, rules=rules or TierRules())
     manager.open_session(A, Executor.CACHE)
@@ -37,8 +39,9 @@ def stored(*, lost: tuple[tuple[int, int], ...] = (), rules: TierRules | None = 
         manager.evict_blocks(40)
     store = disk.prepare_store(100)
     assert store is not None
-    assert len({order.name for order in store.orders}) == len(store.orders) == 10
-    disk.complete_store(store, [TierResult.DONE] * 10)
+    num_stored = 7 if spans[1].checkpoint_blocks else 10
+    assert len({order.name for order in store.orders}) == len(store.orders) == num_stored
+    disk.complete_store(store, [TierResult.DONE] * num_stored)
     assert manager.swapper is not None
     index, names, table = manager.state.index, disk._names, disk.table
     nodes = index.match(index.find_root(""), TOKENS, 5).tolist()
@@ -49,7 +52,7 @@ def stored(*, lost: tuple[tuple[int, int], ...] = (), rules: TierRules | None = 
         order = TierOrder(slot, 0, name, b"", b"", 0, 0)
         table.begin_read(order)
         table.end_read(order, is_lost=True)
-    manager.swapper.host.pool.evict(10)
+    manager.swapper.host.pool.evict(num_stored)
     assert len(index) == 0
     return manager, disk
 
@@ -74,6 +77,22 @@ def test_all_of_the_full_group_and_the_last_window_are_loaded() -> None:
     manager, disk = stored()
     assert load(manager, disk) == [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1), (4, 0), (4, 1)]  # token 10 reads from token 6 on
     assert hit_len(manager) == 10
+
+
+@pytest.mark.parametrize(
+    ("lost", "loaded", "hit"),
+    [
+        ((), [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)], 8),
+        (((3, 1),), [(0, 0), (1, 0), (1, 1)], 4),
+        (((1, 1),), [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)], 8),
+        (((3, 1), (1, 1)), [], 0),
+    ],
+    ids=str,
+)
+def test_the_last_state_alone_is_loaded(lost: tuple[tuple[int, int], ...], loaded: list[tuple[int, int]], hit: int) -> None:
+    manager, disk = stored(lost=lost, spans=(*spans_of(0), state_span(2)))
+    assert load(manager, disk) == loaded
+    assert hit_len(manager) == hit
 
 
 @pytest.mark.parametrize(

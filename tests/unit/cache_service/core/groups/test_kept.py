@@ -8,7 +8,7 @@ import pytest
 from kvkeeper.cache_service.core.index.kept_tree import tree_of
 from kvkeeper.cache_service.core.index.slot_table import Slots
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.kv_spec import KvSpec, LayerGroup, spans_of
+from kvkeeper.cache_service.core.values.kv_spec import KvSpec, LayerGroup, ReadSpan, spans_of, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
@@ -44,8 +44,9 @@ def test_a_group_that_contradicts_the_first_makes_all_rows_worthless(row: tuple[
     assert len(tree_of(rows, 1, None, SPANS)) == 0
 
 
-def test_a_pool_comes_back_with_the_blocks_of_all_groups() -> None:
-    config = PoolConfig(41, 2, group_spans=SPANS, watermark=0.0, num_host_blocks=21)
+@pytest.mark.parametrize(("spans", "hit"), [(SPANS, 10), ((*spans_of(0, 0), state_span(2)), 8)], ids=["window", "states"])
+def test_a_pool_comes_back_with_the_blocks_of_all_groups(spans: tuple[ReadSpan, ...], hit: int) -> None:
+    config = PoolConfig(41, 2, group_spans=spans, watermark=0.0, num_host_blocks=21)
     memory, manager = KeptMemory(config), PoolManager(config)
     manager.restore(memory.kept, may_still_write=False)
     manager.open_session(A, Executor.CACHE)
@@ -59,7 +60,7 @@ def test_a_pool_comes_back_with_the_blocks_of_all_groups() -> None:
     write_all(manager)
     again, result = memory.restored()
     assert again.check_invariants() == []
-    for group in range(len(SPANS)):
+    for group in range(len(spans)):
         assert chains(again, group=group) == chains(manager, group=group)
     stats = again.stats()
     assert (result.num_blocks, result.num_host_blocks) == (stats.num_cached_blocks, stats.num_cached_host_blocks)
@@ -67,8 +68,24 @@ def test_a_pool_comes_back_with_the_blocks_of_all_groups() -> None:
     again.open_session(A, Executor.CACHE)
     again.create_sequence(A, SequenceArgs(SequenceId(1), tokens))
     again.extend(A, 1, 11, look_up=True)
-    assert again.view(A, 1).num_hit_tokens == 10
+    assert again.view(A, 1).num_hit_tokens == hit
     assert again.check_invariants() == []
+
+
+def test_a_description_tells_the_states_and_refuses_such_as_cannot_be() -> None:
+    groups = (LayerGroup((0, 2), 0), LayerGroup((1,), 0, state_bytes=256, checkpoint_blocks=3))
+    description = Description(1, 1, 2, 1 << 20, KvSpec(b"key", "model", 3, 1, 4, 4, 4, groups=groups))
+    text = description.encode()
+    assert Description.decode(text) == description
+    changes = [("state_bytes", 0), ("state_bytes", 257), ("state_bytes", -1), ("checkpoint_blocks", 0), ("window", 4)]
+    for name, value in [*changes, ("state_bytes", 1.5), ("checkpoint_blocks", 1 << 31)]:
+        fields = json.loads(text)
+        fields["spec"]["groups"][1][name] = value
+        with pytest.raises(FileRefused):
+            Description.decode(json.dumps(fields).encode())
+    fields["spec"]["groups"] = [{"layers": [0, 1, 2], "window": 0, "state_bytes": 8, "checkpoint_blocks": 1}]
+    with pytest.raises(FileRefused):
+        Description.decode(json.dumps(fields).encode())
 
 
 def test_a_description_tells_the_groups_and_refuses_what_are_none() -> None:

@@ -217,9 +217,11 @@ async def test_a_client_that_does_not_read_ends_the_request(monkeypatch: pytest.
     world.request.let_take_more(lambda: None)
     world.plain("abcd")
     assert world.text == "abcd", "what is not asked for is sent, and so counted"
+    world.plain("e")
     world.request.fail(NotRead("much is unread", limit=3))
     ((kind, body),) = world.asked.told
     assert (kind, error_of(body).reason) == (Kind.BROKEN, "NOT_READ")
+    assert world.request.take_more() is None, "a token that comes behind those that were dropped"
 
 
 async def test_a_client_that_went_away_drops_the_call() -> None:

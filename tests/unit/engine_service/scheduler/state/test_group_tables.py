@@ -41,5 +41,17 @@ def test_a_cut_is_possible_where_every_window_is_whole() -> None:
     assert limits.may_cut(9, 1)  # nothing is gone yet
     chunked = Limits(block_size=4, max_len=64, max_known_sequences=1, group_spans=(WHOLE, ReadSpan(8, is_chunk=True)))
     assert [chunked.may_cut(21, length) for length in (21, 16, 15)] == [True, True, False]
-    assert [ends.tolist() for ends in chunked.hole_ends(int32(24, 23, 7))] == [[0, 0, 0], [6, 4, 0]]
-    assert [ends.tolist() for ends in limits.hole_ends(int32(21, 9))] == [[0, 0], [3, 0]]
+    assert chunked.num_held(int32(24, 23, 7), int32(25, 24, 8)).tolist() == [7 + 1, 6 + 2, 2 + 2]
+    assert limits.num_held(int32(21, 9), int32(22, 40)).tolist() == [6 + 3, 10 + 10]
+
+
+def test_states_take_blocks_where_they_are_kept() -> None:
+    """Of checkpoints, of the last entry of a grant, and of what is read and written."""
+    spans = (WHOLE, ReadSpan(2, checkpoint_blocks=3), ReadSpan(2, checkpoint_blocks=2))
+    limits = Limits(block_size=4, max_len=64, max_known_sequences=1, group_spans=spans)
+    assert (limits.has_states, limits.hit_unit) == (True, 24)
+    # From no entry to 7: 2 checkpoints and the last entry; 3 and the last. From 5 to 6: the last, which is both. None: nothing.
+    assert limits.num_granted(int32(0), int32(25)) == 7 + 3 + 4
+    assert limits.num_granted(int32(5, 5, 5), int32(24, 20, 1)) == 1 + 1 + 1
+    assert limits.num_held(int32(24, 0), int32(25, 1)).tolist() == [7 + 4 + 5, 1 + 1 + 1]
+    assert limits.may_cut(40, 1)  # the answer tells how much of it is committed

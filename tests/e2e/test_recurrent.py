@@ -1,0 +1,157 @@
+"""A model with recurrent layers through both services: the tokens of transformers, whatever becomes of its states."""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvkeeper.client import BeamSearch, KvkeeperError, Retention, Sampling
+from kvkeeper.engine_service.compute import model_runner
+from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
+from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.values.batch import Batch
+from tests.e2e.test_take_over import reached, start_giver, take_over
+from tests.support.models.tiny_models import TINY_MODELS, TinyModel, build_model_folder, quiet_transformers, random_tokens
+from tests.support.processes.service_pair import BLOCK_SIZE, Output, Services, generate, services, until
+
+CHECKPOINT = 2 * BLOCK_SIZE
+PROMPTS = [random_tokens(length, seed=length) for length in (3, 8, 17, 40)]
+NUM_NEW = 20
+SAMPLED = Sampling(temperature=1.0, seed=7)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (kind,) = (model for model in TINY_MODELS if model.name == "qwen3_next")
+    return build_model_folder(tmp_path_factory.mktemp("model"), TinyModel(kind.name, kind.family, kind.overrides))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
+    """What transformers says after each prompt, greedily."""
+    with quiet_transformers():
+        network = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        rest = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NUM_NEW}
+        texts = [network.generate(torch.tensor([prompt]), **rest)[0].tolist() for prompt in PROMPTS]
+    return [text[len(prompt) :] for text, prompt in zip(texts, PROMPTS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> ServedModel:
+    options: dict[str, Any] = {"block_size": BLOCK_SIZE, "checkpoint_tokens": CHECKPOINT}
+    return load_served_model(EngineConfig(model=str(folder), progress=False, **options))
+
+
+async def crowd(
+    world: Services, model: ServedModel, *, num_blocks: int = 400, num_host_blocks: int = 0, **options: Any
+) -> list[Output]:
+    """Greedy outputs one by one and at once, then continuations and beams, on services of their own."""
+    await world.start_cache(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+    client = await world.client(await world.start_engine(model, **options))
+    found = [await generate(client, prompt, NUM_NEW) for prompt in PROMPTS]
+    found += await asyncio.gather(*(generate(client, prompt, NUM_NEW) for prompt in PROMPTS * 2))
+    found += await asyncio.gather(*(generate(client, prompt, NUM_NEW, SAMPLED, n=3) for prompt in PROMPTS[1:]))
+    found += [await generate(client, prompt, 8, n=2, beam_search=BeamSearch(3)) for prompt in PROMPTS[1:3]]
+    pool = await world.wait_idle()
+    assert len(pool.pool.spec.groups) == 4
+    return found
+
+
+def tokens_of(outputs: Sequence[Output]) -> list[list[list[int]]]:
+    return [output.token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: ServedModel) -> list[Output]:
+    async def run() -> list[Output]:
+        async with services() as world:
+            return await crowd(world, model)
+
+    return asyncio.run(run())
+
+
+async def test_the_tokens_are_those_of_transformers(undisturbed: list[Output], expected: list[list[int]]) -> None:
+    assert tokens_of(undisturbed)[:12] == [[tokens] for tokens in expected * 3]
+    assert [output.usage.cached_tokens for output in undisturbed[:4]] == [0, 0, 0, 0]
+    # A hit ends at a checkpoint, and one token is left to compute.
+    assert [output.usage.cached_tokens for output in undisturbed[4:8]] == [0, 0, 16, 32]
+    assert len({tuple(tokens) for output in undisturbed[12:15] for tokens in output.token_ids}) == 9
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "options"),
+    [
+        (400, {"chunk_size": 5}),
+        (400, {"overlap": False}),
+        (60, {"preemption": "recompute"}),
+        (60, {"preemption": "swap", "num_host_blocks": 300}),
+        (400, {"max_sequences": 2}),
+        (90, {"chunk_size": 7, "token_budget": 16}),
+    ],
+    ids=["chunks", "in-turn", "recompute", "swap", "few-rows", "tight"],
+)
+async def test_no_token_changes(
+    world: Services, model: ServedModel, undisturbed: list[Output], num_blocks: int, options: dict[str, Any]
+) -> None:
+    found = await crowd(world, model, num_blocks=num_blocks, **options)
+    assert tokens_of(found) == tokens_of(undisturbed)
+    assert num_blocks > 60 or sum(output.usage.num_preemptions for output in found) > 0
+
+
+async def test_requests_outlive_the_cache_service(world: Services, model: ServedModel, expected: list[list[int]]) -> None:
+    await world.start_cache(num_blocks=100)
+    engine = await world.start_engine(model)
+    client = await world.client(engine)
+    rest = [asyncio.create_task(generate(client, prompt, NUM_NEW)) for prompt in PROMPTS]
+
+    async def have_begun() -> bool:
+        return engine.engine.stats.num_new_tokens >= 10
+
+    await until(have_begun)
+    await world.stop_cache()
+    await world.start_cache(num_blocks=100)
+    assert [(await each).token_ids for each in rest] == [[tokens] for tokens in expected]
+
+
+async def test_another_engine_computes_them_again_from_a_checkpoint(
+    world: Services, model: ServedModel, expected: list[list[int]]
+) -> None:
+    await world.start_cache(num_blocks=400)
+    giver, gate = await start_giver(world, len(PROMPTS[3]) + 9, model)
+    client = await world.client(giver)
+    running = asyncio.create_task(generate(client, PROMPTS[3], NUM_NEW))
+    await reached(gate)
+    taker = await take_over(world, giver, gate, model)
+    assert (await running).token_ids == [expected[3]]
+    assert (await world.pool()).num_hand_offs == 0
+    assert taker.engine.stats.num_prefill_tokens == 0, "the whole prompt is before the last checkpoint"
+
+
+async def test_a_sink_and_a_window_are_refused(world: Services, model: ServedModel) -> None:
+    await world.start_cache(num_blocks=100)
+    client = await world.client(await world.start_engine(model))
+    with pytest.raises(KvkeeperError, match="a model with recurrent layers"):
+        await generate(client, PROMPTS[2], 4, retention=Retention(4, 8))
+
+
+async def test_a_checkpoint_that_is_written_too_late_changes_the_tokens_behind_a_hit(
+    world: Services, model: ServedModel, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So what is compared above would show it."""
+
+    def whole(batch: Batch, group: int, block_size: int) -> model_runner.Runs:
+        starts = batch.query_start_loc.tolist()
+        return tuple(((first, end),) for first, end in pairwise(starts) if end - first > 1)
+
+    monkeypatch.setattr(model_runner, "runs_of", whole)
+    await world.start_cache(num_blocks=400)
+    client = await world.client(await world.start_engine(model))
+    outputs = [await generate(client, PROMPTS[3], NUM_NEW) for _ in range(2)]
+    assert outputs[0].token_ids == [expected[3]]
+    assert outputs[1].usage.cached_tokens == 32
+    assert outputs[1].token_ids != [expected[3]]

@@ -1,0 +1,169 @@
+"""States in pages: checkpoints inside long steps, pages that are given back, what a block must hold, and what is refused."""
+
+import dataclasses
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from kvkeeper.engine_service.compute.graphs.graph_api import GraphApi
+from kvkeeper.engine_service.compute.model_runner import StepBounds
+from kvkeeper.engine_service.model.checkpoint.errors import ModelError, UnsupportedModelError
+from kvkeeper.engine_service.model.config import parse_model_config
+from kvkeeper.engine_service.model.decoder import Decoder
+from kvkeeper.engine_service.model.delta_config import DeltaNetShape
+from kvkeeper.engine_service.model.layer_groups import LayerGroup, group_states
+from kvkeeper.engine_service.model.loader import load_model
+from kvkeeper.engine_service.model.recurrent import runs_of
+from tests.support.models.tiny_models import (
+    TINY_MODELS,
+    NumericsCase,
+    ReferenceLogits,
+    build_model_folder,
+    numerics_cases,
+    random_tokens,
+    reference_logits,
+)
+from tests.support.worlds.batches import ScheduledRow, build_batch
+from tests.support.worlds.hand_tables import HandTables
+
+torch.set_num_threads(1)
+SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind = next(model for model in TINY_MODELS if model.name == "qwen3_next")
+    return build_model_folder(tmp_path_factory.mktemp("model"), kind)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Decoder:
+    return load_model(folder, progress=False)[0]
+
+
+CASES = (*numerics_cases(SIZE), NumericsCase(random_tokens(50, seed=9)), NumericsCase(random_tokens(3), preempt_at=2))
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> ReferenceLogits:
+    return reference_logits(folder, CASES)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 64])
+@pytest.mark.parametrize("checkpoint_blocks", [2, 3, 100])
+def test_pages_of_checkpoints_and_of_the_last_token_are_enough(
+    model: Decoder, reference: ReferenceLogits, checkpoint_blocks: int, chunk_size: int
+) -> None:
+    tables = HandTables(model, SIZE, checkpoint_blocks=checkpoint_blocks)
+    assert reference.error(tables.compute(CASES, chunk_size)) <= reference.bound
+
+
+def test_a_state_that_is_not_the_one_behind_the_hit_shows(model: Decoder, reference: ReferenceLogits) -> None:
+    """The page of the next entry, whose state knows tokens that are computed again."""
+    (index,) = [at for at, case in enumerate(CASES) if case.hit_len == 2 * SIZE]
+    shared = CASES[index].hit_len
+
+    class Late(HandTables):
+        def table_for(self, case: NumericsCase, parent_tables: np.ndarray) -> tuple[np.ndarray, int]:
+            tables, found = super().table_for(case, parent_tables)
+            if found == shared:
+                tables[1:, found // SIZE - 1] = parent_tables[1:, found // SIZE]
+            return tables, found
+
+    errors = (Late(model, SIZE, num_blocks=400).compute(CASES, 64)[index] - reference.eager[index]).abs().amax(1)
+    assert float(errors[:shared].max()) <= reference.bound
+    assert float(errors[shared:].min()) > 100 * reference.bound
+
+
+def test_runs_end_where_a_block_has_a_page() -> None:
+    table = np.arange(1, 9, dtype=np.int32)
+    rows = [ScheduledRow(range(20), 6, table), ScheduledRow([0], 3, table), ScheduledRow(range(2), 7, table)]
+    batch = build_batch(rows, SIZE)
+    tables = np.zeros((3, 2, batch.block_tables.shape[1]), np.int32)
+    tables[0, 1, [0, 1, 3, 6]] = 9
+    tables[2, 1, 1:3] = 9
+    of_groups = dataclasses.replace(batch, group_tables=tables)
+    assert runs_of(of_groups, 2, SIZE) == (((0, 2), (2, 10), (10, 20)), ((21, 22), (22, 23)))
+    assert runs_of(batch, 2, SIZE) == (((0, 20),), ((21, 23),))
+
+
+def test_a_token_without_a_page_is_no_step(model: Decoder) -> None:
+    tables = HandTables(model, SIZE)
+    own = np.ones((1 + tables.num_state_groups, 2), np.int32)
+    own[2, 1] = 0
+    with pytest.raises(AssertionError, match="grants a page"):
+        tables.runner.forward(tables.batch_of([ScheduledRow(range(6), 0, own[0])], [own]))
+
+
+def test_layers_with_states_come_in_as_few_groups_as_fit() -> None:
+    recurrent = [layer for layer in range(48) if (layer + 1) % 4]
+    large = DeltaNetShape(16, 32, 128, 128, 4)
+    assert large.state_bytes(2) == 2_146_304
+    token_bytes = 2 * 2 * 256 * 2  # Qwen3-Next-80B-A3B in 16 bit: K and V of two heads
+    with pytest.raises(UnsupportedModelError, match=r"--block-size 16 .* 350 or more: a block holds a state of 4 layers"):
+        group_states(recurrent, 48, large.state_bytes(2), token_bytes, 16, 1)
+    for block_size, sizes in ((350, [4] * 9), (528, [6] * 6), (1024, [9] * 4)):
+        first, *others = group_states(recurrent, 48, large.state_bytes(2), token_bytes, block_size, 3)
+        assert first == LayerGroup(tuple(range(3, 48, 4)), None)
+        assert [len(group.layers) for group in others] == sizes
+        assert [layer for group in others for layer in group.layers] == recurrent
+        assert {group.checkpoint_blocks for group in others} == {3}
+        assert [group.state_bytes for group in others] == [size * large.state_bytes(2) for size in sizes]
+
+
+RAW = {
+    "model_type": "qwen3_next",
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 4,
+    "shared_expert_intermediate_size": 4,
+}
+
+
+def test_a_config_that_says_little_means_what_the_family_has() -> None:
+    config = parse_model_config(RAW)
+    assert config.delta is not None
+    assert config.delta.layers == {0, 1, 2}
+    assert config.delta.shape == DeltaNetShape(16, 32, 128, 128, 4)
+    assert (config.head_dim, config.rope.part, config.norm_offset, config.has_output_gate) == (256, 0.25, True, True)
+    other = parse_model_config(RAW | {"full_attention_interval": 2}).delta
+    assert other is not None
+    assert other.layers == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"linear_num_key_heads": 3}, "3 does not divide 32 heads of values"),
+        ({"linear_conv_kernel_dim": 1}, "must be 2 or more"),
+        ({"layer_types": ["full_attention"]}, "a list of 4"),
+        ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "layer type 'sliding_attention' is not supported"),
+        ({"layer_types": ["linear_attention"] * 4}, "models with a layer of full attention"),
+        ({"num_hidden_layers": 3}, "models with a layer of full attention"),
+    ],
+)
+def test_layers_that_cannot_be_are_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        parse_model_config(RAW | changes)
+
+
+def test_decodes_are_not_captured_and_a_warm_up_changes_no_state(model: Decoder) -> None:
+    tables = HandTables(model, SIZE, num_blocks=40, fill=0.0)
+    with capture_logs() as logs:
+        tables.runner.make_ready(StepBounds(2, 64), cast(GraphApi, object()), with_retention=False, progress=False)
+    assert tables.runner.graphed is None
+    assert [entry["message"] for entry in logs if entry["event"] == "graphs_left_out"] == [
+        "decodes of a model with recurrent layers are computed without CUDA graphs"
+    ]
+    assert not tables.view.any()
