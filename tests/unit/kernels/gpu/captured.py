@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvkeeper.engine_service.compute.graphs import graphed_decode
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, kv_layout_of
 from kvkeeper.engine_service.model.experts import ExpertWeights
 from kvkeeper.engine_service.model.loader import load_model
@@ -17,10 +18,10 @@ from tests.support.stand_ins.recorded_graphs import RecordedGraphs
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
 from tests.unit.kernels.gpu.pretend import on_cuda, pretend_inputs_on_cuda, pretend_model_on_cuda
 
-BLOCK_SIZE, WIDTH, MOST_ROWS = 16, 3, 9
+BLOCK_SIZE, WIDTH, MOST_ROWS = 16, 3, 5
 BOUNDS = StepBounds(MOST_ROWS, WIDTH * BLOCK_SIZE)
-NUM_BLOCKS = 1 + MOST_ROWS * WIDTH
 CONTEXTS = [5, 16, 31, 1, 33, 40, 15, 47, 20]
+NUM_BLOCKS = 1 + len(CONTEXTS) * WIDTH
 QWEN3, GEMMA2, LLAMA4 = (next(model for model in TINY_MODELS if model.name == name) for name in ("qwen3", "gemma2", "llama4"))
 CHOSEN = [QWEN3, GEMMA2, LLAMA4]  # LLAMA4: chunks, the lengths that queries grow with, and experts
 
@@ -45,22 +46,28 @@ def make_runner(model):
     return ModelRunner(model, on_cuda(view)[0], layout), view
 
 
-def ready_cold(runner, graphs=None):
-    """Captures without the steps before it, which have a test of their own."""
+def ready_cold(runner, graphs=None, *, draws=False):
+    """Captures without the steps before it, which have a test of their own. draws: with the graphs that draw.
+
+    Of a model with experts, which the interpreter takes long for, the two smallest sizes.
+    """
+    bounds = StepBounds(2, BOUNDS.most_tokens) if runner._model.config.experts else BOUNDS
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvkeeper.engine_service.compute.model_runner.warm_up_batches", lambda *args, **options: ())
-        runner.make_ready(BOUNDS, graphs or RecordedGraphs(), with_retention=False, progress=False)
+        if not draws:
+            patch.setattr(graphed_decode, "_draw", lambda made, *drawing: made)
+        runner.make_ready(bounds, graphs or RecordedGraphs(), with_retention=False, progress=False)
 
 
-def ready(model, graphs=None):
+def ready(model, graphs=None, *, draws=False):
     runner, view = make_runner(model)
-    ready_cold(runner, graphs)
+    ready_cold(runner, graphs, draws=draws)
     assert runner.graphed is not None
     return runner, view
 
 
-TABLES = [np.arange(1 + WIDTH * seq, 1 + WIDTH * (seq + 1), dtype=np.int32)[::-1] for seq in range(MOST_ROWS)]
-TEXTS = [random_tokens(WIDTH * BLOCK_SIZE, seed) for seed in range(MOST_ROWS)]
+TABLES = [np.arange(1 + WIDTH * seq, 1 + WIDTH * (seq + 1), dtype=np.int32)[::-1] for seq in range(len(CONTEXTS))]
+TEXTS = [random_tokens(WIDTH * BLOCK_SIZE, seed) for seed in range(len(CONTEXTS))]
 
 
 def rows(seqs, first=lambda seq: CONTEXTS[seq], last=lambda seq: CONTEXTS[seq] + 1, want=WantLogits.LAST):

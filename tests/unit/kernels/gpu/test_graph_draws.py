@@ -8,6 +8,7 @@ import torch
 
 from kvkeeper.engine_service.compute.sampler import draw
 from kvkeeper.engine_service.compute.step_logits import StepLogits
+from kvkeeper.engine_service.values.penalised_rows import PenalisedRows
 from kvkeeper.engine_service.values.sampling_params import LIKELIEST, PlainDraws, SamplingParams
 from tests.unit.kernels.gpu.captured import MOST_ROWS, TABLES, all_claim_to_be_on_cuda, drawn_by, model, prompts, ready, rows
 from tests.unit.kernels.gpu.pretend import on_cuda
@@ -17,20 +18,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 
 
 def test_what_a_graph_draws_is_what_is_drawn_without_one(model):
-    runner, _ = ready(model)
+    runner, _ = ready(model, draws=True)
     prompts(runner)
     found = set()
     for draws, seqs in enumerate(([0], [8, 1], [3, 6, 5], list(range(MOST_ROWS))), 1):
-        how = drawn_by(seqs)
+        how, places = drawn_by(seqs), np.arange(len(seqs))[::-1].copy()
+        batch = dataclasses.replace(rows(seqs), rows=places)
         with torch.inference_mode():
-            step = runner.stage(
-                dataclasses.replace(rows(seqs), rows=np.array(seqs)), how if draws % 2 else PlainDraws.of(how)
-            )()
+            step = runner.stage(batch, how if draws % 2 else PlainDraws.of(how))()
         assert runner.graphed.num_draws == draws
         drawn, outside = draw(step, how), draw(StepLogits(on_cuda(step.values.clone())[0]), how)
         assert drawn.token_ids is step.drawn
         assert drawn.token_ids.tolist() == outside.token_ids.tolist() == drawn.told.tolist() == outside.told.tolist()
-        assert runner.last_tokens.tensor[seqs].tolist() == drawn.token_ids.tolist(), "for the step behind"
+        assert runner.last_tokens.tensor[places].tolist() == drawn.token_ids.tolist(), "for the step behind"
         found.update(drawn.token_ids.tolist())
     assert len(found) > 5, "they are drawn"
 
@@ -40,11 +40,12 @@ def test_rows_that_no_graph_can_draw_are_drawn_behind_it(model):
         def allowed(self):
             return np.arange(model.config.vocab_size) == 7
 
-    runner, _ = ready(model)
+    runner, _ = ready(model, draws=True)
     prompts(runner)
-    penalised = [SamplingParams(temperature=0.5, repetition_penalty=1.2)]
+    penalised, by_column = [SamplingParams(temperature=0.5, repetition_penalty=1.2)], PlainDraws.of(drawn_by([0, 1]))
     for how in (
         drawn_by([0, 1], penalised),
+        dataclasses.replace(by_column, penalised=PenalisedRows.of(drawn_by([0, 1], penalised))),
         [*drawn_by([0]), *drawn_by([1], constraint=OneToken())],
         [LIKELIEST, LIKELIEST],
         drawn_by([0]),  # of one row alone
@@ -57,7 +58,7 @@ def test_rows_that_no_graph_can_draw_are_drawn_behind_it(model):
 
 
 def test_a_row_that_is_not_finite_is_told_and_the_others_are_drawn(model):
-    runner, view = ready(model)
+    runner, view = ready(model, draws=True)
     prompts(runner)
     view[TABLES[1][0]] = float("nan")
     how = drawn_by([0, 1, 2])
