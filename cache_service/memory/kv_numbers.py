@@ -2,8 +2,9 @@
 
 The service moves blocks as bytes; what needs numbers comes here: blocks that are kept in few bits below the device, and K and V
 that are read or written by call. The arithmetic is that of KV_LAYOUT_SCALED, to the bit: the scale of a head is its greatest
-magnitude over the format's greatest element, as a bfloat16 that is rounded up, so that nothing is cut off; a head that is not
-finite has a scale that is not a number; one below 1e-30 is stored as zeros. Knows no blocks and no layout.
+magnitude over that of the format's least element, as a bfloat16 that is rounded up, and in int4 negative where the number of
+the greatest magnitude is positive; a head that is not finite has a scale that is not a number; one below 1e-30 is stored as
+zeros. Knows no blocks and no layout.
 """
 
 from typing import Final
@@ -17,7 +18,7 @@ UInt16Array = npt.NDArray[np.uint16]
 
 ITEM_BYTES: Final = {"float16": 2, "bfloat16": 2, "float32": 4}
 SCALE_BYTES: Final = 2
-_MOST: Final = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}  # the greatest element
+_BOUNDS: Final = {"fp8": (-448.0, 448.0), "int8": (-127.0, 127.0), "int4": (-8.0, 7.0)}  # the least element and the greatest
 _LEAST: Final = np.float32(1e-30)  # of a scale before it is rounded
 _NAN_BITS: Final = 0x7FC00000
 _INF_BITS: Final = 0x7F800000
@@ -49,16 +50,19 @@ def elements_of(numbers: Float32Array, element_type: str) -> ByteArray:
 
 def quantise(numbers: Float32Array, kv_format: str) -> tuple[ByteArray, UInt16Array]:
     """Elements, uint8 [..., row bytes], and bits of scales, uint16 [...], of heads [..., head_dim]."""
-    most = _MOST[kv_format]
+    least, most = _BOUNDS[kv_format]
     with np.errstate(invalid="ignore", over="ignore"):
-        raw = np.abs(numbers).max(-1) / np.float32(most)
+        raw = np.abs(numbers).max(-1) / np.float32(-least)
         bits = raw.view(np.uint32) & np.uint32(0x7FFFFFFF)
         bits = np.where(bits >= _INF_BITS, np.uint32(_NAN_BITS), (bits + np.uint32(0xFFFF)) & np.uint32(0x7FFF0000))
         bits = np.where(raw < _LEAST, np.uint32(0), bits)
+        if -least > most:
+            is_negative = (numbers.max(-1) > -numbers.min(-1)) & (bits > 0) & (bits < _INF_BITS)
+            bits = np.where(is_negative, bits | np.uint32(1 << 31), bits)
         values = bits.view(np.float32)
-        is_scaled = values > 0
+        is_scaled = np.abs(values) > 0
         factors = np.where(is_scaled, (1 / np.where(is_scaled, values, 1).astype(np.float64)).astype(np.float32), np.float32(0))
-        scaled = np.nan_to_num(numbers * factors[..., None], nan=0.0, posinf=0.0, neginf=0.0).clip(-most, most)
+        scaled = np.nan_to_num(numbers * factors[..., None], nan=0.0, posinf=0.0, neginf=0.0).clip(least, most)
     scales = (bits >> 16).astype(np.uint16)
     if kv_format == "fp8":
         return _to_e4m3(scaled), scales

@@ -1,8 +1,8 @@
 """Penalties on tokens that a row has seen already, on the host's logits or on a device's, to the same bits.
 
-All rows at once, by column: cells that the histories name are gathered, changed and put back. A device gets the histories in
-one copy, and counts them itself. A cell that several places of a history name is written by each of them with one value, so
-their order does not matter.
+All rows at once, by column. A host with compiled kernels walks each history; else, and on a device, cells that the histories
+name are gathered, changed and put back. A device gets the histories in one copy, and counts them itself. A cell that several
+places of a history name is written by each of them with one value, so their order does not matter.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from kvkeeper.kernels.cpu import compiled
+from kvkeeper.kernels.cpu.penalties import penalise as compiled_penalise
 
 from ..values.penalised_rows import NOTHING_AWAITED, PenalisedRows
 from ..values.sampling_params import SamplingRow
@@ -36,6 +39,11 @@ def _on_host(logits: torch.Tensor, rows: PenalisedRows, last: LastTokens | None)
     """Without threads, which so little work does not pay for."""
     logits = torch.from_numpy(logits.numpy().copy())
     awaited = _awaited_tokens(rows, last)
+    if compiled.serves(logits):
+        compiled_penalise(
+            logits, rows.where, rows.penalties, rows.tokens, rows.which, rows.num_known, rows.num_prompts, awaited
+        )
+        return logits
     history, lens = rows.histories(), rows.lens
     ends, is_awaited = np.cumsum(lens), awaited != NOTHING_AWAITED
     history[ends[is_awaited] - 1] = awaited[is_awaited]

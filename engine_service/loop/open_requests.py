@@ -299,8 +299,8 @@ class OpenRequests:
             generation.deliver()
         self._undelivered.clear()
         for slots in self._untold:
-            for generation in self._unread.tell(slots):
-                generation.tell_more()
+            for reader in self._unread.tell(slots):
+                reader.tell_more()
         self._untold.clear()
 
     def end_closed(self) -> None:

@@ -6,6 +6,7 @@ is not plain, or cannot be told to be, the answer is None and they have it. Test
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from ..values.batch import Batch
 from ..values.request import NO_TOKENS, Int32Array
@@ -104,7 +105,7 @@ def apply_plain(state: SchedulerState, plan: Plan, answer: StepAnswer) -> Work |
 def _plain_work(running: RunningSequences, rows: IndexArray, computed: Int32Array, num_drawing: Int32Array) -> Work:
     count = len(rows)
     sequences = running.in_order if rows is running.order else running.at(rows)
-    awaited, places = num_drawing > 0, np.arange(count)
+    awaited, places = num_drawing > 0, np.arange(count, dtype=np.int64)
     return Work(
         rows=rows,
         num_new=np.ones(count, np.int32),
@@ -128,7 +129,7 @@ def _plain_work(running: RunningSequences, rows: IndexArray, computed: Int32Arra
     )
 
 
-def _plain_batch(running: RunningSequences, rows: IndexArray, computed: Int32Array, awaited: np.ndarray) -> Batch:
+def _plain_batch(running: RunningSequences, rows: IndexArray, computed: Int32Array, awaited: npt.NDArray[np.bool_]) -> Batch:
     count, block_size = len(rows), running.block_size
     positions, starts = computed.astype(np.int64), np.arange(count + 1, dtype=np.int32)
     block_idx = positions // block_size
@@ -143,7 +144,7 @@ def _plain_batch(running: RunningSequences, rows: IndexArray, computed: Int32Arr
         query_start_loc=starts,
         seq_lens=computed + 1,
         block_tables=running.tables[rows, : int(block_idx.max()) + 1],
-        logit_rows=np.arange(count),
+        logit_rows=np.arange(count, dtype=np.int64),
         logit_start_loc=starts,
         awaited_rows=awaited_rows,
         rows=rows,

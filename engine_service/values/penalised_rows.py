@@ -49,7 +49,7 @@ class PenalisedRows:
             where=np.array(where, np.int64),
             penalties=np.array([penalties_of(row.params) for row in chosen], np.float32).reshape(-1, 3).T.copy(),
             tokens=tokens,
-            which=np.arange(len(chosen)),
+            which=np.arange(len(chosen), dtype=np.int64),
             num_known=lens,
             num_prompts=np.array([row.num_prompt_tokens for row in chosen], np.int64),
             awaited=np.array(awaited, np.int64),

@@ -141,7 +141,23 @@ def _scale_of_head(row, most):
     return bits, np.float32(np.float64(1) / np.float64(_float_of_brain(bits)))
 
 
-_MOST = np.float32({_FP8: 448, _INT8: 127, _INT4: 7}.get(_CODE, 0))
+@_helper
+def _greatest(row):
+    greatest = row[0]
+    for i in range(len(row)):
+        greatest = max(greatest, row[i])
+    return greatest
+
+
+@_helper
+def _least(row):
+    least = row[0]
+    for i in range(len(row)):
+        least = min(least, row[i])
+    return least
+
+
+_MOST = np.float32({_FP8: 448, _INT8: 127, _INT4: 8}.get(_CODE, 0))  # the greatest magnitude of an element
 _IS_SCALED, _UNIT = _CODE in (_FP8, _INT8, _INT4), np.float32(256 if _CODE == _FP8 else 1)
 
 # Of the elements at an address, and the number that one of them is; chosen here, because a loop knows one type.
@@ -180,10 +196,13 @@ def _store_head(row, elements_at, factor_at):
             for i in range(size):
                 packed[i] = _e4m3_of_float(min(max(row[i] * factor, -_MOST), _MOST))
         else:
+            if factor != np.float32(0) and _greatest(row) > -_least(row):
+                factor = -factor
+                _halves(factor_at, 1)[0] = bits | np.uint16(0x8000)
             packed = _unsigned_bytes(elements_at, size // 2)
             for i in range(size // 2):
-                low = np.int32(np.rint(row[i] * factor)) + np.int32(8)
-                high = np.int32(np.rint(row[i + size // 2] * factor)) + np.int32(8)
+                low = min(np.int32(np.rint(row[i] * factor)), np.int32(7)) + np.int32(8)
+                high = min(np.int32(np.rint(row[i + size // 2] * factor)), np.int32(7)) + np.int32(8)
                 packed[i] = np.uint8((low & np.int32(15)) | (high << np.int32(4)))
 
 

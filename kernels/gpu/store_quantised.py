@@ -53,6 +53,7 @@ def store_quantised_kernel(
     tail_side_stride,
     PACKED: tl.constexpr,
     FLOAT: tl.constexpr,
+    LEAST: tl.constexpr,
     MOST: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -86,17 +87,26 @@ def store_quantised_kernel(
     has_a, has_b = tl.abs(a) < float("inf"), tl.abs(b) < float("inf")  # neither is so for what is not a number
     is_finite = (tl.min(has_a.to(tl.int32), 1) + tl.min(has_b.to(tl.int32), 1)) == 2
     a, b = tl.where(has_a, a, 0.0), tl.where(has_b, b, 0.0)
-    greatest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
-    raw = tl.math.div_rn(greatest, greatest * 0.0 + MOST)
+    if PACKED:
+        top, bottom = tl.max(tl.maximum(a, b), 1), -tl.min(tl.minimum(a, b), 1)
+        greatest = tl.maximum(top, bottom)
+    else:
+        greatest = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+    raw = tl.math.div_rn(greatest, greatest * 0.0 - LEAST)
     bits = (raw.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
     bits = tl.where(raw < _LEAST, 0, bits)
     value = (bits << 16).to(tl.float32, bitcast=True)
     factor = tl.where(value > 0, tl.math.div_rn(value * 0.0 + 1.0, tl.where(value > 0, value, 1.0)), 0.0)[:, None]
+    if PACKED:  # the number of the greatest magnitude is stored as the least element
+        is_negative = (top > bottom) & (bits != 0)
+        bits = tl.where(is_negative, bits | 0x8000, bits)
+        factor = tl.where(is_negative[:, None], -factor, factor)
     a, b = a * factor, b * factor
     entries = slot % BLOCK_SIZE * KV_HEADS + heads
     ptrs = elements_ptr + slot // BLOCK_SIZE * block_stride + side * side_stride + entries[:, None] * ROW + dims[None, :]
     if PACKED:
-        packed = (_whole(a).to(tl.int32) + 8) | ((_whole(b).to(tl.int32) + 8) << 4)
+        a, b = tl.minimum(_whole(a), MOST), tl.minimum(_whole(b), MOST)
+        packed = (a.to(tl.int32) + 8) | ((b.to(tl.int32) + 8) << 4)
         tl.store(ptrs, packed.to(tl.uint8), mask=live)
     elif FLOAT:
         a, b = tl.minimum(tl.maximum(a, -MOST), MOST), tl.minimum(tl.maximum(b, -MOST), MOST)
@@ -134,6 +144,7 @@ def store_quantised(k: torch.Tensor, v: torch.Tensor, layer: QuantisedLayer, slo
         0 if tail is None else tail.stride(1),
         PACKED=layout.kv_format.dtype is None,
         FLOAT=layout.kv_format is FP8,
+        LEAST=float(layout.kv_format.least),
         MOST=float(layout.kv_format.most),
         KV_HEADS=layout.num_kv_heads,
         HEADS=heads,

@@ -1,9 +1,13 @@
 """Formats: what a stored element is, and the arithmetic between it and a number. Kernels follow this definition.
 
 Scaled formats have one scale for each token and KV head, of K and of V each (as vLLM's per-token-head caches). An element
-times the scale is the number. The scale is the head's greatest magnitude divided by the format's greatest element, as a
-bfloat16 that is rounded up, so that nothing is cut off and every machine comes to the same bits. A head that is not finite has
-a scale that is not a number, so that it stays so. A head below 1e-30 is stored as zeros.
+times the scale is the number. The scale is the head's greatest magnitude divided by that of the format's least element, as a
+bfloat16 that is rounded up, so that every machine comes to the same bits. A head that is not finite has a scale that is not a
+number, so that it stays so. A head below 1e-30 is stored as zeros.
+
+int4 has one more element below zero than above. A head's number of the greatest magnitude gets that one: its scale is negative
+where the number is positive, as in llama.cpp's q4_0. So steps are an eighth smaller, and a number near the other end may be
+cut off by less than a step.
 """
 
 from dataclasses import dataclass
@@ -26,13 +30,14 @@ class KvFormat:
         name: as in --kv-dtype.
         code: by which compiled kernels know it.
         bits: of an element.
-        most: the greatest element; 0: numbers are stored as they are, without a scale.
+        least, most: the least element and the greatest; 0: numbers are stored as they are, without a scale.
         dtype: of torch, that an element has by itself; None: two elements share a byte.
     """
 
     name: str
     code: int
     bits: int
+    least: float
     most: float
     dtype: torch.dtype | None
 
@@ -49,21 +54,24 @@ class KvFormat:
         return head_dim * self.bits // 8
 
 
-FP16: Final = KvFormat("fp16", 0, 16, 0, torch.float16)
-BF16: Final = KvFormat("bf16", 1, 16, 0, torch.bfloat16)
-FP8: Final = KvFormat("fp8", 2, 8, 448, torch.float8_e4m3fn)
-INT8: Final = KvFormat("int8", 3, 8, 127, torch.int8)
-INT4: Final = KvFormat("int4", 4, 4, 7, None)
+FP16: Final = KvFormat("fp16", 0, 16, 0, 0, torch.float16)
+BF16: Final = KvFormat("bf16", 1, 16, 0, 0, torch.bfloat16)
+FP8: Final = KvFormat("fp8", 2, 8, -448, 448, torch.float8_e4m3fn)
+INT8: Final = KvFormat("int8", 3, 8, -127, 127, torch.int8)
+INT4: Final = KvFormat("int4", 4, 4, -8, 7, None)
 FORMATS: Final = {each.name: each for each in (FP16, BF16, FP8, INT8, INT4)}
 
 
 def scales_of(x: torch.Tensor, kv_format: KvFormat) -> torch.Tensor:
     """Bits of the bfloat16 scales, int16 [...], of heads x [..., head_dim]."""
-    raw = x.float().abs().amax(-1) / kv_format.most
-    bits = raw.view(torch.int32) & 0x7FFFFFFF
-    bits = torch.where(bits >= _INF_BITS, _NAN_BITS, (bits + 0xFFFF) & 0x7FFF0000)
-    bits = torch.where(raw < _LEAST, 0, bits)
-    return (bits >> 16).to(torch.int16)
+    raw = x.float().abs().amax(-1) / -kv_format.least
+    magnitudes = raw.view(torch.int32) & 0x7FFFFFFF
+    bits = torch.where(magnitudes >= _INF_BITS, _NAN_BITS, (magnitudes + 0xFFFF) & 0x7FFF0000)
+    bits = torch.where(raw < _LEAST, 0, bits) >> 16
+    if -kv_format.least > kv_format.most:
+        is_negative = (x.amax(-1) > -x.amin(-1)) & (bits > 0) & (magnitudes < _INF_BITS)
+        bits = torch.where(is_negative, bits - 0x8000, bits)
+    return bits.to(torch.int16)
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:
@@ -79,8 +87,8 @@ def quantise(x: torch.Tensor, kv_format: KvFormat) -> tuple[torch.Tensor, torch.
         )
     scales = scales_of(x, kv_format)
     values = scale_values(scales)
-    factors = torch.where(values > 0, (1 / values.double()).float(), 0.0)[..., None]
-    scaled = (x.float() * factors).nan_to_num(0.0, 0.0, 0.0).clamp(-kv_format.most, kv_format.most)
+    factors = torch.where(values.abs() > 0, (1 / values.double()).float(), 0.0)[..., None]
+    scaled = (x.float() * factors).nan_to_num(0.0, 0.0, 0.0).clamp(kv_format.least, kv_format.most)
     if kv_format is FP8:
         return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
     whole = scaled.round().to(torch.int8)

@@ -2,7 +2,7 @@
 
 What a device would run is stubbed: a replay does nothing, and the kernel that draws answers zeros. The vocabulary is small, so
 that little but their launch is left of the other operations, and torch has one thread. Penalties are those of logits on the
-host.
+host, with compiled kernels.
 """
 
 import time
@@ -25,6 +25,7 @@ from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
 from kvkeeper.engine_service.scheduler.work import StepChanges, Work
 from kvkeeper.engine_service.values.penalised_rows import PenalisedRows
 from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, PlainDraws, SamplingParams, SamplingRow
+from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.scratch import Scratch
 from tests.support.worlds.batches import ScheduledRow, build_batch
@@ -70,6 +71,7 @@ class _Runner(ModelRunner):
 
 def figures() -> Iterator[dict[str, object]]:
     torch.set_num_threads(1)
+    compiled.switch(on=compiled.is_installed())
     shape = DecodeShape(256, _WIDTH, _WIDTH * _BLOCK_SIZE, _VOCAB)
     with torch.inference_mode():
         runner = _Runner(shape)

@@ -9,6 +9,20 @@ from kvkeeper.cli import main
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 
 ARGUMENTS = ("--length", "96", "--length", "64", "--way", "int8", "--way", "int4:1000", "--texts", "1", "--needles", "1")
+BESIDE_BFLOAT16 = (
+    "--length",
+    "64",
+    "--length",
+    "128",
+    "--way",
+    "int8",
+    "--way",
+    "int8:64",
+    "--way",
+    "bfloat16",
+    "--texts",
+    "2",
+)
 
 
 def test_each_way_is_told_at_each_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,6 +42,13 @@ def test_each_way_is_told_at_each_length(tmp_path: Path, capsys: pytest.CaptureF
         assert 1e-4 < int8["attention_error_alone"] < int8["greatest_attention_error_alone"] < 0.1
         assert 0 <= int8["needles_found"] <= 1
     assert picture.stat().st_size > 1000
+
+
+def test_with_a_tail_int8_takes_less_than_a_third_of_the_error_that_bfloat16_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "quality", *BESIDE_BFLOAT16, "--needles", "0", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    whole, tail, bfloat16 = (row["attention_error"] for row in rows if row["length"] == 128 and row["way"] != "exact")
+    assert 0 < tail < bfloat16 / 3 < whole
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from kvkeeper.engine_service.compute import model_runner
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.values.batch import Batch
+from kvkeeper.service.process import StartError
 from tests.e2e.test_take_over import reached, start_giver, take_over
 from tests.support.models.tiny_models import TINY_MODELS, TinyModel, build_model_folder, quiet_transformers, random_tokens
 from tests.support.processes.service_pair import BLOCK_SIZE, Output, Services, generate, services, until
@@ -90,7 +91,7 @@ async def test_the_tokens_are_those_of_transformers(undisturbed: list[Output], e
         (400, {"overlap": False}),
         (60, {"preemption": "recompute"}),
         (60, {"preemption": "swap", "num_host_blocks": 300}),
-        (400, {"max_sequences": 2}),
+        (400, {"max_sequences": 3}),
         (90, {"chunk_size": 7, "token_budget": 16}),
     ],
     ids=["chunks", "in-turn", "recompute", "swap", "few-rows", "tight"],
@@ -137,6 +138,13 @@ async def test_a_sink_and_a_window_are_refused(world: Services, model: ServedMod
     client = await world.client(await world.start_engine(model))
     with pytest.raises(KvkeeperError, match="a model with recurrent layers"):
         await generate(client, PROMPTS[2], 4, retention=Retention(4, 8))
+
+
+async def test_it_makes_no_guesses_for_another_model(world: Services, folder: Path, tmp_path: Path) -> None:
+    await world.start_cache()
+    other = build_model_folder(tmp_path, TINY_MODELS[0])
+    with pytest.raises(StartError, match=r"--draft-model .* a state has a block table of its own"):
+        await world.start_engine(model_folder=other, speculation="draft-model", draft_model=str(folder))
 
 
 async def test_a_checkpoint_that_is_written_too_late_changes_the_tokens_behind_a_hit(

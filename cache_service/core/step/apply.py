@@ -260,8 +260,8 @@ class StepApplier:
             revision=state.revision,
         )
         if self._sequences.has_states and (log.forked_lens or log.truncated_lens):
-            committed = {"fork_committed": log.forked_lens, "truncate_committed": log.truncated_lens}
-            reply = reply._replace(**{name: int32_of(column) for name, column in committed.items()})
+            forked, truncated = int32_of(log.forked_lens), int32_of(log.truncated_lens)
+            reply = reply._replace(fork_committed=forked, truncate_committed=truncated)
         if owner.logits and len(batch.start_ids):
             held = [owner.logits.get(sequence_id) for sequence_id in batch.start_ids.tolist()]
             has_logits = int32_of([item is not None and item.step_id == owner.step_id for item in held])

@@ -109,20 +109,25 @@ def measure(
     texts: Sequence[Tokens],
     needles: Sequence[Needle],
     lengths: Sequence[int],
-    on_way: Callable[[], object] = lambda: None,
+    on_read: Callable[[], object] = lambda: None,
 ) -> Iterator[Measured]:
     """Each way at each length, the exact way first. Raises ModelError.
 
-    texts: token ids [T] each, as long as the greatest length or shorter. on_way: called when a way is done.
+    texts: token ids [T] each, as long as the greatest length or shorter. on_read: called when a way has read one, or a needle.
     """
     lengths = sorted(lengths)
     exact: list[_Seen] = []
     first_reader: _Reader | None = None
     for way in (Way(), *ways):
         reader = _Reader(folder, way, max([*map(len, texts), *(len(each.tokens) + len(each.answer) for each in needles)]))
-        seen = [reader.read(text) for text in texts]
+        seen, found = [], []
+        for text in texts:
+            seen.append(reader.read(text))
+            on_read()
+        for needle in needles:
+            found.append((len(needle.tokens), reader.recall(needle)))
+            on_read()
         first_reader, exact = first_reader or reader, exact or seen
-        found = [(len(each.tokens), reader.recall(each)) for each in needles]
         shortest = 0
         for length in lengths:
             of_length = [share for at, share in found if shortest < at <= length]
@@ -132,7 +137,6 @@ def measure(
                 measured.alone = error_alone(inputs, format_for(way.kv_dtype, torch.float32), reader.dtype)
             yield measured
             shortest = length
-        on_way()
 
 
 def _compared(
@@ -231,14 +235,15 @@ class _Reader:
 
     def recall(self, needle: Needle) -> float:
         """The share of the answer's tokens that are the likeliest, where those before them are given."""
-        whole = np.concatenate((needle.tokens, needle.answer))
+        whole, asked = np.concatenate((needle.tokens, needle.answer)), len(needle.tokens) - 1
         likeliest = [
-            self._runner.forward(self._batch(whole, first, min(first + _CHUNK, len(whole)))).argmax(1).numpy()
+            self._runner.forward(self._batch(whole, first, min(first + _CHUNK, len(whole)), asked)).argmax(1).numpy()
             for first in range(0, len(whole), _CHUNK)
         ]
-        return float((np.concatenate(likeliest)[len(needle.tokens) - 1 : -1] == needle.answer).mean())
+        return float((np.concatenate(likeliest)[:-1] == needle.answer).mean())
 
-    def _batch(self, text: Tokens, first: int, last: int) -> Batch:
+    def _batch(self, text: Tokens, first: int, last: int, asked: int = 0) -> Batch:
+        """The tokens [first, last) with the logits of those from `asked` on."""
         positions = np.arange(first, last)
         entries = positions // _BLOCK_SIZE
         num_entries = -(-last // _BLOCK_SIZE)
@@ -246,6 +251,7 @@ class _Reader:
         if self.window is not None:
             tables[1:, : max(first - self.window + 1, 0) // _BLOCK_SIZE] = 0
         slots = tables[:, entries].astype(np.int64) * _BLOCK_SIZE + positions % _BLOCK_SIZE
+        logit_rows = np.arange(min(max(asked - first, 0), len(positions)), len(positions))
         batch = Batch(
             token_ids=text[positions],
             positions=positions,
@@ -253,8 +259,8 @@ class _Reader:
             query_start_loc=np.array([0, len(positions)], np.int32),
             seq_lens=np.array([last], np.int32),
             block_tables=tables[:1],
-            logit_rows=np.arange(len(positions)),
-            logit_start_loc=np.array([0, len(positions)], np.int32),
+            logit_rows=logit_rows,
+            logit_start_loc=np.array([0, len(logit_rows)], np.int32),
         )
         if self._num_groups == 1:
             return batch

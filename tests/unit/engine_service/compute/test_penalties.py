@@ -11,6 +11,8 @@ from kvkeeper.engine_service.compute.penalties import apply_penalties
 from kvkeeper.engine_service.values.sampling_params import SamplingParams, SamplingRow
 from tests.unit.kernels.gpu.pretend import on_cuda
 
+pytestmark = pytest.mark.usefixtures("kernel_path")
+
 VOCAB = 40
 PENALTIES = [
     {},

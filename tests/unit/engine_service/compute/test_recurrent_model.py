@@ -1,6 +1,5 @@
 """Models with recurrent layers as they are served: the spec that they ask for, and each setting that they are refused."""
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,6 @@ from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.parallel.split import Split
-from kvkeeper.engine_service.server import start_server
-from kvkeeper.service.process import StartError
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
 
 BY_NAME = {model.name: model for model in TINY_MODELS}
@@ -67,13 +64,6 @@ def test_what_a_state_cannot_do_is_refused_at_load(folder: Path, options: dict[s
 def test_it_is_not_split_over_ranks(folder: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="families without recurrent layers"):
         load_model(folder, progress=False, split=Split(0, 2))
-
-
-def test_it_makes_no_guesses_for_another_model(folder: Path, tmp_path: Path) -> None:
-    other = build_model_folder(tmp_path, BY_NAME["llama"])
-    options = {"speculation": "draft-model", "draft_model": str(folder), "listen": f"unix:{tmp_path}/e"}
-    with pytest.raises(StartError, match=r"--draft-model .* a state has a block table of its own"):
-        asyncio.run(start_server(config_of(other, **options)))
 
 
 def test_its_quality_is_not_measured(folder: Path) -> None:

@@ -13,7 +13,7 @@ from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.engine_service.outputs.slot_draws import Histories, SlotDraws
 from kvkeeper.engine_service.outputs.stopping import StopRules
 from kvkeeper.engine_service.values.request import NO_SLOT, Request
-from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, PlainDraws, SamplingParams
+from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, PlainDraws, SamplingParams, as_plain
 
 WARM = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.01, typical_p=0.95)
 KINDS = [GREEDY, WARM, SamplingParams(), SamplingParams(temperature=2.0, top_p=0.5)]
@@ -48,6 +48,7 @@ def test_they_are_drawn_as_the_rows_of_their_requests() -> None:
         plain = draws.rows(order + 1, behind(lens.tolist()))
         assert isinstance(plain, PlainDraws)
         assert plain.penalised is None
+        assert as_plain(plain) is plain
         assert sample(logits, plain).token_ids.tolist() == sample(logits, rows).token_ids.tolist()
 
 
@@ -66,6 +67,7 @@ def test_penalties_by_column_are_those_of_the_requests_rows_also_of_tokens_that_
         assert isinstance(plain, PlainDraws)
         assert plain.penalised is not None
         assert len(plain.penalised) == 8
+        assert as_plain(plain) is None, "a graph that draws knows no history"
         rows = [
             generations[at].sampling_row(0, tokens[row, :length], int(row) if waits else None)
             for at, row, length, waits in zip(order, which, lens, awaited, strict=True)

@@ -308,6 +308,17 @@ def test_a_short_pool_grants_as_many_entries_as_there_are_blocks_for() -> None:
             assert most == 9 or entries.num_blocks(start, start + most + 1) > room
 
 
+@pytest.mark.parametrize("spans", [spans_of(0), spans_of(0, 4), SPANS, (*spans_of(0, 0), state_span(1), state_span(4))])
+def test_entries_are_counted_as_they_are_granted(spans: tuple[ReadSpan, ...]) -> None:
+    entries = NewEntries(spans)
+    for start in range(9):
+        for end in range(start, 14):
+            places = np.arange(start, end, dtype=np.int32)
+            count = int(np.count_nonzero(entries.have_blocks(places, places + 1 == end)))
+            assert entries.num_blocks(start, end) == count
+            assert entries.num_blocks_of(int32([start, end]), int32([end, start])).tolist() == [count, 0]
+
+
 def test_statistics_count_the_entries_that_keep_no_state() -> None:
     pool = _pool()
     _prefill(pool, 1, 15)

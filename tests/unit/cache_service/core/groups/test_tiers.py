@@ -9,7 +9,7 @@ from kvkeeper.cache_service.core.index.node_blocks import NodeBlocks
 from kvkeeper.cache_service.core.inspection.explain import in_words
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.tiers.sequence_swap import SequenceSwapper
-from kvkeeper.cache_service.core.values.kv_spec import spans_of
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, Int32Array, SequenceId, SequenceState, SessionId, TransferKind
@@ -20,8 +20,8 @@ A = SessionId("a")
 WINDOWS = (0, 5)  # of two groups, with blocks of 2 tokens
 
 
-def pool(num_blocks: int = 41, num_host_blocks: int = 41) -> PoolManager:
-    config = PoolConfig(num_blocks, 2, num_host_blocks=num_host_blocks, group_spans=spans_of(*WINDOWS), watermark=0.0)
+def pool(num_blocks: int = 41, num_host_blocks: int = 41, spans: tuple[ReadSpan, ...] = spans_of(*WINDOWS)) -> PoolManager:
+    config = PoolConfig(num_blocks, 2, num_host_blocks=num_host_blocks, group_spans=spans, watermark=0.0)
     manager = PoolManager(config)
     manager.open_session(A, Executor.CACHE)
     return manager
@@ -62,6 +62,27 @@ def test_a_swap_moves_what_each_group_has_and_holes_stay_holes() -> None:
     assert back.transfer_kinds.tolist() == [TransferKind.SWAP_IN] * 9
     after = tables(manager, 1)
     assert [[bool(block) for block in table] for table in after] == [[bool(block) for block in table] for table in before]
+    assert manager.check_invariants() == []
+
+
+def test_a_swap_moves_the_states_that_there_are_and_a_hit_loads_the_last_alone() -> None:
+    manager = pool(spans=(*spans_of(0), state_span(2)))
+    compute(manager, 1, list(range(11)))
+    assert [bool(block) for block in tables(manager, 1)[1]] == [False, True] * 3
+    out = manager.swap_out(A, 1)
+    assert len(out.transfer_sources) == manager.stats().num_held_host_blocks == 6 + 3
+    evict_all(manager)
+    back = manager.swap_in(A, 1)
+    assert len(back.transfer_kinds) == 9
+    assert [bool(block) for block in tables(manager, 1)[1]] == [False, True] * 3
+    assert manager.check_invariants() == []
+    manager.release(A, 1)
+    evict_all(manager)
+    create(manager, 2, [*range(10), 99])
+    copies = manager.extend(A, 2, 11, look_up=True)
+    assert manager.view(A, 2).num_hit_tokens == 8
+    assert len(copies.transfer_kinds) == 4 + 1
+    assert [bool(block) for block in tables(manager, 2)[1]] == [False, False, False, True, False, True]
     assert manager.check_invariants() == []
 
 
@@ -113,12 +134,13 @@ def test_statistics_tell_what_each_group_holds() -> None:
     assert [tuple(group) for group in manager.group_stats()] == [(0, 6, 0), (5, 3, 3)]
 
 
-def _run(seeds: Iterable[int], *, has_tail: bool = False) -> TierCounts:
+def _run(seeds: Iterable[int], *, has_tail: bool = False, has_states: bool = False) -> TierCounts:
     """Seeds of pools with several groups."""
     sums = TierCounts()
     for seed in seeds:
         simulation = TierSimulation(seed, may_have_tail=has_tail)
-        if len(simulation.world.spans) > 1 and simulation.world.has_tail >= has_tail:
+        world = simulation.world
+        if len(world.spans) > 1 and world.has_tail >= has_tail and bool(world.states) == has_states:
             for _ in range(NUM_EVENTS):
                 simulation.tick()
             sums.add(simulation.finish())
@@ -154,6 +176,15 @@ def test_a_load_that_failed_behind_the_first_group_is_found(monkeypatch: pytest.
     monkeypatch.setattr(SequenceSwapper, "_num_left", num_left)
     with pytest.raises(AssertionError):
         _run(range(1, 400))
+
+
+_STATE_SEEDS = [seed for seed in range(1, 100) if seed % 10 in (4, 6)]  # whose pools have states
+
+
+def test_a_hit_whose_last_state_is_in_no_tier_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NodeBlocks, "usable", lambda self, nodes, is_filling=None: nodes)
+    with pytest.raises(AssertionError):
+        _run(_STATE_SEEDS, has_states=True)
 
 
 _TAIL_SEEDS = [seed for seed in range(1, 240) if seed % 20 in (10, 11, 18)]  # whose pools have one
