@@ -26,7 +26,7 @@ from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup
 from ..model.recurrent import Runs, StatePages, build_state_metadata, runs_of, state_arrays
 from ..model.stored_attention import StoredAttention, build_stored_attention
-from ..values.batch import Batch
+from ..values.batch import Batch, IntArray
 from ..values.sampling_params import SampledRows
 from .device.device_queue import DeviceQueue, queue_of
 from .device.last_tokens import LastTokens
@@ -277,7 +277,11 @@ class ModelRunner:
         """
         if self.graphed is not None and (replay := self.graphed.stage(batch, rows)) is not None:
             return Staged(partial(self._on_device, replay), replay.give_back)
-        arrays = {"token_ids": batch.token_ids, "positions": batch.positions, "logit_rows": batch.logit_rows}
+        arrays: dict[str, IntArray] = {
+            "token_ids": batch.token_ids,
+            "positions": batch.positions,
+            "logit_rows": batch.logit_rows,
+        }
         if batch.awaited_rows is not None:
             arrays["awaited_rows"] = batch.awaited_rows
         arrays |= attention_arrays(batch, self._parts, self._layout.block_size)

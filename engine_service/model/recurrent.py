@@ -99,7 +99,7 @@ def state_arrays(batch: Batch, groups: Sequence[int], runs: Runs, block_size: in
     first_positions = batch.seq_lens - lens
     run_rows = np.repeat(several, [len(row) for row in runs])
     run_ends = np.array([end - 1 for row in runs for _, end in row], np.int64)
-    places = {
+    places: dict[str, tuple[IntArray, IntArray]] = {
         "reads": (ones, first_positions[ones] - 1),
         "writes": (ones, batch.seq_lens[ones] - 1),
         "run_reads": (several, first_positions[several] - 1),

@@ -208,11 +208,11 @@ def _layer_destinations(
     head_dim, kv_heads = config.head_dim, split.of_kv_heads(config.num_kv_heads)
     q_rows, kv_rows = _scaled(split.of(config.num_heads), head_dim), _scaled(kv_heads, head_dim)
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    stored = (
+    stored = [
         ("self_attn.q_proj", q_size, q_rows),
         ("self_attn.k_proj", kv_size, kv_rows),
         ("self_attn.v_proj", kv_size, kv_rows),
-    )
+    ]
     if config.latent is not None and layer.latent is not None:
         yield from _latent_destinations(config, config.latent, layer.latent)
         yield from _by_inputs(layer.o, "self_attn.o_proj", *_whole_range(config.num_heads * config.latent.widths.value))

@@ -87,14 +87,13 @@ async def test_the_tokens_are_those_of_transformers(undisturbed: list[Output], e
 @pytest.mark.parametrize(
     ("num_blocks", "options"),
     [
-        (400, {"chunk_size": 5}),
         (400, {"overlap": False}),
         (60, {"preemption": "recompute"}),
         (60, {"preemption": "swap", "num_host_blocks": 300}),
         (400, {"max_sequences": 3}),
         (90, {"chunk_size": 7, "token_budget": 16}),
     ],
-    ids=["chunks", "in-turn", "recompute", "swap", "few-rows", "tight"],
+    ids=["in-turn", "recompute", "swap", "few-rows", "tight"],
 )
 async def test_no_token_changes(
     world: Services, model: ServedModel, undisturbed: list[Output], num_blocks: int, options: dict[str, Any]

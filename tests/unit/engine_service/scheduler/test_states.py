@@ -1,5 +1,6 @@
 """Sequences with states: what a step starts from, where a fork, a preemption and a hit find it, and what late ends leave."""
 
+import dataclasses
 import random
 
 import pytest
@@ -47,6 +48,19 @@ def test_a_hit_ends_at_a_checkpoint(mode: dict[str, bool]) -> None:
     world.run()
     world.check_outputs()
     assert (first.num_hit_tokens, second.num_hit_tokens, third.num_hit_tokens) == (0, 8, 4)
+
+
+def test_what_was_granted_is_computed_in_one_step() -> None:
+    """As after a load, where a start was granted more than the step behind it has a share for."""
+    world = StateWorld(chunk_size=4)
+    request = world.submit(make_request(PROMPT, 3))
+    world.step()
+    row, state = request.sequences[0].row, world.scheduler.state
+    assert state.running.num_computed[row] == 4
+    state.limits = dataclasses.replace(state.limits, chunk_size=2)
+    assert world.scheduler.planner.plan(world.now).reserve_max.tolist() == [6]
+    state.running.num_reserved[row] = 9
+    assert world.scheduler.planner.plan(world.now).reserve_max.tolist() == [9]
 
 
 @modes
