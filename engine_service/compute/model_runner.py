@@ -24,7 +24,7 @@ from ..model.attention import StepAttention, attention_arrays, attention_parts, 
 from ..model.checkpoint.errors import ModelError
 from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup
-from ..model.recurrent import Runs, StatePages, build_state_metadata, runs_of, state_arrays
+from ..model.recurrent.state_pages import Runs, StatePages, build_state_metadata, runs_of, state_arrays
 from ..model.stored_attention import StoredAttention, build_stored_attention
 from ..values.batch import Batch, IntArray
 from ..values.sampling_params import SampledRows

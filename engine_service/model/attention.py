@@ -16,7 +16,7 @@ from kvkeeper.kernels.store_kv import StorePlan, plan_store, store_kv
 from ..values.batch import Batch, BatchRetention, IntArray
 from .chunked import decode_in_chunks, prefill_in_chunks
 from .layer_groups import LayerGroup, places_of
-from .recurrent import StateMetadata
+from .recurrent.state_pages import StateMetadata
 
 
 @dataclass(frozen=True, slots=True)

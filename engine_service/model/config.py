@@ -15,10 +15,10 @@ from kvkeeper.kernels.attention.latent_widths import LatentWidths
 from .checkpoint.errors import ModelError, UnsupportedModelError
 from .checkpoint.json_fields import CONFIG_FILE, bad, count, flag, number
 from .checkpoint.json_file import read_json_object
-from .delta_config import DeltaConfig, parse_delta
 from .families.family import ExpertNames, Family, LatentFamily, QkNorm, RoutingRule
 from .families.table import FAMILIES
 from .quantised.scheme import FIELD, Scheme, parse_scheme
+from .recurrent.delta_config import DeltaConfig, parse_delta
 from .rope.rope_config import RopeConfig, parse_local_rope, parse_rope
 from .routing import Routing
 

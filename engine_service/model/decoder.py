@@ -26,10 +26,10 @@ from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 
 from .attention import AttentionMetadata, StepAttention, attend_stored
 from .config import ModelConfig
-from .delta_layer import DeltaWeights, delta_layer
 from .experts import ExpertWeights, MlpWeights, Weight, apply_mlp
 from .latent import LatentWeights, latent_attention
 from .parallel.split import WHOLE, Split
+from .recurrent.delta_layer import DeltaWeights, delta_layer
 from .rope.rotary_table import RotaryTable
 from .stored_attention import StoredAttention, StoredMetadata, attend_as_stored
 

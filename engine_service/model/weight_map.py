@@ -8,15 +8,15 @@ import torch
 from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.attention.latent_widths import LatentWidths
 
+from .checkpoint.destination import ALL, Destination, Empty, all_of
 from .config import LatentConfig, ModelConfig
 from .decoder import DecoderWeights, LayerWeights
-from .delta_map import allocate_delta, delta_destinations
-from .destination import ALL, Destination, Empty, all_of
 from .experts import ExpertWeights, MlpWeights, StackedExperts, Weight
 from .families.family import ExpertNames
 from .families.table import FAMILIES
 from .latent import LatentWeights
 from .parallel.split import WHOLE, Split, config_of_rank
+from .recurrent.delta_map import allocate_delta, delta_destinations
 from .rope.rotary_table import rotated_order
 
 

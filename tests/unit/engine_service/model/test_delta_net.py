@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-from kvkeeper.engine_service.model.delta_config import DeltaNetShape
-from kvkeeper.engine_service.model.delta_net import convolve, convolve_one, delta_rule, delta_rule_one, first_state
+from kvkeeper.engine_service.model.recurrent.delta_config import DeltaNetShape
+from kvkeeper.engine_service.model.recurrent.delta_net import convolve, convolve_one, delta_rule, delta_rule_one, first_state
 
 torch.set_num_threads(1)
 SHAPE = DeltaNetShape(2, 4, 8, 6, 4)

@@ -14,10 +14,10 @@ from kvkeeper.engine_service.compute.model_runner import StepBounds
 from kvkeeper.engine_service.model.checkpoint.errors import ModelError, UnsupportedModelError
 from kvkeeper.engine_service.model.config import parse_model_config
 from kvkeeper.engine_service.model.decoder import Decoder
-from kvkeeper.engine_service.model.delta_config import DeltaNetShape
 from kvkeeper.engine_service.model.layer_groups import LayerGroup, group_states
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.recurrent import runs_of
+from kvkeeper.engine_service.model.recurrent.delta_config import DeltaNetShape
+from kvkeeper.engine_service.model.recurrent.state_pages import runs_of
 from tests.support.models.tiny_models import (
     TINY_MODELS,
     NumericsCase,

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ..values.batch import Batch, IntArray
+from ...values.batch import Batch, IntArray
 from .delta_config import DeltaNetShape
 from .delta_net import DeltaState
 

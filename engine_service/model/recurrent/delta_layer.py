@@ -13,10 +13,10 @@ from kvkeeper.kernels.activations.linear import linear
 from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 
+from ..experts import Weight
 from .delta_config import DeltaNetShape
 from .delta_net import DeltaState, convolve, convolve_one, delta_rule, delta_rule_one
-from .experts import Weight
-from .recurrent import StateMetadata
+from .state_pages import StateMetadata
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checkpoint.errors import UnsupportedModelError
-from .checkpoint.json_fields import bad, count
-from .families.family import DeltaFamily
+from ..checkpoint.errors import UnsupportedModelError
+from ..checkpoint.json_fields import bad, count
+from ..families.family import DeltaFamily
 
 _ALIGNMENT = 16  # bytes; of each layer's state in a page
 

@@ -6,9 +6,9 @@ import torch
 
 from kvkeeper.kernels.activations.linear_weight import LinearWeight
 
+from ..checkpoint.destination import Destination, Empty, all_of
 from .delta_config import DeltaNetShape
 from .delta_layer import DeltaWeights
-from .destination import Destination, Empty, all_of
 
 
 def allocate_delta(shape: DeltaNetShape, hidden_size: int, empty: Empty) -> DeltaWeights:

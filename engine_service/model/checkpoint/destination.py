@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checkpoint.safetensors_files import StoredTensor
+from .safetensors_files import StoredTensor
 
 Empty = Callable[..., torch.Tensor]
 ALL: tuple[slice, ...] = (slice(None),)
