@@ -1,5 +1,6 @@
-"""Layers that keep a state instead of tokens: gated delta nets, and the pages of an arena as their states.
+"""Layers that read a state of fixed size instead of all tokens: gated delta nets, and the pages that hold their states.
 
-Owns the arithmetic of the rule, where its weights come from, and which pages a step reads and writes. Knows no sequence.
-May import torch, kernels and values, and of the model its checkpoint, its families and its experts.
+Owns which layers of a config are recurrent (delta_config.py, which reads without torch), their arithmetic and weights, and
+which states a step reads and writes. May import torch, the kernels, values, and of the model its checkpoint, its families and
+its experts.
 """
