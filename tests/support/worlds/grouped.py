@@ -87,7 +87,7 @@ class GroupedWorld:
         self.engines = [self._open(name) for name in ("a", "b")]
         self.prompts = [[self.random.randrange(3) for _ in range(60)] for _ in range(3)]
         self.num_hits = self.num_refused = self.num_cut = self.num_forks = self.num_copies = self.num_holes = self._last_id = 0
-        self.num_handed = self.num_pinned = 0
+        self.num_handed = self.num_pinned = self.num_items = self.num_ended = 0
         self._extra = random.Random(seed + 1000)  # for hand-overs and pins
         self._pins: list[tuple[SessionId, str]] = []
         self.num_lacking = self.num_unwritten = 0  # tables of a tail without part of its window; tokens without a place in one
@@ -127,6 +127,7 @@ class GroupedWorld:
             self.num_refused += 1
             return
         engine.step_id += 1
+        self.num_items += sum(map(len, items.values()))
         self._apply(engine, items, batch, reply)
         if self.random.random() < 0.5:
             self.manager.publish_pending(self.random.choice((1, 3, 1000)))
@@ -311,6 +312,7 @@ class GroupedWorld:
         while self.memory.num_in_flight(str(engine.session)):
             self.memory.run_one(str(engine.session), ended=True)
         self.manager.end_quarantine(engine.session)
+        self.num_ended += 1
         self._last_id += 1
         self.engines[self.engines.index(engine)] = self._open(f"{engine.session}{self._last_id}")
 
