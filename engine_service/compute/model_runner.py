@@ -284,7 +284,7 @@ class ModelRunner:
         }
         if batch.awaited_rows is not None:
             arrays["awaited_rows"] = batch.awaited_rows
-        arrays |= attention_arrays(batch, self._parts, self._layout.block_size)
+        arrays |= attention_arrays(batch, self._parts, self._layout.block_size, self._states)
         runs: Runs = ()
         if self._states:
             runs = runs_of(batch, len(self._groups) - 1, self._layout.block_size)

@@ -1,6 +1,6 @@
 """Attention of one step: which rows decode, which prefill, and what both need, worked out once for all layers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -109,10 +109,13 @@ def attention_parts(
     return parts, tuple((part, layer) for layer, part in enumerate(of_layers))
 
 
-def attention_arrays(batch: Batch, parts: Sequence[AttentionPart] = (), block_size: int = 1) -> dict[str, IntArray]:
+def attention_arrays(
+    batch: Batch, parts: Sequence[AttentionPart] = (), block_size: int = 1, states: Container[int] = ()
+) -> dict[str, IntArray]:
     """What a step's attention has to know of its batch, split into rows that decode and rows that prefill.
 
     To go to the model's device together, and from there to build_attention_metadata. block_size matters to parts with chunks.
+    states: numbers of the groups whose tables no layer attends by.
     """
     query_lens = np.diff(batch.query_start_loc)
     ones, several = np.flatnonzero(query_lens == 1), np.flatnonzero(query_lens > 1)
@@ -131,12 +134,13 @@ def attention_arrays(batch: Batch, parts: Sequence[AttentionPart] = (), block_si
     if batch.retention is not None:
         arrays["sink_positions"] = _sink_positions(batch, batch.retention)
     if batch.group_tables is not None and batch.group_slots is not None:
-        num_tables = max((part.table + 1 for part in parts), default=1 + len(batch.group_slots))
-        for at, slots in enumerate(batch.group_slots[: num_tables - 1]):
-            arrays[f"slot_mapping_{at + 1}"] = slots
+        for group, slots in enumerate(batch.group_slots, 1):
+            if group in states:
+                continue
+            arrays[f"slot_mapping_{group}"] = slots
             for part, rows in (("decode", ones), ("prefill", several)):
                 if len(rows):
-                    arrays[f"{part}_tables_{at + 1}"] = np.ascontiguousarray(batch.group_tables[rows, at])
+                    arrays[f"{part}_tables_{group}"] = np.ascontiguousarray(batch.group_tables[rows, group - 1])
     if len(several):
         for index, each in enumerate(parts):
             if each.chunk is not None:

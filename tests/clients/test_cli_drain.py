@@ -14,13 +14,13 @@ from tests.support.processes.services import free_ports, short_folder
 
 # Listens, says so, and then does what its last argument names once it is asked to stop.
 LISTENER = """
-import signal, socket, sys
+import os, signal, socket, sys
 address, does = sys.argv[1:]
 listener = socket.socket(socket.AF_UNIX if address.startswith("unix:") else socket.AF_INET)
 host, _, port = address.rpartition(":")
 listener.bind(address[5:] if address.startswith("unix:") else (host, int(port)))
 listener.listen()
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(7) if does == "ends" else print("asked", flush=True))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7) if does == "ends" else os.write(1, b"asked\\n"))
 print("listens", flush=True)
 while True:
     signal.pause()

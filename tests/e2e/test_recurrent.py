@@ -63,7 +63,7 @@ async def crowd(
     return found
 
 
-def tokens_of(outputs: Sequence[Output]) -> list[list[list[int]]]:
+def ids_of(outputs: Sequence[Output]) -> list[list[list[int]]]:
     return [output.token_ids for output in outputs]
 
 
@@ -77,7 +77,7 @@ def undisturbed(model: ServedModel) -> list[Output]:
 
 
 async def test_the_tokens_are_those_of_transformers(undisturbed: list[Output], expected: list[list[int]]) -> None:
-    assert tokens_of(undisturbed)[:12] == [[tokens] for tokens in expected * 3]
+    assert ids_of(undisturbed)[:12] == [[tokens] for tokens in expected * 3]
     assert [output.usage.cached_tokens for output in undisturbed[:4]] == [0, 0, 0, 0]
     # A hit ends at a checkpoint, and one token is left to compute.
     assert [output.usage.cached_tokens for output in undisturbed[4:8]] == [0, 0, 16, 32]
@@ -99,7 +99,7 @@ async def test_no_token_changes(
     world: Services, model: ServedModel, undisturbed: list[Output], num_blocks: int, options: dict[str, Any]
 ) -> None:
     found = await crowd(world, model, num_blocks=num_blocks, **options)
-    assert tokens_of(found) == tokens_of(undisturbed)
+    assert ids_of(found) == ids_of(undisturbed)
     assert num_blocks > 60 or sum(output.usage.num_preemptions for output in found) > 0
 
 

@@ -36,6 +36,7 @@ FIRST = {  # by model type, of which the library's classes have other names
     "llama4_text": "Llama4Text",
     "minicpm3": "MiniCPM3",
     "qwen3_moe": "Qwen3Moe",
+    "qwen3_next": "Qwen3Next",
 }
 PHI3 = ("default", "longrope")  # the library's own check refuses it the others
 CASES = [(family, kind, 1.0) for family in FAMILIES for kind in (PHI3 if family == "phi3" else KINDS)]
