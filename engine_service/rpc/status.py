@@ -36,7 +36,7 @@ _CODES = {
 _RETRY_DELAYS = {
     "QUEUE_FULL": duration_pb2.Duration(seconds=1),
     "TOO_MUCH_HELD": duration_pb2.Duration(seconds=1),
-    "CACHE_SERVICE_DOWN": duration_pb2.Duration(seconds=1),
+    "CACHE_SERVICE_DOWN": duration_pb2.Duration(nanos=250_000_000),  # as often as an engine looks for it
     "DRAINING": duration_pb2.Duration(seconds=1),
     "HAND_OVER_UNDER_WAY": duration_pb2.Duration(seconds=1),
 }
