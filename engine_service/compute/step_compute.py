@@ -203,9 +203,8 @@ class StepCompute:
             step = StepLogits(logits)
         drawn = draw(step, rows, self._last)
         results.told = fetch(drawn.told)
-        are_kept = (
-            drawn.token_ids is step.likeliest or drawn.token_ids is step.drawn
-        )  # the graph that found them has left them there
+        # The graph that found the likeliest, or drew, has left them there.
+        are_kept = drawn.token_ids is step.likeliest or drawn.token_ids is step.drawn
         if not are_kept and len(rows) == len(work.sampled):  # of guesses the host has to say which are right
             self._last.put(work.sample_rows, drawn.token_ids[: len(work.sample_rows)])
         if asked := _asked(rows):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client.steps import decode
 from tests.support.worlds.cache_api import Api, Session, le32, le64, refusal, serving
 from tests.support.worlds.memory_folder import memory_folder
+from tests.support.worlds.small_steps import commit, start, step
 
 FULL, RECURRENT = pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_RECURRENT
 SIZE = 4
@@ -23,19 +23,6 @@ def spec_of(state_bytes: int = BLOCK_BYTES, checkpoint_blocks: int = 2, **fields
 
 
 SPEC = spec_of()
-
-
-async def step(session: Session, step_id: int, **columns: Any) -> Any:
-    """The answer, with its columns as arrays."""
-    return decode((await session.step(step_id, **columns)).SerializeToString())
-
-
-def start(sequence_id: int) -> dict[str, bytes]:
-    return {"start_sequence_ids": le64(sequence_id), "start_max_new_tokens": le32(64), "start_max_hit_tokens": le32(64)}
-
-
-def commit(sequence_id: int, length: int) -> dict[str, bytes]:
-    return {"commit_sequence_ids": le64(sequence_id), "commit_num_tokens": le32(length), "commit_num_new_tokens": le32(0)}
 
 
 async def computed(api: Api, length: int, spec: pb.KvSpec = SPEC) -> Session:

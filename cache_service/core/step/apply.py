@@ -276,12 +276,9 @@ class StepApplier:
         if not len(batch.release_ids) or plan.needs_published or slots is None or not (len(slots) or len(plan.start_slots)):
             return False
         seqs = self._sequences
-        new_blocks = seqs.num_blocks_of(batch.reserve_max) - seqs.num_blocks_of(seqs.num_reserved[slots])
-        num_new = (int(np.maximum(new_blocks, 0).sum()) + int(np.count_nonzero(seqs.may_copy[slots]))) * seqs.num_groups
-        if seqs.has_states:
-            starts, ends = (seqs.num_blocks_of(lens) for lens in (seqs.num_reserved[slots], batch.reserve_max))
-            num_new = int(seqs.new_entries.num_blocks_of(starts, ends).sum())
-            num_new += int(np.count_nonzero(seqs.may_copy[slots])) * seqs.num_groups
+        starts, ends = (seqs.num_blocks_of(lens) for lens in (seqs.num_reserved[slots], batch.reserve_max))
+        num_new = int(seqs.new_entries.num_blocks_of(starts, ends).sum())
+        num_new += int(np.count_nonzero(seqs.may_copy[slots])) * seqs.num_groups
         num_blocks = num_wanted(self._state, plan.start_slots.tolist(), num_new=num_new)
         return fits_in_free(self._state, num_blocks, len(slots) + len(plan.start_slots))
 

@@ -7,9 +7,7 @@ def num_wanted(state: PoolState, start_slots: list[int], *, num_new: int) -> int
     """Blocks that a step may take for its starts, without their hits, and for num_new that its reservations want."""
     seqs = state.sequences
     lens = (seqs.num_blocks(int(seqs.num_tokens[slot])) for slot in start_slots)
-    if seqs.has_states:
-        return num_new + sum(seqs.new_entries.num_blocks(0, length) for length in lens)
-    return num_new + sum(lens) * seqs.num_groups
+    return num_new + sum(seqs.new_entries.num_blocks(0, length) for length in lens)
 
 
 def fits_in_free(state: PoolState, num_blocks: int, num_granted: int) -> bool:

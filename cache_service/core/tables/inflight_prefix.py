@@ -66,7 +66,8 @@ class InflightPrefixes:
         seqs, size = self._sequences, self._sequences.block_size
         num_hit = seqs.num_published * size
         if seqs.has_states:  # what is published behind the last checkpoint is no hit yet
-            num_hit = num_hit // (size * seqs.new_entries.common_period) * (size * seqs.new_entries.common_period)
+            unit = size * seqs.new_entries.common_period
+            num_hit = num_hit // unit * unit
         is_behind = num_hit <= max(start, self._lookup.min_tokens)
         is_behind &= seqs.states == _RUNNING
         rivals = is_behind.nonzero()[0]

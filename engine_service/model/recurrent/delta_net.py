@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from .delta_config import DeltaNetShape
-
 _CHUNK = 64  # tokens; of the WY form, as transformers has it
 
 
@@ -25,12 +23,6 @@ class DeltaState(NamedTuple):
 
     memory: torch.Tensor
     conv: torch.Tensor
-
-
-def first_state(shape: DeltaNetShape, dtype: torch.dtype, device: torch.device) -> DeltaState:
-    """Of a sequence without tokens."""
-    memory = torch.zeros((shape.num_value_heads, shape.key_dim, shape.value_dim), dtype=torch.float32, device=device)
-    return DeltaState(memory, torch.zeros((shape.kernel - 1, shape.conv_dim), dtype=dtype, device=device))
 
 
 def convolve(mixed: torch.Tensor, conv: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

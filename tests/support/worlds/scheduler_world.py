@@ -111,12 +111,12 @@ class World:
         self.clears: Callable[[], bool] = lambda: False  # whether the prefix cache is cleared before a step
         self.host: dict[int, tuple[int, ...]] = {}
         self.num_moved = self.num_failed = self.num_cleared = 0
-        host = {"num_host_blocks": num_host_blocks} if num_host_blocks else {}
+        host: dict[str, Any] = {"num_host_blocks": num_host_blocks} if num_host_blocks else {}
         limit = (num_blocks - 1) * block_size
         if len(group_spans) > 1:
             own = tuple(CoreSpan(span.num_tokens, span.is_chunk, span.checkpoint_blocks) for span in group_spans)
             limit = PoolConfig(num_blocks, block_size, max_sequences, 10_000, group_spans=own).limit_tokens
-            host["group_spans"] = own  # type: ignore[assignment]
+            host["group_spans"] = own
         self.cache: Any = make_cache(num_blocks, block_size, max_sequences, **host)
         limits = Limits(
             *(block_size, limit, max_sequences, max_running, token_budget, chunk_size, prefill_budget, decode_budget),

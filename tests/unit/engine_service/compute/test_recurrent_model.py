@@ -1,6 +1,7 @@
 """Models with recurrent layers as they are served: the spec that they ask for, and each setting that they are refused."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,8 +24,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model_folder(tmp_path_factory.mktemp("model"), BY_NAME["qwen3_next"])
 
 
-def config_of(folder: Path, **options: object) -> EngineConfig:
-    return EngineConfig(model=str(folder), progress=False, **{"block_size": 4, "checkpoint_tokens": 8, **options})  # type: ignore[arg-type]
+def config_of(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(model=str(folder), progress=False, **{"block_size": 4, "checkpoint_tokens": 8, **options})
 
 
 @pytest.mark.parametrize(("block_size", "sizes"), [(4, [1, 1, 1]), (5, [2, 1]), (16, [3])])
@@ -56,7 +57,7 @@ def test_the_spec_tells_what_a_state_takes(folder: Path, block_size: int, sizes:
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
-def test_what_a_state_cannot_do_is_refused_at_load(folder: Path, options: dict[str, object], words: str) -> None:
+def test_what_a_state_cannot_do_is_refused_at_load(folder: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         load_served_model(config_of(folder, **options))
 

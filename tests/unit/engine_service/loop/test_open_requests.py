@@ -16,22 +16,10 @@ from kvkeeper.engine_service.values.errors import EngineError
 from kvkeeper.engine_service.values.output_chunk import OutputChunk
 from kvkeeper.engine_service.values.request import FinishReason, Request
 from kvkeeper.engine_service.values.sampling_params import GREEDY
+from tests.support.stand_ins.no_text import NoText
 from tests.support.worlds.core_cache import CoreCache
 
 NUM_BLOCKS, BLOCK_SIZE, STOP = 20, 2, 7
-
-
-class NoText:
-    has_text = may_stop = False
-
-    def push(self, token_id: int) -> tuple[str, bool]:
-        return "", False
-
-    def flush(self) -> str:
-        return ""
-
-    def copy(self) -> "NoText":
-        return self
 
 
 class World:

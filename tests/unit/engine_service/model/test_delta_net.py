@@ -5,10 +5,13 @@ import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from kvkeeper.engine_service.model.recurrent.delta_config import DeltaNetShape
-from kvkeeper.engine_service.model.recurrent.delta_net import convolve, convolve_one, delta_rule, delta_rule_one, first_state
+from kvkeeper.engine_service.model.recurrent.delta_net import DeltaState, convolve, convolve_one, delta_rule, delta_rule_one
 
 torch.set_num_threads(1)
 SHAPE = DeltaNetShape(2, 4, 8, 6, 4)
+FIRST = DeltaState(  # of a sequence without tokens
+    torch.zeros(SHAPE.num_value_heads, SHAPE.key_dim, SHAPE.value_dim), torch.zeros(SHAPE.kernel - 1, SHAPE.conv_dim)
+)
 
 
 def run(num_tokens: int) -> dict[str, torch.Tensor]:
@@ -29,7 +32,7 @@ def test_outputs_and_states_do_not_depend_on_where_a_run_is_cut(cuts: tuple[int,
     expected, last = theirs.torch_recurrent_gated_delta_rule(
         **{name: each[None] for name, each in batch.items()}, output_final_state=True, use_qk_l2norm_in_kernel=True
     )
-    memory, outputs = first_state(SHAPE, torch.float32, torch.device("cpu")).memory, []
+    memory, outputs = FIRST.memory, []
     for start, end in zip((0, *cuts), (*cuts, 100), strict=True):
         made, memory = delta_rule(**{name: each[start:end] for name, each in tokens.items()}, memory=memory)
         outputs.append(made)
@@ -42,7 +45,7 @@ def test_the_convolution_goes_on_from_its_last_inputs(cut: int) -> None:
     draw = torch.Generator().manual_seed(0)
     mixed, weight = (torch.randn(shape, generator=draw) for shape in ((20, SHAPE.conv_dim), (SHAPE.conv_dim, SHAPE.kernel)))
     expected = theirs.causal_conv1d_fn(mixed.T[None], weight, activation="silu")[0].T
-    conv, outputs = first_state(SHAPE, torch.float32, torch.device("cpu")).conv, []
+    conv, outputs = FIRST.conv, []
     for part in (mixed[:cut], mixed[cut:]):
         made, conv = convolve(part, conv, weight)
         outputs.append(made)
@@ -55,7 +58,7 @@ def test_single_tokens_of_several_sequences_are_those_of_each(behind: int) -> No
     """Which the numerics of the family hold to transformers."""
     sequences = [run(behind + 1 + number) for number in range(3)]
     weight = torch.randn((SHAPE.conv_dim, SHAPE.kernel), generator=torch.Generator().manual_seed(1))
-    first, made, inputs = first_state(SHAPE, torch.float32, torch.device("cpu")), [], []
+    first, made, inputs = FIRST, [], []
     for tokens in sequences:
         before, last = ({name: each[part] for name, each in tokens.items()} for part in (slice(-1), slice(-1, None)))
         memory = delta_rule(**before, memory=first.memory)[1] if len(before["v"]) else first.memory

@@ -1,6 +1,7 @@
 """Groups of states: random steps of pools that have one, bugs they must catch, and rules of checkpoints and cuts by hand."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.sequences import state_cuts
 from kvkeeper.cache_service.core.sequences.new_entries import NewEntries
 from kvkeeper.cache_service.core.sequences.publisher import Publisher
+from kvkeeper.cache_service.core.sequences.sequence_table import SequenceTable
+from kvkeeper.cache_service.core.sequences.session_state import SessionState
 from kvkeeper.cache_service.core.tables import lifecycle
 from kvkeeper.cache_service.core.tables.reserve import Reservations
 from kvkeeper.cache_service.core.values.errors import InvalidField, NotImplementedYet, WrongState
@@ -18,7 +21,7 @@ from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import Retention
 from kvkeeper.cache_service.core.values.step_columns import StepReply
-from kvkeeper.cache_service.core.values.types import ItemResult, SequenceId, StartResult
+from kvkeeper.cache_service.core.values.types import Int32Array, Int64Array, ItemResult, SequenceId, StartResult
 from tests.support.worlds.core_pool import ALL, A, CorePool, int32, step_batch
 from tests.support.worlds.grouped import GroupedWorld
 
@@ -77,9 +80,9 @@ def test_a_state_that_is_updated_after_it_was_published_is_found(monkeypatch: py
     real = Publisher._settle_group
 
     def settle_next(
-        self: Publisher, owner: object, until: int, group: int, slots: object, places: object, nodes: object
+        self: Publisher, owner: SessionState, until: int, group: int, slots: Int64Array, places: Int32Array, nodes: Int32Array
     ) -> None:
-        real(self, owner, until, group, slots, places + np.int32(1), nodes)  # type: ignore[arg-type, operator]
+        real(self, owner, until, group, slots, places + np.int32(1), nodes)
 
     monkeypatch.setattr(Publisher, "_settle_group", settle_next)
     with pytest.raises(AssertionError, match=_WRONG):
@@ -91,8 +94,8 @@ def test_a_fork_that_writes_the_state_of_its_parent_is_found(monkeypatch: pytest
     """The planted bug: of a group of states nothing is copied before it is written."""
     real = Reservations.copies_due
 
-    def copies_due(self: Reservations, owner: object, slot: int, wanted: int) -> np.ndarray:
-        due = real(self, owner, slot, wanted)  # type: ignore[arg-type]
+    def copies_due(self: Reservations, owner: SessionState, slot: int, wanted: int) -> Int64Array:
+        due = real(self, owner, slot, wanted)
         return due[due < self._sequences.max_blocks]
 
     monkeypatch.setattr(Reservations, "copies_due", copies_due)
@@ -103,10 +106,10 @@ def test_a_fork_that_writes_the_state_of_its_parent_is_found(monkeypatch: pytest
 @pytest.mark.usefixtures("contents_alone")
 @pytest.mark.parametrize("name", ["truncated_length", "fork_length"])
 def test_a_cut_that_keeps_a_state_of_later_tokens_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    def as_asked(seqs: object, slot: int, num_tokens: int) -> int:
-        if num_tokens >= seqs.num_reserved[slot]:  # type: ignore[attr-defined]
+    def as_asked(seqs: SequenceTable, slot: int, num_tokens: int) -> int:
+        if num_tokens >= seqs.num_reserved[slot]:
             return num_tokens
-        return min(num_tokens, int(seqs.num_committed[slot]))  # type: ignore[attr-defined]
+        return min(num_tokens, int(seqs.num_committed[slot]))
 
     monkeypatch.setattr(lifecycle, name, as_asked)
     with pytest.raises(AssertionError, match=_WRONG):
@@ -118,10 +121,10 @@ def test_a_cut_that_forgets_a_window_is_found(monkeypatch: pytest.MonkeyPatch) -
     """The planted bug: a cut goes back to a checkpoint whose window has moved on."""
     real = state_cuts._last_states
 
-    def careless(seqs: object, slot: int, most: int) -> int:
-        groups, seqs.new_entries.window_groups = seqs.new_entries.window_groups, ()  # type: ignore[attr-defined]
-        found = real(seqs, slot, most)  # type: ignore[arg-type]
-        seqs.new_entries.window_groups = groups  # type: ignore[attr-defined]
+    def careless(seqs: SequenceTable, slot: int, most: int) -> int:
+        groups, seqs.new_entries.window_groups = seqs.new_entries.window_groups, ()
+        found = real(seqs, slot, most)
+        seqs.new_entries.window_groups = groups
         return found
 
     monkeypatch.setattr(state_cuts, "_last_states", careless)
@@ -129,8 +132,8 @@ def test_a_cut_that_forgets_a_window_is_found(monkeypatch: pytest.MonkeyPatch) -
         _run_until_wrong(_BESIDE_A_WINDOW)
 
 
-def _pool(**config: object) -> CorePool:
-    return CorePool(**{"num_blocks": 41, "block_size": 2, "group_spans": SPANS} | config)  # type: ignore[arg-type]
+def _pool(**config: Any) -> CorePool:
+    return CorePool(**{"num_blocks": 41, "block_size": 2, "group_spans": SPANS} | config)
 
 
 def _states(pool: CorePool, sequence_id: int) -> list[int]:

@@ -29,23 +29,11 @@ from kvkeeper.engine_service.values.output_chunk import OutputChunk
 from kvkeeper.engine_service.values.request import Request
 from kvkeeper.engine_service.values.sampling_params import GREEDY
 from kvkeeper.service.turns import TurnLimits, Turns
+from tests.support.stand_ins.no_text import NoText
 from tests.unit.engine_service.rpc.front.test_requests import Letters
 
 EOS, MAX_TOKENS = 9, 12
 Outputs = dict[int, tuple[str, list[int], str | None]]  # of each continuation text, tokens and how it ended
-
-
-class NoText:
-    has_text = may_stop = False
-
-    def push(self, token_id: int) -> tuple[str, bool]:
-        return "", False
-
-    def flush(self) -> str:
-        return ""
-
-    def copy(self) -> "NoText":
-        return self
 
 
 class LettersText:
