@@ -104,7 +104,7 @@ async def _stop_and_go(services: Fleet, stops: "_Stops", others: "_Crowd") -> No
 
 
 class _Stops:
-    """The stops of an engine, one after the other. The thread that waits for one takes it, also where its waiter was cancelled."""
+    """The stops of an engine, in turn. A thread that waits for one takes it, also where its waiter was cancelled."""
 
     def __init__(self, engine: Service) -> None:
         self._engine = engine
