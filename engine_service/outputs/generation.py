@@ -10,7 +10,7 @@ they stay in the request's slot of UnreadTokens until it does, and text is made 
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -459,7 +459,7 @@ class Generation:
         told["finish_reasons"] = [reason.name.lower() for reason in self.finish_reasons]
         if self.first_token_at is not None:
             told["first_token_seconds"] = round(self.first_token_at - self.started_at, 6)
-        return {**told, **asdict(self.usage), "seconds": round(time.monotonic() - self.started_at, 6)}
+        return {**told, **self.usage.by_name(), "seconds": round(time.monotonic() - self.started_at, 6)}
 
     @property
     def usage(self) -> Usage:

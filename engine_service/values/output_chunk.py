@@ -19,6 +19,16 @@ class Usage:
     copied_blocks: int
     num_preemptions: int
 
+    def by_name(self) -> dict[str, int]:
+        """The counts by name. Written out: asdict takes 30 times as long, and each request has this done at its end."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "new_tokens": self.new_tokens,
+            "copied_blocks": self.copied_blocks,
+            "num_preemptions": self.num_preemptions,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class OutputChunk:

@@ -1,6 +1,5 @@
 """From values to messages: what streams tell of a request, chunk by chunk."""
 
-import dataclasses
 from collections.abc import Iterable
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
@@ -26,7 +25,7 @@ def response_of(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:
 
 
 def usage_of(usage: Usage) -> pb.Usage:
-    return pb.Usage(**dataclasses.asdict(usage))
+    return pb.Usage(**usage.by_name())
 
 
 def logprobs_of(found: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
