@@ -5,10 +5,12 @@ in slices of five minutes, so that an hour slides. An infinite cache misses a bl
 sketches together, without those that were computed as output. What was there before the hour counts as new, and so does what a
 tenant or KV spec of its own makes different; of few blocks the sketches are exact to a block or two, of many to about a percent
 of the distinct ones. Both rates count tokens of whole prompts. Rules: nothing is done in a step but to note the tokens of a
-sequence that ends; they are hashed with the next prompt that is created. Knows no node and no block.
+sequence that ends. They are hashed with prompts, and these many at once or when somebody asks: one by one,
+short prompts that come together would cost more here than in the index. Knows no node and no block.
 """
 
 from collections import deque
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ from .hyperloglog import UInt64Array, add_hashes, no_registers, num_distinct
 
 _SLICE_SECONDS, _NUM_SLICES = 300.0, 12
 _MOST_NOTED = 256  # sequences that ended; while no prompt comes nobody needs more
+_MOST_PROMPTS, _MOST_PROMPT_TOKENS = 64, 1 << 15  # that are not hashed yet
 _SEED = 0x9E3779B97F4A7C15
 
 
@@ -29,6 +32,14 @@ class ReachStats(NamedTuple):
     recent_hit_rate: float = 0.0
     reachable_hit_rate: float = 0.0
     num_recent_distinct_blocks: int = 0
+
+
+class _Known(NamedTuple):
+    """Whole blocks of tokens of one tenant. first: the block from which on they are noted."""
+
+    root: int
+    tokens: Int32Array
+    first: int
 
 
 class _Slice:
@@ -47,29 +58,32 @@ class Reach:
     def __init__(self, block_size: int, clock: Clock, counters: Counters) -> None:
         self._size, self._clock, self._counters = block_size, clock, counters
         self._slices: deque[_Slice] = deque()
-        self._ended: deque[tuple[int, int, Int32Array]] = deque(maxlen=_MOST_NOTED)
+        self._ended: deque[_Known] = deque(maxlen=_MOST_NOTED)
+        self._prompts: list[_Known] = []  # of the last slice
+        self._num_prompt_tokens = 0  # of them
         weights = np.random.default_rng(_SEED).integers(0, 1 << 63, block_size, np.uint64)
         self._weights = weights * np.uint64(2) + np.uint64(1)
         self._powers = np.ones(1, np.uint64)  # of an odd number, as many as the longest prompt had blocks
 
     def note_prompt(self, root: int, tokens: Int32Array) -> None:
         """A prompt of this tenant will be looked up."""
-        now = self._slice()
-        while self._ended:
-            of_root, num_prompt, known = self._ended.popleft()
-            add_hashes(now.made, self._hashes(of_root, known)[self._num_looked_up(num_prompt) :])
-        hashes = self._hashes(root, tokens[: self._num_looked_up(len(tokens)) * self._size])
-        add_hashes(now.wanted, hashes)
+        now, num_blocks = self._slice(), self._num_looked_up(len(tokens))
         now.num_tokens += len(tokens)
-        now.num_blocks += len(hashes)
+        now.num_blocks += num_blocks
+        self._prompts.append(_Known(root, tokens[: num_blocks * self._size], 0))
+        self._num_prompt_tokens += num_blocks * self._size
+        if len(self._prompts) >= _MOST_PROMPTS or self._num_prompt_tokens >= _MOST_PROMPT_TOKENS:
+            self._hash_noted()
 
     def note_end(self, root: int, num_prompt: int, tokens: Int32Array) -> None:
         """A sequence has ended, which shares these tokens; they are kept as they are. num_prompt: of its prompt."""
-        if len(tokens) // self._size > self._num_looked_up(num_prompt):
-            self._ended.append((root, num_prompt, tokens))
+        first = self._num_looked_up(num_prompt)
+        if (num_blocks := len(tokens) // self._size) > first:
+            self._ended.append(_Known(root, tokens[: num_blocks * self._size], first))
 
     def stats(self) -> ReachStats:
-        """Takes a tenth of a millisecond."""
+        """Takes a tenth of a millisecond, and as much for what is not hashed yet."""
+        self._hash_noted()
         self._forget_old()
         if not self._slices:
             return ReachStats()
@@ -97,6 +111,7 @@ class Reach:
     def _slice(self) -> _Slice:
         number = int(self._clock.now / _SLICE_SECONDS)
         if not self._slices or self._slices[-1].number != number:
+            self._hash_noted()
             self._slices.append(_Slice(number, self._counters))
             self._forget_old()
         return self._slices[-1]
@@ -106,17 +121,33 @@ class Reach:
         while self._slices and self._slices[0].number <= oldest:
             self._slices.popleft()
 
-    def _hashes(self, root: int, tokens: Int32Array) -> UInt64Array:
-        """[n] one for each whole block, of all tokens up to its end and the tenant."""
-        num_blocks = len(tokens) // self._size
-        rows = tokens[: num_blocks * self._size].reshape(num_blocks, self._size)
-        blocks = _mixed((rows.astype(np.uint64) * self._weights).sum(axis=1, dtype=np.uint64))
-        if num_blocks > len(self._powers):
-            odd = np.full(2 * num_blocks, _SEED, np.uint64)
+    def _hash_noted(self) -> None:
+        """Hash the prompts of the last slice, and what ended since prompts were hashed last."""
+        if not self._prompts:
+            return
+        add_hashes(self._slices[-1].wanted, self._hashes(self._prompts))
+        if self._ended:
+            add_hashes(self._slices[-1].made, self._hashes(self._ended))
+        self._prompts.clear()
+        self._ended.clear()
+        self._num_prompt_tokens = 0
+
+    def _hashes(self, noted: Collection[_Known]) -> UInt64Array:
+        """[n] one for each whole block of each, behind its first ones: of all tokens up to the block's end and the tenant."""
+        tokens = np.concatenate([each.tokens for each in noted]).reshape(-1, self._size)
+        blocks = _mixed((tokens.astype(np.uint64) * self._weights).sum(axis=1, dtype=np.uint64))
+        counts = np.array([len(each.tokens) // self._size for each in noted])
+        begins = np.cumsum(counts) - counts
+        places = np.arange(len(blocks)) - np.repeat(begins, counts)
+        if (longest := int(counts.max())) > len(self._powers):
+            odd = np.full(2 * longest, _SEED, np.uint64)
             odd[0] = 1
             self._powers = np.cumprod(odd, dtype=np.uint64)
-        prefixes = np.cumsum(blocks * self._powers[:num_blocks], dtype=np.uint64)
-        return _mixed(prefixes + _mixed(np.array([root], np.int64).view(np.uint64)))
+        sums = np.zeros(len(blocks) + 1, np.uint64)  # of all that is before, so that one sum serves all of them
+        np.cumsum(blocks * self._powers[places], dtype=np.uint64, out=sums[1:])
+        roots = _mixed(np.array([each.root for each in noted], np.int64).view(np.uint64))
+        hashes = _mixed(sums[1:] - np.repeat(sums[begins], counts) + np.repeat(roots, counts))
+        return hashes[places >= np.repeat([each.first for each in noted], counts)]
 
 
 def _mixed(numbers: UInt64Array) -> UInt64Array:

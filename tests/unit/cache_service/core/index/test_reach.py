@@ -103,3 +103,24 @@ def test_a_pool_that_shares_nothing_reaches_nothing() -> None:
     for sequence_id in (1, 2):
         pool.create(sequence_id, list(range(8)))
     assert pool.manager.stats().reachable_hit_rate == 0.0
+
+
+def test_prompts_that_come_together_count_as_one_by_one() -> None:
+    rng = random.Random(3)
+    together, alone = World(), World()
+    for _ in range(200):  # more than are hashed at once, of none to ten blocks
+        tokens, root = [rng.randrange(2) for _ in range(rng.randrange(44))], -rng.randrange(1, 4)
+        for world in (together, alone):
+            world.reach.note_end(root, len(tokens) // 2 + 1, int32(tokens))
+            world.ask(*tokens, root=root)
+            world.clock.now += 2.0  # beyond a slice, too
+        assert alone.rate >= 0  # asked each time, which hashes what was noted
+    assert together.reach.stats() == alone.reach.stats()
+    assert 0 < together.rate < 1
+
+
+def test_a_prompt_without_a_whole_block_is_counted_alone() -> None:
+    world = World()
+    world.ask(1)
+    assert world.rate == 0.0
+    assert world.reach.stats().num_recent_distinct_blocks == 0
