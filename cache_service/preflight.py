@@ -6,7 +6,7 @@ from kvkeeper.service.process import StartError
 from kvkeeper.service.sizes import size
 
 from .config import CacheConfig
-from .memory.memory_directory import kept_bytes
+from .memory.kept.memory_directory import kept_bytes
 
 
 def check_start(config: CacheConfig) -> None:

@@ -27,7 +27,7 @@ from kvkeeper.trust.guard import Guard
 from .config import CacheConfig
 from .memory.attach_server import AttachServer
 from .memory.disk.disk_directory import DiskDirectory, DiskRefused
-from .memory.memory_directory import MemoryDirectory, MemoryRefused
+from .memory.kept.memory_directory import MemoryDirectory, MemoryRefused
 from .memory.predecessor import end_predecessor
 from .memory.private_directory import private_directory
 from .memory.remote.open_remote import RemoteMaker, RemoteRefused, open_remote
@@ -44,8 +44,9 @@ from .rpc.session_calls import SessionCalls
 from .rpc.step_handler import StepHandler
 from .rpc.step_lane import StepLanes
 from .rpc.watch_streams import WatchStreams
+from .runtime.arena_supply import Memory
 from .runtime.clock import Clock, StallFreeClock
-from .runtime.pool_registry import Memory, PoolRegistry
+from .runtime.pool_registry import PoolRegistry
 from .runtime.session_manager import SessionManager
 
 log = structlog.get_logger()

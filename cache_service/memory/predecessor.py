@@ -15,7 +15,7 @@ import structlog
 from kvkeeper.service.listen import AddressInUse
 
 from . import file_locks
-from .memory_directory import MemoryRefused
+from .kept.memory_directory import MemoryRefused
 from .private_directory import private_directory
 
 log = structlog.get_logger()

@@ -7,7 +7,7 @@ from kvkeeper.cuda.vmm import vmm_driver
 
 from .device.cuda import CudaMemory
 from .device.held_memory import HeldMemory
-from .kept_memory import FileMemory, KeptMemory
+from .kept.kept_memory import FileMemory, KeptMemory
 from .shared_memory import SharedMemory
 
 

@@ -12,8 +12,9 @@ from ..core.values.copies import Copies
 from ..core.values.errors import WrongMode
 from ..core.values.types import Executor
 from ..runtime.lease import SessionMode
+from ..runtime.live_session import LiveSession
 from ..runtime.pool import Pool
-from ..runtime.session_manager import LiveSession, SessionManager
+from ..runtime.session_manager import SessionManager
 from .ownership import SessionRequest, own_session, readable_session
 
 

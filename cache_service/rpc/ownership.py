@@ -13,7 +13,8 @@ from kvkeeper.trust.caller import ANY_TENANT, ForeignTenant
 
 from ..core.values.errors import TenantNotAllowed
 from ..core.values.types import SequenceId
-from ..runtime.session_manager import LiveSession, SessionManager
+from ..runtime.live_session import LiveSession
+from ..runtime.session_manager import SessionManager
 
 
 class SessionRequest(Protocol):

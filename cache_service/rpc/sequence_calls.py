@@ -11,7 +11,8 @@ from ..core.manager import PoolManager
 from ..core.values.copies import Copies
 from ..core.values.errors import InvalidField, UnknownSequence, UnknownSession
 from ..core.values.types import SequenceId, SessionId
-from ..runtime.session_manager import LiveSession, SessionManager
+from ..runtime.live_session import LiveSession
+from ..runtime.session_manager import SessionManager
 from ..runtime.turns import Turns
 from .convert import checks, pagination, sequences
 from .convert.checks import MAX_INT32, check_range

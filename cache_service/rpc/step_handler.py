@@ -22,7 +22,8 @@ from ..core.values.errors import CacheError, InvalidField, StreamReplaced
 from ..core.values.step_columns import StepBatch
 from ..core.values.types import Executor, SessionId
 from ..runtime.lease import SessionMode
-from ..runtime.session_manager import CarrierKind, ForetoldRequest, LiveSession, SessionManager
+from ..runtime.live_session import CarrierKind, ForetoldRequest, LiveSession
+from ..runtime.session_manager import SessionManager
 from .convert.step import step_batch, step_response
 from .foretold import ForetoldBytes
 from .methods import EOF

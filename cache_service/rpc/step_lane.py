@@ -16,7 +16,8 @@ from dataclasses import replace
 
 from ..core.values.errors import CacheError, InvalidField
 from ..memory.attach_server import Grant, Part
-from ..runtime.session_manager import CarrierKind, LiveSession, SessionManager
+from ..runtime.live_session import CarrierKind, LiveSession
+from ..runtime.session_manager import SessionManager
 from .methods import CONTRACT
 from .status import REFUSALS
 from .step_handler import StepHandler, replaced

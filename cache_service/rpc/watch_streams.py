@@ -16,8 +16,8 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from ..core.index.event_feed import Event, EventFeed, Watch
 from ..core.values.errors import BrokenInvariant, CacheError, OutOfWatches, WatchLagged
 from ..core.values.types import EventKind
+from ..runtime.live_session import LiveSession
 from ..runtime.pool import Pool, PoolInfo
-from ..runtime.session_manager import LiveSession
 from .convert.reports import watch_event
 
 log = structlog.get_logger()

@@ -20,8 +20,8 @@ from ..core.calls.restore import RestoreResult
 from ..core.index.index_record import Unwritten
 from ..core.manager import PoolManager
 from ..core.values.kept_index import Verification
-from ..memory.block_digests import BlockDigests
-from ..memory.kept_file import KeptPool
+from ..memory.kept.block_digests import BlockDigests
+from ..memory.kept.kept_pool import KeptPool
 from .turns import PAUSE, Turns
 
 log = structlog.get_logger()

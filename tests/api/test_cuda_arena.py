@@ -246,7 +246,7 @@ async def test_a_device_is_found_by_its_uuid_whatever_its_index(service: FakeCud
 async def test_a_start_waits_for_memory_that_an_earlier_run_still_has(
     service: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvkeeper.cache_service.runtime.pool_registry._LOOK_AGAIN", 0)
+    monkeypatch.setattr("kvkeeper.cache_service.runtime.arena_supply._LOOK_AGAIN", 0)
     free, looks = service.free_bytes, []
 
     def free_bytes(device: int) -> int:

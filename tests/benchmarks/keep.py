@@ -31,8 +31,8 @@ from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepBatch
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
-from kvkeeper.cache_service.memory.block_digests import BlockDigests
-from kvkeeper.cache_service.memory.memory_directory import MemoryDirectory
+from kvkeeper.cache_service.memory.kept.block_digests import BlockDigests
+from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
 from tests.benchmarks.growing import BLOCK_SIZE, Growing
 from tests.support.processes.fleet import fleet

@@ -26,7 +26,7 @@ from kvkeeper.cache_service.core.values.copies import NAME_BYTES, TierOrder, Tie
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.memory.disk.disk_threads import NUM_THREADS
 from kvkeeper.cache_service.memory.disk.slab import Slab, make_slab
-from kvkeeper.cache_service.memory.kept_file import make_file
+from kvkeeper.cache_service.memory.private_file import make_file
 from kvkeeper.cache_service.memory.remote.redis_link import OneServer
 from kvkeeper.cache_service.memory.remote.redis_server import RedisServer as RedisPlaces
 from kvkeeper.cache_service.memory.remote.remote_address import parse_address

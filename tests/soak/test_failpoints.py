@@ -34,7 +34,7 @@ def test_every_await_of_both_services_has_its_two_points() -> None:
 
 def test_every_statement_of_a_file_that_writes_has_a_point() -> None:
     source = b"def f(a):\n    'says'\n    if a:\n        a = 2\n    else:\n        a = 3\n    return a\n"
-    tree, points = instrumented(source, "cache_service/memory/kept_file.py", 10)
+    tree, points = instrumented(source, "cache_service/memory/kept/index_file.py", 10)
     line_of = {point.number: point.line for point in points}
     assert sorted(line_of.values()) == [3, 4, 6, 7]
     passed: list[int] = []

@@ -1,7 +1,7 @@
 """HeldMemory: the arenas of a memory directory whose pools are on a CUDA device.
 
 Owns which memory belongs to which file, and what of a file's word is checked before it is believed: the device, the holder's
-word on the size, the driver's on the descriptor, and the stamp in the memory itself (kept_file.py).
+word on the size, the driver's on the descriptor, and the stamp in the memory itself (kept/index_file.py).
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.sizes import size
 
 from ..arena import KeptArena, Place
-from ..kept_file import FileRefused
+from ..private_file import FileRefused
 from ..shared_memory import SharedMemoryArena
 from .cuda import CudaMemory, PinnedArena
 from .held_arena import HeldArena

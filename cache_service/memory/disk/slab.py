@@ -19,7 +19,7 @@ from pathlib import Path
 from ...core.values.copies import StoredBlock, TierOrder, TierResult
 from ...core.values.kv_spec import KvSpec
 from ..arena import ByteArray
-from ..kept_file import FileRefused, make_file, open_file
+from ..private_file import FileRefused, make_file, open_file
 from .digests import digest_under
 from .slab_form import KEY_BYTES, PAGE, Header, Rows, decode_header, form_of, name_key
 

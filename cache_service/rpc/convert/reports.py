@@ -13,8 +13,8 @@ from ...core.inspection.explain import Explanation, in_words
 from ...core.values.types import BlockState, Executor
 from ...core.values.views import BlockView, PoolStats
 from ...runtime.lease import Session
+from ...runtime.live_session import CarrierKind
 from ...runtime.pool import Pool, PoolInfo
-from ...runtime.session_manager import CarrierKind
 from .kv_spec import kv_dtype_of, kv_spec_message
 
 _INFO_NAMES = tuple(name for name in PoolInfo.__slots__ if name not in ("spec", "arena_kind", "host_kv_dtype"))

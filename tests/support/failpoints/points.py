@@ -24,8 +24,11 @@ _WRITERS = frozenset({
     "cache_service/core/index/slot_table.py",
     "cache_service/memory/disk/disk_directory.py",
     "cache_service/memory/disk/slab.py",
-    "cache_service/memory/kept_file.py",
-    "cache_service/memory/memory_directory.py",
+    "cache_service/memory/kept/index_file.py",
+    "cache_service/memory/kept/kept_pool.py",
+    "cache_service/memory/kept/memory_directory.py",
+    "cache_service/memory/kept/tenant_log.py",
+    "cache_service/memory/private_file.py",
     "cache_service/runtime/pool_keeper.py",
 })  # fmt: skip
 # Other processes and the first lines of a program: nothing is there yet, or no event loop.

@@ -15,8 +15,9 @@ from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor
 from kvkeeper.cache_service.core.values.views import PoolStats
 from kvkeeper.cache_service.rpc.step_handler import StepHandler
+from kvkeeper.cache_service.runtime.live_session import LiveSession
 from kvkeeper.cache_service.runtime.pool import Pool
-from kvkeeper.cache_service.runtime.session_manager import LiveSession, SessionManager
+from kvkeeper.cache_service.runtime.session_manager import SessionManager
 from kvkeeper.client.steps import StepItems, encode
 from kvkeeper.service.methods import MAX_MESSAGE_BYTES
 

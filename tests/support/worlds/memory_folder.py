@@ -12,8 +12,8 @@ from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.kept_index import Verification
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.memory.block_digests import BlockDigests
-from kvkeeper.cache_service.memory.memory_directory import MemoryDirectory
+from kvkeeper.cache_service.memory.kept.block_digests import BlockDigests
+from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 
 SPEC = KvSpec(b"spec", "model", 1, 1, 4, 4, 4)  # blocks of 128 bytes, of 4 tokens

@@ -9,8 +9,9 @@ import pytest
 
 from kvkeeper.cache_service.core.values.copies import Copies
 from kvkeeper.cache_service.memory.device.held_memory import HeldMemory
-from kvkeeper.cache_service.memory.kept_file import Description, FileRefused
-from kvkeeper.cache_service.memory.memory_directory import MemoryDirectory, kept_bytes
+from kvkeeper.cache_service.memory.kept.description import Description
+from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory, kept_bytes
+from kvkeeper.cache_service.memory.private_file import FileRefused
 from kvkeeper.cuda.errors import CudaError
 from kvkeeper.cuda.vmm import VmmDriver
 from kvkeeper.service.memory_limit import OutOfMemory

@@ -22,8 +22,8 @@ from kvkeeper.cache_service.core.values.step_columns import StepReply
 from kvkeeper.cache_service.core.values.types import ItemResult, ReuseHint, SequenceId, SessionId, StartResult
 from kvkeeper.cache_service.rpc import step_handler
 from kvkeeper.cache_service.rpc.foretold import ForetoldBytes
+from kvkeeper.cache_service.runtime.live_session import LiveSession
 from kvkeeper.cache_service.runtime.pool import Pool
-from kvkeeper.cache_service.runtime.session_manager import LiveSession
 from kvkeeper.client.steps import StepItems, StepResult, decode
 from tests.support.worlds.foretold_pair import Outcome, Side
 

@@ -13,9 +13,9 @@ from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.kept_index import UInt64Array
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Int32Array, Tier
-from kvkeeper.cache_service.memory.block_digests import BlockDigests
-from kvkeeper.cache_service.memory.kept_file import KeptPool
-from kvkeeper.cache_service.memory.memory_directory import MemoryDirectory
+from kvkeeper.cache_service.memory.kept.block_digests import BlockDigests
+from kvkeeper.cache_service.memory.kept.kept_pool import KeptPool
+from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory
 from kvkeeper.cache_service.runtime import pool_keeper
 from kvkeeper.cache_service.runtime.pool_keeper import PoolKeeper
 from tests.support.worlds.core_pool import int32

@@ -14,7 +14,7 @@ from kvkeeper.cache_service.core.values.errors import OutOfPools
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.memory.disk.disk_directory import DiskDirectory
 from kvkeeper.cache_service.memory.disk.slab import Slab
-from kvkeeper.cache_service.memory.memory_directory import MemoryDirectory
+from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory
 from kvkeeper.cache_service.memory.remote.remote_store import RemoteStore
 from kvkeeper.cache_service.memory.shared_memory import SharedMemory
 from kvkeeper.cache_service.runtime.pool_registry import PoolRegistry

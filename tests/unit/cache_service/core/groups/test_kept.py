@@ -12,7 +12,8 @@ from kvkeeper.cache_service.core.values.kv_spec import KvSpec, LayerGroup, ReadS
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
-from kvkeeper.cache_service.memory.kept_file import Description, FileRefused
+from kvkeeper.cache_service.memory.kept.description import Description
+from kvkeeper.cache_service.memory.private_file import FileRefused
 from tests.support.worlds.kept_pool import KeptMemory, chains, write_all
 
 A = SessionId("a")

@@ -14,7 +14,7 @@ from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.memory.arena import ByteArray
 from kvkeeper.cache_service.memory.disk.slab import Slab, make_slab, rows_path
 from kvkeeper.cache_service.memory.disk.slab_form import PAGE, form_of
-from kvkeeper.cache_service.memory.kept_file import FileRefused, make_file
+from kvkeeper.cache_service.memory.private_file import FileRefused, make_file
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 
 WHOLE = KvSpec(b"whole pages", "model", 2, 4, 32, 4, 4)  # blocks of 8 KiB

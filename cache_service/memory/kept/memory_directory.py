@@ -24,14 +24,16 @@ from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.mounts import IN_MEMORY, file_system
 
-from ..core.values.kv_spec import KvSpec
-from . import file_locks
-from .arena import KeptArena
-from .file_locks import FolderInUse
-from .kept_file import FileRefused, IndexFile, KeptPool, KeptTier, arena_file_bytes, make_file, open_file
+from ...core.values.kv_spec import KvSpec
+from .. import file_locks
+from ..arena import KeptArena
+from ..file_locks import FolderInUse
+from ..private_directory import private_directory
+from ..private_file import FileRefused, make_file, open_file
+from ..shared_memory import SharedMemoryArena
+from .index_file import IndexFile, arena_file_bytes
 from .kept_memory import FileMemory, KeptMemory
-from .private_directory import private_directory
-from .shared_memory import SharedMemoryArena
+from .kept_pool import KeptPool, KeptTier
 
 log = structlog.get_logger()
 

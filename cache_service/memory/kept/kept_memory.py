@@ -7,9 +7,9 @@ from typing import Protocol
 
 from kvkeeper.service import memory_limit
 
-from .arena import KeptArena, Place
-from .kept_file import FileRefused
-from .shared_memory import SharedMemoryArena
+from ..arena import KeptArena, Place
+from ..private_file import FileRefused
+from ..shared_memory import SharedMemoryArena
 
 
 class KeptMemory(Protocol):

@@ -8,11 +8,11 @@ import zlib
 
 import numpy as np
 
-from ..core.values.kept_index import UInt64Array
-from ..core.values.types import Int32Array, Tier
-from .arena import ByteArray
-from .kept_file import KeptPool, KeptTier
-from .shared_memory import SharedMemoryArena
+from ...core.values.kept_index import UInt64Array
+from ...core.values.types import Int32Array, Tier
+from ..arena import ByteArray
+from ..shared_memory import SharedMemoryArena
+from .kept_pool import KeptPool, KeptTier
 
 _MARK = 1 << 32  # no digest is 0
 

@@ -13,10 +13,11 @@ import structlog
 
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.core.values.types import Tier
-from kvkeeper.cache_service.memory import kept_file, memory_directory
-from kvkeeper.cache_service.memory.block_digests import BlockDigests
-from kvkeeper.cache_service.memory.kept_file import Description, FileRefused
-from kvkeeper.cache_service.memory.memory_directory import MemoryDirectory, MemoryRefused, kept_bytes
+from kvkeeper.cache_service.memory.kept import memory_directory, tenant_log
+from kvkeeper.cache_service.memory.kept.block_digests import BlockDigests
+from kvkeeper.cache_service.memory.kept.description import Description
+from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory, MemoryRefused, kept_bytes
+from kvkeeper.cache_service.memory.private_file import FileRefused
 from kvkeeper.service import memory_limit
 from kvkeeper.service.memory_limit import OutOfMemory
 from tests.support.worlds.memory_folder import SPEC, fill, memory_folder, taken_over
@@ -237,7 +238,7 @@ def test_a_tenant_whose_name_could_not_be_stored_makes_the_file_worthless(
     directory = MemoryDirectory(folder, keep=True)
     (kept,) = directory.open_pools()
     with monkeypatch.context() as patched:
-        patched.setattr(kept_file.os, "pwrite", full)
+        patched.setattr(tenant_log.os, "pwrite", full)
         kept.kept().add_tenant("another")
     kept.close()
     directory.close()

@@ -1,0 +1,168 @@
+"""IndexFile: the index of one tier of a kept pool, written down beside its arena.
+
+Owns the form of both files. A pool has such files, and its host tier has others like them, without tenants. The arena's file
+has one page more than the arena, with a stamp; the index file has a header, a check and a row for each block, and at its end
+the tenants' names. Rules: every size follows from the header, and a file of another size is refused before it is mapped; arena
+and index carry the same key and the same number of runs, so a file from elsewhere, or of an earlier time, is refused; an
+arena that is not in its file carries them in its memory; those of a host tier name the key of their pool, and have its number
+of runs; a tenant's name is stored before the tenant gets a block, and a log that lacks one makes the whole index worthless,
+because blocks of an unknown tenant could not be cleared (R8).
+"""
+
+import mmap
+import os
+import secrets
+import struct
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from kvkeeper.service.memory_limit import OutOfMemory
+
+from ...core.values.kept_index import KeptTable, row_words
+from ...core.values.kv_spec import KvSpec
+from ...core.values.types import Int32Array
+from ..arena import KeptArena
+from ..private_file import FileRefused, make_file, open_file
+from ..shared_memory import whole_pages
+from .description import Description
+from .tenant_log import TenantLog
+
+_FORMAT = 2
+_MAGIC = b"kvkeeper"
+_PAGE = mmap.PAGESIZE
+_HEADER_BYTES = 4 * _PAGE
+_HEAD = struct.Struct("<8sIII")  # magic, format, length and crc32 of the description
+_COUNTS = struct.Struct("<QQ")  # runs, tenants that got a block, at the end of the header
+_STAMP = struct.Struct("<QQ")  # key, runs, in the arena's last page
+
+
+def arena_file_bytes(num_bytes: int) -> int:
+    """Bytes of the file of an arena of so many bytes."""
+    return whole_pages(num_bytes) + _PAGE
+
+
+class IndexFile:
+    """An open index file. The core reads and writes the table; tenants are those that it names when it is opened."""
+
+    def __init__(self, descriptor: int, description: Description, log: TenantLog) -> None:
+        """Takes the descriptor over."""
+        self.description = description
+        self.descriptor = descriptor
+        num_blocks, words = description.num_blocks, row_words(description.spec.block_size)
+        self._map = mmap.mmap(descriptor, _fixed_bytes(description))
+        checks = np.frombuffer(self._map, np.uint64, num_blocks, _HEADER_BYTES)
+        first_row = _HEADER_BYTES + whole_pages(8 * num_blocks)
+        rows: Int32Array = np.frombuffer(self._map, np.int32, num_blocks * words, first_row).reshape(num_blocks, words)
+        self._log = log
+        self.table = KeptTable(description.key, checks, rows)
+        self.tenants = log.names
+
+    @classmethod
+    def make(cls, path: Path, arena: KeptArena, spec: KvSpec, num_blocks: int, pool: int = 0) -> "IndexFile":
+        """A new file for a pool whose arena was not used yet, or for the host tier of a pool of this key.
+
+        Raises OutOfMemory.
+        """
+        inode = os.fstat(arena.descriptor).st_ino
+        place = arena.place
+        description = Description(
+            secrets.randbits(62) + 1, inode, num_blocks, arena.num_bytes, spec, pool, place.device, place.name
+        )
+        text = description.encode()
+        if len(text) > _HEADER_BYTES - _HEAD.size - _COUNTS.size:
+            raise OutOfMemory(f"its description has {len(text)} bytes, more than an index has room for")
+        descriptor = make_file(path, _fixed_bytes(description))
+        os.pwrite(descriptor, _HEAD.pack(_MAGIC, _FORMAT, len(text), zlib.crc32(text)) + text, 0)
+        return cls(descriptor, description, TenantLog(descriptor, description.key, _fixed_bytes(description)))
+
+    @classmethod
+    def open(cls, path: Path) -> "IndexFile":
+        """Raises FileRefused."""
+        descriptor = open_file(path)
+        try:
+            description = _read_description(descriptor)
+            num_seen = _COUNTS.unpack(os.pread(descriptor, _COUNTS.size, _HEADER_BYTES - _COUNTS.size))[1]
+            log = TenantLog.open(descriptor, description.key, _fixed_bytes(description))
+            if len(log) < num_seen:
+                raise FileRefused("it lacks the name of a tenant")
+            log.cut()
+            return cls(descriptor, description, log)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def check_file(self, arena_file: int) -> None:
+        """Raises FileRefused where the file is not that of the arena that the index was written for."""
+        status, num_bytes = os.fstat(arena_file), self.description.num_bytes
+        if status.st_size != arena_file_bytes(num_bytes) or status.st_ino != self.description.arena:
+            raise FileRefused("its arena is another file")
+
+    def check_stamp(self, arena: KeptArena) -> None:
+        """Raises FileRefused where the memory is not what the last run has left."""
+        try:
+            is_ours = arena.read_stamp(_STAMP.size) == self._stamp()
+        except OSError:
+            is_ours = False
+        if not is_ours:
+            raise FileRefused("its arena is of another time")
+
+    def check_pool(self, pool: "IndexFile") -> None:
+        """Raises FileRefused where this is not the index of the pool's host tier, of the same time."""
+        spec = replace(self.description.spec, host_kv_dtype="")
+        if self.description.pool != pool.description.key or spec != pool.description.spec:
+            raise FileRefused("it is that of another pool")
+        if self.num_runs != pool.num_runs:
+            raise FileRefused("it is of another time than the pool's")
+
+    @property
+    def num_runs(self) -> int:
+        """Runs that have used the files."""
+        return self._counts()[0]
+
+    def count_run(self, arena: KeptArena, num_runs: int) -> None:
+        """Another run uses index and arena: the one of this number."""
+        self._map[_HEADER_BYTES - _COUNTS.size : _HEADER_BYTES] = _COUNTS.pack(num_runs, self._counts()[1])
+        arena.write_stamp(self._stamp())
+
+    def close(self) -> None:
+        """Unmapped with the last view of it."""
+        os.close(self.descriptor)
+
+    def _counts(self) -> tuple[int, int]:
+        num_runs, num_tenants = _COUNTS.unpack_from(self._map, _HEADER_BYTES - _COUNTS.size)
+        return num_runs % (1 << 63), num_tenants
+
+    def _stamp(self) -> bytes:
+        return _STAMP.pack(self.description.key, self._counts()[0])
+
+    def add_tenant(self, name: str) -> None:
+        """The tenant counts at once. If its name cannot be stored, no later run believes the file."""
+        num_runs, _ = self._counts()
+        self._log.add(name)
+        _COUNTS.pack_into(self._map, _HEADER_BYTES - _COUNTS.size, num_runs, len(self._log))
+
+
+def _fixed_bytes(description: Description) -> int:
+    """Bytes before the tenants' names."""
+    num_blocks, words = description.num_blocks, row_words(description.spec.block_size)
+    return _HEADER_BYTES + whole_pages(8 * num_blocks) + whole_pages(4 * words * num_blocks)
+
+
+def _read_description(descriptor: int) -> Description:
+    """Raises FileRefused."""
+    header = os.pread(descriptor, _HEADER_BYTES, 0)
+    if len(header) < _HEADER_BYTES:
+        raise FileRefused("it is too short")
+    magic, version, length, crc = _HEAD.unpack_from(header)
+    if magic != _MAGIC or version != _FORMAT:
+        raise FileRefused("it has another format")
+    text = header[_HEAD.size : _HEAD.size + length]
+    if len(text) != length or zlib.crc32(text) != crc:
+        raise FileRefused("its header is damaged")
+    description = Description.decode(text)
+    if os.fstat(descriptor).st_size < _fixed_bytes(description):
+        raise FileRefused("it is too short")
+    return description

@@ -1,0 +1,93 @@
+"""LiveSession: a session with its pool, its attached processes and its streams; and what those streams are to it."""
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from ..core.step.expected import OpenStep
+from ..core.step.forecast import Forecast
+from ..core.values.errors import CacheError
+from ..core.values.step_columns import StepBatch
+from .lease import Session
+from .pool import Pool
+
+
+class CarrierKind(Enum):
+    """How the steps of a session come."""
+
+    GRPC = "grpc"
+    LANE = "lane"
+
+
+class Stream(Protocol):
+    """A call that answers a session on its own: WatchEvents."""
+
+    def end_with(self, error: CacheError) -> None:
+        """Ends it from outside; its client gets this error."""
+
+
+class ForetoldRequest(Protocol):
+    """The request that a session will most likely send next. answer: what it gets if nothing happens in its pool before."""
+
+    step_id: int
+    completed_step_id: int
+    answer: bytes | None
+    num_calls: int
+
+    @property
+    def whole(self) -> OpenStep:
+        """The step that releases and starts nothing."""
+
+    def is_whole(self, raw: bytes) -> bool:
+        """Whether a request is as foretold, and releases and starts nothing."""
+
+    def read_open(self, raw: bytes) -> OpenStep | None:
+        """A request that may release and start, as far as its answer needs it; None of one that is not as foretold."""
+
+    def step(self, raw: bytes) -> tuple[StepBatch, Forecast]:
+        """Such a request as a whole, and the forecast with its releases."""
+
+
+class StepCarrier(Protocol):
+    """A stream that steps come on."""
+
+    @property
+    def kind(self) -> CarrierKind: ...
+
+    def end_with(self, error: CacheError) -> None:
+        """Ends it from outside; its client gets this error."""
+
+
+@dataclass(slots=True, eq=False)
+class LiveSession:
+    """A session with its pool, its attached processes, one for each rank, and its streams."""
+
+    core: Session
+    pool: Pool
+    attach_token: str
+    tenant: str  # of the caller that opened it, or ANY_TENANT
+    read_only_memory: bool  # its process may only read what it maps
+    stream: StepCarrier | None = None  # that carried the last step
+    lane: StepCarrier | None = None  # the step lane that was handed to its process, until it ends; with or without steps on it
+    attached: set[int] = field(default_factory=set)  # ranks that have shown the token
+    mapped: set[int] = field(default_factory=set)  # ranks whose process maps its arena, perhaps longer than the session lives
+    quiet_at: float = 0.0  # from when on nothing of its processes is at work on a device any more
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    foretold: ForetoldRequest | None = None  # its next step, most likely
+    watches: set[Stream] = field(default_factory=set)  # calls of WatchEvents; they end with the session
+
+    def may_write(self, now: float) -> bool:
+        """Whether a process of it can write to an arena, or a device still does so for one."""
+        return (bool(self.mapped) or now < self.quiet_at) and not self.read_only_memory
+
+    def end_carriers(self, error: CacheError) -> None:
+        """Ends the streams and lanes of its steps."""
+        for carrier in {self.stream, self.lane} - {None}:
+            assert carrier is not None
+            carrier.end_with(error)
+        self.stream = self.lane = None
+
+    def end_watches(self, error: CacheError) -> None:
+        for watch in list(self.watches):
+            watch.end_with(error)

@@ -1,0 +1,107 @@
+"""LowerTiers: the disk tier and the remote tier that a pool is made with, by the configuration."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from kvkeeper.service.memory_limit import OutOfMemory
+
+from ..config import CacheConfig
+from ..core.manager import PoolManager
+from ..core.tiers.below.named_tier import NamedTier
+from ..core.tiers.below.tier_orders import TierRules
+from ..core.values.kv_spec import KvSpec
+from ..memory.arena import ByteArray
+from ..memory.disk.disk_directory import DiskDirectory
+from ..memory.disk.slab import Slab
+from ..memory.remote.open_remote import RemoteMaker
+from .pool_tier import Place, PoolTier
+
+log = structlog.get_logger()
+
+_MOST_ASKED = 1024  # blocks of a prompt, in one question to a remote server
+
+
+@dataclass(frozen=True, slots=True)
+class TierMaker:
+    """A PoolTierMaker, of a place that is open."""
+
+    tier: NamedTier
+    place: Place
+    now: Callable[[], float]
+    give_back: Callable[[], None]
+
+    def __call__(self, manager: Callable[[], PoolManager], hosts: ByteArray) -> PoolTier:
+        return PoolTier(manager, self.tier, self.place, hosts, self.now, self.give_back)
+
+    def drop(self) -> None:
+        """There will be no pool."""
+        self.place.close()
+        self.give_back()
+
+
+class LowerTiers:
+    """Opens the tiers of pools. disks: where pools have their disk tier. remote: makes the remote store of each pool."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        disks: DiskDirectory | None = None,
+        remote: RemoteMaker | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """now: the clock that tiers are told the time of."""
+        self._config = config
+        self._disks = disks
+        self._remote = remote
+        self._now = now
+
+    async def reserve(self) -> None:
+        """The space on the disk. Raises OutOfMemory."""
+        if self._disks is not None:
+            await asyncio.to_thread(self._disks.reserve)
+
+    async def disk_of(self, spec: KvSpec, manager: PoolManager) -> TierMaker | None:
+        """The disk tier of a pool, with what earlier runs have left. A disk that cannot be had costs hits, not the pool."""
+        if self._disks is None:
+            return None
+        try:
+            slab: Slab = await asyncio.to_thread(self._disks.obtain, spec)
+            try:
+                stored = await asyncio.to_thread(slab.scan)
+            except BaseException:
+                slab.close()
+                self._disks.give_back(slab)
+                raise
+        except (OutOfMemory, OSError) as error:
+            log.warning("disk_refused", model_id=spec.model_id, why=str(error))
+            return None
+        config = self._config
+        rules = TierRules(
+            on_second_use=config.disk_admit == "second-use",
+            deadline=config.disk_deadline,
+            weighs=config.tier_worth == "auto",
+            tenants=frozenset(config.disk_tenants) or None,
+        )
+        form, policy = slab.form, config.disk_eviction_policy
+        tier = manager.add_disk(slab.name_key, form.num_slots, slab.era, stored, rules, policy)
+        return TierMaker(tier, slab, self._now, partial(self._disks.give_back, slab))
+
+    def remote_of(self, spec: KvSpec, manager: PoolManager) -> TierMaker | None:
+        """The remote tier of a pool with a host tier. The server is not asked yet."""
+        if self._remote is None:
+            return None
+        config, store = self._config, self._remote(spec)
+        rules = TierRules(
+            on_second_use=config.remote_admit == "second-use",
+            deadline=config.remote_deadline,
+            most_asked=_MOST_ASKED,
+            name="remote",
+            weighs=config.tier_worth == "auto",
+            tenants=frozenset(config.remote_tenants) or None,
+        )
+        return TierMaker(manager.add_remote(store.name_key, rules), store, self._now, lambda: None)
