@@ -4,6 +4,7 @@ import asyncio
 import re
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,12 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
-from kvkeeper.client import GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.client import GenerateOptions, KvkeeperError
 from kvkeeper.engine.v1 import engine_service_pb2 as engine_pb
 from kvkeeper.engine_service.loop.timings import BOUNDS, TOKEN_BOUNDS
 from kvkeeper.service import VERSION
 from tests.support.models.odd_models import NAN_TOKEN, odd_model
-from tests.support.processes.service_pair import Services, generate
+from tests.support.processes.service_pair import GREEDY, Services, generate
 
 ANY_PORT = "127.0.0.1:0"
 PROTOS = Path(cache_pb.__file__).parents[3]
@@ -55,7 +56,7 @@ async def addresses(world: Services) -> tuple[str, str]:
     await generate(client, [1, 2, 3], 8, n=2)
     with pytest.raises(KvkeeperError):
         await generate(client, [NAN_TOKEN])
-    stopping = client.generate([4, 5], GenerateOptions(sampling=Sampling(max_tokens=150)))
+    stopping = client.generate([5, 5], GenerateOptions(sampling=replace(GREEDY, max_tokens=150)))
     await anext(stopping)
     stopping.close()
     await world.wait_idle()

@@ -98,7 +98,7 @@ async def _show(cache: str, engine: str, folder: str, memory: str) -> int:
             print("\nKilling the engine with SIGKILL and starting a new one ...", flush=True)
             first_engine.kill()
             await first_engine.ended
-        async with _service("engine", engine, "--cache", cache), AsyncEngineClient(engine) as client:
+        async with _service("engine", engine, "--cache", cache) as second_engine, AsyncEngineClient(engine) as client:
             again = await asyncio.gather(*(_ask(client, name) for name in _QUESTIONS))
             _print_answers("4. The same six prompts: the dead engine's prefix cache is still there", again)
             await _print_pool(cache)
@@ -108,6 +108,7 @@ async def _show(cache: str, engine: str, folder: str, memory: str) -> int:
             async with _service("cache", cache, *cache_flags):
                 kept = await asyncio.gather(*(_ask(client, name) for name in _QUESTIONS))
                 _print_answers("5. The same six prompts: the memory outlived the cache service", kept)
+                await second_engine.end(_GRACE_S)  # before the cache service, which waits for its session to be closed
     print()
     hits = [_print_hits("engine", warm, again), _print_hits("cache service", warm, kept)]
     return EXIT_OK if all(hits) else EXIT_FAILED
