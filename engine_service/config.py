@@ -68,7 +68,7 @@ class EngineConfig:
     cache: str = setting("127.0.0.1:7410", group="Addresses", help="address of the cache service", check=TARGET_ADDRESS)
     listen: str = listen_setting("127.0.0.1:7411")
     fronts: int = setting(
-        0,
+        1,
         group="Addresses",
         help="processes that serve clients' streams, so that the engine's loop has time for steps; 0: the loop serves them",
         check=between(0, 64),

@@ -1,12 +1,25 @@
 """Fixtures of the end-to-end tests."""
 
 import gc
+import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import torch
 
-from tests.support.processes.service_pair import Services, services
+from tests.support.processes.service_pair import FRONTS_VARIABLE, Services, services
+
+# Engines have a front by default. In tests they have none, which starts sooner, but for the files of fronts, and for these: the
+# calls of gateways, health, and the end.
+_WITH_FRONT = ("test_drains", "test_gateway_calls", "test_readiness")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fronts(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.stem in _WITH_FRONT:
+            patch.setenv(FRONTS_VARIABLE, os.environ.get(FRONTS_VARIABLE, "1"))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

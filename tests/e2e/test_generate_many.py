@@ -201,6 +201,18 @@ async def test_calls_beyond_the_limit_are_refused_and_requests_sent_in_calls_of_
         assert set((await rest(first))[0]) == {1}
 
 
+async def test_a_refusal_that_comes_while_the_first_message_is_written_is_one_too(world: Services) -> None:
+    await world.start_cache()
+    client = await world.client(await world.start_engine())
+    streams = many.ManyStreams(client._transport)
+    lost = "Internal error from Core"  # what gRPC says in place of the refusal
+    own = streams.own_call(KvkeeperError(grpc.StatusCode.UNAVAILABLE, message=lost), numbered(1, [1, 2], 4).request, None)
+    assert own is not None
+    assert [token for message in [one async for one in own] for token in message.token_ids] == toy_output([1, 2], 4)
+    cut = KvkeeperError(grpc.StatusCode.UNAVAILABLE, message="the engine ended the call")
+    assert streams.own_call(cut, numbered(1, [1]).request, None) is None
+
+
 async def test_a_client_sends_its_requests_over_one_call_and_ends_it_when_it_has_none(
     world: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:

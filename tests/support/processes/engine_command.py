@@ -8,13 +8,14 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 
-from tests.support.processes.service_pair import DEADLINE_S
+from tests.support.processes.service_pair import DEADLINE_S, num_fronts
 
 
 @contextlib.asynccontextmanager
 async def engine_process(*flags: str) -> AsyncIterator[Process]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "kvkeeper.engine_service", "--model", "hash-toy", "--block-size", "4", *flags]
+    always = ("--model", "hash-toy", "--block-size", "4", "--fronts", str(num_fronts()))
+    command = [sys.executable, "-m", "kvkeeper.engine_service", *always, *flags]
     process = await asyncio.create_subprocess_exec(*command, env=env, stdout=PIPE, stderr=PIPE)
     try:
         yield process

@@ -19,6 +19,7 @@ from typing import Any
 from tests.support.failpoints.board import Board
 from tests.support.failpoints.points import write_code
 from tests.support.processes.service_logs import open_log
+from tests.support.processes.service_pair import num_fronts
 from tests.support.processes.services import environment, short_folder
 
 BLOCK_SIZE = 4
@@ -132,7 +133,7 @@ class Fleet:
         self._cache_flags = {"num_blocks": 64, "drain_timeout": 0.5, "num_pools": 1} | cache_flags
         self._engine_flags = {
             "model": "hash-toy", "block_size": BLOCK_SIZE, "token_budget": 64, "chunk_size": 16, "threads": 1,
-            "reconnect_timeout": DEADLINE_S, "drain_timeout": DEADLINE_S,
+            "reconnect_timeout": DEADLINE_S, "drain_timeout": DEADLINE_S, "fronts": num_fronts(),
         } | engine_flags  # fmt: skip
         self._first_flags = first_flags
         self._cache_switches = cache_switches

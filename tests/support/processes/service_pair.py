@@ -29,9 +29,14 @@ BLOCK_SIZE = 4
 DEADLINE_S = 20.0  # of anything in a test
 _ALWAYS = {"tier_worth": "always"}  # what a tier hits does not depend on how fast this machine is
 # The variable by which an engine in a process of its own takes it, too: KVKEEPER_ENGINE_OVERLAP=off pytest tests/e2e.
-NUM_FRONTS = int(os.environ.get("KVKEEPER_ENGINE_FRONTS", "0"))  # of each engine; likewise
 OVERLAP = parse_switch(os.environ.get("KVKEEPER_ENGINE_OVERLAP", "on"))
+FRONTS_VARIABLE = "KVKEEPER_ENGINE_FRONTS"
 GREEDY = Sampling(temperature=0, repetition_penalty=1.0)
+
+
+def num_fronts() -> int:
+    """Fronts of each engine of a test that says nothing of them: none, which starts sooner, unless the variable says more."""
+    return int(os.environ.get(FRONTS_VARIABLE, "0"))
 
 
 @dataclass
@@ -83,11 +88,11 @@ class Services:
             "block_size": BLOCK_SIZE,
             "progress": False,
             "drain_timeout": 2.0,
-            "fronts": NUM_FRONTS,
+            "fronts": num_fronts(),
             "overlap": OVERLAP,
             **options,
         }
-        if NUM_FRONTS > 1 and options["listen"] == address:
+        if num_fronts() > 1 and options["listen"] == address:
             options["listen"] = "127.0.0.1:0"  # a Unix socket takes one front
         engine = await start_engine(EngineConfig(cache=self.cache.address, **options), model=model)
         self._stack.push_async_callback(engine.stop)

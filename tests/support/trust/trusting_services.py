@@ -14,7 +14,7 @@ from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.server import RunningServer as RunningEngine
 from kvkeeper.engine_service.server import start_server as start_engine
 from kvkeeper.trust.caller import Caller, Role
-from tests.support.processes.service_pair import NUM_FRONTS
+from tests.support.processes.service_pair import num_fronts
 from tests.support.trust.certificates import SERVER_NAMES, Certificate, authority, issue
 from tests.support.trust.guarded_server import TokenFile
 
@@ -65,7 +65,7 @@ class Trusting:
             "block_size": 4,
             "progress": False,
             "drain_timeout": 1.0,
-            "fronts": NUM_FRONTS,
+            "fronts": num_fronts(),
             "cache_tls_ca": self.ca_path,
             "cache_token_file": self.token_file(Role.ENGINE),
             **self.guarded(),

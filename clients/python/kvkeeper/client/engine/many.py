@@ -24,6 +24,9 @@ _IDLE_S = 2.0  # without a request, after which the call ends
 _MOST_BYTES = 1 << 20  # of requests in one message, and of a request that is sent with others
 _MOST_UNREAD = 1 << 16  # tokens and log probabilities of one stream, as the engine has it
 
+# What grpc.aio says of a call, in place of the refusal, where that came while the call's first message was written.
+_REFUSED_AT_WRITE = "Internal error from Core"
+
 Answer = pb.GenerateResponse | OutputChunk  # what is tokens and text alone comes as columns, so it is no message
 
 
@@ -45,9 +48,10 @@ class ManyStreams:
 
     def own_call(self, error: KvkeeperError, request: pb.GenerateRequest, timeout: float | None) -> Any | None:
         """A call of the request alone, where the error says that there is no common one; None: the error says another thing."""
+        is_full = error.reason == "QUEUE_FULL" and error.metadata.get("flag") == "--many-calls"
         if error.code is grpc.StatusCode.UNIMPLEMENTED and not error.reason:
             self._is_unknown = True
-        elif error.reason != "QUEUE_FULL" or error.metadata.get("flag") != "--many-calls":
+        elif not is_full and (error.reason or error.message != _REFUSED_AT_WRITE):
             return None
         return self._transport.stub.Generate(request, timeout=timeout)
 
