@@ -30,6 +30,7 @@ CHAT: list[Any] = [{"role": "user", "content": PROMPT}]
 SCHEMA = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": False}
 TOOL: Any = {"type": "function", "function": {"name": "decide", "description": "decides", "parameters": SCHEMA}}
 END_S = 60.0
+_EACH_TOKEN = {"KVKEEPER_ENGINE_STREAM_INTERVAL_MS": "0"}  # is a message, however fast they come
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def served() -> Iterator[Served]:
     with short_folder() as folder, (folder / "log").open("w") as log:
         process = subprocess.Popen(
             serve_command(*addresses, "--gateway-prometheus-port", metrics.rpartition(":")[2]),
-            env=environment(folder), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
+            env=environment(folder) | _EACH_TOKEN, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
         )  # fmt: skip
         try:
             line = process.stdout.readline() if process.stdout else ""
