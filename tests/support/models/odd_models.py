@@ -12,6 +12,7 @@ from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.model.hash_toy import HashToyConfig, HashToyRunner
 from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.quantised.layout import QuantisedLayout
 
 NAN_TOKEN, CRASH_TOKEN, GATE_TOKEN = 500, 501, 502
 
@@ -64,7 +65,7 @@ class LateGateRunner:
         return self._runner.vocab_size
 
     @property
-    def layout(self) -> KvLayout:
+    def layout(self) -> KvLayout | QuantisedLayout:
         return self._runner.layout
 
     def forward(self, batch: Batch) -> torch.Tensor:

@@ -134,7 +134,7 @@ class Services:
             return (await client.stats()).pools[0]
 
 
-async def until(condition: Callable[[], Awaitable[T]]) -> T:
+async def until(condition: Callable[[], Awaitable[T | None]]) -> T:
     """What the condition gives once that is true; a test fails when it takes long."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
@@ -158,7 +158,8 @@ async def generate(
     generation = client.generate(prompt, GenerateOptions(sampling=Sampling(**fields), **options))
     n = options.get("n") or 1
     token_ids: list[list[int]] = [[] for _ in range(n)]
-    texts, reasons = [""] * n, [None] * n
+    texts = [""] * n
+    reasons: list[str | None] = [None] * n
     async for chunk in generation:
         token_ids[chunk.index] += chunk.token_ids
         texts[chunk.index] += chunk.text
