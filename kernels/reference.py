@@ -174,6 +174,27 @@ def grouped_linear(x: torch.Tensor, weight: LinearWeight, starts: torch.Tensor) 
     return out.to(x.dtype)
 
 
+def penalise_counted(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    slots: torch.Tensor,
+    tokens: torch.Tensor,
+    addends: torch.Tensor,
+    penalties: torch.Tensor,
+) -> torch.Tensor:
+    """Reference of penalise_counted.penalise_counted."""
+    out = logits.clone()
+    for row, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
+        counts[slot, token] += addends[row].item()
+        repetition, frequency, presence = penalties[:, row].tolist()
+        for seen in torch.nonzero(counts[slot]).flatten().tolist():
+            value, num_outputs = out[row, seen], int(counts[slot, seen]) >> 1
+            out[row, seen] = value / repetition if value > 0 else value * repetition
+            if num_outputs:
+                out[row, seen] -= torch.tensor(frequency * num_outputs + presence, dtype=torch.float32)
+    return out
+
+
 def _read_sequence(kv_layer: torch.Tensor, table: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V [seq_len, num_kv_heads, head_dim] in float64, read through the block table."""
     block_size = kv_layer.shape[2]

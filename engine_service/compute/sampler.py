@@ -113,12 +113,32 @@ def draw_plain(step: StepLogits, params: torch.Tensor, numbers: torch.Tensor) ->
         numbers: int64 [3, S], the bits of seeds, sample indices and positions.
     """
     assert step.likeliest is not None and step.told is not None
+    return _drawn_there(step, step.values, step.likeliest, step.told, params, numbers)
+
+
+def draw_penalised(step: StepLogits, penalised: torch.Tensor, params: torch.Tensor, numbers: torch.Tensor) -> StepLogits:
+    """As draw_plain, from the step's logits less penalties, float32 [S, V]."""
+    assert step.told is not None
+    can_go_on = penalised.amax(dim=1) > -torch.inf
+    told = torch.where((step.told < 0) | can_go_on, step.told, STUCK)
+    return _drawn_there(step, penalised, penalised.argmax(dim=1), told, params, numbers)
+
+
+def _drawn_there(
+    step: StepLogits,
+    logits: torch.Tensor,
+    likeliest: torch.Tensor,
+    told: torch.Tensor,
+    params: torch.Tensor,
+    numbers: torch.Tensor,
+) -> StepLogits:
+    """See draw_plain. told [S]: below 0 where a row is not to be drawn from."""
     temperature, top_k, top_p, min_p, typical_p = params
-    is_finite, is_greedy = step.told >= 0, temperature == 0
-    logits = torch.where(is_finite[:, None], step.values, 0.0)
+    is_sound, is_greedy = told >= 0, temperature == 0
+    sound = torch.where(is_sound[:, None], logits, 0.0)
     own = SamplingTensors(torch.where(is_greedy, 1.0, temperature), top_k.long(), top_p, min_p, typical_p)
-    drawn = torch.where(is_greedy, step.likeliest, sample_rows(logits, own, uniforms_there(numbers)))
-    return replace(step, drawn=drawn, told=torch.where(is_finite, drawn, NOT_FINITE))
+    drawn = torch.where(is_greedy, likeliest, sample_rows(sound, own, uniforms_there(numbers)))
+    return replace(step, drawn=drawn, told=torch.where(is_sound, drawn, told))
 
 
 def _drawn(logits: torch.Tensor, likeliest: torch.Tensor | None, draws: PlainDraws) -> torch.Tensor:

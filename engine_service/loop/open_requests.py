@@ -180,7 +180,8 @@ class OpenRequests:
         has_one_each = len(work.sampled) == len(work.sample_rows) and not work.searched
         if has_one_each and len(work.logit_idx) == len(work.sampled):
             running, rows = self._scheduler.running, work.sample_rows
-            histories = Histories(running.tokens, rows, running.num_tokens[rows], running.num_prompt[rows], work.awaited)
+            num_known, num_prompts, serials = running.num_tokens[rows], running.num_prompt[rows], running.serials[rows]
+            histories = Histories(running.tokens, rows, num_known, num_prompts, work.awaited, serials)
             plain = self._draws.rows(running.slots[rows], histories)
             if plain is not None:
                 return StepRows(plain, [])

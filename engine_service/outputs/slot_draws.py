@@ -29,6 +29,7 @@ class Histories(NamedTuple):
     num_known: npt.NDArray[np.integer]
     num_prompts: npt.NDArray[np.integer]
     awaited: npt.NDArray[np.bool_]
+    serials: npt.NDArray[np.int64]
 
 
 class SlotDraws:
@@ -78,6 +79,7 @@ class SlotDraws:
             num_known=histories.num_known[where].astype(np.int64),
             num_prompts=histories.num_prompts[where].astype(np.int64),
             awaited=np.where(histories.awaited[where], which, NOTHING_AWAITED),
+            serials=histories.serials[where],
         )
 
     def _grow(self, num_more: int) -> None:

@@ -25,6 +25,7 @@ class PenalisedRows:
         tokens: int32 [N, W], tokens of sequences; which [P]: the row of each; num_known [P]: how many of it are there.
         num_prompts: int64 [P], how many of them are the prompt's.
         awaited: int64 [P], the row for which the step before draws one token more, or NOTHING_AWAITED.
+        serials: int64 [P], of each sequence while it has its row of `tokens`: its tokens only grow under it. None: nobody says.
     """
 
     where: npt.NDArray[np.int64]
@@ -34,6 +35,7 @@ class PenalisedRows:
     num_known: npt.NDArray[np.int64]
     num_prompts: npt.NDArray[np.int64]
     awaited: npt.NDArray[np.int64]
+    serials: npt.NDArray[np.int64] | None = None
 
     @classmethod
     def of(cls, rows: Sequence[SamplingRow]) -> "PenalisedRows":

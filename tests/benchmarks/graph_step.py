@@ -1,14 +1,15 @@
 """The host's part of a captured decode step, in Python and torch: filling the inputs, the replay, drawing, reading the tokens.
 
 What a device would run is stubbed: a replay does nothing, and the kernel that draws answers zeros. The vocabulary is small, so
-that little but their launch is left of the other operations, and torch has one thread. Penalties are those of logits on the
-host, with compiled kernels.
+that little but their launch is left of the other operations, and torch has one thread. Penalised sequences grow by a token a
+step, as they do.
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import TypeVar
 from unittest import mock
 
@@ -31,7 +32,7 @@ from kvkeeper.kernels.scratch import Scratch
 from tests.support.worlds.batches import ScheduledRow, build_batch
 
 _BLOCK_SIZE, _CONTEXT, _WIDTH, _VOCAB = 16, 300, 512, 512
-_NUM_STEPS = 400
+_NUM_WARM_STEPS, _NUM_STEPS = 20, 400
 T = TypeVar("T")
 _DRAWS = {
     "likeliest": GREEDY,  # as the loop has them where nothing else is asked of a step
@@ -81,21 +82,35 @@ def figures() -> Iterator[dict[str, object]]:
         assert work.batch is not None
         inputs = _median_us(partial(runner.forward, work.batch))
         for name, params in _DRAWS.items():
-            history = np.arange(_CONTEXT, dtype=np.int32) * 7 % _VOCAB
-            rows = [SamplingRow(params, seed, 0, history, _CONTEXT // 2) for seed in range(num_rows)]
-            how = StepRows([LIKELIEST] * num_rows if name == "likeliest" else _columns(rows), [])
+            how = _likeliest(num_rows) if name == "likeliest" else _columns(params, num_rows)
             with mock.patch.object(sampler, "sample_rows", lambda logits, *_: torch.zeros(len(logits), dtype=torch.int64)):
                 whole = _median_us(partial(_launch_and_read, compute, work, how))
             yield {"rows": num_rows, "draws": name, "inputs_and_replay_us": inputs, "step_us": whole}
 
 
-def _columns(rows: list[SamplingRow]) -> PlainDraws:
-    """As the loop has them of requests of which nothing else is told."""
-    return replace(PlainDraws.of(rows), penalised=PenalisedRows.of(rows) if rows[0].params.is_penalised else None)
+def _likeliest(num_rows: int) -> Iterator[StepRows]:
+    """Of one step after the other."""
+    return repeat(StepRows([LIKELIEST] * num_rows, []))
 
 
-def _launch_and_read(compute: StepCompute, work: Work, how: StepRows) -> None:
-    compute.launch(work, how).read()
+def _columns(params: SamplingParams, num_rows: int) -> Iterator[StepRows]:
+    """The same, as the loop has them of requests of which nothing else is told."""
+    history = np.arange(_CONTEXT, dtype=np.int32) * 7 % _VOCAB
+    rows = [SamplingRow(params, seed, 0, history, _CONTEXT // 2) for seed in range(num_rows)]
+    draws = PlainDraws.of(rows)
+    if not params.is_penalised:
+        return repeat(StepRows(draws, []))
+    own = PenalisedRows.of(rows)
+    tokens = np.zeros((num_rows, _CONTEXT + _NUM_WARM_STEPS + _NUM_STEPS), np.int32)
+    own = replace(own, tokens=tokens, awaited=own.which, serials=own.which + 1)
+    return iter([
+        StepRows(replace(draws, penalised=replace(own, num_known=own.num_known + step)), [])
+        for step in range(_NUM_WARM_STEPS + _NUM_STEPS)
+    ])  # fmt: skip
+
+
+def _launch_and_read(compute: StepCompute, work: Work, how: Iterator[StepRows]) -> None:
+    compute.launch(work, next(how)).read()
 
 
 def _logits(tensors: Mapping[str, torch.Tensor], scratch: Scratch, logits: torch.Tensor) -> torch.Tensor:
@@ -132,7 +147,7 @@ def _work(num_rows: int) -> Work:
 
 def _median_us(run: Callable[[], object]) -> float:
     with torch.inference_mode():
-        for _ in range(20):
+        for _ in range(_NUM_WARM_STEPS):
             run()
         took = []
         for _ in range(_NUM_STEPS):

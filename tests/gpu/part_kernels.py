@@ -21,13 +21,14 @@ from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks
+from kvkeeper.kernels.penalise_counted import penalise_counted
 from kvkeeper.kernels.philox import uniforms_there
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
 from tests.gpu import family_kernels, stored_kernels
 from tests.gpu.checks import Check, text_of
-from tests.unit.kernels.worlds import World, make_world, random_queries
+from tests.unit.kernels.worlds import World, make_counted, make_world, random_queries
 
 # Outputs are of order one. What rounds is the result, and in attention the weights before they meet the values.
 _MOST_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -83,6 +84,7 @@ def _cases(
     yield "sampling_large", lambda: _sampling(device, 9000 if device == "cpu" else 131_072)
     yield "uniforms", lambda: _uniforms(device)
     yield "penalties", lambda: _penalties(device)
+    yield "penalties_counted", lambda: _penalties_counted(device)
     yield "rotary_store_kv", lambda: _rotary_store(dtype, device, with_norm=False)
     yield "rotary_store_kv_norm", lambda: _rotary_store(dtype, device, with_norm=True)
     long = [700, 40] if device == "cpu" else [5000, 1, 700, 3001]
@@ -275,6 +277,18 @@ def _penalties(device: str) -> float:
     rows = [SamplingRow(params, 0, 0, history, len(history) // 2) for history in histories]
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(4)) * 5
     return _error(apply_penalties(logits.to(device), rows), apply_penalties(logits, rows))
+
+
+def _penalties_counted(device: str) -> float:
+    """The same bits by counts that stay there, and the same counts."""
+    worlds = [make_counted(vocab_size=3000, dtype=dtype, num_rows=64) for dtype in (torch.int16, torch.int32)]
+    errors = []
+    for world in worlds:
+        counts, there = world.counts.clone(), world.counts.to(device)
+        expected = penalise_counted(world.logits, counts, *world.columns)
+        found = penalise_counted(world.logits.to(device), there, *(column.to(device) for column in world.columns))
+        errors += [_error(found, expected), _error(there.float(), counts.float())]
+    return max(errors)
 
 
 def _uniforms(device: str) -> float:

@@ -4,7 +4,7 @@ A step's columns and the used part of its tables go over in one copy, from pinne
 the tables over rows of full width. Two steps may be under way, so there is pinned memory for two, in turn. Rows that a batch
 does not fill are padding: no token to see, no slot to write to, and a place of their own for the token that they draw.
 
-The memory is: columns of int64, how rows are drawn, lengths of int32, tables.
+The memory is: columns of int64, how rows are drawn, how they are penalised, lengths of int32, tables.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,19 @@ import torch
 from kvkeeper.kernels.attention.paged_rows import Int64Array
 
 from ...values.batch import Batch
+from ...values.penalised_rows import penalties_of
 from ...values.sampling_params import GREEDY, PlainDraws, draw_params
 from ..device.device_queue import DeviceQueue
+from ..device.token_counts import CountedRows
 from ..device.upload import Stage, Staged
 
 _COLUMNS = ("token_ids", "positions", "slot_mapping", "awaited_rows", "rows")  # and the slots of further groups
 _NUM_PARAMS, _NUM_NUMBERS = 5, 3  # columns of PlainDraws, of 8 bytes a row: float64, and seeds, sample indices and positions
 _NUM_DRAWING = _NUM_PARAMS + _NUM_NUMBERS
+_NUM_PLACES, _NUM_PENALTIES = 2, 3  # slots and addends, int64; penalties, float64: as penalise_counted takes them
+_NUM_COUNTING = _NUM_PLACES + _NUM_PENALTIES
 _PADDING_PARAMS = np.array(draw_params(GREEDY))[:, None]
+_NO_PENALTIES = np.array(penalties_of(GREEDY), np.float64)[:, None]
 _NONE = -1
 
 
@@ -32,13 +37,16 @@ class _Turn:
 
     def __init__(self, stage: Stage, wide: tuple[str, ...], most_rows: int, tables_at: int) -> None:
         raw, draws_at = stage.memory.numpy(), 8 * len(wide) * most_rows
-        numbers_at, lens_at = draws_at + 8 * _NUM_PARAMS * most_rows, draws_at + 8 * _NUM_DRAWING * most_rows
+        numbers_at, places_at = draws_at + 8 * _NUM_PARAMS * most_rows, draws_at + 8 * _NUM_DRAWING * most_rows
+        penalties_at, lens_at = places_at + 8 * _NUM_PLACES * most_rows, places_at + 8 * _NUM_COUNTING * most_rows
         self.stage, self.memory = stage, stage.memory
         self.columns: dict[str, Int64Array] = {
             name: raw[at * most_rows * 8 : (at + 1) * most_rows * 8].view(np.int64) for at, name in enumerate(wide)
         }
         self.params: npt.NDArray[np.float64] = raw[draws_at:numbers_at].view(np.float64).reshape(_NUM_PARAMS, most_rows)
-        self.numbers: npt.NDArray[np.uint64] = raw[numbers_at:lens_at].view(np.uint64).reshape(_NUM_NUMBERS, most_rows)
+        self.numbers: npt.NDArray[np.uint64] = raw[numbers_at:places_at].view(np.uint64).reshape(_NUM_NUMBERS, most_rows)
+        self.places: Int64Array = raw[places_at:penalties_at].view(np.int64).reshape(_NUM_PLACES, most_rows)
+        self.penalties: npt.NDArray[np.float64] = raw[penalties_at:lens_at].view(np.float64).reshape(_NUM_PENALTIES, most_rows)
         self.lens: npt.NDArray[np.int32] = raw[lens_at:][: 4 * most_rows].view(np.int32)
         self.tables: npt.NDArray[np.int32] = raw[tables_at:].view(np.int32)
 
@@ -54,15 +62,18 @@ class DecodeInputs:
         queue: DeviceQueue,
         *,
         padding_row: int,
+        padding_slot: int,
         pin_memory: bool,
         num_groups: int = 1,
     ) -> None:
-        """padding_row: of LastTokens, no sequence's."""
+        """padding_row: of LastTokens, no sequence's. padding_slot: of TokenCounts, likewise."""
         self.most_rows, self.table_width, self.num_groups = most_rows, table_width, num_groups
         self._queue = queue
         wide = (*_COLUMNS, *(f"slot_mapping_{group}" for group in range(1, num_groups)))
         self._paddings = {name: {"token_ids": 0, "positions": 0, "rows": padding_row}.get(name, _NONE) for name in wide}
-        draws_at, lens_at = 8 * len(wide) * most_rows, 8 * (len(wide) + _NUM_DRAWING) * most_rows
+        self._not_counted = np.array([padding_slot, 0], np.int64)[:, None]
+        draws_at, places_at = 8 * len(wide) * most_rows, 8 * (len(wide) + _NUM_DRAWING) * most_rows
+        lens_at = places_at + 8 * _NUM_COUNTING * most_rows
         header = lens_at + 4 * most_rows
         self._tables_at = -(-header // 16) * 16
         num_bytes = self._tables_at + num_groups * most_rows * table_width * 4
@@ -74,9 +85,13 @@ class DecodeInputs:
         self._columns = {
             name: self._landing[at * most_rows * 8 : (at + 1) * most_rows * 8].view(torch.int64) for at, name in enumerate(wide)
         }
-        drawing = self._landing[draws_at:lens_at].view(_NUM_DRAWING, most_rows * 8)
+        drawing = self._landing[draws_at:places_at].view(_NUM_DRAWING, most_rows * 8)
         self._params, self._numbers = drawing[:_NUM_PARAMS].view(torch.float64), drawing[_NUM_PARAMS:].view(torch.int64)
         self._params.copy_(torch.from_numpy(_PADDING_PARAMS).expand(_NUM_PARAMS, most_rows))
+        counting = self._landing[places_at:lens_at].view(_NUM_COUNTING, most_rows * 8)
+        self._places, self._penalties = counting[:_NUM_PLACES].view(torch.int64), counting[_NUM_PLACES:].view(torch.float64)
+        self._places.copy_(torch.from_numpy(self._not_counted).expand(_NUM_PLACES, most_rows))
+        self._penalties.copy_(torch.from_numpy(_NO_PENALTIES).expand(_NUM_PENALTIES, most_rows))
         self._lens = self._landing[lens_at:header].view(torch.int32)
         for name, column in self._columns.items():
             column.fill_(self._paddings[name])
@@ -92,10 +107,18 @@ class DecodeInputs:
         """How the first rows are drawn, in views that stay valid: what draw_plain takes beside the logits."""
         return self._params[:, :num_rows], self._numbers[:, :num_rows]
 
-    def stage(self, batch: Batch, num_rows: int, draws: PlainDraws | None = None) -> Staged[None]:
+    def counting(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Slots, addends and penalties of the first rows, in views that stay valid: see penalise_counted."""
+        slots, addends = self._places[:, :num_rows]
+        return slots, addends, self._penalties[:, :num_rows]
+
+    def stage(
+        self, batch: Batch, num_rows: int, draws: PlainDraws | None = None, counted: CountedRows | None = None
+    ) -> Staged[None]:
         """Take a batch of single tokens into the first rows, and padding behind it, up to num_rows.
 
         draws: how the rows of the batch are drawn; None: nothing is drawn from what `drawing` has.
+        counted: those of them that are penalised; None: nothing is penalised by what `counting` has.
 
         Answers the call that brings them to the device; the batch may change before it is made.
         """
@@ -115,6 +138,10 @@ class DecodeInputs:
             turn.params[:, :count], turn.params[:, count:num_rows] = draws.params, _PADDING_PARAMS
             seeds, sample_idx, positions = turn.numbers[:, :count]
             seeds[:], sample_idx[:], positions[:] = draws.seeds, draws.sample_idx, draws.positions
+        if counted is not None:
+            turn.places[:, :num_rows], turn.penalties[:, :num_rows] = self._not_counted, _NO_PENALTIES
+            turn.places[:, counted.where] = counted.slots, counted.addends
+            turn.penalties[:, counted.where] = counted.penalties
         tables = turn.tables[: num_groups * count * used].reshape(num_groups, count, used)
         tables[0] = batch.block_tables
         if batch.group_tables is not None and batch.group_slots is not None:

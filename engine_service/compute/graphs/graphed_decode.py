@@ -4,7 +4,8 @@ A graph holds addresses of the arena and of its own memory. So it belongs to one
 makes a new runner, which captures anew. A batch that no graph was captured for is computed plainly. Each graph begins with the
 tokens that the step before drew, and ends with the likeliest of each row, which it leaves for the step behind. A second
 graph of each size draws from the logits of the first, each row by its own parameters, seed and position, and leaves those
-tokens instead. The logits of all sizes lie in one place: apart, those of forty sizes of a large vocabulary are gigabytes.
+tokens instead; a third one penalises the logits before, by counts that stay on the device. The logits of all sizes lie in one
+place: apart, those of forty sizes of a large vocabulary are gigabytes.
 """
 
 import sys
@@ -16,14 +17,16 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from kvkeeper.kernels.penalise_counted import penalise_counted
 from kvkeeper.kernels.scratch import Scratch
 
 from ...values.batch import Batch
-from ...values.sampling_params import SampledRows, as_plain
+from ...values.sampling_params import PlainDraws, SampledRows, as_plain
 from ..device.device_queue import DeviceQueue
 from ..device.last_tokens import LastTokens
+from ..device.token_counts import Counted, TokenCounts
 from ..device.upload import Staged
-from ..sampler import draw_plain
+from ..sampler import draw_penalised, draw_plain
 from ..step_logits import StepLogits, with_likeliest
 from .decode_inputs import DecodeInputs
 from .graph_api import Graph, GraphApi
@@ -31,6 +34,8 @@ from .sizes import graph_sizes, size_for
 
 # (tensors by name, scratch, where logits go) -> logits; reads the values of the tensors on the device alone
 PlainDecode = Callable[[Mapping[str, torch.Tensor], Scratch, torch.Tensor], torch.Tensor]
+
+Captured = tuple[Graph, StepLogits]  # with what its replay leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +54,29 @@ class DecodeShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizeGraphs:
-    """Of one batch size, each with what it leaves: the decode with the likeliest tokens, and the draw from its logits."""
+    """Of one batch size, each with what it leaves: the decode with the likeliest tokens, and draws from its logits.
 
-    decode: tuple[Graph, StepLogits]
-    draw: tuple[Graph, StepLogits]
+    penalise: draws from them less penalties.
+    """
+
+    decode: Captured
+    draw: Captured
+    penalise: Captured
 
 
 class GraphedDecode:
     """Captured graphs by batch size. Only one thread computes."""
 
-    def __init__(self, shape: DecodeShape, inputs: DecodeInputs, graphs: Mapping[int, SizeGraphs]) -> None:
-        self._shape, self._inputs, self._graphs = shape, inputs, graphs
+    def __init__(self, shape: DecodeShape, inputs: DecodeInputs, counts: TokenCounts, graphs: Mapping[int, SizeGraphs]) -> None:
+        self._shape, self._inputs, self._counts, self._graphs = shape, inputs, counts, graphs
         self._sizes = sorted(graphs)
-        self.num_replays = self.num_draws = 0
+        self.num_replays = self.num_draws = self.num_penalised = 0
 
     def stage(self, batch: Batch, rows: SampledRows = ()) -> Staged[StepLogits] | None:
         """A call that computes the batch; None: no graph fits, nothing was done.
 
-        rows: how the batch's rows are drawn, in their order. They are drawn at once where as_plain knows how. (): nobody says.
+        rows: how the batch's rows are drawn, in their order. They are drawn at once where as_plain knows how, or where nothing
+        but penalties is in its way that TokenCounts counts. (): nobody says.
 
         Its logits, float32 [S, vocab_size], and what is beside them are valid until the next one is made.
         """
@@ -78,20 +88,40 @@ class GraphedDecode:
             return None
         if self._shape.num_groups > 1 and batch.group_tables is None:
             return None
-        draws = as_plain(rows) if len(rows) == count else None
-        inputs = self._inputs.stage(batch, size, draws)
-        return Staged(partial(self._replay, inputs, size, count, draws=draws is not None), inputs.give_back)
+        draws, counted = self._drawn_there(rows) if len(rows) == count else (None, None)
+        inputs = self._inputs.stage(batch, size, draws, None if counted is None else counted.rows)
+        graphs = self._graphs[size]
+        draw = None if draws is None else graphs.draw if counted is None else graphs.penalise
 
-    def _replay(self, copy: Callable[[], None], size: int, count: int, *, draws: bool) -> StepLogits:
-        graph, made = self._graphs[size].decode
+        def give_back() -> None:
+            inputs.give_back()
+            if counted is not None:
+                counted.bring.give_back()
+
+        return Staged(partial(self._replay, inputs, graphs.decode, draw, counted, count), give_back)
+
+    def _drawn_there(self, rows: SampledRows) -> tuple[PlainDraws | None, Counted | None]:
+        """How graphs are to draw the rows; None: they do not."""
+        if not isinstance(rows, PlainDraws) or rows.penalised is None:
+            return as_plain(rows), None
+        counted = self._counts.stage(rows.penalised)
+        return (None if counted is None else rows), counted
+
+    def _replay(
+        self, copy: Callable[[], None], decode: Captured, draw: Captured | None, counted: Counted | None, count: int
+    ) -> StepLogits:
+        graph, made = decode
         copy()
         graph.replay()
         self.num_replays += 1
-        if draws:
-            graph, made = self._graphs[size].draw
+        if counted is not None:
+            counted.bring()
+            self.num_penalised += 1
+        if draw is not None:
+            graph, made = draw
             graph.replay()
             self.num_draws += 1
-        return made if size == count else made.first(count)
+        return made if len(made.values) == count else made.first(count)
 
 
 def capture_decode(
@@ -110,12 +140,14 @@ def capture_decode(
     last: of as many rows as there are sequences, and one more for padding; its memory stays where it is.
     progress: show a bar on stderr.
     """
+    counts = TokenCounts(shape.most_rows, shape.vocab_size, shape.num_positions, device)
     inputs = DecodeInputs(
         shape.most_rows,
         shape.table_width,
         device,
         queue,
         padding_row=len(last.tensor) - 1,
+        padding_slot=counts.padding_slot,
         pin_memory=device.type == "cuda",
         num_groups=shape.num_groups,
     )
@@ -125,24 +157,34 @@ def capture_decode(
     graphs = {}
     for size in tqdm(reversed(sizes), "capturing", len(sizes), unit="graph", file=sys.stderr, disable=not progress):
         tensors = inputs.tensors(size)
-        decoded = api.capture(partial(_decode_and_choose, decode, tensors, scratch, logits[:size], last))
-        drawn = api.capture(partial(_draw, decoded[1], inputs.drawing(size), tensors["rows"], last))
-        graphs[size] = SizeGraphs(decoded, drawn)
-    return GraphedDecode(shape, inputs, graphs)
+        graph, (made, token_ids) = api.capture(partial(_decode_and_choose, decode, tensors, scratch, logits[:size], last))
+        draw = partial(_draw, made, inputs.drawing(size), tensors["rows"], last)
+        slots, addends, penalties = inputs.counting(size)
+        penalise = partial(penalise_counted, made.values, counts.tensor, slots, token_ids, addends, penalties)
+        graphs[size] = SizeGraphs((graph, made), api.capture(draw), api.capture(partial(draw, penalise)))
+    return GraphedDecode(shape, inputs, counts, graphs)
 
 
 def _decode_and_choose(
     decode: PlainDecode, tensors: Mapping[str, torch.Tensor], scratch: Scratch, logits: torch.Tensor, last: LastTokens
-) -> StepLogits:
+) -> tuple[StepLogits, torch.Tensor]:
+    """What is made, and the tokens that it is made of."""
     token_ids = last.filled_there(tensors["token_ids"], tensors["awaited_rows"])
     made = with_likeliest(decode({**tensors, "token_ids": token_ids}, scratch, logits))
     assert made.likeliest is not None
     last.tensor.index_copy_(0, tensors["rows"], made.likeliest)
-    return made
+    return made, token_ids
 
 
-def _draw(made: StepLogits, drawing: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor, last: LastTokens) -> StepLogits:
-    step = draw_plain(made, *drawing)
+def _draw(
+    made: StepLogits,
+    drawing: tuple[torch.Tensor, torch.Tensor],
+    rows: torch.Tensor,
+    last: LastTokens,
+    penalise: Callable[[], torch.Tensor] | None = None,
+) -> StepLogits:
+    """penalise: gives the logits to draw from; None: those that were made."""
+    step = draw_plain(made, *drawing) if penalise is None else draw_penalised(made, penalise(), *drawing)
     assert step.drawn is not None
     last.tensor.index_copy_(0, rows, step.drawn)
     return step

@@ -6,6 +6,7 @@ import torch
 
 from kvkeeper.kernels.attention.latent_attention import latent_layer
 from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.penalise_counted import ONE_MORE
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +66,30 @@ def random_queries(num_tokens: int, num_heads: int, head_dim: int, dtype: torch.
 def edge_lengths(block_size: int, most_blocks: int = 3) -> list[int]:
     """k*B - 1, k*B and k*B + 1 for k in 1..most_blocks, without 0."""
     return [n for k in range(1, most_blocks + 1) for n in (k * block_size - 1, k * block_size, k * block_size + 1) if n]
+
+
+@dataclass
+class Counted:
+    """What penalise_counted is called with. columns: slots, tokens, addends, penalties."""
+
+    logits: torch.Tensor
+    counts: torch.Tensor
+    columns: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def make_counted(*, vocab_size: int, dtype: torch.dtype = torch.int16, num_rows: int = 5) -> Counted:
+    """Rows with all kinds of penalties, one that counts nothing, and at the end one that has none."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    counts = torch.randint(0, 8, (num_rows + 2, vocab_size), generator=generator).to(dtype)
+    counts[counts > 5] = 0
+    counts[-1] = 0
+    slots = torch.randperm(num_rows + 1, generator=generator)[:num_rows]
+    slots[-1] = num_rows + 1
+    addends = torch.full((num_rows,), ONE_MORE)
+    addends[[1, -1]] = 0
+    penalties = torch.rand(3, num_rows, generator=generator).float() + 0.5
+    penalties[1:] -= 1
+    penalties[:, -1] = torch.tensor([1.0, 0.0, 0.0])
+    tokens = torch.randint(0, vocab_size, (num_rows,), generator=generator)
+    logits = torch.randn(num_rows, vocab_size, generator=generator) * 3
+    return Counted(logits, counts, (slots, tokens, addends, penalties.double()))

@@ -224,7 +224,7 @@ def a_packed_step():
 
 
 def a_captured_step():
-    inputs = DecodeInputs(1, 1, torch.device("cpu"), LateQueue(), padding_row=1, pin_memory=False)
+    inputs = DecodeInputs(1, 1, torch.device("cpu"), LateQueue(), padding_row=1, padding_slot=1, pin_memory=False)
     batch = build_batch([ScheduledRow([5], 0, np.array([1], np.int32))], BLOCK_SIZE)
     return lambda: inputs.stage(batch, 1)
 

@@ -27,7 +27,8 @@ PENALISED = [
 def behind(lens: list[int]) -> Histories:
     """Rows with so many tokens, the same in each, and nothing awaited."""
     num = np.array(lens, np.int32)
-    return Histories(np.zeros((len(num), 9), np.int32), np.arange(len(num)), num, num // 2, np.zeros(len(num), np.bool_))
+    which = np.arange(len(num))
+    return Histories(np.zeros((len(num), 9), np.int32), which, num, num // 2, np.zeros(len(num), np.bool_), which + 1)
 
 
 def generation(params: SamplingParams, seed: int = 0, **changes: Any) -> Generation:
@@ -62,11 +63,13 @@ def test_penalties_by_column_are_those_of_the_requests_rows_also_of_tokens_that_
     for _ in range(20):
         order, which = random.permutation(24), random.permutation(40)[:24]
         lens, awaited = random.integers(3, 31, 24), random.random(24) < 0.5
-        histories = Histories(tokens.astype(np.int32), which, lens, np.full(24, 3), awaited)
+        histories = Histories(tokens.astype(np.int32), which, lens, np.full(24, 3), awaited, 100 + which)
         plain = draws.rows(order + 1, histories)
         assert isinstance(plain, PlainDraws)
         assert plain.penalised is not None
         assert len(plain.penalised) == 8
+        assert plain.penalised.serials is not None
+        assert plain.penalised.serials.tolist() == (100 + plain.penalised.which).tolist()
         assert as_plain(plain) is None, "a graph that draws knows no history"
         rows = [
             generations[at].sampling_row(0, tokens[row, :length], int(row) if waits else None)

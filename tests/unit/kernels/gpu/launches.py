@@ -20,6 +20,7 @@ from kvkeeper.kernels.copy_blocks import copy_blocks, move_blocks
 from kvkeeper.kernels.gpu import decode_work
 from kvkeeper.kernels.gpu import paged_attention_prefill as paged_attention_prefill_kernels
 from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.penalise_counted import penalise_counted
 from kvkeeper.kernels.philox import uniforms_there
 from kvkeeper.kernels.quantised.attention import QuantisedRows, quantised_decode, quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS
@@ -161,6 +162,13 @@ def _sample(vocab_size: int) -> None:
     sample_rows(nowhere(128, vocab_size, dtype=torch.float32), params, doubles[4])
 
 
+def _penalise(counts: torch.dtype, num_rows: int = 128) -> None:
+    """The columns are of a captured step: parts of larger memory."""
+    longs = nowhere(3, 256, dtype=torch.int64)[:, :num_rows]
+    logits, rows = nowhere(num_rows, 131_072, dtype=torch.float32), nowhere(257, 131_072, dtype=counts)
+    penalise_counted(logits, rows, *longs, nowhere(3, 256, dtype=torch.float64)[:, :num_rows])
+
+
 def _attend_chunks(num_seqs: int, width: int) -> None:
     """Decode of Llama 4: 5 queries for each head of K and V, tables of a chunk of 8192 tokens, gathered from wider ones."""
     q, layer = nowhere(num_seqs, 40, 128), _arena(128, 16, torch.bfloat16)[:, 1]
@@ -233,6 +241,7 @@ VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
                     for n in (1, 2, 16) for t in (0, 17, 64, 999) for w in (1, 7, 16, 200, 211)]),
     "store": (1, [partial(_store, 128, n, torch.bfloat16) for n in (1, 7, 16, 64)]),
     "norm": (1, [partial(_head_norm, 128, torch.bfloat16, num_tokens=n) for n in (1, 7, 16)]),
+    "penalise": (1, [partial(_penalise, torch.int16, num_rows=n) for n in (1, 7, 128)]),
 }  # fmt: skip
 for head_dim in _HEAD_DIMS:
     _add(f"rotary d{head_dim} bf16", _rotary, head_dim, torch.bfloat16)
@@ -259,3 +268,5 @@ _add("move_blocks", lambda: move_blocks(*(nowhere(99, 3, 4096, dtype=torch.uint8
 _add("uniforms", lambda: uniforms_there(nowhere(3, 256, dtype=torch.int64)))
 for vocab_size in (4096, 50_257, 262_144):  # the first one by one program a row
     _add(f"sample {vocab_size}", _sample, vocab_size)
+for counts in (torch.int16, torch.int32):
+    _add(f"penalise by {str(counts).removeprefix('torch.')}", _penalise, counts)

@@ -34,13 +34,21 @@ def pretend_inputs_on_cuda(monkeypatch):
     def all_tensors(self, num_rows):
         return {name: tensor.as_subclass(PretendCuda) for name, tensor in tensors(self, num_rows).items()}
 
-    draw = graphed_decode.draw_plain
+    draw, penalised, penalise = graphed_decode.draw_plain, graphed_decode.draw_penalised, graphed_decode.penalise_counted
 
     def draw_there(step, *drawing):
         return draw(dataclasses.replace(step, values=on_cuda(step.values)[0]), *on_cuda(*drawing))
 
+    def draw_penalised_there(step, *drawing):
+        return penalised(step, *on_cuda(*drawing))
+
+    def penalise_there(*tensors):
+        return penalise(*on_cuda(*tensors))
+
     monkeypatch.setattr(DecodeInputs, "tensors", all_tensors)
     monkeypatch.setattr(graphed_decode, "draw_plain", draw_there)
+    monkeypatch.setattr(graphed_decode, "draw_penalised", draw_penalised_there)
+    monkeypatch.setattr(graphed_decode, "penalise_counted", penalise_there)
 
 
 _OPS = ("attend_stored", "clamped_swiglu", "gelu_and_mul", "linear", "rms_norm", "rotary", "rotary_store_kv", "silu_and_mul")

@@ -9,8 +9,19 @@ import torch
 from kvkeeper.engine_service.compute.sampler import draw
 from kvkeeper.engine_service.compute.step_logits import StepLogits
 from kvkeeper.engine_service.values.penalised_rows import PenalisedRows
-from kvkeeper.engine_service.values.sampling_params import LIKELIEST, PlainDraws, SamplingParams
-from tests.unit.kernels.gpu.captured import MOST_ROWS, TABLES, all_claim_to_be_on_cuda, drawn_by, model, prompts, ready, rows
+from kvkeeper.engine_service.values.sampling_params import LIKELIEST, PlainDraws, SamplingParams, SamplingRow
+from tests.unit.kernels.gpu.captured import (
+    CONTEXTS,
+    MOST_ROWS,
+    TABLES,
+    TEXTS,
+    all_claim_to_be_on_cuda,
+    drawn_by,
+    model,
+    prompts,
+    ready,
+    rows,
+)
 from tests.unit.kernels.gpu.pretend import on_cuda
 
 __all__ = ["all_claim_to_be_on_cuda", "model"]  # fixtures of the tests here
@@ -66,3 +77,40 @@ def test_a_row_that_is_not_finite_is_told_and_the_others_are_drawn(model):
         step = runner.stage(rows([0, 1, 2]), how)()
     assert (step.told >= 0).tolist() == [True, False, True]
     assert step.told.tolist() == draw(StepLogits(on_cuda(step.values.clone())[0]), how).told.tolist()
+
+
+def test_what_a_graph_draws_with_penalties_is_what_is_drawn_without_one(model):
+    """Step for step: sequences go on, come and are away for a step, and one of them is not penalised."""
+    runner, _ = ready(model, draws=True)
+    prompts(runner)
+    ways = [
+        SamplingParams(temperature=0.5, repetition_penalty=1.8),
+        SamplingParams(temperature=0, frequency_penalty=0.7, presence_penalty=0.4),
+        SamplingParams(temperature=1.1, top_k=9),
+    ]
+    lens = {seq: CONTEXTS[seq] + 1 for seq in range(len(CONTEXTS))}
+    table = np.array(TEXTS, np.int32)
+    for at, seqs in enumerate(([0], [0, 3, 4], [3, 2, 0, 1], [0, 3, 2]), 1):
+        at_rows = np.array(seqs)
+        how, outside = [], []
+        for seq in seqs:
+            known, way = table[seq, : lens[seq]], ways[seq % 3]
+            outside.append(SamplingRow(way, seq, 0, known, 1))
+            is_awaited = at > 1 and seq == 0
+            how.append(SamplingRow(way, seq, 0, known[:-1], 1, awaited_row=seq) if is_awaited else outside[-1])
+        penalised = [row for row, seq in enumerate(seqs) if ways[seq % 3].is_penalised]
+        chosen = at_rows[penalised]
+        own = PenalisedRows.of(how)
+        own = dataclasses.replace(own, tokens=table, which=chosen, serials=chosen + 1)
+        batch = rows(seqs, first=lambda seq: lens[seq] - 1, last=lambda seq: lens[seq])
+        awaited = np.array([-1 if row.awaited_row is None else row.awaited_row for row in how])
+        batch = dataclasses.replace(batch, rows=at_rows, awaited_rows=awaited)
+        with torch.inference_mode():
+            step = runner.stage(batch, dataclasses.replace(PlainDraws.of(how), penalised=own))()
+            expected = draw(StepLogits(step.values.as_subclass(torch.Tensor).clone()), outside)
+        assert runner.graphed.num_penalised == at
+        assert step.drawn.tolist() == step.told.tolist() == expected.token_ids.tolist()
+        assert runner.last_tokens.tensor[at_rows].tolist() == expected.token_ids.tolist()
+        for seq, token in zip(seqs, expected.token_ids.tolist(), strict=True):
+            table[seq, lens[seq]] = token
+            lens[seq] += 1

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from kvkeeper.engine_service.compute.device.token_counts import CountedRows
 from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
 from tests.support.stand_ins.late_queue import LateQueue
 from tests.support.worlds.batches import ScheduledRow, build_batch
 
-BLOCK_SIZE, MOST_ROWS, WIDTH, PADDING_ROW = 4, 4, 3, 9
+BLOCK_SIZE, MOST_ROWS, WIDTH, PADDING_ROW, PADDING_SLOT = 4, 4, 3, 9, 7
 
 
 def decode(first_token: int, num_rows: int) -> list[ScheduledRow]:
@@ -20,7 +21,8 @@ def decode(first_token: int, num_rows: int) -> list[ScheduledRow]:
 
 
 def inputs(queue: LateQueue) -> DecodeInputs:
-    return DecodeInputs(MOST_ROWS, WIDTH, torch.device("cpu"), queue, padding_row=PADDING_ROW, pin_memory=False)
+    paddings = {"padding_row": PADDING_ROW, "padding_slot": PADDING_SLOT}
+    return DecodeInputs(MOST_ROWS, WIDTH, torch.device("cpu"), queue, pin_memory=False, **paddings)
 
 
 def test_a_step_that_is_staged_before_the_one_before_was_copied_leaves_that_alone() -> None:
@@ -58,3 +60,22 @@ def test_a_third_step_that_nobody_has_copied_is_refused() -> None:
         steps.stage(build_batch(decode(20, 1), BLOCK_SIZE), 1)
     with pytest.raises(AssertionError, match="two steps"):
         steps.stage(build_batch(decode(20, 1), BLOCK_SIZE), 1)
+
+
+def test_rows_that_are_not_penalised_count_nothing_and_have_no_penalties() -> None:
+    steps = inputs(LateQueue())
+    slots, addends, penalties = steps.counting(MOST_ROWS)
+    assert (slots.tolist(), addends.tolist()) == ([PADDING_SLOT] * MOST_ROWS, [0] * MOST_ROWS)
+    assert penalties.tolist() == [[1.0] * MOST_ROWS, [0.0] * MOST_ROWS, [0.0] * MOST_ROWS]
+    columns = np.array([[1.5, 2.0], [0.5, 0.0], [0.25, 0.0]], np.float32)
+    for where, num_rows in (([0, 2], 3), ([1], 2)):
+        count = len(where)
+        counted = CountedRows(np.array(where), np.arange(3, 3 + count), np.full(count, 2), columns[:, :count])
+        steps.stage(build_batch(decode(20, num_rows), BLOCK_SIZE), MOST_ROWS, None, counted)()
+        assert slots[where].tolist() == [3, 4][:count]
+        assert addends[where].tolist() == [2] * count
+        assert penalties[:, where].tolist() == columns[:, :count].tolist()
+        others = [row for row in range(MOST_ROWS) if row not in where]
+        assert slots[others].tolist() == [PADDING_SLOT] * len(others)
+        assert addends[others].tolist() == [0] * len(others)
+        assert penalties.T[others].tolist() == [[1.0, 0.0, 0.0]] * len(others)
