@@ -123,7 +123,7 @@ async def test_captured_decodes_give_the_same_output_in_each_session(engine_runt
         try:
             for _ in range(2):  # the second engine finds the prompts cached, and captures on its own mapping
                 assert await outputs(world, on_device, max_sequences=2) == expected
-            assert captured == 2 * [2 * len(graph_sizes(2))], "a decode and a draw of each size"
+            assert captured == 2 * [3 * len(graph_sizes(2))], "a decode and both kinds of draw of each size"
             assert min(replays[0], replays[1]) >= 8
             assert (engine_runtime.opened, engine_runtime.pinned) == ({}, set()), "graphs let go of the memory"
         finally:

@@ -120,7 +120,7 @@ def test_another_arena_is_captured_anew_and_the_old_one_is_left_alone(model):
     expected, before = plain(first.forward(rows([0, 1]))), old.clone()
     graphs = RecordedGraphs()
     second, new = ready(model, graphs)
-    assert len(graphs.graphs) == 2 * len(graph_sizes(MOST_ROWS)), "a decode and a draw of each size"
+    assert len(graphs.graphs) == 3 * len(graph_sizes(MOST_ROWS)), "a decode and both kinds of draw of each size"
     prompts(second)
     torch.testing.assert_close(plain(second.forward(rows([0, 1]))), expected, rtol=0, atol=1e-6)
     assert torch.equal(old.nan_to_num(7), before.nan_to_num(7))
