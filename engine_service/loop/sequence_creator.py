@@ -60,9 +60,9 @@ class SequenceCreator:
             while True:
                 self._wake.creator.clear()
                 ended = [call for call in self._calls if call.done()]
+                results = [call.result() for call in ended]  # where one raises, the others' errors are taken below
                 for call in ended:
                     del self._calls[call]
-                results = [call.result() for call in ended]  # each of them raises its own error
                 has_slot = all(results)
                 while has_slot and self._has_room():
                     if (sequence := self._scheduler.next_to_create()) is None:

@@ -39,6 +39,7 @@ def test_demo_shows_what_it_says_and_leaves_nothing() -> None:
         assert demo.returncode == 0, output
         assert not _processes_of(folder)
         assert not list(folder.glob("kvkeeper-demo-*"))
+    assert "Traceback" not in output
     assert "drain_timeout" not in output, "no service waits for another one in vain"
     cold, warm, forked, again, kept = re.split(r"\n\d\. ", output)[1:6]
     assert re.search(r"wrap_all +\d+ +0 +24", cold), "nothing is cached at first"

@@ -17,6 +17,8 @@ grpc_runtime.choose(os.environ)
 
 from .server import Front  # noqa: E402 - grpc reads its settings once, when it is loaded
 
+_REST_S = 0.5
+
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -27,6 +29,9 @@ def main() -> None:
 async def _run(end: socket.socket) -> None:
     gc.freeze()
     await Front().run(end)
+    # gRPC's own tasks of calls that were cut off end by themselves; cancelled, each says so on the terminal.
+    if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(rest, timeout=_REST_S)
 
 
 if __name__ == "__main__":
