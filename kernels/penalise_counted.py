@@ -4,7 +4,7 @@ Counts stay where they are from step to step: a row's history is never read agai
 token is in the output, and one more where it is in the prompt.
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -16,23 +16,29 @@ IN_PROMPT: Final = 1
 COUNT_DTYPES: Final = (torch.int16, torch.int32)
 
 
-def penalise_counted(
-    logits: torch.Tensor,
-    counts: torch.Tensor,
-    slots: torch.Tensor,
-    tokens: torch.Tensor,
-    addends: torch.Tensor,
-    penalties: torch.Tensor,
-) -> torch.Tensor:
+class CountedTensors(NamedTuple):
+    """What is counted of R rows, and how they are penalised.
+
+    Attributes:
+        slots: int64 [R], each row's counts. Rows that count a token have slots of their own.
+        tokens: int64 [R], what is counted, in the vocabulary.
+        addends: int64 [R], ONE_MORE, or 0 where nothing is counted.
+        penalties: float64 [3, R], repetition, frequency and presence; 1, 0 and 0 change nothing. Values of float32.
+    """
+
+    slots: torch.Tensor
+    tokens: torch.Tensor
+    addends: torch.Tensor
+    penalties: torch.Tensor
+
+
+def penalise_counted(logits: torch.Tensor, counts: torch.Tensor, rows: CountedTensors) -> torch.Tensor:
     """Count one token for each row, then penalise its logits; see SamplingParams for what penalties do.
 
     Args:
         logits: float32 [R, V], not changed; contiguous in its last dimension.
         counts: int16 or int32 [N, V], contiguous; changed.
-        slots: int64 [R], each row's counts. Rows that count a token have slots of their own.
-        tokens: int64 [R], what is counted, in the vocabulary.
-        addends: int64 [R], ONE_MORE, or 0 where nothing is counted.
-        penalties: float64 [3, R], repetition, frequency and presence; 1, 0 and 0 change nothing. Values of float32.
+        rows: of the logits, in their order.
 
     Returns:
         float32 [R, V], in memory of its own.
@@ -47,6 +53,7 @@ def penalise_counted(
     num_rows, vocab_size = logits.shape
     fits = counts.dim() == 2 and counts.shape[1] == vocab_size and counts.dtype in COUNT_DTYPES and counts.is_contiguous()
     require(fits, _OP, "counts", "must be contiguous int16 or int32 [N, {}], is {} {}", vocab_size, counts.dtype, counts.shape)
+    slots, tokens, addends, penalties = rows
     for name, column in (("slots", slots), ("tokens", tokens), ("addends", addends)):
         fits = column.shape == (num_rows,) and column.dtype is torch.int64 and column.is_contiguous()
         require(fits, _OP, name, "must be contiguous int64 [{}], is {} {}", num_rows, column.dtype, column.shape)
@@ -55,7 +62,7 @@ def penalise_counted(
     if cuda:
         from .gpu.penalise_counted import penalise_counted as on_device
 
-        return on_device(logits, counts, slots, tokens, addends, penalties)
+        return on_device(logits, counts, rows)
     counts.view(-1).index_add_(0, slots * vocab_size + tokens, addends.to(counts.dtype))
     cells, repetition = counts[slots], penalties[0, :, None].float()
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)

@@ -7,6 +7,7 @@ import torch
 
 from .activations.linear_weight import LinearWeight
 from .attention.retention import Retention
+from .penalise_counted import CountedTensors
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -174,19 +175,12 @@ def grouped_linear(x: torch.Tensor, weight: LinearWeight, starts: torch.Tensor) 
     return out.to(x.dtype)
 
 
-def penalise_counted(
-    logits: torch.Tensor,
-    counts: torch.Tensor,
-    slots: torch.Tensor,
-    tokens: torch.Tensor,
-    addends: torch.Tensor,
-    penalties: torch.Tensor,
-) -> torch.Tensor:
+def penalise_counted(logits: torch.Tensor, counts: torch.Tensor, rows: CountedTensors) -> torch.Tensor:
     """Reference of penalise_counted.penalise_counted."""
     out = logits.clone()
-    for row, (slot, token) in enumerate(zip(slots.tolist(), tokens.tolist(), strict=True)):
-        counts[slot, token] += addends[row].item()
-        repetition, frequency, presence = penalties[:, row].tolist()
+    for row, (slot, token) in enumerate(zip(rows.slots.tolist(), rows.tokens.tolist(), strict=True)):
+        counts[slot, token] += rows.addends[row].item()
+        repetition, frequency, presence = rows.penalties[:, row].tolist()
         for seen in torch.nonzero(counts[slot]).flatten().tolist():
             value, num_outputs = out[row, seen], int(counts[slot, seen]) >> 1
             out[row, seen] = value / repetition if value > 0 else value * repetition

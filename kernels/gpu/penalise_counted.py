@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..penalise_counted import CountedTensors
 from .sizes import cdiv
 
 _COLS = 1024
@@ -42,14 +43,7 @@ def penalise_counted_kernel(
     tl.store(out_ptr + row * vocab_size + cols, tl.where(cells > 1, values - less, values), mask=live)
 
 
-def penalise_counted(
-    logits: torch.Tensor,
-    counts: torch.Tensor,
-    slots: torch.Tensor,
-    tokens: torch.Tensor,
-    addends: torch.Tensor,
-    penalties: torch.Tensor,
-) -> torch.Tensor:
+def penalise_counted(logits: torch.Tensor, counts: torch.Tensor, rows: CountedTensors) -> torch.Tensor:
     """The CUDA path of kernels.penalise_counted, with its arguments."""
     num_rows, vocab_size = logits.shape
     out = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=logits.device)
@@ -57,11 +51,8 @@ def penalise_counted(
         penalise_counted_kernel[num_rows, cdiv(vocab_size, _COLS)](
             logits,
             counts,
-            slots,
-            tokens,
-            addends,
-            penalties,
-            penalties.stride(0),
+            *rows,
+            rows.penalties.stride(0),
             logits.stride(0),
             vocab_size,
             out,

@@ -21,7 +21,7 @@ from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks
-from kvkeeper.kernels.penalise_counted import penalise_counted
+from kvkeeper.kernels.penalise_counted import CountedTensors, penalise_counted
 from kvkeeper.kernels.philox import uniforms_there
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
@@ -281,12 +281,12 @@ def _penalties(device: str) -> float:
 
 def _penalties_counted(device: str) -> float:
     """The same bits by counts that stay there, and the same counts."""
-    worlds = [make_counted(vocab_size=3000, dtype=dtype, num_rows=64) for dtype in (torch.int16, torch.int32)]
     errors = []
-    for world in worlds:
-        counts, there = world.counts.clone(), world.counts.to(device)
-        expected = penalise_counted(world.logits, counts, *world.columns)
-        found = penalise_counted(world.logits.to(device), there, *(column.to(device) for column in world.columns))
+    for dtype in (torch.int16, torch.int32):
+        logits, counts, rows = make_counted(vocab_size=3000, dtype=dtype, num_rows=64)
+        there = counts.clone().to(device)
+        expected = penalise_counted(logits, counts, rows)
+        found = penalise_counted(logits.to(device), there, CountedTensors(*(column.to(device) for column in rows)))
         errors += [_error(found, expected), _error(there.float(), counts.float())]
     return max(errors)
 

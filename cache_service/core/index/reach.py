@@ -5,7 +5,7 @@ in slices of five minutes, so that an hour slides. An infinite cache misses a bl
 sketches together, without those that were computed as output. What was there before the hour counts as new, and so does what a
 tenant or KV spec of its own makes different; of few blocks the sketches are exact to a block or two, of many to about a percent
 of the distinct ones. Both rates count tokens of whole prompts. Rules: nothing is done in a step but to note the tokens of a
-sequence that ends. They are hashed with prompts, and these many at once or when somebody asks: one by one,
+sequence that ends. They are hashed with prompts, and these many at once, or when a slice ends or a caller asks: one by one,
 short prompts that come together would cost more here than in the index. Knows no node and no block.
 """
 

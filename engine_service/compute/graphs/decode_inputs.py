@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvkeeper.kernels.attention.paged_rows import Int64Array
+from kvkeeper.kernels.penalise_counted import CountedTensors
 
 from ...values.batch import Batch
 from ...values.penalised_rows import penalties_of
@@ -107,10 +108,10 @@ class DecodeInputs:
         """How the first rows are drawn, in views that stay valid: what draw_plain takes beside the logits."""
         return self._params[:, :num_rows], self._numbers[:, :num_rows]
 
-    def counting(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Slots, addends and penalties of the first rows, in views that stay valid: see penalise_counted."""
-        slots, addends = self._places[:, :num_rows]
-        return slots, addends, self._penalties[:, :num_rows]
+    def counting(self, token_ids: torch.Tensor) -> CountedTensors:
+        """Of the first rows, which compute these tokens; in views that stay valid."""
+        slots, addends = self._places[:, : len(token_ids)]
+        return CountedTensors(slots, token_ids, addends, self._penalties[:, : len(token_ids)])
 
     def stage(
         self, batch: Batch, num_rows: int, draws: PlainDraws | None = None, counted: CountedRows | None = None

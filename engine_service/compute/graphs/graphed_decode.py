@@ -159,8 +159,7 @@ def capture_decode(
         tensors = inputs.tensors(size)
         graph, (made, token_ids) = api.capture(partial(_decode_and_choose, decode, tensors, scratch, logits[:size], last))
         draw = partial(_draw, made, inputs.drawing(size), tensors["rows"], last)
-        slots, addends, penalties = inputs.counting(size)
-        penalise = partial(penalise_counted, made.values, counts.tensor, slots, token_ids, addends, penalties)
+        penalise = partial(penalise_counted, made.values, counts.tensor, inputs.counting(token_ids))
         graphs[size] = SizeGraphs((graph, made), api.capture(draw), api.capture(partial(draw, penalise)))
     return GraphedDecode(shape, inputs, counts, graphs)
 

@@ -6,7 +6,7 @@ import torch
 
 from kvkeeper.kernels.attention.latent_attention import latent_layer
 from kvkeeper.kernels.layout import KvLayout
-from kvkeeper.kernels.penalise_counted import ONE_MORE
+from kvkeeper.kernels.penalise_counted import ONE_MORE, CountedTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +68,10 @@ def edge_lengths(block_size: int, most_blocks: int = 3) -> list[int]:
     return [n for k in range(1, most_blocks + 1) for n in (k * block_size - 1, k * block_size, k * block_size + 1) if n]
 
 
-@dataclass
-class Counted:
-    """What penalise_counted is called with. columns: slots, tokens, addends, penalties."""
-
-    logits: torch.Tensor
-    counts: torch.Tensor
-    columns: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def make_counted(*, vocab_size: int, dtype: torch.dtype = torch.int16, num_rows: int = 5) -> Counted:
-    """Rows with all kinds of penalties, one that counts nothing, and at the end one that has none."""
+def make_counted(
+    *, vocab_size: int, dtype: torch.dtype = torch.int16, num_rows: int = 5
+) -> tuple[torch.Tensor, torch.Tensor, CountedTensors]:
+    """For penalise_counted: all kinds of penalties, one row that counts nothing, and at the end one that has none."""
     generator = torch.Generator().manual_seed(vocab_size)
     counts = torch.randint(0, 8, (num_rows + 2, vocab_size), generator=generator).to(dtype)
     counts[counts > 5] = 0
@@ -92,4 +85,4 @@ def make_counted(*, vocab_size: int, dtype: torch.dtype = torch.int16, num_rows:
     penalties[:, -1] = torch.tensor([1.0, 0.0, 0.0])
     tokens = torch.randint(0, vocab_size, (num_rows,), generator=generator)
     logits = torch.randn(num_rows, vocab_size, generator=generator) * 3
-    return Counted(logits, counts, (slots, tokens, addends, penalties.double()))
+    return logits, counts, CountedTensors(slots, tokens, addends, penalties.double())

@@ -20,7 +20,7 @@ from kvkeeper.kernels.copy_blocks import copy_blocks, move_blocks
 from kvkeeper.kernels.gpu import decode_work
 from kvkeeper.kernels.gpu import paged_attention_prefill as paged_attention_prefill_kernels
 from kvkeeper.kernels.layout import KvLayout
-from kvkeeper.kernels.penalise_counted import penalise_counted
+from kvkeeper.kernels.penalise_counted import CountedTensors, penalise_counted
 from kvkeeper.kernels.philox import uniforms_there
 from kvkeeper.kernels.quantised.attention import QuantisedRows, quantised_decode, quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS
@@ -166,7 +166,7 @@ def _penalise(counts: torch.dtype, num_rows: int = 128) -> None:
     """The columns are of a captured step: parts of larger memory."""
     longs = nowhere(3, 256, dtype=torch.int64)[:, :num_rows]
     logits, rows = nowhere(num_rows, 131_072, dtype=torch.float32), nowhere(257, 131_072, dtype=counts)
-    penalise_counted(logits, rows, *longs, nowhere(3, 256, dtype=torch.float64)[:, :num_rows])
+    penalise_counted(logits, rows, CountedTensors(*longs, nowhere(3, 256, dtype=torch.float64)[:, :num_rows]))
 
 
 def _attend_chunks(num_seqs: int, width: int) -> None:

@@ -8,6 +8,7 @@ from kvkeeper.engine_service.compute.device.upload import PackedUpload, Staged
 from kvkeeper.engine_service.compute.graphs import graphed_decode
 from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
 from kvkeeper.engine_service.model import decoder, experts, latent
+from kvkeeper.kernels.penalise_counted import CountedTensors
 
 
 class PretendCuda(torch.Tensor):
@@ -42,8 +43,8 @@ def pretend_inputs_on_cuda(monkeypatch):
     def draw_penalised_there(step, *drawing):
         return penalised(step, *on_cuda(*drawing))
 
-    def penalise_there(*tensors):
-        return penalise(*on_cuda(*tensors))
+    def penalise_there(logits, counts, rows):
+        return penalise(*on_cuda(logits, counts), CountedTensors(*on_cuda(*rows)))
 
     monkeypatch.setattr(DecodeInputs, "tensors", all_tensors)
     monkeypatch.setattr(graphed_decode, "draw_plain", draw_there)

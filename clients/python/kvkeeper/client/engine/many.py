@@ -48,10 +48,9 @@ class ManyStreams:
 
     def own_call(self, error: KvkeeperError, request: pb.GenerateRequest, timeout: float | None) -> Any | None:
         """A call of the request alone, where the error says that there is no common one; None: the error says another thing."""
-        is_full = error.reason == "QUEUE_FULL" and error.metadata.get("flag") == "--many-calls"
-        if error.code is grpc.StatusCode.UNIMPLEMENTED and not error.reason:
+        if not error.reason and error.code is grpc.StatusCode.UNIMPLEMENTED:
             self._is_unknown = True
-        elif not is_full and (error.reason or error.message != _REFUSED_AT_WRITE):
+        elif not _is_refusal(error):
             return None
         return self._transport.stub.Generate(request, timeout=timeout)
 
@@ -257,3 +256,10 @@ class _Numbered:
         self._call.drop(self._number, is_over=False)
         if self._own is not None:
             self._own.cancel()
+
+
+def _is_refusal(error: KvkeeperError) -> bool:
+    """Whether the engine has no room for another common call."""
+    if not error.reason:
+        return error.message == _REFUSED_AT_WRITE
+    return error.reason == "QUEUE_FULL" and error.metadata.get("flag") == "--many-calls"

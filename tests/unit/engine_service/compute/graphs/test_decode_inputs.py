@@ -64,7 +64,7 @@ def test_a_third_step_that_nobody_has_copied_is_refused() -> None:
 
 def test_rows_that_are_not_penalised_count_nothing_and_have_no_penalties() -> None:
     steps = inputs(LateQueue())
-    slots, addends, penalties = steps.counting(MOST_ROWS)
+    slots, _, addends, penalties = steps.counting(torch.zeros(MOST_ROWS, dtype=torch.int64))
     assert (slots.tolist(), addends.tolist()) == ([PADDING_SLOT] * MOST_ROWS, [0] * MOST_ROWS)
     assert penalties.tolist() == [[1.0] * MOST_ROWS, [0.0] * MOST_ROWS, [0.0] * MOST_ROWS]
     columns = np.array([[1.5, 2.0], [0.5, 0.0], [0.25, 0.0]], np.float32)
