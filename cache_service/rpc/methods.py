@@ -22,7 +22,10 @@ UNIMPLEMENTED_METHODS: dict[str, str] = {}  # method -> feature of the NOT_IMPLE
 CONTRACT = Contract(
     service=pb.DESCRIPTOR.services_by_name["CacheService"],
     with_prompt=frozenset(
-        {"CreateSequence", "MatchPrefix", "CheckAdmission", "ExplainMatch", "PinPrefix", "StoreLogits", "WriteKv"}
+        {
+            "CreateSequence", "CreateSequences", "MatchPrefix", "CheckAdmission", "ExplainMatch", "PinPrefix", "StoreLogits",
+            "WriteKv",
+        }  # fmt: skip
     ),
     unimplemented=UNIMPLEMENTED_METHODS,
     refusals=REFUSALS,

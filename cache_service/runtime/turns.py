@@ -14,11 +14,13 @@ _MOST_SECONDS = 0.001
 class Turns:
     """The turns of one call, which begins to compute now."""
 
-    def __init__(self) -> None:
+    def __init__(self, pause: float = PAUSE) -> None:
+        """pause: seconds between two slices; 0 for a call of a few slices, which others are not to make much longer."""
+        self._pause = pause
         self._began = time.perf_counter()
 
     async def offer(self) -> None:
         """Lets other calls pass if this one has computed for about a millisecond since they could."""
         if time.perf_counter() - self._began > _MOST_SECONDS:
-            await asyncio.sleep(PAUSE)
+            await asyncio.sleep(self._pause)
             self._began = time.perf_counter()

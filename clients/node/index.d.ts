@@ -161,6 +161,7 @@ export class CacheSession {
       reuseHint?: cache.ReuseHint;
     },
   ): Promise<number>;
+  createSequences(sequences: Given<cache.NewSequence>[]): Promise<Array<cache.CreateSequenceResponse | KvkeeperError>>;
   extend(sequenceId: number, numTokens: number, options?: { skipLookUp?: boolean }): Promise<cache.SequenceInfo>;
   commit(
     sequenceId: number,

@@ -33,6 +33,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "Step": _STEPPING,
         "StreamSteps": _STEPPING,
         "CreateSequence": _STEPPING,
+        "CreateSequences": _STEPPING,
         "ExtendSequence": _STEPPING,
         "CommitSequence": _STEPPING,
         "ForkSequence": _STEPPING,

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 
 import grpc
@@ -32,11 +31,12 @@ from ..ranks.mapped_arena import arena_tensor, host_blocks, packing_of
 from ..ranks.ranked_runner import RankedRunner
 from ..ranks.ranks import Ranks, attachment_of
 from ..scheduler.plan import Plan
-from ..values.request import Sequence, TakenBlocks
+from ..values.request import TakenBlocks
 from .failures import is_unknown_sequence, rank_lost, refuses_groups
 from .kv_spec import host_format_of, kv_spec_of
 from .lease import Lease
 from .pool_limits import limits_of
+from .sequence_calls import SequenceCalls
 from .transfer_runner import TransferRunner
 
 log = structlog.get_logger()
@@ -60,6 +60,7 @@ class KvMemory:
         """transfers, runner: on views of the arena, which close drops. ranks: the others, on their arenas of the session."""
         self._ranks = ranks
         self.session = session
+        self.sequences = SequenceCalls(session)
         self.transfers = transfers
         self.lease = Lease(session.ttl_ms / 1000)
         self.kv_utilization = 0.0  # share of the pool's blocks that are referenced, as of the last step
@@ -86,22 +87,6 @@ class KvMemory:
         self.lease.renewed(sent_at)
         self.kv_utilization = 1 - (answer.num_free + answer.num_evictable) / self._num_usable_blocks
         return answer
-
-    async def create_sequence(self, sequence: Sequence) -> int:
-        """Tell the cache service of a sequence that waits. Its start number. Raises KvkeeperError."""
-        request = sequence.request
-        assert sequence.sequence_id is not None
-        created = await self.session.create_sequence(
-            sequence.sequence_id,
-            sequence.token_ids,
-            request.max_len,
-            request.tenant,
-            request.priority,
-            None if request.retention is None else pb.Retention(**asdict(request.retention)),
-            request.start_number,
-            int(request.reuse_hint),  # type: ignore[arg-type]  # the numbers are the protocol's
-        )
-        return created.start_number
 
     async def offer(self, sequence_id: int) -> bytes:
         """Offer a sequence, with which no step is at work, to another session. Raises KvkeeperError."""

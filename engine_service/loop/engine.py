@@ -181,7 +181,7 @@ class Engine:
             text = with_bound(f"{request.max_len} tokens are too many for the pool as it is now", limits, request)
             limit = limits.max_len_of(request.retention)
             self.requests.fail(request, NeverFits(text, requested=request.max_len, limit=limit))
-        self._creator = SequenceCreator(self.scheduler, memory, self._wake, self.requests.fail, self._tracing)
+        self._creator = SequenceCreator(self.scheduler, memory.sequences, self._wake, self.requests.fail, self._tracing)
         self._compute = StepCompute(memory.runner)
         try:
             await tell_ready()

@@ -1,9 +1,9 @@
 """SequenceCreator: tells the cache service of waiting sequences, beside the steps, so that no step waits for it.
 
-One task per session, in order of the queue, as far as the cache service has slots. Many calls are under way at once where their
-prompts are short: each has to wait for turns of a loop that is busy with steps, and what is created together starts together,
-in one step instead of many. A refusal for want of a slot is tried again; any other refusal ends that request alone; a lost
-session ends the task, and wakes the loop.
+One task per session, in order of the queue, as far as the cache service has slots. What waits is created in one call: it costs
+a fraction of a call each, and starts together, in one step instead of many. What comes meanwhile waits for the next call. A
+refusal for want of a slot is tried again; any other refusal ends that request alone; a lost session ends the task, and wakes the
+loop.
 """
 
 import asyncio
@@ -13,15 +13,16 @@ from collections.abc import Callable
 from kvkeeper.client.errors import KvkeeperError
 
 from ..cache_session.failures import is_invalid, is_out_of_sequences
-from ..cache_session.kv_memory import KvMemory
+from ..cache_session.sequence_calls import SequenceCalls
 from ..scheduler.scheduler import Scheduler
 from ..values.errors import EngineError, RequestFailed
 from ..values.request import Request, Sequence
 from .tracing import EngineTracing
 from .wake import Wake, wait_for
 
-_MOST_AT_ONCE = 64  # calls
-_MOST_TOKENS_AT_ONCE = 1 << 20  # of their prompts, 4 MiB, which one alone may have
+_MOST_CALLS = 4  # under way at once: a long prompt holds up no other
+_MOST_IN_CALL = 256  # sequences
+_MOST_TOKENS_IN_CALL = 1 << 18  # of their prompts, 1 MiB; one alone may have more
 _RETRY_S = 0.05  # another engine that frees a slot does not tell this one
 
 
@@ -31,17 +32,18 @@ class SequenceCreator:
     def __init__(
         self,
         scheduler: Scheduler,
-        memory: KvMemory,
+        calls: SequenceCalls,
         wake: Wake,
         fail: Callable[[Request, EngineError], None],
         tracing: EngineTracing,
     ) -> None:
         self._scheduler = scheduler
-        self._memory = memory
+        self._cache = calls
         self._wake = wake
         self._fail = fail
         self._tracing = tracing
-        self._calls: dict[asyncio.Task[bool], int] = {}  # under way, or ended since the task looked last; tokens of each
+        self._calls: set[asyncio.Task[bool]] = set()  # under way, or ended since the task looked last
+        self._held: Sequence | None = None  # for the next call: its prompt had no room in the one before
         self._task = asyncio.create_task(self._run())
 
     def proceed(self) -> None:
@@ -59,18 +61,14 @@ class SequenceCreator:
         try:
             while True:
                 self._wake.creator.clear()
-                ended = [call for call in self._calls if call.done()]
-                results = [call.result() for call in ended]  # where one raises, the others' errors are taken below
-                for call in ended:
-                    del self._calls[call]
-                has_slot = all(results)
-                while has_slot and self._has_room():
-                    if (sequence := self._scheduler.next_to_create()) is None:
-                        break
-                    with self._tracing.within_request(sequence.request):
-                        call = asyncio.create_task(self._create(sequence))
-                    call.add_done_callback(lambda _: self._wake.creator.set())
-                    self._calls[call] = len(sequence.token_ids)
+                ended = {call for call in self._calls if call.done()}
+                has_slot = all([call.result() for call in ended])  # where one raises, the others' errors are taken below
+                self._calls -= ended
+                if not has_slot and self._held is not None:
+                    self._scheduler.waiting.create_refused(self._held, try_again=True)
+                    self._held = None
+                while has_slot and len(self._calls) < _MOST_CALLS and (together := self._next_together()):
+                    self._begin(together)
                 await wait_for(self._wake.creator, None if has_slot else _RETRY_S)
         finally:
             for call in self._calls:
@@ -78,27 +76,50 @@ class SequenceCreator:
             await asyncio.gather(*self._calls, return_exceptions=True)
             self._wake.loop.set()
 
-    def _has_room(self) -> bool:
-        """Whether another call may begin."""
-        sizes = self._calls.values()
-        return len(sizes) < _MOST_AT_ONCE and sum(sizes) < _MOST_TOKENS_AT_ONCE
+    def _next_together(self) -> list[Sequence]:
+        """The sequences of the next call, in the queue's order; none where nothing is to be created."""
+        together, num_tokens = list[Sequence](), 0
+        while len(together) < _MOST_IN_CALL:
+            sequence, self._held = self._held or self._scheduler.next_to_create(), None
+            if sequence is None:
+                break
+            num_tokens += len(sequence.token_ids)
+            if together and num_tokens > _MOST_TOKENS_IN_CALL:
+                self._held = sequence
+                break
+            together.append(sequence)
+        return together
 
-    async def _create(self, sequence: Sequence) -> bool:
+    def _begin(self, together: list[Sequence]) -> None:
+        with self._tracing.within_request(*(sequence.request for sequence in together)):
+            call = asyncio.create_task(self._create(together))
+        call.add_done_callback(lambda _: self._wake.creator.set())
+        self._calls.add(call)
+
+    async def _create(self, together: list[Sequence]) -> bool:
         """False when there is no slot for now."""
-        request = sequence.request
         try:
-            start_number = await self._memory.create_sequence(sequence)
-        except KvkeeperError as error:
-            is_bad = is_invalid(error)
-            self._scheduler.waiting.create_refused(sequence, try_again=not is_bad)
-            if is_out_of_sequences(error):
-                self._wake.loop.set()  # sequences that hold a slot may have to be preempted for this one
-                return False
-            if not is_bad:
-                raise
-            self._fail(request, RequestFailed(f"the cache service refused the sequence: {error.reason}"))
-        else:
-            request.start_number = start_number
+            results = await self._cache.create(together)
+        except KvkeeperError:
+            for sequence in together:
+                self._scheduler.waiting.create_refused(sequence, try_again=True)
+            raise
+        has_slot = True
+        for sequence, result in zip(together, results, strict=True):
+            has_slot &= self._told(sequence, result)
+        self._wake.loop.set()  # where there is no slot, sequences that hold one may have to be preempted
+        return has_slot
+
+    def _told(self, sequence: Sequence, result: int | KvkeeperError) -> bool:
+        """What became of one of them. False when there is no slot for now. Raises the error that is none of the sequence's."""
+        if not isinstance(result, KvkeeperError):
+            sequence.request.start_number = result
             self._scheduler.waiting.created(sequence)
-            self._wake.loop.set()
-        return True
+            return True
+        is_bad = is_invalid(result)
+        self._scheduler.waiting.create_refused(sequence, try_again=not is_bad)
+        if is_bad:
+            self._fail(sequence.request, RequestFailed(f"the cache service refused the sequence: {result.reason}"))
+        elif not is_out_of_sequences(result):
+            raise result
+        return is_bad

@@ -95,9 +95,11 @@ class EngineTracing:
             tracing.fail(span, generation.refusal.reason)
         span.end(traced.clock.ns())
 
-    def within_request(self, request: Request) -> AbstractContextManager[object]:
-        """Calls made within it are part of the request's trace."""
-        traced = self._requests.get(request)
+    def within_request(self, *requests: Request) -> AbstractContextManager[object]:
+        """Calls made within it are part of the trace of the first of the requests that is traced."""
+        if not self._requests:
+            return nullcontext()
+        traced = next((self._requests[request] for request in requests if request in self._requests), None)
         return nullcontext() if traced is None else tracing.within(traced.span)
 
     def begin_step(self, step_id: int, plan: Plan, running: RunningSequences) -> str:

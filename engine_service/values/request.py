@@ -58,7 +58,7 @@ class SequenceState(Enum):
 
     UNFORKED = "unforked"  # shares its parent's tokens, until it has one of its own; known here alone
     NEW = "new"  # in the waiting queue, the cache service does not know it
-    CREATING = "creating"  # in the waiting queue, CreateSequence is under way
+    CREATING = "creating"  # in the waiting queue, the cache service is being told of it
     WAITING = "waiting"  # in the waiting queue, may start
     LOADING = "loading"  # started; the cache service brings what it hits from the host tier
     RUNNING = "running"  # has a row and a block table

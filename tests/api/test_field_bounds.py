@@ -17,7 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.rpc.methods import UNIMPLEMENTED_METHODS
-from kvkeeper.client.errors import error_of
+from kvkeeper.client.errors import error_of, error_of_status
 from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, ManualClock, Session, le32, le64, serving
 from tests.support.worlds.field_bounds import BOUNDS, COMMON, Bound
 
@@ -35,6 +35,7 @@ LAWFUL: dict[str, dict[str, Any]] = {
     "OpenSession": {"spec": SPEC},
     "CloseSession": {"drained": True},
     "CreateSequence": {"sequence_id": 9, "token_ids": [1, 2]},
+    "CreateSequences": {"sequences": [{"sequence_id": 9, "token_ids": [1, 2]}]},
     "ExtendSequence": {"sequence_id": 1, "num_tokens": 8},
     "CommitSequence": {"sequence_id": 1, "num_tokens": 6, "first_token_idx": 8},
     "ForkSequence": {"parent_id": 1, "child_id": 9},
@@ -120,12 +121,13 @@ def request_of(case: Case, session: Session) -> Any:
     if case.method.input_type.name == "StepRequest":
         columns = next((columns for columns in STEP_LISTS if name in columns), {})
         fields |= {"step_id": 3, "completed_step_id": 2, **columns}
-    if name == "packed_token_ids":
-        del fields["token_ids"]
     request = GetMessageClass(case.method.input_type)(**fields)
     message = request
     for field in case.path[:-1]:
-        message = getattr(message, field.name).add() if field.is_repeated else getattr(message, field.name)
+        items = getattr(message, field.name)
+        message = items if not field.is_repeated else items[0] if items else items.add()
+    if case.path[-1].name == "packed_token_ids":
+        message.ClearField("token_ids")
     _set(message, case.path[-1], case.value)
     return request
 
@@ -152,6 +154,11 @@ async def outcome(api: Api, case: Case, raw: bytes) -> tuple[Any, str, dict[str,
             if case.method.name == "OpenSession":
                 opened = Session(api, pb.OpenSessionResponse.FromString(answer))
                 await opened.call("CloseSession", drained=True)
+            if case.method.name == "CreateSequences":
+                (result,) = pb.CreateSequencesResponse.FromString(answer).results
+                if result.error:
+                    told = error_of_status(result.error)
+                    return told.code, told.reason, told.metadata
     except grpc.aio.AioRpcError as failure:
         error = error_of(failure)
         return failure.code(), error.reason, error.metadata

@@ -227,7 +227,8 @@ async def test_lists_that_are_refused(api: Api, fields: dict[str, object], reaso
 
 
 @pytest.mark.parametrize(
-    ("method", "limit"), [("GetSequence", 256 << 10), ("CommitSequence", 256 << 10), ("CreateSequence", 4 << 20)]
+    ("method", "limit"),
+    [("GetSequence", 256 << 10), ("CommitSequence", 256 << 10), ("CreateSequence", 4 << 20), ("CreateSequences", 4 << 20)],
 )
 async def test_messages_have_limits(api: Api, method: str, limit: int) -> None:
     call = api.channel.unary_unary(f"/kvkeeper.cache.v1.CacheService/{method}")

@@ -17,7 +17,7 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.attaching import attaching
-from kvkeeper.client.errors import KvkeeperError, error_of
+from kvkeeper.client.errors import KvkeeperError, error_of, error_of_status
 from kvkeeper.trust.caller import Caller, Role
 from tests.support.trust.guarded_server import TokenFile, bearer
 from tests.support.worlds.cache_api import BLOCK_SIZE, DEADLINE, SPEC, Api, le64, serving
@@ -128,6 +128,7 @@ def request_of(method: str, owned: Owned) -> Any:
         "WithdrawHandOff": one,
         "SwapOutSequence": one,
         "CreateSequence": {"sequence_id": 8, "token_ids": PROMPT},
+        "CreateSequences": {"sequences": [{"sequence_id": 8, "token_ids": PROMPT}]},
         "MatchPrefix": {"token_ids": PROMPT},
         "ExplainMatch": {"token_ids": PROMPT},
         "PinPrefix": {"token_ids": PROMPT, "ttl_ms": 1000},
@@ -146,8 +147,8 @@ def request_of(method: str, owned: Owned) -> Any:
 
 READING = ("GetSequence", "ReadKv", "MatchPrefix", "ExplainMatch", "CheckAdmission", "WatchEvents")
 CHANGING = (
-    "RenewSession", "CreateSequence", "ExtendSequence", "CommitSequence", "UpdateSequence", "ForkSequence", "PinPrefix",
-    "SelectVictims", "HandOffSequence", "WithdrawHandOff", "WriteKv", "TruncateSequence", "ReleaseSequence", "CloseSession",
+    "RenewSession", "CreateSequence", "CreateSequences", "ExtendSequence", "CommitSequence", "UpdateSequence", "ForkSequence",
+    "PinPrefix", "SelectVictims", "HandOffSequence", "WithdrawHandOff", "WriteKv", "TruncateSequence", "ReleaseSequence", "CloseSession",
 )  # fmt: skip
 
 
@@ -242,6 +243,21 @@ async def test_a_tenant_is_the_credentials_or_is_refused(world: World, method: s
         assert not isinstance(answer, tuple)
         num_cached = {"MatchPrefix": "num_matched_tokens", "CreateSequence": "num_matched_tokens"}.get(method)
         assert num_cached is None or getattr(answer, num_cached) == 2 * BLOCK_SIZE  # its own cache, though no tenant was named
+
+
+@pytest.mark.parametrize("named", ["b", "*", "A", ""])
+async def test_each_of_many_sequences_is_of_the_credentials_tenant_or_is_refused(world: World, named: str) -> None:
+    new = [{"sequence_id": place, "token_ids": PROMPT, "tenant": tenant} for place, tenant in ((8, named), (9, "a"))]
+    answer = await world.prober(Role.ENGINE, "a").ask(
+        "CreateSequences", pb.CreateSequencesRequest(**world.owned["a"].ids, sequences=new)
+    )
+    first, last = answer.results
+    assert last.response.num_matched_tokens == 2 * BLOCK_SIZE
+    if named:
+        told = error_of_status(first.error)
+        assert (told.code.name, told.reason, told.metadata) == ("PERMISSION_DENIED", "TENANT_NOT_ALLOWED", {"field": "tenant"})
+    else:
+        assert first.response.num_matched_tokens == 2 * BLOCK_SIZE
 
 
 @pytest.mark.parametrize(

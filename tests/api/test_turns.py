@@ -10,7 +10,7 @@ from kvkeeper.cache_service.rpc import eviction_calls, prefix_calls
 from kvkeeper.cache_service.runtime import turns
 from tests.support.worlds.cache_api import DEADLINE, Api, Session, le32, le64, refusal, serving
 
-NUM_BLOCKS, NUM_CACHED = 65, 40
+NUM_BLOCKS, NUM_CACHED, NUM_CREATED = 65, 40, 200
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +74,36 @@ async def test_an_eviction_ends_with_its_session(wide: Api) -> None:
     assert (await evicting).reason == "UNKNOWN_SESSION"
     assert 0 < pool.manager.stats().num_cached_blocks < NUM_CACHED
     await other.step(1)
+    await wide.audit()
+
+
+async def test_others_step_while_many_sequences_are_created(wide: Api) -> None:
+    session, other = await wide.open(), await wide.open()
+    new = [{"sequence_id": place, "token_ids": [place, 2, 3]} for place in range(1, NUM_CREATED + 1)]
+    creating = asyncio.ensure_future(session.call("CreateSequences", sequences=new))
+    seen, step_id = set[int](), 0
+    while not creating.done():
+        step_id += 1
+        await other.step(step_id)
+        (pool,) = wide.server.session_manager.registry.pools
+        seen.add(pool.manager.stats().num_waiting_sequences)
+        assert pool.manager.check_invariants() == []
+    created = [result.response.start_number for result in (await creating).results]
+    assert created == sorted(set(created)), "they arrived in the order of the request"
+    assert any(0 < num_waiting < NUM_CREATED for num_waiting in seen), "no step came between"
+
+
+async def test_sequences_end_with_their_session_while_others_are_created(wide: Api) -> None:
+    session = await wide.open()
+    new = [{"sequence_id": place, "token_ids": [place, 2, 3]} for place in range(1, NUM_CREATED + 1)]
+    creating = asyncio.ensure_future(refusal(session.call("CreateSequences", sequences=new)))
+    (pool,) = wide.server.session_manager.registry.pools
+    async with asyncio.timeout(DEADLINE):
+        while not pool.manager.stats().num_waiting_sequences:  # noqa: ASYNC110  it has no event for a test
+            await asyncio.sleep(0)
+    await session.call("CloseSession")
+    assert (await creating).reason == "UNKNOWN_SESSION"
+    assert pool.manager.stats().num_waiting_sequences == 0
     await wide.audit()
 
 

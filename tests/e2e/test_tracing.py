@@ -19,7 +19,7 @@ from tests.support.processes.service_pair import GREEDY, Services, generate, toy
 from tests.support.processes.traces import Spans
 
 CALL, RPC = "text_completion", "kvkeeper.engine.v1.EngineService/Generate"
-CREATE = "kvkeeper.cache.v1.CacheService/CreateSequence"
+CREATE = "kvkeeper.cache.v1.CacheService/CreateSequences"
 REQUEST, STEP = "text_completion hash-toy", "kvkeeper.cache.v1.CacheService/Step"
 
 

@@ -12,7 +12,7 @@ from .checks import MAX_INT32, check_range, sequence_id, tenant
 from .step import int32_column
 
 
-def sequence_args(request: pb.CreateSequenceRequest) -> SequenceArgs:
+def sequence_args(request: pb.CreateSequenceRequest | pb.NewSequence) -> SequenceArgs:
     """Raises InvalidField."""
     if bool(request.token_ids) == bool(request.packed_token_ids):
         raise InvalidField("give token_ids or packed_token_ids, with 1 token or more", field="token_ids", limit=1)
@@ -38,7 +38,7 @@ def sequence_args(request: pb.CreateSequenceRequest) -> SequenceArgs:
 
 
 def retention(
-    request: pb.CreateSequenceRequest | pb.UpdateSequenceRequest | pb.CheckAdmissionRequest,
+    request: pb.CreateSequenceRequest | pb.NewSequence | pb.UpdateSequenceRequest | pb.CheckAdmissionRequest,
 ) -> Retention | None:
     """None where the field is absent. Raises InvalidField."""
     if not request.HasField("retention"):
@@ -49,7 +49,7 @@ def retention(
     return Retention(sink, window)
 
 
-def reuse_hint(request: pb.CreateSequenceRequest | pb.UpdateSequenceRequest) -> ReuseHint:
+def reuse_hint(request: pb.CreateSequenceRequest | pb.NewSequence | pb.UpdateSequenceRequest) -> ReuseHint:
     """Raises InvalidField."""
     check_range("reuse_hint", request.reuse_hint, 0, max(ReuseHint))
     return ReuseHint(request.reuse_hint)

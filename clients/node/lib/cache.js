@@ -1,7 +1,7 @@
 /** The cache service: sessions, and their sequences one operation at a time; see session_calls.js for the rest. */
 import grpc from '@grpc/grpc-js';
 import { checkedOptions } from './checked.js';
-import { KvkeeperError } from './errors.js';
+import { KvkeeperError, errorOfStatus } from './errors.js';
 import { Transport } from './transport.js';
 import { CacheService } from './protos.js';
 import { SessionCalls } from './session_calls.js';
@@ -103,6 +103,16 @@ export class CacheSession extends SessionCalls {
     });
     const answer = await this.call('CreateSequence', { sequenceId, tokenIds, ...given });
     return answer.numMatchedTokens;
+  }
+
+  /**
+   * Stores several prompts, in order. One that is refused leaves the others be.
+   * @param {object[]} sequences fields of NewSequence: sequenceId, tokenIds and the options of createSequence
+   * @returns {Promise<Array<object | KvkeeperError>>} of each {numMatchedTokens, startNumber}, or why it was refused
+   */
+  async createSequences(sequences) {
+    const { results } = await this.call('CreateSequences', { sequences });
+    return results.map(({ response, error }) => response ?? errorOfStatus(error));
   }
 
   /** Starts the sequence if it waits, and reserves slots up to an absolute length. */

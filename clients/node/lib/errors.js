@@ -27,26 +27,37 @@ export class KvkeeperError extends Error {
 /** @param {grpc.ServiceError} error */
 export function errorOf(error) {
   if (error instanceof KvkeeperError) return error; // it could not be sent
-  let reason = '';
-  let metadata = {};
-  let retryAfterMs = null;
   const [packed] = error.metadata?.get('grpc-status-details-bin') ?? [];
-  for (const detail of packed ? decodeDetail('google.rpc.Status', packed).details : []) {
-    const name = detail.typeUrl.split('/').at(-1);
-    if (name === 'google.rpc.ErrorInfo') {
-      ({ reason, metadata } = decodeDetail(name, detail.value));
-    } else if (name === 'google.rpc.RetryInfo') {
-      const delay = decodeDetail(name, detail.value).retryDelay;
-      retryAfterMs = delay.seconds * 1000 + delay.nanos / 1e6;
-    }
-  }
+  const told = toldBy(packed ? decodeDetail('google.rpc.Status', packed).details : []);
   let message = error.details ?? error.message;
-  const sizes = reason ? null : TOO_LARGE.exec(message);
+  const sizes = told.reason ? null : TOO_LARGE.exec(message);
   if (sizes) {
     const [byServer, requested, limit] = sizes.slice(1);
     const [what, taker] = byServer ? ['request', 'the service'] : ['answer', 'this client'];
     message = `the ${what} has ${requested} bytes, and ${taker} takes at most ${limit} at once`;
-    metadata = { requested, limit };
+    told.metadata = { requested, limit };
   }
-  return new KvkeeperError(error.code, reason, message, metadata, retryAfterMs);
+  return new KvkeeperError(error.code, told.reason, message, told.metadata, told.retryAfterMs);
+}
+
+/** @param {Buffer} packed a google.rpc.Status, as messages carry it */
+export function errorOfStatus(packed) {
+  const status = decodeDetail('google.rpc.Status', packed);
+  const told = toldBy(status.details);
+  return new KvkeeperError(status.code, told.reason, status.message, told.metadata, told.retryAfterMs);
+}
+
+function toldBy(details) {
+  const told = { reason: '', metadata: {}, retryAfterMs: null };
+  for (const detail of details) {
+    const name = detail.typeUrl.split('/').at(-1);
+    if (name === 'google.rpc.ErrorInfo') {
+      const { reason, metadata } = decodeDetail(name, detail.value);
+      Object.assign(told, { reason, metadata });
+    } else if (name === 'google.rpc.RetryInfo') {
+      const delay = decodeDetail(name, detail.value).retryDelay;
+      told.retryAfterMs = delay.seconds * 1000 + delay.nanos / 1e6;
+    }
+  }
+  return told;
 }

@@ -1,6 +1,7 @@
 /** The life of a sequence against a live cache service, whose address is in KVKEEPER_CACHE_LISTEN. */
 import assert from 'node:assert/strict';
 import { after, before, test } from 'node:test';
+import grpc from '@grpc/grpc-js';
 import { CacheClient, KvkeeperError } from '../index.js';
 
 const SPEC = {
@@ -108,6 +109,22 @@ test('a sequence is created, extended, written, committed, forked, read back and
   assert.equal(await session.createSequence(3, PROMPT), 4);
   assert.equal((await session.extend(3, 6)).numHitTokens, 4);
   await session.release(3);
+});
+
+test('several sequences are created in one call, and one that is refused leaves the others be', async () => {
+  const [first, again, refused, last] = await session.createSequences([
+    { sequenceId: 11, tokenIds: PROMPT },
+    { sequenceId: 11, tokenIds: PROMPT },
+    { sequenceId: 12, tokenIds: PROMPT, maxTokens: 1 },
+    { sequenceId: 13, tokenIds: [7, 8], priority: 3 },
+  ]);
+  assert.equal(again.startNumber, first.startNumber);
+  assert.equal(refused instanceof KvkeeperError, true);
+  assert.deepEqual([refused.code, refused.reason], [grpc.status.INVALID_ARGUMENT, 'INVALID_FIELD']);
+  assert.equal(refused.metadata.field, 'max_tokens');
+  assert.equal(last.startNumber > first.startNumber, true);
+  assert.equal((await session.get(13)).priority, 3);
+  for (const sequenceId of [11, 13]) await session.release(sequenceId);
 });
 
 test('a refusal says what is needed to go on', async () => {

@@ -1,6 +1,6 @@
 """The waiting sequences, in the order of the policy in force, and which of them the cache service knows.
 
-A sequence is created in the cache service (CreateSequence) while it waits, so that its start is one item of a step. The slots
+A sequence is created in the cache service (CreateSequences) while it waits, so that its start is one item of a step. The slots
 for that are bounded; running sequences and forks of running sequences have precedence. Pure.
 """
 

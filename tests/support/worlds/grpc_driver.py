@@ -34,6 +34,7 @@ from kvkeeper.client.arena import Arena
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.kv_chunks import KvTokens
+from kvkeeper.client.session_calls import NewSequence
 from kvkeeper.client.steps import StepItems, StepResult, decode, encode
 from tests.support.reference.shadow_memory import ShadowMemory
 from tests.support.worlds.cache_api import Api, ManualClock, serving
@@ -221,13 +222,19 @@ class GrpcDriver:
         self._arenas.pop(session).close()
 
     def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
-        call = self._sessions[session].create_sequence(
+        """By both calls that there are, in turns."""
+        fields = (
             *(args.sequence_id, args.token_ids, args.max_tokens, args.tenant, args.priority),
             _retention_message(args.retention),
             args.start_number,
             int(args.reuse_hint),
         )
-        return self._run(call).num_matched_tokens
+        if args.sequence_id % 2:
+            return self._run(self._sessions[session].create_sequence(*fields)).num_matched_tokens
+        (created,) = self._run(self._sessions[session].create_sequences([NewSequence(*fields)]))
+        if isinstance(created, KvkeeperError):
+            raise Refused(created)
+        return created.num_matched_tokens
 
     def step(self, session: SessionId, batch: StepBatch) -> StepReply:
         items = step_items(batch)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvkeeper.client.errors import KvkeeperError
     from kvkeeper.client.kv_chunks import KvTokens
     from kvkeeper.client.retry import CallOptions
+    from kvkeeper.client.session_calls import NewSequence
     from kvkeeper.client.session_sync import CacheSession
     from kvkeeper.client.steps import StepItems, StepResult, decode, encode
 
@@ -47,6 +48,7 @@ __all__ = [
     "Generation",
     "KvTokens",
     "KvkeeperError",
+    "NewSequence",
     "OutputChunk",
     "Result",
     "Retention",
@@ -78,6 +80,7 @@ _HOMES = {
     "errors": ("KvkeeperError",),
     "kv_chunks": ("KvTokens",),
     "retry": ("CallOptions",),
+    "session_calls": ("NewSequence",),
     "session_sync": ("CacheSession",),
     "steps": ("StepItems", "StepResult", "decode", "encode"),
 }

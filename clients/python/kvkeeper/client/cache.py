@@ -22,7 +22,7 @@ from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.retry import CallOptions
-from kvkeeper.client.session_calls import WATCH_TIMEOUT_S, Logits, SessionCalls, TokenIds
+from kvkeeper.client.session_calls import WATCH_TIMEOUT_S, Created, Logits, NewSequence, SessionCalls, TokenIds
 from kvkeeper.client.step_lane import StepLane, attach_lane
 from kvkeeper.client.step_stream import StepStream
 from kvkeeper.client.steps import StepItems, StepResult, decode, encode
@@ -205,6 +205,13 @@ class AsyncCacheSession:
             sequence_id, token_ids, max_tokens, tenant, priority, retention, start_number, reuse_hint
         )
         return await self._do(call)
+
+    async def create_sequences(self, sequences: Sequence[NewSequence]) -> list[Created]:
+        """Store several prompts, in order. Each has an answer of its own, or the error for which it was refused.
+
+        One that is refused leaves the others be. A service of before there was this call raises UNIMPLEMENTED without a reason.
+        """
+        return await self._do(self._calls.create_sequences(sequences))
 
     async def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:
         """Start the sequence if it waits, and reserve slots up to an absolute length, all or nothing."""

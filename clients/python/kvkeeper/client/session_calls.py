@@ -10,11 +10,29 @@ import numpy.typing as npt
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import kv_chunks
 from kvkeeper.client.cache_calls import SLICED_TIMEOUT_S, Call, whole
+from kvkeeper.client.errors import KvkeeperError, error_of_status
 from kvkeeper.client.kv_chunks import KvTokens
 
 TokenIds = Sequence[int] | npt.NDArray[Any]
 Logits = npt.NDArray[np.float32]
 WATCH_TIMEOUT_S = 86_400.0  # a watch lasts as long as its session, but every call has a deadline
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence to create together with others; what each field means is said at CacheSession.create_sequence."""
+
+    sequence_id: int
+    token_ids: TokenIds
+    max_tokens: int = 0
+    tenant: str = ""
+    priority: int = 0
+    retention: pb.Retention | None = None
+    start_number: int = 0
+    reuse_hint: pb.ReuseHint = pb.REUSE_HINT_UNSPECIFIED
+
+
+Created = pb.CreateSequenceResponse | KvkeeperError  # what became of one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +84,10 @@ class SessionCalls:
             reuse_hint=reuse_hint,
         )
         return Call("CreateSequence", request, whole)
+
+    def create_sequences(self, sequences: Sequence[NewSequence]) -> Call[list[Created]]:
+        request = pb.CreateSequencesRequest(**self.head, sequences=[_new_sequence(each) for each in sequences])
+        return Call("CreateSequences", request, _created)
 
     def extend(self, sequence_id: int, num_tokens: int, look_up: bool) -> Call[pb.SequenceInfo]:
         request = pb.ExtendSequenceRequest(
@@ -214,6 +236,23 @@ class SessionCalls:
 
 def _sequence(answer: Any) -> pb.SequenceInfo:
     return answer.sequence
+
+
+def _new_sequence(new: NewSequence) -> pb.NewSequence:
+    return pb.NewSequence(
+        sequence_id=new.sequence_id,
+        packed_token_ids=_packed(new.token_ids),
+        max_tokens=new.max_tokens,
+        tenant=new.tenant,
+        priority=new.priority,
+        retention=new.retention,
+        start_number=new.start_number,
+        reuse_hint=new.reuse_hint,
+    )
+
+
+def _created(answer: pb.CreateSequencesResponse) -> list[Created]:
+    return [each.response if each.HasField("response") else error_of_status(each.error) for each in answer.results]
 
 
 def _checked(token_ids: TokenIds) -> npt.NDArray[Any]:

@@ -14,7 +14,7 @@ from kvkeeper.client.cache_calls import Call
 from kvkeeper.client.cache_sync import all_sequences, do
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.kv_chunks import KvTokens
-from kvkeeper.client.session_calls import WATCH_TIMEOUT_S, Logits, SessionCalls, TokenIds
+from kvkeeper.client.session_calls import WATCH_TIMEOUT_S, Created, Logits, NewSequence, SessionCalls, TokenIds
 from kvkeeper.client.step_lane import LaneBroken, MessageTooLarge, attach_lane
 from kvkeeper.client.step_lane_sync import BlockingStepLane
 from kvkeeper.client.steps import StepItems, StepResult, decode, encode
@@ -145,6 +145,13 @@ class CacheSession:
             sequence_id, token_ids, max_tokens, tenant, priority, retention, start_number, reuse_hint
         )
         return self._do(call)
+
+    def create_sequences(self, sequences: Sequence[NewSequence]) -> list[Created]:
+        """Store several prompts, in order. Each has an answer of its own, or the error for which it was refused.
+
+        One that is refused leaves the others be. A service of before there was this call raises UNIMPLEMENTED without a reason.
+        """
+        return self._do(self._calls.create_sequences(sequences))
 
     def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:
         """Start the sequence if it waits, and reserve slots up to an absolute length, all or nothing."""

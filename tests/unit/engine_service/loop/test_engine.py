@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvkeeper.client import AsyncCacheSession, KvkeeperError, StepItems, StepResult
+from kvkeeper.client import AsyncCacheSession, AsyncEngineClient, KvkeeperError, NewSequence, StepItems, StepResult
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
 from kvkeeper.engine_service.loop import sequence_creator
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage, coalesce
@@ -49,14 +49,14 @@ async def test_a_refused_step_ends_its_requests_and_the_next_ones_are_served(mon
 
 
 async def test_a_refused_sequence_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    create = AsyncCacheSession.create_sequence
+    create = AsyncCacheSession.create_sequences
 
-    async def refuse_sevens(session: AsyncCacheSession, sequence_id: int, token_ids: Any, *args: Any, **named: Any) -> Any:
-        if token_ids[0] == 7:
-            raise KvkeeperError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "no sevens")
-        return await create(session, sequence_id, token_ids, *args, **named)
+    async def refuse_sevens(session: AsyncCacheSession, sequences: list[NewSequence]) -> list[Any]:
+        bad = KvkeeperError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "no sevens")
+        created = await create(session, sequences)
+        return [bad if new.token_ids[0] == 7 else each for new, each in zip(sequences, created, strict=True)]
 
-    monkeypatch.setattr(AsyncCacheSession, "create_sequence", refuse_sevens)
+    monkeypatch.setattr(AsyncCacheSession, "create_sequences", refuse_sevens)
     async with services() as world:
         await world.start_cache()
         client = await world.client(await world.start_engine())
@@ -67,23 +67,22 @@ async def test_a_refused_sequence_ends_its_request_alone(monkeypatch: pytest.Mon
         assert (await good).token_ids == [toy_output([1, 2, 3], 20)]
 
 
-@pytest.mark.parametrize(("limit", "most"), [("_MOST_AT_ONCE", 4), ("_MOST_TOKENS_AT_ONCE", 7)], ids=["calls", "tokens"])
-async def test_a_prompt_that_takes_long_to_be_sent_holds_up_no_other_and_few_are_sent_at_once(
-    monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+async def test_a_prompt_that_takes_long_to_be_sent_holds_up_no_other_and_few_calls_are_under_way(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sequence_creator, limit, most)
-    create, gate, num_held, most_held = AsyncCacheSession.create_sequence, asyncio.Event(), 0, 0
+    monkeypatch.setattr(sequence_creator, "_MOST_CALLS", 2)
+    create, gate, num_held, most_held = AsyncCacheSession.create_sequences, asyncio.Event(), 0, 0
 
-    async def hold_sevens(session: AsyncCacheSession, sequence_id: int, token_ids: Any, *args: Any, **named: Any) -> Any:
+    async def hold_sevens(session: AsyncCacheSession, sequences: list[NewSequence]) -> list[Any]:
         nonlocal num_held, most_held
-        if token_ids[0] == 7:
+        if any(new.token_ids[0] == 7 for new in sequences):
             num_held += 1
             most_held = max(most_held, num_held)
             await gate.wait()
             num_held -= 1
-        return await create(session, sequence_id, token_ids, *args, **named)
+        return await create(session, sequences)
 
-    monkeypatch.setattr(AsyncCacheSession, "create_sequence", hold_sevens)
+    monkeypatch.setattr(AsyncCacheSession, "create_sequences", hold_sevens)
     async with services() as world:
         await world.start_cache()
         client = await world.client(await world.start_engine())
@@ -91,11 +90,19 @@ async def test_a_prompt_that_takes_long_to_be_sent_holds_up_no_other_and_few_are
         await until_true(lambda: num_held == 1)
         assert (await generate(client, [1, 2, 3], 20)).token_ids == [toy_output([1, 2, 3], 20)]
         held += [asyncio.create_task(generate(client, [7, place], 20)) for place in range(9, 15)]
-        await until_true(lambda: num_held == 4)
+        await until_true(lambda: num_held == 2)
+        await until_told(client, num_requests=7)
         gate.set()
         assert [one.token_ids for one in await asyncio.gather(*held)] == [[toy_output([7, at], 20)] for at in range(8, 15)]
-        assert most_held == 4, "of two tokens each"
+        assert most_held == 2
         assert (await world.wait_idle()).num_referenced_blocks == 0
+
+
+async def until_told(client: AsyncEngineClient, *, num_requests: int) -> None:
+    async def check() -> bool:
+        return len(await client.list_requests()) == num_requests
+
+    await until(check)
 
 
 async def until_true(condition: Callable[[], bool]) -> None:

@@ -1,8 +1,9 @@
-"""Calls that create sequences beside the steps, where the session is lost under several of them."""
+"""Calls that create sequences beside the steps: what goes together, what is tried again, and a session that is lost."""
 
 import asyncio
 import gc
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,33 +11,142 @@ import grpc
 import pytest
 
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.engine_service.loop import sequence_creator
 from kvkeeper.engine_service.loop.sequence_creator import SequenceCreator
 from kvkeeper.engine_service.loop.wake import Wake
 
+LOST = KvkeeperError(grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH", "another run of the service")
+NO_SLOT = KvkeeperError(grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_SEQUENCES", "all are in use")
+BAD = KvkeeperError(grpc.StatusCode.INVALID_ARGUMENT, "NEVER_FITS", "too long")
 
-async def test_each_call_of_a_lost_session_is_told_to_the_loop_alone() -> None:
+
+class World:
+    """A scheduler and a cache service of which every call waits for the test."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []
+        self.calls: asyncio.Queue[tuple[list[int], asyncio.Future[list[Any]]]] = asyncio.Queue()
+        self.created: list[int] = []
+        self.refused: list[tuple[int, bool]] = []  # and whether they are tried again
+        self.failed: list[Any] = []
+        self.wake = Wake()
+
+    def put(self, *num_tokens: int) -> None:
+        for num in num_tokens:
+            request = SimpleNamespace(start_number=0)
+            self.waiting.append(SimpleNamespace(request=request, token_ids=[0] * num))
+
+    @asynccontextmanager
+    async def creator(self) -> AsyncIterator[SequenceCreator]:
+        async def create(sequences: Sequence[Any]) -> list[Any]:
+            answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+            self.calls.put_nowait(([len(sequence.token_ids) for sequence in sequences], answer))
+            return await answer
+
+        def refuse(sequence: Any, *, try_again: bool) -> None:
+            self.refused.append((len(sequence.token_ids), try_again))
+            if try_again:
+                self.waiting.insert(0, sequence)
+
+        queue = SimpleNamespace(
+            created=lambda sequence: self.created.append(sequence.request.start_number),
+            create_refused=refuse,
+        )
+        scheduler = SimpleNamespace(
+            next_to_create=lambda: self.waiting.pop(0) if self.waiting else None,
+            waiting=queue,
+        )
+        fail: Callable[..., None] = lambda request, error: self.failed.append(error)  # noqa: E731
+        tracing = SimpleNamespace(within_request=lambda *requests: nullcontext())
+        parts = (scheduler, SimpleNamespace(create=create), self.wake, fail, tracing)
+        creator = SequenceCreator(*(cast(Any, part) for part in parts))
+        try:
+            yield creator
+        finally:
+            await creator.close()
+
+    async def call(self) -> tuple[list[int], asyncio.Future[list[Any]]]:
+        async with asyncio.timeout(5):
+            return await self.calls.get()
+
+
+async def test_what_waits_goes_together_and_what_comes_meanwhile_in_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_creator, "_MOST_CALLS", 1)
+    world = World()
+    world.put(3, 4, 5)
+    async with world.creator() as creator:
+        sizes, answer = await world.call()
+        assert sizes == [3, 4, 5]
+        world.put(6)
+        creator.proceed()
+        world.put(7)
+        creator.proceed()
+        await asyncio.sleep(0)
+        assert world.calls.empty(), "one call is under way"
+        answer.set_result([11, 12, 13])
+        sizes, answer = await world.call()
+        assert (sizes, world.created) == ([6, 7], [11, 12, 13])
+
+
+async def test_a_call_has_so_many_sequences_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_creator, "_MOST_IN_CALL", 3)
+    monkeypatch.setattr(sequence_creator, "_MOST_TOKENS_IN_CALL", 10)
+    monkeypatch.setattr(sequence_creator, "_MOST_CALLS", 6)
+    world = World()
+    world.put(1, 1, 1, 4, 6, 1, 25, 2, 9)
+    async with world.creator():
+        sizes = [(await world.call())[0] for _ in range(6)]
+    assert sizes == [[1, 1, 1], [4, 6], [1], [25], [2], [9]], "in order, and a long one alone"
+
+
+async def test_what_was_kept_for_the_next_call_waits_for_a_slot_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence_creator, "_MOST_TOKENS_IN_CALL", 10)
+    monkeypatch.setattr(sequence_creator, "_MOST_CALLS", 1)
+    monkeypatch.setattr(sequence_creator, "_RETRY_S", 0)
+    world = World()
+    world.put(4, 5, 8)
+    async with world.creator():
+        sizes, answer = await world.call()
+        answer.set_result([1, NO_SLOT])
+        assert sizes == [4, 5]
+        sizes, _ = await world.call()
+        assert world.refused == [(5, True), (8, True)]
+        assert world.wake.loop.is_set(), "a sequence that holds a slot may have to be preempted"
+        assert sizes == [8], "the queue says which is next"
+
+
+async def test_a_refusal_ends_its_request_alone() -> None:
+    world = World()
+    world.put(4, 5, 6)
+    async with world.creator():
+        _, answer = await world.call()
+        answer.set_result([1, BAD, 2])
+        async with asyncio.timeout(5):
+            await world.wake.loop.wait()
+        assert (world.created, world.refused) == ([1, 2], [(5, False)])
+        assert [error.reason for error in world.failed] == ["REQUEST_FAILED"]
+
+
+@pytest.mark.parametrize("is_of_one", [False, True])
+async def test_each_call_of_a_lost_session_is_told_to_the_loop_alone(
+    monkeypatch: pytest.MonkeyPatch, is_of_one: bool
+) -> None:
     untold: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: untold.append(context))
-    waiting = [SimpleNamespace(request=None, token_ids=[1]) for _ in range(3)]
-    are_asked = asyncio.Barrier(len(waiting))
-
-    async def create_sequence(_: object) -> int:
-        await are_asked.wait()  # so that they all fail in one turn of the loop
-        raise KvkeeperError(grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH", "another run of the service")
-
-    scheduler = SimpleNamespace(
-        next_to_create=lambda: waiting.pop() if waiting else None,
-        waiting=SimpleNamespace(create_refused=lambda sequence, try_again: None),
-    )
-    memory = SimpleNamespace(create_sequence=create_sequence)
-    tracing = SimpleNamespace(within_request=lambda _: nullcontext())
-    wake = Wake()
-    parts = (scheduler, memory, wake, lambda request, error: None, tracing)
-    creator = SequenceCreator(*(cast(Any, part) for part in parts))
-    await wake.loop.wait()
-    with pytest.raises(KvkeeperError, match="STALE_EPOCH"):
-        creator.proceed()
-    await creator.close()
+    monkeypatch.setattr(sequence_creator, "_MOST_IN_CALL", 1)
+    world = World()
+    world.put(1, 2, 3)
+    async with world.creator() as creator:
+        answers = [(await world.call())[1] for _ in range(3)]
+        for answer in answers:  # so that they all fail in one turn of the loop
+            if is_of_one:
+                answer.set_result([LOST])
+            else:
+                answer.set_exception(LOST)
+        async with asyncio.timeout(5):
+            await world.wake.loop.wait()
+        with pytest.raises(KvkeeperError, match="STALE_EPOCH"):
+            creator.proceed()
     del creator
     gc.collect()
     await asyncio.sleep(0)

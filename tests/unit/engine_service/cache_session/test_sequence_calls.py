@@ -1,0 +1,91 @@
+"""Sequences that are told to the cache service: all in one call, and one by one where it is older than that call."""
+
+from typing import Any, cast
+
+import grpc
+import numpy as np
+import pytest
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.client import KvkeeperError, NewSequence
+from kvkeeper.engine_service.cache_session.sequence_calls import SequenceCalls
+from kvkeeper.engine_service.values.request import Request, Sequence, SequenceState
+from kvkeeper.engine_service.values.retention import Retention
+
+REFUSED = KvkeeperError(grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_SEQUENCES", "all are in use")
+
+
+def sequence(sequence_id: int, **fields: Any) -> Sequence:
+    prompt = np.array([sequence_id, 5], np.int32)
+    return Sequence(Request(f"r{sequence_id}", prompt, max_new_tokens=6, **fields), 0, prompt, SequenceState.CREATING, sequence_id)
+
+
+class Session:
+    """A session of a cache service that has no slot for sequence 2."""
+
+    def __init__(self, error: KvkeeperError | None = None) -> None:
+        self.error = error  # of the call of many
+        self.num_calls = 0
+        self.created: list[tuple[Any, ...]] = []
+
+    async def create_sequences(self, new: list[NewSequence]) -> list[Any]:
+        self.num_calls += 1
+        if self.error is not None:
+            raise self.error
+        return [self._create(*(getattr(one, name) for name in NewSequence.__dataclass_fields__)) for one in new]
+
+    async def create_sequence(self, *fields: Any) -> pb.CreateSequenceResponse:
+        created = self._create(*fields)
+        if isinstance(created, KvkeeperError):
+            raise created
+        return created
+
+    def _create(self, sequence_id: int, token_ids: Any, *fields: Any) -> Any:
+        self.created.append((sequence_id, token_ids.tolist(), *fields))
+        return REFUSED if sequence_id == 2 else pb.CreateSequenceResponse(start_number=10 + sequence_id)
+
+
+def calls_of(session: Session) -> SequenceCalls:
+    return SequenceCalls(cast(Any, session))
+
+
+async def test_all_go_in_one_call_with_what_their_requests_say() -> None:
+    session = Session()
+    one = sequence(1, tenant="acme", priority=3, retention=Retention(4, 8))
+    two = sequence(2)
+    two.request.start_number = 7
+    assert await calls_of(session).create([one, two]) == [11, REFUSED]
+    assert session.num_calls == 1
+    retention = pb.Retention(num_sink_tokens=4, num_window_tokens=8)
+    assert session.created == [(1, [1, 5], 8, "acme", 3, retention, 0, 0), (2, [2, 5], 8, "", 0, None, 7, 0)]
+
+
+async def test_a_service_of_before_there_was_the_call_is_asked_once() -> None:
+    session = Session(KvkeeperError(grpc.StatusCode.UNIMPLEMENTED, message="Method not found!"))
+    calls = calls_of(session)
+    for _ in range(2):
+        assert await calls.create([sequence(1), sequence(2), sequence(3)]) == [11, REFUSED, 13]
+    assert session.num_calls == 1
+    assert [created[0] for created in session.created] == [1, 2, 3] * 2
+
+
+async def test_a_prompt_that_no_message_can_carry_is_refused_alone() -> None:
+    too_large = KvkeeperError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "too large", {"field": "request"})
+    assert await calls_of(Session(too_large)).create([sequence(1)]) == [too_large]
+
+
+@pytest.mark.parametrize("reason", ["STALE_EPOCH", ""])
+async def test_a_lost_session_is_an_error_of_the_call(reason: str) -> None:
+    code = grpc.StatusCode.FAILED_PRECONDITION if reason else grpc.StatusCode.UNAVAILABLE
+    session = Session(KvkeeperError(code, reason))
+    with pytest.raises(KvkeeperError) as lost:
+        await calls_of(session).create([sequence(1)])
+    assert lost.value is session.error
+    assert session.created == []
+
+
+async def test_a_call_that_this_build_leaves_out_is_no_older_service() -> None:
+    session = Session(KvkeeperError(grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED", "not part of this build"))
+    with pytest.raises(KvkeeperError):
+        await calls_of(session).create([sequence(1)])
+    assert session.created == []
