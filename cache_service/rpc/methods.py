@@ -23,9 +23,9 @@ CONTRACT = Contract(
     service=pb.DESCRIPTOR.services_by_name["CacheService"],
     with_prompt=frozenset(
         {
-            "CreateSequence", "CreateSequences", "MatchPrefix", "CheckAdmission", "ExplainMatch", "PinPrefix", "StoreLogits",
-            "WriteKv",
-        }  # fmt: skip
+            *("CreateSequence", "CreateSequences", "StoreLogits", "WriteKv"),
+            *("MatchPrefix", "CheckAdmission", "ExplainMatch", "PinPrefix"),
+        }
     ),
     unimplemented=UNIMPLEMENTED_METHODS,
     refusals=REFUSALS,

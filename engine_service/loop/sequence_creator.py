@@ -1,9 +1,8 @@
 """SequenceCreator: tells the cache service of waiting sequences, beside the steps, so that no step waits for it.
 
-One task per session, in order of the queue, as far as the cache service has slots. What waits is created in one call: it costs
-a fraction of a call each, and starts together, in one step instead of many. What comes meanwhile waits for the next call. A
-refusal for want of a slot is tried again; any other refusal ends that request alone; a lost session ends the task, and wakes the
-loop.
+One task per session, in order of the queue, as far as the cache service has slots. What waits is created in one call: a call of
+many costs a fraction of as many calls, and what is created together starts together, in one step instead of many. A refusal for
+want of a slot is tried again; any other refusal ends that request alone; a lost session ends the task, and wakes the loop.
 """
 
 import asyncio
@@ -62,8 +61,9 @@ class SequenceCreator:
             while True:
                 self._wake.creator.clear()
                 ended = {call for call in self._calls if call.done()}
-                has_slot = all([call.result() for call in ended])  # where one raises, the others' errors are taken below
+                results = [call.result() for call in ended]  # where one raises, the others' errors are taken below
                 self._calls -= ended
+                has_slot = all(results)
                 if not has_slot and self._held is not None:
                     self._scheduler.waiting.create_refused(self._held, try_again=True)
                     self._held = None

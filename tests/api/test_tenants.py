@@ -148,7 +148,8 @@ def request_of(method: str, owned: Owned) -> Any:
 READING = ("GetSequence", "ReadKv", "MatchPrefix", "ExplainMatch", "CheckAdmission", "WatchEvents")
 CHANGING = (
     "RenewSession", "CreateSequence", "CreateSequences", "ExtendSequence", "CommitSequence", "UpdateSequence", "ForkSequence",
-    "PinPrefix", "SelectVictims", "HandOffSequence", "WithdrawHandOff", "WriteKv", "TruncateSequence", "ReleaseSequence", "CloseSession",
+    "PinPrefix", "SelectVictims", "HandOffSequence", "WithdrawHandOff", "WriteKv", "TruncateSequence", "ReleaseSequence",
+    "CloseSession",
 )  # fmt: skip
 
 

@@ -17,7 +17,8 @@ REFUSED = KvkeeperError(grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_SEQUENCES", 
 
 def sequence(sequence_id: int, **fields: Any) -> Sequence:
     prompt = np.array([sequence_id, 5], np.int32)
-    return Sequence(Request(f"r{sequence_id}", prompt, max_new_tokens=6, **fields), 0, prompt, SequenceState.CREATING, sequence_id)
+    request = Request(f"r{sequence_id}", prompt, max_new_tokens=6, **fields)
+    return Sequence(request, 0, prompt, SequenceState.CREATING, sequence_id)
 
 
 class Session:

@@ -128,9 +128,7 @@ async def test_a_refusal_ends_its_request_alone() -> None:
 
 
 @pytest.mark.parametrize("is_of_one", [False, True])
-async def test_each_call_of_a_lost_session_is_told_to_the_loop_alone(
-    monkeypatch: pytest.MonkeyPatch, is_of_one: bool
-) -> None:
+async def test_each_call_of_a_lost_session_is_told_to_the_loop_alone(monkeypatch: pytest.MonkeyPatch, is_of_one: bool) -> None:
     untold: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: untold.append(context))
     monkeypatch.setattr(sequence_creator, "_MOST_IN_CALL", 1)
