@@ -9,7 +9,7 @@ from kvkeeper.trust.caller import ANY_TENANT, calling
 
 from ..core.manager import PoolManager
 from ..core.values.copies import Copies
-from ..core.values.errors import BrokenInvariant, CacheError, InvalidField, UnknownSequence, UnknownSession
+from ..core.values.errors import CacheError, InvalidField, UnknownSequence, UnknownSession
 from ..core.values.sequence_args import SequenceArgs
 from ..core.values.types import SequenceId, SessionId
 from ..runtime.live_session import LiveSession
@@ -51,8 +51,6 @@ class SequenceCalls:
             live = own_session(self._session_manager, request)  # it may have ended while others passed
             try:
                 created = _create(live, sequences.sequence_args(sequence))
-            except (BrokenInvariant, UnknownSession):
-                raise
             except CacheError as refusal:
                 answer.results.add(error=REFUSALS.to_status(refusal).SerializeToString())
             else:

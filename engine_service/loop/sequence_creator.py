@@ -98,14 +98,8 @@ class SequenceCreator:
 
     async def _create(self, together: list[Sequence]) -> bool:
         """False when there is no slot for now."""
-        try:
-            results = await self._cache.create(together)
-        except KvkeeperError:
-            for sequence in together:
-                self._scheduler.waiting.create_refused(sequence, try_again=True)
-            raise
         has_slot = True
-        for sequence, result in zip(together, results, strict=True):
+        for sequence, result in zip(together, await self._cache.create(together), strict=True):
             has_slot &= self._told(sequence, result)
         self._wake.loop.set()  # where there is no slot, sequences that hold one may have to be preempted
         return has_slot

@@ -109,10 +109,12 @@ async def test_what_was_kept_for_the_next_call_waits_for_a_slot_with_the_others(
         sizes, answer = await world.call()
         answer.set_result([1, NO_SLOT])
         assert sizes == [4, 5]
-        sizes, _ = await world.call()
+        sizes, answer = await world.call()
         assert world.refused == [(5, True), (8, True)]
         assert world.wake.loop.is_set(), "a sequence that holds a slot may have to be preempted"
         assert sizes == [8], "the queue says which is next"
+        answer.set_result([2])
+        assert (await world.call())[0] == [5]
 
 
 async def test_a_refusal_ends_its_request_alone() -> None:
