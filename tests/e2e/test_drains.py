@@ -10,6 +10,7 @@ from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError, S
 from kvkeeper.client.engine.calls import generate_request
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.server import RunningServer as RunningEngine
+from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import GREEDY, Services, toy_output, until
 
 PROMPT = [1, 2, 3]
@@ -27,11 +28,12 @@ async def refuses(client: AsyncEngineClient) -> KvkeeperError | None:
 
 async def test_submitted_results_are_fetched_before_the_engine_goes(world: Services) -> None:
     await world.start_cache()
-    engine = await world.start_engine(drain_timeout=600.0)
+    engine, gate = await world.start_gated_engine(drain_timeout=600.0)
     client = await world.client(engine)
-    request_id = await client.submit(PROMPT, GenerateOptions(request_id="mine", sampling=GREEDY))
-    cancelled = await client.submit(PROMPT, GenerateOptions(sampling=GREEDY))
+    cancelled = await client.submit([GATE_TOKEN], GenerateOptions(sampling=GREEDY))
     await client.cancel(cancelled)
+    gate.set()
+    request_id = await client.submit(PROMPT, GenerateOptions(request_id="mine", sampling=GREEDY))
     draining = asyncio.create_task(engine.drain())
     error = await until(lambda: refuses(client))
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")

@@ -121,17 +121,21 @@ class Services:
         """Until no sequence is left in the pool; its counts then."""
 
         async def is_idle() -> cache_pb.PoolStats | None:
-            pool = await self.pool()
-            busy = pool.num_running_sequences or pool.num_waiting_sequences or pool.num_fenced_blocks
-            return None if busy else pool
+            for pool in await self._pools():
+                busy = pool.num_running_sequences or pool.num_waiting_sequences or pool.num_fenced_blocks
+                return None if busy else pool
+            return None  # a service that has just started has none, until an engine opens its session
 
         return await until(is_idle)
 
     async def pool(self) -> cache_pb.PoolStats:
         """Counts of the one pool, after an audit."""
+        return (await self._pools())[0]
+
+    async def _pools(self) -> Sequence[cache_pb.PoolStats]:
         async with AsyncCacheClient(self.cache.address) as client:
             assert list((await client.check_invariants()).violations) == []
-            return (await client.stats()).pools[0]
+            return (await client.stats()).pools
 
 
 async def until(condition: Callable[[], Awaitable[T | None]]) -> T:
