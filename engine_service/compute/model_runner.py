@@ -30,6 +30,7 @@ from ..values.batch import Batch, IntArray
 from ..values.sampling_params import SampledRows
 from .device.device_queue import DeviceQueue, queue_of
 from .device.last_tokens import LastTokens
+from .device.token_counts import Counted, TokenCounts
 from .device.upload import Staged, upload_to
 from .graphs.graph_api import GraphApi
 from .graphs.graphed_decode import DecodeShape, GraphedDecode, capture_decode
@@ -195,6 +196,7 @@ class ModelRunner:
         self._upload = upload_to(kv_view, self.queue)
         self.last_tokens = LastTokens(kv_view.device)
         self._num_positions = 0  # that the model has tables for, once it is made ready
+        self.counts: TokenCounts | None = None  # of tokens that penalties hang on, once it is made ready
         self.graphed: GraphedDecode | None = None
 
     @property
@@ -216,10 +218,13 @@ class ModelRunner:
             progress: show bars on stderr.
         """
         batches = list(warm_up_batches(self._layout.block_size, bounds.most_tokens, with_retention=with_retention))
+        device = self._kv_view.device
+        if not isinstance(self._model, Decoder) or self._model.gives_logits:
+            self.counts = TokenCounts(bounds.most_rows, self.vocab_size, bounds.most_tokens, device)
         for batch in tqdm(batches, "warming up", unit="step", file=sys.stderr, disable=not progress):
             logits = self.forward(batch)
-            if logits.shape[1]:  # a rank that gives none draws none
-                warm_up_sampling(logits)
+            if self.counts is not None:
+                warm_up_sampling(logits, self.counts)
         self.synchronize()
         if graphs is None or not isinstance(self._model, Decoder):
             return
@@ -231,10 +236,10 @@ class ModelRunner:
         most_rows, num_groups = min(bounds.most_rows, MOST_ROWS), max(len(self._groups), 1)
         shape = DecodeShape(most_rows, width, self._num_positions, self.vocab_size, num_groups)
         self.last_tokens.fix(bounds.most_rows + 1)
-        device = self._kv_view.device
+        assert self.counts is not None, "captured models draw"
         try:
             self.graphed = capture_decode(
-                self._plain_decode, shape, device, graphs, self.queue, self.last_tokens, progress=progress
+                self._plain_decode, shape, device, graphs, self.queue, self.last_tokens, self.counts, progress=progress
             )
         except Exception:  # whatever a driver says of it, the engine can serve
             log.exception("graphs_failed", message="decodes are computed without CUDA graphs; --no-graphs does not try them")
@@ -270,12 +275,13 @@ class ModelRunner:
         """
         return self.stage(batch)().values
 
-    def stage(self, batch: Batch, rows: SampledRows = ()) -> Staged[StepLogits]:
+    def stage(self, batch: Batch, rows: SampledRows = (), counted: Counted | None = None) -> Staged[StepLogits]:
         """Take what the batch says; it may change before the call that computes it, as forward does, is made.
 
         rows: how a token is drawn from each row of logits, in their order: a graph draws what it can. (): nobody says.
+        counted: of the rows that are penalised, by `counts`.
         """
-        if self.graphed is not None and (replay := self.graphed.stage(batch, rows)) is not None:
+        if self.graphed is not None and (replay := self.graphed.stage(batch, rows, counted)) is not None:
             return Staged(partial(self._on_device, replay), replay.give_back)
         arrays: dict[str, IntArray] = {
             "token_ids": batch.token_ids,

@@ -2,7 +2,8 @@
 
 All rows at once, by column. A host with compiled kernels walks each history; else, and on a device, cells that the histories
 name are gathered, changed and put back. A device gets the histories in one copy, and counts them itself. A cell that several
-places of a history name is written by each of them with one value, so their order does not matter.
+places of a history name is written by each of them with one value, so their order does not matter. Rows whose counts the
+device keeps have no history to bring.
 """
 
 from collections.abc import Sequence
@@ -13,11 +14,15 @@ import torch
 
 from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.cpu.penalties import penalise as compiled_penalise
+from kvkeeper.kernels.penalise_counted import CountedTensors, penalise_counted
 
 from ..values.penalised_rows import NOTHING_AWAITED, PenalisedRows
 from ..values.sampling_params import SamplingRow
 from .device.last_tokens import LastTokens
+from .device.token_counts import Counted
 from .device.upload import at_device
+
+_COLUMN_UNIT = 16  # a kernel is compiled anew where a column begins at, or is as long as, no multiple of 16
 
 
 def apply_penalties(logits: torch.Tensor, rows: Sequence[SamplingRow], last: LastTokens | None = None) -> torch.Tensor:
@@ -33,6 +38,22 @@ def penalised_logits(logits: torch.Tensor, rows: PenalisedRows, last: LastTokens
     if not len(rows):
         return logits
     return (_on_host if logits.is_cpu else _on_device)(logits, rows, last)
+
+
+def counted_logits(logits: torch.Tensor, counted: Counted, last: LastTokens) -> torch.Tensor:
+    """The same of rows whose tokens are counted on the device, which counts the ones that the step computes."""
+    counted.bring()
+    rows, count = counted.rows, len(counted.rows.where)
+    columns = np.zeros((8, -(-count // _COLUMN_UNIT) * _COLUMN_UNIT), np.int64)
+    columns[:5, :count] = rows.where, rows.slots, rows.addends, rows.tokens, rows.awaited
+    columns[5:].view(np.float64)[:, :count] = rows.penalties
+    there = at_device(columns, logits)[:, :count]
+    where, slots, addends, tokens, awaited = there[:5]
+    if (rows.awaited != NOTHING_AWAITED).any():
+        tokens = last.filled_there(tokens, awaited)
+    own = logits if count == len(logits) else logits[where]
+    penalised = penalise_counted(own, counted.counts, CountedTensors(slots, tokens, addends, there[5:].view(torch.float64)))
+    return penalised if own is logits else logits.index_copy(0, where, penalised)
 
 
 def _on_host(logits: torch.Tensor, rows: PenalisedRows, last: LastTokens | None) -> torch.Tensor:

@@ -18,8 +18,9 @@ from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 
 from ..values.sampling_params import PlainDraws, SampledRows, SamplingRow, are_likeliest
 from .device.last_tokens import LastTokens
+from .device.token_counts import Counted
 from .device.upload import at_device
-from .penalties import apply_penalties, penalised_logits
+from .penalties import apply_penalties, counted_logits, penalised_logits
 from .step_logits import NOT_FINITE, StepLogits, with_likeliest
 
 log = structlog.get_logger()
@@ -64,13 +65,14 @@ def tokens_of(told: npt.NDArray[np.int64]) -> SampledTokens:
 
 
 @torch.inference_mode()
-def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None) -> Drawn:
+def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None, counted: Counted | None = None) -> Drawn:
     """Draw one token per row.
 
     Args:
         step: logits float32 [S, V], not changed. -inf is a token that must not be drawn. What a graph drew was by these rows.
         rows: S of them, in the order of the logits.
         last: has the tokens that rows await; None: none does.
+        counted: of the rows that are penalised, where the device has their counts; then there is `last`, too.
     """
     logits = step.values
     assert logits.shape[0] == len(rows), "one row per row of logits"
@@ -89,7 +91,10 @@ def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None) ->
         return Drawn(likeliest, told)
     raw, is_finite, constrained = logits, told >= 0, logits
     if isinstance(rows, PlainDraws):
-        if rows.penalised is not None:
+        if counted is not None:
+            assert last is not None
+            logits = constrained = counted_logits(logits, counted, last)
+        elif rows.penalised is not None:
             logits = constrained = penalised_logits(logits, rows.penalised, last)
     else:
         logits = apply_penalties(logits, rows, last)

@@ -17,12 +17,14 @@ import torch
 from ..scheduler.work import PromptScore, Work
 from ..values.batch import Batch
 from ..values.beam_values import Candidates, SearchRow
+from ..values.penalised_rows import NOTHING_AWAITED
 from ..values.sampling_params import PlainDraws, SampledRows, are_likeliest
 from ..values.token_logprobs import TokenLogprobs
 from .beam_candidates import find_candidates
 from .device.device_queue import DeviceQueue, HostQueue, Mark, Queued
 from .device.last_tokens import LastTokens
 from .device.step_copies import Moves, submit_step
+from .device.token_counts import Counted, Counting
 from .device.upload import Staged, at_device
 from .logprobs import LogprobTensors, find_logprobs
 from .model_runner import ModelRunner, Runner
@@ -131,18 +133,20 @@ class StepCompute:
 
     def launch(self, work: Work, how: StepRows, moves: Moves | None = None) -> Launched:
         """Begin a step behind those that were launched before, with its transfers. At most two are not read yet."""
-        results, forward, in_order = _Results(), None, False
+        results, forward, counted, in_order = _Results(), None, None, False
         if moves is not None:
             moves = replace(moves, run=partial(_move, moves.run, results))
         try:
             in_order = _is_in_order(work)
-            forward = None if work.batch is None else self._stage(work.batch, how.sampled if in_order else ())
+            if work.batch is not None:
+                counted = self._count(how.sampled)
+                forward = self._stage(work.batch, how.sampled if in_order else (), counted)
         except Exception:
             log.exception("batch_failed")
             results.has_failed = True  # its transfers are made nevertheless: they are of other sequences
         try:
             copy_blocks = partial(self._copy, work, results)
-            run = partial(self._run, forward, work, how, results, in_order=in_order)
+            run = partial(self._run, forward, counted, work, how, results, in_order=in_order)
             submit_step(self._queue, work, moves, self._runner.layout.block_size, copy_blocks, run)
         except Exception as error:
             log.exception("batch_failed")
@@ -151,12 +155,21 @@ class StepCompute:
                 results.moves_error = error  # nobody knows which of them were made
             if forward is not None:
                 forward.give_back()
+            if counted is not None:
+                counted.forget()
         return Launched(self._runner, work, how, results, self._queue.mark())
 
-    def _stage(self, batch: Batch, rows: SampledRows) -> Staged[StepLogits]:
+    def _count(self, rows: SampledRows) -> Counted | None:
+        """The rows that are penalised, where the device counts their tokens; None: it does not."""
+        counts = self._runner.counts if isinstance(self._runner, Counting) else None
+        if counts is None or not isinstance(rows, PlainDraws) or rows.penalised is None:
+            return None
+        return counts.stage(rows.penalised)
+
+    def _stage(self, batch: Batch, rows: SampledRows, counted: Counted | None) -> Staged[StepLogits]:
         """The forward pass, to be run in the order of the device. rows: of all logits, in their order, or ()."""
         if isinstance(self._runner, ModelRunner):
-            return self._runner.stage(batch, rows)
+            return self._runner.stage(batch, rows, counted)
         return Staged(partial(self._forward_with_known, batch))
 
     def _forward_with_known(self, batch: Batch) -> StepLogits:
@@ -172,23 +185,43 @@ class StepCompute:
             log.exception("batch_failed")
             results.has_failed = True
 
-    def _run(self, forward: Staged[StepLogits] | None, work: Work, how: StepRows, results: _Results, *, in_order: bool) -> None:
+    def _run(
+        self,
+        forward: Staged[StepLogits] | None,
+        counted: Counted | None,
+        work: Work,
+        how: StepRows,
+        results: _Results,
+        *,
+        in_order: bool,
+    ) -> None:
         try:
             if forward is not None and not results.has_failed:
-                self._forward_and_sample(forward, work, how, results, in_order=in_order)
+                self._forward_and_sample(forward, counted, work, how, results, in_order=in_order)
         except Exception:
             log.exception("batch_failed")
             results.has_failed = True
         finally:
             if forward is not None:
                 forward.give_back()
+            if counted is not None and results.has_failed:
+                counted.forget()
         results.is_launched = True
 
     @torch.inference_mode()
     def _forward_and_sample(
-        self, forward: Staged[StepLogits], work: Work, how: StepRows, results: _Results, *, in_order: bool
+        self,
+        forward: Staged[StepLogits],
+        counted: Counted | None,
+        work: Work,
+        how: StepRows,
+        results: _Results,
+        *,
+        in_order: bool,
     ) -> None:
         """in_order: see _is_in_order."""
+        # A graph leaves its own tokens, and the histories of rows that are drawn behind it end with those of the step before.
+        last = self._last.copied() if counted is None and _hang_on_awaited(how.sampled) else self._last
         fetch, step = self._queue.fetch, forward()
         logits = step.values
         results.scores = [_score(logits, score).fetched(fetch) for score in work.scores]
@@ -201,7 +234,7 @@ class StepCompute:
         if not in_order:  # one prompt's row of logits serves all its continuations
             logits = logits[at_device(work.logit_idx, logits)]
             step = StepLogits(logits)
-        drawn = draw(step, rows, self._last)
+        drawn = draw(step, rows, last, counted)
         results.told = fetch(drawn.told)
         # The graph that found the likeliest, or drew, has left them there.
         are_kept = drawn.token_ids is step.likeliest or drawn.token_ids is step.drawn
@@ -216,6 +249,13 @@ class StepCompute:
 def _is_in_order(work: Work) -> bool:
     """Whether each row of the batch's logits is drawn from once, in their order."""
     return work.batch is not None and np.array_equal(work.logit_idx, np.arange(len(work.batch.logit_rows)))
+
+
+def _hang_on_awaited(rows: SampledRows) -> bool:
+    """Whether penalties hang on a token that the step before draws."""
+    if isinstance(rows, PlainDraws):
+        return rows.penalised is not None and bool((rows.penalised.awaited != NOTHING_AWAITED).any())
+    return any(row.awaited_row is not None and row.params.is_penalised for row in rows)
 
 
 def _move(run: Callable[[], None], results: _Results) -> None:

@@ -177,6 +177,11 @@ class Decoder:
         return logits.float() if logits_out is None else logits_out.copy_(logits)
 
     @property
+    def gives_logits(self) -> bool:
+        """Whether forward does; of several ranks, those that do draw."""
+        return self._lm_head is not None
+
+    @property
     def sink_logits(self) -> tuple[torch.Tensor | None, ...]:
         """Of each layer, see paged_attention_decode."""
         return tuple(layer.sink_logits for layer in self._layers)

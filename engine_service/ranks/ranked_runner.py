@@ -15,6 +15,7 @@ import torch
 from kvkeeper.client.steps import StepResult
 
 from ..compute.device.device_queue import DeviceQueue, HostQueue, WaitedQueue
+from ..compute.device.token_counts import TokenCounts
 from ..compute.graphs.graph_api import GraphApi
 from ..compute.model_runner import AnyLayout, ModelRunner, Runner, StepBounds
 from ..values.batch import Batch
@@ -40,6 +41,11 @@ class RankedRunner:
     @property
     def layout(self) -> AnyLayout:
         return self._own.layout
+
+    @property
+    def counts(self) -> TokenCounts | None:
+        """Of the first rank, which draws."""
+        return self._own.counts if isinstance(self._own, ModelRunner) else None
 
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
         """See ModelRunner; without graphs, which would have to be captured on all ranks at once."""

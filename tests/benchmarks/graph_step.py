@@ -19,6 +19,7 @@ import torch
 from kvkeeper.engine_service.compute import sampler
 from kvkeeper.engine_service.compute.device.device_queue import HostQueue
 from kvkeeper.engine_service.compute.device.last_tokens import LastTokens
+from kvkeeper.engine_service.compute.device.token_counts import TokenCounts
 from kvkeeper.engine_service.compute.graphs.graph_api import Graph
 from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, capture_decode
 from kvkeeper.engine_service.compute.model_runner import ModelRunner
@@ -61,7 +62,10 @@ class _Runner(ModelRunner):
         self.queue, self.last_tokens = HostQueue(), LastTokens(torch.device("cpu"))
         self.last_tokens.fix(shape.most_rows + 1)
         device = torch.device("cpu")
-        self.graphed = capture_decode(_logits, shape, device, _NoGraphs(), self.queue, self.last_tokens, progress=False)
+        self.counts = TokenCounts(shape.most_rows, shape.vocab_size, shape.num_positions, device)
+        self.graphed = capture_decode(
+            _logits, shape, device, _NoGraphs(), self.queue, self.last_tokens, self.counts, progress=False
+        )
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         pass

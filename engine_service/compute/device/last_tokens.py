@@ -28,6 +28,12 @@ class LastTokens:
         self._reserve(num_rows)
         self._stays = True
 
+    def copied(self) -> "LastTokens":
+        """As they are now, whatever the next step leaves."""
+        copied = LastTokens(self._tokens.device)
+        copied._tokens = self._tokens.clone()
+        return copied
+
     def _reserve(self, num_rows: int) -> None:
         if num_rows > len(self._tokens):
             assert not self._stays, "a graph has the address"

@@ -1,7 +1,7 @@
 """TokenCounts: how often each token stands in the histories of penalised rows, where the model computes.
 
-A sequence that is penalised has a slot, from the first captured step that draws for it. Its history only grows while it has
-its row, and a captured step counts the token that it computes. So the host brings what is missing before that token: the whole
+A sequence that is penalised has a slot, from the first step that draws for it by column. Its history only grows while it has
+its row, and such a step counts the token that it computes. So the host brings what is missing before that token: the whole
 history of a sequence that came, or what steps in between have drawn, and mostly nothing. Slots are few; one that the step does
 not need is taken from whoever has it. The host's side is brought up to date when a step is staged, in the order of steps, and
 the device's when it is run. A step that was staged and not run leaves them apart: then all is forgotten, and brought anew.
@@ -9,6 +9,7 @@ the device's when it is run. A step that was staged and not run leaves them apar
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import torch
 from kvkeeper.kernels.penalise_counted import IN_PROMPT, ONE_MORE
 
 from ...values.penalised_rows import NOTHING_AWAITED, PenalisedRows
-from .upload import Staged, at_device
+from .upload import at_device
 
 _MOST_BYTES = 1 << 27  # on the device: 256 slots of a vocabulary of 131,072, or 512 where sequences are short
 _MOST_COUNTED_SHORT = (1 << 14) - 1  # of a token, in two bytes
@@ -32,21 +33,40 @@ class CountedRows:
     Attributes:
         where: int64 [P], their rows of the logits.
         slots: int64 [P]. addends: int64 [P], ONE_MORE where the token that the step computes is of the output.
+        tokens: int64 [P], that token, where the host knows it. awaited: int64 [P], see PenalisedRows, where it does not.
         penalties: float32 [3, P].
     """
 
     where: Int64s
     slots: Int64s
     addends: Int64s
+    tokens: Int64s
+    awaited: Int64s
     penalties: npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Counted:
-    """Rows of a step, and the call that brings what their counts miss, to be made before it."""
+    """Rows of a step that was staged.
+
+    Attributes:
+        counts: of all slots, on the device.
+        bring: brings what the rows' counts miss, before their tokens are counted.
+        forget: to be called where the step does not come to its end.
+    """
 
     rows: CountedRows
-    bring: Staged[None]
+    counts: torch.Tensor
+    bring: Callable[[], None]
+    forget: Callable[[], None]
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A model's runner that counts tokens where it computes."""
+
+    @property
+    def counts(self) -> "TokenCounts | None": ...
 
 
 class TokenCounts:
@@ -101,22 +121,9 @@ class TokenCounts:
         self._used_at[slots] = self._turn
         self._num_counted[slots] = lens
         addends = np.where(has_output, ONE_MORE, 0)
-        return Counted(CountedRows(rows.where, slots, addends, rows.penalties), self._once(bring))
-
-    def _once(self, bring: Callable[[], None]) -> Staged[None]:
-        """Which forgets all where it is given back and was not run to its end, or fails."""
-        is_run = False
-
-        def run() -> None:
-            nonlocal is_run
-            bring()
-            is_run = True
-
-        def give_back() -> None:
-            if not is_run:
-                self.forget()
-
-        return Staged(run, give_back)
+        tokens = rows.tokens[rows.which, np.maximum(rows.num_known, 1) - 1].astype(np.int64)
+        counted = CountedRows(rows.where, slots, addends, tokens, rows.awaited, rows.penalties)
+        return Counted(counted, self.tensor, bring, self.forget)
 
     def _bring(self, rows: PenalisedRows, ends: Int64s) -> tuple[Int64s, Callable[[], None]]:
         """A slot for each row, and the call that counts its tokens up to `ends` [P]."""

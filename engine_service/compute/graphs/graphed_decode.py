@@ -67,16 +67,17 @@ class SizeGraphs:
 class GraphedDecode:
     """Captured graphs by batch size. Only one thread computes."""
 
-    def __init__(self, shape: DecodeShape, inputs: DecodeInputs, counts: TokenCounts, graphs: Mapping[int, SizeGraphs]) -> None:
-        self._shape, self._inputs, self._counts, self._graphs = shape, inputs, counts, graphs
+    def __init__(self, shape: DecodeShape, inputs: DecodeInputs, graphs: Mapping[int, SizeGraphs]) -> None:
+        self._shape, self._inputs, self._graphs = shape, inputs, graphs
         self._sizes = sorted(graphs)
         self.num_replays = self.num_draws = self.num_penalised = 0
 
-    def stage(self, batch: Batch, rows: SampledRows = ()) -> Staged[StepLogits] | None:
+    def stage(self, batch: Batch, rows: SampledRows = (), counted: Counted | None = None) -> Staged[StepLogits] | None:
         """A call that computes the batch; None: no graph fits, nothing was done.
 
         rows: how the batch's rows are drawn, in their order. They are drawn at once where as_plain knows how, or where nothing
-        but penalties is in its way that TokenCounts counts. (): nobody says.
+        but penalties is in its way. (): nobody says.
+        counted: of the rows that are penalised.
 
         Its logits, float32 [S, vocab_size], and what is beside them are valid until the next one is made.
         """
@@ -88,24 +89,14 @@ class GraphedDecode:
             return None
         if self._shape.num_groups > 1 and batch.group_tables is None:
             return None
-        draws, counted = self._drawn_there(rows) if len(rows) == count else (None, None)
+        draws = None
+        if len(rows) == count:
+            draws = rows if counted is not None and isinstance(rows, PlainDraws) else as_plain(rows)
         inputs = self._inputs.stage(batch, size, draws, None if counted is None else counted.rows)
         graphs = self._graphs[size]
         draw = None if draws is None else graphs.draw if counted is None else graphs.penalise
-
-        def give_back() -> None:
-            inputs.give_back()
-            if counted is not None:
-                counted.bring.give_back()
-
-        return Staged(partial(self._replay, inputs, graphs.decode, draw, counted, count), give_back)
-
-    def _drawn_there(self, rows: SampledRows) -> tuple[PlainDraws | None, Counted | None]:
-        """How graphs are to draw the rows; None: they do not."""
-        if not isinstance(rows, PlainDraws) or rows.penalised is None:
-            return as_plain(rows), None
-        counted = self._counts.stage(rows.penalised)
-        return (None if counted is None else rows), counted
+        replay = partial(self._replay, inputs, graphs.decode, draw, None if draws is None else counted, count)
+        return Staged(replay, inputs.give_back)
 
     def _replay(
         self, copy: Callable[[], None], decode: Captured, draw: Captured | None, counted: Counted | None, count: int
@@ -131,6 +122,7 @@ def capture_decode(
     api: GraphApi,
     queue: DeviceQueue,
     last: LastTokens,
+    counts: TokenCounts,
     *,
     progress: bool,
 ) -> GraphedDecode:
@@ -138,9 +130,9 @@ def capture_decode(
 
     queue: in whose order the graphs are replayed.
     last: of as many rows as there are sequences, and one more for padding; its memory stays where it is.
+    counts: of as many rows as a step has.
     progress: show a bar on stderr.
     """
-    counts = TokenCounts(shape.most_rows, shape.vocab_size, shape.num_positions, device)
     inputs = DecodeInputs(
         shape.most_rows,
         shape.table_width,
@@ -161,7 +153,7 @@ def capture_decode(
         draw = partial(_draw, made, inputs.drawing(size), tensors["rows"], last)
         penalise = partial(penalise_counted, made.values, counts.tensor, inputs.counting(token_ids))
         graphs[size] = SizeGraphs((graph, made), api.capture(draw), api.capture(partial(draw, penalise)))
-    return GraphedDecode(shape, inputs, counts, graphs)
+    return GraphedDecode(shape, inputs, graphs)
 
 
 def _decode_and_choose(

@@ -4,13 +4,18 @@ They see the null block and write nothing: their tokens have no slots.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from ...values.batch import Batch, BatchRetention
-from ...values.sampling_params import GREEDY, SamplingParams, SamplingRow
-from ..sampler import sample
+from ...values.penalised_rows import PenalisedRows
+from ...values.sampling_params import GREEDY, PlainDraws, SamplingParams, SamplingRow
+from ..device.last_tokens import LastTokens
+from ..device.token_counts import TokenCounts
+from ..sampler import draw, sample
+from ..step_logits import StepLogits
 
 _SHORT_CONTEXT, _LONG_CONTEXT = 1, 4096  # tokens; the longer one is cut into items, and split where few queries see it
 _SHORT_PROMPT, _LONG_PROMPT = 2, 256
@@ -30,12 +35,17 @@ def warm_up_batches(block_size: int, most_tokens: int, *, with_retention: bool) 
         yield _batch(lens, min(context_len, most_tokens - max(lens)), block_size, is_cut=is_cut)
 
 
-def warm_up_sampling(logits: torch.Tensor) -> None:
-    """Draw from logits [R, V] in each of the ways that a row can be drawn."""
+def warm_up_sampling(logits: torch.Tensor, counts: TokenCounts) -> None:
+    """Draw from logits [R, V] in each of the ways that a row can be drawn. counts: of nobody yet."""
     history = np.zeros(2, np.int32)
     shaped = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1, frequency_penalty=0.5)
     for params in (GREEDY, shaped):
         sample(logits, [SamplingRow(params, 1, 0, history, 1)] * len(logits))
+    one = PlainDraws.of([SamplingRow(shaped, 1, 0, history, 1)])
+    own = PenalisedRows.of([SamplingRow(shaped, 1, 0, history, 1)])
+    counted = counts.stage(replace(own, serials=own.which + 1))
+    assert counted is not None, "there is a slot for a row"
+    draw(StepLogits(logits[:1]), replace(one, penalised=own), LastTokens(logits.device), counted)
 
 
 def _batch(query_lens: Sequence[int], context_len: int, block_size: int, *, is_cut: bool) -> Batch:

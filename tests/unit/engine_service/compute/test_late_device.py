@@ -39,8 +39,8 @@ def model(tmp_path_factory):
 class Decoding:
     """Three sequences on the real core, decoded to their ends."""
 
-    def __init__(self, model, queue, ranks=None):
-        limits = Limits(BLOCK_SIZE, 64, 8, 8, 64, 64, 64, 8, num_usable_blocks=NUM_BLOCKS - 1)
+    def __init__(self, model, queue, ranks=None, *, chunk_size=64):
+        limits = Limits(BLOCK_SIZE, 64, 8, 8, 64, chunk_size, 64, 8, num_usable_blocks=NUM_BLOCKS - 1)
         self.scheduler, self.cache, self.queue = Scheduler(limits), CoreCache(NUM_BLOCKS, BLOCK_SIZE, 8), queue
         layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
         view = layout.view(torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8))
@@ -179,7 +179,7 @@ def test_a_failure_on_the_device_ends_its_step_alone(model, capfd):
     plan = decoding.scheduler.schedule(0.0)
     work = decoding.scheduler.apply(plan, decoding.cache.step(plan))
 
-    def broken(batch, rows):
+    def broken(*_):
         def compute():
             raise RuntimeError("device-side assert")
 

@@ -1,4 +1,4 @@
-"""TokenCounts: the counts that a captured step finds are those of each history, whatever steps came between."""
+"""TokenCounts: the counts that a step finds are those of each history, whatever steps came between."""
 
 from dataclasses import replace
 
@@ -98,7 +98,7 @@ def test_a_step_that_is_given_back_has_counted_nothing() -> None:
     world.lens[[0, 1]] += 1
     lost = world.counts.stage(world.rows([0, 1], awaited=True))
     assert lost is not None
-    lost.bring.give_back()
+    lost.forget()
     world.lens[[0, 1]] += 1  # by a step that was not captured
     world.step([1, 0])
 

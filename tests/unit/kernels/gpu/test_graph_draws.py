@@ -106,7 +106,8 @@ def test_what_a_graph_draws_with_penalties_is_what_is_drawn_without_one(model):
         awaited = np.array([-1 if row.awaited_row is None else row.awaited_row for row in how])
         batch = dataclasses.replace(batch, rows=at_rows, awaited_rows=awaited)
         with torch.inference_mode():
-            step = runner.stage(batch, dataclasses.replace(PlainDraws.of(how), penalised=own))()
+            counted = runner.counts.stage(own)
+            step = runner.stage(batch, dataclasses.replace(PlainDraws.of(how), penalised=own), counted)()
             expected = draw(StepLogits(step.values.as_subclass(torch.Tensor).clone()), outside)
         assert runner.graphed.num_penalised == at
         assert step.drawn.tolist() == step.told.tolist() == expected.token_ids.tolist()

@@ -144,7 +144,7 @@ def test_what_was_not_captured_falls_back(model, monkeypatch):
 
 
 def check_the_bounds_of_what_is_captured(runner):
-    others = (torch.device("cpu"), RecordedGraphs(), runner.queue, runner.last_tokens)
+    others = (torch.device("cpu"), RecordedGraphs(), runner.queue, runner.last_tokens, runner.counts)
     small = capture_decode(runner._plain_decode, DecodeShape(2, 1, 17, runner.vocab_size), *others, progress=False)
     assert small.stage(rows([0, 1, 6])) is None, "three rows"
     assert small.stage(rows([2])) is None, "two blocks"

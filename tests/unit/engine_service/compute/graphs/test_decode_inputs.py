@@ -70,7 +70,8 @@ def test_rows_that_are_not_penalised_count_nothing_and_have_no_penalties() -> No
     columns = np.array([[1.5, 2.0], [0.5, 0.0], [0.25, 0.0]], np.float32)
     for where, num_rows in (([0, 2], 3), ([1], 2)):
         count = len(where)
-        counted = CountedRows(np.array(where), np.arange(3, 3 + count), np.full(count, 2), columns[:, :count])
+        none = np.full(count, -1)
+        counted = CountedRows(np.array(where), np.arange(3, 3 + count), np.full(count, 2), none, none, columns[:, :count])
         steps.stage(build_batch(decode(20, num_rows), BLOCK_SIZE), MOST_ROWS, None, counted)()
         assert slots[where].tolist() == [3, 4][:count]
         assert addends[where].tolist() == [2] * count
