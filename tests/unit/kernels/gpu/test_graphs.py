@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import triton.runtime.interpreter as interpreter
+from structlog.testing import capture_logs
 
 from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, capture_decode
 from kvkeeper.engine_service.compute.graphs.sizes import graph_sizes
@@ -154,15 +155,25 @@ def check_the_bounds_of_what_is_captured(runner):
     assert narrow.stage(rows([0])) is not None
 
 
-def test_a_capture_that_fails_leaves_an_engine_that_serves(model, capfd):
-    class Refusing:
+@pytest.mark.parametrize("num_captured", [0, 2])
+def test_a_capture_that_fails_leaves_an_engine_that_serves(model, num_captured):
+    class Refusing(RecordedGraphs):
         def capture(self, run):
-            raise RuntimeError("operation not permitted when stream is capturing")
+            if len(self.graphs) == num_captured:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().capture(run)
 
-    runner, _ = make_runner(model)
-    ready_cold(runner, Refusing())
+    runner, without = make_runner(model)[0], make_runner(model)[0]
+    with capture_logs() as logs:
+        ready_cold(runner, Refusing())
+    assert [(entry["event"], entry["log_level"]) for entry in logs] == [("graphs_failed", "error")]
+    assert logs[0]["message"].startswith("decodes are computed without CUDA graphs")
+    assert logs[0]["exc_info"], "with what the driver said"
     assert runner.graphed is None
-    prompts(runner)
+    for each in (runner, without):
+        prompts(each)
+    for batch in (rows([0, 3]), rows([1, 7, 5, 6]), rows([2], lambda seq: CONTEXTS[seq] - 3)):
+        torch.testing.assert_close(plain(runner.forward(batch)), plain(without.forward(batch)), rtol=0, atol=1e-6)
 
 
 def variant(executor, args, kwargs):
