@@ -204,7 +204,8 @@ async def open_memory(
             await _renewing(made, arena.pin_hosts)  # seconds for each 10 GB
         if model.make_ready is not None:
             limits = limits_of(session.pool, model, config)
-            await _renewing(made, partial(model.make_ready, made.runner, StepBounds(limits.num_rows, limits.max_len)))
+            bounds = StepBounds(limits.num_rows, limits.max_len, limits.token_budget)
+            await _renewing(made, partial(model.make_ready, made.runner, bounds))
     except BaseException:
         await made.close()
         raise

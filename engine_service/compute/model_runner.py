@@ -15,7 +15,8 @@ import structlog
 import torch
 from tqdm import tqdm
 
-from kvkeeper.kernels.copy_blocks import copy_blocks
+from kvkeeper.kernels.copy_blocks import copy_blocks, move_blocks
+from kvkeeper.kernels.gpu.variants import MANY_STORED, group_tokens, prefill_lens
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
 from kvkeeper.kernels.scratch import Scratch
@@ -45,10 +46,11 @@ AnyLayout = KvLayout | QuantisedLayout
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """The largest step to make ready for: rows of it, and tokens of one sequence."""
+    """The largest step to make ready for: rows of it, tokens of one sequence, and tokens of all of them."""
 
     most_rows: int
     most_tokens: int
+    most_step_tokens: int = 4096
 
 
 class Runner(Protocol):
@@ -100,6 +102,9 @@ class Shape(Protocol):
 
     @property
     def chunks(self) -> tuple[int | None, ...]: ...
+
+    @property
+    def query_groups(self) -> frozenset[int]: ...
 
 
 class Model(Protocol):
@@ -215,12 +220,7 @@ class ModelRunner:
             with_retention: whether steps will have rows with sink and window.
             progress: show bars on stderr.
         """
-        batches = list(warm_up_batches(self._layout.block_size, bounds.most_tokens, with_retention=with_retention))
-        for batch in tqdm(batches, "warming up", unit="step", file=sys.stderr, disable=not progress):
-            logits = self.forward(batch)
-            if logits.shape[1]:  # a rank that gives none draws none
-                warm_up_sampling(logits)
-        self.synchronize()
+        self._warm_up(bounds, with_retention=with_retention, progress=progress)
         if graphs is None or not isinstance(self._model, Decoder):
             return
         if self._states:
@@ -239,6 +239,27 @@ class ModelRunner:
         except Exception:  # whatever a driver says of it, the engine can serve
             log.exception("graphs_failed", message="decodes are computed without CUDA graphs; --no-graphs does not try them")
             self.synchronize()
+
+    def _warm_up(self, bounds: StepBounds, *, with_retention: bool, progress: bool) -> None:
+        prompt_lens = prefill_lens(self._model.config.query_groups)
+        sizes = [size for size in self._step_sizes() if size <= bounds.most_step_tokens]
+        kinds = warm_up_batches(self._layout.block_size, bounds.most_tokens, prompt_lens, sizes, with_retention=with_retention)
+        batches = list(kinds)
+        for batch in tqdm(batches, "warming up", unit="step", file=sys.stderr, disable=not progress):
+            logits = self.forward(batch)
+            if logits.shape[1]:  # a rank that gives none draws none
+                warm_up_sampling(logits)
+        if self._kv_view.is_cuda:
+            with self._current_device():
+                move_blocks(self._kv_view, self._kv_view, [(0, 0)])  # the null block onto itself: it stays as it is
+        self.synchronize()
+
+    def _step_sizes(self) -> list[int]:
+        """Tokens of steps that reach all variants of the kernels that are chosen by them."""
+        if not isinstance(self._model, Decoder):
+            return [MANY_STORED]
+        experts = self._model.config.experts
+        return [] if experts is None else group_tokens(experts.num_experts, experts.routing.num_chosen)
 
     def _plain_decode(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch, logits: torch.Tensor) -> torch.Tensor:
         """See graphed_decode.PlainDecode."""

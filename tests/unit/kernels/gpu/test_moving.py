@@ -34,7 +34,7 @@ def test_store_writes_exactly_the_named_slots(dtype, head_dim, index):
 
 
 def test_a_program_of_several_tokens_stores_what_one_of_one_does(monkeypatch):
-    monkeypatch.setattr("kvkeeper.kernels.gpu.store_kv._MANY_TOKENS", 1)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.store_kv.MANY_STORED", 1)
     monkeypatch.setattr("kvkeeper.kernels.gpu.store_kv._MOST_COLS", 32)
     world, expected = make_world([9], head_dim=20), make_world([9], head_dim=20)
     k, v = tokens(6, world)
