@@ -46,11 +46,15 @@ AnyLayout = KvLayout | QuantisedLayout
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """The largest step to make ready for: rows of it, tokens of one sequence, and tokens of all of them."""
+    """The largest step to make ready for: rows of it, tokens of one sequence, and tokens of all of them.
+
+    may_retain: whether rows may have sink and window, if the model can do with that.
+    """
 
     most_rows: int
     most_tokens: int
     most_step_tokens: int = 4096
+    may_retain: bool = True
 
 
 class Runner(Protocol):

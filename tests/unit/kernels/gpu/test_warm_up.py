@@ -10,9 +10,13 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
+from kvkeeper.engine_service import server
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, kv_layout_of
 from kvkeeper.engine_service.compute.sampler import sample
+from kvkeeper.engine_service.compute.served_model import _ready_on_device, load_served_model
+from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.batch import Batch, BatchRetention
 from kvkeeper.engine_service.values.sampling_params import SamplingRow
@@ -122,4 +126,33 @@ def test_no_kernel_is_compiled_after_the_warm_up(runner, monkeypatch):
         logits = runner.forward(step(*[(1, 5)] * count))
         for rows in draws(logits):
             sample(logits, rows)
+    assert sorted(name for name, _ in seen - warm) == []
+
+
+def test_no_kernel_is_compiled_by_the_guesses_of_a_draft_model(tmp_path, monkeypatch):
+    def load(config):
+        """As on a device, but for the memory."""
+        served = load_served_model(config)
+        model = load_model(folder, progress=False)[0]
+        made = _ready_on_device(dataclasses.replace(served, device=torch.device("cuda")), config, progress=False).make_ready
+        return dataclasses.replace(
+            served, make_ready=made, make_runner=lambda view, layout: ModelRunner(model, on_cuda(view)[0], layout)
+        )
+
+    for kernels in ("decode_work", "paged_attention_prefill"):
+        monkeypatch.setattr(f"kvkeeper.kernels.gpu.{kernels}.num_multiprocessors", lambda device: 132)
+    folder = build_model_folder(tmp_path, like("qwen3_moe", num_attention_heads=16, num_experts=128, num_experts_per_tok=1))
+    config = EngineConfig(model=str(folder), speculation="draft-model", draft_model=str(folder), cpu_kernels="torch")
+    monkeypatch.setattr(server, "load_served_model", load)
+    seen = note_launches(monkeypatch)
+    with capture_logs() as logs:
+        proposer = server._load_proposer(config, load_served_model(config))
+    assert "graphs_failed" not in {entry["event"] for entry in logs}, "no graph is tried"
+    warm = set(seen)
+    assert {"prefill_kernel", "decode_kernel", "grouped_linear_kernel"} <= {name for name, _ in warm}
+    for lens in ([1], [40], [600], [3, 2000, 513, 9], [512] * 16, [5000] * 3, [17 * row for row in range(1, 17)]):
+        histories = {row: np.ones(length, np.int32) for row, length in enumerate(lens)}
+        for ahead in (1, 3):
+            guesses = proposer.propose(histories, dict.fromkeys(histories, ahead))
+            assert {len(tokens) for tokens in guesses.values()} == {ahead}
     assert sorted(name for name, _ in seen - warm) == []
