@@ -202,6 +202,7 @@ async def open_memory(
             await _renewing(made, partial(_on_ranks, partial(ranks.attach, attachment)))
         if arena.is_on_device:
             await _renewing(made, arena.pin_hosts)  # seconds for each 10 GB
+            await _renewing(made, made.transfers.make_ready)
         if model.make_ready is not None:
             limits = limits_of(session.pool, model, config)
             bounds = StepBounds(limits.num_rows, limits.max_len, limits.token_budget)

@@ -104,6 +104,7 @@ class RankProcess:
         elif kind == Kind.MAKE_READY:
             fields = json.loads(body)
             assert isinstance(mapped.runner, ModelRunner), "of a device"
+            mapped.mover.make_ready()
             mapped.runner.make_ready(
                 StepBounds(**fields["bounds"]), None, with_retention=fields["with_retention"], progress=False
             )

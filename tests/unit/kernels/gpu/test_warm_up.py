@@ -18,6 +18,9 @@ from kvkeeper.engine_service.compute.sampler import sample
 from kvkeeper.engine_service.compute.served_model import _ready_on_device, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.loader import load_model
+from kvkeeper.engine_service.ranks import move_blocks
+from kvkeeper.engine_service.ranks.block_copies import SmallCopies, copy_spans
+from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
 from kvkeeper.engine_service.values.batch import Batch, BatchRetention
 from kvkeeper.engine_service.values.sampling_params import SamplingRow
 from tests.support.models.tiny_models import TINY_MODELS, TinyModel, build_model_folder
@@ -156,3 +159,36 @@ def test_no_kernel_is_compiled_by_the_guesses_of_a_draft_model(tmp_path, monkeyp
             guesses = proposer.propose(histories, dict.fromkeys(histories, ahead))
             assert {len(tokens) for tokens in guesses.values()} == {ahead}
     assert sorted(name for name, _ in seen - warm) == []
+
+
+@pytest.fixture
+def tiers(monkeypatch):
+    """Blocks of a device, and of a host tier that two ranks share. It is pinned once `is_pinned` is not empty."""
+    is_pinned = []
+    monkeypatch.setattr(move_blocks, "copies_between", lambda *memories: SmallCopies(copy_spans) if is_pinned else copy_spans)
+    device, host = torch.arange(32 * 16, dtype=torch.int32), torch.arange(32 * 2 * 16, dtype=torch.int32)
+    blocks = device.view(torch.uint8).view(32, 64), host.view(torch.uint8).view(32, 2, 64)[:, 1]
+    return BlockMover(*on_cuda(blocks[0]), blocks[1]), blocks, is_pinned
+
+
+def test_no_kernel_is_compiled_by_small_swaps(tiers, monkeypatch):
+    mover, _, is_pinned = tiers
+    seen = note_launches(monkeypatch)
+    is_pinned.append(True)
+    mover.make_ready()
+    warm = set(seen)
+    assert len(warm) == 2, "of each direction: a stride of 8 words, and one of 16"
+    for count in (15, 16, 17):
+        for kind in (SWAP_OUT, SWAP_OUT + 1):
+            assert mover.move([(at, kind, at, at) for at in range(1, 1 + count)])[1] == []
+    assert seen == warm
+
+
+def test_a_warm_up_of_swaps_changes_no_block_but_the_null_block_of_the_host(tiers):
+    mover, (device, host), is_pinned = tiers
+    before = device.clone(), host.clone()
+    is_pinned.append(True)
+    mover.make_ready()
+    assert torch.equal(device, before[0])
+    assert torch.equal(host[1:], before[1][1:])
+    assert torch.equal(host[0], device[0]), "the kernel ran"
