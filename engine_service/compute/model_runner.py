@@ -216,7 +216,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
-        """Run every kernel once, so that none is compiled while requests wait, and capture decodes if there is an API for it.
+        """Run all variants of all kernels, so that none is compiled while requests wait, and capture decodes if graphs can be.
 
         A decoder whose launches cannot be captured is told in the log, and computes plainly; so does one with recurrent layers.
 
@@ -247,8 +247,8 @@ class ModelRunner:
     def _warm_up(self, bounds: StepBounds, *, with_retention: bool, progress: bool) -> None:
         prompt_lens = prefill_lens(self._model.config.query_groups)
         sizes = [size for size in self._step_sizes() if size <= bounds.most_step_tokens]
-        kinds = warm_up_batches(self._layout.block_size, bounds.most_tokens, prompt_lens, sizes, with_retention=with_retention)
-        batches = list(kinds)
+        shapes = self._layout.block_size, bounds.most_tokens, prompt_lens, sizes
+        batches = list(warm_up_batches(*shapes, with_retention=with_retention))
         for batch in tqdm(batches, "warming up", unit="step", file=sys.stderr, disable=not progress):
             logits = self.forward(batch)
             if logits.shape[1]:  # a rank that gives none draws none

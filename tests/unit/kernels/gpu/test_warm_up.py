@@ -15,7 +15,8 @@ from structlog.testing import capture_logs
 from kvkeeper.engine_service import server
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, kv_layout_of
 from kvkeeper.engine_service.compute.sampler import sample
-from kvkeeper.engine_service.compute.served_model import _ready_on_device, load_served_model
+from kvkeeper.engine_service.compute.self_check import load_checked_model
+from kvkeeper.engine_service.compute.served_model import _ready_on_device, _refuses_retention, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.ranks import move_blocks
@@ -44,7 +45,7 @@ def like(name, **overrides):
 
 OSS = {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
 # Heads and experts are those of real models: Llama 70B, Command R+, gpt-oss, Mixtral, Qwen3-30B-A3B, Llama 4. The last layer
-# computes few tokens of a step, so that experts have to be in another one as well.
+# computes few tokens of a step, so that experts have to be in another one as well. LIBRARY is computed by transformers.
 MODELS = [
     like("llama"),
     like("llama", num_attention_heads=64, num_key_value_heads=8),
@@ -54,6 +55,7 @@ MODELS = [
     like("mixtral", num_local_experts=8, num_experts_per_tok=2),
     like("qwen3_moe", num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8),
     like("llama4", attention_chunk_size=2048, num_local_experts=16, num_experts_per_tok=1),
+    LIBRARY := like("qwen3", num_attention_heads=32),
     like("deepseek_v3", num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=16),
 ]  # fmt: skip
 IDS = [f"{model.name} {model.overrides.get('num_attention_heads', '')}".strip() for model in MODELS]
@@ -63,7 +65,11 @@ IDS = [f"{model.name} {model.overrides.get('num_attention_heads', '')}".strip() 
 def runner(request, tmp_path, monkeypatch):
     for kernels in ("decode_work", "paged_attention_prefill"):
         monkeypatch.setattr(f"kvkeeper.kernels.gpu.{kernels}.num_multiprocessors", lambda device: 132)
-    model = load_model(build_model_folder(tmp_path, request.param), progress=False)[0]
+    folder, options = build_model_folder(tmp_path, request.param), {"device": torch.device("cpu"), "progress": False}
+    if request.param is LIBRARY:
+        model = load_checked_model(folder, "qwen3", "float32", **options)
+    else:
+        model = load_model(folder, **options)[0]
     layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
     view = layout.view(torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8))
     return ModelRunner(model, on_cuda(view)[0], layout)
@@ -109,9 +115,7 @@ def draws(logits: torch.Tensor) -> Iterator[list[SamplingRow]]:
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_no_kernel_is_compiled_after_the_warm_up(runner, monkeypatch):
     seen = note_launches(monkeypatch)
-    with_retention = not (
-        any(runner._model.config.windows) or any(runner._model.config.chunks) or runner._model.config.is_latent
-    )
+    with_retention = not _refuses_retention(runner._model)
     bounds = StepBounds(MOST_ROWS, MOST_TOKENS, BUDGET + MOST_ROWS)
     runner.make_ready(bounds, None, with_retention=with_retention, progress=False)
     warm = set(seen)
