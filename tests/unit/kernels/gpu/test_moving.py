@@ -52,6 +52,17 @@ def test_only_padding_writes_nothing(slots):
     assert same_bytes(before, world.arena)
 
 
+def test_a_single_head_may_have_any_stride():
+    """A transposed tensor of one head is contiguous to torch, whatever the stride of that head."""
+    world, expected = make_world([9], num_kv_heads=1), make_world([9], num_kv_heads=1)
+    k, v = (torch.randn(1, 5, world.layout.head_dim).transpose(0, 1).contiguous() for _ in range(2))
+    assert k.stride()[1:] != world.layer.stride()[3:]
+    slots = torch.tensor([3, -1, 16, 9, -7])
+    store_kv(*on_cuda(k, v, world.layer, slots))
+    reference.store_kv(k, v, expected.layer, slots)
+    assert same_bytes(world.arena, expected.arena)
+
+
 def test_store_refuses_heads_with_gaps():
     world = make_world([3])
     k, v = tokens(2, world)
