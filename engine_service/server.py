@@ -278,16 +278,20 @@ def call_options(config: EngineConfig) -> CallOptions:
 
 
 def _load_proposer(config: EngineConfig, served: ServedModel) -> Proposer | None:
-    """The proposer of guesses, as configured; None: none. Raises ModelError, StartError."""
+    """The proposer of guesses, as configured, ready for its first one; None: none. Raises ModelError, StartError."""
     if config.speculation == "prompt-look-up":
         return PromptLookUp()
     if config.speculation == "off":
         return None
     try:
-        # Whole, on the first rank, and with all layers in a block: its batches have one table for all of them.
-        draft = load_served_model(dataclasses.replace(config, model=config.draft_model, kv_dtype="auto", groups=False))
+        # Whole, on the first rank, and with all layers in a block: its batches have one table for all of them. Plainly: graphs
+        # of a second model would take memory beside the pool.
+        own = dataclasses.replace(config, model=config.draft_model, kv_dtype="auto", groups=False, graphs=False)
+        draft = load_served_model(own)
     except ModelError as error:
         raise StartError(f"--draft-model {config.draft_model}: {error}") from None
     if draft.vocab_size != served.vocab_size:
         raise StartError(f"--draft-model: its vocabulary has {draft.vocab_size} tokens, that of --model {served.vocab_size}")
-    return DraftModel(draft, min(served.max_len, draft.max_len))
+    proposer = DraftModel(draft, min(served.max_len, draft.max_len))
+    proposer.make_ready()
+    return proposer

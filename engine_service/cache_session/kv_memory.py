@@ -202,9 +202,11 @@ async def open_memory(
             await _renewing(made, partial(_on_ranks, partial(ranks.attach, attachment)))
         if arena.is_on_device:
             await _renewing(made, arena.pin_hosts)  # seconds for each 10 GB
+            await _renewing(made, made.transfers.make_ready)
         if model.make_ready is not None:
             limits = limits_of(session.pool, model, config)
-            await _renewing(made, partial(model.make_ready, made.runner, StepBounds(limits.num_rows, limits.max_len)))
+            bounds = StepBounds(limits.num_rows, limits.max_len, limits.token_budget)
+            await _renewing(made, partial(model.make_ready, made.runner, bounds))
     except BaseException:
         await made.close()
         raise

@@ -59,6 +59,10 @@ class TransferRunner:
         self._num_moved_bytes = 0  # by the orders of the step that is computed
         self._moving_seconds: Callable[[], float] = float  # that this took
 
+    def make_ready(self) -> None:
+        """Once the host tier is pinned, and before the first order; on this rank."""
+        self._mover.make_ready()
+
     @property
     def has_unreported(self) -> bool:
         """Whether orders have ended that the cache service has not been told of."""

@@ -15,7 +15,8 @@ import structlog
 import torch
 from tqdm import tqdm
 
-from kvkeeper.kernels.copy_blocks import copy_blocks
+from kvkeeper.kernels.copy_blocks import copy_blocks, move_blocks
+from kvkeeper.kernels.gpu.variants import MANY_STORED, group_tokens, prefill_lens
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
 from kvkeeper.kernels.scratch import Scratch
@@ -46,10 +47,15 @@ AnyLayout = KvLayout | QuantisedLayout
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """The largest step to make ready for: rows of it, and tokens of one sequence."""
+    """The largest step to make ready for: rows of it, tokens of one sequence, and tokens of all of them.
+
+    may_retain: whether rows may have sink and window, if the model can do with that.
+    """
 
     most_rows: int
     most_tokens: int
+    most_step_tokens: int = 4096
+    may_retain: bool = True
 
 
 class Runner(Protocol):
@@ -101,6 +107,9 @@ class Shape(Protocol):
 
     @property
     def chunks(self) -> tuple[int | None, ...]: ...
+
+    @property
+    def query_groups(self) -> frozenset[int]: ...
 
 
 class Model(Protocol):
@@ -209,7 +218,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
-        """Run every kernel once, so that none is compiled while requests wait, and capture decodes if there is an API for it.
+        """Run all variants of all kernels, so that none is compiled while requests wait, and capture decodes if graphs can be.
 
         A decoder whose launches cannot be captured is told in the log, and computes plainly; so does one with recurrent layers.
 
@@ -217,15 +226,10 @@ class ModelRunner:
             with_retention: whether steps will have rows with sink and window.
             progress: show bars on stderr.
         """
-        batches = list(warm_up_batches(self._layout.block_size, bounds.most_tokens, with_retention=with_retention))
         device = self._kv_view.device
         if not isinstance(self._model, Decoder) or self._model.gives_logits:
             self.counts = TokenCounts(bounds.most_rows, self.vocab_size, bounds.most_tokens, device)
-        for batch in tqdm(batches, "warming up", unit="step", file=sys.stderr, disable=not progress):
-            logits = self.forward(batch)
-            if self.counts is not None:
-                warm_up_sampling(logits, self.counts)
-        self.synchronize()
+        self._warm_up(bounds, with_retention=with_retention, progress=progress)
         if graphs is None or not isinstance(self._model, Decoder):
             return
         if self._states:
@@ -244,6 +248,27 @@ class ModelRunner:
         except Exception:  # whatever a driver says of it, the engine can serve
             log.exception("graphs_failed", message="decodes are computed without CUDA graphs; --no-graphs does not try them")
             self.synchronize()
+
+    def _warm_up(self, bounds: StepBounds, *, with_retention: bool, progress: bool) -> None:
+        prompt_lens = prefill_lens(self._model.config.query_groups)
+        sizes = [size for size in self._step_sizes() if size <= bounds.most_step_tokens]
+        shapes = self._layout.block_size, bounds.most_tokens, prompt_lens, sizes
+        batches = list(warm_up_batches(*shapes, with_retention=with_retention))
+        for batch in tqdm(batches, "warming up", unit="step", file=sys.stderr, disable=not progress):
+            logits = self.forward(batch)
+            if self.counts is not None:
+                warm_up_sampling(logits, self.counts)
+        if self._kv_view.is_cuda:
+            with self._current_device():
+                move_blocks(self._kv_view, self._kv_view, [(0, 0)])  # the null block onto itself: it stays as it is
+        self.synchronize()
+
+    def _step_sizes(self) -> list[int]:
+        """Tokens of steps that reach all variants of the kernels that are chosen by them."""
+        if not isinstance(self._model, Decoder):
+            return [MANY_STORED]
+        experts = self._model.config.experts
+        return [] if experts is None else group_tokens(experts.num_experts, experts.routing.num_chosen)
 
     def _plain_decode(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch, logits: torch.Tensor) -> torch.Tensor:
         """See graphed_decode.PlainDecode."""

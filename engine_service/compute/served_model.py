@@ -131,7 +131,8 @@ def _ready_on_device(served: ServedModel, config: EngineConfig, *, progress: boo
     def make_ready(runner: Runner, bounds: StepBounds) -> None:
         assert isinstance(runner, Warmed), "made by this model"
         graphs = CudaGraphs(served.device) if config.graphs and served.num_ranks == 1 else None
-        runner.make_ready(bounds, graphs, with_retention=not served.refuses_retention, progress=progress)
+        with_retention = bounds.may_retain and not served.refuses_retention
+        runner.make_ready(bounds, graphs, with_retention=with_retention, progress=progress)
 
     return dataclasses.replace(served, make_ready=make_ready)
 

@@ -134,6 +134,11 @@ class ModelConfig:
         return self.latent is not None
 
     @property
+    def query_groups(self) -> frozenset[int]:
+        """How many heads of queries there are for one of K and V, in any layer."""
+        return frozenset({self.num_heads // self.num_kv_heads})
+
+    @property
     def rope_dim(self) -> int:
         """Dimensions of a head that the rotary table is for."""
         return self.head_dim if self.latent is None else self.latent.widths.rope

@@ -44,6 +44,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
+    query_groups: frozenset[int]
     rope_parameters: str
     chunks: tuple[int | None, ...] = ()  # a model with them is served up to their size
     is_latent: bool = False  # the library's own K and V are stored, whatever they are made of
@@ -51,8 +52,9 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What one layer gave its attention function."""
+    """What one layer gave its attention function. group: heads of queries for one of K and V."""
 
+    group: int
     num_kv_heads: int
     head_dim: int
     window: int | None
@@ -221,6 +223,7 @@ def _shape_of(network: Any, layers: list[_Seen], model_type: object) -> ModelSha
         num_kv_heads=layers[0].num_kv_heads,
         head_dim=layers[0].head_dim,
         windows=tuple(layer.window for layer in layers),
+        query_groups=frozenset(layer.group for layer in layers),
         rope_parameters=repr(getattr(config, "rope_parameters", None)),
     )
 
@@ -301,7 +304,7 @@ def _look(
     for asked in ("s_aux", "position_bias", "head_mask"):
         if others.get(asked) is not None:
             raise UnsupportedModelError("attention", f"{name} with {asked}", _PLAIN)
-    return _Seen(key.shape[1], key.shape[3], window, soft_cap is not None)
+    return _Seen(query.shape[1] // key.shape[1], key.shape[1], key.shape[3], window, soft_cap is not None)
 
 
 @contextlib.contextmanager

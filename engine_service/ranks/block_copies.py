@@ -6,6 +6,7 @@ kernel that reads and writes the host's memory is faster; that memory has to be 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import structlog
 import torch
@@ -91,3 +92,12 @@ class SmallCopies:
     def __call__(self, source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """See BlockCopies."""
         (self._few if len(pairs) < _FEWEST_SMALL else move_blocks)(source, target, pairs)
+
+    def make_ready(self, device_blocks: torch.Tensor, host_blocks: torch.Tensor) -> None:
+        """Run the kernel once in each direction, by which memory may differ, so that none is compiled while requests wait.
+
+        It takes the null block over and back: the device's stays as it is, and the host's is read by nothing else.
+        """
+        with torch.cuda.device(device_blocks.device) if device_blocks.device.type == "cuda" else nullcontext():
+            move_blocks(device_blocks, host_blocks, [(0, 0)])
+            move_blocks(host_blocks, device_blocks, [(0, 0)])

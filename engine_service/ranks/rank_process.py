@@ -104,8 +104,10 @@ class RankProcess:
         elif kind == Kind.MAKE_READY:
             fields = json.loads(body)
             assert isinstance(mapped.runner, ModelRunner), "of a device"
-            bounds = StepBounds(fields["most_rows"], fields["most_tokens"])
-            mapped.runner.make_ready(bounds, None, with_retention=fields["with_retention"], progress=False)
+            mapped.mover.make_ready()
+            mapped.runner.make_ready(
+                StepBounds(**fields["bounds"]), None, with_retention=fields["with_retention"], progress=False
+            )
             self._pipe.send(Answer.DONE)
         else:
             if kind == Kind.FORWARD:

@@ -5,6 +5,7 @@ then compute beside this one; what they add up meets in the model's layers. A fo
 have answered: so what a step has copied, moved and written is done on all of them.
 """
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -50,7 +51,7 @@ class RankedRunner:
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
         """See ModelRunner; without graphs, which would have to be captured on all ranks at once."""
         assert isinstance(self._own, ModelRunner) and graphs is None
-        fields = {"most_rows": bounds.most_rows, "most_tokens": bounds.most_tokens, "with_retention": with_retention}
+        fields = {"bounds": dataclasses.asdict(bounds), "with_retention": with_retention}
         self._ranks.tell(Kind.MAKE_READY, json.dumps(fields).encode())
         self._own.make_ready(bounds, None, with_retention=with_retention, progress=progress)
         self._ranks.hear()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..compute.model_runner import Runner
+from ..compute.model_runner import Runner, StepBounds
 from ..compute.served_model import ServedModel
 from ..values.batch import Batch
 from ..values.request import NO_TOKENS, Int32Array
@@ -43,10 +43,16 @@ class DraftModel:
         num_bytes = (1 + _NUM_PLACES * max_blocks) * layout.block_bytes
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device=model.device)
         self._runner: Runner = model.make_runner(layout.view(memory), layout)
-        self._max_len = max_len
+        self._model, self._max_len = model, max_len
         blocks = np.arange(1, 1 + _NUM_PLACES * max_blocks, dtype=np.int32).reshape(_NUM_PLACES, max_blocks)
         self._places = [_Place(table) for table in blocks]
         self._num_calls = 0
+
+    def make_ready(self) -> None:
+        """Do what a device needs before the first guess, so that no kernel is compiled while requests wait."""
+        if self._model.make_ready is not None:
+            bounds = StepBounds(_NUM_PLACES, self._max_len, _NUM_PLACES * _CHUNK, may_retain=False)
+            self._model.make_ready(self._runner, bounds)
 
     def propose(self, histories: Mapping[int, Int32Array], most: Mapping[int, int]) -> dict[int, Int32Array]:
         """See speculator.Proposer."""

@@ -20,19 +20,18 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 def copy_blocks_kernel(
     source_ptr,
     target_ptr,
-    source_ids_ptr,
-    target_ids_ptr,
+    pairs_ptr,
     source_stride,
     target_stride,
     block_words,
     num_chunks,
     CHUNK: tl.constexpr,
 ):
-    """Copy block source_ids[i] of the source to block target_ids[i] of the target, chunk by chunk. Strides are in words."""
+    """Copy block pairs[i, 0] of the source to block pairs[i, 1] of the target, chunk by chunk. Strides are in words."""
     program = tl.program_id(0).to(tl.int64)
     pair, chunk = program // num_chunks, program % num_chunks
-    source = tl.load(source_ids_ptr + pair).to(tl.int64)
-    target = tl.load(target_ids_ptr + pair).to(tl.int64)
+    source = tl.load(pairs_ptr + pair * 2).to(tl.int64)
+    target = tl.load(pairs_ptr + pair * 2 + 1).to(tl.int64)
     words = chunk * CHUNK + tl.arange(0, CHUNK)
     live = words < block_words
     copied = tl.load(source_ptr + source * source_stride + words, mask=live)
@@ -42,10 +41,11 @@ def copy_blocks_kernel(
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy blocks from one tensor [num_blocks, block...] to another, or to itself; a block is contiguous.
 
-    No block that is written may be read or written by another pair: programs run in any order.
+    No block that is written may be read or written by another pair: programs run in any order. Sources and targets are one
+    tensor of ids: the second of two columns would be at a multiple of 16 bytes for some numbers of pairs, and not for others.
     """
     device = source.device if source.device.type == "cuda" else target.device
-    ids = torch.tensor(pairs, dtype=torch.int64).t().contiguous()
+    ids = torch.tensor(pairs, dtype=torch.int64)
     if device.type == "cuda":  # from memory that is not pinned, the host would wait for the copy
         ids = ids.pin_memory()
     ids = ids.to(device, non_blocking=True)
@@ -55,7 +55,7 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tupl
     num_chunks = cdiv(block_words, chunk)
     strides = sources.stride(0), targets.stride(0)
     copy_blocks_kernel[(len(pairs) * num_chunks,)](
-        sources, targets, ids[0], ids[1], *strides, block_words, num_chunks, CHUNK=chunk, num_warps=4
+        sources, targets, ids, *strides, block_words, num_chunks, CHUNK=chunk, num_warps=4
     )
 
 

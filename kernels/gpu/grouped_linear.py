@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from .attention_tiles import COMPUTE_TYPES
-from .sizes import cdiv, power_of_2
+from .sizes import cdiv
+from .variants import group_rows
 
 _GROUPS_AT_ONCE = 256
 
@@ -74,7 +75,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out
-    rows = min(max(power_of_2(cdiv(num_rows, num_groups)), 16), 128)
+    rows = group_rows(num_rows, num_groups)
     cols = 128 if rows > 16 else 64
     grouped_linear_kernel[num_rows // rows + num_groups, cdiv(num_out, cols)](
         x,

@@ -14,6 +14,7 @@ from .attention_tiles import COMPUTE_TYPES, NO_WINDOW, Options, begin_rows, dens
 from .decode_work import PROGRAMS_PER_MULTIPROCESSOR, num_multiprocessors
 from .paged_attention_decode import merge_items
 from .sizes import cdiv, power_of_2
+from .variants import prefill_rows
 
 _SEQS_AT_ONCE = 256
 _FEWEST_SPLIT_TOKENS = 1024  # visible keys: below that, merging costs more than it gains
@@ -322,10 +323,8 @@ def paged_attention_prefill(
         return out
     num_kv_heads, block_size = kv_layer.shape[3], kv_layer.shape[2]
     group, dims = num_heads // num_kv_heads, power_of_2(head_dim)
-    # As many rows as two groups of four warps multiply at once; half of them where each sequence has few.
-    # And half of them, over as many warps, where a row has most to keep: else its registers spill (seen with triton 3.6).
     is_crowded = dims > 128 and options.soft_cap is not None and options.retention is not None
-    rows = max(64 if is_crowded or num_tokens * group <= 64 * num_seqs else 128, power_of_2(group))
+    rows = prefill_rows(num_tokens, num_seqs, group, is_crowded=is_crowded)
     q = dense_heads(q)
     q_sink = None if options.q_sink is None else dense_heads(options.q_sink)
     sink_lens, window_lens = options.retention or (None, None)

@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 
 from .sizes import cdiv, power_of_2, warps_for
+from .variants import MANY_STORED
 
 _MOST_COLS = 1024  # elements of a slot that one program moves
-_MANY_TOKENS = 1024  # from here on a program takes several tokens: there are programs enough to fill the device
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -48,7 +48,7 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapp
     _, _, block_size, num_kv_heads, head_dim = kv_layer.shape
     slot_len = num_kv_heads * head_dim
     cols = min(power_of_2(slot_len), _MOST_COLS)
-    rows = 4 if num_tokens >= _MANY_TOKENS else 1
+    rows = 4 if num_tokens >= MANY_STORED else 1
     store_kv_kernel[cdiv(num_tokens, rows), cdiv(slot_len, cols)](
         k,
         v,

@@ -1,9 +1,10 @@
 """Steps that run every variant of every kernel once, so that none is compiled while requests wait.
 
-They see the null block and write nothing: their tokens have no slots.
+They see the null block and write nothing: their tokens have no slots. Which variant runs follows from how many tokens there
+are, of how many sequences, behind how many keys: kvkeeper.kernels.gpu.variants says how few are enough for each.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,22 +18,41 @@ from ..device.token_counts import TokenCounts
 from ..sampler import draw, sample
 from ..step_logits import StepLogits
 
-_SHORT_CONTEXT, _LONG_CONTEXT = 1, 4096  # tokens; the longer one is cut into items, and split where few queries see it
+_SHORT_CONTEXT = 1  # tokens
+_LONG_CONTEXT = 4096  # tokens, with the new ones; cut into items, and split where few queries see it
 _SHORT_PROMPT, _LONG_PROMPT = 2, 256
 _MANY = 16  # decodes, among which a prefix in common is looked for
 
 
-def warm_up_batches(block_size: int, most_tokens: int, *, with_retention: bool) -> Iterator[Batch]:
-    """Decodes and prompts, short and long, apart and together, as far as a sequence may have so many tokens."""
+def warm_up_batches(
+    block_size: int, most_tokens: int, prompt_lens: Iterable[int], step_sizes: Iterable[int], *, with_retention: bool
+) -> Iterator[Batch]:
+    """Decodes and prompts, short and long, apart and together, as far as a sequence may have so many tokens.
+
+    Args:
+        most_tokens: of a sequence.
+        prompt_lens: of prompts that reach all variants of attention, each by itself.
+        step_sizes: tokens of steps that reach all variants of what is chosen by the number of a step's tokens.
+        with_retention: with rows that have sink and window.
+    """
+    prompts = sorted({*prompt_lens, _SHORT_PROMPT, _LONG_PROMPT})
     kinds = [(False, [1], _SHORT_CONTEXT), (False, [1, 1], _LONG_CONTEXT), (False, [1] * _MANY, _LONG_CONTEXT)]
-    kinds += [(False, [length], context) for length in (_SHORT_PROMPT, _LONG_PROMPT) for context in (0, _LONG_CONTEXT)]
+    kinds += [(False, [length], context) for length in prompts for context in (0, _LONG_CONTEXT)]
     kinds += [(False, [1, _SHORT_PROMPT], _LONG_CONTEXT), (False, [1, _LONG_PROMPT], 0)]
     if with_retention:
-        kinds += [(True, [1, 1], _LONG_CONTEXT)]
-        kinds += [(True, [length], context) for length in (_SHORT_PROMPT, _LONG_PROMPT) for context in (2, _LONG_CONTEXT)]
+        kinds += [(True, [1, 1], context) for context in (_SHORT_CONTEXT, _LONG_CONTEXT)]
+        kinds += [(True, [length], context) for length in prompts for context in (2, _LONG_CONTEXT)]
+    kinds += [(False, _shared_out(size, min(_LONG_PROMPT, most_tokens)), 0) for size in step_sizes]
+    longest = min(most_tokens, _LONG_CONTEXT)
     for is_cut, query_lens, context_len in kinds:
-        lens = [min(count, most_tokens) for count in query_lens]
-        yield _batch(lens, min(context_len, most_tokens - max(lens)), block_size, is_cut=is_cut)
+        lens = [min(count, longest) for count in query_lens]
+        yield _batch(lens, min(context_len, longest - max(lens)), block_size, is_cut=is_cut)
+
+
+def _shared_out(num_tokens: int, most_tokens: int) -> list[int]:
+    """Lengths of the fewest sequences of at most so many tokens that have num_tokens between them, as even as they can be."""
+    num_seqs = -(-num_tokens // most_tokens)
+    return [(num_tokens + seq) // num_seqs for seq in range(num_seqs)]
 
 
 def warm_up_sampling(logits: torch.Tensor, counts: TokenCounts) -> None:

@@ -242,6 +242,7 @@ VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
     "store": (1, [partial(_store, 128, n, torch.bfloat16) for n in (1, 7, 16, 64)]),
     "norm": (1, [partial(_head_norm, 128, torch.bfloat16, num_tokens=n) for n in (1, 7, 16)]),
     "penalise": (1, [partial(_penalise, torch.int16, num_rows=n) for n in (1, 7, 128)]),
+    "copies": (1, [partial(copy_blocks, _arena(128, 16, torch.bfloat16), [(0, 1 + at) for at in range(n)]) for n in (1, 2, 7)]),
 }  # fmt: skip
 for head_dim in _HEAD_DIMS:
     _add(f"rotary d{head_dim} bf16", _rotary, head_dim, torch.bfloat16)

@@ -19,6 +19,7 @@ from kvkeeper.engine_service.cache_session import kv_memory
 from kvkeeper.engine_service.compute.graphs.sizes import graph_sizes
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.ranks.move_blocks import BlockMover
 from kvkeeper.service.process import StartError
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
 from tests.support.processes.holder_process import holding
@@ -98,6 +99,21 @@ async def test_the_output_is_that_of_an_engine_on_the_cpu(engine_runtime, tmp_pa
         finally:
             await world.cache.stop()
         assert device.num_freed == 1
+
+
+async def test_the_way_of_transfers_is_chosen_once_the_host_tier_is_pinned(engine_runtime, tmp_path, monkeypatch):
+    pinned = []
+    monkeypatch.setattr(BlockMover, "make_ready", lambda self: pinned.append(len(engine_runtime.pinned)))
+    folder = build_model_folder(tmp_path, next(model for model in TINY_MODELS if model.name == "qwen3"))
+    served = load_served_model(EngineConfig(model=str(folder), progress=False))
+    async with services() as world:
+        await start_cuda_cache(world, tmp_path)
+        try:
+            engine = await world.start_engine(dataclasses.replace(served, device=torch.device("cuda")), block_size=16)
+            await engine.stop()
+        finally:
+            await world.cache.stop()
+    assert pinned == [1]
 
 
 async def test_captured_decodes_give_the_same_output_in_each_session(engine_runtime, tmp_path, monkeypatch):

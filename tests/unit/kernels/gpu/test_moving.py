@@ -34,7 +34,7 @@ def test_store_writes_exactly_the_named_slots(dtype, head_dim, index):
 
 
 def test_a_program_of_several_tokens_stores_what_one_of_one_does(monkeypatch):
-    monkeypatch.setattr("kvkeeper.kernels.gpu.store_kv._MANY_TOKENS", 1)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.store_kv.MANY_STORED", 1)
     monkeypatch.setattr("kvkeeper.kernels.gpu.store_kv._MOST_COLS", 32)
     world, expected = make_world([9], head_dim=20), make_world([9], head_dim=20)
     k, v = tokens(6, world)
@@ -50,6 +50,17 @@ def test_only_padding_writes_nothing(slots):
     before = world.arena.clone()
     store_kv(*on_cuda(*tokens(len(slots), world), world.layer, torch.tensor(slots, dtype=torch.int64)))
     assert same_bytes(before, world.arena)
+
+
+def test_a_single_head_may_have_any_stride():
+    """A transposed tensor of one head is contiguous to torch, whatever the stride of that head."""
+    world, expected = make_world([9], num_kv_heads=1), make_world([9], num_kv_heads=1)
+    k, v = (torch.randn(1, 5, world.layout.head_dim).transpose(0, 1).contiguous() for _ in range(2))
+    assert k.stride()[1:] != world.layer.stride()[3:]
+    slots = torch.tensor([3, -1, 16, 9, -7])
+    store_kv(*on_cuda(k, v, world.layer, slots))
+    reference.store_kv(k, v, expected.layer, slots)
+    assert same_bytes(world.arena, expected.arena)
 
 
 def test_store_refuses_heads_with_gaps():

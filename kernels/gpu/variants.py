@@ -1,0 +1,43 @@
+"""Which variant of a kernel a launch takes where the number of its rows decides, and launches that reach all of them.
+
+Plain integers, without Triton: launchers ask which variant it is, and the engine asks before its first step what to run, so
+that no variant is compiled while requests wait. A launcher that chooses by numbers of rows has its rule here, beside what
+reaches each variant.
+"""
+
+from collections.abc import Iterable
+
+from .sizes import cdiv, power_of_2
+
+MANY_STORED = 1024  # tokens; from here on a program of store_kv takes several: there are programs enough to fill the device
+_FEW_QUERIES, _MANY_QUERIES = 64, 128  # rows of a program of prefill
+_GROUP_ROWS = (16, 32, 64, 128)  # rows of a program of grouped_linear
+
+
+def prefill_rows(num_tokens: int, num_seqs: int, group: int, *, is_crowded: bool) -> int:
+    """Rows of a program of paged_attention_prefill, for so many tokens of so many sequences, with `group` rows of each token.
+
+    As many as two groups of four warps multiply at once; half of them where each sequence has few. And half of them, over as
+    many warps, where a row has most to keep (is_crowded): else its registers spill (seen with triton 3.6).
+    """
+    is_half = is_crowded or num_tokens * group <= _FEW_QUERIES * num_seqs
+    return max(_FEW_QUERIES if is_half else _MANY_QUERIES, power_of_2(group))
+
+
+def prefill_lens(groups: Iterable[int]) -> list[int]:
+    """Numbers of tokens, of one sequence alone, that between them have all the rows that prefill_rows gives for these groups.
+
+    Each is the least one with its rows, and so has the fewest programs: if any launch with these rows is split over the keys,
+    it is, behind as many of them. A sequence has two tokens or more: one with a single token decodes.
+    """
+    return sorted({2} | {max(_FEW_QUERIES // group + 1, 2) for group in groups})
+
+
+def group_rows(num_rows: int, num_groups: int) -> int:
+    """Rows of a program of grouped_linear: their mean of a group, up to a power of two."""
+    return min(max(power_of_2(cdiv(num_rows, num_groups)), _GROUP_ROWS[0]), _GROUP_ROWS[-1])
+
+
+def group_tokens(num_groups: int, rows_per_token: int) -> list[int]:
+    """The fewest tokens for each number of rows that group_rows gives, where each token has so many rows."""
+    return [1, *(rows * num_groups // rows_per_token + 1 for rows in _GROUP_ROWS[:-1])]

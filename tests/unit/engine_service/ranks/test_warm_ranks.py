@@ -1,0 +1,35 @@
+"""What the first rank has the others make ready for is what it makes ready for itself."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvkeeper.engine_service.compute.device.device_queue import HostQueue
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds
+from kvkeeper.engine_service.ranks.messages import Answer
+from kvkeeper.engine_service.ranks.rank_process import RankProcess
+from kvkeeper.engine_service.ranks.ranked_runner import RankedRunner
+
+
+class Noted(ModelRunner):
+    """Notes what it is told to make ready for."""
+
+    def __init__(self) -> None:
+        self.queue = HostQueue()
+        self.told: list[Any] = []
+
+    def make_ready(self, bounds: StepBounds, graphs: object, *, with_retention: bool, progress: bool) -> None:
+        self.told.append((bounds, graphs, with_retention))
+
+
+def test_all_ranks_make_ready_for_the_same_steps_and_transfers() -> None:
+    first, other, calls = Noted(), Noted(), list[Any]()
+    rank = RankProcess.__new__(RankProcess)
+    rank._pipe = SimpleNamespace(send=calls.append)  # type: ignore[assignment]
+    mapped: Any = SimpleNamespace(runner=other, mover=SimpleNamespace(make_ready=lambda: calls.append("mover")))
+    ranks: Any = SimpleNamespace(
+        tell=lambda kind, body: rank._step(kind, bytearray(body), mapped), hear=lambda: calls.append("heard")
+    )
+    bounds = StepBounds(3, 500, 700, may_retain=False)
+    RankedRunner(first, ranks).make_ready(bounds, None, with_retention=True, progress=False)
+    assert first.told == other.told == [(bounds, None, True)]
+    assert calls == ["mover", Answer.DONE, "heard"]

@@ -1,0 +1,80 @@
+"""What reaches every variant of a kernel, held to the launchers: no launch takes a variant that the lists leave out."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from kvkeeper.kernels.activations.grouped_linear import grouped_linear
+from kvkeeper.kernels.activations.linear_weight import LinearWeight
+from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
+from kvkeeper.kernels.gpu.variants import MANY_STORED, group_tokens, prefill_lens
+from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.store_kv import store_kv
+from tests.unit.kernels.gpu.pretend import nowhere
+from tests.unit.kernels.gpu.specialised import note_launches
+
+# Heads of queries, of K and V, and their dimensions.
+HEADS = [(2, 1, 64), (24, 8, 128), (32, 8, 128), (28, 4, 128), (40, 8, 128), (64, 8, 128), (96, 8, 128), (64, 8, 64),
+         (16, 1, 256), (71, 1, 64), (32, 1, 128), (33, 1, 64), (8, 8, 128), (64, 64, 128), (128, 1, 64)]  # fmt: skip
+FEATURES = {"plain": {}, "window": {"window": 512}, "long window": {"window": 4096}, "crowded": {"soft_cap": 30.0}}
+BLOCK_SIZE, NO_KEYS, MANY_KEYS = 16, 0, 8192
+LENS = [*range(2, 15), 16, 17, 18, 21, 22, 23, 32, 33, 34, 64, 65, 66, 128, 129, 257, 511, 512, 513, 2048]
+NUM_SEQS = [1, 2, 7, 64]
+# Experts, and those of a token: gpt-oss (20 and 120 billion), Mixtral, Qwen3-30B-A3B, both of Llama 4, DeepSeek-V3, others.
+EXPERTS = [(32, 4), (128, 4), (8, 2), (128, 8), (16, 1), (128, 1), (256, 8), (4, 4), (5, 3)]
+
+
+def prefill(heads, num_tokens, num_seqs, num_keys, features):
+    num_heads, num_kv_heads, head_dim = heads
+    q = nowhere(num_tokens, num_heads, head_dim)
+    layer = nowhere(99, *KvLayout(2, num_kv_heads, head_dim, torch.bfloat16, BLOCK_SIZE).view_shape)[:, 1]
+    ints = [
+        nowhere(*shape, dtype=torch.int32) for shape in ((num_seqs, -(-num_keys // BLOCK_SIZE)), (num_seqs,), (num_seqs + 1,))
+    ]
+    options = {"scale": 0.1, "window": None, "soft_cap": None} | features
+    if "soft_cap" in features:
+        options |= {"retention": (ints[1], ints[1]), "q_sink": q}
+    paged_attention_prefill(q, layer, *ints, **options)
+
+
+@pytest.mark.parametrize("multiprocessors", [8, 132])
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_few_prompts_reach_all_variants_of_prefill(heads, features, multiprocessors, monkeypatch):
+    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_prefill.num_multiprocessors", lambda device: multiprocessors)
+    seen = note_launches(monkeypatch)
+    for num_tokens, num_keys in product(prefill_lens([heads[0] // heads[1]]), (NO_KEYS, MANY_KEYS)):
+        prefill(heads, num_tokens, 1, num_tokens + num_keys, features)
+    reached = set(seen)
+    assert reached
+    for num_tokens, num_seqs, num_keys in product(LENS, NUM_SEQS, (NO_KEYS, MANY_KEYS)):
+        if num_tokens >= 2 * num_seqs:
+            prefill(heads, num_tokens, num_seqs, num_tokens + num_keys, features)
+    assert seen == reached
+
+
+@pytest.mark.parametrize("experts", EXPERTS, ids=str)
+def test_few_steps_reach_all_variants_of_grouped_products(experts, monkeypatch):
+    num_experts, num_chosen = experts
+    weight = LinearWeight(nowhere(num_experts, 64, 64), None)
+    starts = nowhere(num_experts + 1, dtype=torch.int32)
+    seen, fewest = note_launches(monkeypatch), []
+    for num_tokens in range(1, 70 * num_experts // num_chosen):
+        before = len(seen)
+        grouped_linear(nowhere(num_tokens * num_chosen, 64), weight, starts)
+        if len(seen) > before:
+            fewest.append(num_tokens)
+    assert fewest == group_tokens(num_experts, num_chosen)
+    grouped_linear(nowhere(9999 * num_chosen, 64), weight, starts)
+    assert len(seen) == len(fewest)
+
+
+def test_a_store_has_one_variant_for_few_tokens_and_one_for_many(monkeypatch):
+    layer = nowhere(99, *KvLayout(2, 8, 128, torch.bfloat16, BLOCK_SIZE).view_shape)[:, 1]
+    seen, counts = note_launches(monkeypatch), []
+    for num_tokens in (1, 2, 16, MANY_STORED - 1, MANY_STORED, 4 * MANY_STORED):
+        k = nowhere(num_tokens, 8, 128)
+        store_kv(k, k, layer, nowhere(num_tokens, dtype=torch.int32))
+        counts.append(len(seen))
+    assert counts == [1, 1, 1, 1, 2, 2]
