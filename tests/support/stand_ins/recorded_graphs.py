@@ -57,7 +57,7 @@ class _Recorder(TorchDispatchMode):
         kept = _new_memory(made, (args, kwargs))
         if not kept:
             return made  # a view stays the view it is
-        self._memory += [each.untyped_storage() for each in kept]
+        self._memory += [each.untyped_storage() for each in kept if not each.is_meta]
 
         def again() -> None:
             for old, new in zip(kept, _new_memory(function(*args, **kwargs), (args, kwargs)), strict=True):
