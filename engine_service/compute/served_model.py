@@ -97,7 +97,7 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
     both = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
     name = INT8 if dtype == INT8 else _name(decoder.dtype)
     served = _from_folder(folder, raw, decoder, name, _num_parameters(folder, model_config), json.dumps(both))
-    served = dataclasses.replace(_ready_on_device(served, config, progress=progress), num_ranks=split.num_ranks)
+    served = _ready_on_device(dataclasses.replace(served, num_ranks=split.num_ranks), config, progress=progress)
     if has_states(model_config):
         return recurrent_model(served, decoder, config)
     if (kv_format := format_for(config.kv_dtype, decoder.dtype)) is not None:
