@@ -1,4 +1,4 @@
-"""Captured decodes of long sequences, on the Triton path, interpreted: work lists, merges, shared prefixes, all kinds of models.
+"""Captured decodes of long sequences, interpreted: work lists, merges, shared prefixes, and every kind of K and V.
 
 The bounds from which sequences are cut and prefixes looked for are lowered, so that three blocks are long. A capture has no
 lengths at all, so each replay is of other ones. A plain step of as many rows and with tables as wide gives the same bits.
