@@ -15,6 +15,7 @@ from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds
 from kvkeeper.engine_service.compute.stored.stored_model import stored_layout
 from kvkeeper.engine_service.model.layer_groups import group_layers
 from kvkeeper.engine_service.model.loader import load_model
+from kvkeeper.engine_service.values.batch import BatchRetention
 from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
 from kvkeeper.kernels.scratch import Scratch
@@ -108,20 +109,20 @@ class Pair:
     num_tail_blocks: int = WIDTH  # of a sequence, that have pages in the further groups
 
     @classmethod
-    def of(cls, model, layout, groups=(), *, graphs=None, num_tail_blocks=WIDTH, most_rows=2):
+    def of(cls, model, layout, groups=(), *, graphs=None, num_tail_blocks=WIDTH, most_rows=2, most_tokens=WIDTH * BLOCK_SIZE):
         view = filled(layout, max(len(groups), 1))
         other, graphs = view.clone(), graphs or RecordedGraphs()
         captured, without = (ModelRunner(model, on_cuda(each)[0], layout, groups) for each in (view, other))
-        ready_cold(captured, graphs, bounds=StepBounds(most_rows, WIDTH * BLOCK_SIZE))
+        ready_cold(captured, graphs, bounds=StepBounds(most_rows, most_tokens))
         assert captured.graphed is not None
         return cls(captured, without, (view, other), graphs, max(len(groups), 1), num_tail_blocks)
 
     def batch(self, rows):
-        """A step of (length, table) each: the last token of so many, the table's number or blocks."""
+        """A step of (length, table) each: a token as the last of so many, the table's number or blocks."""
         chosen = []
         for seq, (length, table) in enumerate(rows):
             blocks = TABLES[table] if isinstance(table, int) else table
-            chosen.append(ScheduledRow(TEXTS[seq][length - 1 : length], length - 1, blocks))
+            chosen.append(ScheduledRow(TEXTS[seq][:1], length - 1, blocks))
         batch = build_batch(chosen, BLOCK_SIZE)
         if self.num_groups == 1:
             return batch
@@ -224,6 +225,23 @@ def test_scratch_stays_where_it_is_once_the_first_size_is_captured(model, monkey
     decodes = [each for each in of_runs if each]
     assert len(decodes) == 2 * 2, "each of two sizes runs twice"
     assert len(set().union(*decodes[1:])) == 1
+
+
+def test_positions_beyond_the_first_rotary_table_are_replayed_also_once_a_sequence_went_farther(model, monkeypatch):
+    monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.FEWEST_ITEM_TOKENS", 256)  # few items, of few tiles each
+    for module in ("decode_work", "paged_attention_decode"):
+        monkeypatch.setattr(f"kvkeeper.kernels.gpu.{module}.tile_tokens", lambda head_dim: 64)
+    layout, most = kv_layout_of(model.config, model.dtype, BLOCK_SIZE), 1100
+    assert model.reserve_positions(0) == 1024 < most
+    pair = Pair.of(model, layout, most_rows=1, most_tokens=most)
+    many = np.resize(np.arange(1, NUM_BLOCKS, dtype=np.int32), 100)  # read again and again, and written at the end
+    pair.step([(most, many)], is_same_shape=True)
+    pair.step([(20, 0)], is_same_shape=False)
+    farther = pair.batch([(1500, many)])
+    farther = dataclasses.replace(farther, retention=BatchRetention(np.array([4], np.int32), np.array([30], np.int32)))
+    torch.testing.assert_close(*(plain(runner.forward(farther)) for runner in (pair.captured, pair.without)), rtol=0, atol=0)
+    assert pair.captured.graphed.num_replays == 2, "a step with sink and window is computed without a graph"
+    pair.step([(most - 1, many)], is_same_shape=True)
 
 
 REPLAYS = [[(48, 0)], [(7, 1)], [(33, 2), (48, 0)], [(40, sharing(0, 1, 2)), (12, 3)], [(48, 4)]]
