@@ -11,7 +11,7 @@ from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.parallel.split import Split
+from kvkeeper.engine_service.model.parallel.split import WHOLE, Split
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 9
@@ -41,7 +41,7 @@ class Told:
     """A Runner that is made ready, and notes how."""
 
     def make_ready(self, bounds, graphs, *, with_retention, progress):
-        self.graphs, self.progress = graphs, progress
+        self.graphs, self.with_retention, self.progress = graphs, with_retention, progress
 
 
 @pytest.fixture
@@ -55,10 +55,9 @@ def made_ready(folder, monkeypatch):
 
     monkeypatch.setattr(served_model, "_from_folder", on_device)
 
-    def made(split=None, **flags):
-        config = EngineConfig(model=str(folder), **flags)
-        served = load_served_model(config) if split is None else load_served_model(config, split)
-        runner = Told()
+    def made(split=WHOLE, *, is_whole=False, **flags):
+        served = load_served_model(EngineConfig(model=str(folder), **flags), split)
+        served, runner = served.whole if is_whole else served, Told()
         served.make_ready(runner, BOUNDS)
         return runner
 
@@ -77,6 +76,12 @@ def test_nothing_is_captured_without_graphs(made_ready):
 def test_nothing_is_captured_on_several_ranks(rank, made_ready):
     """They would have to capture at once: ranked_runner takes no graphs."""
     assert made_ready(Split(rank, 2)).graphs is None
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["with a tail", "without one"])
+def test_steps_with_sink_and_window_are_tried_where_they_may_come(is_whole, made_ready):
+    assert made_ready().with_retention
+    assert not made_ready(kv_dtype="int8", is_whole=is_whole).with_retention
 
 
 def test_bars_are_shown_on_a_terminal_that_wants_them(made_ready, monkeypatch):
