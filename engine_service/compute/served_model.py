@@ -97,16 +97,21 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
     both = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
     name = INT8 if dtype == INT8 else _name(decoder.dtype)
     served = _from_folder(folder, raw, decoder, name, _num_parameters(folder, model_config), json.dumps(both))
-    served = dataclasses.replace(_ready_on_device(served, config, progress=progress), num_ranks=split.num_ranks)
-    if has_states(model_config):
-        return recurrent_model(served, decoder, config)
-    if (kv_format := format_for(config.kv_dtype, decoder.dtype)) is not None:
-        if model_config.is_latent:
+    served = _by_kind(dataclasses.replace(served, num_ranks=split.num_ranks), decoder, config)
+    return _ready_on_device(served, config, progress=progress)
+
+
+def _by_kind(served: ServedModel, model: Decoder, config: EngineConfig) -> ServedModel:
+    """The same, as its kind of cache wants it. Raises UnsupportedModelError where the configuration does not go with it."""
+    if has_states(model.config):
+        return recurrent_model(served, model, config)
+    if (kv_format := format_for(config.kv_dtype, model.dtype)) is not None:
+        if model.config.is_latent:
             refuse_stored(config.kv_dtype, "models with latent attention")
-        if any(model_config.chunks):
+        if any(model.config.chunks):
             refuse_stored(config.kv_dtype, "models with chunked attention")
-        return stored_model(served, decoder, kv_format, config)
-    return _in_groups(served, decoder, config)
+        return stored_model(served, model, kv_format, config)
+    return _in_groups(served, model, config)
 
 
 def _in_groups(served: ServedModel, model: Decoder, config: EngineConfig) -> ServedModel:
@@ -124,7 +129,7 @@ def _in_groups(served: ServedModel, model: Decoder, config: EngineConfig) -> Ser
 
 
 def _ready_on_device(served: ServedModel, config: EngineConfig, *, progress: bool) -> ServedModel:
-    """The same, with what is to be done on a device before the first step."""
+    """The same, with what is to be done on a device before the first step. served: as its kind of cache wants it."""
     if served.device.type != "cuda":
         return served
 
@@ -134,7 +139,8 @@ def _ready_on_device(served: ServedModel, config: EngineConfig, *, progress: boo
         with_retention = bounds.may_retain and not served.refuses_retention
         runner.make_ready(bounds, graphs, with_retention=with_retention, progress=progress)
 
-    return dataclasses.replace(served, make_ready=make_ready)
+    whole = None if served.whole is None else _ready_on_device(served.whole, config, progress=progress)
+    return dataclasses.replace(served, make_ready=make_ready, whole=whole)
 
 
 def _device_of(config: EngineConfig, num_ranks: int) -> torch.device:

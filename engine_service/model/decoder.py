@@ -107,7 +107,8 @@ class Decoder:
     def reserve_positions(self, num_positions: int) -> int:
         """Size the rotary tables once and for all, for at least so many positions or all of the model's. How many there are.
 
-        A forward pass with `max_position` below that moves no memory that an earlier one has read.
+        The memory that a forward pass with `max_position` below that reads stays where it is. A later one that goes farther, as
+        one of a sequence with sink and window may, has larger tables beside it.
         """
         tables = [table for table in (self._rotary, self._local_rotary) if table is not None]
         return min(table.reserve(num_positions) for table in tables)

@@ -125,6 +125,7 @@ def quantised_decode(
     part, lse = None, None
     if work is not None:
         num_parts = work.items.shape[0] * num_heads
+        # Given back behind each layer, as `out` is, and by a capture to the memory of graphs: nothing in it outlives the merge.
         memory = torch.empty(num_parts * (head_dim + 1), dtype=torch.float32, device=q.device)
         part, lse = memory.split([num_parts * head_dim, num_parts])
     before, after = Options(scale, window, soft_cap, None, None).factors

@@ -85,11 +85,13 @@ class RotaryTable:
         self._dtype, self._device = dtype, device
         self._most = max(max_position, _LEAST_TABLE)
         self._fill(num_positions)
+        self._reserved: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def reserve(self, num_positions: int) -> int:
-        """Grow to at least so many positions, or to the model's last one. How many there are."""
+        """Grow to at least so many positions, or to the model's last one, and keep their memory. How many there are."""
         if self._cos.shape[0] < min(num_positions, self._most):
             self._fill(min(num_positions, self._most))
+        self._reserved = self._cos, self._sin  # captured graphs read it, also once farther positions have a larger table
         return self._cos.shape[0]
 
     def rows(self, positions: torch.Tensor, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,8 @@
 
 Torch's operations are seen as they are dispatched, and Triton's launches as the interpreter runs them. A replay works on the
 very tensors of the capture, as a device does: what an operation made then is overwritten, and what the host knew then is known
-no more. A capture that reads a value back to the host is refused, as on a device.
+no more. A capture that reads a value back to the host is refused, as on a device. On a device graphs share the memory that they
+make. So a replay here begins with all that its own capture made lost, as another graph may leave it.
 """
 
 from collections.abc import Callable
@@ -39,11 +40,11 @@ def _new_memory(made: Any, arguments: Any) -> list[torch.Tensor]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs all operations, and records them."""
+    """Runs all operations, and records them and the memory that they make."""
 
-    def __init__(self, steps: list[Callable[[], None]]) -> None:
+    def __init__(self, steps: list[Callable[[], None]], memory: list[torch.UntypedStorage]) -> None:
         super().__init__()
-        self._steps = steps
+        self._steps, self._memory = steps, memory
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if _name(function) in READS:
@@ -56,6 +57,7 @@ class _Recorder(TorchDispatchMode):
         kept = _new_memory(made, (args, kwargs))
         if not kept:
             return made  # a view stays the view it is
+        self._memory += [each.untyped_storage() for each in kept if not each.is_meta]
 
         def again() -> None:
             for old, new in zip(kept, _new_memory(function(*args, **kwargs), (args, kwargs)), strict=True):
@@ -67,16 +69,20 @@ class _Recorder(TorchDispatchMode):
 
 
 class Recorded:
-    """A Graph."""
+    """A Graph. kernels: names of Triton's kernels, in the order of their launches."""
 
-    def __init__(self, steps: list[Callable[[], None]], on_replay: Callable[[], None]) -> None:
-        self._steps = steps
+    def __init__(self, on_replay: Callable[[], None]) -> None:
+        self.steps: list[Callable[[], None]] = []
+        self.memory: list[torch.UntypedStorage] = []
+        self.kernels: list[str] = []
         self._on_replay = on_replay
 
     def replay(self) -> None:
         self._on_replay()
         with torch.utils._python_dispatch._disable_current_modes():
-            for step in self._steps:
+            for storage in self.memory:  # NaN, and -1 as an integer
+                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)
+            for step in self.steps:
                 step()
 
 
@@ -89,11 +95,11 @@ class RecordedGraphs:
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[Recorded, torch.Tensor]:
         run()  # as CudaGraphs does
-        steps: list[Callable[[], None]] = []
-        with _launches_into(steps), _unreadable(), _Recorder(steps):
+        graph = Recorded(self._on_replay)
+        with _launches_into(graph), _unreadable(), _Recorder(graph.steps, graph.memory):
             made = run()
-        self.graphs.append(Recorded(steps, self._on_replay))
-        return self.graphs[-1], made
+        self.graphs.append(graph)
+        return graph, made
 
 
 @contextmanager
@@ -110,11 +116,12 @@ def _unreadable():
 
 
 @contextmanager
-def _launches_into(steps: list[Callable[[], None]]):
+def _launches_into(graph: Recorded):
     def run(self, *args, **kwargs):
         with torch.utils._python_dispatch._disable_current_modes():
             _run_grid(self, *args, **kwargs)
-        steps.append(lambda: _run_grid(self, *args, **kwargs))
+        graph.steps.append(lambda: _run_grid(self, *args, **kwargs))
+        graph.kernels.append(self.fn.__name__)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.GridExecutor, "__call__", run)

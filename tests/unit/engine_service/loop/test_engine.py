@@ -15,6 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvkeeper.client import AsyncCacheSession, AsyncEngineClient, KvkeeperError, NewSequence, StepItems, StepResult
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
 from kvkeeper.engine_service.loop import sequence_creator
+from kvkeeper.engine_service.loop.open_requests import OpenRequests
+from kvkeeper.engine_service.loop.step_worker import StepWorker
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage, coalesce
 from kvkeeper.engine_service.values.request import FinishReason
 from tests.support.models.odd_models import odd_model
@@ -187,3 +189,36 @@ def test_every_column_of_a_plan_is_sent() -> None:
     unused = {"truncate_ids", "truncate_lens"}
     added_by_memory = {"completed_transfers", "failed_transfers"}
     assert set(StepItems.__dataclass_fields__) - sent == unused | added_by_memory
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+async def test_text_is_delivered_once_the_next_step_is_started(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams have time while the next step computes: else the device would wait for their tasks."""
+    start, emit, deliver = StepWorker.start, OpenRequests.emit, OpenRequests.deliver
+    num_started = num_emitted = 0
+    num_begun: dict[int, int] = {}  # steps, by those whose tokens are first delivered then
+
+    def note_start(worker: StepWorker, step_id: int, work: Any, *args: Any, **options: Any) -> None:
+        nonlocal num_started
+        num_started += work.batch is not None
+        start(worker, step_id, work, *args, **options)
+
+    def note_emit(requests: OpenRequests, work: Any, *args: Any) -> Any:
+        nonlocal num_emitted
+        num_emitted += work.batch is not None
+        return emit(requests, work, *args)
+
+    def note_deliver(requests: OpenRequests) -> None:
+        if requests._undelivered or requests._untold:
+            num_begun.setdefault(num_emitted, num_started)
+        deliver(requests)
+
+    monkeypatch.setattr(StepWorker, "start", note_start)
+    monkeypatch.setattr(OpenRequests, "emit", note_emit)
+    monkeypatch.setattr(OpenRequests, "deliver", note_deliver)
+    async with services() as world:
+        await world.start_cache()
+        client = await world.client(await world.start_engine(overlap=overlap))
+        assert (await generate(client, [1, 2, 3], 6)).token_ids == [toy_output([1, 2, 3], 6)]
+    assert num_started == num_emitted == 6
+    assert num_begun == {1: 2, 2: 3, 3: 4, 4: 5, 5: 6, 6: 6}, "behind the last token there is no step"

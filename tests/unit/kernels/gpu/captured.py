@@ -46,12 +46,13 @@ def make_runner(model):
     return ModelRunner(model, on_cuda(view)[0], layout), view
 
 
-def ready_cold(runner, graphs=None, *, draws=False):
+def ready_cold(runner, graphs=None, *, draws=False, bounds=BOUNDS):
     """Captures without the steps before it, which have a test of their own. draws: with the graphs that draw.
 
     Of a model with experts, which the interpreter takes long for, the two smallest sizes.
     """
-    bounds = StepBounds(2, BOUNDS.most_tokens) if runner._model.config.experts else BOUNDS
+    if runner._model.config.experts:
+        bounds = StepBounds(2, bounds.most_tokens)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvkeeper.engine_service.compute.model_runner.warm_up_batches", lambda *args, **options: ())
         if not draws:

@@ -9,6 +9,7 @@ from kvkeeper.engine_service.compute.graphs import graphed_decode
 from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
 from kvkeeper.engine_service.model import decoder, experts, latent
 from kvkeeper.kernels.penalise_counted import CountedTensors
+from kvkeeper.kernels.quantised import store as quantised_store
 
 
 class PretendCuda(torch.Tensor):
@@ -52,7 +53,18 @@ def pretend_inputs_on_cuda(monkeypatch):
     monkeypatch.setattr(graphed_decode, "penalise_counted", penalise_there)
 
 
-_OPS = ("attend_stored", "clamped_swiglu", "gelu_and_mul", "linear", "rms_norm", "rotary", "rotary_store_kv", "silu_and_mul")
+_OPS = (
+    "attend_as_stored",
+    "attend_stored",
+    "clamped_swiglu",
+    "gelu_and_mul",
+    "linear",
+    "rms_norm",
+    "rotary",
+    "rotary_store_kv",
+    "rotary_store_quantised",
+    "silu_and_mul",
+)
 
 
 def pretend_model_on_cuda(monkeypatch):
@@ -78,5 +90,7 @@ def pretend_model_on_cuda(monkeypatch):
     monkeypatch.setattr(experts, "grouped_linear", claiming(experts.grouped_linear))
     for name in ("linear", "rms_norm", "rotary", "latent_attention_decode", "latent_attention_prefill"):
         monkeypatch.setattr(latent, name, claiming(getattr(latent, name)))
+    for name in ("rms_norm", "rotary"):
+        monkeypatch.setattr(quantised_store, name, claiming(getattr(quantised_store, name)))
     for name in _OPS:
         monkeypatch.setattr(decoder, name, claiming(getattr(decoder, name)))

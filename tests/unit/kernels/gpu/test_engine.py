@@ -16,6 +16,7 @@ from kvkeeper.cache_service.server import start_server as start_cache
 from kvkeeper.client import AsyncCacheClient
 from kvkeeper.cuda import runtime, vmm
 from kvkeeper.engine_service.cache_session import kv_memory
+from kvkeeper.engine_service.compute.device.device_queue import HostQueue
 from kvkeeper.engine_service.compute.graphs.sizes import graph_sizes
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
@@ -118,6 +119,7 @@ async def test_the_way_of_transfers_is_chosen_once_the_host_tier_is_pinned(engin
 
 async def test_captured_decodes_give_the_same_output_in_each_session(engine_runtime, tmp_path, monkeypatch):
     pretend_inputs_on_cuda(monkeypatch)
+    monkeypatch.setattr(HostQueue, "fetch", lambda self, tensor: tensor.clone())  # as a device: the next replay writes there
     monkeypatch.setattr("kvkeeper.engine_service.compute.model_runner.warm_up_batches", lambda *args, **options: ())
     folder = build_model_folder(tmp_path, next(model for model in TINY_MODELS if model.name == "qwen3"))
     served = load_served_model(EngineConfig(model=str(folder), progress=False))

@@ -8,11 +8,15 @@ import torch
 
 from kvkeeper.engine_service.compute.sampler import draw
 from kvkeeper.engine_service.compute.step_logits import StepLogits
+from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.penalised_rows import PenalisedRows
 from kvkeeper.engine_service.values.sampling_params import LIKELIEST, PlainDraws, SamplingParams, SamplingRow
+from tests.support.models.tiny_models import build_model_folder
 from tests.unit.kernels.gpu.captured import (
     CONTEXTS,
+    GEMMA2,
     MOST_ROWS,
+    QWEN3,
     TABLES,
     TEXTS,
     all_claim_to_be_on_cuda,
@@ -28,8 +32,13 @@ __all__ = ["all_claim_to_be_on_cuda", "model"]  # fixtures of the tests here
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 
 
-def test_what_a_graph_draws_is_what_is_drawn_without_one(model):
-    runner, _ = ready(model, draws=True)
+@pytest.fixture(params=[QWEN3, GEMMA2], ids=lambda model: model.name)
+def each_model(request, tmp_path):
+    return load_model(build_model_folder(tmp_path, request.param), progress=False)[0]
+
+
+def test_what_a_graph_draws_is_what_is_drawn_without_one(each_model):
+    runner, _ = ready(each_model, draws=True)
     prompts(runner)
     found = set()
     for draws, seqs in enumerate(([0], [8, 1], [3, 6, 5], list(range(MOST_ROWS))), 1):
@@ -79,9 +88,9 @@ def test_a_row_that_is_not_finite_is_told_and_the_others_are_drawn(model):
     assert step.told.tolist() == draw(StepLogits(on_cuda(step.values.clone())[0]), how).told.tolist()
 
 
-def test_what_a_graph_draws_with_penalties_is_what_is_drawn_without_one(model):
+def test_what_a_graph_draws_with_penalties_is_what_is_drawn_without_one(each_model):
     """Step for step: sequences go on, come and are away for a step, and one of them is not penalised."""
-    runner, _ = ready(model, draws=True)
+    runner, _ = ready(each_model, draws=True)
     prompts(runner)
     ways = [
         SamplingParams(temperature=0.5, repetition_penalty=1.8),

@@ -36,3 +36,18 @@ def test_the_recorder_replays_copies_that_might_have_been_views(copy):
         x.copy_(torch.tensor([9.0, 1.0, 2.0, 3.0]))
         graph.replay()
     assert made.flatten().tolist() == [9, 2, 1, 3]
+
+
+def test_a_replay_finds_nothing_in_the_memory_of_its_capture():
+    """What was computed before the capture, or by it, is not there for a replay that leaves it out."""
+    x, known = torch.zeros(3), []
+
+    def run():
+        made = x.new_empty(3) if known else x + 1
+        known.append(made)
+        return made
+
+    graph, made = RecordedGraphs().capture(run)
+    made.fill_(1)
+    graph.replay()
+    assert made.isnan().all()
