@@ -72,7 +72,9 @@ def _cases(
         yield f"rotary_d{head_dim}", partial(_rotary, dtype, device, head_dim)
     for group in (1, 2, 8):
         yield f"decode_group{group}", partial(_attention, dtype, device, 128, 16, group=group)
-    for label, options in {"window": {"window": 70}, "cap": {"soft_cap": 5.0}, "both": {"window": 33, "soft_cap": 0.5}}.items():
+    bent: dict[str, dict[str, Any]]
+    bent = {"window": {"window": 70}, "cap": {"soft_cap": 5.0}, "both": {"window": 33, "soft_cap": 0.5}}
+    for label, options in bent.items():
         yield f"decode_{label}", partial(_attention, dtype, device, 128, 16, **options)
         yield f"prefill_{label}", partial(_attention, dtype, device, 128, 16, queries=_QUERIES, **options)
     yield "decode_retention", partial(_attention, dtype, device, 128, 16, kept=_KEPT)
@@ -103,6 +105,7 @@ def _cases(
     yield "prefill_short_suffix", partial(_attention, dtype, device, 128, 16, lengths=prefix, queries=[17, 1])
     yield "prefill_one_token", partial(_attention, dtype, device, 128, 16, lengths=prefix, queries=[1, 1])
     wide = 200 if device == "cpu" else 3000
+    split: dict[str, dict[str, Any]]
     split = {"window": {"window": wide}, "retention": {"kept": [(16, wide), (0, 0)]}, "cap": {"soft_cap": 5.0}}
     for label, options in split.items():
         yield (
@@ -150,7 +153,7 @@ def _attention(
     q_sink = None if kept is None else both[num_tokens:]
     expected = getattr(reference, name)(*tensors, scale=_SCALE, retention=retention, q_sink=q_sink, **options)
     there = [tensor.to(device) for tensor in _with_layer(world, tensors, device)]
-    sinks = None if retention is None else tuple(column.to(device) for column in retention)
+    sinks = None if retention is None else (retention[0].to(device), retention[1].to(device))
     op = paged_attention_decode if queries is None else paged_attention_prefill
     sunk = None if q_sink is None else q_sink.to(device)
     return _error(op(*there, scale=_SCALE, retention=sinks, q_sink=sunk, **options), expected)

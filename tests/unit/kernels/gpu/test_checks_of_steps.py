@@ -1,4 +1,4 @@
-"""Checks of `make gpu-check` that need captured steps, on the Triton path, interpreted: they pass, and they see what is wrong."""
+"""Checks of `make gpu-check` that need captured steps, on the Triton path, interpreted: they pass, and see what is wrong."""
 
 import numpy as np
 import pytest
