@@ -1,6 +1,7 @@
 """Cases of part b for kernels of some families alone: experts, attention over latents, and logits of sinks."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_de
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.store_latent import store_latent
+from tests.gpu.far import far_pool
 from tests.unit.kernels.worlds import make_latents, make_world, random_queries
 
 _LENGTHS = [1, 16, 17, 64, 65, 129, 150, 700]
@@ -23,16 +25,20 @@ _SCALE = 0.2
 def cases(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable[[], float]]]:
     """By name the largest error of each."""
     for label, counts in {"few": [0, 3, 0, 0, 17, 1], "many": [700, 0, 65]}.items():
-        yield f"experts_{label}", lambda c=counts: _experts(dtype, device, c)
-    yield "clamped_swiglu", lambda: _swiglu(dtype, device)
+        yield f"experts_{label}", partial(_experts, dtype, device, counts)
+    yield "clamped_swiglu", partial(_swiglu, dtype, device)
     for heads, latent, rope in ((128, 512, 64), (16, 512, 64), (40, 256, 32)):
         shape = (heads, latent, rope) if device != "cpu" else (heads // 8, 64, 16)
-        yield f"latent_decode_h{heads}_d{latent}", lambda s=shape: _latent(dtype, device, *s, with_queries=False)
-        yield f"latent_prefill_h{heads}_d{latent}", lambda s=shape: _latent(dtype, device, *s, with_queries=True)
-    yield "store_latent", lambda: _store(dtype, device)
+        yield f"latent_decode_h{heads}_d{latent}", partial(_latent, dtype, device, *shape, with_queries=False)
+        yield f"latent_prefill_h{heads}_d{latent}", partial(_latent, dtype, device, *shape, with_queries=True)
+    shape = (16, 512, 64) if device != "cpu" else (2, 64, 16)
+    yield "latent_decode_far", partial(_latent, dtype, device, *shape, with_queries=False, is_far=True)
+    yield "latent_prefill_far", partial(_latent, dtype, device, *shape, with_queries=True, is_far=True)
+    yield "store_latent", partial(_store, dtype, device)
+    yield "store_latent_far", partial(_store, dtype, device, is_far=True)
     for label, window in {"": None, "_window": 33}.items():
-        yield f"decode_logits{label}", lambda w=window: _logits(dtype, device, w, with_queries=False)
-        yield f"prefill_logits{label}", lambda w=window: _logits(dtype, device, w, with_queries=True)
+        yield f"decode_logits{label}", partial(_logits, dtype, device, window, with_queries=False)
+        yield f"prefill_logits{label}", partial(_logits, dtype, device, window, with_queries=True)
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -58,7 +64,9 @@ def _locs() -> torch.Tensor:
     return torch.tensor([0, *_QUERIES], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def _latent(dtype: torch.dtype, device: str, heads: int, latent: int, rope: int, *, with_queries: bool) -> float:
+def _latent(
+    dtype: torch.dtype, device: str, heads: int, latent: int, rope: int, *, with_queries: bool, is_far: bool = False
+) -> float:
     world = make_latents(_LENGTHS, latent=latent, rope=rope, block_size=16, dtype=dtype)
     locs = _locs()
     q = random_queries(int(locs[-1]) if with_queries else len(_LENGTHS), heads, latent + rope, dtype)
@@ -67,23 +75,26 @@ def _latent(dtype: torch.dtype, device: str, heads: int, latent: int, rope: int,
         if with_queries
         else (latent_attention_decode, reference.latent_attention_decode)
     )
-    layer, rest = world.layer, [world.block_tables, world.seq_lens, *([locs] if with_queries else [])]
+    rest = [world.seq_lens, *([locs] if with_queries else [])]
     scale = (latent + rope) ** -0.5
-    expected = oracle(q, layer, *rest, scale=scale, latent=latent)
-    found = op(q.to(device), layer.to(device), *(each.to(device) for each in rest), scale=scale, latent=latent)
+    expected = oracle(q, world.layer, world.block_tables, *rest, scale=scale, latent=latent)
+    pool, first = far_pool(world.arena, device) if is_far else (world.arena.to(device), 0)
+    moved = [each.to(device) for each in (world.block_tables + first, *rest)]
+    found = op(q.to(device), latent_layer(pool[:, world.layout.num_layers // 2]), *moved, scale=scale, latent=latent)
     return _error(found, expected)
 
 
-def _store(dtype: torch.dtype, device: str) -> float:
+def _store(dtype: torch.dtype, device: str, *, is_far: bool = False) -> float:
     layout = KvLayout(3, 1, 576, dtype, 16, is_latent=True)
-    arenas = [layout.view(torch.zeros(9 * layout.block_bytes, dtype=torch.uint8, device=where)) for where in ("cpu", device)]
+    arena = layout.view(torch.zeros(9 * layout.block_bytes, dtype=torch.uint8))
+    pool, first = far_pool(arena, device) if is_far else (arena.to(device, copy=True), 0)
     latent, rope = torch.randn(40, 512).to(dtype), torch.randn(40, 2, 64)[:, 1].to(dtype)
     slots = torch.randperm(8 * 16)[:40].int() + 16
     slots[3] = -1
-    reference.store_latent(latent, rope, latent_layer(arenas[0][:, 1]), slots)
-    moved = [each.to(device) for each in (latent, rope, slots)]
-    store_latent(*moved[:2], latent_layer(arenas[1][:, 1]), moved[2])
-    return _error(arenas[1], arenas[0])
+    reference.store_latent(latent, rope, latent_layer(arena[:, 1]), slots)
+    moved = torch.where(slots >= 0, slots + 16 * first, slots).to(device)
+    store_latent(latent.to(device), rope.to(device), latent_layer(pool[:, 1]), moved)
+    return _error(pool[first:], arena)
 
 
 def _logits(dtype: torch.dtype, device: str, window: int | None, *, with_queries: bool) -> float:

@@ -7,6 +7,7 @@ stale handle opens nothing.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from tests.gpu.checks import Check
@@ -56,7 +57,7 @@ def run(folder: Path | None) -> Iterator[Check]:
     for case in cases:
         yield _guarded(case, folder)
     for num_bytes in (1 << 20,) if folder is not None else _LARGE:
-        yield _guarded(lambda peers, size=num_bytes: _large(peers, size), folder, f"ipc_{num_bytes >> 20}_mib")
+        yield _guarded(partial(_large, num_bytes=num_bytes), folder, f"ipc_{num_bytes >> 20}_mib")
 
 
 def _guarded(case: Callable[[Peers], Check], folder: Path | None, name: str = "") -> Check:

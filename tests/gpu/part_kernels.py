@@ -5,6 +5,8 @@ they are for. A rehearsal takes the CPU's path in float32, at one shape.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
 from tests.gpu import family_kernels, stored_kernels
 from tests.gpu.checks import Check, text_of
+from tests.gpu.far import far_pool
 from tests.unit.kernels.worlds import World, make_counted, make_world, random_queries
 
 # Outputs are of order one. What rounds is the result, and in attention the weights before they meet the values.
@@ -63,54 +66,57 @@ def _cases(
     for head_dim in head_dims:
         for block_size in block_sizes:
             shape = f"d{head_dim}_b{block_size}"
-            yield f"decode_{shape}", lambda d=head_dim, b=block_size: _attention(dtype, device, d, b)
-            yield f"prefill_{shape}", lambda d=head_dim, b=block_size: _attention(dtype, device, d, b, queries=_QUERIES)
-        yield f"store_kv_d{head_dim}", lambda d=head_dim: _store(dtype, device, d)
-        yield f"rotary_d{head_dim}", lambda d=head_dim: _rotary(dtype, device, d)
+            yield f"decode_{shape}", partial(_attention, dtype, device, head_dim, block_size)
+            yield f"prefill_{shape}", partial(_attention, dtype, device, head_dim, block_size, queries=_QUERIES)
+        yield f"store_kv_d{head_dim}", partial(_store, dtype, device, head_dim)
+        yield f"rotary_d{head_dim}", partial(_rotary, dtype, device, head_dim)
     for group in (1, 2, 8):
-        yield f"decode_group{group}", lambda g=group: _attention(dtype, device, 128, 16, group=g)
-    for label, options in {"window": {"window": 70}, "cap": {"soft_cap": 5.0}, "both": {"window": 33, "soft_cap": 0.5}}.items():
-        yield f"decode_{label}", lambda o=options: _attention(dtype, device, 128, 16, **o)
-        yield f"prefill_{label}", lambda o=options: _attention(dtype, device, 128, 16, queries=_QUERIES, **o)
-    yield "decode_retention", lambda: _attention(dtype, device, 128, 16, kept=_KEPT)
-    yield "prefill_retention", lambda: _attention(dtype, device, 128, 16, queries=_QUERIES, kept=_KEPT)
-    yield "copy_blocks", lambda: _copy(dtype, device)
+        yield f"decode_group{group}", partial(_attention, dtype, device, 128, 16, group=group)
+    bent: dict[str, dict[str, Any]]
+    bent = {"window": {"window": 70}, "cap": {"soft_cap": 5.0}, "both": {"window": 33, "soft_cap": 0.5}}
+    for label, options in bent.items():
+        yield f"decode_{label}", partial(_attention, dtype, device, 128, 16, **options)
+        yield f"prefill_{label}", partial(_attention, dtype, device, 128, 16, queries=_QUERIES, **options)
+    yield "decode_retention", partial(_attention, dtype, device, 128, 16, kept=_KEPT)
+    yield "prefill_retention", partial(_attention, dtype, device, 128, 16, queries=_QUERIES, kept=_KEPT)
+    yield "copy_blocks", partial(_copy, dtype, device)
     for label, num_bytes in (("small", 4096), ("large", 1 << 20)):
-        yield f"move_blocks_{label}", lambda n=num_bytes: _move(device, n)
+        yield f"move_blocks_{label}", partial(_move, device, num_bytes)
     for length in (64, 1000, 4096):
-        yield f"rms_norm_{length}", lambda n=length: _norm(dtype, device, n)
-        yield f"gates_{length}", lambda n=length: _gates(dtype, device, n)
-    yield "sampling", lambda: _sampling(device, 4096)
-    yield "sampling_large", lambda: _sampling(device, 9000 if device == "cpu" else 131_072)
-    yield "uniforms", lambda: _uniforms(device)
-    yield "penalties", lambda: _penalties(device)
-    yield "penalties_counted", lambda: _penalties_counted(device)
-    yield "rotary_store_kv", lambda: _rotary_store(dtype, device, with_norm=False)
-    yield "rotary_store_kv_norm", lambda: _rotary_store(dtype, device, with_norm=True)
+        yield f"rms_norm_{length}", partial(_norm, dtype, device, length)
+        yield f"gates_{length}", partial(_gates, dtype, device, length)
+    yield "sampling", partial(_sampling, device, 4096)
+    yield "sampling_large", partial(_sampling, device, 9000 if device == "cpu" else 131_072)
+    yield "uniforms", partial(_uniforms, device)
+    yield "penalties", partial(_penalties, device)
+    yield "penalties_counted", partial(_penalties_counted, device)
+    yield "rotary_store_kv", partial(_rotary_store, dtype, device, with_norm=False)
+    yield "rotary_store_kv_norm", partial(_rotary_store, dtype, device, with_norm=True)
     long = [700, 40] if device == "cpu" else [5000, 1, 700, 3001]
     for group in (4, 7):
-        yield f"decode_items_group{group}", lambda g=group: _attention(dtype, device, 128, 16, group=g, lengths=long)
-    yield "decode_items_window", lambda: _attention(dtype, device, 64, 16, lengths=long, window=600)
+        yield f"decode_items_group{group}", partial(_attention, dtype, device, 128, 16, group=group, lengths=long)
+    yield "decode_items_window", partial(_attention, dtype, device, 64, 16, lengths=long, window=600)
     short = [100 + seq % 90 for seq in range(5 if device == "cpu" else 63)]
-    yield "decode_one_long", lambda: _attention(dtype, device, 128, 16, lengths=[900 if device == "cpu" else 6000, *short])
-    yield "decode_shared_prefix", lambda: _attention(dtype, device, 128, 16, lengths=_SHARED, shared=_GROUPS)
-    yield "decode_shared_prefix_cap", lambda: _attention(dtype, device, 256, 16, lengths=_SHARED, shared=_GROUPS, soft_cap=5.0)
-    yield "decode_shared_prefix_group8", lambda: _attention(dtype, device, 64, 64, group=8, lengths=_SHARED, shared=_GROUPS)
+    yield "decode_one_long", partial(_attention, dtype, device, 128, 16, lengths=[900 if device == "cpu" else 6000, *short])
+    yield "decode_shared_prefix", partial(_attention, dtype, device, 128, 16, lengths=_SHARED, shared=_GROUPS)
+    yield "decode_shared_prefix_cap", partial(_attention, dtype, device, 256, 16, lengths=_SHARED, shared=_GROUPS, soft_cap=5.0)
+    yield "decode_shared_prefix_group8", partial(_attention, dtype, device, 64, 64, group=8, lengths=_SHARED, shared=_GROUPS)
     prefix = [300, 20] if device == "cpu" else [4017, 20]
-    yield "prefill_short_suffix", lambda: _attention(dtype, device, 128, 16, lengths=prefix, queries=[17, 1])
-    yield "prefill_one_token", lambda: _attention(dtype, device, 128, 16, lengths=prefix, queries=[1, 1])
+    yield "prefill_short_suffix", partial(_attention, dtype, device, 128, 16, lengths=prefix, queries=[17, 1])
+    yield "prefill_one_token", partial(_attention, dtype, device, 128, 16, lengths=prefix, queries=[1, 1])
     wide = 200 if device == "cpu" else 3000
+    split: dict[str, dict[str, Any]]
     split = {"window": {"window": wide}, "retention": {"kept": [(16, wide), (0, 0)]}, "cap": {"soft_cap": 5.0}}
     for label, options in split.items():
         yield (
             f"prefill_short_suffix_{label}",
-            lambda o=options: _attention(dtype, device, 128, 16, lengths=prefix, queries=[17, 2], **o),
+            partial(_attention, dtype, device, 128, 16, lengths=prefix, queries=[17, 2], **options),
         )
-    yield "prefill_short_suffix_d256", lambda: _attention(dtype, device, 256, 16, lengths=prefix, queries=[40, 1])
+    yield "prefill_short_suffix_d256", partial(_attention, dtype, device, 256, 16, lengths=prefix, queries=[40, 1])
     yield from stored_kernels.cases(dtype, device, head_dims)
     yield from family_kernels.cases(dtype, device)
-    for op in ("decode", "prefill", "store_kv", "copy_blocks"):
-        yield f"{op}_far", lambda o=op: _far(dtype, device, o)
+    for op in ("decode", "prefill", "store_kv", "rotary_store_kv", "copy_blocks"):
+        yield f"{op}_far", partial(_far, dtype, device, op)
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -130,7 +136,7 @@ def _attention(
     queries: list[int] | None = None,
     kept: list[tuple[int, int]] | None = None,
     shared: list[list[int]] | None = None,
-    **options: float,
+    **options: Any,
 ) -> float:
     """shared: sequences that have their first 256 tokens in common."""
     lengths = lengths or _LENGTHS
@@ -147,7 +153,7 @@ def _attention(
     q_sink = None if kept is None else both[num_tokens:]
     expected = getattr(reference, name)(*tensors, scale=_SCALE, retention=retention, q_sink=q_sink, **options)
     there = [tensor.to(device) for tensor in _with_layer(world, tensors, device)]
-    sinks = None if retention is None else tuple(column.to(device) for column in retention)
+    sinks = None if retention is None else (retention[0].to(device), retention[1].to(device))
     op = paged_attention_decode if queries is None else paged_attention_prefill
     sunk = None if q_sink is None else q_sink.to(device)
     return _error(op(*there, scale=_SCALE, retention=sinks, q_sink=sunk, **options), expected)
@@ -181,31 +187,33 @@ def _rotary_store(dtype: torch.dtype, device: str, *, with_norm: bool) -> float:
     turned = reference.rotary(reference.rms_norm(qk, weight, 1e-5)[0] if with_norm else qk, cos, sin)
     reference.store_kv(turned[:, 8:], v, worlds[0].layer, slots)
     there = worlds[1].arena.to(device)
-    on_device = [tensor.to(device) for tensor in (qk, v, cos, sin)]
+    qk, v, cos, sin = (tensor.to(device) for tensor in (qk, v, cos, sin))
     norm = (weight.to(device), 1e-5) if with_norm else None
     layer = there[:, worlds[1].layout.num_layers // 2]
-    q = rotary_store_kv(*on_device, layer, slots.to(device), norm=norm)
+    q = rotary_store_kv(qk, v, cos, sin, layer, slots.to(device), norm=norm)
     return max(_error(q, turned[:, :8]), _error(there.nan_to_num(7), worlds[0].arena.nan_to_num(7))) / 2  # rounded twice
 
 
 def _far(dtype: torch.dtype, device: str, op: str) -> float:
     """The op on blocks beyond 2^31 elements of a pool; a rehearsal's pool is small."""
     world = make_world([100, 37], block_size=16, head_dim=128, num_kv_heads=8, dtype=dtype)
-    per_block = world.arena[0].numel()
-    far = 3 if device == "cpu" else (1 << 31) // per_block + 1
-    pool = torch.empty((far + world.arena.shape[0], *world.layout.view_shape), dtype=dtype, device=device)
-    pool[far:] = world.arena.to(device)
+    pool, far = far_pool(world.arena, device)
     layer = pool[:, world.layout.num_layers // 2]
     if op == "copy_blocks":
         copy_blocks(pool, [(far + 1, far + 2), (far + 3, 1)])
         reference.copy_blocks(world.arena, [(1, 2)])
         found = torch.stack((pool[far + 2], pool[1]))
         return _error(found.nan_to_num(7), world.arena[[2, 3]].nan_to_num(7))
-    if op == "store_kv":
+    if op in ("store_kv", "rotary_store_kv"):
         slots = torch.tensor([16 * 1 + 3, 16 * 2], dtype=torch.int64)
         k, v = random_queries(4, 8, 128, dtype).view(2, 2, 8, 128)
         reference.store_kv(k, v, world.layer, slots)
-        store_kv(k.to(device), v.to(device), layer, (slots + 16 * far).to(device))
+        k, v, slots = (tensor.to(device) for tensor in (k, v, slots + 16 * far))
+        if op == "store_kv":
+            store_kv(k, v, layer, slots)
+        else:  # turned by nothing, so that what is stored are the same bits
+            still = torch.ones(2, 128, dtype=dtype, device=device)
+            rotary_store_kv(torch.cat((k, k), 1), v, still, still * 0, layer, slots)
         return _error(layer[far:].nan_to_num(7), world.layer.nan_to_num(7))
     tables, lens = (world.block_tables + far).to(device), world.seq_lens.to(device)
     if op == "decode":

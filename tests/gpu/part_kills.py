@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,9 +34,9 @@ def run(is_dry: bool) -> Iterator[Check]:
 
 
 async def _kill_both(model: Path, device: str, prompts: list[np.ndarray], new_tokens: int) -> list[Check]:
-    cache_flags = {"device": device, "num_blocks": 1024}
-    flags = {"model": model, "device": device, "dtype": "bfloat16", "block_size": _BLOCK_SIZE, "chunk_size": 512}
-    async with fleet(1, cache_flags, **flags, token_budget=2048) as services:
+    cache_flags: dict[str, Any] = {"device": device, "num_blocks": 1024}
+    flags: dict[str, Any] = {"device": device, "dtype": "bfloat16", "block_size": _BLOCK_SIZE, "chunk_size": 512}
+    async with fleet(1, cache_flags, model=model, **flags, token_budget=2048) as services:
         undisturbed = await _all_tokens(services, prompts, new_tokens)
         return [
             await _kill_engine(services, prompts, new_tokens),

@@ -1,6 +1,7 @@
 """Part g: a model's steps on the device: its logits against the CPU's, graphs against plain steps, and what a step costs.
 
 Logits and graphs also of small models of other families, in groups of layers with tables of their own where they have such.
+Of what graphs do beside the decode: draws, penalties by counts that stay, and prefixes in common, which are read once.
 The host's time of a step is what passes until its last launch; launches are counted by torch's profiler, whose table lies
 beside the logs. A rehearsal takes a tiny model on the CPU, where there is nothing to capture.
 """
@@ -10,9 +11,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvkeeper.engine_service.compute.graphs.graph_api import CudaGraphs
@@ -23,7 +27,9 @@ from kvkeeper.engine_service.model.decoder import Decoder
 from kvkeeper.engine_service.model.layer_groups import LayerGroup, group_layers
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.batch import Batch
-from kvkeeper.engine_service.values.sampling_params import SamplingParams, SamplingRow
+from kvkeeper.engine_service.values.penalised_rows import PenalisedRows
+from kvkeeper.engine_service.values.sampling_params import PlainDraws, SamplingParams, SamplingRow
+from kvkeeper.kernels.attention.paged_attention_decode import plan_decode
 from tests.gpu.checks import Check, keep_text, text_of
 from tests.gpu.family_models import FAMILIES, write_family
 from tests.gpu.random_model import LLAMA_1B, QWEN3_06B, TINY, Shape, write_model
@@ -34,6 +40,8 @@ _CONTEXT = 160  # tokens before a decode
 _ALLOWED = 2.0  # times the error that bfloat16 makes on the CPU
 _OTHER_EXPERTS = 0.3  # relative error where a token that is rounded otherwise goes to other experts; of another text it is 1
 _RUNS = 20
+_PENALISED_STEPS = 4  # of sequences that go on: from the second one on, counts are those that the steps before left
+_PREFIX, _OWN = 512, 24  # tokens in common, and those of a sequence behind them; enough to be read as a prefix in common
 
 
 def run(is_dry: bool) -> Iterator[Check]:
@@ -42,16 +50,18 @@ def run(is_dry: bool) -> Iterator[Check]:
     with tempfile.TemporaryDirectory() as folder:
         small = [dataclasses.replace(shape, name=f"{shape.name}-4", num_layers=4) for shape in (LLAMA_1B, QWEN3_06B)]
         for shape in (TINY,) if is_dry else small:
-            yield _guarded(f"logits_{shape.name}", lambda s=shape: _logits(write_model(Path(folder), s, device), s, device))
+            yield _guarded(f"logits_{shape.name}", partial(_logits_of_shape, Path(folder), shape, device))
         for name in FAMILIES:
             family = write_family(Path(folder), name)
-            yield _guarded(f"logits_{name}", lambda p=family, n=name: _logits(p, dataclasses.replace(TINY, name=n), device))
-            yield _guarded(f"graph_{name}", lambda p=family, n=name: _family(p, n, device))
+            yield _guarded(f"logits_{name}", partial(_logits, family, dataclasses.replace(TINY, name=name), device))
+            yield _guarded(f"graph_{name}", partial(_family, family, name, device))
         shape = TINY if is_dry else LLAMA_1B
         path = write_model(Path(folder), dataclasses.replace(shape, name=f"{shape.name}-steps"), device)
         model, _ = load_model(path, device=device, dtype="bfloat16", progress=False)
         sizes = (1, 4) if is_dry else (1, 3, 8, 32, 100, 256)
         yield from _steps(model, shape, device, sizes)
+        # Those of a graph of 48 rows, two rows of sixteen members and a rest among them.
+        yield _guarded("graph_shared_prefix", partial(_shared_prefix, model, shape, device, 3 if is_dry else 44))
 
 
 def _guarded(name: str, measure: Callable[[], Check]) -> Check:
@@ -69,19 +79,38 @@ def _runner(model: Decoder, num_seqs: int, num_tokens: int, groups: Sequence[Lay
     return ModelRunner(model, layout.view(memory), layout, groups)
 
 
-def _rows(shape: Shape, count: int, first: int, last: int, num_tokens: int) -> Batch:
-    """So many sequences, each with its tokens [first, last) to compute."""
+def _texts(shape: Shape, count: int, num_tokens: int) -> npt.NDArray[np.int64]:
+    """[count, num_tokens], of sequences that have nothing in common."""
+    return np.stack([np.random.default_rng(seq).integers(3, shape.vocab_size, num_tokens) for seq in range(count)])
+
+
+def _tables(count: int, num_tokens: int) -> npt.NDArray[np.int32]:
+    """Blocks of so many sequences, each with its own: [count, blocks of one]."""
     per_seq = -(-num_tokens // _BLOCK_SIZE)
-    texts = [np.random.default_rng(seq).integers(3, shape.vocab_size, num_tokens) for seq in range(count)]
-    tables = [np.arange(1 + seq * per_seq, 1 + (seq + 1) * per_seq, dtype=np.int32) for seq in range(count)]
+    return np.arange(1, 1 + count * per_seq, dtype=np.int32).reshape(count, per_seq)
+
+
+def _rows_of(texts: npt.NDArray[np.int64], tables: npt.NDArray[np.int32], first: int, last: int) -> Batch:
+    """The tokens [first, last) of each text to compute."""
     rows = [ScheduledRow(text[first:last], first, table) for text, table in zip(texts, tables, strict=True)]
     return build_batch(rows, _BLOCK_SIZE)
+
+
+def _rows(shape: Shape, count: int, first: int, last: int, num_tokens: int) -> Batch:
+    """So many sequences, each with its tokens [first, last) to compute."""
+    return _rows_of(_texts(shape, count, num_tokens), _tables(count, num_tokens), first, last)
+
+
+def _logits_of_shape(folder: Path, shape: Shape, device: str) -> Check:
+    return _logits(write_model(folder, shape, device), shape, device)
 
 
 def _logits(path: Path, shape: Shape, device: str) -> Check:
     """Prompts, then decodes: relative error to float32 on the CPU, beside that of bfloat16 there."""
     found = {}
-    for label, where, dtype in (("exact", "cpu", "float32"), ("cpu", "cpu", "bfloat16"), ("device", device, "bfloat16")):
+    ways: list[tuple[str, str, Literal["float32", "bfloat16"]]] = [
+        ("exact", "cpu", "float32"), ("cpu", "cpu", "bfloat16"), ("device", device, "bfloat16")]  # fmt: skip
+    for label, where, dtype in ways:
         model, _ = load_model(path, device=where, dtype=dtype, progress=False)
         runner = _runner(model, 3, _CONTEXT + 2)
         ranges = [(0, _CONTEXT), (_CONTEXT, _CONTEXT + 1), (_CONTEXT + 1, _CONTEXT + 2)]
@@ -123,7 +152,7 @@ def _in_groups(batch: Batch, num_groups: int, num_seqs: int, num_tokens: int) ->
 
 
 def _steps(model: Decoder, shape: Shape, device: str, sizes: tuple[int, ...]) -> Iterator[Check]:
-    most, num_tokens = max(sizes), _CONTEXT + 2
+    most, num_tokens = max(sizes), _CONTEXT + _PENALISED_STEPS
     plain, other = _runner(model, most, num_tokens), _runner(model, most, num_tokens)
     for runner in (plain, other):
         for first in range(0, most, 16):
@@ -137,14 +166,16 @@ def _steps(model: Decoder, shape: Shape, device: str, sizes: tuple[int, ...]) ->
     yield Check("warm_up_and_capture", device == "cpu" or other.graphed is not None, {"s": time.perf_counter() - began}, note)
     for size in sizes:
         batch = _rows(shape, size, _CONTEXT, _CONTEXT + 1, num_tokens)
-        yield _guarded(f"graph_logits_{size}", lambda n=size, b=batch: _same_logits(plain, other, n, b))
-        yield _guarded(f"graph_draws_{size}", lambda n=size, b=batch: _same_draws(other, n, b))
+        yield _guarded(f"graph_logits_{size}", partial(_same_logits, plain, other, size, batch))
+        yield _guarded(f"graph_draws_{size}", partial(_same_draws, other, size, batch))
+        texts = _texts(shape, size, num_tokens)
+        yield _guarded(f"graph_penalised_{size}", partial(_same_penalised, other, texts, _tables(size, num_tokens)))
         for label, runner in (("plain", plain), ("graph", other)):
             if label == "plain" or runner.graphed is not None:
-                yield _guarded(f"step_{label}_{size}", lambda a=label, r=runner, n=size, b=batch: _cost(a, r, n, b))
+                yield _guarded(f"step_{label}_{size}", partial(_cost, label, runner, size, batch))
     batch = _rows(shape, sizes[-1], _CONTEXT, _CONTEXT + 1, num_tokens)
     for label, runner in (("plain", plain), ("graph", other)):
-        yield _guarded(f"profile_{label}", lambda a=label, r=runner: _profile(a, r, batch))
+        yield _guarded(f"profile_{label}", partial(_profile, label, runner, batch))
 
 
 def _last_rows(batch: Batch, first: int) -> Batch:
@@ -180,6 +211,73 @@ def _same_draws(runner: ModelRunner, size: int, batch: Batch) -> Check:
         return Check(name, None, note="no graph drew")
     same = float((step.drawn == drawn).float().mean())
     return Check(name, same == 1, {"same": same})
+
+
+def _same_penalised(runner: ModelRunner, texts: npt.NDArray[np.int64], tables: npt.NDArray[np.int32]) -> Check:
+    """Steps of sequences that go on with what they drew: a graph penalises by counts, the other way by whole histories.
+
+    The penalties are negative, so that what was there before is the likeliest by far, and each count decides.
+    """
+    size = len(texts)
+    name, known = f"graph_penalised_{size}", texts.astype(np.int32)
+    ways = [
+        SamplingParams(temperature=0, repetition_penalty=1.1, frequency_penalty=-2.0, presence_penalty=-2.0),
+        SamplingParams(temperature=0.7, top_k=50, presence_penalty=-2.0, frequency_penalty=-1.5),
+        SamplingParams(temperature=0.9, top_p=0.9),
+    ]
+    same, changed = [], []
+    for at in range(_CONTEXT, _CONTEXT + _PENALISED_STEPS):
+        rows = [SamplingRow(ways[seq % 3], 7, seq, known[seq, : at + 1], _CONTEXT // 2) for seq in range(size)]
+        penalised = PenalisedRows.of(rows)
+        penalised = dataclasses.replace(penalised, tokens=known, which=penalised.where, serials=penalised.where + 1)
+        batch = _rows_of(known.astype(np.int64), tables, at, at + 1)
+        step = runner.stage(batch, dataclasses.replace(PlainDraws.of(rows), penalised=penalised))()
+        logits = StepLogits(step.values.clone())
+        if step.drawn is None:
+            return Check(name, None, note="no graph drew")
+        expected, unpenalised = draw(logits, rows).token_ids, draw(logits, [_unpenalised(row) for row in rows]).token_ids
+        same.append(float((step.drawn == expected).float().mean()))
+        changed.append(float((expected != unpenalised).float().mean()))
+        if at + 1 < known.shape[1]:
+            known[:, at + 1] = expected.cpu().numpy()
+    note = "" if max(changed) else "the penalties changed no token"
+    return Check(name, min(same) == 1 and max(changed) > 0, {"same": min(same), "changed": max(changed)}, note)
+
+
+def _unpenalised(row: SamplingRow) -> SamplingRow:
+    params = dataclasses.replace(row.params, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0)
+    return dataclasses.replace(row, params=params)
+
+
+def _shared_prefix(model: Decoder, shape: Shape, device: str, count: int) -> Check:
+    """A captured decode over blocks in common, against a plain one of the same K and V where each sequence has its own."""
+    context = _PREFIX + _OWN
+    texts, apart, prefix_len = _texts(shape, count, context + 1), _tables(count, context + 1), _PREFIX // _BLOCK_SIZE
+    texts[:, :_PREFIX] = texts[0, :_PREFIX]
+    together = apart.copy()
+    together[:, :prefix_len] = apart[0, :prefix_len]
+    runner = _runner(model, count, context + 1)
+    runner.forward(_rows_of(texts[:1], apart[:1], 0, _PREFIX))
+    runner.copy_blocks([(int(apart[0, at]), int(own[at])) for own in apart[1:] for at in range(prefix_len)])
+    runner.forward(_rows_of(texts, apart, _PREFIX, context))
+    expected = runner.forward(_rows_of(texts, apart, context, context + 1)).float().clone()
+    if device == "cuda":
+        graphs = CudaGraphs(torch.device(device))
+        runner.make_ready(StepBounds(count, context + 1), graphs, with_retention=False, progress=False)
+    batch = _rows_of(texts, together, context, context + 1)
+    found = runner.forward(batch).float()
+    error = float((found - expected).norm() / expected.norm())
+    replays, sharing = 0 if runner.graphed is None else runner.graphed.num_replays, _num_sharing(runner, batch)
+    ok = error <= 2e-2 and (device == "cpu" or (replays == 1 and sharing == count))
+    return Check("graph_shared_prefix", ok, {"relative_error": error, "replays": replays, "sharing": sharing})
+
+
+def _num_sharing(runner: ModelRunner, batch: Batch) -> int:
+    """Rows whose prefix is read once for several of them."""
+    view = runner._kv_view
+    tables, lens = (torch.from_numpy(array).to(view.device) for array in (batch.block_tables, batch.seq_lens))
+    work = plan_decode(tables, lens, view[:, 0], view.dtype, None).work
+    return 0 if work is None or work.shared is None else int((work.shared.members[:, 0] > 0).sum())
 
 
 def _cost(label: str, runner: ModelRunner, size: int, batch: Batch) -> Check:

@@ -1,6 +1,7 @@
 """Part d: both services on the device with models of real shapes: tokens a second with graphs and without, steps that overlap
 and that do not, fronts and none, K and V in 8 bits and in 4 beside a tail, two ranks where there are two devices; a model with
-chunks, whose layers are in groups; and swap.
+chunks, whose layers are in groups; and swap. The greedy tokens of an engine as it is by default are those of one without graphs
+and overlap.
 
 A step's time is what passes between two steps of a full batch; of it, the engine says what the device computed and what waited
 for the cache service, and the rest is the host's own. Swap is forced by a pool that holds half of the sequences.
@@ -12,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +25,49 @@ from tests.benchmarks.both_services import ask_all, both_services
 from tests.gpu.checks import Check, text_of
 from tests.gpu.family_models import write_family
 from tests.gpu.random_model import LLAMA_1B, QWEN3_06B, TINY, Shape, write_model
+from tests.gpu.same_tokens import Output, judge, outputs_of
 
 _PROMPT_TOKENS = 128
 _MOST_CACHE_WAIT = 0.03  # of a step
+# Each engine that is started here takes some 12 s of a host: imports, weights, kernels from Triton's cache, and three graphs of
+# each of 27 batch sizes, whose capture is the lesser part. So each flag is taken off the way before it, not off the default:
+# nine engines say what all of it gains, and a tenth does where there are two devices.
+_DEFAULT = ("--graphs",)
+_PLAIN = ("--no-graphs", "--no-overlap")
+_WAYS = (_DEFAULT, ("--no-overlap", "--graphs"), _PLAIN)
 # At the largest size alone. 4 bits come with a tail of tokens in full, in blocks of a group of their own.
-_OTHER_WAYS = (("--no-overlap", "--graphs"), ("--fronts", "1"), ("--kv-dtype", "int8"), ("--kv-dtype", "int4"))
+_OTHER_WAYS = (("--fronts", "0"), ("--kv-dtype", "int8"), ("--kv-dtype", "int4"))
 _TWO_RANKS = ("--tensor-parallel", "2")
 
 
 def run(is_dry: bool) -> Iterator[Check]:
-    """A rehearsal serves a tiny model on the CPU."""
+    """A rehearsal serves a tiny model on the CPU. A second shape has the default flags alone: its kernels are other ones."""
     sizes, new_tokens = ((1, 4), 48) if is_dry else ((1, 16, 64, 256), 128)
     others = (*_OTHER_WAYS, *((_TWO_RANKS,) if is_dry or torch.cuda.device_count() > 1 else ()))
+    device = "cpu" if is_dry else "cuda"
     with tempfile.TemporaryDirectory() as folder:
-        for shape in (TINY,) if is_dry else (LLAMA_1B, QWEN3_06B):
-            device = "cpu" if is_dry else "cuda"
-            model = write_model(Path(folder), shape, device)
-            yield from _guarded(f"swap_{shape.name}", lambda m=model, s=shape, d=device: _swap(m, s, d))
-            for ways in (("--graphs",), ("--no-graphs",), *(others if shape in (TINY, LLAMA_1B) else ())):
-                of_way = sizes if ways[0].endswith("graphs") else sizes[-1:]
-                name = f"serve_{shape.name}{_label(ways)}"
-                yield from _guarded(
-                    name, lambda m=model, s=shape, d=device, n=of_way, w=ways: _serve(m, s, d, n, new_tokens, w)
-                )
+        shape = TINY if is_dry else LLAMA_1B
+        model = write_model(Path(folder), shape, device)
+        yield from _guarded(f"swap_{shape.name}", partial(_swap, model, shape, device))
+        outputs: dict[tuple[str, ...], list[Output]] = {}
+        for ways in (*_WAYS, *others):
+            of_way = sizes if ways in _WAYS else sizes[-1:]
+            name = f"serve_{shape.name}{_label(ways)}"
+            yield from _guarded(name, partial(_serve, model, shape, device, of_way, new_tokens, ways, outputs))
+        yield _same_tokens(f"same_tokens_{shape.name}", outputs)
+        if not is_dry:
+            model = write_model(Path(folder), QWEN3_06B, device)
+            name = f"serve_{QWEN3_06B.name}{_label(_DEFAULT)}"
+            yield from _guarded(name, partial(_serve, model, QWEN3_06B, device, sizes, new_tokens, _DEFAULT, {}))
         chunked = write_family(Path(folder), "llama4_text")
         shape = dataclasses.replace(TINY, name="chunks")
-        yield from _guarded("serve_chunks", lambda: _serve(chunked, shape, device, sizes[-1:], new_tokens, ("--graphs",)))
+        yield from _guarded("serve_chunks", partial(_serve, chunked, shape, device, sizes[-1:], new_tokens, _DEFAULT, {}))
+
+
+def _same_tokens(name: str, outputs: dict[tuple[str, ...], list[Output]]) -> Check:
+    if missing := [_label(ways) for ways in (_DEFAULT, _PLAIN) if ways not in outputs]:
+        return Check(name, False, note=f"no tokens of {' and '.join(missing)}")
+    return judge(name, outputs[_DEFAULT], outputs[_PLAIN])
 
 
 def _guarded(name: str, measure: Callable[[], Coroutine[Any, Any, list[Check]]]) -> list[Check]:
@@ -63,7 +82,8 @@ async def _swap(model: Path, shape: Shape, device: str) -> list[Check]:
     num_seqs, new_tokens = 8, 96
     blocks = 4 * -(-(_PROMPT_TOKENS + new_tokens) // 16)  # for half of them
     cache_flags = ("--device", device, "--num-pools", "1", "--num-blocks", str(blocks), "--num-host-blocks", str(4 * blocks))
-    flags = ("--device", device, "--model", str(model), "--dtype", "bfloat16", "--preemption", "swap", "--policy", "fcfs")
+    flags = ("--device", device, "--model", str(model), "--dtype", "bfloat16", "--preemption", "swap", "--policy", "fcfs",
+             "--max-sequences", str(num_seqs))  # fmt: skip
     async with both_services(*flags, cache_flags=cache_flags) as client:
         await _load(client, shape, num_seqs, new_tokens)
         stats = await client.stats()
@@ -77,13 +97,22 @@ def _label(ways: tuple[str, ...]) -> str:
 
 
 async def _serve(
-    model: Path, shape: Shape, device: str, sizes: tuple[int, ...], new_tokens: int, ways: tuple[str, ...]
+    model: Path,
+    shape: Shape,
+    device: str,
+    sizes: tuple[int, ...],
+    new_tokens: int,
+    ways: tuple[str, ...],
+    outputs: dict[tuple[str, ...], list[Output]],
 ) -> list[Check]:
+    """outputs: gets the tokens of the two ways that are compared."""
     pool = "64MiB" if device == "cpu" else "24GiB"
     cache_flags = ("--device", device, "--num-pools", "1", "--pool-memory", pool, "--max-sequences", "512")
     flags = ("--device", device, "--model", str(model), "--dtype", "bfloat16", "--max-sequences", "256", *ways)
     async with both_services(*flags, cache_flags=cache_flags) as client:
         await _load(client, shape, 2, 4)  # kernels are compiled with their first use
+        if ways in (_DEFAULT, _PLAIN):
+            outputs[ways] = await outputs_of(client, shape.vocab_size, is_told=ways == _PLAIN)
         return [check async for check in _by_size(client, shape, sizes, new_tokens, _label(ways))]
 
 

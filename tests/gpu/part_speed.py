@@ -4,6 +4,7 @@ Figures are reported beside their aims; none fails the run. A rehearsal takes ti
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -36,20 +37,20 @@ def run(is_dry: bool) -> Iterator[Check]:
     for num_seqs, seq_len, head_dim in shapes:
         yield _told(
             f"decode_{num_seqs}x{seq_len}_d{head_dim}",
-            lambda n=num_seqs, s=seq_len, d=head_dim: _decode(watch, ceilings, n, s, d),
+            partial(_decode, watch, ceilings, num_seqs, seq_len, head_dim),
         )
-    yield _told("decode_one_long_of_64", lambda: _one_long(watch, ceilings))
+    yield _told("decode_one_long_of_64", partial(_one_long, watch, ceilings))
     for num_seqs, prefix in ((17, 64),) if is_dry else ((16, 2048), (64, 8192), (256, 2048)):
-        yield _told(f"decode_shared_{num_seqs}x{prefix}", lambda n=num_seqs, p=prefix: _shared_prefix(watch, ceilings, n, p))
+        yield _told(f"decode_shared_{num_seqs}x{prefix}", partial(_shared_prefix, watch, ceilings, num_seqs, prefix))
     for num_queries in (1, 17, 64):
-        yield _told(f"suffix_{num_queries}_on_32k", lambda n=num_queries: _suffix(watch, ceilings, n))
+        yield _told(f"suffix_{num_queries}_on_32k", partial(_suffix, watch, ceilings, num_queries))
     for seq_len in (64,) if is_dry else (2048, 8192):
-        yield _told(f"prefill_{seq_len}", lambda s=seq_len: _prefill(watch, ceilings, s))
+        yield _told(f"prefill_{seq_len}", partial(_prefill, watch, ceilings, seq_len))
     for measure in (_store, _copy, _norm, _swap):
-        yield _told(measure.__name__.removeprefix("_"), lambda one=measure: one(watch, ceilings))
+        yield _told(measure.__name__.removeprefix("_"), partial(measure, watch, ceilings))
     for rows in (2,) if is_dry else (1, 16, 128):
         for label, top_k, top_p in (("top_k_top_p", 40, 0.9), ("top_p", 0, 0.9), ("none", 0, 1.0)):
-            yield _told(f"sampling_{rows}_{label}", lambda r=rows, k=top_k, p=top_p, n=label: _sampling(watch, r, k, p, n))
+            yield _told(f"sampling_{rows}_{label}", partial(_sampling, watch, rows, top_k, top_p, label))
 
 
 def _told(name: str, measure: Callable[[], Check]) -> Check:
@@ -119,7 +120,7 @@ def _shared_prefix(watch: Stopwatch, ceilings: Ceilings, num_seqs: int, prefix: 
     lens = torch.full((num_seqs,), prefix + own, device=watch.device, dtype=torch.int32)
     q, scale = _random(watch, num_seqs, _HEADS, head_dim), head_dim**-0.5
     apart, together = (
-        watch.in_graph(lambda rows=rows: paged_attention_decode(q, layer, rows, lens, scale=scale)) for rows in (tables, shared)
+        watch.in_graph(partial(paged_attention_decode, q, layer, rows, lens, scale=scale)) for rows in (tables, shared)
     )
     num_bytes = 2 * (prefix + num_seqs * own) * _KV_HEADS * head_dim * _DTYPE.itemsize
     figures = {
@@ -244,10 +245,7 @@ def _swap(watch: Stopwatch, ceilings: Ceilings) -> Check:
         for index in chosen:
             target[index].copy_(source[index], non_blocking=True)
 
-    plain = [
-        watch.seconds(lambda t=t, s=s: t[:num_blocks].copy_(s[:num_blocks]), runs=5)
-        for t, s in ((host, device), (device, host))
-    ]
+    plain = [watch.seconds(partial(t[:num_blocks].copy_, s[:num_blocks]), runs=5) for t, s in ((host, device), (device, host))]
     out, back = watch.seconds(lambda: scattered(host, device), runs=5), watch.seconds(lambda: scattered(device, host), runs=5)
     figures = {
         "plain_out_gb_s": num_blocks * block_bytes / plain[0] / 1e9,

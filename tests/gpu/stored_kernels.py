@@ -1,14 +1,16 @@
 """Cases of part b for K and V in few bits: what is stored, and attention over stored blocks and pages, on a device."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.quantised.attention import plan_rows, quantised_decode, quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS, quantise
-from kvkeeper.kernels.quantised.layout import QuantisedLayer, QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
 from kvkeeper.kernels.quantised.store import plan_slots, store_quantised
+from tests.gpu.far import FAR_ELEMENTS, far_pool
 from tests.unit.kernels.quantised.worlds import as_numbers, make_stored
 from tests.unit.kernels.worlds import random_queries
 
@@ -16,25 +18,33 @@ _LENGTHS = [1, 16, 17, 64, 65, 129, 150]
 _QUERIES = [1, 2, 17, 1, 30, 66, 7]
 _TAILS = [(0, 1), (0, 0), (1, 2), (2, 4), (0, 5), (5, 8), (8, 10)]
 _SCALE = 0.2
+_FAR_BYTES = 2 * FAR_ELEMENTS  # of blocks: the scales and the tail's elements have two bytes each
 
 
 def cases(dtype: torch.dtype, device: str, head_dims: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], float]]]:
     """By name the largest error of each format, op and head dim."""
     for name in ("int8", "int4", "fp8"):
         for head_dim in head_dims:
-            yield f"stored_decode_{name}_d{head_dim}", lambda n=name, d=head_dim: _attention(n, dtype, device, d, None)
-            yield f"stored_prefill_{name}_d{head_dim}", lambda n=name, d=head_dim: _attention(n, dtype, device, d, _QUERIES)
-        yield f"stored_store_{name}", lambda n=name: _store(n, dtype, device)
+            yield f"stored_decode_{name}_d{head_dim}", partial(_attention, name, dtype, device, head_dim, None)
+            yield f"stored_prefill_{name}_d{head_dim}", partial(_attention, name, dtype, device, head_dim, _QUERIES)
+        yield f"stored_store_{name}", partial(_store, name, dtype, device)
+        yield f"stored_decode_{name}_far", partial(_attention, name, dtype, device, 64, None, is_far=True)
+        yield f"stored_prefill_{name}_far", partial(_attention, name, dtype, device, 64, _QUERIES, is_far=True)
+        yield f"stored_store_{name}_far", partial(_store, name, dtype, device, is_far=True)
 
 
-def _moved(layer: QuantisedLayer, view: torch.Tensor, device: str) -> QuantisedLayer:
-    return layer_of(view.to(device), layer.layout, 1)
+def _moved(view: torch.Tensor, device: str, *, is_far: bool) -> tuple[torch.Tensor, int]:
+    """The blocks on the device, and the number of the first of them."""
+    return far_pool(view, device, _FAR_BYTES) if is_far else (view.to(device, copy=True), 0)
 
 
-def _attention(name: str, dtype: torch.dtype, device: str, head_dim: int, queries: list[int] | None) -> float:
+def _attention(
+    name: str, dtype: torch.dtype, device: str, head_dim: int, queries: list[int] | None, *, is_far: bool = False
+) -> float:
     world = make_stored(_LENGTHS, name, tails=_TAILS, block_size=16, head_dim=head_dim, dtype=dtype)
     plain, tables = as_numbers(world)
-    layer, locs = _moved(world.layer, world.view, device), None
+    pool, first = _moved(world.view, device, is_far=is_far)
+    layer, locs = layer_of(pool, world.layout, 1), None
     assert world.tail_tables is not None
     if queries is None:
         q = random_queries(len(_LENGTHS), 8, head_dim, dtype)
@@ -44,19 +54,20 @@ def _attention(name: str, dtype: torch.dtype, device: str, head_dim: int, querie
         q = random_queries(int(locs[-1]), 8, head_dim, dtype)
         expected = reference.paged_attention_prefill(q, plain, tables, world.seq_lens, locs, scale=_SCALE)
         locs = locs.to(device)
-    moved = (tensor.to(device) for tensor in (world.block_tables, world.tail_tables, world.seq_lens))
-    rows = plan_rows(*moved, locs, layer)
+    pages = torch.where(world.tail_tables > 0, world.tail_tables + first, 0)
+    blocks, pages, lens = (tensor.to(device) for tensor in (world.block_tables + first, pages, world.seq_lens))
+    rows = plan_rows(blocks, pages, lens, locs, layer)
     op = quantised_decode if queries is None else quantised_prefill
     found = op(q.to(device), layer, rows, scale=_SCALE).cpu()
     difference = (found.double() - expected.double()).abs()
     return float("inf") if bool(difference.isnan().any()) else float(difference.max())
 
 
-def _store(name: str, dtype: torch.dtype, device: str) -> float:
+def _store(name: str, dtype: torch.dtype, device: str, *, is_far: bool = False) -> float:
     """Infinite where a bit of what is stored differs."""
     layout = QuantisedLayout(2, 3, 64, 16, FORMATS[name], dtype, tail_layers=1)
     view = layout.view(torch.zeros(9 * layout.block_bytes, dtype=torch.uint8))
-    there = view.to(device)
+    there, first = _moved(view, device, is_far=is_far)
     k, v = random_queries(80, 3, 64, dtype).view(2, 40, 3, 64)
     slots, pages = torch.randperm(4 * 16)[:40] + 16, torch.randperm(3 * 16)[:40] + 5 * 16
     slots[::7], pages[::5] = -1, -1
@@ -67,5 +78,6 @@ def _store(name: str, dtype: torch.dtype, device: str) -> float:
             layer.elements[slot // 16, :, slot % 16], layer.scales[slot // 16, :, slot % 16] = elements[row], scales[row]
         if page >= 0 and layer.tail is not None:
             layer.tail[page // 16, :, page % 16] = torch.stack((k[row], v[row]))
-    store_quantised(k.to(device), v.to(device), moved, plan_slots(slots.to(device), pages.to(device), moved))
-    return 0.0 if torch.equal(there.cpu(), view) else float("inf")
+    stored, kept = (torch.where(own >= 0, own + 16 * first, own).to(device) for own in (slots, pages))
+    store_quantised(k.to(device), v.to(device), moved, plan_slots(stored, kept, moved))
+    return 0.0 if torch.equal(there[first:].cpu(), view) else float("inf")

@@ -1,18 +1,26 @@
 """gpu-check itself, as far as it goes without a device: failed parts, the results file, and a rehearsal."""
 
+import asyncio
 import json
+import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
+from kvkeeper.engine_service.config import load_config
+from tests.gpu import part_serving
 from tests.gpu.__main__ import MACHINE, PARTS, _run_all
-from tests.gpu.bundle import _requirements, install, without_weights
-from tests.gpu.checks import Check, PartResult, read_checks, write_result
+from tests.gpu.bundle import ROOT, _requirements, install, without_weights
+from tests.gpu.checks import LOGS_VARIABLE, Check, PartResult, read_checks, write_result
 from tests.gpu.peer import Peer, PeerFailed
+from tests.gpu.random_model import TINY, write_model
+from tests.gpu.same_tokens import NEAR_TIE, Output, judge
 from tests.support.processes.services import environment
 
 GOOD, FINDING, BAD = Check("a", True, {"ms": 1.5}), Check("b", None, note="told"), Check("c", False)
@@ -53,6 +61,81 @@ def test_a_rehearsal_writes_a_file_and_ends_well(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "a" / "part.log").exists()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As a rehearsal has it, see tests.gpu.__main__."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_kernels_and_a_models_steps_are_rehearsed_without_a_device() -> None:
+    """Each check as the part yields it; some 16 seconds of a processor."""
+    for part, some in (
+        (
+            "b",
+            {"decode_shared_prefix", "rotary_store_kv_far", "latent_decode_far", "store_latent_far", "stored_store_int4_far"},
+        ),
+        ("g", {"logits_deepseek_v3", "graph_gpt_oss", "graph_penalised_4", "graph_shared_prefix", "profile_plain"}),
+    ):
+        checks = list(import_module(PARTS[part][0]).run(True))
+        assert [check for check in checks if check.ok is False] == []
+        assert some <= {check.name.removesuffix("_float32") for check in checks}
+
+
+def test_both_services_are_rehearsed_their_tokens_compared_and_their_logs_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One size of the two ways whose tokens are compared, which is what a rehearsal of the part begins with."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    monkeypatch.setenv(LOGS_VARIABLE, str(logs))
+    model, outputs = write_model(tmp_path, TINY, "cpu"), dict[tuple[str, ...], list[Output]]()
+    for ways in (part_serving._DEFAULT, part_serving._PLAIN):
+        (check,) = asyncio.run(part_serving._serve(model, TINY, "cpu", (2,), 16, ways, outputs))
+        assert check.figures["tokens_per_s"] > 0
+    assert part_serving._same_tokens("same", outputs).ok
+    services = [path.name.partition("-")[2] for path in sorted(logs.iterdir())]
+    assert services == 2 * ["cache_service.log", "engine_service.log"]
+    assert all("ready" in path.read_text() for path in logs.iterdir())
+    shown = outputs[part_serving._PLAIN][0]
+    assert all(max(told, key=told.__getitem__) == token for token, told in zip(shown.token_ids, shown.likeliest, strict=True))
+
+
+def test_every_way_of_serving_is_another_one_and_the_first_is_the_default() -> None:
+    ways = [*part_serving._WAYS, *part_serving._OTHER_WAYS, part_serving._TWO_RANKS]
+    configs = [load_config(flags, {}) for flags in ways]
+    assert configs[0] == load_config([], {})
+    assert not [ways[at] for at, config in enumerate(configs) if config in configs[:at]]
+
+
+def outputs(*texts: list[int]) -> list[Output]:
+    """With token 7 always the likeliest, 8 within a near tie of it, and 9 beyond one."""
+    return [Output(text, [{7: -1.0, 8: -1.0 - NEAR_TIE / 2, 9: -1.0 - NEAR_TIE * 2}] * len(text)) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("found", "is_ok"),
+    [
+        ([[7, 7, 7], [7, 7, 7], [7, 7, 7]], True),
+        ([[7, 8, 3], [7, 7, 7], [7, 7, 7]], True),  # what follows a near tie is another text
+        ([[7, 9, 7], [7, 7, 7], [7, 7, 7]], False),
+        ([[7, 7, 4], [7, 7, 7], [7, 7, 7]], False),  # not among the likeliest
+        ([[7, 7], [7, 7, 7], [7, 7, 7]], False),
+        ([[8, 7, 7], [7, 8, 7], [7, 7, 8]], False),  # near ties all, but too many of them
+    ],
+)
+def test_tokens_that_part_are_judged(found: list[list[int]], is_ok: bool) -> None:
+    assert judge("same", outputs(*found), outputs(*[[7, 7, 7]] * 3)).ok is is_ok
+
+
+def test_tokens_of_a_service_that_did_not_start_are_no_tokens() -> None:
+    check = part_serving._same_tokens("same", {part_serving._DEFAULT: outputs([7])})
+    assert (check.ok, check.note) == (False, "no tokens of -no-graphs-no-overlap")
+
+
 def test_a_machine_that_will_not_do_stops_the_run_with_a_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.gpu", "--parts", "ab", "--results", str(tmp_path)]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, check=False)
@@ -62,7 +145,9 @@ def test_a_machine_that_will_not_do_stops_the_run_with_a_sentence(tmp_path: Path
     assert [path.name for path in tmp_path.glob("*.json")] == ["m.json"]
 
 
-def run_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modules: dict[str, str], limit_s: int, seconds: float):
+def run_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modules: dict[str, str], limit_s: int, seconds: float
+) -> tuple[list[PartResult], list[str]]:
     """The parts of files in a folder, a module each; the machine's among them."""
     for name, text in modules.items():
         (tmp_path / f"stand_in_{name}.py").write_text(text)
@@ -128,10 +213,16 @@ def test_every_part_exists() -> None:
     for module, limit_s, _ in PARTS.values():
         assert callable(import_module(module).run)
         assert limit_s > 0
-    # Of the commands that docs/gpu.md names, each has ten minutes.
-    for together in ("mab", "mgc", "mde"):
-        assert sum(PARTS[name][1] for name in together) <= 9 * 60
-    assert set("mabgcde") == set(PARTS)
+
+
+def test_the_commands_of_the_page_run_all_parts_within_ten_minutes_each() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    limits = {name: int(seconds) for name, seconds in re.findall(r"^\| ([a-z]) \| (\d+) \|", page, re.MULTILINE)}
+    assert limits == {name: limit_s for name, (_, limit_s, _) in PARTS.items()}
+    commands = re.findall(r"^make gpu-check \S+ PARTS=(\w+) ", page, re.MULTILINE)
+    assert set("".join(commands)) == set(PARTS)
+    for together in commands:
+        assert sum(PARTS[name][1] for name in {MACHINE, *together}) <= 9.5 * 60, together
 
 
 def test_the_bundle_leaves_the_hosts_own_packages_alone() -> None:

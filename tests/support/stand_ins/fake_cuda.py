@@ -38,7 +38,7 @@ class FakeCuda:
     opened: dict[int, tuple[str, mmap.mmap]] = field(default_factory=dict)  # by base
     num_freed: int = 0
     num_opens: int = 0
-    _numbers: itertools.count = field(default_factory=itertools.count)  # type: ignore[type-arg]
+    _numbers: itertools.count = field(default_factory=itertools.count)
 
     def device_uuids(self) -> list[str]:
         return list(self.uuids)
