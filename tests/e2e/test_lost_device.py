@@ -1,6 +1,7 @@
 """A device that has no memory left, or that is lost to the engine's process: who hears of it, and what goes on."""
 
 import asyncio
+import dataclasses
 import json
 from asyncio.subprocess import Process
 from typing import Any
@@ -11,11 +12,13 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.engine_service.compute.model_runner import Runner, StepBounds
 from kvkeeper.service.process import LOST, ServiceLost
 from tests.support.models.odd_models import LOST_TOKEN, OUT_OF_MEMORY_TOKEN, faulty_model
 from tests.support.processes import faulty_engine
 from tests.support.processes.engine_command import engine_process, ready
 from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output, until
+from tests.support.stand_ins.device_faults import out_of_memory
 
 PROMPT = list(range(3, 16))
 LONG = GenerateOptions(sampling=Sampling(max_tokens=1500, temperature=0, repetition_penalty=1.0))
@@ -105,6 +108,28 @@ async def test_blocks_that_a_lost_device_may_write_wait_for_the_end_of_the_proce
         await generate(client, PROMPT)
     assert refused.value.code is grpc.StatusCode.UNAVAILABLE
     assert (await world.wait_idle()).num_quarantined_blocks > 0, "this process lives and has the memory mapped"
+
+
+async def test_a_device_that_has_no_memory_for_the_next_session_ends_the_engine(world: Services) -> None:
+    num_sessions = 0
+
+    def make_ready(runner: Runner, bounds: StepBounds) -> None:
+        nonlocal num_sessions
+        num_sessions += 1
+        if num_sessions > 1:
+            raise out_of_memory()
+
+    await world.start_cache(num_blocks=1024)
+    engine = await world.start_engine(dataclasses.replace(faulty_model(), make_ready=make_ready))
+    left = (await world.client(engine)).generate([1, 2, 3], LONG)
+    await anext(left)
+    await world.stop_cache()
+    await world.start_cache(num_blocks=1024)
+    with pytest.raises(ServiceLost, match=r"cudaErrorMemoryAllocation .*--pool-memory"):
+        await engine.wait_end()
+    with pytest.raises(KvkeeperError, match="DEVICE_LOST"):
+        _ = [chunk async for chunk in left]
+    assert num_sessions == 2
 
 
 async def test_a_step_without_memory_ends_its_requests_alone_and_says_what_helps(world: Services) -> None:
