@@ -1,9 +1,10 @@
 """`kvkeeper engine`, or `python -m kvkeeper.engine_service`: runs an engine service until SIGTERM or SIGINT.
 
-Exit codes: 0 stopped when asked, 1 could not start, 2 wrong configuration. Nothing is printed on stdout; once there is
-a session, the log says "ready" with the address, and grpc.health.v1 says SERVING.
+Exit codes: 0 stopped when asked, 1 could not start, 2 wrong configuration, 75 the device is lost to this process. Nothing is
+printed on stdout; once there is a session, the log says "ready" with the address, and grpc.health.v1 says SERVING.
 """
 
+import asyncio
 import gc
 import os
 import sys
@@ -14,7 +15,7 @@ import structlog
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: the service itself reports each failure in one line
 
-from kvkeeper.service.process import first_of, run, stop_signals
+from kvkeeper.service.process import LOST, ServiceLost, first_of, run, stop_signals
 
 from .config import EngineConfig, load_config
 from .preflight import check_start
@@ -27,12 +28,22 @@ if TYPE_CHECKING:
 # The forward pass runs in a thread beside the loop. By default the one that holds the interpreter may keep it for 5 ms, a third
 # of a small model's step. Measured in turns, 16 requests on two busy cores: 3 % more tokens a second; 0.2 ms gains less.
 _SWITCH_INTERVAL_S = 0.001
+_REST_S = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the service until it is stopped. argv: without the program's name. The exit code."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    return run("kvkeeper engine", load_config, _serve, argv, check_start)
+    code = run("kvkeeper engine", load_config, _serve, argv, check_start)
+    if code == LOST:
+        end_at_once(code)
+    return code
+
+
+def end_at_once(code: int) -> None:
+    """End the process as it is: what libraries would give back to a lost device at its end could end it otherwise, or never."""
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _serve(config: EngineConfig) -> Coroutine[Any, Any, None]:
@@ -52,6 +63,12 @@ async def _until_stopped(starting: "Coroutine[Any, Any, RunningServer]") -> None
         await first_of(signalled.wait(), server.wait_end())
         signalled.clear()
         await first_of(signalled.wait(), server.drain())
+    except ServiceLost:
+        await server.stop()
+        # gRPC's own tasks of calls that were cut off end by themselves; cancelled, each says so on the terminal.
+        if rest := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(rest, timeout=_REST_S)
+        raise
     finally:
         await server.stop()
 

@@ -6,6 +6,7 @@ StartError of one line, with everything undone.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
@@ -25,11 +26,12 @@ from kvkeeper.service.intake import Intake
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.methods import Contract
 from kvkeeper.service.metrics import MetricsServer
-from kvkeeper.service.process import StartError
+from kvkeeper.service.process import ServiceLost, StartError
 from kvkeeper.trust.guard import Guard
 
 from .compute.cpu_kernels import switch_kernels
-from .compute.served_model import ServedModel, load_served_model
+from .compute.device.device_errors import fault_of
+from .compute.served_model import SAVES_MEMORY, ServedModel, load_served_model
 from .config import GATEWAY_PACKAGE, EngineConfig
 from .loop.engine import Engine, make_engine
 from .loop.session_loop import CacheServiceRefused, keep_serving
@@ -52,12 +54,13 @@ from .speculation.draft_model import DraftModel
 from .speculation.speculator import PromptLookUp, Proposer
 from .text_workers.text_work import TextWork
 from .text_workers.text_worker import Limits
-from .values.errors import Draining
+from .values.errors import DeviceLost, Draining
 
 log = structlog.get_logger()
 
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 10.0, 60.0  # for an answer of the cache service
 _LAST_STEP_S = 5.0  # for the step that is computed when everything else has ended
+_LAST_WORDS_S = 2.0  # for clients to hear that the device is lost
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +93,7 @@ class RunningServer:
         return self._serving.done()
 
     async def wait_ready(self) -> None:
-        """Wait until requests are taken. Raises StartError as wait_end does."""
+        """Wait until requests are taken. Raises StartError and ServiceLost as wait_end does."""
         waiting = asyncio.create_task(self._ready.wait())
         await asyncio.wait((waiting, self._serving), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -98,14 +101,19 @@ class RunningServer:
             await self.wait_end()
 
     async def wait_end(self) -> None:
-        """Wait until serving has ended. Raises StartError when the cache service refuses the model, or the engine whose
-        requests are to be taken over refuses this one."""
+        """Wait until serving has ended. Raises StartError when the cache service refuses the model, the engine whose requests
+        are to be taken over refuses this one, or the device cannot be used; ServiceLost when that is lost later."""
         try:
             await asyncio.shield(self._serving)
             if self._taking is not None and self._taking.done():
                 self._taking.result()
         except CacheServiceRefused as error:
             raise StartError(f"--cache {self.config.cache}: {error}") from None
+        except DeviceLost as error:
+            if not self._ready.is_set():
+                raise StartError(f"--device {self.config.device}: {error.fault}") from None
+            await self._tell_lost()
+            raise ServiceLost(error.fault) from None
         except TakeOverRefused as error:
             raise StartError(f"--take-over {self.config.take_over}: {error}") from None
 
@@ -119,6 +127,13 @@ class RunningServer:
                 await self.service.wait_delivered()
         except TimeoutError:
             log.warning("drain_timeout", num_requests=len(self.engine.requests.generations))
+
+    async def _tell_lost(self) -> None:
+        """Let clients read that their requests have ended, and health that this engine serves no more."""
+        await self._endpoint.drain()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self.service.streams.wait_none()
 
     async def stop(self) -> None:
         """End what still runs, close the session and remove the socket. Idempotent."""
@@ -205,6 +220,8 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
             endpoint.release()
         if isinstance(error, RankLost):
             raise StartError(f"--tensor-parallel {config.tensor_parallel}: {error}") from None
+        if (fault := fault_of(error)) is not None:
+            raise StartError(f"--device {config.device}: {fault.text(SAVES_MEMORY)}") from None
         if isinstance(error, ModelError):
             raise StartError(f"--model {config.model}: {error}") from None
         if isinstance(error, NoDeviceError):

@@ -1,7 +1,7 @@
 """A service as a process: it runs until SIGTERM or SIGINT.
 
-Exit codes: 0 stopped when asked, 1 could not start, 2 wrong configuration; the last two with one line on stderr. Imports no
-grpc, so that a wrong flag is told at once.
+Exit codes: 0 stopped when asked, 1 could not start, 2 wrong configuration; the last two with one line on stderr. LOST where a
+service that served cannot go on in this process. Imports no grpc, so that a wrong flag is told at once.
 """
 
 import asyncio
@@ -15,9 +15,15 @@ from kvkeeper.service import VERSION, grpc_runtime, log
 from kvkeeper.service.config import ConfigError
 from kvkeeper.tracing.exporting import TracingUnavailable, export_spans
 
+LOST = 75  # EX_TEMPFAIL of sysexits.h: another process may fare better, so a supervisor starts one
+
 
 class StartError(Exception):
     """The service cannot run as configured. One line, which names the flag or the address."""
+
+
+class ServiceLost(Exception):
+    """A service that served cannot go on in this process, but may in another one. Its log has said why."""
 
 
 class Config(Protocol):
@@ -62,6 +68,8 @@ def run(
     except StartError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
+    except ServiceLost:
+        return LOST
     finally:
         stop_export()
     return 0

@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Callable
 from functools import partial
+from traceback import clear_frames
 
 import grpc
 import numpy as np
@@ -23,6 +24,7 @@ from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.steps import StepItems, StepResult
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
+from ..compute.device.device_errors import keep_until_end, lost_by
 from ..compute.model_runner import AnyLayout, Runner, StepBounds
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
@@ -134,11 +136,19 @@ class KvMemory:
         if self._ranks is not None and (why := self._ranks.lost):
             raise rank_lost(why)
 
-    async def close(self, *, is_away: bool = False) -> None:
+    async def close(self, *, is_away: bool = False, is_lost: bool = False) -> None:
         """Unmap on all ranks, then end the session. No thread may be computing.
 
         is_away: the cache service does not answer. The end of the attach connection says enough to a service that lives.
+        is_lost: the device is, so that nothing can be unmapped, and nobody knows what it still writes. The session ends, and
+        the cache service waits for the end of this process, as it does for one that was killed.
         """
+        if is_lost:
+            keep_until_end(self)
+            if self._ranks is not None:
+                await asyncio.to_thread(self._ranks.stop)
+            await self._end_session(is_away=is_away, drained=False)
+            return
         if self._ranks is not None:
             await asyncio.to_thread(self._ranks.detach)
         self._runner = None
@@ -150,6 +160,9 @@ class KvMemory:
         except BufferError:
             drained = False  # a view lives on, so the cache service has to wait for the end of this process
             log.error("arena_still_viewed")
+        await self._end_session(is_away=is_away, drained=drained)
+
+    async def _end_session(self, *, is_away: bool, drained: bool) -> None:
         self.session.disconnect()
         if not is_away:
             with contextlib.suppress(KvkeeperError):  # the session or the service is gone: the session ends either way
@@ -207,8 +220,9 @@ async def open_memory(
             limits = limits_of(session.pool, model, config)
             bounds = StepBounds(limits.num_rows, limits.max_len, limits.token_budget)
             await _renewing(made, partial(model.make_ready, made.runner, bounds))
-    except BaseException:
-        await made.close()
+    except BaseException as error:
+        clear_frames(error.__traceback__)  # what failed may view the memory, which is to be unmapped
+        await made.close(is_lost=lost_by(error) is not None)
         raise
     return made
 

@@ -29,6 +29,7 @@ from ..model.recurrent.state_pages import Runs, StatePages, build_state_metadata
 from ..model.stored_attention import StoredAttention, build_stored_attention
 from ..values.batch import Batch, IntArray
 from ..values.sampling_params import SampledRows
+from .device.device_errors import fault_of, lost_by
 from .device.device_queue import DeviceQueue, queue_of
 from .device.last_tokens import LastTokens
 from .device.token_counts import Counted, TokenCounts
@@ -245,8 +246,13 @@ class ModelRunner:
             self.graphed = capture_decode(
                 self._plain_decode, shape, device, graphs, self.queue, self.last_tokens, self.counts, progress=progress
             )
-        except Exception:  # whatever a driver says of it, the engine can serve
-            log.exception("graphs_failed", message="decodes are computed without CUDA graphs; --no-graphs does not try them")
+        except Exception as error:  # whatever a driver says of it, the engine can serve, but on no lost device
+            if lost_by(error) is not None:
+                raise
+            tell, fault = log.exception, fault_of(error)
+            if fault is not None and fault.is_out_of_memory:
+                tell = partial(log.warning, why=fault.text())
+            tell("graphs_failed", message="decodes are computed without CUDA graphs; --no-graphs does not try them")
             self.synchronize()
 
     def _warm_up(self, bounds: StepBounds, *, with_retention: bool, progress: bool) -> None:

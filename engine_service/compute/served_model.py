@@ -42,6 +42,7 @@ from .stored.stored_model import format_for, refuse_stored, stored_model
 
 log = structlog.get_logger()
 
+SAVES_MEMORY = "--dtype int8 of the engine takes less for the weights, and --tensor-parallel divides them"
 _CPU = torch.device("cpu")
 
 

@@ -1,7 +1,8 @@
 """The part of a step that the worker thread does: copy, forward, sample.
 
-Values in, values out; it never sees a request's stream or the session, and a failure ends this batch alone. A step is launched,
-and read later: on a device the next one may be launched in between, and goes on from tokens that nobody has read.
+Values in, values out; it never sees a request's stream or the session. A failure ends this batch alone, unless the device is
+lost with it. A step is launched, and read later: on a device the next one may be launched in between, and goes on from tokens
+that nobody has read.
 """
 
 from collections.abc import Callable
@@ -17,10 +18,12 @@ import torch
 from ..scheduler.work import PromptScore, Work
 from ..values.batch import Batch
 from ..values.beam_values import Candidates, SearchRow
+from ..values.errors import DeviceLost
 from ..values.penalised_rows import NOTHING_AWAITED
 from ..values.sampling_params import PlainDraws, SampledRows, are_likeliest
 from ..values.token_logprobs import TokenLogprobs
 from .beam_candidates import find_candidates
+from .device.device_errors import fault_of, keep_until_end, lost_by
 from .device.device_queue import DeviceQueue, HostQueue, Mark, Queued
 from .device.last_tokens import LastTokens
 from .device.step_copies import Moves, submit_step
@@ -33,6 +36,7 @@ from .step_logits import StepLogits
 
 log = structlog.get_logger()
 
+_SAVES_MEMORY = "a lower --token-budget, --prefill-budget or --chunk-size of the engine takes less in a step"
 _NO_TOKENS = SampledTokens(np.empty(0, np.int64), ())
 
 
@@ -73,6 +77,19 @@ class _Results:
     has_failed: bool = False
     is_launched: bool = False
     moves_error: BaseException | None = None
+    lost: DeviceLost | None = None
+
+    def fail(self, error: Exception) -> None:
+        """The step has failed; the error is being handled. Logs why, unless the device is lost, which the loop tells once."""
+        self.has_failed = True
+        self.lost = self.lost or lost_by(error)
+        if self.lost is not None:
+            return
+        fault = fault_of(error)
+        if fault is not None and fault.is_out_of_memory:
+            log.error("batch_failed", message=fault.text(_SAVES_MEMORY))
+        else:
+            log.exception("batch_failed", **({} if fault is None else {"message": fault.text()}))
 
 
 class Launched:
@@ -86,6 +103,8 @@ class Launched:
 
         The exception is not handed back, because its traceback holds views of the arena. One of the transfers is raised: the
         cache service would never hear of their orders.
+
+        Raises DeviceLost.
         """
         try:
             self._mark.wait()
@@ -94,8 +113,11 @@ class Launched:
                 self._runner.synchronize()
             else:
                 return self._told()
-        except Exception:
-            log.exception("batch_failed")
+        except Exception as error:
+            self._results.fail(error)
+        if self._results.lost is not None:
+            keep_until_end(self._results)
+            raise self._results.lost
         if self._results.moves_error is not None:
             raise self._results.moves_error
         return None
@@ -125,6 +147,7 @@ class StepCompute:
         own = runner if isinstance(runner, ModelRunner) else None
         self._queue = queue or (runner.queue if isinstance(runner, Queued) else HostQueue())
         self._last = own.last_tokens if own is not None else LastTokens()
+        self._lost: DeviceLost | None = None
 
     @property
     def is_immediate(self) -> bool:
@@ -132,7 +155,12 @@ class StepCompute:
         return self._queue.is_immediate
 
     def launch(self, work: Work, how: StepRows, moves: Moves | None = None) -> Launched:
-        """Begin a step behind those that were launched before, with its transfers. At most two are not read yet."""
+        """Begin a step behind those that were launched before, with its transfers. At most two are not read yet.
+
+        Raises DeviceLost where the device was lost in the launch of an earlier one.
+        """
+        if self._lost is not None:
+            raise self._lost
         results, forward, counted, in_order = _Results(), None, None, False
         if moves is not None:
             moves = replace(moves, run=partial(_move, moves.run, results))
@@ -141,22 +169,22 @@ class StepCompute:
             if work.batch is not None:
                 counted = self._count(how.sampled)
                 forward = self._stage(work.batch, how.sampled if in_order else (), counted)
-        except Exception:
-            log.exception("batch_failed")
-            results.has_failed = True  # its transfers are made nevertheless: they are of other sequences
+        except Exception as error:
+            results.fail(error)  # its transfers are made nevertheless: they are of other sequences
         try:
             copy_blocks = partial(self._copy, work, results)
             run = partial(self._run, forward, counted, work, how, results, in_order=in_order)
             submit_step(self._queue, work, moves, self._runner.layout.block_size, copy_blocks, run)
         except Exception as error:
-            log.exception("batch_failed")
-            results.has_failed = results.is_launched = True
+            results.fail(error)
+            results.is_launched = True
             if moves is not None:
                 results.moves_error = error  # nobody knows which of them were made
             if forward is not None:
                 forward.give_back()
             if counted is not None:
                 counted.forget()
+        self._lost = results.lost
         return Launched(self._runner, work, how, results, self._queue.mark())
 
     def _count(self, rows: SampledRows) -> Counted | None:
@@ -181,9 +209,8 @@ class StepCompute:
     def _copy(self, work: Work, results: _Results) -> None:
         try:
             self._runner.copy_blocks(work.copies)
-        except Exception:
-            log.exception("batch_failed")
-            results.has_failed = True
+        except Exception as error:
+            results.fail(error)
 
     def _run(
         self,
@@ -198,9 +225,8 @@ class StepCompute:
         try:
             if forward is not None and not results.has_failed:
                 self._forward_and_sample(forward, counted, work, how, results, in_order=in_order)
-        except Exception:
-            log.exception("batch_failed")
-            results.has_failed = True
+        except Exception as error:
+            results.fail(error)
         finally:
             if forward is not None:
                 forward.give_back()

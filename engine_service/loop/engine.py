@@ -172,6 +172,8 @@ class Engine:
     async def run_session(self, memory: KvMemory, limits: Limits, tell_ready: Callable[[], Awaitable[None]]) -> None:
         """Serve until the engine is stopped. Raises KvkeeperError when the session is lost; the requests live on.
 
+        Raises DeviceLost, also where the session was lost for the same reason, as where ranks share a model.
+
         tell_ready is awaited once requests are taken, so that no client that was told is refused.
         """
         self.memory, self._num_reported = memory, 0
@@ -199,10 +201,12 @@ class Engine:
             self.requests.deliver()
             await self._creator.close()
             self._creator = None
-            await self._step_worker.drop_step()
+            lost = await self._step_worker.drop_step()
             self._compute = None  # it looks into the memory
             self._tracing.drop_steps()
             self.requests.end_closed()
+            if lost is not None:
+                raise lost
 
     async def step(self, memory: KvMemory) -> None:
         """One turn: schedule, reserve; emit what was computed meanwhile; copy, forward, sample go on during the next."""

@@ -1,7 +1,8 @@
 """keep_serving: opens a session, serves on it, and opens the next one when it is lost.
 
 Requests outlive a session: they start again from the tokens they hold. When no session can be opened for a while they end with
-CACHE_SERVICE_DOWN; until the first session is open, and between two sessions, new requests are refused with it.
+CACHE_SERVICE_DOWN; until the first session is open, and between two sessions, new requests are refused with it. They do not
+outlive the device: where it is lost to this process, they end with DEVICE_LOST, and serving ends.
 """
 
 import time
@@ -16,11 +17,12 @@ from kvkeeper.client.errors import KvkeeperError
 from ..cache_session.failures import has_ended_session, has_lost_rank, is_away
 from ..cache_session.kv_memory import KvMemory, open_memory
 from ..cache_session.pool_limits import limits_of
-from ..compute.served_model import ServedModel
+from ..compute.device.device_errors import fault_of, lost_by
+from ..compute.served_model import SAVES_MEMORY, ServedModel
 from ..config import EngineConfig
 from ..ranks.ranks import Ranks
 from ..scheduler.state.limits import Limits
-from ..values.errors import BrokenInvariant, CacheServiceDown, RequestFailed
+from ..values.errors import BrokenInvariant, CacheServiceDown, DeviceLost, RequestFailed
 from .engine import Engine
 
 log = structlog.get_logger()
@@ -48,13 +50,13 @@ async def keep_serving(
 
     ranks: the others, where several share the model. One that is lost ends the session, and all are started anew for the next.
 
-    Raises CacheServiceRefused at the start.
+    Raises CacheServiceRefused at the start; DeviceLost, which is logged but at the start.
     """
     has_served = False
     log.info("starting", doing="opening a session")
     attempt = partial(open_memory, client, model, config, address, ranks)
     while (memory := await _open(engine, attempt, config, may_refuse=not has_served)) is not None:
-        has_served, has_gone_away = True, False
+        has_served, has_gone_away, is_lost = True, False, False
         try:
             limits = limits_of(memory.session.pool, model, config)
             _log_session(limits, model, "lane" if memory.session.has_step_lane else "grpc")
@@ -70,7 +72,11 @@ async def keep_serving(
                 engine.requests.fail_all(RequestFailed("all ranks fail again and again"))
             elif not has_ended_session(error):
                 engine.requests.fail_all(RequestFailed("the cache service refused a step"))
-        except Exception:
+        except Exception as error:
+            if (lost := lost_by(error)) is not None:
+                is_lost = True
+                _end(engine, lost)
+                raise lost from None
             # A bug in the loop: nothing moves these requests any more, and the operator has to end the service.
             log.exception("broken_invariant")
             engine.stop()
@@ -78,13 +84,13 @@ async def keep_serving(
             raise
         finally:
             await on_session(False)
-            await memory.close(is_away=has_gone_away)
+            await memory.close(is_away=has_gone_away, is_lost=is_lost)
 
 
 async def _open(
     engine: Engine, attempt: Callable[[], Awaitable[KvMemory]], config: EngineConfig, *, may_refuse: bool
 ) -> KvMemory | None:
-    """A session, after however many attempts; None when the engine was stopped."""
+    """A session, after however many attempts; None when the engine was stopped. Raises DeviceLost, CacheServiceRefused."""
     pause, give_up_at, log_at = _FIRST_PAUSE_S, time.monotonic() + config.reconnect_timeout, 0.0
     while not engine.is_stopping:
         try:
@@ -95,11 +101,25 @@ async def _open(
                 log_at = time.monotonic() + _LOG_PAUSE_S
             if may_refuse and not has_ended_session(error):
                 raise CacheServiceRefused(f"the cache service refuses this engine: {error}") from None
+        except Exception as error:
+            if (fault := fault_of(error)) is None:
+                raise
+            lost = DeviceLost(fault.text(SAVES_MEMORY))
+            if not may_refuse:
+                _end(engine, lost)
+            raise lost from None
         if time.monotonic() > give_up_at:
             engine.requests.fail_all(CacheServiceDown("the cache service does not answer"))
         await engine.wait_for_stop(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
     return None
+
+
+def _end(engine: Engine, lost: DeviceLost) -> None:
+    """The device is lost: end all requests, because nothing can be computed for them any more."""
+    log.error("device_lost", message=lost.fault)
+    engine.stop()
+    engine.requests.fail_all(lost)
 
 
 def _log_session(limits: Limits, model: ServedModel, step_carrier: str) -> None:

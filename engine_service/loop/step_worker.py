@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from ..compute.device.device_errors import lost_by
 from ..compute.device.step_copies import Moves
 from ..compute.step_compute import Computed, Launched, StepCompute, StepRows
 from ..scheduler.work import Work
+from ..values.errors import DeviceLost
 
 T = TypeVar("T")
 
@@ -173,12 +175,14 @@ class StepWorker:
         """Run something else in the thread, after the steps that are computed."""
         return asyncio.get_running_loop().run_in_executor(self._thread, function)
 
-    async def drop_step(self) -> None:
-        """Wait for the steps that are computed, and drop them."""
+    async def drop_step(self) -> DeviceLost | None:
+        """Wait for the steps that are computed, and drop them. Answers whether the device was lost in one of them."""
         dropped = [flight.computing for flight in self._flights]
         self._flights.clear()
-        await asyncio.gather(*dropped, return_exceptions=True)
+        outcomes = await asyncio.gather(*dropped, return_exceptions=True)
         await self.call(lambda: None)
+        found = (lost_by(outcome) for outcome in outcomes if isinstance(outcome, BaseException))
+        return next((lost for lost in found if lost is not None), None)
 
     def close(self) -> None:
         """No more calls."""

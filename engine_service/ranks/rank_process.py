@@ -178,11 +178,21 @@ def main() -> None:
     except SumFailed as error:
         log.warning("rank_parted", why=str(error))
         code = PARTED
-    except BaseException:
-        log.exception("rank_failed")
+    except BaseException as error:
+        _tell_failed(error)
         code = 1
     sys.stderr.flush()
     os._exit(code)  # whatever threads of libraries still do: the memory is unmapped by the end of the process
+
+
+def _tell_failed(error: BaseException) -> None:
+    """Log the exception that is being handled: of a device, what it means."""
+    from ..compute.device.device_errors import fault_of
+
+    if (fault := fault_of(error)) is None:
+        log.exception("rank_failed")
+    else:
+        log.error("rank_failed", message=fault.text())
 
 
 def _watch(parent: int, folder: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from kvkeeper.client.steps import StepResult
 
+from ..compute.device.device_errors import fault_of
 from ..compute.device.device_queue import DeviceQueue, HostQueue, WaitedQueue
 from ..compute.device.token_counts import TokenCounts
 from ..compute.graphs.graph_api import GraphApi
@@ -64,7 +65,9 @@ class RankedRunner:
         except SumFailed as error:
             raise self._ranks.lose(f"a sum over the ranks failed: {error}", is_ours=False) from None
         except Exception as error:  # the others are in the middle of the step, and this rank has left it
-            raise self._ranks.lose(f"the first rank could not compute a step: {error}", is_ours=True) from error
+            fault = fault_of(error)
+            why = str(error) if fault is None else fault.text()
+            raise self._ranks.lose(f"the first rank could not compute a step: {why}", is_ours=True) from error
         self._hear()
         return logits
 

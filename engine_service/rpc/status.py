@@ -19,6 +19,7 @@ _CODES = {
     "STALLED": grpc.StatusCode.DEADLINE_EXCEEDED,
     "REQUEST_FAILED": grpc.StatusCode.INTERNAL,
     "DRAINING": grpc.StatusCode.UNAVAILABLE,
+    "DEVICE_LOST": grpc.StatusCode.UNAVAILABLE,
     "NOT_IMPLEMENTED": grpc.StatusCode.UNIMPLEMENTED,
     "BROKEN_INVARIANT": grpc.StatusCode.INTERNAL,
     "NOT_READ": grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -38,6 +39,7 @@ _RETRY_DELAYS = {
     "TOO_MUCH_HELD": duration_pb2.Duration(seconds=1),
     "CACHE_SERVICE_DOWN": duration_pb2.Duration(nanos=250_000_000),  # as often as an engine looks for it
     "DRAINING": duration_pb2.Duration(seconds=1),
+    "DEVICE_LOST": duration_pb2.Duration(seconds=1),
     "HAND_OVER_UNDER_WAY": duration_pb2.Duration(seconds=1),
 }
 

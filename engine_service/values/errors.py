@@ -104,6 +104,17 @@ class Draining(EngineError):
     reason = "DRAINING"
 
 
+class DeviceLost(EngineError):
+    """The engine can compute nothing more, because its device is lost to its process. It ends, and is started again."""
+
+    reason = "DEVICE_LOST"
+
+    def __init__(self, fault: str) -> None:
+        """fault: what happened and what helps, for the log."""
+        super().__init__("the engine has lost its device and ends")
+        self.fault = fault
+
+
 class RequestMoved(EngineError):
     """The request goes on in another engine. Metadata: address, request_id."""
 

@@ -2,11 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvkeeper.cli.start import supervisor
+from kvkeeper.cli.start.processes import ServiceProcess
 from kvkeeper.cli.start.supervisor import GivenUp, RestartRule, Service, Supervisor
+from kvkeeper.service.process import LOST
 
 
 class Process:
@@ -110,3 +113,22 @@ async def test_the_end_while_one_is_being_kept_ends_both_and_starts_none() -> No
     await world.supervisor.end(0)
     assert [process.exit_code for process in world.started] == [0, 0]
     assert world.told == ["starting the cache service", "starting the engine service"]
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (-9, "was ended by SIGKILL"),
+        (1, "ended with exit code 1"),
+        (LOST, "ended with exit code 75, because its device was lost to it"),
+    ],
+)
+async def test_how_a_process_ended_is_told_in_words(code: int, says: str) -> None:
+    class Ended:
+        returncode = code
+
+        async def wait(self) -> int:
+            return code
+
+    ended: Any = Ended()
+    assert ServiceProcess("engine", ended).how_it_ended() == says

@@ -4,17 +4,21 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvkeeper.engine_service.compute.model_runner import Runner
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.model.hash_toy import HashToyConfig, HashToyRunner
+from kvkeeper.engine_service.model.parallel.split import WHOLE, Split
 from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.quantised.layout import QuantisedLayout
+from tests.support.stand_ins.device_faults import accelerator_error, out_of_memory
 
 NAN_TOKEN, CRASH_TOKEN, GATE_TOKEN = 500, 501, 502
+OUT_OF_MEMORY_TOKEN, LOST_TOKEN = 503, 504
 
 
 class OddRunner(HashToyRunner):
@@ -44,6 +48,28 @@ def odd_model(gate: threading.Event | None = None) -> ServedModel:
         gate.set()
     toy = load_served_model(EngineConfig(model=HASH_TOY))
     return dataclasses.replace(toy, make_runner=lambda kv_view, layout: OddRunner(kv_view, layout, gate))
+
+
+class FaultyRunner(HashToyRunner):
+    """The toy on a device that fails where several tokens of a sequence are computed at once, and one of two is among them.
+
+    A token that was drawn is computed alone, so that long outputs do no harm.
+    """
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        query_lens = np.diff(batch.query_start_loc)
+        in_prompts = batch.token_ids[np.repeat(query_lens > 1, query_lens)]
+        if (in_prompts == OUT_OF_MEMORY_TOKEN).any():
+            raise out_of_memory()
+        if (in_prompts == LOST_TOKEN).any():
+            raise accelerator_error(700)
+        return super().forward(batch)
+
+
+def faulty_model(split: Split = WHOLE) -> ServedModel:
+    """The hash toy's ServedModel on a FaultyRunner."""
+    toy = load_served_model(EngineConfig(model=HASH_TOY), split)
+    return dataclasses.replace(toy, make_runner=lambda kv_view, layout: FaultyRunner(HashToyConfig(), kv_view, layout, split))
 
 
 class LateGate:

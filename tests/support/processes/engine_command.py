@@ -12,10 +12,10 @@ from tests.support.processes.service_pair import DEADLINE_S, num_fronts
 
 
 @contextlib.asynccontextmanager
-async def engine_process(*flags: str) -> AsyncIterator[Process]:
+async def engine_process(*flags: str, module: str = "kvkeeper.engine_service") -> AsyncIterator[Process]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     always = ("--model", "hash-toy", "--block-size", "4", "--fronts", str(num_fronts()))
-    command = [sys.executable, "-m", "kvkeeper.engine_service", *always, *flags]
+    command = [sys.executable, "-m", module, *always, *flags]
     process = await asyncio.create_subprocess_exec(*command, env=env, stdout=PIPE, stderr=PIPE)
     try:
         yield process

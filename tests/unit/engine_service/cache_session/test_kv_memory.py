@@ -1,7 +1,9 @@
 """A session that is opened while its lease runs, and whose other ranks attach late or are refused."""
 
+import gc
 import mmap
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory, open_memory
+from kvkeeper.engine_service.compute.device import device_errors
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.ranks.failures import RankRefused
@@ -62,6 +65,7 @@ class World:
             make_ready=lambda: self.calls.append("make_ready"),
             attach=lambda attachment: self._attach(),
             detach=lambda: self.calls.append("detach"),
+            stop=lambda: self.calls.append("stop"),
             lost="",
         )
         client: Any = SimpleNamespace(open_session=open_session)
@@ -96,3 +100,15 @@ async def test_a_rank_that_is_refused_leaves_nothing_mapped() -> None:
     with pytest.raises(KvkeeperError, match="a test"):
         await world.open()
     assert world.calls == ["make_ready", "detach", "disconnect", "drained"]
+
+
+async def test_the_memory_of_a_lost_device_stays_mapped_until_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_errors, "_kept", [])
+    world = World(lambda: None)
+    memory = await world.open()
+    await memory.close(is_lost=True)
+    assert world.calls == ["make_ready", "stop", "disconnect", "viewed"], "the other ranks end, and nothing is drained"
+    arena = weakref.ref(memory._arena)
+    del memory
+    gc.collect()
+    assert arena() is not None

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from kvkeeper.engine_service.compute.device.device_queue import HostQueue
 from kvkeeper.engine_service.compute.device.upload import PackedUpload, Stage, Staged
@@ -18,9 +19,11 @@ from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.ranks.ranked_runner import RankedRunner
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from kvkeeper.engine_service.scheduler.state.limits import Limits
+from kvkeeper.engine_service.values.errors import DeviceLost
 from kvkeeper.engine_service.values.request import Request
 from kvkeeper.engine_service.values.sampling_params import LIKELIEST, SamplingParams, SamplingRow
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.stand_ins.device_faults import accelerator_error
 from tests.support.stand_ins.late_queue import LateQueue
 from tests.support.worlds.batches import ScheduledRow, build_batch
 from tests.support.worlds.core_cache import CoreCache
@@ -245,3 +248,42 @@ def test_a_copy_that_fails_and_one_that_is_given_back_keep_no_memory(step, monke
     for _ in range(2):
         stage().give_back()
     stage()()
+
+
+def test_a_device_that_is_lost_behind_the_host_is_told_by_whoever_waits(model):
+    class Lost(LateQueue):
+        num_waits = 0
+
+        def wait(self, count, num_copies):
+            self.num_waits += 1
+            if self.num_waits > 5:
+                raise accelerator_error(700)
+            super().wait(count, num_copies)
+
+    decoding = Decoding(model, Lost())
+    with capture_logs() as logs, pytest.raises(DeviceLost) as lost:
+        decoding.run(ahead=True)
+    assert lost.value.fault.startswith("cudaErrorIllegalAddress: ")
+    assert decoding.num_ahead
+    assert not logs, "the loop tells it"
+
+
+def test_nothing_is_launched_behind_a_launch_that_lost_the_device(model):
+    decoding = Decoding(model, LateQueue())
+    decoding.create()
+    plan = decoding.scheduler.schedule(0.0)
+    work, num_staged = decoding.scheduler.apply(plan, decoding.cache.step(plan)), 0
+
+    def broken(batch, rows):
+        nonlocal num_staged
+        num_staged += 1
+        raise accelerator_error(719, "unspecified launch failure")
+
+    decoding.compute._runner.stage = broken
+    launched = decoding.compute.launch(work, StepRows([LIKELIEST] * 3, []))
+    with pytest.raises(DeviceLost, match="the engine has lost its device") as following:
+        decoding.compute.launch(work, StepRows([LIKELIEST] * 3, []))
+    with pytest.raises(DeviceLost) as first:
+        launched.read()
+    assert first.value is following.value
+    assert num_staged == 1

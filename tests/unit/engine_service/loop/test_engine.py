@@ -4,22 +4,28 @@ import asyncio
 import dataclasses
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
 from kvkeeper.client import AsyncCacheSession, AsyncEngineClient, KvkeeperError, NewSequence, StepItems, StepResult
+from kvkeeper.engine_service.cache_session.failures import rank_lost
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
 from kvkeeper.engine_service.loop import sequence_creator
 from kvkeeper.engine_service.loop.open_requests import OpenRequests
 from kvkeeper.engine_service.loop.step_worker import StepWorker
+from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage, coalesce
 from kvkeeper.engine_service.values.request import FinishReason
-from tests.support.models.odd_models import odd_model
+from kvkeeper.service.process import ServiceLost
+from tests.support.models.odd_models import LOST_TOKEN, FaultyRunner, faulty_model, odd_model
 from tests.support.processes.service_pair import Services, generate, services, toy_output, until
 
 
@@ -161,6 +167,40 @@ async def test_health_follows_the_session() -> None:
                     watch.cancel()
                     break
         assert seen == [1, 2, 1], "serving, not serving, serving"
+
+
+async def test_a_device_that_is_lost_while_the_session_is_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where ranks share a model: the first one's loss ends the others, and that ends the session."""
+    has_begun, may_fail, step, forward = threading.Event(), threading.Event(), KvMemory.step, FaultyRunner.forward
+
+    async def lose_session(memory: KvMemory, *args: Any) -> StepResult:
+        if has_begun.is_set() and not may_fail.is_set():
+            may_fail.set()
+            raise rank_lost("a test")
+        return await step(memory, *args)
+
+    def fail_late(runner: FaultyRunner, batch: Batch) -> torch.Tensor:
+        if (batch.token_ids == LOST_TOKEN).any():
+            has_begun.set()
+            assert may_fail.wait(30)
+        return forward(runner, batch)
+
+    monkeypatch.setattr(KvMemory, "step", lose_session)
+    monkeypatch.setattr(FaultyRunner, "forward", fail_late)
+    with capture_logs() as logs:
+        async with services() as world:
+            await world.start_cache()
+            engine = await world.start_engine(faulty_model())
+            client = await world.client(engine)
+            going_on = asyncio.create_task(generate(client, [1, 2, 3], 200))
+            with pytest.raises(KvkeeperError, match="DEVICE_LOST"):
+                await generate(client, [9, LOST_TOKEN])
+            with pytest.raises(KvkeeperError, match="DEVICE_LOST"):
+                await going_on
+            with pytest.raises(ServiceLost):
+                await engine.wait_end()
+    assert may_fail.is_set()
+    assert not [line for line in logs if line["event"] == "session_lost"]
 
 
 async def serves_again(world: Services) -> None:

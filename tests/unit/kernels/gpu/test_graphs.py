@@ -7,12 +7,14 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from kvkeeper.engine_service.compute.device.device_errors import lost_by
 from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, capture_decode
 from kvkeeper.engine_service.compute.graphs.sizes import graph_sizes
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
 from kvkeeper.engine_service.model.layer_groups import group_layers, places_of
 from kvkeeper.engine_service.model.loader import load_model
 from tests.support.models.tiny_models import build_model_folder
+from tests.support.stand_ins.device_faults import accelerator_error, out_of_memory
 from tests.support.stand_ins.recorded_graphs import NothingAllocates, RecordedGraphs
 from tests.support.worlds.batches import WantLogits
 from tests.unit.kernels.gpu.captured import (
@@ -167,3 +169,36 @@ def test_a_capture_that_fails_leaves_an_engine_that_serves(model, num_captured):
         prompts(each)
     for batch in (rows([0, 3]), rows([1, 7, 5, 6]), rows([2], lambda seq: CONTEXTS[seq] - 3)):
         torch.testing.assert_close(plain(runner.forward(batch)), plain(without.forward(batch)), rtol=0, atol=1e-6)
+
+
+class FailsAtTheEnd:
+    """A capture that a device breaks off, and whose end fails for that, as torch's does."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def capture(self, run):
+        try:
+            raise self._error
+        finally:
+            raise accelerator_error(901, "operation failed due to a previous error during capture")
+
+
+def test_a_capture_without_memory_is_told_in_words_and_the_engine_serves(model):
+    runner, _ = make_runner(model)
+    with capture_logs() as logs:
+        ready_cold(runner, FailsAtTheEnd(out_of_memory()))
+    assert runner.graphed is None
+    prompts(runner)
+    (told,) = (line for line in logs if line["event"] == "graphs_failed")
+    assert told["log_level"] == "warning"
+    assert "exc_info" not in told
+    assert told["why"].startswith("cudaErrorMemoryAllocation (2.50 GiB were asked for, 640.50 MiB are free): ")
+    assert "--no-graphs" in told["message"]
+
+
+def test_a_capture_that_loses_the_device_ends_the_start(model):
+    runner, _ = make_runner(model)
+    with pytest.raises(torch.AcceleratorError) as failed:
+        ready_cold(runner, FailsAtTheEnd(accelerator_error(700)))
+    assert lost_by(failed.value) is not None

@@ -39,7 +39,11 @@ class ServiceProcess:
 
     def how_it_ended(self) -> str:
         code = self._process.returncode or 0
-        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code < 0:
+            return f"was ended by {signal.Signals(-code).name}"
+        from kvkeeper.service.process import LOST
+
+        return f"ended with exit code {code}" + (", because its device was lost to it" if code == LOST else "")
 
     async def end(self, grace_s: float) -> None:
         """Ask it to stop, and kill it after the grace. Returns when it has ended."""

@@ -1,0 +1,191 @@
+"""A device that has no memory left, or that is lost to the engine's process: who hears of it, and what goes on."""
+
+import asyncio
+import dataclasses
+import json
+from asyncio.subprocess import Process
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.engine_service.compute.model_runner import Runner, StepBounds
+from kvkeeper.service.process import LOST, ServiceLost
+from tests.support.models.odd_models import LOST_TOKEN, OUT_OF_MEMORY_TOKEN, faulty_model
+from tests.support.processes import faulty_engine
+from tests.support.processes.engine_command import engine_process, ready
+from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output, until
+from tests.support.stand_ins.device_faults import out_of_memory
+
+PROMPT = list(range(3, 16))
+LONG = GenerateOptions(sampling=Sampling(max_tokens=1500, temperature=0, repetition_penalty=1.0))
+NAME = health_pb2.HealthCheckRequest(service="kvkeeper.engine.v1.EngineService")
+STATUS = health_pb2.HealthCheckResponse
+
+
+async def read_log(process: Process) -> list[dict[str, Any]]:
+    """The rest of what the engine says, to its end: fields, or a line that is none of the log's."""
+    assert process.stderr is not None
+    async with asyncio.timeout(DEADLINE_S):
+        said = (await process.stderr.read()).decode()
+        await process.wait()
+    return [json.loads(line) if line.startswith("{") else {"line": line} for line in said.splitlines()]
+
+
+async def health_until_the_end(address: str) -> list[int]:
+    """Each state that a watch of the engine's health tells."""
+    told = []
+    async with grpc.aio.insecure_channel(address) as channel:
+        try:
+            async for state in health_pb2_grpc.HealthStub(channel).Watch(NAME, timeout=DEADLINE_S):
+                told.append(state.status)
+        except grpc.aio.AioRpcError:
+            return told
+    return told
+
+
+@pytest.mark.parametrize("num_fronts", [0, 1])
+async def test_a_lost_device_ends_the_engine_and_the_next_one_goes_on(world: Services, num_fronts: int) -> None:
+    await world.start_cache(num_blocks=1024)
+    listen = f"unix:{world.folder}/other"
+    flags = ("--cache", world.cache.address, "--listen", listen, "--fronts", str(num_fronts))
+    module = faulty_engine.__name__
+    async with AsyncEngineClient(listen, CallOptions(retry_s=0)) as client:
+        async with engine_process(*flags, module=module) as process:
+            await ready(process)
+            assert (await generate(client, PROMPT)).usage.cached_tokens == 0
+            health = asyncio.create_task(health_until_the_end(listen))
+            left = client.generate([1, 2, 3], LONG)
+            await anext(left)
+            waiting = asyncio.create_task(generate(client, [7, 8], 1500, resubmit_s=DEADLINE_S))
+            submitted = await client.submit([4, 5, 6], LONG)
+            with pytest.raises(KvkeeperError) as ended:
+                await generate(client, [9, LOST_TOKEN])
+            with pytest.raises(KvkeeperError) as also_ended:
+                _ = [chunk async for chunk in left]
+            for error in (ended.value, also_ended.value):
+                assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DEVICE_LOST")
+                assert error.retry_after == 1.0
+            log = await read_log(process)
+            assert process.returncode == LOST
+            (told,) = (line for line in log if line.get("event") == "device_lost")
+            assert told["level"] == "error"
+            assert told["message"].startswith("cudaErrorIllegalAddress: a kernel went wrong")
+            odd = [line for line in log if "exception" in line or "line" in line or line["event"] == "batch_failed"]
+            assert not odd, json.dumps(odd)
+            assert (await health)[-1] == STATUS.NOT_SERVING
+        pool = await world.wait_idle()
+
+        async def none_is_quarantined() -> bool:
+            return (await world.pool()).num_quarantined_blocks == 0
+
+        await until(none_is_quarantined)
+        assert pool.num_indexed_blocks >= 3
+        async with engine_process(*flags, module=module) as process:
+            await ready(process)
+            async with AsyncEngineClient(listen) as later:
+                again = await generate(later, PROMPT)
+            assert again.usage.cached_tokens == 12
+            assert again.token_ids == [toy_output(PROMPT, 8)]
+            assert (await waiting).token_ids == [toy_output([7, 8], 1500)]
+            with pytest.raises(KvkeeperError, match="UNKNOWN_REQUEST"):
+                await client.result(submitted)
+
+
+async def test_blocks_that_a_lost_device_may_write_wait_for_the_end_of_the_process(world: Services) -> None:
+    await world.start_cache()
+    engine = await world.start_engine(faulty_model())
+    client = await world.client(engine)
+    assert (await generate(client, PROMPT)).token_ids == [toy_output(PROMPT, 8)]
+    with pytest.raises(KvkeeperError, match="DEVICE_LOST"):
+        await generate(client, [9, LOST_TOKEN])
+    with pytest.raises(ServiceLost, match="cudaErrorIllegalAddress"):
+        await engine.wait_end()
+    with pytest.raises(KvkeeperError) as refused:
+        await generate(client, PROMPT)
+    assert refused.value.code is grpc.StatusCode.UNAVAILABLE
+    assert (await world.wait_idle()).num_quarantined_blocks > 0, "this process lives and has the memory mapped"
+
+
+async def test_a_device_that_has_no_memory_for_the_next_session_ends_the_engine(world: Services) -> None:
+    num_sessions = 0
+
+    def make_ready(runner: Runner, bounds: StepBounds) -> None:
+        nonlocal num_sessions
+        num_sessions += 1
+        if num_sessions > 1:
+            raise out_of_memory()
+
+    await world.start_cache(num_blocks=1024)
+    engine = await world.start_engine(dataclasses.replace(faulty_model(), make_ready=make_ready))
+    left = (await world.client(engine)).generate([1, 2, 3], LONG)
+    await anext(left)
+    await world.stop_cache()
+    await world.start_cache(num_blocks=1024)
+    with pytest.raises(ServiceLost, match=r"cudaErrorMemoryAllocation .*--pool-memory"):
+        await engine.wait_end()
+    with pytest.raises(KvkeeperError, match="DEVICE_LOST"):
+        _ = [chunk async for chunk in left]
+    assert num_sessions == 2
+
+
+async def test_a_step_without_memory_ends_its_requests_alone_and_says_what_helps(world: Services) -> None:
+    await world.start_cache()
+    client = await world.client(await world.start_engine(faulty_model()))
+    with structlog.testing.capture_logs() as logs, pytest.raises(KvkeeperError) as failed:
+        await generate(client, [9, OUT_OF_MEMORY_TOKEN])
+    assert (failed.value.code, failed.value.reason) == (grpc.StatusCode.INTERNAL, "REQUEST_FAILED")
+    (told,) = (line for line in logs if line["event"] == "batch_failed")
+    assert told["log_level"] == "error"
+    assert "exc_info" not in told
+    assert told["message"].startswith(
+        "cudaErrorMemoryAllocation (2.50 GiB were asked for, 640.50 MiB are free): the device has not so much memory left; "
+    )
+    assert "--token-budget" in told["message"]
+    assert (await generate(client, PROMPT)).token_ids == [toy_output(PROMPT, 8)]
+    assert (await world.wait_idle()).num_referenced_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("loading", ["cudaErrorMemoryAllocation (2.50 GiB were asked for", "lower --pool-memory", "--dtype int8"]),
+        ("warming", ["cudaErrorMemoryAllocation (2.50 GiB were asked for", "lower --pool-memory", "--dtype int8"]),
+        ("lost", ["cudaErrorLaunchFailure: a kernel went wrong"]),
+    ],
+)
+async def test_a_start_that_the_device_ends_is_one_sentence(
+    world: Services, monkeypatch: pytest.MonkeyPatch, where: str, says: list[str]
+) -> None:
+    monkeypatch.setenv(faulty_engine.VARIABLE, where)
+    await world.start_cache()
+    listen = f"unix:{world.folder}/other"
+    async with engine_process("--cache", world.cache.address, "--listen", listen, module=faulty_engine.__name__) as process:
+        log = await read_log(process)
+    assert process.returncode == 1
+    (said,) = (line["line"] for line in log if "line" in line)
+    assert said.startswith("kvkeeper engine: --device cpu: ")
+    assert all(part in said for part in says)
+    assert not [line for line in log if line.get("level") in ("error", "critical")]
+    if where != "loading":
+        assert (await world.wait_idle()).num_quarantined_blocks == 0
+
+
+async def test_a_first_rank_that_loses_its_device_ends_the_engine(world: Services) -> None:
+    await world.start_cache()
+    listen = f"unix:{world.folder}/other"
+    flags = ("--cache", world.cache.address, "--listen", listen, "--tensor-parallel", "2")
+    async with AsyncEngineClient(listen, CallOptions(retry_s=0)) as client:
+        async with engine_process(*flags, module=faulty_engine.__name__) as process:
+            await ready(process)
+            assert (await generate(client, PROMPT)).usage.cached_tokens == 0
+            with pytest.raises(KvkeeperError, match="DEVICE_LOST"):
+                await generate(client, [9, LOST_TOKEN])
+            log = await read_log(process)
+        assert process.returncode == LOST
+        (told,) = (line for line in log if line.get("event") == "device_lost")
+        assert told["message"].startswith("cudaErrorIllegalAddress: ")
+    assert (await world.wait_idle()).num_quarantined_blocks == 0
