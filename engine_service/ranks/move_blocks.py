@@ -24,7 +24,7 @@ class BlockMover:
     def __init__(self, device_blocks: torch.Tensor, host_blocks: torch.Tensor, copies: BlockCopies | None = None) -> None:
         """copies: None: those that suit the memory."""
         self._device_blocks, self._host_blocks = device_blocks, host_blocks
-        self._copies = copies or copies_between(device_blocks, host_blocks)
+        self._copies = copies or copies_between(device_blocks.device, host_blocks)
 
     def move(self, orders: Iterable[Order]) -> tuple[list[int], list[int]]:
         """Run the orders as if in order. Ids of those that are done, or on their way on a device, and of those that failed."""
