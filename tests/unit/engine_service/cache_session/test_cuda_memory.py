@@ -85,7 +85,7 @@ def model_on(device: str) -> ServedModel:
 async def test_a_pool_on_another_device_than_the_model_is_refused_with_the_flag_that_helps(
     api: Api, client: AsyncCacheClient, engine: Engine, device: str
 ) -> None:
-    with pytest.raises(KvkeeperError, match="--device cuda:1$") as refused:
+    with pytest.raises(KvkeeperError, match=r"--device cuda:1$") as refused:
         await open_memory(client, model_on(device), CONFIG)
     assert refused.value.code is grpc.StatusCode.FAILED_PRECONDITION
     assert (engine.num_opens, engine.opened) == (1, {}), "unmapped again"
