@@ -353,17 +353,18 @@ class EngineConfig:
     graphs: bool = setting(
         True,
         group="Model",
-        help="capture decodes as CUDA graphs, which spares the host most of a step",
+        help="capture decodes as CUDA graphs, which spares the host most of a step; without effect on several ranks",
         details="On a CUDA device, and native families. Graphs are captured at start, after a run of every kernel, and again"
         " when the cache service's memory is mapped anew. Steps with prompts, guesses, or sink and window go without.",
     )
     overlap: bool = setting(
         True,
         group="Model",
-        help="launch a step before the tokens of the one before it are read",
+        help="launch a step before the tokens of the one before it are read; several ranks read them first all the same",
         details="A sequence that ends unforeseen, by a stop token, a stop string or a cancellation, has then been computed for"
         " one token more, which nobody sees. Steps wait for those before them beside constrained outputs, guesses and beam"
-        " searches, while blocks are short, and where sequences move between tiers.",
+        " searches, while blocks are short, and where sequences move between tiers. With several ranks one thread talks with"
+        " them, so a step only waits there for the one before, and no device begins it earlier.",
     )
     groups: bool = setting(
         True,

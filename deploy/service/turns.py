@@ -137,6 +137,10 @@ class Place:
         self._turns: Turns | None = turns
         self._client = client
 
+    @property
+    def is_left(self) -> bool:
+        return self._turns is None
+
     def leave(self) -> None:
         """Give the place back. Idempotent."""
         turns, self._turns = self._turns, None
@@ -151,3 +155,9 @@ def leave_place() -> None:
     """The message of the call that runs is counted elsewhere: give its place back, if it still has one."""
     if (place := _place.get()) is not None:
         place.leave()
+
+
+def has_left_place() -> bool:
+    """Whether the call that runs has given its place back, so that further messages may come beside its own."""
+    place = _place.get()
+    return place is not None and place.is_left

@@ -51,7 +51,7 @@ class TransferRunner:
         """
         self._other_ranks = other_ranks
         self._device_blocks = device_blocks
-        self._mover = BlockMover(device_blocks, host_blocks, copies_for(packing))
+        self._mover = BlockMover(device_blocks, host_blocks, copies_for(packing, device_blocks.device, host_blocks))
         self._done: list[int] = []  # orders that ended, and that the cache service has not been told of
         self._failed: list[int] = []
         self._done_now: list[int] = []  # of the step that is computed: the worker thread's until it has ended

@@ -23,14 +23,14 @@ _SMALL_BYTES = 28 * 1024
 _FEWEST_SMALL = 16  # fewer blocks are copied faster than a kernel is launched
 
 
-def copies_between(device_blocks: torch.Tensor, host_blocks: torch.Tensor) -> BlockCopies:
-    """The way for blocks of this size between these memories."""
-    if device_blocks.device.type != "cuda":
+def copies_between(device: torch.device, host_blocks: torch.Tensor) -> BlockCopies:
+    """The way for blocks between the device and these of the host, which may be pinned later."""
+    if device.type != "cuda":
         return copy_spans
-    index = device_blocks.device.index or 0
+    index = device.index or 0
     batched = BatchedCopies(index, lambda: torch.cuda.current_stream(index).cuda_stream)
-    is_small = device_blocks.shape[1] < _SMALL_BYTES
-    return SmallCopies(batched) if is_small and len(host_blocks) and host_blocks.is_pinned() else batched
+    is_small = host_blocks.shape[1] < _SMALL_BYTES
+    return SmallCopies(batched, host_blocks.is_pinned) if is_small and len(host_blocks) else batched
 
 
 def copy_spans(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
@@ -85,19 +85,22 @@ class BatchedCopies:
 class SmallCopies:
     """One launch of a kernel, for blocks that are too small for copy engines."""
 
-    def __init__(self, few: BlockCopies) -> None:
-        """few: for a few of them."""
-        self._few = few
+    def __init__(self, others: BlockCopies, is_pinned: Callable[[], bool]) -> None:
+        """others: for a few of them, and for all while the host's memory is not pinned: a kernel could not read it."""
+        self._others, self._is_pinned = others, is_pinned
 
     def __call__(self, source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """See BlockCopies."""
-        (self._few if len(pairs) < _FEWEST_SMALL else move_blocks)(source, target, pairs)
+        has_kernel = len(pairs) >= _FEWEST_SMALL and self._is_pinned()
+        (move_blocks if has_kernel else self._others)(source, target, pairs)
 
     def make_ready(self, device_blocks: torch.Tensor, host_blocks: torch.Tensor) -> None:
         """Run the kernel once in each direction, by which memory may differ, so that none is compiled while requests wait.
 
         It takes the null block over and back: the device's stays as it is, and the host's is read by nothing else.
         """
+        if not self._is_pinned():
+            return
         with torch.cuda.device(device_blocks.device) if device_blocks.device.type == "cuda" else nullcontext():
             move_blocks(device_blocks, host_blocks, [(0, 0)])
             move_blocks(host_blocks, device_blocks, [(0, 0)])

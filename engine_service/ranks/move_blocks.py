@@ -11,6 +11,7 @@ import torch
 from kvkeeper.kernels.copy_blocks import independent_runs
 
 from .block_copies import BlockCopies, SmallCopies, copies_between
+from .packed_copies import PackedCopies
 
 log = structlog.get_logger()
 
@@ -22,16 +23,13 @@ class BlockMover:
     """Moves blocks between tensors uint8 [blocks, block_bytes]."""
 
     def __init__(self, device_blocks: torch.Tensor, host_blocks: torch.Tensor, copies: BlockCopies | None = None) -> None:
-        """copies: None: those that suit the memory, see make_ready."""
+        """copies: None: those that suit the memory."""
         self._device_blocks, self._host_blocks = device_blocks, host_blocks
-        self._is_given = copies is not None
-        self._copies = copies or copies_between(device_blocks, host_blocks)
+        self._copies = copies or copies_between(device_blocks.device, host_blocks)
 
     def make_ready(self) -> None:
-        """Choose the copies again, now that the host's memory is pinned as far as it can be, and compile what they launch."""
-        if not self._is_given:
-            self._copies = copies_between(self._device_blocks, self._host_blocks)
-        if isinstance(self._copies, SmallCopies):
+        """Compile what copies launch. To be called once the host's memory is pinned as far as it can be."""
+        if isinstance(self._copies, SmallCopies | PackedCopies):
             self._copies.make_ready(self._device_blocks, self._host_blocks)
 
     def move(self, orders: Iterable[Order]) -> tuple[list[int], list[int]]:

@@ -135,14 +135,12 @@ class RankProcess:
             return
         arena.pin_hosts()
         memory = arena_tensor(arena)
+        hosts = host_blocks(arena, fields["host_block_bytes"], self._rank, self._num_ranks)
+        copies = copies_for(packing_from(fields["packing"]), memory.device, hosts)
         self._mapped = _Mapped(
             arena,
             self._on_arena(memory, fields["block_size"], fields["has_groups"]),
-            BlockMover(
-                memory.view(-1, fields["block_bytes"]),
-                host_blocks(arena, fields["host_block_bytes"], self._rank, self._num_ranks),
-                copies_for(packing_from(fields["packing"])),
-            ),
+            BlockMover(memory.view(-1, fields["block_bytes"]), hosts, copies),
         )
         self._pipe.send(Answer.DONE)
 

@@ -1,7 +1,7 @@
 """What a client takes of an output that it asked for again, however the chunks are cut; and how long it asks."""
 
 import grpc
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeeper.client import GenerateOptions, KvkeeperError, OutputChunk, Sampling
@@ -28,6 +28,7 @@ def chunks_of(num_tokens: int, cuts: list[int], *, index: int = 0, is_whole: boo
 cuts = st.lists(st.integers(1, 20), max_size=6)
 
 
+@settings(deadline=None)
 @given(attempts=st.lists(st.tuples(st.integers(0, 20), cuts), max_size=4), last=cuts)
 def test_every_token_and_character_comes_once(attempts: list[tuple[int, list[int]]], last: list[int]) -> None:
     received = Received(10.0)
@@ -46,6 +47,7 @@ def test_every_token_and_character_comes_once(attempts: list[tuple[int, list[int
         assert [chunk.finish_reason for chunk in own if chunk.finish_reason] == ["length"]
 
 
+@settings(deadline=None)
 @given(breaks=st.lists(st.integers(0, 20), max_size=4), chunks=cuts)
 def test_a_client_that_follows_is_sent_what_it_does_not_have(breaks: list[int], chunks: list[int]) -> None:
     received = Received(10.0, is_submitted=True)

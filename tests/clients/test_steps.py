@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
@@ -62,6 +62,7 @@ def column(dtype: Any) -> st.SearchStrategy[Any]:
     return st.lists(st.integers(0, most), max_size=5).map(lambda values: np.array(values, dtype))
 
 
+@settings(deadline=None)
 @given(
     st.fixed_dictionaries({name: column(dtype) for name, _, dtype in _REQUEST_COLUMNS}),
     st.integers(1, MAX_ID),
@@ -76,6 +77,7 @@ def test_a_step_reads_back_as_it_was_written(columns: dict[str, Any], epoch: int
         assert np.frombuffer(getattr(request, wire_name), dtype).tolist() == columns[name].tolist()
 
 
+@settings(deadline=None)
 @given(
     st.fixed_dictionaries({name: column(dtype) for name, _, dtype in ANSWER_COLUMNS}),
     st.fixed_dictionaries({name: st.integers(0, 2**31 - 1) for name, _ in ANSWER_COUNTS}),

@@ -5,9 +5,13 @@ from functools import partial
 
 import torch
 
+from kvkeeper.engine_service.compute.device.device_queue import queue_of
+from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
+from kvkeeper.engine_service.ranks.packed_copies import copies_for
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.quantised.attention import plan_rows, quantised_decode, quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS, quantise
+from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
 from kvkeeper.kernels.quantised.store import plan_slots, store_quantised
 from tests.gpu.far import FAR_ELEMENTS, far_pool
@@ -28,6 +32,7 @@ def cases(dtype: torch.dtype, device: str, head_dims: tuple[int, ...]) -> Iterat
             yield f"stored_decode_{name}_d{head_dim}", partial(_attention, name, dtype, device, head_dim, None)
             yield f"stored_prefill_{name}_d{head_dim}", partial(_attention, name, dtype, device, head_dim, _QUERIES)
         yield f"stored_store_{name}", partial(_store, name, dtype, device)
+        yield f"stored_swap_{name}", partial(_swap, name, dtype, device)
         yield f"stored_decode_{name}_far", partial(_attention, name, dtype, device, 64, None, is_far=True)
         yield f"stored_prefill_{name}_far", partial(_attention, name, dtype, device, 64, _QUERIES, is_far=True)
         yield f"stored_store_{name}_far", partial(_store, name, dtype, device, is_far=True)
@@ -81,3 +86,22 @@ def _store(name: str, dtype: torch.dtype, device: str, *, is_far: bool = False) 
     stored, kept = (torch.where(own >= 0, own + 16 * first, own).to(device) for own in (slots, pages))
     store_quantised(k.to(device), v.to(device), moved, plan_slots(stored, kept, moved))
     return 0.0 if torch.equal(there[first:].cpu(), view) else float("inf")
+
+
+def _swap(name: str, dtype: torch.dtype, device: str) -> float:
+    """To a host tier of few bits and back, on a stream beside the current one. Infinite where a bit differs."""
+    packing, queue = HostBlocks(4, 16, 2, 64, dtype, FORMATS[name]), queue_of(torch.device(device))
+    blocks = random_queries(40 * 4, 16 * 2, 64, dtype).flatten().view(40, -1).view(torch.uint8)
+    there, host = blocks.to(device, copy=True), torch.zeros((40, packing.block_bytes), dtype=torch.uint8)
+    host = host if device == "cpu" else host.pin_memory()
+    mover = BlockMover(there, host, copies_for(packing, there.device, host))
+    out = [(at, SWAP_OUT, at, (at * 7) % 40) for at in range(20)]
+    back = [(20 + at, SWAP_OUT + 1, (at * 7) % 40, 20 + at) for at in range(20)]
+    failed: list[int] = []
+    queue.copies.follow()
+    queue.copies.submit(lambda: failed.extend(mover.move(out + back)[1]))
+    queue.copies.lead()
+    queue.mark().wait()
+    packed = packing.pack(blocks[:20])
+    is_same = torch.equal(host[[order[3] for order in out]], packed) and torch.equal(there[20:].cpu(), packing.unpack(packed))
+    return 0.0 if is_same and not failed else float("inf")

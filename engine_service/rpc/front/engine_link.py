@@ -1,7 +1,9 @@
 """EngineLink: a front's end of its lane. It asks the engine on behalf of clients, and hands on what comes for each call.
 
 The engine has calls take turns, and their messages wait there meanwhile. So that they are not many, no further message is read
-from clients while those that the engine has not answered yet are large together.
+from clients while those that the engine has not answered yet are large together. Counted are those that hold no place of the
+front any more (turns.py). A large message holds its place until it is answered, and a GenerateMany call has a bound of its own:
+counted here as well, a few of them would keep the messages of all others out.
 """
 
 import asyncio
@@ -14,6 +16,7 @@ from typing import Any
 import grpc.aio
 
 from kvkeeper.service.methods import peer
+from kvkeeper.service.turns import has_left_place
 from kvkeeper.trust.caller import calling
 
 from ...values.errors import EngineError
@@ -40,7 +43,7 @@ class Asked:
 
     def __init__(self, link: "EngineLink", number: int) -> None:
         self._link, self.number = link, number
-        self.num_bytes = 0  # of its message, until the engine answers
+        self.num_bytes = 0  # of its message, until the engine answers; 0 where another bound holds it
         self.answers = asyncio.Queue[tuple[Kind, bytes]]()
         self.take: Callable[[Kind, bytes], None] = lambda kind, body: self.answers.put_nowait((kind, body))
         self.take_plain: Callable[[list[int]], None] = lambda token_ids: None  # the tokens of a request
@@ -65,7 +68,7 @@ class EngineLink:
         self.lane: Lane
         self.set_up: asyncio.Future[FrontSetUp] = asyncio.get_running_loop().create_future()
         self.lost = asyncio.Event()
-        self.max_unanswered = 0  # bytes of messages
+        self.max_unanswered = 0  # bytes of messages that hold no place
         self._on_state, self._on_stop = on_state, on_stop
         self._calls: dict[int, Asked] = {}
         self._last_number = 0
@@ -81,8 +84,9 @@ class EngineLink:
         return asked
 
     def send_message(self, asked: Asked, body: bytes) -> None:
-        asked.num_bytes = len(body)
-        self._num_unanswered += len(body)
+        if has_left_place():
+            asked.num_bytes = len(body)
+            self._num_unanswered += len(body)
         self.lane.send(Kind.MESSAGE, asked.number, body)
 
     async def wait_room(self) -> None:

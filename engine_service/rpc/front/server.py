@@ -48,7 +48,7 @@ class PingedHealth(HealthServicer):
         return await super().Check(request, context)
 
 
-class _LinkTurns:
+class LinkTurns:
     """Turns of messages that come from clients, while the engine has room for them. The engine has turns of its own behind."""
 
     def __init__(self, turns: Turns, link: EngineLink) -> None:
@@ -117,7 +117,7 @@ class Front:
         guard = Guard(config)
         self._link.max_unanswered = config.receive_memory
         intake = intake_of(config)
-        intake.taken = _LinkTurns(intake.turns, self._link)
+        intake.taken = LinkTurns(intake.turns, self._link)
         requests = FrontRequests(self._link)
         self._endpoint = await Endpoint.open(
             config.listen,

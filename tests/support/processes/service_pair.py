@@ -28,8 +28,10 @@ T = TypeVar("T")
 BLOCK_SIZE = 4
 DEADLINE_S = 20.0  # of anything in a test
 _ALWAYS = {"tier_worth": "always"}  # what a tier hits does not depend on how fast this machine is
-# The variable by which an engine in a process of its own takes it, too: KVKEEPER_ENGINE_OVERLAP=off pytest tests/e2e.
+# The variables by which an engine in a process of its own takes them, too: KVKEEPER_ENGINE_OVERLAP=off pytest tests/e2e.
 OVERLAP = parse_switch(os.environ.get("KVKEEPER_ENGINE_OVERLAP", "on"))
+_INTERVAL = os.environ.get("KVKEEPER_ENGINE_STREAM_INTERVAL_MS")
+_PACE = {} if _INTERVAL is None else {"stream_interval_ms": float(_INTERVAL)}
 FRONTS_VARIABLE = "KVKEEPER_ENGINE_FRONTS"
 GREEDY = Sampling(temperature=0, repetition_penalty=1.0)
 
@@ -90,6 +92,7 @@ class Services:
             "drain_timeout": 2.0,
             "fronts": num_fronts(),
             "overlap": OVERLAP,
+            **_PACE,
             **options,
         }
         if num_fronts() > 1 and options["listen"] == address:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeeper.kernels import reference
@@ -63,6 +63,7 @@ def test_store_refuses_arguments_that_do_not_fit():
         store_kv(k, v, world.layer.to("meta"), torch.tensor([0, 1]))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), max_size=12))
 def test_copies_run_in_order(pairs):
     arena = torch.arange(6 * 4).view(6, 2, 2)

@@ -178,6 +178,24 @@ async def test_a_message_that_does_not_come_ends_its_call() -> None:
         assert server.intake.turns.num_taken == 0
 
 
+async def test_a_slow_sender_that_comes_again_and_again_lets_others_have_their_turn() -> None:
+    """With all places its own, as of a front that has one, others wait for one of its calls, and not for all."""
+    async with serving(num_at_once=1) as server:
+        slow, other = server.connection(), server.connection()
+        stalled = [await server.stall(slow)]
+        for count in range(1, 5):
+            stalled.append(slow.stream_unary("/test/Unary")(timeout=DEADLINE_S))
+            await server.until(lambda count=count: server.num_waiting == count)
+        waiting = asyncio.create_task(server.ask(other, b"other"))
+        await server.until(lambda: server.num_waiting == 5)
+        for at in range(2):  # each ends as one does whose message did not come in time
+            stalled[at].cancel()
+            await server.until(lambda at=at: server.num_waiting < 5 - at)
+        assert await waiting == b"other"
+        await server.until(lambda: server.num_waiting == 2)
+        assert not any(call.done() for call in stalled[2:])
+
+
 async def test_a_call_beyond_those_that_may_wait_is_refused_before_its_message_comes() -> None:
     async with serving(num_at_once=1, max_waiting_each=2) as server:
         hostile, other = server.connection(), server.connection()

@@ -1,13 +1,37 @@
 """An address that processes of one service share: found free first, and held while none of them listens."""
 
+import errno
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.shared_address import SharedAddress
+
+_OTHER_USER = 65534  # nobody's, on most systems; the kernel asks for no name
+_BIND_AS = """
+import os, socket, sys
+user, port = map(int, sys.argv[1:])
+os.setuid(user)
+joining = socket.socket()
+joining.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+try:
+    joining.bind(("127.0.0.1", port))
+except OSError as error:
+    print(error.errno)
+else:
+    print(0)
+"""
+
+
+def error_of_bind(user: int, port: int) -> int:
+    """The errno with which a process of a user does not join the port, though it asks to share it; 0: it joins."""
+    found = subprocess.run([sys.executable, "-c", _BIND_AS, str(user), str(port)], capture_output=True, text=True, check=True)
+    return int(found.stdout)
 
 
 def port_of(address: str) -> int:
@@ -42,6 +66,16 @@ def test_processes_of_the_service_share_the_port_and_nobody_else_gets_it() -> No
         SharedAddress(held.address)
     held.release()
     SharedAddress(held.address).release()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a process takes another user's id only where the tests run as root")
+def test_a_process_of_another_user_does_not_get_the_port_also_where_it_asks_to_share_it() -> None:
+    held = SharedAddress("127.0.0.1:0")
+    port = port_of(held.address)
+    assert error_of_bind(os.geteuid(), port) == 0, "one of the same user joins"
+    assert error_of_bind(_OTHER_USER, port) == errno.EADDRINUSE
+    assert error_of_bind(_OTHER_USER, 0) == 0, "any other port it gets"
+    held.release()
 
 
 def test_connections_come_to_those_that_listen() -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
@@ -31,6 +31,7 @@ def scheduled_rows(draw, block_size):
     return ScheduledRow(list(range(10, 10 + num_tokens)), context_len, table, draw(st.sampled_from(WantLogits)))
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_columns_spell_the_rows(data):
     block_size = data.draw(st.integers(1, 4))

@@ -12,6 +12,7 @@ from kvkeeper.engine_service.compute.device.device_queue import HostQueue
 from kvkeeper.engine_service.compute.device.step_copies import Moves
 from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
 from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
+from kvkeeper.engine_service.ranks.packed_copies import copies_for
 from kvkeeper.engine_service.scheduler.work import StepChanges, Work
 from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.kernels.copy_blocks import copy_blocks
@@ -47,17 +48,31 @@ class BytesRunner:
     def synchronize(self) -> None: ...
 
 
+class Halves:
+    """A Packing: the host keeps half of a block, whose bytes are all the same."""
+
+    block_bytes = 2
+
+    def pack(self, blocks: torch.Tensor) -> torch.Tensor:
+        return blocks[:, :2].clone()
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        return packed.repeat(1, 2)
+
+
 class World:
-    def __init__(self, queue) -> None:
+    def __init__(self, queue, packing: Halves | None = None) -> None:
         self.device = torch.arange(1, NUM_BLOCKS + 1, dtype=torch.uint8)[:, None].repeat(1, 4)
-        self.host = torch.arange(101, 101 + NUM_BLOCKS, dtype=torch.uint8)[:, None].repeat(1, 4)
+        host_bytes = 4 if packing is None else packing.block_bytes
+        self.host = torch.arange(101, 101 + NUM_BLOCKS, dtype=torch.uint8)[:, None].repeat(1, host_bytes)
+        self.copies = copies_for(packing, self.device.device, self.host)
         self.compute, self.queue = StepCompute(BytesRunner(self.device), queue), queue
         self.order: list[str] = []
 
     def launch(self, rows=(), copies=(), orders=()):
         """rows: (table, block that is written); orders: (kind, source, destination)."""
         columns = np.array(orders, np.int64).reshape(-1, 3).T
-        mover, is_out = BlockMover(self.device, self.host), columns[0] == SWAP_OUT
+        mover, is_out = BlockMover(self.device, self.host, self.copies), columns[0] == SWAP_OUT
 
         def run():
             self.order.append("moves")
@@ -119,9 +134,10 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("packing", [None, Halves()], ids=["as they are", "packed"])
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS.keys())
-def test_bytes_are_those_of_a_device_that_does_one_thing_after_the_other(steps, queue):
-    expected, world = World(HostQueue()), World(queue)
+def test_bytes_are_those_of_a_device_that_does_one_thing_after_the_other(steps, queue, packing):
+    expected, world = World(HostQueue()), World(queue, packing)
     flights = []
     for step in steps:
         orders, copies = step.get("orders", ()), step.get("copies", ())

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from kvkeeper.cuda import runtime
+from kvkeeper.engine_service.ranks import block_copies
 from kvkeeper.engine_service.ranks.block_copies import BatchedCopies, SmallCopies, copies_between, copy_spans, spans_of
 from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
 from tests.support.stand_ins.fake_cuda import FakeCuda
@@ -109,9 +110,21 @@ def test_orders_in_one_call_are_as_those_one_by_one(cuda):
         assert torch.equal(device, expected_device) and torch.equal(host, expected_host), orders
 
 
-def test_few_small_blocks_are_copied_without_a_kernel():
-    calls = []
-    small = SmallCopies(lambda source, target, pairs: calls.append(len(pairs)))
+def test_small_blocks_are_copied_by_a_kernel_where_they_are_many_and_pinned_by_then(monkeypatch):
+    """The host's memory is pinned once the ways are chosen, since that takes seconds."""
+    calls, pinned = [], []
+    monkeypatch.setattr(block_copies, "move_blocks", lambda source, target, pairs: calls.append("kernel"))
+    small = SmallCopies(lambda source, target, pairs: calls.append(len(pairs)), lambda: bool(pinned))
+    small(blocks(0), blocks(100), [(1, 2)] * 16)
+    pinned.append(True)
     small(blocks(0), blocks(100), [(1, 2)] * 15)
-    assert calls == [15]
-    assert copies_between(blocks(0), blocks(100)) is copy_spans
+    small(blocks(0), blocks(100), [(1, 2)] * 16)
+    assert calls == [16, 15, "kernel"]
+
+
+def test_the_size_of_a_block_on_the_host_says_which_way_it_goes():
+    device = torch.device("cuda", 1)
+    assert isinstance(copies_between(device, torch.zeros(1, 28 * 1024 - 16, dtype=torch.uint8)), SmallCopies)
+    assert isinstance(copies_between(device, torch.zeros(1, 28 * 1024, dtype=torch.uint8)), BatchedCopies)
+    assert isinstance(copies_between(device, torch.zeros(0, 1, dtype=torch.uint8)), BatchedCopies), "no host tier"
+    assert copies_between(torch.device("cpu"), blocks(100)) is copy_spans

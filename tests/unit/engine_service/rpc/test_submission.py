@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
@@ -47,6 +47,7 @@ async def submission_of(chunks: list[OutputChunk]) -> Submission:
 continuations = st.tuples(st.integers(1, 9), st.sampled_from(["with its last token", "behind it"]))
 
 
+@settings(deadline=None)
 @given(made=st.lists(continuations, min_size=1, max_size=3), data=st.data())
 def test_what_follows_is_sent_once_wherever_the_stream_broke(made: list[tuple[int, str]], data: st.DataObject) -> None:
     """The client has some chunks of each continuation, the request has more, and it ends while the client reads."""

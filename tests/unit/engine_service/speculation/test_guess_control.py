@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeeper.engine_service.scheduler.drawn_tokens import num_kept
@@ -28,6 +28,7 @@ def naive_look_up(history: list[int], most: int) -> list[int]:
     return []
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=24), st.integers(0, 8))
 def test_what_followed_the_longest_and_latest_match(history: list[int], most: int) -> None:
     assert look_up(ids(*history), most).tolist() == naive_look_up(history, most)

@@ -169,7 +169,7 @@ def test_no_kernel_is_compiled_by_the_guesses_of_a_draft_model(tmp_path, monkeyp
 def tiers(monkeypatch):
     """Blocks of a device, and of a host tier that two ranks share. It is pinned once `is_pinned` is not empty."""
     is_pinned = []
-    monkeypatch.setattr(move_blocks, "copies_between", lambda *memories: SmallCopies(copy_spans) if is_pinned else copy_spans)
+    monkeypatch.setattr(move_blocks, "copies_between", lambda *memories: SmallCopies(copy_spans, lambda: bool(is_pinned)))
     device, host = torch.arange(32 * 16, dtype=torch.int32), torch.arange(32 * 2 * 16, dtype=torch.int32)
     blocks = device.view(torch.uint8).view(32, 64), host.view(torch.uint8).view(32, 2, 64)[:, 1]
     return BlockMover(*on_cuda(blocks[0]), blocks[1]), blocks, is_pinned

@@ -61,7 +61,8 @@ async def test_one_that_dies_before_it_serves_is_a_start_that_failed() -> None:
 
 async def test_one_that_hangs_is_killed_and_one_that_answers_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front_process, "_PING_S", 0.01)
-    monkeypatch.setattr(front_process, "_MOST_SILENT", 1 << 30)
+    for limit in ("_MOST_SILENT", "_MOST_SILENT_LOADING"):  # however long a busy machine takes to load it
+        monkeypatch.setattr(front_process, limit, 1 << 30)
     front, answered = await start_front(), asyncio.Event()
     take = front._lane._take
 
