@@ -274,7 +274,7 @@ def test_nothing_is_launched_behind_a_launch_that_lost_the_device(model):
     plan = decoding.scheduler.schedule(0.0)
     work, num_staged = decoding.scheduler.apply(plan, decoding.cache.step(plan)), 0
 
-    def broken(batch, rows):
+    def broken(*_):
         nonlocal num_staged
         num_staged += 1
         raise accelerator_error(719, "unspecified launch failure")
