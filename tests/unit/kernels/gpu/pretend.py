@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+from kvkeeper.engine_service.compute import penalties
 from kvkeeper.engine_service.compute.device.upload import PackedUpload, Staged
 from kvkeeper.engine_service.compute.graphs import graphed_decode
 from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
@@ -45,12 +46,13 @@ def pretend_inputs_on_cuda(monkeypatch):
         return penalised(step, *on_cuda(*drawing))
 
     def penalise_there(logits, counts, rows):
-        return penalise(*on_cuda(logits, counts), CountedTensors(*on_cuda(*rows)))
+        return on_cuda(penalise(*on_cuda(logits, counts), CountedTensors(*on_cuda(*rows))))[0]
 
     monkeypatch.setattr(DecodeInputs, "tensors", all_tensors)
     monkeypatch.setattr(graphed_decode, "draw_plain", draw_there)
     monkeypatch.setattr(graphed_decode, "draw_penalised", draw_penalised_there)
-    monkeypatch.setattr(graphed_decode, "penalise_counted", penalise_there)
+    for module in (graphed_decode, penalties):
+        monkeypatch.setattr(module, "penalise_counted", penalise_there)
 
 
 _OPS = (
