@@ -169,7 +169,9 @@ def _steps(model: Decoder, shape: Shape, device: str, sizes: tuple[int, ...]) ->
         yield _guarded(f"graph_logits_{size}", partial(_same_logits, plain, other, size, batch))
         yield _guarded(f"graph_draws_{size}", partial(_same_draws, other, size, batch))
         texts = _texts(shape, size, num_tokens)
-        yield _guarded(f"graph_penalised_{size}", partial(_same_penalised, other, texts, _tables(size, num_tokens)))
+        tables = _tables(size, num_tokens)
+        yield _guarded(f"graph_penalised_{size}", partial(_same_penalised, other, texts, tables))
+        yield _guarded(f"counted_penalised_{size}", partial(_same_penalised, other, texts, tables, behind=True))
         for label, runner in (("plain", plain), ("graph", other)):
             if label == "plain" or runner.graphed is not None:
                 yield _guarded(f"step_{label}_{size}", partial(_cost, label, runner, size, batch))
@@ -213,13 +215,18 @@ def _same_draws(runner: ModelRunner, size: int, batch: Batch) -> Check:
     return Check(name, same == 1, {"same": same})
 
 
-def _same_penalised(runner: ModelRunner, texts: npt.NDArray[np.int64], tables: npt.NDArray[np.int32]) -> Check:
-    """Steps of sequences that go on with what they drew: a graph penalises by counts, the other way by whole histories.
+def _same_penalised(
+    runner: ModelRunner, texts: npt.NDArray[np.int64], tables: npt.NDArray[np.int32], *, behind: bool = False
+) -> Check:
+    """Steps of sequences that go on with what they drew: penalised by counts on the device, and by whole histories.
 
-    The penalties are negative, so that what was there before is the likeliest by far, and each count decides.
+    The penalties are negative, so that what was there before is the likeliest by far, and each count decides. A graph draws by
+    the counts, or, `behind` it, what draws in steps without one.
     """
     size = len(texts)
-    name, known = f"graph_penalised_{size}", texts.astype(np.int32)
+    name, known = f"{'counted' if behind else 'graph'}_penalised_{size}", texts.astype(np.int32)
+    if runner.counts is None:
+        return Check(name, None, note="no counts: a rehearsal has no device")
     ways = [
         SamplingParams(temperature=0, repetition_penalty=1.1, frequency_penalty=-2.0, presence_penalty=-2.0),
         SamplingParams(temperature=0.7, top_k=50, presence_penalty=-2.0, frequency_penalty=-1.5),
@@ -231,12 +238,14 @@ def _same_penalised(runner: ModelRunner, texts: npt.NDArray[np.int64], tables: n
         penalised = PenalisedRows.of(rows)
         penalised = dataclasses.replace(penalised, tokens=known, which=penalised.where, serials=penalised.where + 1)
         batch = _rows_of(known.astype(np.int64), tables, at, at + 1)
-        step = runner.stage(batch, dataclasses.replace(PlainDraws.of(rows), penalised=penalised))()
+        by_column, counted = dataclasses.replace(PlainDraws.of(rows), penalised=penalised), runner.counts.stage(penalised)
+        step = runner.stage(batch, () if behind else by_column, counted)()
         logits = StepLogits(step.values.clone())
-        if step.drawn is None:
+        found = draw(step, by_column, runner.last_tokens, counted).token_ids if behind else step.drawn
+        if found is None:
             return Check(name, None, note="no graph drew")
         expected, unpenalised = draw(logits, rows).token_ids, draw(logits, [_unpenalised(row) for row in rows]).token_ids
-        same.append(float((step.drawn == expected).float().mean()))
+        same.append(float((found == expected).float().mean()))
         changed.append(float((expected != unpenalised).float().mean()))
         if at + 1 < known.shape[1]:
             known[:, at + 1] = expected.cpu().numpy()

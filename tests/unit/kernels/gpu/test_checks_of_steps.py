@@ -35,12 +35,13 @@ def small_device(monkeypatch):
         monkeypatch.setattr(part_model, name, value)
 
 
-def penalised(model):
+def penalised(model, *, behind=False):
     num_tokens = CONTEXT + part_model._PENALISED_STEPS
     runner = part_model._runner(model, COUNT, num_tokens)
     runner.make_ready(StepBounds(COUNT, num_tokens), RecordedGraphs(), with_retention=False, progress=False)
     texts = np.random.default_rng(0).integers(3, model.config.vocab_size, (COUNT, num_tokens))
-    return part_model._same_penalised(runner, texts, part_model._tables(COUNT, num_tokens)), runner.graphed.num_penalised
+    check = part_model._same_penalised(runner, texts, part_model._tables(COUNT, num_tokens), behind=behind)
+    return check, runner.graphed.num_penalised
 
 
 def test_captured_penalties_are_those_of_whole_histories_and_a_token_that_is_not_counted_is_seen(model, monkeypatch):
@@ -48,6 +49,9 @@ def test_captured_penalties_are_those_of_whole_histories_and_a_token_that_is_not
     assert check.ok, check
     assert num_penalised == part_model._PENALISED_STEPS
     assert check.figures["changed"] >= 0.5, "penalties decide what rows draw"
+    check, num_penalised = penalised(model, behind=True)
+    assert check.ok, check
+    assert num_penalised == 0, "no graph drew"
     own = TokenCounts.stage
 
     def counts_nothing(counts, rows):
@@ -56,9 +60,10 @@ def test_captured_penalties_are_those_of_whole_histories_and_a_token_that_is_not
         return counted
 
     monkeypatch.setattr(TokenCounts, "stage", counts_nothing)
-    check, _ = penalised(model)
-    assert not check.ok
-    assert check.figures["same"] < 1
+    for behind in (False, True):
+        check, _ = penalised(model, behind=behind)
+        assert not check.ok
+        assert check.figures["same"] < 1
 
 
 def test_a_captured_prefix_in_common_gives_what_each_sequence_gives_with_its_own(model, monkeypatch):
