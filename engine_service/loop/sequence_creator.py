@@ -1,8 +1,9 @@
 """SequenceCreator: tells the cache service of waiting sequences, beside the steps, so that no step waits for it.
 
 One task per session, in order of the queue, as far as the cache service has slots. What waits is created in one call: a call of
-many costs a fraction of as many calls, and what is created together starts together, in one step instead of many. A refusal for
-want of a slot is tried again; any other refusal ends that request alone; a lost session ends the task, and wakes the loop.
+many costs a fraction of as many calls, and what is created together starts together, in one step instead of many. What comes
+meanwhile gathers for the next call; a long prompt has a call of its own, which holds up no other. A refusal for want of a slot is
+tried again; any other refusal ends that request alone; a lost session ends the task, and wakes the loop.
 """
 
 import asyncio
@@ -19,9 +20,9 @@ from ..values.request import Request, Sequence
 from .tracing import EngineTracing
 from .wake import Wake, wait_for
 
-_MOST_CALLS = 4  # under way at once: a long prompt holds up no other
+_MOST_CALLS = 4  # under way at once
 _MOST_IN_CALL = 256  # sequences
-_MOST_TOKENS_IN_CALL = 1 << 18  # of their prompts, 1 MiB; one alone may have more
+_MOST_TOKENS_IN_CALL = 1 << 16  # of their prompts, 256 KiB; a prompt that has more goes alone
 _RETRY_S = 0.05  # another engine that frees a slot does not tell this one
 
 
@@ -41,7 +42,7 @@ class SequenceCreator:
         self._wake = wake
         self._fail = fail
         self._tracing = tracing
-        self._calls: set[asyncio.Task[bool]] = set()  # under way, or ended since the task looked last
+        self._calls: dict[asyncio.Task[bool], bool] = {}  # under way, or ended since it looked last: of a long prompt alone?
         self._held: Sequence | None = None  # for the next call: its prompt had no room in the one before
         self._task = asyncio.create_task(self._run())
 
@@ -60,14 +61,15 @@ class SequenceCreator:
         try:
             while True:
                 self._wake.creator.clear()
-                ended = {call for call in self._calls if call.done()}
+                ended = [call for call in self._calls if call.done()]
                 results = [call.result() for call in ended]  # where one raises, the others' errors are taken below
-                self._calls -= ended
+                for call in ended:
+                    del self._calls[call]
                 has_slot = all(results)
                 if not has_slot and self._held is not None:
                     self._scheduler.waiting.create_refused(self._held, try_again=True)
                     self._held = None
-                while has_slot and len(self._calls) < _MOST_CALLS and (together := self._next_together()):
+                while has_slot and self._may_call() and (together := self._next_together()):
                     self._begin(together)
                 await wait_for(self._wake.creator, None if has_slot else _RETRY_S)
         finally:
@@ -75,6 +77,10 @@ class SequenceCreator:
                 call.cancel()
             await asyncio.gather(*self._calls, return_exceptions=True)
             self._wake.loop.set()
+
+    def _may_call(self) -> bool:
+        """Whether another call may begin: beside those of long prompts alone."""
+        return len(self._calls) < _MOST_CALLS and all(self._calls.values())
 
     def _next_together(self) -> list[Sequence]:
         """The sequences of the next call, in the queue's order; none where nothing is to be created."""
@@ -94,7 +100,7 @@ class SequenceCreator:
         with self._tracing.within_request(*(sequence.request for sequence in together)):
             call = asyncio.create_task(self._create(together))
         call.add_done_callback(lambda _: self._wake.creator.set())
-        self._calls.add(call)
+        self._calls[call] = sum(len(sequence.token_ids) for sequence in together) > _MOST_TOKENS_IN_CALL
 
     async def _create(self, together: list[Sequence]) -> bool:
         """False when there is no slot for now."""

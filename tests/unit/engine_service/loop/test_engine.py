@@ -79,6 +79,7 @@ async def test_a_prompt_that_takes_long_to_be_sent_holds_up_no_other_and_few_cal
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sequence_creator, "_MOST_CALLS", 2)
+    monkeypatch.setattr(sequence_creator, "_MOST_TOKENS_IN_CALL", 1)  # the prompts are long
     create, gate, num_held, most_held = AsyncCacheSession.create_sequences, asyncio.Event(), 0, 0
 
     async def hold_sevens(session: AsyncCacheSession, sequences: list[NewSequence]) -> list[Any]:

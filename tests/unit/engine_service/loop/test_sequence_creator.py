@@ -71,7 +71,6 @@ class World:
 
 
 async def test_what_waits_goes_together_and_what_comes_meanwhile_in_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence_creator, "_MOST_CALLS", 1)
     world = World()
     world.put(3, 4, 5)
     async with world.creator() as creator:
@@ -88,20 +87,34 @@ async def test_what_waits_goes_together_and_what_comes_meanwhile_in_the_next_cal
         assert (sizes, world.created) == ([6, 7], [11, 12, 13])
 
 
-async def test_a_call_has_so_many_sequences_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_has_so_many_sequences_and_tokens_and_a_long_prompt_one_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sequence_creator, "_MOST_IN_CALL", 3)
     monkeypatch.setattr(sequence_creator, "_MOST_TOKENS_IN_CALL", 10)
-    monkeypatch.setattr(sequence_creator, "_MOST_CALLS", 6)
+    monkeypatch.setattr(sequence_creator, "_MOST_CALLS", 3)
     world = World()
-    world.put(1, 1, 1, 4, 6, 1, 25, 2, 9)
+    world.put(1, 1, 1, 4, 6, 1, 25, 26, 2, 9, 27)
     async with world.creator():
-        sizes = [(await world.call())[0] for _ in range(6)]
-    assert sizes == [[1, 1, 1], [4, 6], [1], [25], [2], [9]], "in order, and a long one alone"
+        for expected in ([1, 1, 1], [4, 6], [1]):
+            sizes, answer = await world.call()
+            assert sizes == expected, "in order, and a long one alone"
+            assert world.calls.empty(), "others gather meanwhile"
+            answer.set_result([0] * len(sizes))
+        sizes, _ = await world.call()
+        assert sizes == [25]
+        assert (await world.call())[0] == [26]
+        sizes, answer = await world.call()
+        assert sizes == [2], "beside the long ones"
+        answer.set_result([0])
+        sizes, answer = await world.call()
+        assert sizes == [9], "once that has ended"
+        await asyncio.sleep(0)
+        assert world.calls.empty()
 
 
 async def test_what_was_kept_for_the_next_call_waits_for_a_slot_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_creator, "_MOST_TOKENS_IN_CALL", 10)
-    monkeypatch.setattr(sequence_creator, "_MOST_CALLS", 1)
     monkeypatch.setattr(sequence_creator, "_RETRY_S", 0)
     world = World()
     world.put(4, 5, 8)
@@ -133,7 +146,7 @@ async def test_a_refusal_ends_its_request_alone() -> None:
 async def test_each_call_of_a_lost_session_is_told_to_the_loop_alone(monkeypatch: pytest.MonkeyPatch, is_of_one: bool) -> None:
     untold: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: untold.append(context))
-    monkeypatch.setattr(sequence_creator, "_MOST_IN_CALL", 1)
+    monkeypatch.setattr(sequence_creator, "_MOST_TOKENS_IN_CALL", 0)  # each is long
     world = World()
     world.put(1, 2, 3)
     async with world.creator() as creator:
