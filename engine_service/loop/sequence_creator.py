@@ -2,8 +2,8 @@
 
 One task per session, in order of the queue, as far as the cache service has slots. What waits is created in one call: a call of
 many costs a fraction of as many calls, and what is created together starts together, in one step instead of many. What comes
-meanwhile gathers for the next call; a long prompt has a call of its own, which holds up no other. A refusal for want of a slot is
-tried again; any other refusal ends that request alone; a lost session ends the task, and wakes the loop.
+meanwhile gathers for the next call; a long prompt has a call of its own, which holds up no other. A refusal for want of a slot
+is tried again; any other refusal ends that request alone; a lost session ends the task, and wakes the loop.
 """
 
 import asyncio
