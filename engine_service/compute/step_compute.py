@@ -145,6 +145,7 @@ class StepCompute:
         """queue: the order in which the model's device works; None: the runner's own, or it computes when it is called."""
         self._runner = runner
         own = runner if isinstance(runner, ModelRunner) else None
+        self._counting = runner if isinstance(runner, Counting) else None
         self._queue = queue or (runner.queue if isinstance(runner, Queued) else HostQueue())
         self._last = own.last_tokens if own is not None else LastTokens()
         self._lost: DeviceLost | None = None
@@ -189,10 +190,10 @@ class StepCompute:
 
     def _count(self, rows: SampledRows) -> Counted | None:
         """The rows that are penalised, where the device counts their tokens; None: it does not."""
-        counts = self._runner.counts if isinstance(self._runner, Counting) else None
-        if counts is None or not isinstance(rows, PlainDraws) or rows.penalised is None:
+        if self._counting is None or not isinstance(rows, PlainDraws) or rows.penalised is None:
             return None
-        return counts.stage(rows.penalised)
+        counts = self._counting.counts
+        return None if counts is None else counts.stage(rows.penalised)
 
     def _stage(self, batch: Batch, rows: SampledRows, counted: Counted | None) -> Staged[StepLogits]:
         """The forward pass, to be run in the order of the device. rows: of all logits, in their order, or ()."""
@@ -281,7 +282,7 @@ def _hang_on_awaited(rows: SampledRows) -> bool:
     """Whether penalties hang on a token that the step before draws."""
     if isinstance(rows, PlainDraws):
         return rows.penalised is not None and bool((rows.penalised.awaited != NOTHING_AWAITED).any())
-    return any(row.awaited_row is not None and row.params.is_penalised for row in rows)
+    return not are_likeliest(rows) and any(row.awaited_row is not None and row.params.is_penalised for row in rows)
 
 
 def _move(run: Callable[[], None], results: _Results) -> None:
