@@ -24,13 +24,13 @@ from kvkeeper.engine_service.compute.graphs.graph_api import Graph
 from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, capture_decode
 from kvkeeper.engine_service.compute.model_runner import ModelRunner
 from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
-from kvkeeper.engine_service.scheduler.work import StepChanges, Work
+from kvkeeper.engine_service.scheduler.work import Work
 from kvkeeper.engine_service.values.penalised_rows import PenalisedRows
 from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, PlainDraws, SamplingParams, SamplingRow
 from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.scratch import Scratch
-from tests.support.worlds.batches import ScheduledRow, build_batch
+from tests.support.worlds.batches import ScheduledRow, build_batch, decode_work
 
 _BLOCK_SIZE, _CONTEXT, _WIDTH, _VOCAB = 16, 300, 512, 512
 _NUM_WARM_STEPS, _NUM_STEPS = 20, 400
@@ -123,30 +123,10 @@ def _logits(tensors: Mapping[str, torch.Tensor], scratch: Scratch, logits: torch
 
 def _work(num_rows: int) -> Work:
     tables = np.arange(1, 1 + _WIDTH, dtype=np.int32)
-    rows, none = np.arange(num_rows), np.empty(0, np.int64)
+    rows = np.arange(num_rows)
     batch = build_batch([ScheduledRow([5], _CONTEXT - 1, tables)] * num_rows, _BLOCK_SIZE)
     batch = replace(batch, rows=rows, awaited_rows=rows)
-    return Work(
-        rows=rows,
-        num_new=np.ones(num_rows, np.int32),
-        serials=rows,
-        num_prompt_tokens=0,
-        copies=[],
-        batch=batch,
-        sample_rows=rows,
-        awaited=np.zeros(num_rows, np.bool_),
-        sampled=[],
-        guesses=[],
-        logit_idx=rows,
-        searched=[],
-        search_idx=none,
-        scores=(),
-        unfinished=[],
-        check_idx=none,
-        sequences=[],
-        num_context=np.full(num_rows, _CONTEXT - 1, np.int32),
-        changes=StepChanges((), (), (), ()),
-    )
+    return decode_work(batch, np.full(num_rows, _CONTEXT - 1, np.int32), is_awaited=False)
 
 
 def _median_us(run: Callable[[], object]) -> float:

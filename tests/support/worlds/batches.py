@@ -1,4 +1,7 @@
-"""A step's Batch from one object per row: plain, and the measure of the engine's own assembly by array work."""
+"""A step's Batch from one object per row: plain, and the measure of the engine's own assembly by array work.
+
+And the Work of a step that decodes, for those that compute a batch without a scheduler.
+"""
 
 import enum
 from collections.abc import Sequence
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvkeeper.engine_service.scheduler.work import StepChanges, Work
 from kvkeeper.engine_service.values.batch import Batch, IntArray
 
 
@@ -82,3 +86,31 @@ def _num_logits(row: ScheduledRow) -> int:
 def _starts(lens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """[0, lens[0], lens[0] + lens[1], ...]"""
     return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lens)))
+
+
+def decode_work(batch: Batch, num_context: npt.NDArray[np.int32], *, is_awaited: bool) -> Work:
+    """The work of a step that decodes the rows of the batch, one behind the other, and draws each once."""
+    assert batch.rows is not None
+    rows, none = batch.rows, np.empty(0, np.int64)
+    count = len(rows)
+    return Work(
+        rows=rows,
+        num_new=np.ones(count, np.int32),
+        serials=rows,
+        num_prompt_tokens=0,
+        copies=[],
+        batch=batch,
+        sample_rows=rows,
+        awaited=np.full(count, is_awaited),
+        sampled=[],
+        guesses=[],
+        logit_idx=np.arange(count),
+        searched=[],
+        search_idx=none,
+        scores=(),
+        unfinished=[],
+        check_idx=none,
+        sequences=[],
+        num_context=num_context,
+        changes=StepChanges((), (), (), ()),
+    )

@@ -9,39 +9,13 @@ import torch
 from kvkeeper.engine_service.compute.sampler import draw
 from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
 from kvkeeper.engine_service.compute.step_logits import StepLogits
-from kvkeeper.engine_service.scheduler.work import StepChanges, Work
 from kvkeeper.engine_service.values.penalised_rows import PenalisedRows
 from kvkeeper.engine_service.values.sampling_params import PlainDraws, SamplingParams, SamplingRow
+from tests.support.worlds.batches import decode_work
 from tests.unit.kernels.gpu.captured import CONTEXTS, TEXTS, all_claim_to_be_on_cuda, model, plain, prompts, ready, rows
 
 __all__ = ["all_claim_to_be_on_cuda", "model"]  # fixtures of the tests here
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
-
-
-def work_of(batch):
-    own, none = batch.rows, np.empty(0, np.int64)
-    count = len(own)
-    return Work(
-        rows=own,
-        num_new=np.ones(count, np.int32),
-        serials=own,
-        num_prompt_tokens=0,
-        copies=[],
-        batch=batch,
-        sample_rows=own,
-        awaited=np.ones(count, np.bool_),
-        sampled=[None] * count,
-        guesses=[],
-        logit_idx=np.arange(count),
-        searched=[],
-        search_idx=none,
-        scores=(),
-        unfinished=[],
-        check_idx=none,
-        sequences=[],
-        num_context=np.array([CONTEXTS[seq] for seq in own], np.int32),
-        changes=StepChanges((), (), (), ()),
-    )
 
 
 @pytest.mark.parametrize("told_by", ["row", "column"])
@@ -57,7 +31,9 @@ def test_histories_end_with_the_token_of_the_step_before(model, told_by):
     how = [SamplingRow(way, 0, 0, text[:-1], 1, awaited_row=seq) for seq, text in zip(seqs, known, strict=True)]
     if told_by == "column":  # nobody says whose rows they are, so the device has no counts of them
         how = dataclasses.replace(PlainDraws.of(how), penalised=PenalisedRows.of(how))
-    drawn = StepCompute(runner).launch(work_of(batch), StepRows(how, [])).read().sampled.token_ids.tolist()
+    work = decode_work(batch, np.array([CONTEXTS[seq] for seq in seqs], np.int32), is_awaited=True)
+    work = dataclasses.replace(work, sampled=[None] * len(seqs))
+    drawn = StepCompute(runner).launch(work, StepRows(how, [])).read().sampled.token_ids.tolist()
     assert runner.graphed.num_replays == 1 and not runner.graphed.num_draws
 
     logits = plain(runner.forward(rows(seqs)))
