@@ -138,6 +138,26 @@ class Launched:
         return Computed(sampled, logprobs, results.candidates, scores, broken)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Forward:
+    """The forward pass of a step, staged.
+
+    Attributes:
+        counted: the rows that are penalised by counts on the device; None: none is.
+        in_order: whether each row of its logits is drawn from once, in their order.
+    """
+
+    staged: Staged[StepLogits]
+    counted: Counted | None
+    in_order: bool
+
+    def drop(self) -> None:
+        """It has failed, or does not come to its end. Idempotent."""
+        self.staged.give_back()
+        if self.counted is not None:
+            self.counted.forget()
+
+
 class StepCompute:
     """A model on one session's memory, and the tokens that its steps have drawn."""
 
@@ -162,19 +182,16 @@ class StepCompute:
         """
         if self._lost is not None:
             raise self._lost
-        results, forward, counted, in_order = _Results(), None, None, False
+        results, forward = _Results(), None
         if moves is not None:
             moves = replace(moves, run=partial(_move, moves.run, results))
         try:
-            in_order = _is_in_order(work)
-            if work.batch is not None:
-                counted = self._count(how.sampled)
-                forward = self._stage(work.batch, how.sampled if in_order else (), counted)
+            forward = None if work.batch is None else self._prepare(work, work.batch, how.sampled)
         except Exception as error:
             results.fail(error)  # its transfers are made nevertheless: they are of other sequences
         try:
             copy_blocks = partial(self._copy, work, results)
-            run = partial(self._run, forward, counted, work, how, results, in_order=in_order)
+            run = partial(self._run, forward, work, how, results)
             submit_step(self._queue, work, moves, self._runner.layout.block_size, copy_blocks, run)
         except Exception as error:
             results.fail(error)
@@ -182,11 +199,18 @@ class StepCompute:
             if moves is not None:
                 results.moves_error = error  # nobody knows which of them were made
             if forward is not None:
-                forward.give_back()
-            if counted is not None:
-                counted.forget()
+                forward.drop()
         self._lost = results.lost
         return Launched(self._runner, work, how, results, self._queue.mark())
+
+    def _prepare(self, work: Work, batch: Batch, rows: SampledRows) -> _Forward:
+        in_order, counted = _is_in_order(work), self._count(rows)
+        try:
+            return _Forward(self._stage(batch, rows if in_order else (), counted), counted, in_order)
+        except BaseException:
+            if counted is not None:
+                counted.forget()
+            raise
 
     def _count(self, rows: SampledRows) -> Counted | None:
         """The rows that are penalised, where the device counts their tokens; None: it does not."""
@@ -213,43 +237,23 @@ class StepCompute:
         except Exception as error:
             results.fail(error)
 
-    def _run(
-        self,
-        forward: Staged[StepLogits] | None,
-        counted: Counted | None,
-        work: Work,
-        how: StepRows,
-        results: _Results,
-        *,
-        in_order: bool,
-    ) -> None:
+    def _run(self, forward: _Forward | None, work: Work, how: StepRows, results: _Results) -> None:
         try:
             if forward is not None and not results.has_failed:
-                self._forward_and_sample(forward, counted, work, how, results, in_order=in_order)
+                self._forward_and_sample(forward, work, how, results)
         except Exception as error:
             results.fail(error)
         finally:
-            if forward is not None:
-                forward.give_back()
-            if counted is not None and results.has_failed:
-                counted.forget()
+            if forward is not None and results.has_failed:
+                forward.drop()
         results.is_launched = True
 
     @torch.inference_mode()
-    def _forward_and_sample(
-        self,
-        forward: Staged[StepLogits],
-        counted: Counted | None,
-        work: Work,
-        how: StepRows,
-        results: _Results,
-        *,
-        in_order: bool,
-    ) -> None:
-        """in_order: see _is_in_order."""
+    def _forward_and_sample(self, forward: _Forward, work: Work, how: StepRows, results: _Results) -> None:
+        counted = forward.counted
         # A graph leaves its own tokens, and the histories of rows that are drawn behind it end with those of the step before.
         last = self._last.copied() if counted is None and _hang_on_awaited(how.sampled) else self._last
-        fetch, step = self._queue.fetch, forward()
+        fetch, step = self._queue.fetch, forward.staged()
         logits = step.values
         results.scores = [_score(logits, score).fetched(fetch) for score in work.scores]
         if len(work.check_idx):
@@ -258,7 +262,7 @@ class StepCompute:
             results.candidates = find_candidates(logits[at_device(work.search_idx, logits)], how.searched)
         if not len(rows := how.sampled):
             return
-        if not in_order:  # one prompt's row of logits serves all its continuations
+        if not forward.in_order:  # one prompt's row of logits serves all its continuations
             logits = logits[at_device(work.logit_idx, logits)]
             step = StepLogits(logits)
         drawn = draw(step, rows, last, counted)
