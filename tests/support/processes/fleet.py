@@ -33,6 +33,7 @@ class Service:
 
     def __init__(self, process: asyncio.subprocess.Process, name: str = "service") -> None:
         self.process = process
+        self._name = name
         self._log = open_log(name)
         self.lines: list[str] = []
         self.events: Counter[str] = Counter()
@@ -86,7 +87,9 @@ class Service:
 
     @property
     def tail(self) -> str:
-        return "".join(self.lines[-_LAST_LINES:])
+        """The end of its log, and what became of it: a process that a signal ended says nothing itself."""
+        state = "runs" if self.process.returncode is None else f"has ended with {self.process.returncode}"
+        return f"{self._name}, pid {self.process.pid}, {state}:\n" + "".join(self.lines[-_LAST_LINES:])
 
     async def _read(self) -> None:
         assert self.process.stderr is not None

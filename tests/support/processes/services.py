@@ -26,12 +26,16 @@ class Services:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of a command that finds what pytest found, keeps its sockets in the folder, and leaves the cores to others."""
+    """Of a command that finds what pytest found, keeps its sockets in the folder, and leaves the cores to others.
+
+    Where native code ends it, it says where.
+    """
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
         "XDG_RUNTIME_DIR": str(folder),
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
     }
 
 
