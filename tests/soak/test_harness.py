@@ -1,6 +1,9 @@
 """The soak itself: it goes on where it stopped, calls nothing a pass that is not, and outlives units that hang or crash."""
 
+import asyncio
 import json
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -8,8 +11,10 @@ import pytest
 
 from tests.soak import __main__ as soak
 from tests.soak import rows
+from tests.soak.fuzzing import FROM_SHELL
 from tests.soak.progress import SoakState, table
 from tests.soak.row import Row
+from tests.support.processes.fleet import Service
 from tests.support.processes.soak_units import unit
 
 
@@ -95,3 +100,29 @@ def test_the_command_prints_a_table_and_its_exit_code_tells_a_violation(
 
 def test_the_rows_have_names_for_a_command_line() -> None:
     assert all(row.target > 0 and row.unit and row.fault for row in rows.ROWS)
+
+
+# -- processes that are started
+
+
+async def test_a_service_that_has_ended_before_its_log_is_read_has_said_everything() -> None:
+    """Its process is gone from /proc when the first line is read."""
+    says = 'import sys; print(\'{"event": "ready"}\', \'{"event": "failpoint"}\', sep=\'\\n\', file=sys.stderr)'
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", says, stderr=asyncio.subprocess.PIPE)
+    await process.wait()
+    service = Service(process)
+    await service.end()
+    assert service.events == {"ready": 1, "failpoint": 1}
+    assert "has ended with 0" in service.tail
+
+
+def test_the_memory_of_the_tests_is_not_that_of_a_fuzzed_process() -> None:
+    ballast = b"x" * (256 << 20)
+    tells = "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)"
+    peak = subprocess.run([*FROM_SHELL, sys.executable, "-c", tells], capture_output=True, text=True, check=True).stdout
+    assert int(peak) < len(ballast) >> 20
+
+
+def test_a_fuzzed_process_that_fails_is_seen() -> None:
+    ended = subprocess.run([*FROM_SHELL, sys.executable, "-c", "raise SystemExit(77)"], check=False)
+    assert ended.returncode == 77

@@ -112,8 +112,14 @@ class Service:
 
 
 def _core_wait_s(pid: str) -> float:
-    """Seconds that a process was ready to run and had no core: load of the machine, no work of its own."""
-    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    """Seconds that a process was ready to run and had no core: load of the machine, no work of its own.
+
+    0 where it has ended before its log was read: nothing tells any more.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
 
 
 class Fleet:
