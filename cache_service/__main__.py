@@ -29,7 +29,7 @@ async def _serve(config: CacheConfig) -> None:
     asked = stop_signals()
     if config.take_over:
         await take_over(config)
-    server = await start_server(config)
+    server = await start_server(config, owns_process=True)
     gc.freeze()  # these objects stay: a collection that looked at all of them would delay a step
     try:
         await asked.wait()

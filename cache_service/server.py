@@ -115,8 +115,10 @@ async def take_over(config: CacheConfig) -> None:
         raise StartError(f"--take-over: {error}") from None
 
 
-async def start_server(config: CacheConfig, *, clock: Clock | None = None, memory: Memory | None = None) -> RunningServer:
-    """A service that is SERVING. clock and memory are for tests. Raises StartError."""
+async def start_server(
+    config: CacheConfig, *, clock: Clock | None = None, memory: Memory | None = None, owns_process: bool = False
+) -> RunningServer:
+    """A service that is SERVING. clock and memory are for tests. owns_process: see PoolRegistry. Raises StartError."""
     endpoint: Endpoint | None = None
     attach: AttachServer | None = None
     metrics: MetricsServer | None = None
@@ -134,7 +136,9 @@ async def start_server(config: CacheConfig, *, clock: Clock | None = None, memor
             disks = DiskDirectory(config.disk_path, config.disk_memory, config.num_pools)
         remote = _remote_of(config)
         kinds = memory or memory_of(config.device)
-        registry = PoolRegistry(config, kinds, watch_streams.note_replaced, directory, disks, timing.time, remote)
+        registry = PoolRegistry(
+            config, kinds, watch_streams.note_replaced, directory, disks, timing.time, remote, owns_process=owns_process
+        )
         most_bytes = max_message_bytes(config.max_sequences)
         guard = Guard(config)
         endpoint = await Endpoint.open(config.listen, most_bytes, guard=guard)

@@ -48,14 +48,18 @@ class PoolRegistry:
         disks: DiskDirectory | None = None,
         now: Callable[[], float] = time.monotonic,
         remote: RemoteMaker | None = None,
+        *,
+        owns_process: bool = False,
     ) -> None:
         """on_replaced is called with each pool that made room for another spec.
 
         directory: where pools outlive the service; the arenas are allocated there then. disks: where pools have their disk
-        tier. now: the clock that pools are told the time of. remote: makes the remote store of each pool.
+        tier. now: the clock that pools are told the time of. remote: makes the remote store of each pool. owns_process: the
+        process is the service's alone, so that its garbage collector may be told that all it holds stays.
         """
         self.num_replaced = 0
         self._config = config
+        self._owns_process = owns_process
         self._sizes = PoolSizes(config)
         self._arenas = ArenaSupply(config, memory, directory, now)
         self._tiers = LowerTiers(config, disks, remote, now)
@@ -113,8 +117,8 @@ class PoolRegistry:
             pool = self._pools.get(spec.key)
             if pool is None:
                 pool = self._pools[spec.key] = await self._make(spec, may_replace=may_replace)
-                # The index of a large pool is a million objects: a collection of them would stop the loop for 0.2 s.
-                gc.freeze()
+                if self._owns_process:  # a large index is a million objects: a collection would stop the loop for 0.2 s
+                    gc.freeze()
                 log.info("pool_made", num_blocks=pool.info.num_blocks, model_id=spec.model_id)
                 if self._config.host_kv_dtype not in ("auto", spec.host_kv_dtype):
                     log.info("host_kv_dtype_unused", model_id=spec.model_id, why="its blocks are no numbers of 16 or 32 bit")
@@ -215,5 +219,6 @@ class PoolRegistry:
         self.num_replaced += 1
         self._on_replaced(info)
         del pool, idle
-        gc.unfreeze()
+        if self._owns_process:
+            gc.unfreeze()
         gc.collect()  # a pool refers to itself

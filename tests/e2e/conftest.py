@@ -1,6 +1,5 @@
 """Fixtures of the end-to-end tests."""
 
-import gc
 import os
 from collections.abc import AsyncIterator, Iterator
 
@@ -25,13 +24,6 @@ def _fronts(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _collected() -> Iterator[None]:
-    """Few objects hold the memory of the services of a module, so Python would look for them late, gigabytes later."""
-    yield
-    gc.collect()
 
 
 @pytest.fixture

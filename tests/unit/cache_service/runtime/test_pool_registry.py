@@ -1,7 +1,12 @@
-"""Pools that cannot be made, and pools that make room: nothing stays open or in use, and no other pool waits."""
+"""Pools that cannot be made, and pools that make room: nothing stays open or in use, and no other pool waits.
+
+And what the garbage collector is told of pools.
+"""
 
 import asyncio
+import gc
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,3 +81,30 @@ async def test_a_server_that_hangs_holds_up_a_pool_that_makes_room_but_not_the_l
     await other
     assert ended_in_time == [True]
     registry.close()
+
+
+@pytest.mark.parametrize("owns_process", [True, False])
+async def test_the_collector_is_told_that_a_pool_stays_where_the_process_is_the_services_alone(owns_process: bool) -> None:
+    class Other:
+        """What another part of the process has made."""
+
+    config = CacheConfig(num_blocks=16, num_pools=1)
+    registry = PoolRegistry(config, SharedMemory(), lambda _: None, owns_process=owns_process)
+    await registry.reserve()
+    other = Other()
+    other.own = other  # type: ignore[attr-defined]  # only the collector ends it
+    alive = weakref.ref(other)
+    await registry.obtain(SPEC)
+    del other
+    try:
+        gc.collect()
+        assert (alive() is not None) == owns_process
+        await registry.obtain(replace(SPEC, key=b"other"))  # the pool before makes room, and is to be collected
+        assert gc.get_freeze_count() > 0
+        assert alive() is None
+    finally:
+        registry.close()
+        if owns_process:
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()  # for the tests behind this one, what all of them have imported
