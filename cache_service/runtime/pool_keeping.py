@@ -55,9 +55,9 @@ class PoolKeeping:
         await keeper.start()
         return keeper
 
-    def left(self) -> list[KeptPool]:
-        """The pools that earlier runs have left, the last used first."""
-        return self._directory.open_pools()
+    async def left(self) -> list[KeptPool]:
+        """The pools that earlier runs have left, the last used first. In a thread: pinning a host tier takes seconds."""
+        return await asyncio.to_thread(self._directory.open_pools)
 
     def settle(self) -> None:
         """Those that are wanted have been taken over, and all others refused."""

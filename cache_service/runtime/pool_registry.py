@@ -92,7 +92,7 @@ class PoolRegistry:
         await self._tiers.reserve()
         try:
             if self._keeping is not None:
-                for kept in self._keeping.left():
+                for kept in await self._keeping.left():
                     await self._restore(self._keeping, kept)
                 self._keeping.settle()
             if self._sizes.is_known_ahead:

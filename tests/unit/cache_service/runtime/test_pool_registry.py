@@ -19,6 +19,7 @@ from kvkeeper.cache_service.core.values.errors import OutOfPools
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.memory.disk.disk_directory import DiskDirectory
 from kvkeeper.cache_service.memory.disk.slab import Slab
+from kvkeeper.cache_service.memory.kept.kept_pool import KeptPool
 from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory
 from kvkeeper.cache_service.memory.remote.remote_store import RemoteStore
 from kvkeeper.cache_service.memory.shared_memory import SharedMemory
@@ -81,6 +82,29 @@ async def test_a_server_that_hangs_holds_up_a_pool_that_makes_room_but_not_the_l
     await other
     assert ended_in_time == [True]
     registry.close()
+
+
+async def test_the_pools_of_before_are_opened_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, is_opening, may_end = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    ended_in_time: list[bool] = []
+
+    def open_pools(_: MemoryDirectory) -> list[KeptPool]:
+        loop.call_soon_threadsafe(is_opening.set)
+        ended_in_time.append(may_end.wait(5))
+        return []
+
+    monkeypatch.setattr(MemoryDirectory, "open_pools", open_pools)
+    with memory_folder() as folder:
+        directory = MemoryDirectory(folder, keep=True)
+        config = CacheConfig(num_blocks=16, num_pools=1)
+        registry = PoolRegistry(config, SharedMemory(), lambda _: None, directory)
+        reserving = asyncio.create_task(registry.reserve())
+        await is_opening.wait()
+        may_end.set()  # by the loop, which goes on
+        await reserving
+        assert ended_in_time == [True]
+        registry.close()
+        directory.close()
 
 
 @pytest.mark.parametrize("owns_process", [True, False])
