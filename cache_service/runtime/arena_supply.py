@@ -59,7 +59,8 @@ class ArenaSupply:
         """
         num_hosts = num_pools if num_host_bytes else 0
         if self._directory is not None:
-            spares, self._spare_hosts = self._directory.open_spares((num_bytes, num_pools), (num_host_bytes, num_hosts))
+            pools, hosts = (num_bytes, num_pools), (num_host_bytes, num_hosts)
+            spares, self._spare_hosts = await asyncio.to_thread(self._directory.open_spares, pools, hosts)
             self._spare += spares
         num_missing, num_missing_hosts = num_pools - len(self._spare), num_hosts - len(self._spare_hosts)
         await self._require(num_missing * num_bytes, num_missing_hosts * num_host_bytes)

@@ -92,26 +92,28 @@ class MemoryDirectory:
         """The pools of earlier runs that are wanted have been opened, and all others removed."""
         self._memory.settle()
 
-    def open_spares(self, *wanted: tuple[int, int]) -> list[list[SharedMemoryArena]]:
-        """Arenas that earlier runs have reserved and not used, of each (number of bytes, most); all others are removed."""
-        spares: list[list[SharedMemoryArena]] = [[] for _ in wanted]
+    def open_spares(
+        self, pools: tuple[int, int] = (0, 0), hosts: tuple[int, int] = (0, 0)
+    ) -> tuple[list[KeptArena], list[SharedMemoryArena]]:
+        """Arenas that earlier runs have reserved and not used, of pools and of host tiers; all others are removed.
+
+        pools, hosts: the bytes of each, and the most that are wanted. Memory of a device that no pool uses is in no file.
+        Raises OutOfMemory, and CudaError where a host tier cannot be pinned.
+        """
+        spares, spare_hosts = list[KeptArena](), list[SharedMemoryArena]()
         for path in self._files("arena"):
             if not path.name.startswith("spare-"):
                 continue
-            with contextlib.suppress(FileRefused):
-                descriptor = open_file(path)
-                found = os.fstat(descriptor).st_size
-                for into, (num_bytes, most) in zip(spares, wanted, strict=True):
-                    if found == arena_file_bytes(num_bytes) and len(into) < most:
-                        file_locks.hold(descriptor)
-                        into.append(SharedMemoryArena(num_bytes, descriptor))
-                        break
-                else:
-                    os.close(descriptor)
-                    path.unlink()
-                continue
-            path.unlink()
-        return spares
+            num_bytes = path.lstat().st_size
+            if self._memory.is_in_files and num_bytes == arena_file_bytes(pools[0]) and len(spares) < pools[1]:
+                is_taken = _take_spare(path, pools[0], self._memory.make, spares)
+            elif num_bytes == arena_file_bytes(hosts[0]) and len(spare_hosts) < hosts[1]:
+                is_taken = _take_spare(path, hosts[0], self._memory.make_host, spare_hosts)
+            else:
+                is_taken = False
+            if not is_taken:
+                path.unlink()
+        return spares, spare_hosts
 
     def require(self, num_bytes: int, num_host_bytes: int) -> None:
         """Raises OutOfMemory where arenas of num_bytes and host tiers of num_host_bytes do not fit now."""
@@ -195,6 +197,17 @@ class MemoryDirectory:
             is_folder = path.is_dir() and not path.is_symlink()
             if _OURS.fullmatch(path.name) and path.suffix == f".{suffix}" and not is_folder:
                 yield path
+
+
+def _take_spare(path: Path, num_bytes: int, make: Callable[[int, int], A], into: list[A]) -> bool:
+    """Whether the file is one of ours, and its arena is among the others now. Raises OutOfMemory, CudaError."""
+    try:
+        descriptor = open_file(path)
+    except FileRefused:
+        return False
+    file_locks.hold(descriptor)
+    into.append(make(descriptor, num_bytes))
+    return True
 
 
 def _open_pool(index_path: Path, memory: KeptMemory) -> KeptPool:

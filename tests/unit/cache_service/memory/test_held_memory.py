@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.values.copies import Copies
+from kvkeeper.cache_service.memory.device.cuda import PinnedArena
 from kvkeeper.cache_service.memory.device.held_memory import HeldMemory
 from kvkeeper.cache_service.memory.kept.description import Description
 from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory, kept_bytes
@@ -52,6 +53,20 @@ def test_its_file_takes_no_memory_and_closing_leaves_none(folder: Path, tmp_path
     directory.close()
     assert (library.handles, library.mapped, library.reserved) == ({}, {}, {})
     assert num_open() == before
+
+
+def test_a_host_tier_that_no_pool_used_is_found_again_pinned_and_is_no_pools_memory(folder: Path, tmp_path: Path) -> None:
+    """Also where pools and host tiers have one size: the memory of a pool is on the device."""
+    directory = opened(folder, tmp_path, FakeLibcuda())
+    directory.allocate_host(GRANULARITY).close()
+    directory.close()
+    directory = opened(folder, tmp_path, FakeLibcuda())
+    spares, hosts = directory.open_spares((GRANULARITY, 1), (GRANULARITY, 1))
+    assert not spares
+    (arena,) = hosts
+    assert isinstance(arena, PinnedArena)
+    arena.close()
+    directory.close()
 
 
 def test_copies_run_on_the_device_and_to_the_host_tier(folder: Path, tmp_path: Path) -> None:
