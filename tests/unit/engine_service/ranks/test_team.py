@@ -1,7 +1,7 @@
 """The processes of other ranks: which one was lost and how, what they log, and that none is left."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +9,24 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from kvkeeper.engine_service.compute.device.device_errors import FaultTold, lost_by
+from kvkeeper.engine_service.compute.device.device_queue import HostQueue
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.model.hash_toy import HashToyConfig, HashToyRunner
 from kvkeeper.engine_service.ranks import ranks as ranks_module
 from kvkeeper.engine_service.ranks import team as team_module
 from kvkeeper.engine_service.ranks.failures import RankLost, RankRefused, SumFailed
-from kvkeeper.engine_service.ranks.messages import Kind
+from kvkeeper.engine_service.ranks.messages import Answer, Kind
 from kvkeeper.engine_service.ranks.ranked_runner import RankedRunner
 from kvkeeper.engine_service.ranks.ranks import Ranks
 from kvkeeper.engine_service.ranks.team import Team
 from tests.support.processes import odd_rank
+from tests.support.stand_ins.device_faults import out_of_memory
 from tests.support.worlds.batches import ScheduledRow, build_batch
 
 DEADLINE = 20.0
+ILLEGAL, NO_MEMORY = "cudaErrorIllegalAddress", "cudaErrorMemoryAllocation"
 
 
 class NoMeeting:
@@ -112,7 +117,7 @@ def test_a_refusal_of_the_cache_service_is_no_loss(teams: Any) -> None:
     team.tell(Kind.ATTACH)
     with pytest.raises(RankRefused) as refused:
         team.hear()
-    assert refused.value.fields["reason"] == "A_TEST"
+    assert refused.value.fields == {"code": "ABORTED", "reason": "A_TEST", "message": "rank 1: no"}
     assert team.lost == ""
 
 
@@ -145,6 +150,70 @@ def test_the_folder_of_the_meeting_is_private_and_goes(teams: Any) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
     team.stop()
     assert not folder.exists()
+
+
+def no_rank_lost(logs: Sequence[Mapping[str, Any]]) -> bool:
+    return not [entry for entry in logs if entry["event"] == "rank_lost"]
+
+
+@pytest.mark.parametrize("other", [{}, {"parts_at": Kind.FORWARD}], ids=["the other waits", "the other parts"])
+@pytest.mark.parametrize("hangs", [False, True], ids=["it ends", "it hangs"])
+def test_a_rank_that_loses_its_device_in_a_step_is_named(
+    teams: Any, lost: threading.Event, other: dict[str, Any], hangs: bool
+) -> None:
+    team = teams(other, {"faults_at": Kind.FORWARD, "fault": ILLEGAL, "hangs": hangs})
+    team.join(torch.device("cpu"))
+    with capture_logs() as logs:
+        team.tell(Kind.FORWARD)
+        with pytest.raises(FaultTold, match=f"^rank 2 on cuda:1: {ILLEGAL}: a kernel went wrong"):
+            team.hear()
+        assert lost.wait(DEADLINE)
+    assert team.fault.name == ILLEGAL
+    assert no_rank_lost(logs), "the engine tells it, once"
+    with pytest.raises(FaultTold, match=r"^rank 2 "):
+        team.tell(Kind.FORWARD)
+
+
+@pytest.mark.parametrize("fault", [ILLEGAL, NO_MEMORY])
+def test_a_rank_whose_device_fails_while_it_loads_is_named(teams: Any, fault: str) -> None:
+    team = teams({}, {"faults_at": Kind.SET_UP, "fault": fault, "sizes": "much was asked for"})
+    with capture_logs() as logs, pytest.raises(FaultTold, match=rf"^rank 2 on cuda:1: {fault} \(much was asked for\): "):
+        team.join(torch.device("cpu"))
+    assert no_rank_lost(logs)
+
+
+def test_a_device_that_is_lost_while_nothing_is_asked_is_noticed(teams: Any, lost: threading.Event) -> None:
+    team = teams({"faults_at": Kind.COPIES, "fault": ILLEGAL})
+    team.join(torch.device("cpu"))
+    team.tell(Kind.COPIES)
+    assert lost.wait(DEADLINE)
+    assert team.lost.startswith(f"rank 1 on cuda:1: {ILLEGAL}: ")
+    assert team.fault.name == ILLEGAL
+
+
+def test_a_loss_that_was_told_counts_more_than_the_refusal_before_it(teams: Any, lost: threading.Event) -> None:
+    team = teams({"refused_at": Kind.ATTACH, "faults_at": Kind.COPIES, "fault": ILLEGAL})
+    team.join(torch.device("cpu"))
+    team.tell(Kind.ATTACH)
+    team.tell(Kind.COPIES)
+    assert lost.wait(DEADLINE)
+    assert team.fault.name == ILLEGAL
+
+
+def test_a_shortage_in_a_step_is_told_in_words_and_the_rank_is_started_again(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told(ranks, monkeypatch, faults_at=Kind.FORWARD, fault=NO_MEMORY, answer=Answer.FAILED)
+    ranks.make_ready()
+    ranks.tell(Kind.FORWARD)
+    with capture_logs() as logs, pytest.raises(RankLost, match=f"^rank 1 on cuda:1: {NO_MEMORY}: the device has not"):
+        ranks.hear()
+    (line,) = (entry for entry in logs if entry["event"] == "rank_lost")
+    assert (line["rank"], line["why"]) == (1, ranks.lost)
+    assert ranks.fault is None
+    told(ranks, monkeypatch)
+    ranks.make_ready()
+    assert ranks.lost == ""
 
 
 @pytest.fixture
@@ -197,6 +266,74 @@ def test_ranks_that_refuse_to_unmap_are_ended_and_started_anew(ranks: Ranks, mon
     assert len(ranks.processes) == 1
 
 
+@pytest.mark.parametrize("at", [Kind.ATTACH, Kind.DETACH])
+def test_no_rank_is_started_after_one_that_has_lost_its_device(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, at: Kind) -> None:
+    told(ranks, monkeypatch, faults_at=at, fault=ILLEGAL)
+    ranks.make_ready()
+    (process,) = ranks.processes
+    if at == Kind.ATTACH:
+        with pytest.raises(FaultTold, match=r"^rank 1 "):
+            ranks.ask(Kind.ATTACH)
+    ranks.detach()
+    assert not Path(f"/proc/{process}").exists()
+    for begin in (ranks.start, ranks.make_ready):
+        with pytest.raises(FaultTold, match=r"^rank 1 "):
+            begin()
+    assert ranks.processes == []
+    assert not ranks.are_hopeless
+
+
+def test_the_first_rank_that_cannot_meet_because_of_its_device_says_so(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*parts: object) -> None:
+        raise out_of_memory()
+
+    told(ranks, monkeypatch)
+    monkeypatch.setattr(NoMeeting, "join", fail)
+    with capture_logs() as logs, pytest.raises(torch.OutOfMemoryError):
+        ranks.make_ready()
+    assert no_rank_lost(logs)
+
+
+class FailingWarmUp(ModelRunner):
+    """The first rank's part, whose warm-up fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self.queue, self._error = HostQueue(), error
+
+    def make_ready(self, *parts: object, **more: object) -> None:
+        raise self._error
+
+
+def warm_up(ranks: Ranks, error: Exception) -> None:
+    RankedRunner(FailingWarmUp(error), ranks).make_ready(StepBounds(1, 8, 8), None, with_retention=False, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected", "words"),
+    [
+        ({"faults_at": Kind.MAKE_READY, "fault": ILLEGAL}, FaultTold, f"^rank 1 on cuda:1: {ILLEGAL}: "),
+        ({"faults_at": Kind.MAKE_READY, "fault": NO_MEMORY}, FaultTold, f"^rank 1 on cuda:1: {NO_MEMORY}: "),
+        ({"killed_at": Kind.MAKE_READY}, RankLost, "^rank 1: its process ended with -9"),
+    ],
+)
+def test_a_rank_that_is_lost_in_the_warm_up_is_named(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], expected: type[Exception], words: str
+) -> None:
+    told(ranks, monkeypatch, **config)
+    ranks.make_ready()
+    with pytest.raises(expected, match=words):
+        warm_up(ranks, SumFailed("another has ended"))
+
+
+def test_a_warm_up_that_the_first_rank_fails_ends_the_others(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    told(ranks, monkeypatch, silent_at=Kind.MAKE_READY)
+    ranks.make_ready()
+    with capture_logs() as logs, pytest.raises(torch.OutOfMemoryError):
+        warm_up(ranks, out_of_memory())
+    assert no_rank_lost(logs)
+    assert ranks.processes == []
+
+
 def runner_of(ranks: Ranks) -> RankedRunner:
     config = HashToyConfig()
     layout = config.kv_layout(4)
@@ -243,4 +380,29 @@ def test_a_sum_that_fails_names_who_is_silent(ranks: Ranks, monkeypatch: pytest.
 
     monkeypatch.setattr(runner._own, "forward", fail)
     with pytest.raises(RankLost, match=r"^rank 1: it does not answer"):
+        runner.forward(BATCH)
+
+
+def test_a_device_that_is_lost_to_another_rank_is_told_by_a_forward_pass(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    told(ranks, monkeypatch, faults_at=Kind.FORWARD, fault=ILLEGAL)
+    ranks.make_ready()
+    runner = runner_of(ranks)
+    with pytest.raises(FaultTold, match=r"^rank 1 ") as failed:
+        runner.forward(BATCH)
+    lost = lost_by(failed.value)
+    assert lost is not None
+    assert lost.fault == ranks.lost
+    runner.synchronize()  # as a step without a batch, after which the loop looks for losses
+
+
+def test_a_device_that_is_lost_between_two_ranks_sums_is_no_failed_sum(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    told(ranks, monkeypatch, faults_at=Kind.FORWARD, fault=ILLEGAL)
+    ranks.make_ready()
+    runner = runner_of(ranks)
+
+    def fail(batch: object) -> None:
+        raise SumFailed("Connection closed by peer")
+
+    monkeypatch.setattr(runner._own, "forward", fail)
+    with pytest.raises(FaultTold, match=f"^rank 1 on cuda:1: {ILLEGAL}: "):
         runner.forward(BATCH)
