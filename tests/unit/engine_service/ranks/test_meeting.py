@@ -45,7 +45,8 @@ def met(error: Exception) -> Meeting:
 def test_a_sum_that_the_own_device_fails_is_no_loss_of_another_rank(error: Exception, name: str) -> None:
     with pytest.raises(type(error)) as failed:
         met(error).add_up(torch.zeros(1))
-    fault = fault_of(failed.value)
+    assert failed.value is error
+    fault = fault_of(error)
     assert fault is not None
     assert fault.name == name
 

@@ -1,5 +1,6 @@
 """The processes of other ranks: which one was lost and how, what they log, and that none is left."""
 
+import select
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -189,6 +190,39 @@ def test_a_device_that_is_lost_while_nothing_is_asked_is_noticed(teams: Any, los
     assert lost.wait(DEADLINE)
     assert team.lost.startswith(f"rank 1 on cuda:1: {ILLEGAL}: ")
     assert team.fault.name == ILLEGAL
+
+
+def has_spoken(team: Team, rank: int) -> bool:
+    """Wait until the rank has said something that is not read yet."""
+    return bool(select.select([team._members[rank - 1]._pipe._connection], [], [], DEADLINE)[0])
+
+
+def test_a_loss_that_was_told_counts_more_than_the_end_of_another_rank(teams: Any, lost: threading.Event) -> None:
+    team = teams({"killed_at": Kind.COPIES}, {"faults_at": Kind.TRANSFERS, "fault": ILLEGAL, "hangs": True})
+    team.join(torch.device("cpu"))
+    team.tell(Kind.TRANSFERS)
+    assert has_spoken(team, 2)
+    team.tell(Kind.COPIES)
+    assert lost.wait(DEADLINE)
+    assert team.lost.startswith(f"rank 2 on cuda:1: {ILLEGAL}: ")
+
+
+def test_a_loss_that_is_told_late_is_heard(teams: Any, lost: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    team = teams({"parts_at": Kind.COPIES}, {"faults_at": Kind.TRANSFERS, "fault": ILLEGAL, "hangs": True})
+    team.join(torch.device("cpu"))
+    first, second = team._members
+    wait = first.process.wait
+
+    def wait_while_the_other_speaks(timeout: float | None = None) -> int:
+        if timeout is not None:  # the search for the cause has begun
+            second.send(Kind.TRANSFERS, b"", DEADLINE)
+            assert has_spoken(team, 2)
+        return int(wait(timeout))
+
+    monkeypatch.setattr(first.process, "wait", wait_while_the_other_speaks)
+    first.send(Kind.COPIES, b"", DEADLINE)
+    assert lost.wait(DEADLINE)
+    assert team.lost.startswith(f"rank 2 on cuda:1: {ILLEGAL}: ")
 
 
 def test_a_loss_that_was_told_counts_more_than_the_refusal_before_it(teams: Any, lost: threading.Event) -> None:
