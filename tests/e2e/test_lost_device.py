@@ -235,7 +235,8 @@ async def test_a_start_that_the_device_of_another_rank_ends_names_the_rank(
         r"--device cpu: rank 1 on cuda:1: cudaErrorMemoryAllocation \(2.50 GiB were asked for, .*--pool-memory.*--dtype int8"
     )
     with structlog.testing.capture_logs() as logs, pytest.raises(StartError, match=words) as ended:
-        await world.start_engine(tensor_parallel=2)
+        async with asyncio.timeout(DEADLINE_S):
+            await world.start_engine(tensor_parallel=2)
     assert "\n" not in str(ended.value)
     assert not [line for line in logs if line["log_level"] in ("error", "critical")]
     if kind == Kind.ATTACH:

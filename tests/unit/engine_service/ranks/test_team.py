@@ -219,9 +219,10 @@ def test_a_loss_that_is_told_late_is_heard(teams: Any, lost: threading.Event, mo
             assert has_spoken(team, 2)
         return int(wait(timeout))
 
-    monkeypatch.setattr(first.process, "wait", wait_while_the_other_speaks)
-    first.send(Kind.COPIES, b"", DEADLINE)
-    assert lost.wait(DEADLINE)
+    with monkeypatch.context() as patched:
+        patched.setattr(first.process, "wait", wait_while_the_other_speaks)
+        first.send(Kind.COPIES, b"", DEADLINE)
+        assert lost.wait(DEADLINE)
     assert team.lost.startswith(f"rank 2 on cuda:1: {ILLEGAL}: ")
 
 
