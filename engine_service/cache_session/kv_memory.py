@@ -154,12 +154,10 @@ class KvMemory:
                 await asyncio.to_thread(self._ranks.stop)
             await self._end_session(is_away=is_away, drained=False)
             return
-        if self._ranks is not None:
-            await asyncio.to_thread(self._ranks.detach)
+        drained = self._ranks is None or await asyncio.to_thread(self._ranks.detach)
         self._runner = None
         self.transfers.drop_blocks()
         gc.collect()  # a cycle around a traceback may still view the arena
-        drained = True
         try:
             self._arena.close()
         except BufferError:

@@ -58,6 +58,7 @@ class Ranks:
         self.on_lost: Callable[[], None] = lambda: None  # called from any thread
         self._team: Team | None = None
         self._has_joined = False
+        self._have_ended = True  # the processes of the last team that was stopped
         self._num_losses = 0
 
     @property
@@ -109,15 +110,16 @@ class Ranks:
         """Each maps its arena. Raises RankLost, RankRefused, FaultTold."""
         self.ask(Kind.ATTACH, json.dumps(dataclasses.asdict(attachment)).encode())
 
-    def detach(self) -> None:
-        """None of them maps anything when this returns; where one cannot say so, all of them are ended."""
+    def detach(self) -> bool:
+        """Have them unmap; where one cannot say that it has, all of them are ended. Whether none maps anything any more."""
         if self._team is None:
-            return
+            return self._have_ended
         try:
             self.ask(Kind.DETACH)
         except (RankLost, RankRefused, FaultTold) as error:
             self._team.lose(f"a rank cannot unmap: {error}", is_ours=True)  # no other team is started while none is lost
-            self._team.stop()
+            return self._team.stop()
+        return True
 
     def tell(self, kind: Kind, body: bytes = b"") -> None:
         """A message to all. Raises RankLost, FaultTold."""
@@ -153,7 +155,7 @@ class Ranks:
     def _end_team(self) -> None:
         team, self._team, self._has_joined = self._team, None, False
         if team is not None:
-            team.stop()
+            self._have_ended = team.stop()
 
     def _config_of(self, rank: int) -> dict[str, Any]:
         """Fields of a rank's EngineConfig. On CUDA, rank r is on the device r behind the first one's."""

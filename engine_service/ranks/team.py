@@ -47,7 +47,7 @@ class Team:
         self.lost = ""  # which rank was lost, and how
         self.fault: DeviceFault | None = None  # of its device, where that was lost to it
         self._num_ranks, self._meeting, self._timeout_s, self._on_lost = len(configs) + 1, meeting, timeout_s, on_lost
-        self._is_stopping = False
+        self._is_stopping, self._have_ended = False, True
         self._losing = threading.Lock()
         self._folder = Path(tempfile.mkdtemp(prefix="kvkeeper-ranks-"))
         self._members: list[Member] = []
@@ -152,8 +152,8 @@ class Team:
                 return member, why if member is suspect else "it does not answer"
         return suspect, why
 
-    def stop(self) -> None:
-        """End all of them; what they have mapped is unmapped when this returns. Idempotent."""
+    def stop(self) -> bool:
+        """End all of them. Whether they have, so that they map nothing: one may hang on a lost device. Idempotent."""
         self._is_stopping = True
         self._meeting.leave()
         for member in self._members:
@@ -163,8 +163,10 @@ class Team:
             with suppress(subprocess.TimeoutExpired):
                 member.process.wait(max(deadline - time.monotonic(), 0))
             member.close()
+        self._have_ended = self._have_ended and all(member.process.poll() is not None for member in self._members)
         self._members = []
         shutil.rmtree(self._folder, ignore_errors=True)
+        return self._have_ended
 
     def _start(self, rank: int, config: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

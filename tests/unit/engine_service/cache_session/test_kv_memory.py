@@ -50,10 +50,11 @@ class World:
         self.is_renewed, self.calls, self._attach = threading.Event(), list[Any](), attach
         self.block_bytes = self.model.layout(BLOCK_SIZE).block_bytes
         self.pool = pb.PoolInfo(num_blocks=NUM_BLOCKS, block_bytes=self.block_bytes, block_size=BLOCK_SIZE)
+        self.may_unmap = True
         self.ranks: Any = SimpleNamespace(
             make_ready=lambda: self.calls.append("make_ready"),
             attach=lambda attachment: self._attach(),
-            detach=lambda: self.calls.append("detach"),
+            detach=self.detach,
             stop=lambda: self.calls.append("stop"),
             lost="",
             fault=None,
@@ -75,6 +76,10 @@ class World:
 
         client: Any = SimpleNamespace(open_session=open_session)
         return await open_memory(client, self.model, self.config, ranks=self.ranks)
+
+    def detach(self) -> bool:
+        self.calls.append("detach")
+        return self.may_unmap
 
     async def attach_first(self, *, step_lane: bool) -> Arena:
         return Arena(NUM_BLOCKS * self.block_bytes)
@@ -117,6 +122,15 @@ async def test_the_memory_of_a_lost_device_stays_mapped_until_the_process_ends(m
     del memory
     gc.collect()
     assert arena() is not None
+
+
+async def test_a_session_is_not_drained_while_another_rank_cannot_end() -> None:
+    """As one may not that hangs on its device, whatever kills it."""
+    world = World(lambda: None)
+    memory = await world.open()
+    world.may_unmap = False
+    await memory.close()
+    assert world.calls == ["make_ready", "detach", "disconnect", "viewed"]
 
 
 @pytest.mark.parametrize(

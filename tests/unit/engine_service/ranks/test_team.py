@@ -287,9 +287,28 @@ def test_ranks_that_cannot_say_that_they_have_unmapped_are_ended(ranks: Ranks, m
     told(ranks, monkeypatch, killed_at=Kind.DETACH)
     ranks.make_ready()
     (process,) = ranks.processes
-    ranks.detach()
+    assert ranks.detach(), "nothing is mapped any more"
     assert ranks.processes == []
     assert not Path(f"/proc/{process}").exists()
+
+
+@pytest.mark.parametrize("are_stopped", [False, True], ids=["it says nothing", "they were stopped"])
+def test_a_rank_that_cannot_be_ended_still_maps_its_memory(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, are_stopped: bool
+) -> None:
+    told(ranks, monkeypatch, refused_at=Kind.DETACH)
+    ranks.make_ready()
+    assert ranks._team is not None
+    (member,) = ranks._team._members
+    with monkeypatch.context() as hanging:
+        hanging.setattr(team_module, "_END_S", 0.0)
+        hanging.setattr(member.process, "kill", lambda: None)  # as where a driver does not let it go
+        if are_stopped:
+            ranks.stop()
+        assert not ranks.detach()
+    assert member.process.returncode is None
+    member.process.kill()
+    member.process.wait(DEADLINE)
 
 
 def test_ranks_that_refuse_to_unmap_are_ended_and_started_anew(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
