@@ -1,7 +1,7 @@
 """`kvkeeper engine`, or `python -m kvkeeper.engine_service`: runs an engine service until SIGTERM or SIGINT.
 
-Exit codes: 0 stopped when asked, 1 could not start, 2 wrong configuration, 75 the device is lost to this process. Nothing is
-printed on stdout; once there is a session, the log says "ready" with the address, and grpc.health.v1 says SERVING.
+Exit codes: 0 stopped when asked, 1 could not start, 2 wrong configuration, 75 a device is lost to one of its processes. Nothing
+is printed on stdout; once there is a session, the log says "ready" with the address, and grpc.health.v1 says SERVING.
 """
 
 import asyncio

@@ -24,7 +24,7 @@ from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.steps import StepItems, StepResult
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
-from ..compute.device.device_errors import keep_until_end, lost_by
+from ..compute.device.device_errors import FaultTold, keep_until_end, lost_by
 from ..compute.model_runner import AnyLayout, Runner, StepBounds
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
@@ -132,16 +132,21 @@ class KvMemory:
             await self.renew()
 
     def require_ranks(self) -> None:
-        """Raises KvkeeperError where one of them is lost: nothing can be computed any more, and what was last may be wrong."""
+        """Raises KvkeeperError where one of them is lost: nothing can be computed any more, and what was last may be wrong.
+
+        Raises FaultTold where its device is lost to it.
+        """
         if self._ranks is not None and (why := self._ranks.lost):
+            if (fault := self._ranks.fault) is not None:
+                raise FaultTold(fault)
             raise rank_lost(why)
 
     async def close(self, *, is_away: bool = False, is_lost: bool = False) -> None:
         """Unmap on all ranks, then end the session. No thread may be computing.
 
         is_away: the cache service does not answer. The end of the attach connection says enough to a service that lives.
-        is_lost: the device is, so that nothing can be unmapped, and nobody knows what it still writes. The session ends, and
-        the cache service waits for the end of this process, as it does for one that was killed.
+        is_lost: the device of a rank is, so that nothing can be unmapped, and what it still writes is not known. The session
+        ends, and the cache service waits for the end of the processes of all ranks, as it does for one that was killed.
         """
         if is_lost:
             keep_until_end(self)
@@ -149,12 +154,10 @@ class KvMemory:
                 await asyncio.to_thread(self._ranks.stop)
             await self._end_session(is_away=is_away, drained=False)
             return
-        if self._ranks is not None:
-            await asyncio.to_thread(self._ranks.detach)
+        drained = self._ranks is None or await asyncio.to_thread(self._ranks.detach)
         self._runner = None
         self.transfers.drop_blocks()
         gc.collect()  # a cycle around a traceback may still view the arena
-        drained = True
         try:
             self._arena.close()
         except BufferError:
@@ -177,7 +180,9 @@ def client_name(model: ServedModel, address: str) -> str:
 async def open_memory(
     client: AsyncCacheClient, model: ServedModel, config: EngineConfig, address: str = "", ranks: Ranks | None = None
 ) -> KvMemory:
-    """Open a session for the model, attach, and put the model on the memory. Raises KvkeeperError.
+    """Open a session for the model, attach, and put the model on the memory.
+
+    Raises KvkeeperError; where the device of a rank fails, what fault_of tells.
 
     address: of this engine. ranks: the others, where several share the model; they are started where they do not run.
     """
@@ -219,7 +224,7 @@ async def open_memory(
         if model.make_ready is not None:
             limits = limits_of(session.pool, model, config)
             bounds = StepBounds(limits.num_rows, limits.max_len, limits.token_budget)
-            await _renewing(made, partial(model.make_ready, made.runner, bounds))
+            await _renewing(made, partial(_on_ranks, partial(model.make_ready, made.runner, bounds)))
     except BaseException as error:
         clear_frames(error.__traceback__)  # what failed may view the memory, which is to be unmapped
         await made.close(is_lost=lost_by(error) is not None)
@@ -247,7 +252,7 @@ def _on_arena(
 
 
 def _on_ranks(work: Callable[[], None]) -> None:
-    """Run the work, in a thread. Raises KvkeeperError."""
+    """Run the work, in a thread. Raises KvkeeperError where a rank is lost or refused."""
     try:
         work()
     except RankLost as error:
@@ -258,13 +263,20 @@ def _on_ranks(work: Callable[[], None]) -> None:
 
 
 async def _renewing(memory: KvMemory, work: Callable[[], None]) -> None:
-    """Run the work in a thread, and keep the session alive meanwhile. Raises KvkeeperError where it is lost, after the work."""
+    """Run the work in a thread, and keep the session alive meanwhile. Raises KvkeeperError where it is lost, after the work.
+
+    What the work raises comes first: it says why there is a rank less.
+    """
     working = asyncio.get_running_loop().run_in_executor(None, work)
     try:
         while not working.done():
             await asyncio.wait({working}, timeout=memory.session.ttl_ms / 1000 / _RENEWALS)
             if not working.done():
                 await memory.renew()
+    except Exception:
+        await asyncio.wait({working})
+        if working.exception() is None:
+            raise
     finally:
         await asyncio.wait({working})  # until then it reads the arena
     await working

@@ -2,7 +2,7 @@
 
 Requests outlive a session: they start again from the tokens they hold. When no session can be opened for a while they end with
 CACHE_SERVICE_DOWN; until the first session is open, and between two sessions, new requests are refused with it. They do not
-outlive the device: where it is lost to this process, they end with DEVICE_LOST, and serving ends.
+outlive the device: where it is lost to this process, or to that of another rank, they end with DEVICE_LOST, and serving ends.
 """
 
 import time
@@ -17,7 +17,7 @@ from kvkeeper.client.errors import KvkeeperError
 from ..cache_session.failures import has_ended_session, has_lost_rank, is_away
 from ..cache_session.kv_memory import KvMemory, open_memory
 from ..cache_session.pool_limits import limits_of
-from ..compute.device.device_errors import fault_of, lost_by
+from ..compute.device.device_errors import DeviceFault, fault_of, lost_by
 from ..compute.served_model import SAVES_MEMORY, ServedModel
 from ..config import EngineConfig
 from ..ranks.ranks import Ranks
@@ -48,7 +48,8 @@ async def keep_serving(
 ) -> None:
     """Serve until the engine is stopped. on_session: called with whether there is a session; address: of this engine.
 
-    ranks: the others, where several share the model. One that is lost ends the session, and all are started anew for the next.
+    ranks: the others, where several share the model. One that is lost ends the session, and all are started anew for the next;
+    one that loses its device ends serving, as this one does.
 
     Raises CacheServiceRefused at the start; DeviceLost, which is logged but at the start.
     """
@@ -95,24 +96,33 @@ async def _open(
     while not engine.is_stopping:
         try:
             return await attempt()
-        except KvkeeperError as error:
+        except Exception as error:
+            if (fault := _lasting_fault(error)) is not None:
+                lost = DeviceLost(fault.text(SAVES_MEMORY))
+                if not may_refuse:
+                    _end(engine, lost)
+                raise lost from None
+            if not isinstance(error, KvkeeperError):
+                raise
             if time.monotonic() >= log_at:
                 log.warning("no_session", code=error.code.name, reason=error.reason, message=error.message)
                 log_at = time.monotonic() + _LOG_PAUSE_S
             if may_refuse and not has_ended_session(error):
                 raise CacheServiceRefused(f"the cache service refuses this engine: {error}") from None
-        except Exception as error:
-            if (fault := fault_of(error)) is None:
-                raise
-            lost = DeviceLost(fault.text(SAVES_MEMORY))
-            if not may_refuse:
-                _end(engine, lost)
-            raise lost from None
         if time.monotonic() > give_up_at:
             engine.requests.fail_all(CacheServiceDown("the cache service does not answer"))
         await engine.wait_for_stop(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
     return None
+
+
+def _lasting_fault(error: Exception) -> DeviceFault | None:
+    """The fault of a device that failed an attempt, where the next one would meet it, too.
+
+    Memory that could not be mapped may be that of a cache service that has ended: only a lost device lasts then.
+    """
+    fault = fault_of(error)
+    return None if fault is None or (isinstance(error, KvkeeperError) and not fault.is_sticky) else fault
 
 
 def _end(engine: Engine, lost: DeviceLost) -> None:

@@ -10,7 +10,10 @@ class SumFailed(RuntimeError):
 
 
 class RankLost(Exception):
-    """A rank has ended or hangs, or its sums fail. The text names the rank."""
+    """A rank has ended or hangs, or its sums fail; another process can take its place. The text names the rank.
+
+    Where its device is lost to it, a FaultTold of device_errors comes instead.
+    """
 
 
 class RankRefused(Exception):

@@ -10,6 +10,7 @@ anew, in a process that goes on.
 """
 
 import contextlib
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..compute.device.device_errors import fault_of
 from .failures import SumFailed
+
+# By default torch's watchdog ends the process where a sum fails, comes late, or meets a lost device: a rank before it can tell
+# why, and the first one with its requests. So it may only break the sums off.
+_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 
 
 class Meeting:
@@ -28,13 +34,18 @@ class Meeting:
         self._group: Any = None
 
     def join(self, path: Path, rank: int, device: torch.device, timeout_s: float) -> None:
-        """Returns once all have joined at this path. timeout_s: of each sum, too. Raises RuntimeError where one stays away."""
+        """Returns once all have joined at this path. timeout_s: of each sum, too.
+
+        Raises RuntimeError where one stays away, or where this rank's device fails, which fault_of tells.
+        """
         timeout = timedelta(seconds=timeout_s)
         store = dist.FileStore(str(path), self._num_ranks)
         store.set_timeout(timeout)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
+            for variable, value in _WATCHDOG.items():
+                os.environ.setdefault(variable, value)
             torch.cuda.set_device(device)
             self._group = dist.ProcessGroupNCCL(store, rank, self._num_ranks, options)
         else:
@@ -57,7 +68,7 @@ class Meeting:
         A step without logits adds up nothing behind its last K and V, but meets all the same: so a step that one rank has
         computed is one whose K and V all ranks have written.
 
-        Raises SumFailed.
+        Raises SumFailed; where this rank's device fails, what it raises.
         """
         group = self._group
         if group is None:
@@ -66,5 +77,7 @@ class Meeting:
         try:
             group.allreduce([part if part.numel() else part.new_zeros(1)]).wait()
         except RuntimeError as error:
+            if fault_of(error) is not None:
+                raise
             raise SumFailed(str(error)) from None
         return part

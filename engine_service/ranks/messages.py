@@ -1,16 +1,16 @@
-"""What the first rank says to the others, as bytes: kinds of messages, and a step's arrays behind a header of fixed size.
+"""What the ranks say to each other, as bytes: kinds of messages, and a step's arrays behind a header of fixed size.
 
-Pure. A message is a frame: kind and length, then the body. Bodies are JSON where they are rare, and arrays where they are a
-step's. Nothing is pickled, and nothing in a body names a type.
+Pure, and without torch, which takes seconds to load. A message is a frame: kind and length, then the body. Bodies are JSON
+where they are rare, and arrays where they are a step's. Nothing is pickled, and nothing in a body names a type.
 """
 
 import enum
+import json
 import struct
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ..values.batch import Batch, BatchRetention
 
@@ -51,11 +51,16 @@ class Kind(enum.IntEnum):
     SYNCHRONIZE = 9  # nothing: the device is to have done all; answered as FORWARD
 
 
+IN_STEPS: Final = frozenset((Kind.TRANSFERS, Kind.COPIES, Kind.FORWARD, Kind.SYNCHRONIZE))
+
+
 class Answer(enum.IntEnum):
-    """Kinds of answers."""
+    """Kinds of answers. After the last two the rank ends; they come also where nothing was asked for."""
 
     DONE = 1
     REFUSED = 2  # JSON: an error of the cache service
+    LOST = 3  # JSON: a fault of its device, on which no process can serve now
+    FAILED = 4  # JSON: a fault of its device in a step; another process may do better
 
 
 def encode_batch(batch: Batch) -> bytes:
@@ -66,7 +71,7 @@ def encode_batch(batch: Batch) -> bytes:
         if found is None:
             shapes.append(_SHAPE.pack(-1, 0, 0, 0))
             continue
-        array = np.ascontiguousarray(found.cpu() if isinstance(found, torch.Tensor) else found, dtype)
+        array = np.ascontiguousarray(found if isinstance(found, np.ndarray) else found.cpu(), dtype)  # tokens may be torch's
         shapes.append(_SHAPE.pack(array.ndim, *array.shape, *[0] * (3 - array.ndim)))
         arrays.append(array.tobytes().ljust(_padded(array.nbytes), b"\0"))
         num_bytes += len(arrays[-1])
@@ -102,6 +107,17 @@ def encode_ids(ids: list[int]) -> bytes:
 
 def decode_ids(body: bytes | bytearray) -> list[int]:
     return np.frombuffer(body, "<i8").tolist()
+
+
+def encode_fault(name: str, sizes: str, device: str) -> bytes:
+    """The body of a LOST or FAILED: a DeviceFault, and the device of the rank that sends it."""
+    return json.dumps({"name": name, "sizes": sizes, "device": device}).encode()
+
+
+def decode_fault(body: bytes | bytearray) -> tuple[str, str, str]:
+    """What encode_fault was given."""
+    fields = json.loads(body)
+    return fields["name"], fields["sizes"], fields["device"]
 
 
 def _padded(num_bytes: int) -> int:

@@ -2,8 +2,8 @@
 
 `python -m kvkeeper.engine_service.ranks.rank_process DESCRIPTOR PARENT FOLDER`, started by the engine alone. Messages come on
 the socket of the descriptor. A thread watches the engine by its pidfd, so that this process ends also while it computes or
-waits for others; it then removes the folder in which the ranks met. Whatever fails here ends the process: the engine starts all
-ranks again.
+waits for others; it then removes the folder in which the ranks met. Whatever fails here ends the process. Where its device
+fails, it says so on the socket first: of a lost device the engine ends, and of anything else it starts all ranks again.
 """
 
 import ctypes
@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 from kvkeeper.service import log as service_log
 
 from .failures import PipeEnded, SumFailed
-from .messages import Answer, Kind, decode_batch, encode_ids
+from .messages import IN_STEPS, Answer, Kind, decode_batch, encode_fault, encode_ids
 from .pipe import Pipe
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class RankProcess:
     """Obeys messages, one after another."""
 
     def __init__(self, pipe: Pipe, set_up: dict[str, Any]) -> None:
-        """Loads the rank's part of the model, which takes as long as that takes. Raises ModelError."""
+        """Loads the rank's part of the model, which takes as long as that takes. Raises ModelError, CudaError."""
         import torch  # seconds; the process that starts this one has been told of it by then
 
         from ..compute.cpu_kernels import switch_kernels
@@ -71,6 +72,8 @@ class RankProcess:
         self._pipe, self._rank, self._num_ranks = pipe, set_up["rank"], set_up["num_ranks"]
         self._timeout_s: float = set_up["timeout_s"]
         self._device = torch.device(config.device)
+        if self._device.type == "cuda":
+            _require_device(self._device.index or 0, torch.cuda.device_count())
         self._meeting = Meeting(self._num_ranks)
         switch_kernels(config)
         self._on_arena = load_rank_model(config, Split(self._rank, self._num_ranks, self._meeting.add_up))
@@ -122,6 +125,7 @@ class RankProcess:
         from kvkeeper.client.arena import attach_arena
         from kvkeeper.client.errors import KvkeeperError
 
+        from ..compute.device.device_errors import lost_by
         from .mapped_arena import arena_tensor, host_blocks, packing_from
         from .move_blocks import BlockMover
         from .packed_copies import copies_for
@@ -130,6 +134,8 @@ class RankProcess:
         try:
             arena = attach_arena(fields["path"], fields["token"], *sizes, rank=self._rank)
         except KvkeeperError as error:
+            if lost_by(error) is not None:
+                raise
             refusal = {"code": error.code.name, "reason": error.reason, "message": error.message}
             self._pipe.send(Answer.REFUSED, json.dumps(refusal).encode())
             return
@@ -165,32 +171,54 @@ def main() -> None:
     set_up = json.loads(body)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"kvkeeper-rank{set_up['rank']}".encode()[:15], 0, 0, 0)
     service_log.configure(set_up["config"]["log_level"], "engine")
-    code = 0
-    try:
-        rank = RankProcess(pipe, set_up)
-        pipe.send(Answer.DONE)
-        while True:
-            rank.obey(*pipe.receive())
-    except PipeEnded:  # the engine wants no more of this process, or has ended
+    code = obey_all(pipe, set_up)
+    if not code:
         shutil.rmtree(folder, ignore_errors=True)
-    except SumFailed as error:
-        log.warning("rank_parted", why=str(error))
-        code = PARTED
-    except BaseException as error:
-        _tell_failed(error)
-        code = 1
     sys.stderr.flush()
     os._exit(code)  # whatever threads of libraries still do: the memory is unmapped by the end of the process
 
 
-def _tell_failed(error: BaseException) -> None:
-    """Log the exception that is being handled: of a device, what it means."""
+def obey_all(pipe: Pipe, set_up: dict[str, Any]) -> int:
+    """Be the rank until the engine wants no more of it, or has ended, or the rank fails: the process's exit code."""
+    kind = int(Kind.SET_UP)
+    try:
+        rank = RankProcess(pipe, set_up)
+        pipe.send(Answer.DONE)
+        while True:
+            kind, body = pipe.receive()
+            rank.obey(kind, body)
+    except PipeEnded:
+        return 0
+    except SumFailed as error:
+        log.warning("rank_parted", why=str(error))
+        return PARTED
+    except BaseException as error:
+        _tell_failed(error, pipe, kind, set_up)
+        return 1
+
+
+def _tell_failed(error: BaseException, pipe: Pipe, kind: int, set_up: dict[str, Any]) -> None:
+    """Tell the first rank of a fault of the device, which that logs; log anything else.
+
+    error: is being handled. kind: of the message that was obeyed.
+    """
     from ..compute.device.device_errors import fault_of
 
     if (fault := fault_of(error)) is None:
         log.exception("rank_failed")
-    else:
-        log.error("rank_failed", message=fault.text())
+        return
+    is_lost = fault.is_sticky or kind not in IN_STEPS  # what is short at the start is short at the next one
+    with suppress(PipeEnded):
+        body = encode_fault(fault.name, fault.sizes, set_up["config"]["device"])
+        pipe.send(Answer.LOST if is_lost else Answer.FAILED, body, set_up["timeout_s"])
+
+
+def _require_device(index: int, count: int) -> None:
+    """Raises CudaError where torch does not see the device among so many."""
+    from kvkeeper.cuda.errors import CudaError
+
+    if index >= count:
+        raise CudaError("torch.cuda.device_count", "cudaErrorInvalidDevice" if count else "cudaErrorNoDevice")
 
 
 def _watch(parent: int, folder: Path) -> None:

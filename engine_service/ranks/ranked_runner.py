@@ -15,7 +15,7 @@ import torch
 
 from kvkeeper.client.steps import StepResult
 
-from ..compute.device.device_errors import fault_of
+from ..compute.device.device_errors import FaultTold, fault_of
 from ..compute.device.device_queue import DeviceQueue, HostQueue, WaitedQueue
 from ..compute.device.token_counts import TokenCounts
 from ..compute.graphs.graph_api import GraphApi
@@ -50,20 +50,26 @@ class RankedRunner:
         return self._own.counts if isinstance(self._own, ModelRunner) else None
 
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
-        """See ModelRunner; without graphs, which would have to be captured on all ranks at once."""
+        """See ModelRunner; without graphs, which would have to be captured on all ranks at once. Raises RankLost, FaultTold."""
         assert isinstance(self._own, ModelRunner) and graphs is None
         fields = {"bounds": dataclasses.asdict(bounds), "with_retention": with_retention}
         self._ranks.tell(Kind.MAKE_READY, json.dumps(fields).encode())
-        self._own.make_ready(bounds, None, with_retention=with_retention, progress=progress)
+        try:
+            self._own.make_ready(bounds, None, with_retention=with_retention, progress=progress)
+        except SumFailed as error:
+            raise self._sum_failed(error) from None
+        except BaseException:
+            self._ranks.stop()  # they are in the middle of a step, and would wait for this rank
+            raise
         self._ranks.hear()
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """See ModelRunner. Raises RankLost."""
+        """See ModelRunner. Raises RankLost, FaultTold."""
         self._ranks.tell(Kind.FORWARD, encode_batch(batch))
         try:
             logits = self._own.forward(batch)
         except SumFailed as error:
-            raise self._ranks.lose(f"a sum over the ranks failed: {error}", is_ours=False) from None
+            raise self._sum_failed(error) from None
         except Exception as error:  # the others are in the middle of the step, and this rank has left it
             fault = fault_of(error)
             why = str(error) if fault is None else fault.text()
@@ -72,7 +78,7 @@ class RankedRunner:
         return logits
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See ModelRunner. Raises RankLost."""
+        """See ModelRunner. Raises RankLost, FaultTold."""
         if len(pairs):
             self._ranks.tell(Kind.COPIES, np.array(pairs, "<i8").tobytes())
         self._own.copy_blocks(pairs)
@@ -85,20 +91,23 @@ class RankedRunner:
         That is noticed before a result is used, as a lost lease is.
         """
         self._own.synchronize()
-        with suppress(RankLost):
+        with suppress(RankLost, FaultTold):
             self._ranks.tell(Kind.SYNCHRONIZE)
             self._hear()
 
     def run_transfers(self, answer: StepResult) -> None:
         """Have the other ranks run a step's transfer orders, before its copies. Where one is lost, its forward pass says so."""
         columns = (answer.transfer_ids, answer.transfer_kinds, answer.transfer_sources, answer.transfer_destinations)
-        with suppress(RankLost):
+        with suppress(RankLost, FaultTold):
             self._ranks.tell(Kind.TRANSFERS, np.array(columns, "<i8").tobytes())
 
     def take_failed(self) -> list[int]:
         """Ids of the orders that failed on another rank in the steps that were computed since the last call."""
         failed, self._failed = self._failed, []
         return failed
+
+    def _sum_failed(self, error: SumFailed) -> RankLost | FaultTold:
+        return self._ranks.lose(f"a sum over the ranks failed: {error}", is_ours=False)
 
     def _hear(self) -> None:
         for body in self._ranks.hear():

@@ -2,7 +2,8 @@
 
 Owns that there is a team when a session is opened, and how often teams may be lost in a row. Lost ranks are an end of the
 session and not of the requests: they go on in the next one from the tokens that they hold. But ranks that are lost again and
-again while no request gets on are a fault that the same requests would meet again.
+again while no request gets on are a fault that the same requests would meet again. A rank that has lost its device is the end
+of the engine: no team is started after it.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import torch
 from kvkeeper.client.cache import AsyncCacheSession
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
+from ..compute.device.device_errors import DeviceFault, FaultTold
 from ..config import EngineConfig
 from ..model.parallel.split import Split
 from .failures import RankLost, RankRefused
@@ -56,6 +58,7 @@ class Ranks:
         self.on_lost: Callable[[], None] = lambda: None  # called from any thread
         self._team: Team | None = None
         self._has_joined = False
+        self._have_ended = True  # the processes of the last team that was stopped
         self._num_losses = 0
 
     @property
@@ -68,6 +71,11 @@ class Ranks:
         return "no rank runs" if self._team is None else self._team.lost
 
     @property
+    def fault(self) -> DeviceFault | None:
+        """Of the device that was lost to a rank; None: none was."""
+        return None if self._team is None else self._team.fault
+
+    @property
     def are_hopeless(self) -> bool:
         """Whether ranks were lost again and again while no request got on; one that gets on is told by forget_losses."""
         return self._num_losses >= _MOST_LOSSES
@@ -78,7 +86,9 @@ class Ranks:
         return [] if self._team is None else self._team.processes
 
     def start(self) -> None:
-        """Begin to load the model in all other ranks, if no team is there."""
+        """Begin to load the model in all other ranks, if no team is there. Raises FaultTold."""
+        if (fault := self.fault) is not None:
+            raise FaultTold(fault)
         if self._team is not None and self._team.lost:
             self._num_losses += 1
             self._end_team()
@@ -88,7 +98,7 @@ class Ranks:
             self._team = Team(configs, self._meeting, self._config.rank_timeout, lambda: self.on_lost())
 
     def make_ready(self) -> None:
-        """Return once all ranks have loaded their parts and have met. Raises RankLost."""
+        """Return once all ranks have loaded their parts and have met. See Team.join."""
         self.start()
         assert self._team is not None
         if not self._has_joined:
@@ -97,25 +107,26 @@ class Ranks:
             log.info("ranks_met", num_ranks=self.num_ranks)
 
     def attach(self, attachment: Attachment) -> None:
-        """Each maps its arena. Raises RankLost, RankRefused."""
+        """Each maps its arena. Raises RankLost, RankRefused, FaultTold."""
         self.ask(Kind.ATTACH, json.dumps(dataclasses.asdict(attachment)).encode())
 
-    def detach(self) -> None:
-        """None of them maps anything when this returns; where one cannot say so, all of them are ended."""
+    def detach(self) -> bool:
+        """Have them unmap; where one cannot say that it has, all of them are ended. Whether none maps anything any more."""
         if self._team is None:
-            return
+            return self._have_ended
         try:
             self.ask(Kind.DETACH)
-        except (RankLost, RankRefused) as error:
+        except (RankLost, RankRefused, FaultTold) as error:
             self._team.lose(f"a rank cannot unmap: {error}", is_ours=True)  # no other team is started while none is lost
-            self._team.stop()
+            return self._team.stop()
+        return True
 
     def tell(self, kind: Kind, body: bytes = b"") -> None:
-        """A message to all. Raises RankLost."""
+        """A message to all. Raises RankLost, FaultTold."""
         self._required().tell(kind, body)
 
     def hear(self) -> list[bytearray]:
-        """The answers of all. Raises RankLost, RankRefused."""
+        """The answers of all. Raises RankLost, RankRefused, FaultTold."""
         return self._required().hear()
 
     def forget_losses(self) -> None:
@@ -123,12 +134,12 @@ class Ranks:
         self._num_losses = 0
 
     def ask(self, kind: Kind, body: bytes = b"") -> None:
-        """A message to all that each answers; such a one is no step. Raises RankLost, RankRefused."""
+        """A message to all that each answers; such a one is no step. Raises RankLost, RankRefused, FaultTold."""
         team = self._required()
         team.tell(kind, body)
         team.hear()
 
-    def lose(self, why: str, *, is_ours: bool) -> RankLost:
+    def lose(self, why: str, *, is_ours: bool) -> RankLost | FaultTold:
         """The ranks cannot go on together; the error for it. is_ours: the first rank is why, and not one of the others."""
         return self._required().lose(why, is_ours=is_ours)
 
@@ -144,7 +155,7 @@ class Ranks:
     def _end_team(self) -> None:
         team, self._team, self._has_joined = self._team, None, False
         if team is not None:
-            team.stop()
+            self._have_ended = team.stop()
 
     def _config_of(self, rank: int) -> dict[str, Any]:
         """Fields of a rank's EngineConfig. On CUDA, rank r is on the device r behind the first one's."""

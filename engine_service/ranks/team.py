@@ -1,7 +1,8 @@
 """Team: the processes of all ranks but the first, from one start of them to their end.
 
 Owns the processes, the pipes to them, their logs, and the sums with them. A team that has lost one rank is of no use any more:
-sums need all. So the first loss ends the team, which says which rank it was and why, and another one is started in its place.
+sums need all. So the first loss ends the team, which says which rank it was and why, and another one is started in its place;
+none is where that rank has lost its device, because the next team would have the same one.
 """
 
 import json
@@ -15,31 +16,25 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
 
+from ..compute.device.device_errors import DeviceFault, FaultTold, fault_of
 from . import rank_process
 from .failures import PipeEnded, RankLost, RankRefused
 from .meeting import Meeting
-from .messages import Answer, Kind
+from .member import Member
+from .messages import Kind
 from .pipe import Pipe
 
 log = structlog.get_logger()
 
-_END_S = 10.0  # until a killed process is gone
+_END_S = 10.0  # until all killed processes are gone
 _LAST_WORDS_S = 2.0  # for a rank whose end another one was told of first
 _DROPPED = frozenset(("service", "pid", "version", "level", "event", "timestamp"))  # of a line of a rank's log
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Member:
-    rank: int
-    process: subprocess.Popen[bytes]
-    pipe: Pipe
 
 
 class Team:
@@ -50,11 +45,12 @@ class Team:
     ) -> None:
         """Starts them. configs: of each rank but the first, fields of its EngineConfig. on_lost: called from any thread."""
         self.lost = ""  # which rank was lost, and how
+        self.fault: DeviceFault | None = None  # of its device, where that was lost to it
         self._num_ranks, self._meeting, self._timeout_s, self._on_lost = len(configs) + 1, meeting, timeout_s, on_lost
-        self._is_stopping = False
+        self._is_stopping, self._have_ended = False, True
         self._losing = threading.Lock()
         self._folder = Path(tempfile.mkdtemp(prefix="kvkeeper-ranks-"))
-        self._members: list[_Member] = []
+        self._members: list[Member] = []
         try:
             for rank, config in enumerate(configs, 1):
                 self._start(rank, config)
@@ -68,7 +64,7 @@ class Team:
         return [member.process.pid for member in self._members]
 
     def join(self, device: torch.device) -> None:
-        """Returns once all have loaded their parts and met. Raises RankLost."""
+        """Returns once all have loaded their parts and met. Raises RankLost, FaultTold; an error of the first rank's device."""
         for member in self._members:
             self._hear_one(member, None)  # for as long as a model may take to load; a process that ends is noticed
         path = self._folder / "store"
@@ -76,21 +72,23 @@ class Team:
         try:
             self._meeting.join(path, 0, device, self._timeout_s)
         except RuntimeError as error:
+            if fault_of(error) is not None:
+                raise
             raise self.lose(f"the ranks have not met: {error}") from None
         self.hear()
 
     def tell(self, kind: Kind, body: bytes = b"") -> None:
-        """Send a message to each. Raises RankLost."""
+        """Send a message to each. Raises RankLost, FaultTold."""
         if self.lost:
-            raise RankLost(self.lost)
+            raise self._error()
         for member in self._members:
             try:
-                member.pipe.send(kind, body, self._timeout_s)
+                member.send(kind, body, self._timeout_s)
             except PipeEnded as error:
                 raise self.lose(str(error), member) from None
 
     def hear(self) -> list[bytearray]:
-        """The answer of each, by rank. Raises RankLost, RankRefused; none that was refused leaves an answer behind."""
+        """The answer of each, by rank. Raises RankLost, FaultTold; RankRefused, which leaves no answer behind."""
         answers, refusals = [], []
         for member in self._members:
             try:
@@ -101,51 +99,74 @@ class Team:
             raise refusals[0]
         return answers
 
-    def lose(self, why: str, suspect: _Member | None = None, *, is_ours: bool = False) -> RankLost:
+    def lose(self, why: str, suspect: Member | None = None, *, is_ours: bool = False) -> RankLost | FaultTold:
         """Note that the team is of no use any more; the error for it. Only the first reason counts.
 
-        suspect: who did not answer, or has ended; None: any of them, unless is_ours says that it is the first rank.
+        A lost device is not logged here: the engine ends of it, and tells it.
+
+        suspect: which rank did not answer, or has ended; None: any of them, unless is_ours says that it is the first rank.
         """
         with self._losing:
             if self.lost or self._is_stopping:
-                return RankLost(self.lost or why)
+                return self._error(why)
             if not is_ours:
                 suspect, why = self._culprit(suspect, why)
-            self.lost = why if suspect is None else f"rank {suspect.rank}: {why}"
-            log.error("rank_lost", rank=None if suspect is None else suspect.rank, why=why)
+            if suspect is not None and (told := suspect.told) is not None:
+                why, self.fault = told.fault.text(), told.fault if told.is_lost else None
+                self.lost = why
+            else:
+                self.lost = why if suspect is None else f"rank {suspect.rank}: {why}"
+            if self.fault is None:
+                log.error("rank_lost", rank=None if suspect is None else suspect.rank, why=why)
         self._meeting.leave()
         self._on_lost()
-        return RankLost(self.lost)
+        return self._error()
 
-    def _culprit(self, suspect: _Member | None, why: str) -> tuple[_Member | None, str]:
-        """Who is the cause, and what happened to it.
+    def _error(self, why: str = "") -> RankLost | FaultTold:
+        return RankLost(self.lost or why) if self.fault is None else FaultTold(self.fault)
 
-        A rank that cannot go on without another ends by itself, and says so by its code. So it is the first that has ended with
-        another code, else one that neither ends nor answers.
+    def _culprit(self, suspect: Member | None, why: str) -> tuple[Member | None, str]:
+        """Which rank is the cause, and what happened to it.
+
+        It is one that has told why it ends. Of the others, a rank that cannot go on without another ends by itself, and says so
+        by its code. So it is the first that has ended with another code, else one that neither ends nor answers.
         """
         members = self._members if suspect is None else [suspect, *(each for each in self._members if each is not suspect)]
+        for member in members:
+            member.hear_out(0)
+            if member.told is not None:
+                return member, why
         deadline = time.monotonic() + _LAST_WORDS_S
         for member in members:
             with suppress(subprocess.TimeoutExpired):
                 code = member.process.wait(max(deadline - time.monotonic(), 0))
                 if code != rank_process.PARTED:
+                    member.hear_out(_LAST_WORDS_S)
                     return member, _ended(code)
+        for member in members:
+            member.hear_out(0)
+            if member.told is not None:  # in the meantime
+                return member, why
         for member in members:
             if member.process.returncode is None:
                 return member, why if member is suspect else "it does not answer"
         return suspect, why
 
-    def stop(self) -> None:
-        """End all of them; what they have mapped is unmapped when this returns. Idempotent."""
+    def stop(self) -> bool:
+        """End all of them. Whether they have, so that they map nothing: one may hang on a lost device. Idempotent."""
         self._is_stopping = True
         self._meeting.leave()
         for member in self._members:
             member.process.kill()
+        deadline = time.monotonic() + _END_S
+        for member in self._members:
             with suppress(subprocess.TimeoutExpired):
-                member.process.wait(_END_S)
-            member.pipe.close()
+                member.process.wait(max(deadline - time.monotonic(), 0))
+            member.close()
+        self._have_ended = self._have_ended and all(member.process.poll() is not None for member in self._members)
         self._members = []
         shutil.rmtree(self._folder, ignore_errors=True)
+        return self._have_ended
 
     def _start(self, rank: int, config: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -161,22 +182,19 @@ class Team:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        member = _Member(rank, process, Pipe(ours))
+        member = Member(rank, process, Pipe(ours))
         self._members.append(member)
         threading.Thread(target=self._listen, args=(member,), name=f"rank-{rank}", daemon=True).start()
         set_up = {"config": config, "rank": rank, "num_ranks": self._num_ranks, "timeout_s": self._timeout_s}
-        member.pipe.send(Kind.SET_UP, json.dumps(set_up).encode(), self._timeout_s)
+        member.send(Kind.SET_UP, json.dumps(set_up).encode(), self._timeout_s)
 
-    def _hear_one(self, member: _Member, timeout_s: float | None) -> bytearray:
+    def _hear_one(self, member: Member, timeout_s: float | None) -> bytearray:
         try:
-            kind, body = member.pipe.receive(timeout_s)
+            return member.hear(timeout_s)
         except PipeEnded as error:
             raise self.lose(str(error), member) from None
-        if kind == Answer.REFUSED:
-            raise RankRefused(json.loads(body))
-        return body
 
-    def _listen(self, member: _Member) -> None:
+    def _listen(self, member: Member) -> None:
         """In a thread of its own: what the rank logs goes through this process's log, and the end of it is noticed."""
         assert member.process.stdout is not None
         with member.process.stdout as lines:

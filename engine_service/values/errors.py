@@ -105,7 +105,7 @@ class Draining(EngineError):
 
 
 class DeviceLost(EngineError):
-    """The engine can compute nothing more, because its device is lost to its process. It ends, and is started again."""
+    """The engine can compute nothing more, because a device is lost to one of its processes. It ends, and is started again."""
 
     reason = "DEVICE_LOST"
 

@@ -13,9 +13,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, KvkeeperError, Sampling
 from kvkeeper.engine_service.compute.model_runner import Runner, StepBounds
-from kvkeeper.service.process import LOST, ServiceLost
+from kvkeeper.engine_service.ranks import team
+from kvkeeper.engine_service.ranks.meeting import Meeting
+from kvkeeper.engine_service.ranks.messages import Kind
+from kvkeeper.engine_service.ranks.ranks import Ranks
+from kvkeeper.service.process import LOST, ServiceLost, StartError
 from tests.support.models.odd_models import LOST_TOKEN, OUT_OF_MEMORY_TOKEN, faulty_model
-from tests.support.processes import faulty_engine
+from tests.support.processes import faulty_engine, odd_rank
 from tests.support.processes.engine_command import engine_process, ready
 from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output, until
 from tests.support.stand_ins.device_faults import out_of_memory
@@ -189,3 +193,51 @@ async def test_a_first_rank_that_loses_its_device_ends_the_engine(world: Service
         (told,) = (line for line in log if line.get("event") == "device_lost")
         assert told["message"].startswith("cudaErrorIllegalAddress: ")
     assert (await world.wait_idle()).num_quarantined_blocks == 0
+
+
+async def test_another_rank_that_loses_its_device_ends_the_engine(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(faulty_engine.VARIABLE, "rank")
+    await world.start_cache(num_blocks=1024)
+    listen = f"unix:{world.folder}/other"
+    flags = ("--cache", world.cache.address, "--listen", listen, "--tensor-parallel", "2")
+    async with AsyncEngineClient(listen, CallOptions(retry_s=0)) as client:
+        async with engine_process(*flags, module=faulty_engine.__name__) as process:
+            await ready(process)
+            assert (await generate(client, PROMPT)).token_ids == [toy_output(PROMPT, 8)]
+            health = asyncio.create_task(health_until_the_end(listen))
+            left = client.generate([1, 2, 3], LONG)
+            await anext(left)
+            with pytest.raises(KvkeeperError, match="DEVICE_LOST"):
+                await generate(client, [9, LOST_TOKEN])
+            with pytest.raises(KvkeeperError, match="DEVICE_LOST"):
+                _ = [chunk async for chunk in left]
+            log = await read_log(process)
+        assert process.returncode == LOST
+        (told,) = (line for line in log if line.get("level") in ("error", "critical"))
+        assert told["event"] == "device_lost"
+        assert told["message"].startswith("rank 1 on cpu: cudaErrorIllegalAddress: a kernel went wrong")
+        odd = [line for line in log if "line" in line or line["event"] in ("rank_lost", "session_lost")]
+        assert not odd, json.dumps(odd)
+        assert (await health)[-1] == STATUS.NOT_SERVING
+    assert (await world.wait_idle()).num_quarantined_blocks == 0
+
+
+@pytest.mark.parametrize("kind", [Kind.SET_UP, Kind.ATTACH])
+async def test_a_start_that_the_device_of_another_rank_ends_names_the_rank(
+    world: Services, monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    fault = {"faults_at": kind, "fault": "cudaErrorMemoryAllocation", "sizes": "2.50 GiB were asked for, 1 MiB are free"}
+    monkeypatch.setattr(team, "rank_process", odd_rank)
+    monkeypatch.setattr(Ranks, "_config_of", lambda ranks, rank: fault)
+    monkeypatch.setattr(Meeting, "join", lambda *parts: None)  # the odd one does not come
+    await world.start_cache()
+    words = (
+        r"--device cpu: rank 1 on cuda:1: cudaErrorMemoryAllocation \(2.50 GiB were asked for, .*--pool-memory.*--dtype int8"
+    )
+    with structlog.testing.capture_logs() as logs, pytest.raises(StartError, match=words) as ended:
+        async with asyncio.timeout(DEADLINE_S):
+            await world.start_engine(tensor_parallel=2)
+    assert "\n" not in str(ended.value)
+    assert not [line for line in logs if line["log_level"] in ("error", "critical")]
+    if kind == Kind.ATTACH:
+        assert (await world.wait_idle()).num_quarantined_blocks == 0

@@ -1,8 +1,9 @@
 """What torch and Triton say of a device's errors, as names and meanings of kvkeeper.cuda.errors.
 
 An error is known by its class and number, and by its words only where it has neither: Triton raises a RuntimeError with the
-driver's words, and so does torch for calls of the driver. Of an error that came while another one was handled, as of a capture
-that was broken off, the one that says more counts. Owns which errors end the process, and what is kept until then.
+driver's words, and so does torch for calls of the driver and for what NCCL says of them. Of an error that came while another
+one was handled, as of a capture that was broken off, the one that says more counts. Owns which errors end the process, and what
+is kept until then.
 """
 
 import re
@@ -19,6 +20,7 @@ _NO_MEMORY_NAME = NAMES_BY_NUMBER[2]
 _TOLD = re.compile(r"(?:CUDA error|CUDA driver error|Triton Error \[CUDA\]): (?P<words>.*)")
 _NAMED = re.compile(r"\bcudaError[A-Z]\w+")
 _OF_CUBLAS = re.compile(r"CUBLAS_STATUS_\w+")
+_OF_NCCL = re.compile(r"NCCL error.*\bCuda failure (?:\d+ )?'(?P<words>[^']*)'", re.DOTALL)
 _SIZES = re.compile(r"Tried to allocate (?P<asked>[\d.]+ \w+)\..*? of which (?P<free>[\d.]+ \w+) is free", re.DOTALL)
 
 _kept: list[object] = []
@@ -26,10 +28,16 @@ _kept: list[object] = []
 
 @dataclass(frozen=True, slots=True)
 class DeviceFault:
-    """An error of a device. sizes: what was asked for and what is free, where memory is short and torch says so."""
+    """An error of a device.
+
+    Attributes:
+        sizes: what was asked for and what is free, where memory is short and torch says so.
+        where: the process that met it, and its device; empty: this process.
+    """
 
     name: str
     sizes: str = ""
+    where: str = ""
 
     @property
     def meaning(self) -> Meaning | None:
@@ -47,11 +55,19 @@ class DeviceFault:
 
     def text(self, saves_memory: str = "") -> str:
         """What happened and what helps, in one line. saves_memory: what else helps here where memory is short."""
-        told = self.name + (f" ({self.sizes})" if self.sizes else "")
+        told = (f"{self.where}: " if self.where else "") + self.name + (f" ({self.sizes})" if self.sizes else "")
         if self.meaning is None:
             return told
         also = f"; {saves_memory}" if saves_memory and self.is_out_of_memory else ""
         return f"{told}: {self.meaning}{also}"
+
+
+class FaultTold(Exception):
+    """Another process that computes the same model told a fault of its device, with which neither it nor the engine goes on."""
+
+    def __init__(self, fault: DeviceFault) -> None:
+        super().__init__(fault.text())
+        self.fault = fault
 
 
 def fault_of(error: BaseException) -> DeviceFault | None:
@@ -89,6 +105,8 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _fault_in(error: BaseException) -> DeviceFault | None:
+    if isinstance(error, FaultTold):
+        return error.fault
     if isinstance(error, CudaError):
         return DeviceFault(error.name)
     text = str(error)
@@ -97,7 +115,7 @@ def _fault_in(error: BaseException) -> DeviceFault | None:
         return DeviceFault(_NO_MEMORY_NAME, f"{sizes['asked']} were asked for, {sizes['free']} are free" if sizes else "")
     if isinstance(error, torch.AcceleratorError) and (number := getattr(error, "error_code", None)) is not None:
         return DeviceFault(NAMES_BY_NUMBER.get(number, f"CUDA error {number}"))
-    if not isinstance(error, RuntimeError) or (told := _TOLD.match(text)) is None:
+    if not isinstance(error, RuntimeError) or (told := _TOLD.match(text) or _OF_NCCL.match(text)) is None:
         return None
     if (named := _NAMED.search(text)) is not None:
         return DeviceFault(named[0])

@@ -1,5 +1,6 @@
-"""A session that is opened while its lease runs, and whose other ranks attach late or are refused."""
+"""A session that is opened while its lease runs, and whose other ranks attach late, are refused, or lose their device."""
 
+import dataclasses
 import gc
 import mmap
 import threading
@@ -10,14 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory, open_memory
 from kvkeeper.engine_service.compute.device import device_errors
+from kvkeeper.engine_service.compute.device.device_errors import DeviceFault, FaultTold
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
-from kvkeeper.engine_service.ranks.failures import RankRefused
+from kvkeeper.engine_service.ranks.failures import RankLost, RankRefused
+from tests.support.stand_ins.device_faults import out_of_memory
 
 DEADLINE, BLOCK_SIZE, NUM_BLOCKS = 20.0, 4, 3
 
@@ -46,6 +50,15 @@ class World:
         self.is_renewed, self.calls, self._attach = threading.Event(), list[Any](), attach
         self.block_bytes = self.model.layout(BLOCK_SIZE).block_bytes
         self.pool = pb.PoolInfo(num_blocks=NUM_BLOCKS, block_bytes=self.block_bytes, block_size=BLOCK_SIZE)
+        self.may_unmap = True
+        self.ranks: Any = SimpleNamespace(
+            make_ready=lambda: self.calls.append("make_ready"),
+            attach=lambda attachment: self._attach(),
+            detach=self.detach,
+            stop=lambda: self.calls.append("stop"),
+            lost="",
+            fault=None,
+        )
 
     async def open(self) -> KvMemory:
         session: Any = SimpleNamespace(
@@ -61,15 +74,12 @@ class World:
         async def open_session(*parts: object, **more: object) -> Any:
             return session
 
-        ranks: Any = SimpleNamespace(
-            make_ready=lambda: self.calls.append("make_ready"),
-            attach=lambda attachment: self._attach(),
-            detach=lambda: self.calls.append("detach"),
-            stop=lambda: self.calls.append("stop"),
-            lost="",
-        )
         client: Any = SimpleNamespace(open_session=open_session)
-        return await open_memory(client, self.model, self.config, ranks=ranks)
+        return await open_memory(client, self.model, self.config, ranks=self.ranks)
+
+    def detach(self) -> bool:
+        self.calls.append("detach")
+        return self.may_unmap
 
     async def attach_first(self, *, step_lane: bool) -> Arena:
         return Arena(NUM_BLOCKS * self.block_bytes)
@@ -112,3 +122,84 @@ async def test_the_memory_of_a_lost_device_stays_mapped_until_the_process_ends(m
     del memory
     gc.collect()
     assert arena() is not None
+
+
+async def test_a_session_is_not_drained_while_another_rank_cannot_end() -> None:
+    """As one may not that hangs on its device, whatever kills it."""
+    world = World(lambda: None)
+    memory = await world.open()
+    world.may_unmap = False
+    await memory.close()
+    assert world.calls == ["make_ready", "detach", "disconnect", "viewed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [
+        ("cudaErrorIllegalAddress", ["stop", "disconnect", "viewed"]),
+        ("cudaErrorMemoryAllocation", ["detach", "disconnect", "drained"]),
+    ],
+)
+@pytest.mark.parametrize("in_warm_up", [False, True], ids=["attach", "warm-up"])
+async def test_a_rank_whose_device_fails_while_the_session_is_opened_says_so(
+    monkeypatch: pytest.MonkeyPatch, name: str, calls: list[str], in_warm_up: bool
+) -> None:
+    monkeypatch.setattr(device_errors, "_kept", [])
+    told = FaultTold(DeviceFault(name, where="rank 1 on cuda:1"))
+
+    def fail(*parts: object) -> None:
+        raise told
+
+    world = World((lambda: None) if in_warm_up else fail)
+    world.model = dataclasses.replace(world.model, make_ready=fail if in_warm_up else None)
+    with pytest.raises(FaultTold) as failed:
+        await world.open()
+    assert failed.value is told
+    assert world.calls == ["make_ready", *calls], "what a lost device may write stays mapped, and the other ranks end"
+
+
+async def test_a_rank_that_is_killed_in_the_warm_up_ends_the_session_alone() -> None:
+    def fail(*parts: object) -> None:
+        raise RankLost("rank 1: its process ended with -9")
+
+    world = World(lambda: None)
+    world.model = dataclasses.replace(world.model, make_ready=fail)
+    with pytest.raises(KvkeeperError, match="rank 1: its process ended with -9") as failed:
+        await world.open()
+    assert failed.value.reason == "RANK_LOST"
+
+
+async def test_the_work_that_fails_says_more_than_the_renewal_that_fails_meanwhile() -> None:
+    """Where the first rank's device fails in the warm-up, the others are ended, so that the lease is renewed no more."""
+    is_noticed = threading.Event()
+
+    class Ended:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *parts: None
+
+        @property
+        def lost(self) -> str:
+            is_noticed.set()
+            return "no rank runs"
+
+        fault = None
+
+    def fail(*parts: object) -> None:
+        assert is_noticed.wait(DEADLINE)
+        raise out_of_memory()
+
+    world = World(lambda: None)
+    world.ranks, world.model = Ended(), dataclasses.replace(world.model, make_ready=fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        await world.open()
+
+
+async def test_a_session_whose_rank_has_lost_its_device_is_no_lost_session() -> None:
+    world = World(lambda: None)
+    memory = await world.open()
+    world.ranks.lost = "rank 1: a test"
+    with pytest.raises(KvkeeperError, match="rank 1: a test"):
+        await memory.require_lease()
+    world.ranks.fault = DeviceFault("cudaErrorAssert", where="rank 1 on cuda:1")
+    with pytest.raises(FaultTold, match=r"^rank 1 on cuda:1: cudaErrorAssert: "):
+        await memory.require_lease()

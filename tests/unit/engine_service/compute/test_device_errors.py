@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvkeeper.cuda.errors import CudaError
-from kvkeeper.engine_service.compute.device.device_errors import DeviceFault, fault_of, lost_by
+from kvkeeper.engine_service.compute.device.device_errors import DeviceFault, FaultTold, fault_of, lost_by
 from kvkeeper.engine_service.values.errors import DeviceLost
 from tests.support.stand_ins.device_faults import accelerator_error, out_of_memory, triton_error
 
@@ -106,3 +106,17 @@ def test_what_an_error_came_of_counts_where_it_says_more(is_cause: bool) -> None
 def test_a_lost_device_stays_the_same_error() -> None:
     lost = DeviceLost("why")
     assert lost_by(lost) is lost
+
+
+def test_a_fault_that_another_process_told_is_as_one_of_this_process_and_says_where() -> None:
+    told = FaultTold(DeviceFault("cudaErrorIllegalAddress", where="rank 1 on cuda:1"))
+    lost = lost_by(told)
+    assert lost is not None
+    assert lost.fault == str(told)
+    assert lost.fault.startswith("rank 1 on cuda:1: cudaErrorIllegalAddress: a kernel went wrong")
+    short = FaultTold(DeviceFault("cudaErrorMemoryAllocation", "much", "rank 2 on cuda:2"))
+    assert lost_by(short) is None
+    fault = fault_of(short)
+    assert fault is not None
+    assert fault.text("buy more").startswith("rank 2 on cuda:2: cudaErrorMemoryAllocation (much): ")
+    assert fault.text("buy more").endswith("; buy more")
