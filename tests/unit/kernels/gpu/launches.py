@@ -135,21 +135,23 @@ def _stored(
     head_dim: int,
     dtype: torch.dtype,
     *,
+    num_seqs: int = 16,
     num_queries: int | None = None,
     num_tokens: int | None = None,
     tail: int = 16,
     logits: bool = False,
+    width: int = 512,
 ) -> None:
     """Decode of K and V in few bits, or with num_queries prefill, or with num_tokens their store. tail: layers of a page."""
     layout = QuantisedLayout(_NUM_LAYERS, 8, head_dim, 16, FORMATS[name], dtype, tail)
     layer = layer_of(nowhere(_NUM_BLOCKS, layout.block_bytes, dtype=torch.uint8), layout, 1)
-    num_seqs, has_tail = 16, bool(tail)
+    has_tail = bool(tail)
     if num_tokens is not None:
         slots = nowhere(num_tokens, dtype=torch.int64)
         where = QuantisedSlots(slots, slots if has_tail else None)
         store_quantised(*(nowhere(num_tokens, 8, head_dim, dtype=dtype) for _ in range(2)), layer, where)
         return
-    tables = _ints(num_seqs, 512)
+    tables = _ints(num_seqs, width)
     rows = QuantisedRows(tables, tables if has_tail else None, _ints(num_seqs), _ints(num_seqs + 1) if num_queries else None)
     q = nowhere(num_queries or num_seqs, 32, head_dim, dtype=dtype)
     own = nowhere(32, dtype=torch.float32) if logits else None
@@ -223,6 +225,9 @@ for num_rows in (64, 1024, 32768):
     _add(f"experts of {num_rows} rows bf16", _group, num_rows, torch.bfloat16)
 _add("experts of 1024 rows fp16", _group, 1024, torch.float16)
 _LATENTS = ((128, 512, 64, "bf16"), (16, 512, 64, "bf16"), (40, 256, 32, "bf16"), (128, 512, 64, "fp16"))
+for num_heads, latent, rope, label in _LATENTS[:3]:
+    options = {"num_seqs": 1, "num_queries": 17}
+    _add(f"latent split h{num_heads} d{latent} {label}", _latent, num_heads, latent, rope, DTYPES[label], **options)
 for num_heads, latent, rope, label in _LATENTS:
     _add(f"latent decode h{num_heads} d{latent} {label}", _latent, num_heads, latent, rope, DTYPES[label])
     _add(f"latent prefill h{num_heads} d{latent} {label}", _latent, num_heads, latent, rope, DTYPES[label], num_queries=4096)
@@ -261,6 +266,7 @@ for name, head_dim, dtype, tail in (
     own = f"{name} d{head_dim} {str(dtype).removeprefix('torch.')}"
     _add(f"stored decode {own}", _stored, name, head_dim, dtype, tail=tail)
     _add(f"stored prefill {own}", _stored, name, head_dim, dtype, tail=tail, num_queries=8192)
+    _add(f"stored split {own}", _stored, name, head_dim, dtype, tail=tail, num_seqs=1, num_queries=17)
     _add(f"stored store {own}", _stored, name, head_dim, dtype, tail=tail, num_tokens=64)
 for kind, num_queries in (("decode", None), ("prefill", 8192)):
     _add(f"stored {kind} logits int8 d64", _stored, "int8", 64, torch.bfloat16, num_queries=num_queries, logits=True)
