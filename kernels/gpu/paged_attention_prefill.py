@@ -307,10 +307,8 @@ def num_splits_for(num_queries: int, num_programs: int, most_tokens: int, multip
     return max(min(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // num_programs, most_tokens // _FEWEST_SPLIT_TOKENS), 1)
 
 
-def plan_splits(
-    out: torch.Tensor, num_programs: int, most_tokens: int
-) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-    """num_splits_for the queries of out [T, H, HEAD_DIM], and prefill_kernel's part and lse for them where there are several."""
+def plan_splits(out: torch.Tensor, num_programs: int, most_tokens: int) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+    """num_splits_for the queries of out [T, H, HEAD_DIM], and part and lse of prefill_kernel where there are several."""
     splits = num_splits_for(out.shape[0], num_programs, most_tokens, num_multiprocessors(out.device))
     if splits == 1:
         return 1, None, None

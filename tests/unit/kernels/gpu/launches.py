@@ -242,8 +242,10 @@ VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
     "prefill": (5, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
                     for n in (1, 2, 16) for t in (17, 64, 999) for w in (1, 7, 16, 200, 211)]),
     "experts": (5, [partial(_group, n, torch.bfloat16) for n in (1, 4, 16, 500, 700)]),
-    "latents": (5, [partial(_latent, 128, 512, 64, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
-                    for n in (1, 2, 16) for t in (0, 17, 64, 999) for w in (1, 7, 16, 200, 211)]),
+    "latents": (7, [partial(_latent, 128, 512, 64, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
+                    for n in (1, 2, 16) for t in (0, 17, 64, 999) for w in (1, 7, 16, 200, 211, 1100)]),
+    "stored": (3, [partial(_stored, "int8", 128, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
+                   for n in (1, 2, 16) for t in (17, 64, 999) for w in (1, 7, 16, 200, 211, 1100)]),
     "store": (1, [partial(_store, 128, n, torch.bfloat16) for n in (1, 7, 16, 64)]),
     "norm": (1, [partial(_head_norm, 128, torch.bfloat16, num_tokens=n) for n in (1, 7, 16)]),
     "penalise": (1, [partial(_penalise, torch.int16, num_rows=n) for n in (1, 7, 128)]),
