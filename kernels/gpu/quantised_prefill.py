@@ -171,7 +171,7 @@ def quantised_prefill(
         NUM_HEADS=num_heads,
         M=m,
         SEQS=_SEQS_AT_ONCE,
-        num_warps=4,
+        num_warps=4 if constants["DH"] <= 64 else 8,  # with four, large heads spill
         num_stages=2,
     )
     if splits > 1:

@@ -270,6 +270,8 @@ for name, head_dim, dtype, tail in (
     _add(f"stored prefill {own}", _stored, name, head_dim, dtype, tail=tail, num_queries=8192)
     _add(f"stored split {own}", _stored, name, head_dim, dtype, tail=tail, num_seqs=1, num_queries=17)
     _add(f"stored store {own}", _stored, name, head_dim, dtype, tail=tail, num_tokens=64)
+for kind, options in {"prefill": {"num_queries": 8192}, "split": {"num_seqs": 1, "num_queries": 17}}.items():
+    _add(f"stored {kind} int4 d{_LARGEST} bfloat16", _stored, "int4", _LARGEST, torch.bfloat16, **options)
 for kind, num_queries in (("decode", None), ("prefill", 8192)):
     _add(f"stored {kind} logits int8 d64", _stored, "int8", 64, torch.bfloat16, num_queries=num_queries, logits=True)
 _add("copy_blocks", lambda: copy_blocks(_arena(128, 16, torch.bfloat16), [(1, 2), (3, 4)]))
