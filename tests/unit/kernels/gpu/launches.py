@@ -135,7 +135,7 @@ def _stored(
     head_dim: int,
     dtype: torch.dtype,
     *,
-    num_seqs: int = 16,
+    num_seqs: int = 8,
     num_queries: int | None = None,
     num_tokens: int | None = None,
     tail: int = 16,
@@ -246,6 +246,10 @@ VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
                     for n in (1, 2, 16) for t in (0, 17, 64, 999) for w in (1, 7, 16, 200, 211, 1100)]),
     "stored": (3, [partial(_stored, "int8", 128, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
                    for n in (1, 2, 16) for t in (17, 64, 999) for w in (1, 7, 16, 200, 211, 1100)]),
+    "stored decode": (4, [partial(_stored, "int8", 128, torch.bfloat16, num_seqs=n, width=w)
+                          for n in (3, 8) for w in (1, 7, 16, 100, 512)]),
+    "stored shared": (7, [partial(_stored, "int8", 128, torch.bfloat16, num_seqs=n, width=w)
+                          for n in (16, 33) for w in (64, 99)]),
     "store": (1, [partial(_store, 128, n, torch.bfloat16) for n in (1, 7, 16, 64)]),
     "norm": (1, [partial(_head_norm, 128, torch.bfloat16, num_tokens=n) for n in (1, 7, 16)]),
     "penalise": (1, [partial(_penalise, torch.int16, num_rows=n) for n in (1, 7, 128)]),
@@ -267,13 +271,15 @@ for name, head_dim, dtype, tail in (
 ):
     own = f"{name} d{head_dim} {str(dtype).removeprefix('torch.')}"
     _add(f"stored decode {own}", _stored, name, head_dim, dtype, tail=tail)
+    _add(f"stored shared {own}", _stored, name, head_dim, dtype, tail=tail, num_seqs=32)
     _add(f"stored prefill {own}", _stored, name, head_dim, dtype, tail=tail, num_queries=8192)
     _add(f"stored split {own}", _stored, name, head_dim, dtype, tail=tail, num_seqs=1, num_queries=17)
     _add(f"stored store {own}", _stored, name, head_dim, dtype, tail=tail, num_tokens=64)
 for kind, options in {"prefill": {"num_queries": 8192}, "split": {"num_seqs": 1, "num_queries": 17}}.items():
     _add(f"stored {kind} int4 d{_LARGEST} bfloat16", _stored, "int4", _LARGEST, torch.bfloat16, **options)
-for kind, num_queries in (("decode", None), ("prefill", 8192)):
-    _add(f"stored {kind} logits int8 d64", _stored, "int8", 64, torch.bfloat16, num_queries=num_queries, logits=True)
+_add(f"stored shared int4 d{_LARGEST} bfloat16", _stored, "int4", _LARGEST, torch.bfloat16, num_seqs=32)
+for kind, options in {"decode": {}, "shared": {"num_seqs": 32}, "prefill": {"num_queries": 8192}}.items():
+    _add(f"stored {kind} logits int8 d64", _stored, "int8", 64, torch.bfloat16, logits=True, **options)
 _add("copy_blocks", lambda: copy_blocks(_arena(128, 16, torch.bfloat16), [(1, 2), (3, 4)]))
 _add("move_blocks", lambda: move_blocks(*(nowhere(99, 3, 4096, dtype=torch.uint8)[:, 1] for _ in range(2)), [(1, 2), (3, 4)]))
 _add("uniforms", lambda: uniforms_there(nowhere(3, 256, dtype=torch.int64)))

@@ -127,7 +127,7 @@ def test_no_kernel_is_compiled_after_the_warm_up(runner, monkeypatch):
     warm = set(seen)
     names = {name for name, _ in warm}
     assert {"copy_blocks_kernel", "sample_kernel"} <= names
-    assert "shared_kernel" in names or runner._model.config.is_latent or runner._stored
+    assert {"shared_kernel", "quantised_shared_kernel"} & names or runner._model.config.is_latent
     for pairs in ([(1, 2)], [(1, 2), (3, 4)], [(1, 2), (3, 4), (5, 6)], [(1, 2), (2, 3)]):
         runner.copy_blocks(pairs)
     for batch in steps():
