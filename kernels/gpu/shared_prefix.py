@@ -59,7 +59,7 @@ def leader_kernel(
 ):
     """One sequence: the first one with the same block at KEY, and the tokens that they have in common, to leader [S, 2].
 
-    Blocks count that are full, because nothing is written to them any more, and that neither reads from a page instead.
+    Blocks count that are full, because nothing is written to them any more, and that it does not read from a page instead.
     """
     seq = tl.program_id(0)
     own = table_ptr + seq.to(tl.int64) * table_stride
@@ -81,9 +81,8 @@ def leader_kernel(
             blocks = begin + tl.arange(0, BLOCKS)
             live = blocks < num_full
             differ = tl.load(own + blocks, mask=live, other=0) != tl.load(theirs + blocks, mask=live, other=0)
-            if tail_table_ptr is not None:
+            if tail_table_ptr is not None:  # the leader's pages end what it has in common with itself
                 differ |= tl.load(tail_table_ptr + seq.to(tl.int64) * table_stride + blocks, mask=live, other=0) > 0
-                differ |= tl.load(tail_table_ptr + leader.to(tl.int64) * table_stride + blocks, mask=live, other=0) > 0
             common = tl.minimum(common, tl.min(tl.where(differ, blocks, num_full), 0))
     tl.store(leader_ptr + seq * 2, leader)
     tl.store(leader_ptr + seq * 2 + 1, common * BLOCK_SIZE)

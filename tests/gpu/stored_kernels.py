@@ -34,6 +34,7 @@ def cases(dtype: torch.dtype, device: str, head_dims: tuple[int, ...]) -> Iterat
             yield f"stored_decode_{name}_d{head_dim}", partial(_attention, name, dtype, device, head_dim, None)
             yield f"stored_prefill_{name}_d{head_dim}", partial(_attention, name, dtype, device, head_dim, _QUERIES)
         yield f"stored_prefill_short_suffix_{name}", partial(_short_suffix, name, dtype, device)
+        yield f"stored_decode_shared_prefix_{name}", partial(_shared_prefix, name, dtype, device)
         yield f"stored_store_{name}", partial(_store, name, dtype, device)
         yield f"stored_swap_{name}", partial(_swap, name, dtype, device)
         yield f"stored_decode_{name}_far", partial(_attention, name, dtype, device, 64, None, is_far=True)
@@ -53,6 +54,15 @@ def _short_suffix(name: str, dtype: torch.dtype, device: str) -> float:
     return _attention(name, dtype, device, 64, [17, 2], lengths=[prefix, 20], tails=tails, **_SPLIT[name])
 
 
+def _shared_prefix(name: str, dtype: torch.dtype, device: str) -> float:
+    """Two groups of sequences with a prefix in common, read once for sixteen; the longest reads some of it from its tail."""
+    num_blocks = 2 if device == "cpu" else 18
+    lengths = [16 * num_blocks + 32 + 7 * seq for seq in range(20)]
+    tails = [(length // 16 - 1, -(-length // 16)) for length in lengths[:-1]] + [(num_blocks - 1, num_blocks + 5)]
+    groups = [(list(range(0, 20, 2)), num_blocks), ([3, 5, 9, 11, 19], num_blocks)]
+    return _attention(name, dtype, device, 128, None, lengths=lengths, tails=tails, groups=groups)
+
+
 def _attention(
     name: str,
     dtype: torch.dtype,
@@ -62,10 +72,14 @@ def _attention(
     *,
     lengths: list[int] = _LENGTHS,
     tails: list[tuple[int, int]] = _TAILS,
+    groups: list[tuple[list[int], int]] | None = None,
     is_far: bool = False,
     **options: Any,
 ) -> float:
+    """groups: sequences, and how many blocks they have in common."""
     world = make_stored(lengths, name, tails=tails, block_size=16, head_dim=head_dim, dtype=dtype)
+    for members, num_blocks in groups or ():
+        world.block_tables[members[1:], :num_blocks] = world.block_tables[members[0], :num_blocks]
     plain, tables = as_numbers(world)
     pool, first = _moved(world.view, device, is_far=is_far)
     layer, locs = layer_of(pool, world.layout, 1), None

@@ -236,7 +236,8 @@ for latent, rope in ((512, 64), (256, 32)):
 # What differs from step to step, and may not compile a kernel anew: the width of tables, the numbers of rows and tokens.
 VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
     "decode": (4, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (3, 8) for w in (1, 7, 16, 100)]),
-    "decode shared": (7, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (16, 33) for w in (64, 99)]),
+    "decode shared": (7, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w)
+                          for n in (16, 31, 33) for w in (64, 99)]),
     "decode chunks": (4, [partial(_attend_chunks, n, w) for n in (3, 8) for w in (7, 512, 700, 4096)]),
     "uniforms": (1, [lambda n=n: uniforms_there(nowhere(3, 512, dtype=torch.int64)[:, :n]) for n in (1, 7, 16, 512)]),
     "prefill": (5, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
@@ -249,7 +250,7 @@ VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
     "stored decode": (4, [partial(_stored, "int8", 128, torch.bfloat16, num_seqs=n, width=w)
                           for n in (3, 8) for w in (1, 7, 16, 100, 512)]),
     "stored shared": (7, [partial(_stored, "int8", 128, torch.bfloat16, num_seqs=n, width=w)
-                          for n in (16, 33) for w in (64, 99)]),
+                          for n in (16, 31, 33) for w in (64, 99)]),
     "store": (1, [partial(_store, 128, n, torch.bfloat16) for n in (1, 7, 16, 64)]),
     "norm": (1, [partial(_head_norm, 128, torch.bfloat16, num_tokens=n) for n in (1, 7, 16)]),
     "penalise": (1, [partial(_penalise, torch.int16, num_rows=n) for n in (1, 7, 128)]),
