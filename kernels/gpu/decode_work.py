@@ -138,10 +138,11 @@ def plan_work(
     retention: tuple[torch.Tensor, torch.Tensor] | None,
     *,
     may_share: bool = False,
+    tail_tables: torch.Tensor | None = None,
 ) -> DecodeWork | None:
     """The work list for the arguments of paged_attention_decode; None: each sequence is one item.
 
-    may_share: what sequences have in common is looked for, and is not in their items.
+    may_share: what sequences have in common is looked for, and is not in their items. tail_tables: see plan_shared.
     """
     num_seqs, (_, _, block_size, num_kv_heads, head_dim) = seq_lens.shape[0], kv_layer.shape
     most_tokens = min(block_tables.shape[1] * block_size, window or NO_WINDOW)
@@ -152,7 +153,7 @@ def plan_work(
     fewest_tiles = FEWEST_ITEM_TOKENS // tile
     shared = None
     if may_share and window is None and retention is None:
-        shared = plan_shared(block_tables, seq_lens, block_size, num_extra, tile, fewest_tiles)
+        shared = plan_shared(block_tables, tail_tables, seq_lens, block_size, num_extra, tile, fewest_tiles)
     items = torch.empty((num_items, 4), dtype=torch.int32, device=seq_lens.device)
     runs = torch.empty((num_seqs, 2), dtype=torch.int32, device=seq_lens.device)
     sink_lens, window_lens = retention or (None, None)

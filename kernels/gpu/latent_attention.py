@@ -2,7 +2,8 @@
 
 A program takes the heads of one query, as the rows of one matrix: all heads read the same key, so few tokens are enough to fill
 matrix instructions. Latent and rotated part are two tiles, because together they are no power of two (512 and 64). Long
-sequences of decode are cut into items and merged as those of paged_attention_decode are (FlashMLA and SGLang go the same way).
+sequences of decode are cut into items and merged as those of paged_attention_decode are (FlashMLA and SGLang go the same way);
+few queries of prefill on a long cached prefix are split by their keys as in paged_attention_prefill.
 """
 
 import torch
@@ -13,13 +14,14 @@ from ..scratch import Scratch
 from .attention_tiles import COMPUTE_TYPES, LOG2_E, LOWEST, dense_heads, slot_offsets, take_tile
 from .decode_work import DecodeWork, tile_tokens
 from .paged_attention_decode import merge_items
+from .paged_attention_prefill import plan_splits
 from .sizes import cdiv, power_of_2
 
 _SEQS_AT_ONCE = 256
 _MOST_HEADS = 64  # rows of a program: those of one warp group's matrix instruction
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_seqs"])
+@triton.jit(do_not_specialize=["table_stride", "num_seqs", "num_splits"])
 def latent_attention_kernel(
     q_ptr,
     layer_ptr,
@@ -31,6 +33,7 @@ def latent_attention_kernel(
     part_ptr,
     lse_ptr,
     num_seqs,
+    num_splits,
     q_stride,
     table_stride,
     block_stride,
@@ -48,7 +51,8 @@ def latent_attention_kernel(
 ):
     """M heads of one query: with loc of a token of prefill, else of an item of decode's work list, or of a sequence.
 
-    Writes to `part` and `lse` where its sequence has other items, else to `out`; see decode_kernel.
+    Writes to `part` and `lse` where its sequence has other items, else to `out`; see decode_kernel. Of prefill, where they are
+    given, each program has one split of its query's tiles; see prefill_kernel.
     """
     item = tl.program_id(1)
     seq, row = item, item
@@ -73,6 +77,12 @@ def latent_attention_kernel(
     if items_ptr is not None:
         begin, end = tl.load(items_ptr + item * 4 + 1), tl.load(items_ptr + item * 4 + 2)
         is_part = tl.load(items_ptr + item * 4 + 3) > 0
+    part_item = item.to(tl.int64)
+    if loc_ptr is not None and part_ptr is not None:
+        per_split = tl.cdiv(end, num_splits)
+        begin = tl.program_id(2) * per_split
+        end, is_part = tl.minimum(begin + per_split, end), num_splits > 1
+        part_item = part_item * num_splits + tl.program_id(2)
 
     heads = tl.program_id(0) * M + tl.arange(0, M)
     dims, turned = tl.arange(0, R), tl.arange(0, P)
@@ -98,9 +108,10 @@ def latent_attention_kernel(
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     if lse_ptr is not None:  # noqa: SIM102  # known when the kernel is compiled; the next one is not
         if is_part:
-            part_heads = item.to(tl.int64) * NUM_HEADS + heads
+            part_heads = part_item * NUM_HEADS + heads
             tl.store(part_ptr + part_heads[:, None] * LATENT + dims[None, :], out, mask=wanted)
-            tl.store(lse_ptr + part_heads, most + tl.log2(total), mask=heads < NUM_HEADS)
+            lse = tl.where(total > 0, most + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+            tl.store(lse_ptr + part_heads, lse, mask=heads < NUM_HEADS)
     if not is_part:
         out_heads = row.to(tl.int64) * NUM_HEADS + heads
         tl.store(out_ptr + out_heads[:, None] * LATENT + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=wanted)
@@ -144,9 +155,20 @@ def latent_prefill(
     """The CUDA path of kernels.attention.latent_attention.latent_attention_prefill, with its arguments."""
     num_tokens, num_heads, _ = q.shape
     out = torch.empty((num_tokens, num_heads, latent), dtype=q.dtype, device=q.device)
-    if num_tokens and seq_lens.shape[0]:
-        _launch(q, kv_layer, block_tables, seq_lens, scale, out, num_tokens, locs=query_start_loc)
+    if num_tokens == 0 or seq_lens.shape[0] == 0:
+        return out
+    most_tokens = block_tables.shape[1] * kv_layer.shape[2]
+    splits, part, lse = plan_splits(out, num_tokens * cdiv(num_heads, _rows_for(num_heads)), most_tokens)
+    tensors = (q, kv_layer, block_tables, seq_lens)
+    _launch(*tensors, scale, out, num_tokens, locs=query_start_loc, part=part, lse=lse, splits=splits)
+    if splits > 1:
+        merge_items(part, lse, None, out, num_splits=splits)
     return out
+
+
+def _rows_for(num_heads: int) -> int:
+    """Heads of a program, as rows of a matrix."""
+    return min(max(power_of_2(num_heads), 16), _MOST_HEADS)
 
 
 def _launch(
@@ -162,12 +184,14 @@ def _launch(
     items: torch.Tensor | None = None,
     part: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    splits: int = 1,
 ) -> None:
+    """num_programs: for each block of heads. splits: of the keys of each, with locs alone."""
     q = dense_heads(q)
     num_heads, width = q.shape[1:]
     latent = out.shape[2]
-    rows = min(max(power_of_2(num_heads), 16), _MOST_HEADS)
-    latent_attention_kernel[cdiv(num_heads, rows), num_programs](
+    rows = _rows_for(num_heads)
+    latent_attention_kernel[cdiv(num_heads, rows), num_programs, splits](
         q,
         kv_layer,
         block_tables,
@@ -178,6 +202,7 @@ def _launch(
         part,
         lse,
         seq_lens.shape[0],
+        splits,
         q.stride(0),
         block_tables.stride(0),
         kv_layer.stride(0),

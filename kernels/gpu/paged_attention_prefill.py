@@ -307,6 +307,16 @@ def num_splits_for(num_queries: int, num_programs: int, most_tokens: int, multip
     return max(min(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // num_programs, most_tokens // _FEWEST_SPLIT_TOKENS), 1)
 
 
+def plan_splits(out: torch.Tensor, num_programs: int, most_tokens: int) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+    """num_splits_for the queries of out [T, H, HEAD_DIM], and part and lse of prefill_kernel where there are several."""
+    splits = num_splits_for(out.shape[0], num_programs, most_tokens, num_multiprocessors(out.device))
+    if splits == 1:
+        return 1, None, None
+    num_tokens, num_heads, head_dim = out.shape
+    part = torch.empty((num_tokens, splits, num_heads, head_dim), dtype=torch.float32, device=out.device)
+    return splits, part, torch.empty((num_tokens, splits, num_heads), dtype=torch.float32, device=out.device)
+
+
 def paged_attention_prefill(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
@@ -331,11 +341,7 @@ def paged_attention_prefill(
     before, after = options.factors
     programs = cdiv(num_tokens, rows // group) + num_seqs
     most_tokens = min(block_tables.shape[1] * block_size, options.window or NO_WINDOW)
-    splits = num_splits_for(num_tokens, programs * num_kv_heads, most_tokens, num_multiprocessors(q.device))
-    part, lse = None, None
-    if splits > 1:
-        part = torch.empty((num_tokens, splits, num_heads, head_dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((num_tokens, splits, num_heads), dtype=torch.float32, device=q.device)
+    splits, part, lse = plan_splits(out, programs * num_kv_heads, most_tokens)
     prefill_kernel[programs, num_kv_heads, splits](
         q,
         q_sink,

@@ -1,6 +1,6 @@
 """quantised_decode on CUDA: as paged_attention_decode, over stored K and V and the pages of the tail, in one launch.
 
-Sequences are cut into the same items and merged by the same kernel.
+Sequences are cut into the same items and merged by the same kernel, and what many of them share is read once for sixteen.
 """
 
 import torch
@@ -12,6 +12,8 @@ from ..quantised.layout import QuantisedLayer
 from .attention_tiles import NO_WINDOW, Options, begin_rows
 from .decode_work import DecodeWork, plan_work, visible_tiles
 from .paged_attention_decode import merge_items
+from .quantised_shared import read_shared
+from .shared_prefix import MEMBERS
 from .sizes import power_of_2
 from .stored_tiles import constants_of, find_tokens, pointers_of, take_stored
 
@@ -122,14 +124,15 @@ def quantised_decode(
         return out
     layout, stored, constants = layer.layout, pointers_of(layer), constants_of(layer, q, soft_cap)
     work = _work(rows, layer, window)
-    part, lse = None, None
+    part, lse, num_own, shared = None, None, 0, None
     if work is not None:
-        num_parts = work.items.shape[0] * num_heads
+        num_own, shared = work.items.shape[0], work.shared
+        num_parts = (num_own + (0 if shared is None else shared.items.shape[0] * MEMBERS)) * num_heads
         # Given back behind each layer, as `out` is, and by a capture to the memory of graphs: nothing in it outlives the merge.
         memory = torch.empty(num_parts * (head_dim + 1), dtype=torch.float32, device=q.device)
         part, lse = memory.split([num_parts * head_dim, num_parts])
-    before, after = Options(scale, window, soft_cap, None, None).factors
-    quantised_decode_kernel[layout.num_kv_heads, num_seqs if work is None else work.items.shape[0]](
+    factors = Options(scale, window, soft_cap, None, None).factors
+    quantised_decode_kernel[layout.num_kv_heads, num_seqs if work is None else num_own](
         q,
         stored.elements,
         stored.scales,
@@ -145,16 +148,18 @@ def quantised_decode(
         q.stride(0),
         rows.block_tables.stride(0),
         *stored.strides,
-        before,
-        after,
+        *factors,
         window or NO_WINDOW,
         **constants,
         M=max(power_of_2(constants["GROUP"]), 16),
         num_warps=4 if constants["DH"] > 32 else 8,  # with four, small heads spill
         num_stages=3,
     )
+    if shared is not None:
+        assert part is not None and lse is not None, "there is a work list"
+        read_shared(q, stored, constants, rows.block_tables, sink_logits, shared, part, lse, num_own, factors)
     if work is not None:
-        merge_items(part, lse, work.runs, out)
+        merge_items(part, lse, work.runs, out, num_own=num_own, shared=shared)
     return out
 
 
@@ -163,5 +168,7 @@ def _work(rows: QuantisedRows, layer: QuantisedLayer, window: int | None) -> Dec
     if window not in rows.works:
         layout = layer.layout
         shape = torch.empty((1, 2, layout.block_size, layout.num_kv_heads, layout.head_dim), device="meta")
-        rows.works[window] = plan_work(rows.block_tables, rows.seq_lens, shape, window, None)
+        rows.works[window] = plan_work(
+            rows.block_tables, rows.seq_lens, shape, window, None, may_share=True, tail_tables=rows.tail_tables
+        )
     return rows.works[window]

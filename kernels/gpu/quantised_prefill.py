@@ -1,4 +1,7 @@
-"""quantised_prefill on CUDA: as paged_attention_prefill, over stored K and V and the pages of the tail, in one launch."""
+"""quantised_prefill on CUDA: as paged_attention_prefill, over stored K and V and the pages of the tail, in one launch.
+
+Few queries on a long cached prefix are split by their keys as there, and merged by the same kernel.
+"""
 
 import torch
 import triton
@@ -7,14 +10,15 @@ import triton.language as tl
 from ..quantised.attention import QuantisedRows
 from ..quantised.layout import QuantisedLayer
 from .attention_tiles import NO_WINDOW, Options, begin_rows
-from .paged_attention_prefill import find_sequence
+from .paged_attention_decode import merge_items
+from .paged_attention_prefill import find_sequence, plan_splits
 from .sizes import cdiv, power_of_2
 from .stored_tiles import constants_of, find_tokens, pointers_of, take_stored
 
 _SEQS_AT_ONCE = 256
 
 
-@triton.jit(do_not_specialize=["table_stride", "window", "num_seqs"])
+@triton.jit(do_not_specialize=["table_stride", "window", "num_seqs", "num_splits"])
 def quantised_prefill_kernel(
     q_ptr,
     elements_ptr,
@@ -26,7 +30,10 @@ def quantised_prefill_kernel(
     logit_ptr,
     loc_ptr,
     out_ptr,
+    part_ptr,
+    lse_ptr,
     num_seqs,
+    num_splits,
     q_stride,
     table_stride,
     block_stride,
@@ -53,7 +60,10 @@ def quantised_prefill_kernel(
     SEQS: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """M // GROUP tokens of one sequence, the heads of one KV head. The last tokens see most keys, so they begin first."""
+    """M // GROUP tokens of one sequence, the heads of one KV head. The last tokens see most keys, so they begin first.
+
+    Writes to `part` and `lse` where they are given, one split of the tiles, else to `out`; they are prefill_kernel's.
+    """
     HALF: tl.constexpr = HEAD_DIM // 2
     TOKENS: tl.constexpr = M // GROUP
     program, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -79,9 +89,15 @@ def quantised_prefill_kernel(
     q_low = tl.load(q_ptrs, mask=wanted, other=0.0).to(COMPUTE)
     q_high = tl.load(q_ptrs + HALF, mask=wanted, other=0.0).to(COMPUTE)
     low, high = tl.zeros([M, DH], tl.float32), tl.zeros([M, DH], tl.float32)
-    most, total = begin_rows(logit_ptr, heads, rows < TOKENS * GROUP, query_len > 0, M)
+    split = tl.program_id(2)
+    most, total = begin_rows(logit_ptr, heads, rows < TOKENS * GROUP, split == 0, M)
     first, end = tl.maximum(low_position - window + 1, 0), high_position + 1
-    for tile in range(first // T, tl.cdiv(end, T)):
+    begin_tile, end_tile = first // T, tl.cdiv(end, T)
+    if part_ptr is not None:
+        per_split = tl.cdiv(end_tile - begin_tile, num_splits)
+        begin_tile += split * per_split
+        end_tile = tl.minimum(begin_tile + per_split, end_tile)
+    for tile in range(begin_tile, end_tile):
         tokens, live, blocks, pages, slots = find_tokens(table_ptr, tail_table_ptr, tile, first, end, T, BLOCK_SIZE)
         behind = positions[:, None] - tokens[None, :]
         seen = (behind >= 0) & (behind < window) & live[None, :]
@@ -92,9 +108,18 @@ def quantised_prefill_kernel(
             scale, cap, HAS_CAP, PACKED, FLOAT, MOST, KV_HEADS, HEAD_DIM, DH, COMPUTE,
         )  # fmt: skip
     divisor = (tl.where(total > 0, total, 1.0) * MOST)[:, None]
-    out_ptrs = out_ptr + q_rows[:, None] * NUM_HEADS * HEAD_DIM + offsets
-    tl.store(out_ptrs, (low / divisor).to(out_ptr.dtype.element_ty), mask=wanted)
-    tl.store(out_ptrs + HALF, (high / divisor).to(out_ptr.dtype.element_ty), mask=wanted)
+    low, high = low / divisor, high / divisor
+    if part_ptr is not None:
+        part_rows = (q_rows * num_splits + split) * NUM_HEADS
+        part_ptrs = part_ptr + part_rows[:, None] * HEAD_DIM + offsets
+        tl.store(part_ptrs, low, mask=wanted)
+        tl.store(part_ptrs + HALF, high, mask=wanted)
+        lse = tl.where(total > 0, most + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+        tl.store(lse_ptr + part_rows + heads, lse, mask=(row_tokens < query_len) & (rows < TOKENS * GROUP))
+    else:
+        out_ptrs = out_ptr + q_rows[:, None] * NUM_HEADS * HEAD_DIM + offsets
+        tl.store(out_ptrs, low.to(out_ptr.dtype.element_ty), mask=wanted)
+        tl.store(out_ptrs + HALF, high.to(out_ptr.dtype.element_ty), mask=wanted)
 
 
 def quantised_prefill(
@@ -118,7 +143,10 @@ def quantised_prefill(
     m = max(64, power_of_2(group))
     q = q if q.stride()[1:] == (head_dim, 1) else q.contiguous()
     before, after = Options(scale, window, soft_cap, None, None).factors
-    quantised_prefill_kernel[cdiv(num_tokens, m // group) + num_seqs, layout.num_kv_heads](
+    programs = cdiv(num_tokens, m // group) + num_seqs
+    most_tokens = min(rows.block_tables.shape[1] * layout.block_size, window or NO_WINDOW)
+    splits, part, lse = plan_splits(out, programs * layout.num_kv_heads, most_tokens)
+    quantised_prefill_kernel[programs, layout.num_kv_heads, splits](
         q,
         stored.elements,
         stored.scales,
@@ -129,7 +157,10 @@ def quantised_prefill(
         sink_logits,
         rows.query_start_loc,
         out,
+        part,
+        lse,
         num_seqs,
+        splits,
         q.stride(0),
         rows.block_tables.stride(0),
         *stored.strides,
@@ -140,7 +171,9 @@ def quantised_prefill(
         NUM_HEADS=num_heads,
         M=m,
         SEQS=_SEQS_AT_ONCE,
-        num_warps=4,
+        num_warps=4 if constants["DH"] <= 64 else 8,  # with four, large heads spill
         num_stages=2,
     )
+    if splits > 1:
+        merge_items(part, lse, None, out, num_splits=splits)
     return out

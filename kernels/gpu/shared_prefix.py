@@ -3,9 +3,10 @@
 After Hydragen (arXiv 2402.05099) and FlashInfer's cascade inference. Sequences share memory where their tables name the same
 blocks. The device finds that out once per step, from tables and lengths alone, so that a captured launch stays right for other
 sequences. Those with the same block behind the fewest tokens that are worth sharing are a group, and what all of a group have
-in common is its prefix. Its members are cut into rows of sixteen. An item is one row's pass over some tiles of the prefix, with
-the heads of all its members as one matrix and without a mask, because all of them see all of it. Each item writes a part for
-each member, and these are merged with the parts of what the members have to themselves.
+in common is its prefix; of stored K and V it ends where one of them reads a page of the tail instead. Its members are cut into
+rows of sixteen. An item is one row's pass over some tiles of the prefix, with the heads of all its members as one matrix and
+without a mask, because all of them see all of it. Each item writes a part for each member, and these are merged with the parts
+of what the members have to themselves. quantised_shared.py has the kernel for stored K and V.
 """
 
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class SharedWork:
 @triton.jit(do_not_specialize=["table_stride"])
 def leader_kernel(
     table_ptr,
+    tail_table_ptr,
     len_ptr,
     leader_ptr,
     table_stride,
@@ -57,7 +59,7 @@ def leader_kernel(
 ):
     """One sequence: the first one with the same block at KEY, and the tokens that they have in common, to leader [S, 2].
 
-    Blocks count that are full, because nothing is written to them any more.
+    Blocks count that are full, because nothing is written to them any more, and that it does not read from a page instead.
     """
     seq = tl.program_id(0)
     own = table_ptr + seq.to(tl.int64) * table_stride
@@ -79,6 +81,8 @@ def leader_kernel(
             blocks = begin + tl.arange(0, BLOCKS)
             live = blocks < num_full
             differ = tl.load(own + blocks, mask=live, other=0) != tl.load(theirs + blocks, mask=live, other=0)
+            if tail_table_ptr is not None:  # the leader's pages end what it has in common with itself
+                differ |= tl.load(tail_table_ptr + seq.to(tl.int64) * table_stride + blocks, mask=live, other=0) > 0
             common = tl.minimum(common, tl.min(tl.where(differ, blocks, num_full), 0))
     tl.store(leader_ptr + seq * 2, leader)
     tl.store(leader_ptr + seq * 2 + 1, common * BLOCK_SIZE)
@@ -231,11 +235,17 @@ def shared_kernel(
 
 
 def plan_shared(
-    block_tables: torch.Tensor, seq_lens: torch.Tensor, block_size: int, num_extra: int, tile: int, fewest_tiles: int
+    block_tables: torch.Tensor,
+    tail_tables: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    block_size: int,
+    num_extra: int,
+    tile: int,
+    fewest_tiles: int,
 ) -> SharedWork | None:
     """What sequences share; None where it is not looked for. num_extra, tile, fewest_tiles: as of the work list.
 
-    On a device, for sequences that see all their tokens.
+    On a device, for sequences that see all their tokens. tail_tables: with the strides of block_tables, see QuantisedRows.
     """
     num_seqs, width = block_tables.shape
     key = -(-FEWEST_SHARED_TOKENS // block_size) - 1
@@ -247,7 +257,15 @@ def plan_shared(
     leaders, order, members, items, runs = memory.split(sizes)
     seqs = {"SEQS": _SEQS_AT_ONCE, "num_warps": 4}
     leader_kernel[(num_seqs,)](
-        block_tables, seq_lens, leaders, block_tables.stride(0), BLOCK_SIZE=block_size, KEY=key, BLOCKS=_BLOCKS_AT_ONCE, **seqs
+        block_tables,
+        tail_tables,
+        seq_lens,
+        leaders,
+        block_tables.stride(0),
+        BLOCK_SIZE=block_size,
+        KEY=key,
+        BLOCKS=_BLOCKS_AT_ONCE,
+        **seqs,
     )
     group_kernel[(num_seqs,)](
         leaders,

@@ -15,6 +15,7 @@ import triton.language as tl
 from ..quantised.formats import FP8, INT8
 from ..quantised.layout import QuantisedLayer
 from .attention_tiles import COMPUTE_TYPES
+from .decode_work import tile_tokens
 from .sizes import power_of_2
 
 
@@ -51,7 +52,7 @@ def constants_of(layer: QuantisedLayer, q: torch.Tensor, soft_cap: float | None)
         "KV_HEADS": layout.num_kv_heads,
         "HEAD_DIM": head_dim,
         "DH": half,
-        "T": 64 if half <= 64 else 32,
+        "T": tile_tokens(head_dim),
         "BLOCK_SIZE": layout.block_size,
         "COMPUTE": COMPUTE_TYPES[q.dtype],
     }

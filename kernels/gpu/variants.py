@@ -28,7 +28,8 @@ def prefill_lens(groups: Iterable[int]) -> list[int]:
     """Numbers of tokens, of one sequence alone, that between them have all the rows that prefill_rows gives for these groups.
 
     Each is the least one with its rows, and so has the fewest programs: if any launch with these rows is split over the keys,
-    it is, behind as many of them. A sequence has two tokens or more: one with a single token decodes.
+    it is, behind as many of them. A sequence has two tokens or more: one with a single token decodes. Two are enough for
+    stored K and V and for latents, whose programs have the same rows for any number of tokens.
     """
     return sorted({2} | {max(_FEW_QUERIES // group + 1, 2) for group in groups})
 

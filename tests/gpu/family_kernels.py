@@ -34,6 +34,9 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable[[], f
     shape = (16, 512, 64) if device != "cpu" else (2, 64, 16)
     yield "latent_decode_far", partial(_latent, dtype, device, *shape, with_queries=False, is_far=True)
     yield "latent_prefill_far", partial(_latent, dtype, device, *shape, with_queries=True, is_far=True)
+    prefix = 300 if device == "cpu" else 3100  # so long that its keys are split over several programs
+    long = partial(_latent, dtype, device, *shape, with_queries=True, lengths=[prefix, 20], queries=[17, 2])
+    yield "latent_prefill_short_suffix", long
     yield "store_latent", partial(_store, dtype, device)
     yield "store_latent_far", partial(_store, dtype, device, is_far=True)
     for label, window in {"": None, "_window": 33}.items():
@@ -60,16 +63,25 @@ def _swiglu(dtype: torch.dtype, device: str) -> float:
     return _error(clamped_swiglu(gate_up.to(device), 1.702, 7.0), reference.clamped_swiglu(gate_up, 1.702, 7.0))
 
 
-def _locs() -> torch.Tensor:
-    return torch.tensor([0, *_QUERIES], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+def _locs(queries: list[int] = _QUERIES) -> torch.Tensor:
+    return torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 def _latent(
-    dtype: torch.dtype, device: str, heads: int, latent: int, rope: int, *, with_queries: bool, is_far: bool = False
+    dtype: torch.dtype,
+    device: str,
+    heads: int,
+    latent: int,
+    rope: int,
+    *,
+    with_queries: bool,
+    lengths: list[int] = _LENGTHS,
+    queries: list[int] = _QUERIES,
+    is_far: bool = False,
 ) -> float:
-    world = make_latents(_LENGTHS, latent=latent, rope=rope, block_size=16, dtype=dtype)
-    locs = _locs()
-    q = random_queries(int(locs[-1]) if with_queries else len(_LENGTHS), heads, latent + rope, dtype)
+    world = make_latents(lengths, latent=latent, rope=rope, block_size=16, dtype=dtype)
+    locs = _locs(queries)
+    q = random_queries(int(locs[-1]) if with_queries else len(lengths), heads, latent + rope, dtype)
     op, oracle = (
         (latent_attention_prefill, reference.latent_attention_prefill)
         if with_queries

@@ -13,10 +13,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvkeeper.kernels.activations.rms_norm import rms_norm
+from kvkeeper.kernels.attention.latent_attention import latent_attention_prefill, latent_layer
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks
 from kvkeeper.kernels.layout import KvLayout
+from kvkeeper.kernels.quantised.attention import plan_rows, quantised_decode, quantised_prefill
+from kvkeeper.kernels.quantised.formats import FORMATS
+from kvkeeper.kernels.quantised.layout import QuantisedLayer, QuantisedLayout, layer_of
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
 from tests.gpu.checks import Check, text_of
@@ -42,8 +46,13 @@ def run(is_dry: bool) -> Iterator[Check]:
     yield _told("decode_one_long_of_64", partial(_one_long, watch, ceilings))
     for num_seqs, prefix in ((17, 64),) if is_dry else ((16, 2048), (64, 8192), (256, 2048)):
         yield _told(f"decode_shared_{num_seqs}x{prefix}", partial(_shared_prefix, watch, ceilings, num_seqs, prefix))
+    num_seqs, prefix = (17, 64) if is_dry else (64, 8192)
+    yield _told(f"decode_shared_{num_seqs}x{prefix}_int8", partial(_stored_shared_prefix, watch, ceilings, num_seqs, prefix))
     for num_queries in (1, 17, 64):
         yield _told(f"suffix_{num_queries}_on_32k", partial(_suffix, watch, ceilings, num_queries))
+    for name in ("int8", "int4"):
+        yield _told(f"suffix_17_on_32k_{name}", partial(_stored_suffix, watch, ceilings, 17, name))
+    yield _told("suffix_17_on_32k_latents", partial(_latent_suffix, watch, ceilings, 17))
     for seq_len in (64,) if is_dry else (2048, 8192):
         yield _told(f"prefill_{seq_len}", partial(_prefill, watch, ceilings, seq_len))
     for measure in (_store, _copy, _norm, _swap):
@@ -67,6 +76,15 @@ def _paged(watch: Stopwatch, num_seqs: int, seq_len: int, head_dim: int) -> tupl
     arena = torch.randn(num_seqs * per_seq + 1, *layout.view_shape, device=watch.device, dtype=_DTYPE)
     tables = torch.randperm(num_seqs * per_seq, device=watch.device).add_(1).int().view(num_seqs, per_seq)
     return arena[:, 0], tables
+
+
+def _stored(watch: Stopwatch, num_blocks: int, head_dim: int, name: str) -> QuantisedLayer:
+    """A layer of K and V in few bits, with so many blocks behind the null block."""
+    layout = QuantisedLayout(1, _KV_HEADS, head_dim, _BLOCK_SIZE, FORMATS[name], _DTYPE)
+    memory = torch.randint(0, 256, ((num_blocks + 1) * layout.block_bytes,), device=watch.device, dtype=torch.uint8)
+    layer = layer_of(layout.view(memory), layout, 0)
+    layer.scales.fill_(0x3C00)  # 1/128, as a bfloat16
+    return layer
 
 
 def _random(watch: Stopwatch, *shape: int) -> torch.Tensor:
@@ -113,23 +131,51 @@ def _one_long(watch: Stopwatch, ceilings: Ceilings) -> Check:
 
 def _shared_prefix(watch: Stopwatch, ceilings: Ceilings, num_seqs: int, prefix: int) -> Check:
     """Sequences with a prefix in common, whose keys are read once for sixteen of them; and the same number without."""
-    own, head_dim = 256 if watch.device == "cuda" else 16, 128 if watch.device == "cuda" else 16
+    own, head_dim = (256, 128) if watch.device == "cuda" else (16, 16)
     layer, tables = _paged(watch, num_seqs, prefix + own, head_dim)
-    shared = tables.clone()
-    shared[:, : prefix // _BLOCK_SIZE] = tables[0, : prefix // _BLOCK_SIZE]
     lens = torch.full((num_seqs,), prefix + own, device=watch.device, dtype=torch.int32)
     q, scale = _random(watch, num_seqs, _HEADS, head_dim), head_dim**-0.5
     apart, together = (
-        watch.in_graph(partial(paged_attention_decode, q, layer, rows, lens, scale=scale)) for rows in (tables, shared)
+        watch.in_graph(partial(paged_attention_decode, q, layer, rows, lens, scale=scale))
+        for rows in (tables, _with_prefix(tables, prefix))
     )
     num_bytes = 2 * (prefix + num_seqs * own) * _KV_HEADS * head_dim * _DTYPE.itemsize
+    return _shared_check(f"decode_shared_{num_seqs}x{prefix}", num_bytes, apart, together, ceilings)
+
+
+def _stored_shared_prefix(watch: Stopwatch, ceilings: Ceilings, num_seqs: int, prefix: int) -> Check:
+    """The same over K and V in 8 bits, without a tail."""
+    own, head_dim = (256, 128) if watch.device == "cuda" else (16, 16)
+    per_seq = (prefix + own) // _BLOCK_SIZE
+    layer = _stored(watch, num_seqs * per_seq, head_dim, "int8")
+    tables = torch.randperm(num_seqs * per_seq, device=watch.device).add_(1).int().view(num_seqs, per_seq)
+    lens = torch.full((num_seqs,), prefix + own, device=watch.device, dtype=torch.int32)
+    q, scale = _random(watch, num_seqs, _HEADS, head_dim), head_dim**-0.5
+
+    def decode(tables: torch.Tensor) -> float:  # planned in each call, as paged_attention_decode is
+        return watch.in_graph(lambda: quantised_decode(q, layer, plan_rows(tables, None, lens, None, layer), scale=scale))
+
+    num_bytes = (prefix + num_seqs * own) * layer.layout.block_bytes // _BLOCK_SIZE
+    name = f"decode_shared_{num_seqs}x{prefix}_int8"
+    return _shared_check(name, num_bytes, decode(tables), decode(_with_prefix(tables, prefix)), ceilings)
+
+
+def _with_prefix(tables: torch.Tensor, prefix: int) -> torch.Tensor:
+    """The tables, but all with the blocks of the first as their prefix."""
+    shared = tables.clone()
+    shared[:, : prefix // _BLOCK_SIZE] = tables[0, : prefix // _BLOCK_SIZE]
+    return shared
+
+
+def _shared_check(name: str, num_bytes: int, apart: float, together: float, ceilings: Ceilings) -> Check:
+    """num_bytes: of all keys and values, with those that are shared once."""
     figures = {
         "graph_us": together * 1e6,
         "graph_us_apart": apart * 1e6,
         "times_faster": apart / together,
         "once_read_of_bandwidth": num_bytes / together / ceilings.read,
     }
-    return Check(f"decode_shared_{num_seqs}x{prefix}", None, figures, "aim: within 1.2 of reading what is shared once")
+    return Check(name, None, figures, "aim: within 1.2 of reading what is shared once")
 
 
 def _suffix(watch: Stopwatch, ceilings: Ceilings, num_queries: int) -> Check:
@@ -140,9 +186,46 @@ def _suffix(watch: Stopwatch, ceilings: Ceilings, num_queries: int) -> Check:
     locs = torch.tensor([0, num_queries], device=watch.device, dtype=torch.int32)
     q = _random(watch, num_queries, _HEADS, head_dim)
     seconds = watch.in_graph(lambda: paged_attention_prefill(q, layer, tables, lens, locs, scale=head_dim**-0.5))
-    num_bytes = 2 * int(lens) * _KV_HEADS * head_dim * _DTYPE.itemsize
+    return _suffix_check(
+        f"suffix_{num_queries}_on_32k", 2 * int(lens) * _KV_HEADS * head_dim * _DTYPE.itemsize, seconds, ceilings
+    )
+
+
+def _suffix_check(name: str, num_bytes: int, seconds: float, ceilings: Ceilings) -> Check:
+    """num_bytes: of all keys and values."""
     figures = {"graph_us": seconds * 1e6, "kv_mb": num_bytes / 1e6, "of_read_bandwidth": num_bytes / seconds / ceilings.read}
-    return Check(f"suffix_{num_queries}_on_32k", None, figures)
+    return Check(name, None, figures)
+
+
+def _suffix_tables(watch: Stopwatch, num_tokens: int, num_queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scattered blocks, length and starts of one sequence."""
+    tables = torch.randperm(-(-num_tokens // _BLOCK_SIZE), device=watch.device).add_(1).int()[None]
+    lens, locs = (torch.tensor(each, device=watch.device, dtype=torch.int32) for each in ([num_tokens], [0, num_queries]))
+    return tables, lens, locs
+
+
+def _stored_suffix(watch: Stopwatch, ceilings: Ceilings, num_queries: int, name: str) -> Check:
+    """The same over K and V in few bits, without a tail."""
+    context, head_dim = (32_768, 128) if watch.device == "cuda" else (256, 16)
+    tables, lens, locs = _suffix_tables(watch, context + num_queries, num_queries)
+    layer = _stored(watch, tables.shape[1], head_dim, name)
+    rows = plan_rows(tables, None, lens, locs, layer)
+    q = _random(watch, num_queries, _HEADS, head_dim)
+    seconds = watch.in_graph(lambda: quantised_prefill(q, layer, rows, scale=head_dim**-0.5))
+    num_bytes = int(lens) * layer.layout.block_bytes // _BLOCK_SIZE
+    return _suffix_check(f"suffix_{num_queries}_on_32k_{name}", num_bytes, seconds, ceilings)
+
+
+def _latent_suffix(watch: Stopwatch, ceilings: Ceilings, num_queries: int) -> Check:
+    """The same over latents, with the shapes of DeepSeek-V3."""
+    context, heads, latent, rope = (32_768, 128, 512, 64) if watch.device == "cuda" else (256, 4, 64, 16)
+    tables, lens, locs = _suffix_tables(watch, context + num_queries, num_queries)
+    layout = KvLayout(1, 1, latent + rope, _DTYPE, _BLOCK_SIZE, is_latent=True)
+    layer = latent_layer(_random(watch, tables.shape[1] + 1, *layout.view_shape)[:, 0])
+    q, scale = _random(watch, num_queries, heads, latent + rope), (latent + rope) ** -0.5
+    seconds = watch.in_graph(lambda: latent_attention_prefill(q, layer, tables, lens, locs, scale=scale, latent=latent))
+    num_bytes = int(lens) * (latent + rope) * _DTYPE.itemsize
+    return _suffix_check(f"suffix_{num_queries}_on_32k_latents", num_bytes, seconds, ceilings)
 
 
 def _flashinfer_decode(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from tests.unit.kernels.worlds import random_queries
 _LENGTHS = [1, 16, 17, 64, 65, 129, 150]
 _QUERIES = [1, 2, 17, 1, 30, 66, 7]
 _TAILS = [(0, 1), (0, 0), (1, 2), (2, 4), (0, 5), (5, 8), (8, 10)]
+_SPLIT: dict[str, dict[str, Any]] = {"int8": {}, "int4": {"window": 2500}, "fp8": {"soft_cap": 5.0}}  # of short suffixes
 _SCALE = 0.2
 _FAR_BYTES = 2 * FAR_ELEMENTS  # of blocks: the scales and the tail's elements have two bytes each
 
@@ -31,6 +33,8 @@ def cases(dtype: torch.dtype, device: str, head_dims: tuple[int, ...]) -> Iterat
         for head_dim in head_dims:
             yield f"stored_decode_{name}_d{head_dim}", partial(_attention, name, dtype, device, head_dim, None)
             yield f"stored_prefill_{name}_d{head_dim}", partial(_attention, name, dtype, device, head_dim, _QUERIES)
+        yield f"stored_prefill_short_suffix_{name}", partial(_short_suffix, name, dtype, device)
+        yield f"stored_decode_shared_prefix_{name}", partial(_shared_prefix, name, dtype, device)
         yield f"stored_store_{name}", partial(_store, name, dtype, device)
         yield f"stored_swap_{name}", partial(_swap, name, dtype, device)
         yield f"stored_decode_{name}_far", partial(_attention, name, dtype, device, 64, None, is_far=True)
@@ -43,27 +47,56 @@ def _moved(view: torch.Tensor, device: str, *, is_far: bool) -> tuple[torch.Tens
     return far_pool(view, device, _FAR_BYTES) if is_far else (view.to(device, copy=True), 0)
 
 
+def _short_suffix(name: str, dtype: torch.dtype, device: str) -> float:
+    """Few queries on a prefix so long that its keys are split over several programs."""
+    prefix = 300 if device == "cpu" else 3100
+    tails = [(prefix // 16 - 14, prefix // 16), (0, 1)]
+    return _attention(name, dtype, device, 64, [17, 2], lengths=[prefix, 20], tails=tails, **_SPLIT[name])
+
+
+def _shared_prefix(name: str, dtype: torch.dtype, device: str) -> float:
+    """Two groups of sequences with a prefix in common, read once for sixteen; the longest reads some of it from its tail."""
+    num_blocks = 2 if device == "cpu" else 18
+    lengths = [16 * num_blocks + 32 + 7 * seq for seq in range(20)]
+    tails = [(length // 16 - 1, -(-length // 16)) for length in lengths[:-1]] + [(num_blocks - 1, num_blocks + 5)]
+    groups = [(list(range(0, 20, 2)), num_blocks), ([3, 5, 9, 11, 19], num_blocks)]
+    return _attention(name, dtype, device, 128, None, lengths=lengths, tails=tails, groups=groups)
+
+
 def _attention(
-    name: str, dtype: torch.dtype, device: str, head_dim: int, queries: list[int] | None, *, is_far: bool = False
+    name: str,
+    dtype: torch.dtype,
+    device: str,
+    head_dim: int,
+    queries: list[int] | None,
+    *,
+    lengths: list[int] = _LENGTHS,
+    tails: list[tuple[int, int]] = _TAILS,
+    groups: list[tuple[list[int], int]] | None = None,
+    is_far: bool = False,
+    **options: Any,
 ) -> float:
-    world = make_stored(_LENGTHS, name, tails=_TAILS, block_size=16, head_dim=head_dim, dtype=dtype)
+    """groups: sequences, and how many blocks they have in common."""
+    world = make_stored(lengths, name, tails=tails, block_size=16, head_dim=head_dim, dtype=dtype)
+    for members, num_blocks in groups or ():
+        world.block_tables[members[1:], :num_blocks] = world.block_tables[members[0], :num_blocks]
     plain, tables = as_numbers(world)
     pool, first = _moved(world.view, device, is_far=is_far)
     layer, locs = layer_of(pool, world.layout, 1), None
     assert world.tail_tables is not None
     if queries is None:
-        q = random_queries(len(_LENGTHS), 8, head_dim, dtype)
-        expected = reference.paged_attention_decode(q, plain, tables, world.seq_lens, scale=_SCALE)
+        q = random_queries(len(lengths), 8, head_dim, dtype)
+        expected = reference.paged_attention_decode(q, plain, tables, world.seq_lens, scale=_SCALE, **options)
     else:
         locs = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         q = random_queries(int(locs[-1]), 8, head_dim, dtype)
-        expected = reference.paged_attention_prefill(q, plain, tables, world.seq_lens, locs, scale=_SCALE)
+        expected = reference.paged_attention_prefill(q, plain, tables, world.seq_lens, locs, scale=_SCALE, **options)
         locs = locs.to(device)
     pages = torch.where(world.tail_tables > 0, world.tail_tables + first, 0)
     blocks, pages, lens = (tensor.to(device) for tensor in (world.block_tables + first, pages, world.seq_lens))
     rows = plan_rows(blocks, pages, lens, locs, layer)
     op = quantised_decode if queries is None else quantised_prefill
-    found = op(q.to(device), layer, rows, scale=_SCALE).cpu()
+    found = op(q.to(device), layer, rows, scale=_SCALE, **options).cpu()
     difference = (found.double() - expected.double()).abs()
     return float("inf") if bool(difference.isnan().any()) else float(difference.max())
 

@@ -76,7 +76,16 @@ def test_kernels_and_a_models_steps_are_rehearsed_without_a_device() -> None:
     for part, some in (
         (
             "b",
-            {"decode_shared_prefix", "rotary_store_kv_far", "latent_decode_far", "store_latent_far", "stored_store_int4_far"},
+            {
+                "decode_shared_prefix",
+                "latent_decode_far",
+                "latent_prefill_short_suffix",
+                "rotary_store_kv_far",
+                "store_latent_far",
+                "stored_decode_shared_prefix_int4",
+                "stored_prefill_short_suffix_fp8",
+                "stored_store_int4_far",
+            },
         ),
         ("g", {"logits_deepseek_v3", "graph_gpt_oss", "graph_penalised_4", "graph_shared_prefix", "profile_plain"}),
     ):

@@ -135,21 +135,23 @@ def _stored(
     head_dim: int,
     dtype: torch.dtype,
     *,
+    num_seqs: int = 8,
     num_queries: int | None = None,
     num_tokens: int | None = None,
     tail: int = 16,
     logits: bool = False,
+    width: int = 512,
 ) -> None:
     """Decode of K and V in few bits, or with num_queries prefill, or with num_tokens their store. tail: layers of a page."""
     layout = QuantisedLayout(_NUM_LAYERS, 8, head_dim, 16, FORMATS[name], dtype, tail)
     layer = layer_of(nowhere(_NUM_BLOCKS, layout.block_bytes, dtype=torch.uint8), layout, 1)
-    num_seqs, has_tail = 16, bool(tail)
+    has_tail = bool(tail)
     if num_tokens is not None:
         slots = nowhere(num_tokens, dtype=torch.int64)
         where = QuantisedSlots(slots, slots if has_tail else None)
         store_quantised(*(nowhere(num_tokens, 8, head_dim, dtype=dtype) for _ in range(2)), layer, where)
         return
-    tables = _ints(num_seqs, 512)
+    tables = _ints(num_seqs, width)
     rows = QuantisedRows(tables, tables if has_tail else None, _ints(num_seqs), _ints(num_seqs + 1) if num_queries else None)
     q = nowhere(num_queries or num_seqs, 32, head_dim, dtype=dtype)
     own = nowhere(32, dtype=torch.float32) if logits else None
@@ -223,6 +225,9 @@ for num_rows in (64, 1024, 32768):
     _add(f"experts of {num_rows} rows bf16", _group, num_rows, torch.bfloat16)
 _add("experts of 1024 rows fp16", _group, 1024, torch.float16)
 _LATENTS = ((128, 512, 64, "bf16"), (16, 512, 64, "bf16"), (40, 256, 32, "bf16"), (128, 512, 64, "fp16"))
+for num_heads, latent, rope, label in _LATENTS[:3]:
+    options = {"num_seqs": 1, "num_queries": 17}
+    _add(f"latent split h{num_heads} d{latent} {label}", _latent, num_heads, latent, rope, DTYPES[label], **options)
 for num_heads, latent, rope, label in _LATENTS:
     _add(f"latent decode h{num_heads} d{latent} {label}", _latent, num_heads, latent, rope, DTYPES[label])
     _add(f"latent prefill h{num_heads} d{latent} {label}", _latent, num_heads, latent, rope, DTYPES[label], num_queries=4096)
@@ -231,14 +236,21 @@ for latent, rope in ((512, 64), (256, 32)):
 # What differs from step to step, and may not compile a kernel anew: the width of tables, the numbers of rows and tokens.
 VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
     "decode": (4, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (3, 8) for w in (1, 7, 16, 100)]),
-    "decode shared": (7, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w) for n in (16, 33) for w in (64, 99)]),
+    "decode shared": (7, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w)
+                          for n in (16, 31, 33) for w in (64, 99)]),
     "decode chunks": (4, [partial(_attend_chunks, n, w) for n in (3, 8) for w in (7, 512, 700, 4096)]),
     "uniforms": (1, [lambda n=n: uniforms_there(nowhere(3, 512, dtype=torch.int64)[:, :n]) for n in (1, 7, 16, 512)]),
     "prefill": (5, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
                     for n in (1, 2, 16) for t in (17, 64, 999) for w in (1, 7, 16, 200, 211)]),
     "experts": (5, [partial(_group, n, torch.bfloat16) for n in (1, 4, 16, 500, 700)]),
-    "latents": (5, [partial(_latent, 128, 512, 64, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
-                    for n in (1, 2, 16) for t in (0, 17, 64, 999) for w in (1, 7, 16, 200, 211)]),
+    "latents": (7, [partial(_latent, 128, 512, 64, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
+                    for n in (1, 2, 16) for t in (0, 17, 64, 999) for w in (1, 7, 16, 200, 211, 1100)]),
+    "stored": (3, [partial(_stored, "int8", 128, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
+                   for n in (1, 2, 16) for t in (17, 64, 999) for w in (1, 7, 16, 200, 211, 1100)]),
+    "stored decode": (4, [partial(_stored, "int8", 128, torch.bfloat16, num_seqs=n, width=w)
+                          for n in (3, 8) for w in (1, 7, 16, 100, 512)]),
+    "stored shared": (7, [partial(_stored, "int8", 128, torch.bfloat16, num_seqs=n, width=w)
+                          for n in (16, 31, 33) for w in (64, 99)]),
     "store": (1, [partial(_store, 128, n, torch.bfloat16) for n in (1, 7, 16, 64)]),
     "norm": (1, [partial(_head_norm, 128, torch.bfloat16, num_tokens=n) for n in (1, 7, 16)]),
     "penalise": (1, [partial(_penalise, torch.int16, num_rows=n) for n in (1, 7, 128)]),
@@ -260,10 +272,15 @@ for name, head_dim, dtype, tail in (
 ):
     own = f"{name} d{head_dim} {str(dtype).removeprefix('torch.')}"
     _add(f"stored decode {own}", _stored, name, head_dim, dtype, tail=tail)
+    _add(f"stored shared {own}", _stored, name, head_dim, dtype, tail=tail, num_seqs=32)
     _add(f"stored prefill {own}", _stored, name, head_dim, dtype, tail=tail, num_queries=8192)
+    _add(f"stored split {own}", _stored, name, head_dim, dtype, tail=tail, num_seqs=1, num_queries=17)
     _add(f"stored store {own}", _stored, name, head_dim, dtype, tail=tail, num_tokens=64)
-for kind, num_queries in (("decode", None), ("prefill", 8192)):
-    _add(f"stored {kind} logits int8 d64", _stored, "int8", 64, torch.bfloat16, num_queries=num_queries, logits=True)
+for kind, options in {"prefill": {"num_queries": 8192}, "split": {"num_seqs": 1, "num_queries": 17}}.items():
+    _add(f"stored {kind} int4 d{_LARGEST} bfloat16", _stored, "int4", _LARGEST, torch.bfloat16, **options)
+_add(f"stored shared int4 d{_LARGEST} bfloat16", _stored, "int4", _LARGEST, torch.bfloat16, num_seqs=32)
+for kind, options in {"decode": {}, "shared": {"num_seqs": 32}, "prefill": {"num_queries": 8192}}.items():
+    _add(f"stored {kind} logits int8 d64", _stored, "int8", 64, torch.bfloat16, logits=True, **options)
 _add("copy_blocks", lambda: copy_blocks(_arena(128, 16, torch.bfloat16), [(1, 2), (3, 4)]))
 _add("move_blocks", lambda: move_blocks(*(nowhere(99, 3, 4096, dtype=torch.uint8)[:, 1] for _ in range(2)), [(1, 2), (3, 4)]))
 _add("uniforms", lambda: uniforms_there(nowhere(3, 256, dtype=torch.int64)))

@@ -75,7 +75,14 @@ def test_kernels_that_move_memory_move_16_bytes_at_a_time(kernels):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "instruction"), [("prefill_kernel", "wgmma"), ("decode_kernel", "mma"), ("shared_kernel", "wgmma")]
+    ("kernel", "instruction"),
+    [
+        ("prefill_kernel", "wgmma"),
+        ("decode_kernel", "mma"),
+        ("shared_kernel", "wgmma"),
+        ("quantised_prefill_kernel", "wgmma"),
+        ("quantised_shared_kernel", "wgmma"),
+    ],
 )
 def test_attention_multiplies_matrices_and_reads_ahead(kernels, kernel, instruction):
     attending = [(launch, figures) for launch, figures in kernels if figures["kernel"] == kernel]

@@ -8,7 +8,7 @@ from kvkeeper.kernels.attention.latent_attention import latent_attention_decode,
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.store_latent import store_latent
 from tests.unit.kernels.gpu.pretend import on_cuda
-from tests.unit.kernels.gpu.test_attention import small_device, spare
+from tests.unit.kernels.gpu.test_attention import small_device, spare, split_prefill
 from tests.unit.kernels.worlds import make_latents, random_queries
 
 __all__ = ["small_device"]  # a fixture of all tests here
@@ -23,6 +23,16 @@ def check_decode(world, num_heads, latent):
     args = on_cuda(q, world.layer, world.block_tables, world.seq_lens)
     found = latent_attention_decode(*args, scale=SCALE, latent=latent).as_subclass(torch.Tensor)
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[dtype])
+    return found
+
+
+def check_prefill(world, queries, num_heads, latent):
+    locs = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    q = random_queries(int(locs[-1]), num_heads, world.layout.head_dim, world.layout.dtype)
+    args = (q, world.layer, world.block_tables, world.seq_lens, locs)
+    expected = reference.latent_attention_prefill(*args, scale=SCALE, latent=latent)
+    found = latent_attention_prefill(*on_cuda(*args), scale=SCALE, latent=latent).as_subclass(torch.Tensor)
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[world.layout.dtype])
     return found
 
 
@@ -54,13 +64,17 @@ def test_sequences_with_blocks_in_common(monkeypatch):
 def test_prefill_with_and_without_a_prefix(monkeypatch, num_heads):
     monkeypatch.setattr("kvkeeper.kernels.gpu.latent_attention._SEQS_AT_ONCE", 4)
     lengths, queries = [20, 1, 70, 64, 65, 17], [20, 1, 6, 0, 3, 16]
-    world = make_latents(lengths, latent=24, rope=8, block_size=16)
-    locs = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    q = random_queries(int(locs[-1]), num_heads, 32)
-    args = (q, world.layer, world.block_tables, world.seq_lens, locs)
-    expected = reference.latent_attention_prefill(*args, scale=SCALE, latent=24)
-    found = latent_attention_prefill(*on_cuda(*args), scale=SCALE, latent=24).as_subclass(torch.Tensor)
-    torch.testing.assert_close(found, expected, rtol=0, atol=4e-6)
+    check_prefill(make_latents(lengths, latent=24, rope=8, block_size=16), queries, num_heads, 24)
+
+
+@pytest.mark.parametrize(("dtype", "num_heads"), [(torch.float16, 3), (torch.float32, 70)])  # of two programs
+def test_the_number_of_splits_of_a_prefill_does_not_matter(monkeypatch, dtype, num_heads):
+    world, found = make_latents([270, 3, 65], latent=16, rope=4, block_size=16, dtype=dtype), []
+    for num_splits in (1, 3, 7):
+        split_prefill(monkeypatch, num_splits)
+        found.append(check_prefill(world, [2, 0, 1], num_heads, 16))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=TOLERANCE[dtype] / 2)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

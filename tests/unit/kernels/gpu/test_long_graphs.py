@@ -61,12 +61,13 @@ def works(monkeypatch):
     decode_work = "kvkeeper.kernels.gpu.decode_work"
     monkeypatch.setattr(f"{decode_work}.num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(f"{decode_work}.FEWEST_ITEM_TOKENS", TILE)
-    for module in ("decode_work", "paged_attention_decode", "latent_attention"):
+    for module in ("decode_work", "paged_attention_decode", "latent_attention", "stored_tiles"):
         monkeypatch.setattr(f"kvkeeper.kernels.gpu.{module}.tile_tokens", lambda head_dim: TILE)
     shared = "kvkeeper.kernels.gpu.shared_prefix"
     for name, lowered in {"_FEWEST_SEQS": 3, "FEWEST_SHARED_TOKENS": TILE, "FEWEST_MEMBERS": 2, "MEMBERS": 2}.items():
         monkeypatch.setattr(f"{shared}.{name}", lowered)
-    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_decode.MEMBERS", 2)
+    for module in ("paged_attention_decode", "quantised_decode", "quantised_shared"):
+        monkeypatch.setattr(f"kvkeeper.kernels.gpu.{module}.MEMBERS", 2)
     from kvkeeper.kernels.gpu import decode_work as planning
 
     plan_work, planned = planning.plan_work, []
@@ -149,9 +150,12 @@ def model(tmp_path):
     return load_model(build_model_folder(tmp_path, QWEN3), progress=False)[0]
 
 
-def work_of(planned, num_seqs):
-    """The work list of the captured step of so many rows. One was planned before it, without a graph, and others behind it."""
-    return [work for work in planned if work is not None and len(work.runs) == num_seqs][1]
+def work_of(planned, num_seqs, num_groups=1):
+    """The first work list of the captured step of so many rows, of num_groups that a step has.
+
+    A step without a graph was planned before it, and others behind it.
+    """
+    return [work for work in planned if work is not None and len(work.runs) == num_seqs][num_groups]
 
 
 def num_items(work, num_seqs):
@@ -260,10 +264,14 @@ def test_other_kinds_of_models_are_replayed_at_other_lengths(name, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "num_tail_blocks"), [("int8", 1), ("int4", 0), ("fp8", 1)])
-def test_stored_keys_and_values_are_replayed_at_other_lengths(name, num_tail_blocks, model):
+def test_stored_keys_and_values_are_replayed_at_other_lengths(name, num_tail_blocks, model, works, monkeypatch):
+    monkeypatch.setattr("kvkeeper.kernels.gpu.shared_prefix._FEWEST_SEQS", 2)
     layout, groups = stored_layout(model, FORMATS[name], BLOCK_SIZE, num_tail_blocks * BLOCK_SIZE)
     pair = Pair.of(model, layout, groups, num_tail_blocks=num_tail_blocks)
-    for rows in REPLAYS:
+    for rows in [*REPLAYS, [(40, sharing(0, 1, 2)), (48, 0)]]:
         pair.step(rows, is_same_shape=max(length for length, _ in rows) > 2 * BLOCK_SIZE)
+    num_tails = max(pair.num_groups - 1, 1)
+    assert work_of(works, 2, num_tails).shared.members.as_subclass(torch.Tensor)[:, 0].tolist() == [2, 2]
+    assert "quantised_shared_kernel" in pair.graphs.graphs[0].kernels
     used = {"quantised_decode_kernel", "store_quantised_kernel", "plan_kernel", "merge_items_kernel"}
     assert all(used <= set(graph.kernels) for graph in pair.graphs.graphs[::3])

@@ -7,7 +7,10 @@ import torch
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode, plan_decode
 from kvkeeper.kernels.gpu import shared_prefix
+from kvkeeper.kernels.quantised.attention import plan_rows, quantised_decode
 from tests.unit.kernels.gpu.pretend import on_cuda
+from tests.unit.kernels.gpu.test_stored import pretended
+from tests.unit.kernels.quantised.worlds import as_numbers, make_stored
 from tests.unit.kernels.worlds import make_world, random_queries
 
 BLOCK, TILE = 16, 64
@@ -24,8 +27,8 @@ def small_device(monkeypatch):
     monkeypatch.setattr(shared_prefix, "_FEWEST_SEQS", 2)
     monkeypatch.setattr(shared_prefix, "_SEQS_AT_ONCE", 4)
     monkeypatch.setattr(shared_prefix, "_BLOCKS_AT_ONCE", 4)
-    for module in (shared_prefix.__name__, "kvkeeper.kernels.gpu.paged_attention_decode"):
-        monkeypatch.setattr(f"{module}.MEMBERS", 4)
+    for module in ("shared_prefix", "paged_attention_decode", "quantised_decode", "quantised_shared"):
+        monkeypatch.setattr(f"kvkeeper.kernels.gpu.{module}.MEMBERS", 4)
 
 
 def make_shared_world(lengths, groups, **options):
@@ -52,10 +55,30 @@ def check(world, num_heads, soft_cap=None, sink_logits=None):
     tolerance = 4e-3 if world.layout.dtype is torch.float16 else 3e-6
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
     work = plan(world)
-    assert tiles_of(work) == {
-        (seq, tile): 1 for seq, length in enumerate(world.seq_lens.tolist()) for tile in range(-(-length // TILE))
-    }
+    assert tiles_of(work) == once_each(world)
     return work
+
+
+def once_each(world):
+    """As tiles_of."""
+    return {(seq, tile): 1 for seq, length in enumerate(world.seq_lens.tolist()) for tile in range(-(-length // TILE))}
+
+
+def check_stored(name, lengths, groups, tails=None, *, num_heads=2, dtype=torch.float32, **options):
+    """The same of K and V in few bits. tails: entries [first, end) of each sequence with pages."""
+    sizes = {"block_size": BLOCK, "num_kv_heads": 1, "head_dim": 32}
+    world = make_stored(lengths, name, tails=tails, dtype=dtype, **sizes)
+    for seqs, num_blocks in groups:
+        world.block_tables[seqs[1:], :num_blocks] = world.block_tables[seqs[0], :num_blocks]
+    plain, tables = as_numbers(world)
+    q = random_queries(len(lengths), num_heads, 32, dtype)
+    expected = reference.paged_attention_decode(q, plain, tables, world.seq_lens, scale=SCALE, **options)
+    pages = None if world.tail_tables is None else on_cuda(world.tail_tables)[0]
+    rows = plan_rows(*on_cuda(world.block_tables), pages, *on_cuda(world.seq_lens), None, pretended(world.layer))
+    found = quantised_decode(*on_cuda(q), pretended(world.layer), rows, scale=SCALE, **options).as_subclass(torch.Tensor)
+    torch.testing.assert_close(found, expected, rtol=0, atol=4e-3 if dtype is torch.float16 else 5e-6)
+    assert tiles_of(rows.works[None]) == once_each(world)
+    return rows.works[None]
 
 
 def tiles_of(work):
@@ -124,6 +147,45 @@ def test_what_is_not_worth_it_or_not_the_same_is_not_shared(monkeypatch):
     assert shared_tiles(plan(make_shared_world(lengths, [([0, 1], 8)], num_kv_heads=1))) == [0] * 4
     monkeypatch.setattr(shared_prefix, "_FEWEST_SEQS", 5)
     assert plan(make_shared_world(lengths, [([0, 1], 8)], num_kv_heads=1)).shared is None
+
+
+TAILS = [(8, 9), (0, 0), (5, 13), (0, 6), (8, 9), (6, 10), (0, 0), (8, 9), (0, 0), (6, 9)]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_heads", "dtype", "tails"),
+    [("int8", 1, torch.float32, TAILS), ("int4", 5, torch.float16, TAILS), ("fp8", 17, torch.float16, None)],
+)
+def test_stored_keys_that_two_groups_share_are_read_once(name, num_heads, dtype, tails):
+    lengths = [140, 0, 200, 90, 130, 150, 64, 131, 0, 129]
+    work = check_stored(name, lengths, [([0, 4, 7], 8), ([2, 5, 9], 5)], tails, num_heads=num_heads, dtype=dtype)
+    assert shared_tiles(work) == [2, 0, 1, 0, 2, 1, 0, 2, 0, 1]
+
+
+@pytest.mark.parametrize("owner", [0, 2])
+@pytest.mark.parametrize(("first_page", "num_shared"), [(8, 2), (7, 1), (3, 0), (0, 0)])
+def test_what_a_sequence_reads_from_its_tail_is_not_shared(owner, first_page, num_shared):
+    """The one that the others are compared with, or another one."""
+    tails = [(10, 11)] * 3
+    tails[owner] = (first_page, 11)
+    work = check_stored("int8", [165, 170, 163], [([0, 1, 2], 10)], tails)
+    assert shared_tiles(work) == [num_shared] * 3
+
+
+def test_a_key_without_a_value_counts_once_where_stored_keys_are_shared():
+    lengths = [80 + 3 * seq for seq in range(11)]
+    options = {"soft_cap": 0.7, "sink_logits": torch.tensor([0.5, 2.0])}
+    check_stored("fp8", [5 * TILE] * 3, [([0, 1, 2], 18)], **options)  # of several items
+    work = check_stored("int8", lengths, [(list(range(11)), 4)], **options)
+    assert shared_tiles(work) == [1] * 11
+    assert sorted(size for _, size, _, _ in work.shared.items.tolist() if size) == [3, 4, 4]
+
+
+def test_stored_keys_within_a_window_are_not_shared():
+    world = make_stored([200] * 3, "int8", block_size=BLOCK, num_kv_heads=1, head_dim=32)
+    rows = plan_rows(*on_cuda(world.block_tables), None, *on_cuda(world.seq_lens), None, pretended(world.layer))
+    quantised_decode(*on_cuda(random_queries(3, 2, 32)), pretended(world.layer), rows, scale=SCALE, window=90)
+    assert rows.works[90].shared is None
 
 
 def test_plans_of_random_tables_take_each_tile_once():

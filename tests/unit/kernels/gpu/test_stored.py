@@ -9,6 +9,7 @@ from kvkeeper.kernels.quantised.formats import FORMATS, quantise
 from kvkeeper.kernels.quantised.layout import QuantisedLayer, QuantisedLayout, layer_of
 from kvkeeper.kernels.quantised.store import plan_slots, store_quantised
 from tests.unit.kernels.gpu.pretend import on_cuda
+from tests.unit.kernels.gpu.test_attention import split_prefill
 from tests.unit.kernels.quantised.worlds import as_numbers, make_stored
 from tests.unit.kernels.worlds import random_queries
 
@@ -22,6 +23,7 @@ def small_device(monkeypatch):
     """One with two multiprocessors; items of a single tile."""
     monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.num_multiprocessors", lambda device: 2)
     monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.FEWEST_ITEM_TOKENS", 64)
+    monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_prefill.num_multiprocessors", lambda device: 2)
 
 
 def pretended(layer):
@@ -50,6 +52,7 @@ def check(world, num_queries=None, group=2, **options):
         options["sink_logits"] = on_cuda(options["sink_logits"])[0]
     found = op(on_cuda(q)[0], layer, rows, scale=SCALE, **options).as_subclass(torch.Tensor)
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[dtype])
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -75,6 +78,36 @@ def test_prefill_reads_blocks_and_pages_in_one_launch(name, dtype):
     )
     check(world, [7, 3, 40])
     check(world, [1, 0, 2], window=20, soft_cap=3.0)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("int8", torch.float32), ("int4", torch.float16), ("fp8", torch.float32)])
+def test_the_number_of_splits_of_a_prefill_does_not_matter(monkeypatch, name, dtype):
+    tails = [(6, 17), (0, 0), (0, 5)]
+    world, found = make_stored([270, 3, 65], name, tails=tails, block_size=16, num_kv_heads=1, head_dim=32, dtype=dtype), []
+    for num_splits in (1, 3, 7):
+        split_prefill(monkeypatch, num_splits)
+        found.append(check(world, [17, 3, 1]))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=TOLERANCE[dtype] / 2)
+
+
+@pytest.mark.parametrize("options", [{"window": 1}, {"window": 65, "soft_cap": 0.5}, {"window": 200}])
+def test_a_split_prefill_with_a_window(monkeypatch, options):
+    split_prefill(monkeypatch, 3)
+    world = make_stored([170, 3, 300], "int8", tails=[(7, 11), (0, 1), (14, 19)], block_size=16, num_kv_heads=1, head_dim=32)
+    check(world, [40, 2, 9], **options)
+
+
+def test_a_split_prefill_without_a_tail(monkeypatch):
+    split_prefill(monkeypatch, 2)
+    check(make_stored([5, 150], "int4", block_size=8, num_kv_heads=2, head_dim=80), [2, 9], group=5)
+
+
+def test_a_key_without_a_value_counts_once_however_many_splits_a_prefill_has(monkeypatch):
+    world = make_stored([5, 270], "int8", tails=[(0, 1), (13, 17)], block_size=16, num_kv_heads=1, head_dim=32)
+    for num_splits in (2, 7):
+        split_prefill(monkeypatch, num_splits)
+        check(world, [3, 20], sink_logits=torch.tensor([1.5, -0.5]))
 
 
 def test_a_key_without_a_value_counts_once_however_many_items_a_sequence_has():

@@ -17,6 +17,7 @@ from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds
 from kvkeeper.engine_service.compute.sampler import sample
 from kvkeeper.engine_service.compute.self_check import load_checked_model
 from kvkeeper.engine_service.compute.served_model import _ready_on_device, _refuses_retention, load_served_model
+from kvkeeper.engine_service.compute.stored.stored_model import stored_layout
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.ranks import move_blocks
@@ -24,6 +25,7 @@ from kvkeeper.engine_service.ranks.block_copies import SmallCopies, copy_spans
 from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
 from kvkeeper.engine_service.values.batch import Batch, BatchRetention
 from kvkeeper.engine_service.values.sampling_params import SamplingRow
+from kvkeeper.kernels.quantised.formats import FORMATS
 from tests.support.models.tiny_models import TINY_MODELS, TinyModel, build_model_folder
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
 from tests.unit.kernels.gpu.captured import WAYS, all_claim_to_be_on_cuda
@@ -45,7 +47,8 @@ def like(name, **overrides):
 
 OSS = {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
 # Heads and experts are those of real models: Llama 70B, Command R+, gpt-oss, Mixtral, Qwen3-30B-A3B, Llama 4. The last layer
-# computes few tokens of a step, so that experts have to be in another one as well. LIBRARY is computed by transformers.
+# computes few tokens of a step, so that experts have to be in another one as well. LIBRARY is computed by transformers. STORED
+# has K and V in 8 bits, with a tail.
 MODELS = [
     like("llama"),
     like("llama", num_attention_heads=64, num_key_value_heads=8),
@@ -57,6 +60,7 @@ MODELS = [
     like("llama4", attention_chunk_size=2048, num_local_experts=16, num_experts_per_tok=1),
     LIBRARY := like("qwen3", num_attention_heads=32),
     like("deepseek_v3", num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=16),
+    STORED := like("llama", num_attention_heads=32, num_key_value_heads=4),
 ]  # fmt: skip
 IDS = [f"{model.name} {model.overrides.get('num_attention_heads', '')}".strip() for model in MODELS]
 
@@ -70,9 +74,11 @@ def runner(request, tmp_path, monkeypatch):
         model = load_checked_model(folder, "qwen3", "float32", **options)
     else:
         model = load_model(folder, **options)[0]
-    layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
+    layout, groups = kv_layout_of(model.config, model.dtype, BLOCK_SIZE), ()
+    if request.param is STORED:
+        layout, groups = stored_layout(model, FORMATS["int8"], BLOCK_SIZE, 256)
     view = layout.view(torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8))
-    return ModelRunner(model, on_cuda(view)[0], layout)
+    return ModelRunner(model, on_cuda(view)[0], layout, groups)
 
 
 def step(*rows, want=WantLogits.LAST) -> Batch:
@@ -115,13 +121,13 @@ def draws(logits: torch.Tensor) -> Iterator[list[SamplingRow]]:
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_no_kernel_is_compiled_after_the_warm_up(runner, monkeypatch):
     seen = note_launches(monkeypatch)
-    with_retention = not _refuses_retention(runner._model)
+    with_retention = not (_refuses_retention(runner._model) or runner._stored)
     bounds = StepBounds(MOST_ROWS, MOST_TOKENS, BUDGET + MOST_ROWS)
     runner.make_ready(bounds, None, with_retention=with_retention, progress=False)
     warm = set(seen)
     names = {name for name, _ in warm}
     assert {"copy_blocks_kernel", "sample_kernel"} <= names
-    assert "shared_kernel" in names or runner._model.config.is_latent
+    assert {"shared_kernel", "quantised_shared_kernel"} & names or runner._model.config.is_latent
     for pairs in ([(1, 2)], [(1, 2), (3, 4)], [(1, 2), (3, 4), (5, 6)], [(1, 2), (2, 3)]):
         runner.copy_blocks(pairs)
     for batch in steps():

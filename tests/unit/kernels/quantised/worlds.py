@@ -87,16 +87,14 @@ def _token(world: StoredWorld, seq: int, entry: int, offset: int) -> torch.Tenso
     layer, layout = world.layer, world.layout
     if world.tail_tables is not None and layer.tail is not None and (page := int(world.tail_tables[seq, entry])):
         return layer.tail[page, :, offset]
-    block, dim = int(world.block_tables[seq, entry]), layout.head_dim
+    block = int(world.block_tables[seq, entry])
     raw, element = layer.elements[block, :, offset].contiguous(), layout.kv_format.dtype
     if not layout.kv_format.scale_bytes:
         assert element is not None
         return raw.view(element).to(layout.dtype)
     scale = (layer.scales[block, :, offset].int() << 16).view(torch.float32)[..., None]
     if element is None:  # two share a byte
-        numbers = torch.zeros(*raw.shape[:-1], dim)
-        for i in range(dim):
-            numbers[..., i] = ((raw[..., i % (dim // 2)].int() >> (4 if i >= dim // 2 else 0)) & 15) - 8
+        numbers = torch.cat((raw & 15, raw >> 4), -1).float() - 8
     else:
         numbers = raw.view(element).float()
     return (numbers * scale).to(layout.dtype)
