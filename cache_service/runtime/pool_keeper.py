@@ -53,7 +53,7 @@ class PoolKeeper:
         self._end_quarantine: Callable[[], None] = lambda: None
 
     async def restore(self, num_verified_blocks: int) -> None:
-        """Takes over what earlier runs have left. Before the pool serves anybody.
+        """Takes over what earlier runs have left. Before the pool serves a session.
 
         num_verified_blocks: how many are compared with their digests, where digests are made; 0 for all.
         """

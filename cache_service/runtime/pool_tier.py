@@ -205,7 +205,7 @@ class PoolTier:
         else:
             try:
                 results = io(orders, self._hosts)
-            except Exception:  # a thread that ends would leave its work to nobody
+            except Exception:  # a thread that ends would leave its work undone
                 log.exception("tier_order_failed", tier=self._name)
                 results = [TierResult.FAILED] * len(orders)
         self._tell(partial(self._end_part, job, at, results, rate))

@@ -114,7 +114,7 @@ def _dropping(answer: Callable[[grpc.aio.ServicerContext], Awaitable[Any]]) -> A
 
 
 def forget_frames(error: BaseException) -> None:
-    """Have an error that was told hold nothing of the call that it ended, whoever still refers to it."""
+    """Have an error that was told hold nothing of the call that it ended, whatever still refers to it."""
     failed: BaseException | None = error
     while failed is not None:
         traceback.clear_frames(failed.__traceback__)

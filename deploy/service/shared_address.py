@@ -2,7 +2,7 @@
 
 The service finds the address free, as one that listens by itself does. Then it holds the port with a socket that listens to
 nothing: the kernel lets only processes of the same user join it, and divides connections among those that listen. A process
-that ends can so be started again while nobody else takes its place. A Unix socket cannot be shared; it has one process.
+that ends can so be started again while no other process takes its place. A Unix socket cannot be shared; it has one process.
 """
 
 import socket

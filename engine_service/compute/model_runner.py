@@ -309,7 +309,7 @@ class ModelRunner:
     def stage(self, batch: Batch, rows: SampledRows = (), counted: Counted | None = None) -> Staged[StepLogits]:
         """Take what the batch says; it may change before the call that computes it, as forward does, is made.
 
-        rows: how a token is drawn from each row of logits, in their order: a graph draws what it can. (): nobody says.
+        rows: how a token is drawn from each row of logits, in their order: a graph draws what it can. (): not told.
         counted: of the rows that are penalised, by `counts`.
         """
         if self.graphed is not None and (replay := self.graphed.stage(batch, rows, counted)) is not None:

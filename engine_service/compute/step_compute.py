@@ -2,7 +2,7 @@
 
 Values in, values out; it never sees a request's stream or the session. A failure ends this batch alone, unless the device is
 lost with it. A step is launched, and read later: on a device the next one may be launched in between, and goes on from tokens
-that nobody has read.
+that the host has not read.
 """
 
 from collections.abc import Callable
@@ -197,7 +197,7 @@ class StepCompute:
             results.fail(error)
             results.is_launched = True
             if moves is not None:
-                results.moves_error = error  # nobody knows which of them were made
+                results.moves_error = error  # which of them were made is not known
             if forward is not None:
                 forward.drop()
         self._lost = results.lost

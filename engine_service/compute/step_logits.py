@@ -13,7 +13,7 @@ class StepLogits:
 
     Attributes:
         values: float32 [R, vocab_size].
-        likeliest: int64 [R], a token also where the logits are not finite; None: nobody has looked.
+        likeliest: int64 [R], a token also where the logits are not finite; None: they were not looked at.
         told: likeliest, but NOT_FINITE where the logits are not; None likewise.
         drawn: int64 [R], each row's token by the parameters that a graph was given, and told is of these; None: by none.
     """

@@ -47,7 +47,7 @@ class InFlight:
         self.computing.get_loop().call_soon_threadsafe(self._end, outcome)
 
     def _end(self, outcome: Computed | BaseException | None) -> None:
-        if self.computing.done():  # nobody waits any more
+        if self.computing.done():  # no turn waits any more
             return
         if isinstance(outcome, BaseException):
             self.computing.set_exception(outcome)

@@ -75,7 +75,7 @@ class UnreadTokens(Generic[OwnerT]):
         return UnreadSlot(self, slot, frozenset(ending_ids))
 
     def take_back(self, slot: "UnreadSlot") -> None:
-        """Nobody draws for its owner any more."""
+        """Nothing is drawn for its owner any more."""
         at = slot.at
         self.owners[at], self._left[at], self._reader_of[at] = None, 0, _NO_READER
         self._ending.subtract(slot.ending_ids)

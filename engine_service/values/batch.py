@@ -33,7 +33,7 @@ class Batch:
         logit_start_loc: int32 [S + 1]; row s has the logits [logit_start_loc[s], logit_start_loc[s + 1]).
         awaited_rows: int64 [T], for a token that the step before draws, the row that it draws it for, of all rows that there
             are; -1: the token is in token_ids. None: all of them are.
-        rows: int64 [S], which of all rows that there are each is; None: nobody takes what it draws from there.
+        rows: int64 [S], which of all rows that there are each is; None: what they draw is taken from nowhere there.
         group_tables: int32 [S, groups - 1, max_blocks], of the groups of layers behind the first; None: there is one group.
         group_slots: int64 [groups - 1, T], likewise.
         retention: of a batch with rows that do not see all of their keys (kernels/attention/retention.py); mostly None.

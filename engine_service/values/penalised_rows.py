@@ -25,7 +25,7 @@ class PenalisedRows:
         tokens: int32 [N, W], tokens of sequences; which [P]: the row of each; num_known [P]: how many of it are there.
         num_prompts: int64 [P], how many of them are the prompt's.
         awaited: int64 [P], the row for which the step before draws one token more, or NOTHING_AWAITED.
-        serials: int64 [P], of each sequence while it has its row of `tokens`: its tokens only grow under it. None: nobody says.
+        serials: int64 [P], of each sequence while it has its row of `tokens`: its tokens only grow under it. None: not told.
     """
 
     where: npt.NDArray[np.int64]

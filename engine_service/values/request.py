@@ -19,7 +19,7 @@ Int32Array = npt.NDArray[np.int32]
 NO_TOKENS: Int32Array = np.empty(0, np.int32)
 NO_TOKENS.flags.writeable = False
 
-NO_SLOT = 0  # of UnreadTokens: nobody's
+NO_SLOT = 0  # of UnreadTokens: no sequence's
 
 
 class FinishReason(IntEnum):

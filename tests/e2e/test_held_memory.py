@@ -225,7 +225,7 @@ async def test_what_a_process_may_still_write_is_kept_back_until_it_is_gone() ->
             assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "read_only_memory")
         async with found.mapper() as mapper:
             place = (NUM_BLOCKS - 1) * BLOCK_BYTES
-            assert await told(mapper, "read", place) == "0", "nobody sees what was there before"
+            assert await told(mapper, "read", place) == "0", "what was there before is not seen"
             assert await told(mapper, "write", place, 7) == "7"
             await found.kill_cache()
             await found.start_cache()
@@ -322,7 +322,7 @@ async def test_a_start_without_the_holder_is_a_cold_one_and_says_so_in_one_line(
 
 
 async def test_memory_without_its_files_is_given_back() -> None:
-    """The operator has removed the folder: what the holder has of it is of no use to anybody."""
+    """The operator has removed the folder: what the holder has of it is of no use any more."""
     async with filled_world() as found:
         await found.kill_cache()
         for path in found.memory.iterdir():

@@ -151,7 +151,7 @@ async def test_where_no_service_runs_there_is_nothing_to_take_over() -> None:
 
 
 async def test_what_an_engine_may_still_write_is_kept_back_until_it_is_gone() -> None:
-    """The engine stands still over the restart, with its memory mapped; nobody gets its blocks till it is killed."""
+    """The engine stands still over the restart, with its memory mapped; no sequence gets its blocks till it is killed."""
     async with kept_fleet() as (services, _):
         await ask_all(services)
         num_cached = (await at_rest(services)).num_cached_blocks

@@ -35,7 +35,7 @@ async def _run(rng: random.Random, num_engines: int, num_kills: int) -> Counts:
             load.start(**_WORKERS)
             await load.until_chunks(1, *range(num_engines))
             kills = 0
-            # More of them where one cut nobody: a busy machine may have sent every last token before it.
+            # More of them where one cut no client: a busy machine may have sent every last token before it.
             while kills < num_kills or min(load.num_cut, load.num_survived) < num_kills:
                 assert kills < _MOST_TRIES * num_kills, f"{kills} kills cut {load.num_cut} and left {load.num_survived}"
                 await load.until_chunks(rng.choice([1, 10, 100, 300]))

@@ -21,7 +21,7 @@ from ..values.types import Int32Array
 from .hyperloglog import UInt64Array, add_hashes, no_registers, num_distinct
 
 _SLICE_SECONDS, _NUM_SLICES = 300.0, 12
-_MOST_NOTED = 256  # sequences that ended; while no prompt comes nobody needs more
+_MOST_NOTED = 256  # sequences that ended; while no prompt comes no more are needed
 _MOST_PROMPTS, _MOST_PROMPT_TOKENS = 64, 1 << 15  # that are not hashed yet
 _SEED = 0x9E3779B97F4A7C15
 

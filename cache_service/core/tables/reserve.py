@@ -144,7 +144,7 @@ class Reservations:
                 most = seqs.num_blocks(want) - table_len
                 granted = max(held, (table_len + entries.most_entries(table_len, most, num_room)) * self._block_size)
             if granted < low or num_room < 0:
-                # Blocks reserved for an older claim help nobody else, so later items are not held back for them.
+                # Blocks reserved for an older claim help no other claim, so later items are not held back for them.
                 starved = starved or num_least > pool.num_available
                 refused.append((slot, num_wanted + len(due)))
                 reserved[row] = min(held, low - 1)

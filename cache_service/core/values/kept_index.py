@@ -1,6 +1,6 @@
 """The memory in which an index is written down, so that a later run of the service finds it: tables and the tenants' names.
 
-Whoever made the memory hands it in. The core reads and writes it, and knows nothing of files.
+The maker of the memory hands it in. The core reads and writes it, and knows nothing of files.
 """
 
 from collections.abc import Callable

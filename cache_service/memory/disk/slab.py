@@ -91,7 +91,7 @@ class Slab:
         return True
 
     def ask(self, names: Sequence[bytes]) -> int | None:
-        """Nobody asks a slab: its table is known."""
+        """A slab is never asked: its table is known."""
         return None
 
     def scan(self) -> list[StoredBlock]:

@@ -159,7 +159,7 @@ class BulkConnections:
         self.close()
 
     def close(self) -> None:
-        """Those that nobody uses."""
+        """Those that are not in use."""
         with self._lock:
             for connection in self._idle:
                 connection.close()

@@ -3,7 +3,7 @@
 A process of its own, because the library is not at home in one that others depend on: its calls wait for as long as they like,
 and it may end its process by a signal when its master is away. STAGING is a descriptor of the memory that values are moved
 through, LINK one of a socket on which each message is a request or an answer, in JSON. Each request has a thread, so that one
-that waits holds up no other; its answer may come when nobody waits for it any more. The process ends when the socket does.
+that waits holds up no other; its answer may come when no call waits for it any more. The process ends when the socket does.
 """
 
 import ctypes

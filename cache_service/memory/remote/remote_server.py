@@ -13,7 +13,7 @@ from ...core.values.copies import TierResult
 
 
 class ServerError(Exception):
-    """No answer. The text may name the address, so it is shown to nobody."""
+    """No answer. The text may name the address, so it is never shown."""
 
 
 class RemoteServer(Protocol):

@@ -58,7 +58,7 @@ class LastTokens:
         return np.where(rows >= 0, self._tokens.cpu().numpy()[rows], token_ids)
 
     def filled_there(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """As filled, of tensors where the tokens are; nobody waits."""
+        """As filled, of tensors where the tokens are; the host does not wait."""
         if not len(self._tokens):
             return token_ids
         return torch.where(rows >= 0, self._tokens[rows.clamp(min=0)], token_ids)

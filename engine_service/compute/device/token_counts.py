@@ -3,7 +3,7 @@
 A sequence that is penalised has a slot, from the first step that draws for it by column. Its history only grows while it has
 its row, and such a step counts the token that it computes. So the host brings what is missing before that token: the whole
 history of a sequence that came, or what steps in between have drawn, and mostly nothing. Slots are few; one that the step does
-not need is taken from whoever has it. The host's side is brought up to date when a step is staged, in the order of steps, and
+not need is taken from the sequence that has it. The host's side is brought up to date when a step is staged, in the order of steps, and
 the device's when it is run. A step that was staged and not run leaves them apart: then all is forgotten, and brought anew.
 """
 
@@ -80,7 +80,7 @@ class TokenCounts:
         """
         dtype = torch.int16 if most_tokens <= _MOST_COUNTED_SHORT else torch.int32
         self.num_slots = min(most_rows, _MOST_BYTES // (vocab_size * dtype.itemsize))
-        # One slot more, of nobody: rows without penalties read its zeros.
+        # One slot more, of no sequence: rows without penalties read its zeros.
         self.tensor = torch.zeros((self.num_slots + 1, vocab_size), dtype=dtype, device=device)
         self._tokens: npt.NDArray[np.int32] | None = None  # the table whose sequences have the slots
         self._slot_of = np.zeros(0, np.int64)  # by row of the table; one that its sequence has lost has another's serial
@@ -101,7 +101,7 @@ class TokenCounts:
     def stage(self, rows: PenalisedRows) -> Counted | None:
         """The rows of the next step in the device's order.
 
-        None: nobody says whose they are, or there are not enough slots; nothing was done.
+        None: whose they are is not told, or there are not enough slots; nothing was done.
         """
         if rows.serials is None or len(rows) > self.num_slots:
             return None

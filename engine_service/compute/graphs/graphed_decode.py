@@ -76,7 +76,7 @@ class GraphedDecode:
         """A call that computes the batch; None: no graph fits, nothing was done.
 
         rows: how the batch's rows are drawn, in their order. They are drawn at once where as_plain knows how, or where nothing
-        but penalties is in its way. (): nobody says.
+        but penalties is in its way. (): not told.
         counted: of the rows that are penalised.
 
         Its logits, float32 [S, vocab_size], and what is beside them are valid until the next one is made.

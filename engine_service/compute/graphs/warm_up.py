@@ -56,7 +56,7 @@ def _shared_out(num_tokens: int, most_tokens: int) -> list[int]:
 
 
 def warm_up_sampling(logits: torch.Tensor, counts: TokenCounts) -> None:
-    """Draw from logits [R, V] in each of the ways that a row can be drawn. counts: of nobody yet."""
+    """Draw from logits [R, V] in each of the ways that a row can be drawn. counts: of no sequence yet."""
     history = np.zeros(2, np.int32)
     shaped = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1, frequency_penalty=0.5)
     for params in (GREEDY, shaped):

@@ -1,7 +1,7 @@
 """Lane: the socket between an engine and a front, from either end.
 
 Frames that are sent in one turn of the event loop leave in one write. The socket is one of a pair that the engine made, and
-nobody else has an end of it; when either process ends, the other one is told at once.
+no other process has an end of it; when either process ends, the other one is told at once.
 """
 
 import asyncio

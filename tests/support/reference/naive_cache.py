@@ -190,7 +190,7 @@ class NaiveCache:
         return self.states().count(state)
 
     def held(self) -> set[int]:
-        """Blocks that are referenced, fenced or quarantined: nobody can have them now."""
+        """Blocks that are referenced, fenced or quarantined: no sequence can have them now."""
         held = set(self.fences).union(
             self.quarantine, *[q.table for q in self.holders], *[pin.blocks for pin in self.pins.values()]
         )

@@ -1,8 +1,8 @@
-"""LateQueue: a DeviceQueue that does nothing until somebody waits for it, as a device that is behind the host.
+"""LateQueue: a DeviceQueue that does nothing until the host waits for it, as a device that is behind the host.
 
 So what the host changes too early is seen by the work that still reads it, and what it reads too early is not there. The copies
 beside it are a second order: each is done as late as it may be, when something has to come behind it, or as early as it may be.
-Whoever forgot to put one behind the other gets the wrong bytes in one of the two.
+Code that forgot to put one behind the other gets the wrong bytes in one of the two.
 """
 
 import threading

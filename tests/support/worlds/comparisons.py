@@ -35,7 +35,7 @@ def compare_pool(driver: Driver, naive: NaiveSteps) -> None:
     if states is not None:
         expect(states, naive.states(), "R1 block states")
     waiting = [naive.classes.get(block, 0) for block in naive.ages]
-    if states is not None or naive.sessions:  # without a session nobody can ask what a service has evicted by itself
+    if states is not None or naive.sessions:  # without a session no call can ask what a service has evicted by itself
         expect((stats.num_no_reuse_blocks, stats.num_soon_blocks), (waiting.count(-1), waiting.count(1)), "blocks by hint")
     if states is not None:
         expect({b: naive.class_of(b) for b in naive.ages}, {b: naive.classes.get(b, 0) for b in naive.ages}, "classes")

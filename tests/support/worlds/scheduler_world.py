@@ -352,7 +352,7 @@ class World:
                 token_ids[place] = self.last_drawn[int(awaited[place])]
         for item, sequence in enumerate(work.sequences):
             first, last = batch.query_start_loc[item : item + 2].tolist()
-            if sequence.state is SequenceState.ENDED:  # nobody may read what is written for it
+            if sequence.state is SequenceState.ENDED:  # what is written for it may not be read
                 self.num_late += 1
                 for slot in batch.slot_mapping[first:last].tolist():
                     assert size <= slot not in writes, "a late row writes where another one does"

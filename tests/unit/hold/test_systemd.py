@@ -92,7 +92,7 @@ def test_variables_of_another_process_are_taken_out_and_not_heeded(manager: tupl
     assert SystemdStore(environ).take() == {}
     assert environ == {"OTHER": "1"}
     store = SystemdStore({"NOTIFY_SOCKET": f"{folder}/nothing-there"})
-    store.tell_ready()  # nobody listens: the holder goes on
+    store.tell_ready()  # no process listens: the holder goes on
 
 
 def test_the_managers_socket_may_have_an_abstract_name() -> None:

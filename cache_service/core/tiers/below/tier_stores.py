@@ -14,7 +14,7 @@ from ...values.types import Int32Array
 from .shared_parts import SharedParts
 from .tier_orders import Store
 
-_STORE_PATIENCE = 4  # deadlines that a store may take: nobody waits for it
+_STORE_PATIENCE = 4  # deadlines that a store may take: no call waits for it
 
 
 class TierStores:

@@ -1,4 +1,4 @@
-"""The threads of a pool's tier: they outlive what goes wrong in them, and nobody else waits for one that hangs."""
+"""The threads of a pool's tier: they outlive what goes wrong in them, and no other work waits for one that hangs."""
 
 import asyncio
 import threading

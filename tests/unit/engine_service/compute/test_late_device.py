@@ -1,6 +1,6 @@
 """Steps on a device that is behind the host: launched before those before them are read, and read late.
 
-The model is a real one; the device does nothing until somebody waits for it (LateQueue).
+The model is a real one; the device does nothing until the host waits for it (LateQueue).
 """
 
 from dataclasses import replace
@@ -109,7 +109,7 @@ def test_what_is_read_late_is_what_would_have_been_read_at_once(model):
     late = Decoding(model, LateQueue())
     assert late.run(ahead=True) == expected
     assert late.num_ahead >= NUM_NEW - 2
-    assert late.queue.most_waiting == 2, "one step runs ahead of one that nobody has read"
+    assert late.queue.most_waiting == 2, "one step runs ahead of one that was not read"
     on_host = Decoding(model, HostQueue())
     assert on_host.run(ahead=True) == expected
     assert on_host.num_ahead == late.num_ahead

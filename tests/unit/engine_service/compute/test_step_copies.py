@@ -1,6 +1,6 @@
 """Transfers and copies on write beside the forward pass: in the order that their blocks need, and one wait of the host a step.
 
-The forward pass of the runner here reads and writes blocks of bytes; the device does nothing until somebody waits for it, and
+The forward pass of the runner here reads and writes blocks of bytes; the device does nothing until the host waits for it, and
 copies as late as they may come, or as early.
 """
 
@@ -208,7 +208,7 @@ def test_transfers_that_break_are_raised_with_the_read(queue, capfd):
 
 
 def test_transfers_are_made_also_where_the_forward_pass_cannot_be_prepared(queue, monkeypatch, capfd):
-    """They are of other sequences, which would wait for ever for orders that nobody answers."""
+    """They are of other sequences, which would wait for ever for orders that are never answered."""
     world = World(queue)
 
     def raises(*args):

@@ -163,4 +163,4 @@ async def test_each_call_of_a_lost_session_is_told_to_the_loop_alone(monkeypatch
     del creator
     gc.collect()
     await asyncio.sleep(0)
-    assert untold == [], "an error of a call that nobody has taken is printed with its traceback"
+    assert untold == [], "an error of a call that was not taken is printed with its traceback"

@@ -26,7 +26,7 @@ ONLY_NATIVE = {
     "gpt_oss": "plain attention",
     "qwen3_next": "the library's attention interface",
 }
-LIMITED = {"phi3": 32}  # whoever computes it
+LIMITED = {"phi3": 32}  # whichever side computes it
 LIBRARY_LIMITED = {"llama4_text": 32}  # through the library alone
 
 

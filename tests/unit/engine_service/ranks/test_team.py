@@ -31,7 +31,7 @@ ILLEGAL, NO_MEMORY = "cudaErrorIllegalAddress", "cudaErrorMemoryAllocation"
 
 
 class NoMeeting:
-    """Sums that nobody needs here."""
+    """Sums that are not needed here."""
 
     num_left = 0
 

@@ -29,7 +29,7 @@ def test_histories_end_with_the_token_of_the_step_before(model, told_by):
         runner.last_tokens.put(seqs, torch.tensor([int(text[-1]) for text in known]))
     batch = dataclasses.replace(rows(seqs), rows=seqs, awaited_rows=seqs, token_ids=np.zeros(len(seqs), np.int64))
     how = [SamplingRow(way, 0, 0, text[:-1], 1, awaited_row=seq) for seq, text in zip(seqs, known, strict=True)]
-    if told_by == "column":  # nobody says whose rows they are, so the device has no counts of them
+    if told_by == "column":  # whose rows they are is not told, so the device has no counts of them
         how = dataclasses.replace(PlainDraws.of(how), penalised=PenalisedRows.of(how))
     work = decode_work(batch, np.array([CONTEXTS[seq] for seq in seqs], np.int32), is_awaited=True)
     work = dataclasses.replace(work, sampled=[None] * len(seqs))

@@ -1,6 +1,6 @@
 """How often the host waits for a device in a step that draws: once, for the mark behind it, whatever way it draws.
 
-Logits claim to be on CUDA, kernels are interpreted, and the device does nothing until somebody waits for it. A beam search is
+Logits claim to be on CUDA, kernels are interpreted, and the device does nothing until the host waits for it. A beam search is
 the one that reads what it has found where it is launched, so no step is launched ahead of its tokens.
 """
 

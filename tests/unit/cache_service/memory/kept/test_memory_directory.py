@@ -368,7 +368,7 @@ def test_damage_of_an_arena_is_noticed_where_digests_are(arena: str, folder: Pat
     unchecked = taken_over(folder)
     assert unchecked is not None and len(unchecked) == 8
     index = taken_over(folder, num_verified_blocks=0)
-    assert index is not None and len(index) == (3 if arena == "host" else 8), "the device block of this number is nobody's"
+    assert index is not None and len(index) == (3 if arena == "host" else 8), "the device block of this number is no node's"
     flip(file_of(folder, "arena"), 3 * SPEC.block_bytes)
     index = taken_over(folder, num_verified_blocks=0)
     assert index is not None and len(index) == 2

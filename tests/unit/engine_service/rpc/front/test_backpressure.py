@@ -96,7 +96,7 @@ async def test_a_full_lane_says_so_reads_on_and_loses_nothing() -> None:
         await other.write(Kind.MESSAGE, 1, b"meanwhile")
         await until(lambda: bool(taken))
         assert taken == [(Kind.MESSAGE, 1, b"meanwhile")]
-        assert (lane.is_full, had_room) == (True, []), "nobody has read"
+        assert (lane.is_full, had_room) == (True, []), "the other end has not read"
         await other.read_until(lambda: len(other.frames) == NUM_PIECES + 1)
         assert other.bodies(Kind.ANSWER, FILLING) == [*map(piece, range(NUM_PIECES)), b"behind it"]
         await until(lambda: bool(had_room))
