@@ -1,7 +1,7 @@
 """Timings: how long something took, as a histogram over the engine's life and exact percentiles of the latest values.
 
-A step with hundreds of sequences has hundreds of gaps between tokens, and many steps come a second, but they are looked at once in
-a while. So what comes is kept as it is, and sorted in when they are looked at or much has come.
+A step with hundreds of sequences has hundreds of gaps between tokens, and many steps come a second, but they are looked at
+once in a while. So what comes is kept as it is, and sorted in when they are looked at or much has come.
 """
 
 from bisect import bisect_left

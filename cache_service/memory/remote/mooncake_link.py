@@ -2,8 +2,8 @@
 
 Owns that process and the memory that values are moved through. Rules: a part of that memory is lent to one call, and lent again
 only once its answer has come or the process is gone, so that a call that outlives its deadline writes into nothing that
-is read; while such calls have all parts, nothing is begun. A process that reads no requests is killed; one that ended is started
-again with the next call.
+is read; while such calls have all parts, nothing is begun. A process that reads no requests is killed; one that ended is
+started again with the next call.
 """
 
 import contextlib

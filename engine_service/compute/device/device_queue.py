@@ -40,7 +40,7 @@ class DeviceQueue(Protocol):
 
     @property
     def is_immediate(self) -> bool:
-        """Whether a step is to be read where it was launched, because all is done by then or no other thread may wait for it."""
+        """Whether a step is to be read where it was launched, because all is done by then or no other thread may wait."""
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run what launches; what it reads of the host's memory may be read as late as it is done."""

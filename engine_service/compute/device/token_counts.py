@@ -3,8 +3,9 @@
 A sequence that is penalised has a slot, from the first step that draws for it by column. Its history only grows while it has
 its row, and such a step counts the token that it computes. So the host brings what is missing before that token: the whole
 history of a sequence that came, or what steps in between have drawn, and mostly nothing. Slots are few; one that the step does
-not need is taken from the sequence that has it. The host's side is brought up to date when a step is staged, in the order of steps, and
-the device's when it is run. A step that was staged and not run leaves them apart: then all is forgotten, and brought anew.
+not need is taken from the sequence that has it. The host's side is brought up to date when a step is staged, in the order of
+steps, and the device's when it is run. A step that was staged and not run leaves them apart: then all is forgotten, and brought
+anew.
 """
 
 from collections.abc import Callable
