@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import pytest
 
+from kvkeeper.cache_service import __main__ as command
+from kvkeeper.cache_service import server
 from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.core.values.errors import OutOfPools
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
@@ -25,6 +27,7 @@ from kvkeeper.cache_service.memory.remote.remote_store import RemoteStore
 from kvkeeper.cache_service.memory.shared_memory import SharedMemory
 from kvkeeper.cache_service.runtime.pool_registry import PoolRegistry
 from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.service.process import StartError
 from tests.support.worlds.memory_folder import SPEC, memory_folder
 
 
@@ -132,3 +135,16 @@ async def test_the_collector_is_told_that_a_pool_stays_where_the_process_is_the_
             gc.unfreeze()
             gc.collect()
             gc.freeze()  # for the tests behind this one, what all of them have imported
+
+
+async def test_the_command_has_its_process_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, object] = {}
+
+    async def start(config: CacheConfig, **options: object) -> None:
+        told.update(options)
+        raise StartError("it was asked")
+
+    monkeypatch.setattr(server, "start_server", start)
+    with pytest.raises(StartError):
+        await command._serve(CacheConfig())
+    assert told == {"owns_process": True}

@@ -396,6 +396,15 @@ def runner_of(ranks: Ranks) -> RankedRunner:
     )
 
 
+def fail_forward(runner: RankedRunner, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank's part of the next forward pass raises the error."""
+
+    def fail(batch: object) -> None:
+        raise error
+
+    monkeypatch.setattr(runner._own, "forward", fail)
+
+
 BATCH = build_batch([ScheduledRow([1, 2], 0, [1])], 4)  # type: ignore[arg-type]
 
 
@@ -413,11 +422,7 @@ def test_a_step_that_the_first_rank_cannot_compute_is_its_own_fault(ranks: Ranks
     told(ranks, monkeypatch)
     ranks.make_ready()
     runner = runner_of(ranks)
-
-    def fail(batch: object) -> None:
-        raise MemoryError("a test")
-
-    monkeypatch.setattr(runner._own, "forward", fail)
+    fail_forward(runner, MemoryError("a test"), monkeypatch)
     with pytest.raises(RankLost, match=r"^the first rank could not compute a step: a test"):
         runner.forward(BATCH)
     runner.copy_blocks([])
@@ -428,11 +433,7 @@ def test_a_sum_that_fails_names_who_is_silent(ranks: Ranks, monkeypatch: pytest.
     told(ranks, monkeypatch, silent_at=Kind.FORWARD)
     ranks.make_ready()
     runner = runner_of(ranks)
-
-    def fail(batch: object) -> None:
-        raise SumFailed("timed out")
-
-    monkeypatch.setattr(runner._own, "forward", fail)
+    fail_forward(runner, SumFailed("timed out"), monkeypatch)
     with pytest.raises(RankLost, match=r"^rank 1: it does not answer"):
         runner.forward(BATCH)
 
@@ -453,10 +454,6 @@ def test_a_device_that_is_lost_between_two_ranks_sums_is_no_failed_sum(ranks: Ra
     told(ranks, monkeypatch, faults_at=Kind.FORWARD, fault=ILLEGAL)
     ranks.make_ready()
     runner = runner_of(ranks)
-
-    def fail(batch: object) -> None:
-        raise SumFailed("Connection closed by peer")
-
-    monkeypatch.setattr(runner._own, "forward", fail)
+    fail_forward(runner, SumFailed("Connection closed by peer"), monkeypatch)
     with pytest.raises(FaultTold, match=f"^rank 1 on cuda:1: {ILLEGAL}: "):
         runner.forward(BATCH)
