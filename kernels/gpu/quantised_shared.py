@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .attention_tiles import begin_rows
-from .shared_prefix import MEMBERS, SharedWork, members_at_once
+from .shared_prefix import MEMBERS, SharedWork, members_at_once, rows_of_members
 from .sizes import cdiv, power_of_2
 from .stored_tiles import StoredPointers, find_tokens, take_stored
 
@@ -61,11 +61,10 @@ def quantised_shared_kernel(
         return
     place = tl.load(items_ptr + item * 4)
     begin, end = tl.load(items_ptr + item * 4 + 2), tl.load(items_ptr + item * 4 + 3)
-    rows, dims = tl.arange(0, M), tl.arange(0, DH)
-    members, in_group = first_member + rows // GROUP_ROWS, rows % GROUP_ROWS
-    is_live = (members < size) & (in_group < GROUP)
-    seqs = tl.load(order_ptr + place + members, mask=is_live, other=0).to(tl.int64)
-    heads, num_heads = kv_head * GROUP + in_group, tl.num_programs(0) * GROUP
+    dims, num_heads = tl.arange(0, DH), tl.num_programs(0) * GROUP
+    members, seqs, heads, is_live = rows_of_members(
+        order_ptr + place, first_member, size, kv_head * GROUP, GROUP, GROUP_ROWS, AT_ONCE
+    )
     wanted = is_live[:, None] & (dims < HALF)[None, :]
     q_ptrs = q_ptr + (seqs * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :]
     q_low = tl.load(q_ptrs, mask=wanted, other=0.0).to(COMPUTE)

@@ -172,6 +172,18 @@ def _tiles_of_rows(member_ptr, seqs, live):
     return tl.where(tl.load(member_ptr + seqs * 4 + 2, mask=live, other=1) == 0, tiles, 0)
 
 
+@triton.jit
+def rows_of_members(
+    order_ptr, first_member, size, first_head, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """Of each row of a matrix, for AT_ONCE members of an item of `size`: member, sequence and head, and whether it is one's."""
+    rows = tl.arange(0, AT_ONCE * GROUP_ROWS)
+    members, in_group = first_member + rows // GROUP_ROWS, rows % GROUP_ROWS
+    live = (members < size) & (in_group < GROUP)
+    seqs = tl.load(order_ptr + members, mask=live, other=0).to(tl.int64)
+    return members, seqs, first_head + in_group, live
+
+
 @triton.jit(do_not_specialize=["table_stride", "num_own"])
 def shared_kernel(
     q_ptr,
@@ -212,11 +224,10 @@ def shared_kernel(
         return
     place = tl.load(items_ptr + item * 4)
     begin, end = tl.load(items_ptr + item * 4 + 2), tl.load(items_ptr + item * 4 + 3)
-    rows, dims = tl.arange(0, AT_ONCE * GROUP_ROWS), tl.arange(0, D)
-    members, in_group = first_member + rows // GROUP_ROWS, rows % GROUP_ROWS
-    live = (members < size) & (in_group < GROUP)
-    seqs = tl.load(order_ptr + place + members, mask=live, other=0).to(tl.int64)
-    heads, num_heads = kv_head * GROUP + in_group, tl.num_programs(0) * GROUP
+    dims, num_heads = tl.arange(0, D), tl.num_programs(0) * GROUP
+    members, seqs, heads, live = rows_of_members(
+        order_ptr + place, first_member, size, kv_head * GROUP, GROUP, GROUP_ROWS, AT_ONCE
+    )
     wanted = live[:, None] & (dims < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + (seqs * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :], mask=wanted, other=0.0).to(COMPUTE)
     table_ptr += tl.load(order_ptr + place).to(tl.int64) * table_stride
