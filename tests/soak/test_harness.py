@@ -4,10 +4,12 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
+import structlog
 
 from tests.soak import __main__ as soak
 from tests.soak import rows
@@ -16,6 +18,13 @@ from tests.soak.progress import SoakState, table
 from tests.soak.row import Row
 from tests.support.processes.fleet import Service
 from tests.support.processes.soak_units import unit
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """A seed that is replayed in this process makes its log quiet."""
+    yield
+    structlog.reset_defaults()
 
 
 def make_row(folder: Path, *, target: int = 40, broken: int = -1, faults: int = 1, number: int = 1, most_s: float = 30) -> Row:
