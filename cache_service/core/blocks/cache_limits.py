@@ -2,8 +2,9 @@
 
 Owns the order in which blocks became evictable, in all and per tenant, and the tenants above their share. Rules: leaves before
 parents, because a parent becomes evictable with its child or later; a tenant above its share loses its own least recently used
-blocks before any other tenant loses one; limits are enforced in slices, after the reply where they do not concern it. Held
-blocks count for no limit, pinned blocks included. A pool without limits does not call CacheLimits.
+blocks before any other tenant loses one; limits are enforced in slices, after the reply where they do not concern it. Pinned
+blocks count for their tenant's share and for no other limit; blocks that sequences hold count for none. A pool without limits
+keeps no counts.
 
 Stamps tell the time, too: the millisecond at which a block became evictable, times 2^20. So the blocks that have outlived their
 time are those up to a stamp, and a clock that goes back makes no block older.
@@ -57,6 +58,7 @@ class CacheLimits:
         self._sweeper, self._sweeper_by_root = Sweeper(), Sweeper()
         self.over: set[int] = set()  # roots of the tenants above their share
         self.counts: Int32Array = np.zeros(MAX_TENANTS + 1, np.int32)  # evictable blocks by -root
+        self.pinned: Int32Array = np.zeros(MAX_TENANTS + 1, np.int32)  # distinct blocks that pins hold, by -root
         self._roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # by evictable block
         if self.has_quotas:
             index.root_of_node = np.zeros(len(index.block_of_node), np.int32)
@@ -69,6 +71,16 @@ class CacheLimits:
     def quota(self, root: int) -> int:
         """Most blocks that the tenant of this root may keep cached."""
         return self._quota_of_root.get(root, self._default_quota)
+
+    def room_for_pins(self, root: int) -> int:
+        """How many more blocks the pins of this tenant may hold under its share, whatever else it has cached."""
+        return self.quota(root) - int(self.pinned[-root]) if self.has_quotas else self._num_usable
+
+    def count_pinned(self, root: int, change: int) -> None:
+        """The pins of this tenant hold so many distinct blocks more, or fewer."""
+        if self.has_quotas:
+            self.pinned[-root] += change
+            self._judge(root)
 
     def add_evictable(self, blocks: Int32Array) -> None:
         """These blocks became evictable, leaves before parents."""
@@ -104,7 +116,7 @@ class CacheLimits:
         """[at most count] victims: the least recently used blocks of tenants above their share."""
         victims = [np.empty(0, np.int32)]
         for root in sorted(self.over, reverse=True):  # the oldest tenant first
-            victims.append(self._queues[root].pop(min(int(self.counts[-root]) - self.quota(root), count)))
+            victims.append(self._queues[root].pop(min(self._excess(root), count)))
             count -= len(victims[-1])
         taken = np.concatenate(victims)
         self.num_quota_evictions += len(taken)
@@ -114,7 +126,7 @@ class CacheLimits:
         """Evicts up to max_blocks of the blocks above the limits. Answers whether more are left."""
         excess = 0
         if self.has_quotas and self.over:
-            excess = sum(int(self.counts[-root]) - self.quota(root) for root in self.over)
+            excess = sum(self._excess(root) for root in self.over)
         if self._max_cached is not None:
             excess = max(excess, pool.num_evictable - self._max_cached)
         if excess > 0:
@@ -143,7 +155,7 @@ class CacheLimits:
             roots = self._index.root_of_node[self._index.node_of_block[blocks]]
             if not np.array_equal(self.counts, np.bincount(-roots, minlength=len(self.counts))):
                 wrong.append("a tenant has the wrong number of evictable blocks")
-            if self.over != {root for root in set(roots.tolist()) if self.counts[-root] > self.quota(root)}:
+            if self.over != {root for root in set(roots.tolist()) if self._excess(root) > 0}:
                 wrong.append("the tenants above their share are wrong")
             for root, queue in self._queues.items():
                 if not np.array_equal(np.sort(queue.live()), blocks[roots == root]):
@@ -152,7 +164,14 @@ class CacheLimits:
 
     def _count(self, root: int, change: int) -> None:
         self.counts[-root] += change
-        if self.counts[-root] > self.quota(root):
+        self._judge(root)
+
+    def _excess(self, root: int) -> int:
+        """Evictable blocks of a tenant above its share; 0 or less where it keeps to it."""
+        return int(self.counts[-root]) + int(self.pinned[-root]) - self.quota(root)
+
+    def _judge(self, root: int) -> None:
+        if self._excess(root) > 0:
             self.over.add(root)
         else:
             self.over.discard(root)

@@ -2,9 +2,9 @@
 
 Owns the session, blocks and deadline of each pin. Rules: a pin holds its blocks as a table does, from the root down without a
 gap, so that no block above a held block is evicted before it; of the other groups of layers it holds what a hit of that length
-reads; all pins together hold at most half the pool; a pin ends at its deadline, with its session, or where a sequence
-that runs alone could not go on beside it, so that a pin delays no sequence for
-ever. Ids and time come from the caller. Does not know tokens or the index.
+reads; all pins together hold at most half the pool, and those of a tenant at most its quota; a pin ends at its deadline, with
+its session, or where a sequence that runs alone could not go on beside it, so that a pin delays no sequence for ever. Ids and
+time come from the caller. Does not know tokens or the index.
 """
 
 from dataclasses import dataclass
@@ -24,10 +24,11 @@ _NEVER = float("inf")
 class Pin:
     """A pinned prefix: blocks [n], the first num_entries from the root down. It lives while now < deadline.
 
-    Behind them stand the blocks of the other groups of layers.
+    Behind them stand the blocks of the other groups of layers. root: of the tenant in the index.
     """
 
     owner: SessionId
+    root: int
     blocks: Int32Array
     deadline: float
     num_entries: int
@@ -53,27 +54,39 @@ class Pins:
     def live(self) -> list[Pin]:
         return list(self._pins.values())
 
-    def fitting(self, blocks: Int32Array) -> Int32Array:
-        """The leading blocks of a prefix that pins have room for; a block that another pin holds takes no room."""
-        taken = self.num_blocks + np.cumsum(self.counts[blocks] == 0)
-        return blocks[: int(np.searchsorted(taken, self.max_blocks, "right"))]
+    def room(self, root: int) -> int:
+        """How many more blocks pins of this tenant may hold; a block that another pin holds takes no room."""
+        return min(self.max_blocks - self.num_blocks, self._pool.limits.room_for_pins(root))
 
-    def num_above(self, blocks: Int32Array) -> int:
-        """How many of these distinct blocks pins have no room for; 0 or less where all fit."""
-        return self.num_blocks + int(np.count_nonzero(self.counts[blocks] == 0)) - self.max_blocks
+    def fitting(self, root: int, blocks: Int32Array) -> Int32Array:
+        """The leading blocks of a tenant's prefix that pins have room for."""
+        taken = np.cumsum(self.counts[blocks] == 0)
+        return blocks[: int(np.searchsorted(taken, self.room(root), "right"))]
+
+    def num_above(self, root: int, blocks: Int32Array) -> int:
+        """How many of a tenant's distinct blocks pins have no room for; 0 or less where all fit."""
+        return self.num_new(blocks) - self.room(root)
+
+    def num_new(self, blocks: Int32Array) -> int:
+        """How many of these distinct blocks no pin holds yet."""
+        return int(np.count_nonzero(self.counts[blocks] == 0))
 
     def add(self, pin_id: str, pin: Pin) -> None:
         """Pins indexed blocks, all of which fit."""
         assert pin_id not in self._pins, "a pin id is drawn once"
-        self.num_blocks += int(np.count_nonzero(self.counts[pin.blocks] == 0))
+        num_new = self.num_new(pin.blocks)
+        self.num_blocks += num_new
+        self._pool.limits.count_pinned(pin.root, num_new)
         self._pool.pin(pin.blocks)
         self._pins[pin_id] = pin
         self._soonest = min(self._soonest, pin.deadline)
 
     def end_pin(self, pin_id: str) -> None:
-        blocks = self._pins.pop(pin_id).blocks
-        self.num_blocks -= int(np.count_nonzero(self.counts[blocks] == 1))
-        self._pool.unpin(blocks[::-1])  # no step reads through a pin, so nothing is fenced
+        pin = self._pins.pop(pin_id)
+        num_freed = int(np.count_nonzero(self.counts[pin.blocks] == 1))
+        self.num_blocks -= num_freed
+        self._pool.limits.count_pinned(pin.root, -num_freed)
+        self._pool.unpin(pin.blocks[::-1])  # no step reads through a pin, so nothing is fenced
 
     def end_pins_of(self, owner: SessionId) -> None:
         """Ends the pins of a session that is over."""

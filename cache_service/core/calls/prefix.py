@@ -6,7 +6,7 @@ import numpy as np
 
 from ..blocks.pins import MAX_PIN_TTL, MAX_PINS, MIN_PIN_TTL, Pin
 from ..pool_state import PoolState
-from ..values.errors import InvalidField, OutOfPins, UnknownLogits, UnknownPin, WrongState
+from ..values.errors import InvalidField, OutOfBlocks, OutOfPins, UnknownLogits, UnknownPin, WrongState
 from ..values.types import NO_INT32, Int32Array, SequenceState, SessionId
 
 
@@ -26,7 +26,7 @@ class PrefixCalls:
     def pin_prefix(self, session: SessionId, pin_id: str, tenant: str, token_ids: Int32Array, ttl: float) -> PinResult:
         """Keeps what is cached of a prefix for ttl seconds, as far as pins have room. pin_id is new and hard to guess.
 
-        Raises UnknownSession, InvalidField, OutOfPins.
+        Raises UnknownSession, InvalidField, OutOfPins, OutOfBlocks: some of it is cached, and pins have room for no part of it.
         """
         self._state.session(session)
         if not MIN_PIN_TTL <= ttl <= MAX_PIN_TTL:
@@ -35,27 +35,33 @@ class PrefixCalls:
         pins.expire(self._state.now)
         if len(pins) >= MAX_PINS:
             raise OutOfPins(f"all {MAX_PINS} pins are in use", limit=MAX_PINS)
-        nodes = index.match(index.find_root(tenant), token_ids, len(token_ids) // self._state.config.block_size)
+        root = index.find_root(tenant)
+        nodes = index.match(root, token_ids, len(token_ids) // self._state.config.block_size)
         blocks = index.block_of_node[nodes]
         if np.count_nonzero(blocks) < len(blocks):  # a block that is in the host tier only cannot be held here
             blocks = blocks[: int(np.argmin(blocks > 0))]
-        num_entries = len(blocks := pins.fitting(blocks))
+        num_wanted = pins.num_new(blocks)
+        num_entries = len(blocks := pins.fitting(root, blocks))
         if len(self._state.config.group_spans) > 1:
-            num_entries, blocks = self._fitting(nodes[:num_entries])
+            num_entries, blocks = self._fitting(root, nodes[:num_entries])
         if not num_entries:
+            if num_wanted:
+                available = max(0, pins.room(root))
+                text = f"{num_wanted} blocks are to be pinned, and pins have room for {available} more of this tenant"
+                raise OutOfBlocks(text, requested=num_wanted, available=available)
             return PinResult("", 0)
         self._state.revision += 1
-        pins.add(pin_id, Pin(session, blocks, self._state.now + ttl, num_entries))
+        pins.add(pin_id, Pin(session, root, blocks, self._state.now + ttl, num_entries))
         self._state.update_pressure()
         return PinResult(pin_id, num_entries * self._state.config.block_size)
 
-    def _fitting(self, nodes: Int32Array) -> tuple[int, Int32Array]:
+    def _fitting(self, root: int, nodes: Int32Array) -> tuple[int, Int32Array]:
         """The longest hit on these nodes that pins have room for: its entries, and its blocks of all groups of layers."""
         pins, index, num_groups = self._state.pins, self._state.index, len(self._state.config.group_spans)
         while len(nodes := index.held.usable(nodes)):
             blocks = index.held.hit_table(nodes)[0]
             blocks = blocks[blocks > 0]
-            num_above = pins.num_above(blocks)
+            num_above = pins.num_above(root, blocks)
             if num_above <= 0:
                 return len(nodes), blocks
             nodes = nodes[: -num_above // num_groups]  # an entry less is at most a block less of each group

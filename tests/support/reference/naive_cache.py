@@ -411,7 +411,8 @@ class NaiveCache:
         num_chosen = num_freed = 0  # evicted; come free by it, what hung below included
         self.num_granted = self.num_free_before = 0
         left = set(self.victims)
-        excess = {tenant: len(keys) - self.quota() for tenant, keys in self.over_quota(self._cached_keys(left)).items()}
+        over = self.over_quota(self._cached_keys(left))
+        excess = {tenant: len(keys) - self.share_left(tenant) for tenant, keys in over.items()}
         while left:
             by_block = {block: key for key, block in self.index.items()}
             cached = list(map(self.index.__getitem__, self._cached_keys(left)))
@@ -457,11 +458,15 @@ class NaiveCache:
     def quota(self) -> int:
         return int(self.config.tenant_quota * self.config.num_usable_blocks)
 
+    def share_left(self, tenant: str) -> int:
+        """What pins leave of a tenant's quota."""
+        return self.quota() - len({block for pin in self.pins.values() if pin.tenant == tenant for block in pin.blocks})
+
     def over_quota(self, cached: Iterable[Key]) -> dict[str, list[Key]]:
         """The cached prefixes of tenants that have too many of them."""
         keys = list(cached) if self.config.tenant_quota < 1 else []
         owned = {tenant: [key for key in keys if key[0] == tenant] for tenant, _ in keys}
-        return {tenant: keys for tenant, keys in owned.items() if len(keys) > self.quota()}
+        return {tenant: keys for tenant, keys in owned.items() if len(keys) > self.share_left(tenant)}
 
     def _next(
         self, blocks: list[int], leaves: list[int], by_block: dict[int, Key], ages: dict[int, int] | None = None

@@ -15,6 +15,7 @@ class NaivePin:
     """One live pin."""
 
     session: str
+    tenant: str
     blocks: list[int]
     deadline: float
 
@@ -22,22 +23,35 @@ class NaivePin:
 class NaiveKeeping(NaiveCache):
     """The reference model, with pins and the time that ends them, and calls that forget."""
 
+    def pinned_blocks(self, tenant: str | None = None) -> set[int]:
+        """The blocks that pins hold, of a tenant or of all."""
+        return {block for pin in self.pins.values() if tenant in (None, pin.tenant) for block in pin.blocks}
+
+    def can_pin(self, tenant: str, tokens: list[int]) -> bool:
+        """Whether nothing of the prefix is cached, or pins have room for some of it."""
+        return not self.match(tenant, tokens) or bool(self.pinnable(tenant, tokens))
+
+    def pinnable(self, tenant: str, tokens: list[int]) -> list[int]:
+        """The leading blocks of a prefix that pins have room for: half the pool in all, and the tenant's quota."""
+        taken, own = self.pinned_blocks(), self.pinned_blocks(tenant)
+        blocks: list[int] = []
+        for block in self.match(tenant, tokens):
+            if len(taken | {block}) > self.config.num_usable_blocks // 2 or len(own | {block}) > self.quota():
+                break
+            taken.add(block)
+            own.add(block)
+            blocks.append(block)
+        return blocks
+
     def pin(self, session: str, tenant: str, tokens: list[int], ttl: float, found: tuple[str, int]) -> None:
         """The core says it pinned so many tokens under this id."""
         self.clock += 1
-        taken = {block for pin in self.pins.values() for block in pin.blocks}
-        most = self.config.num_usable_blocks // 2
-        blocks: list[int] = []
-        for block in self.match(tenant, tokens):
-            if len(taken | {block}) > most:
-                break
-            taken.add(block)
-            blocks.append(block)
+        blocks = self.pinnable(tenant, tokens)
         pin_id, num_tokens = found
         expect(num_tokens, len(blocks) * self.block_size, "tokens pinned")
         expect(bool(pin_id), bool(blocks), "a pin of nothing has no id")
         if blocks:
-            self.pins[pin_id] = NaivePin(session, blocks, self.now + ttl)
+            self.pins[pin_id] = NaivePin(session, tenant, blocks, self.now + ttl)
             self.claim_blocks(None, blocks)
         self.settle()
 
@@ -70,7 +84,7 @@ class NaiveKeeping(NaiveCache):
     def excess(self) -> int:
         """How many cached blocks are above the limits."""
         cached = [key for key, block in self.index.items() if block in self.ages]
-        excess = sum(len(keys) - self.quota() for keys in self.over_quota(cached).values())
+        excess = sum(len(keys) - self.share_left(tenant) for tenant, keys in self.over_quota(cached).items())
         if self.config.max_cached_blocks is not None:
             excess = max(excess, len(cached) - self.config.max_cached_blocks)
         return excess

@@ -357,6 +357,9 @@ class World:
             tenant, key = list(self.naive.index)[choose(len(self.naive.index))]
             tokens = [*key, *tokens[: choose(3)]]
         ttl = (0.5, 3.0, 60.0)[choose(3)]
+        if not self.naive.can_pin(tenant, tokens):
+            self.refused("OUT_OF_BLOCKS", lambda: self.driver.pin_prefix(session, tenant, int32(tokens), ttl))
+            return
         found = self.driver.pin_prefix(session, tenant, int32(tokens), ttl)
         self.naive.pin(session, tenant, tokens, ttl, found)
         self.pin_ids += [found[0]]

@@ -3,6 +3,7 @@
 import pytest
 
 from kvkeeper.cache_service.core.eviction import POLICY_NAMES
+from kvkeeper.cache_service.core.values.errors import OutOfBlocks
 from kvkeeper.cache_service.core.values.types import MatchEnd
 from tests.support.worlds.core_pool import ALL, A, B, CorePool, int32
 
@@ -199,7 +200,46 @@ def test_a_quota_bounds_cached_blocks_and_not_held_ones() -> None:
     pool.manager.pin_prefix(A, "p", "a", int32(range(16)), 60.0)
     pool.step(releases=[1])
     pool.step()
-    assert cached(pool, list(range(32)), tenant="a") == [6]  # 4 pinned, 2 cached
+    assert cached(pool, list(range(32)), tenant="a") == [2]  # both pinned, and nothing beside them
+
+
+def test_pins_count_for_the_quota_of_their_tenant_and_leave_room_for_the_pins_of_others() -> None:
+    pool = CorePool(33, tenant_quota=0.125)  # 4 of 32 blocks
+    long, other = [*ONE, *TWO, *THREE], list(range(400, 408))  # 6 blocks, and 2 beside them
+    pool.prefill(1, long, tenant="a")
+    pool.prefill(2, other, tenant="a")
+    pool.prefill(3, ONE, tenant="b")
+    assert pool.manager.pin_prefix(A, "p", "a", int32(long), 60.0).num_tokens == 16
+    with pytest.raises(OutOfBlocks) as refused:
+        pool.manager.pin_prefix(A, "q", "a", int32(other), 60.0)
+    assert refused.value.metadata == {"requested": "2", "available": "0"}
+    assert pool.manager.pin_prefix(A, "r", "a", int32(long), 60.0).num_tokens == 16  # what is pinned takes no more room
+    assert pool.manager.pin_prefix(A, "s", "b", int32(ONE), 60.0).num_tokens == 8
+    pool.step(releases=[1, 2, 3])
+    pool.step()
+    assert cached(pool, long, other, tenant="a") == [4, 0]  # the quota is full of pinned blocks
+    pool.manager.unpin_prefix(A, "p")
+    pool.manager.unpin_prefix(A, "r")
+    pool.audit()
+    cache(pool, other, "a")
+    assert cached(pool, long, other, tenant="a") == [2, 2]
+
+
+@pytest.mark.parametrize("end", ["time", "session", "clear"])
+def test_a_pin_that_ends_gives_its_share_of_the_quota_back(end: str) -> None:
+    pool = CorePool(17, tenant_quota=0.125)  # 2 of 16 blocks
+    cache(pool, ONE, "a")
+    pool.manager.pin_prefix(B, "p", "a", int32(ONE), 5.0)
+    if end == "time":
+        pass_time(pool, 5.0)
+    elif end == "session":
+        pool.manager.close_session(B, may_still_write=False)
+    else:
+        pool.manager.clear_prefix_cache()
+    pool.audit()
+    cache(pool, TWO, "a")
+    assert cached(pool, TWO, tenant="a") == [2]
+    assert pool.manager.pin_prefix(A, "q", "a", int32(TWO), 60.0).num_tokens == 8
 
 
 def test_a_tenant_may_have_a_quota_of_its_own() -> None:

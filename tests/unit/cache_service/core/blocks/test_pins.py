@@ -3,7 +3,7 @@
 import pytest
 
 from kvkeeper.cache_service.core.blocks.pins import MAX_PIN_TTL, MAX_PINS
-from kvkeeper.cache_service.core.values.errors import InvalidField, OutOfPins, UnknownPin, UnknownSession
+from kvkeeper.cache_service.core.values.errors import InvalidField, OutOfBlocks, OutOfPins, UnknownPin, UnknownSession
 from kvkeeper.cache_service.core.values.types import BlockState, Executor, SessionId
 from tests.support.worlds.core_pool import ALL, A, B, CorePool, int32
 
@@ -71,7 +71,9 @@ def test_all_pins_hold_at_most_half_the_pool_and_a_shared_block_counts_once() ->
     assert pinned(pool, PROMPT[:8], pin_id="q") == 8  # pinned already
     assert pinned(pool, PROMPT, pin_id="r", session=B) == 12
     pool.prefill(2, range(12))
-    assert pinned(pool, list(range(12)), pin_id="s") == 0
+    with pytest.raises(OutOfBlocks) as refused:
+        pinned(pool, list(range(12)), pin_id="s")
+    assert refused.value.metadata == {"requested": "3", "available": "0"}
     stats = pool.manager.stats()
     assert (stats.num_pins, stats.num_pinned_blocks) == (3, 3)
     pool.manager.unpin_prefix(A, "p")
