@@ -224,7 +224,13 @@ class CacheConfig:
         check=between(2, MAX_POOL_BLOCKS),
         details="The null block is one of them. Without a number, a pool of blocks below 4 KiB has at most 1,048,576.",
     )
-    max_sequences: int = setting(256, group="Pools", help="most live sequences of a pool", check=between(1, 1 << 16))
+    max_sequences: int = setting(
+        256,
+        group="Pools",
+        help="most live sequences of a pool",
+        check=between(1, 1 << 16),
+        details="A caller that is no engine leaves a tenth of them to others.",
+    )
     max_tokens_per_sequence: int | None = setting(
         None,
         group="Pools",
@@ -233,7 +239,13 @@ class CacheConfig:
         check=between(1, _MAX_TOKENS),
         details="The engine says at start what bounds it below what its model can do.",
     )
-    max_sessions: int = setting(64, group="Pools", help="most live sessions", check=between(1, 4096))
+    max_sessions: int = setting(
+        64,
+        group="Pools",
+        help="most live sessions",
+        check=between(1, 4096),
+        details="A caller, which is a tenant or else a connection, leaves a tenth of them to others.",
+    )
     eviction_policy: str = setting(
         "adaptive", group="Prefix cache", help="which cached block is forgotten first", choices=POLICY_NAMES
     )

@@ -168,8 +168,8 @@ class PoolManager:
 
     # Sessions
 
-    def open_session(self, session: SessionId, executor: Executor) -> None:
-        self._sessions.open_session(session, executor)
+    def open_session(self, session: SessionId, executor: Executor, caller: str = "") -> None:
+        self._sessions.open_session(session, executor, caller)
 
     def close_session(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
         return self._sessions.close_session(session, may_still_write=may_still_write)
@@ -324,8 +324,9 @@ class PoolManager:
         num_prompt_tokens: int,
         num_new_tokens: int,
         retention: Retention | None = None,
+        session: SessionId | None = None,
     ) -> Admission:
-        return self._admission.check_admission(tenant, token_ids, num_prompt_tokens, num_new_tokens, retention)
+        return self._admission.check_admission(tenant, token_ids, num_prompt_tokens, num_new_tokens, retention, session)
 
     # Questions
 

@@ -26,7 +26,7 @@ from .values.clock import Clock
 from .values.counters import Counters
 from .values.errors import InvalidField, UnknownSequence, UnknownSession
 from .values.pool_config import PoolConfig
-from .values.types import Int32Array, MatchEnd, PressureLevel, SessionId
+from .values.types import Executor, Int32Array, MatchEnd, PressureLevel, SessionId
 
 
 class LowerTier(Protocol):
@@ -131,6 +131,21 @@ class PoolState:
         if slot is None:
             raise unknown_sequence(sequence_id)
         return owner, slot
+
+    def slot_limit(self, owner: SessionState) -> int | None:
+        """The limit that keeps a session from another sequence now, or None where it may have one.
+
+        The sessions of a caller leave a tenth of the slots to other callers. An engine may use all of them: what it serves has
+        shares of its own.
+        """
+        limit = self.config.max_sequences
+        if not self.sequences.num_free_slots:
+            return limit
+        share = limit - limit // 10
+        if owner.executor is Executor.ENGINE or not owner.caller or self.sequences.num_free_slots > limit - share:
+            return None
+        num_own = sum(len(other.ids) for other in self.sessions.values() if other.caller == owner.caller)
+        return share if num_own >= share else None
 
     # Blocks
 

@@ -33,6 +33,7 @@ class EvictionCalls:
             request.num_prompt_tokens,
             request.num_new_tokens,
             sequences.retention(request),
+            live.core.id,
         )
         verdict = pb.ADMISSION_VERDICT_NOW if answer.can_now else pb.ADMISSION_VERDICT_LATER
         return pb.CheckAdmissionResponse(

@@ -8,6 +8,7 @@ steps.
 
 from typing import Protocol
 
+from kvkeeper.service.methods import peer
 from kvkeeper.trust import caller
 from kvkeeper.trust.caller import ANY_TENANT, ForeignTenant
 
@@ -24,6 +25,17 @@ class SessionRequest(Protocol):
     def session_id(self) -> str: ...
     @property
     def epoch(self) -> int: ...
+
+
+def counted_caller(client_name: str) -> str:
+    """The caller that a session counts for, which leaves some sessions and sequences to others.
+
+    A tenant, else a connection. gRPC tells no connections of a Unix socket apart, so there it is what the client calls itself.
+    """
+    tenant, connection = caller.calling().tenant, peer.get()
+    if tenant != ANY_TENANT:
+        return f"tenant {tenant}"
+    return f"{connection}{client_name}" if connection.startswith("unix:") else connection
 
 
 def own_session(manager: SessionManager, request: SessionRequest) -> LiveSession:

@@ -15,7 +15,7 @@ from .convert.reports import pool_info
 from .convert.step import transfer_report
 from .convert.versions import SPOKEN
 from .methods import UNIMPLEMENTED_METHODS, max_message_bytes
-from .ownership import check_own, require_all_tenants
+from .ownership import check_own, counted_caller, require_all_tenants
 
 _EXECUTORS = {
     pb.EXECUTOR_UNSPECIFIED: Executor.CACHE,
@@ -70,6 +70,7 @@ class SessionCalls:
             ttl_ms / 1000,
             request.client_name,
             calling().tenant,
+            caller=counted_caller(request.client_name),
             read_only_memory=read_only,
             packs_host_blocks=request.packs_host_blocks,
         )

@@ -33,6 +33,7 @@ class Session:
     ttl: float
     client_name: str
     deadline: float
+    caller: str = ""  # that it counts for: a tenant or a connection; empty where callers cannot be told apart
     step_id: int = 0
     completed_step_id: int = 0
     mode: SessionMode | None = None
@@ -103,17 +104,22 @@ class SessionTable:
     def live(self) -> list[Session]:
         return list(self._sessions.values())
 
-    def check_room(self) -> None:
-        """Raises OutOfSessions where no session slot is left."""
+    def check_room(self, caller: str = "") -> None:
+        """Raises OutOfSessions where no session slot is left. A caller leaves a tenth of them to others."""
         if len(self._sessions) >= self._max_sessions:
             raise OutOfSessions(f"all {self._max_sessions} sessions are in use", limit=self._max_sessions)
+        share = self._max_sessions - self._max_sessions // 10
+        if caller and sum(session.caller == caller for session in self._sessions.values()) >= share:
+            raise OutOfSessions(f"{share} sessions of this caller are open, the most that one may have", limit=share)
 
-    def open(self, session_id: SessionId, executor: Executor, ttl: float, client_name: str, now: float) -> Session:
+    def open(
+        self, session_id: SessionId, executor: Executor, ttl: float, client_name: str, now: float, caller: str = ""
+    ) -> Session:
         """Each session gets an epoch of its own. Raises OutOfSessions."""
-        self.check_room()
+        self.check_room(caller)
         assert session_id not in self._sessions, "a session id is drawn once"
         self.epoch += 1
-        session = Session(session_id, self.epoch, executor, ttl, client_name, deadline=now + ttl)
+        session = Session(session_id, self.epoch, executor, ttl, client_name, now + ttl, caller)
         self._sessions[session_id] = session
         return session
 

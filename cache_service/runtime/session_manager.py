@@ -71,17 +71,19 @@ class SessionManager:
         client_name: str,
         tenant: str = ANY_TENANT,
         *,
+        caller: str = "",
         read_only_memory: bool = False,
         packs_host_blocks: bool = False,
     ) -> LiveSession:
-        """tenant: that its caller acts for. read_only_memory: where a process attaches, it may only read.
+        """tenant: that its caller acts for. caller: that the session and its sequences count for, see SessionTable.check_room.
 
+        read_only_memory: where a process attaches, it may only read.
         packs_host_blocks: its client converts blocks for a host tier of few bits, where it runs the orders.
         Raises Draining, PoolNotReady, OutOfPools, OutOfSessions, InvalidField, NotImplementedYet.
         """
         if self.is_draining:
             raise Draining("the service is stopping")
-        self.table.check_room()  # before a pool is made, or an idle one replaced, for a session that is then refused
+        self.table.check_room(caller)  # before a pool is made, or an idle one replaced, for a session that is then refused
         if read_only_memory and self.registry.is_on_device:
             raise InvalidField("read_only_memory: memory on a device can be written, too", field="read_only_memory")
         if executor is Executor.ENGINE and not packs_host_blocks and self.registry.stored(spec).host_kv_dtype:
@@ -89,9 +91,9 @@ class SessionManager:
             raise NotImplementedYet(text, feature="host_kv_dtype")
         pool = await self.registry.obtain(spec, may_replace=tenant == ANY_TENANT)
         session_id = SessionId(secrets.token_hex(16))
-        core = self.table.open(session_id, executor, ttl, client_name, self.now())
+        core = self.table.open(session_id, executor, ttl, client_name, self.now(), caller)
         pool.manager.tick(self.now())
-        pool.manager.open_session(session_id, executor)
+        pool.manager.open_session(session_id, executor, caller)
         live = LiveSession(core, pool, secrets.token_hex(16), tenant, read_only_memory)
         pool.sessions.add(session_id)
         self._live[session_id] = live

@@ -3,12 +3,16 @@
 One task per session, in order of the queue, as far as the cache service has slots. What waits is created in one call: a call of
 many costs a fraction of as many calls, and what is created together starts together, in one step instead of many. What comes
 meanwhile gathers for the next call; a long prompt has a call of its own, which holds up no other. A refusal for want of a slot
-is tried again; any other refusal ends that request alone; a lost session ends the task, and wakes the loop.
+is tried again, and the log says what is waited for where that lasts; any other refusal ends that request alone; a lost session
+ends the task, and wakes the loop.
 """
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
+
+import structlog
 
 from kvkeeper.client.errors import KvkeeperError
 
@@ -24,6 +28,10 @@ _MOST_CALLS = 4  # under way at once
 _MOST_IN_CALL = 256  # sequences
 _MOST_TOKENS_IN_CALL = 1 << 16  # of their prompts, 256 KiB; a prompt that has more goes alone
 _RETRY_S = 0.05  # another engine that frees a slot does not tell this one
+_USUAL_WAIT_S = 1.0  # for a slot; what lasts longer is logged
+_LOG_PAUSE_S = 10.0
+
+log = structlog.get_logger()
 
 
 class SequenceCreator:
@@ -44,6 +52,7 @@ class SequenceCreator:
         self._tracing = tracing
         self._calls: dict[asyncio.Task[bool], bool] = {}  # under way, or ended since it looked last: of a long prompt alone?
         self._held: Sequence | None = None  # for the next call: its prompt had no room in the one before
+        self._log_at: float | None = None  # when to log that there is no slot; None while there is one
         self._task = asyncio.create_task(self._run())
 
     def proceed(self) -> None:
@@ -113,6 +122,7 @@ class SequenceCreator:
     def _told(self, sequence: Sequence, result: int | KvkeeperError) -> bool:
         """What became of one of them. False when there is no slot for now. Raises the error that is none of the sequence's."""
         if not isinstance(result, KvkeeperError):
+            self._log_at = None
             sequence.request.start_number = result
             self._scheduler.waiting.created(sequence)
             return True
@@ -122,4 +132,15 @@ class SequenceCreator:
             self._fail(sequence.request, RequestFailed(f"the cache service refused the sequence: {result.reason}"))
         elif not is_out_of_sequences(result):
             raise result
+        else:
+            self._note_no_slot(result)
         return is_bad
+
+    def _note_no_slot(self, refused: KvkeeperError) -> None:
+        """Other callers may hold all slots for long, and then this engine would wait without a word."""
+        now = time.monotonic()
+        if self._log_at is None:
+            self._log_at = now + _USUAL_WAIT_S
+        if now >= self._log_at:
+            self._log_at = now + _LOG_PAUSE_S
+            log.warning("waiting_for_slots", num_waiting=self._scheduler.num_waiting, message=refused.message)

@@ -6,7 +6,7 @@ from ..pool_state import PoolState
 from ..sequences.group_windows import refuse_retention
 from ..tables.prefix_lookup import PrefixLookup
 from ..values.sequence_args import Retention
-from ..values.types import NO_INT32, Int32Array
+from ..values.types import NO_INT32, Int32Array, SessionId
 from ..values.views import Admission
 
 
@@ -24,10 +24,12 @@ class AdmissionCalls:
         num_prompt_tokens: int,
         num_new_tokens: int,
         retention: Retention | None = None,
+        session: SessionId | None = None,
     ) -> Admission:
         """num_prompt_tokens counts where token_ids are not given. With retention it need not start whole: what it holds at once
-        is enough."""
+        is enough. session: that would create it, whose caller has a share of the slots. Raises UnknownSession."""
         state, config = self._state, self._state.config
+        has_slot = state.sequences.num_free_slots > 0 if session is None else state.slot_limit(state.session(session)) is None
         block_size, hits = config.block_size, np.empty(0, np.int32)
         if token_ids is not None:
             num_prompt_tokens = len(token_ids)
@@ -56,7 +58,7 @@ class AdmissionCalls:
             num_room, has_room = 0, False  # an earlier arrival waits, and none starts before it
         can_ever = num_prompt_tokens + num_new_tokens <= limit
         return Admission(
-            can_now=can_ever and has_room and state.sequences.num_free_slots > 0,
+            can_now=can_ever and has_room and has_slot,
             can_ever=can_ever,
             num_hit_tokens=num_hit_blocks * block_size,
             num_required_blocks=num_required,

@@ -8,7 +8,7 @@ from ..sequences.group_windows import refuse_retention
 from ..sequences.session_state import SessionState
 from ..step.validate import check_id
 from ..tables.prefix_lookup import PrefixLookup
-from ..values.errors import DuplicateSequence, InvalidField, NeverFits, OutOfSequences
+from ..values.errors import DuplicateSequence, InvalidField, NeverFits, out_of_sequences
 from ..values.sequence_args import SequenceArgs
 from ..values.types import SessionId
 from .reclaim import Reclaim
@@ -53,9 +53,8 @@ class CreateCalls:
         state, seqs, index = self._state, self._state.sequences, self._state.index
         if not seqs.num_free_slots and self._reclaim.is_left:
             self._reclaim.release_slot()
-        if not seqs.num_free_slots:
-            limit = state.config.max_sequences
-            raise OutOfSequences(f"all {limit} sequences are in use", limit=limit)
+        if (limit := state.slot_limit(owner)) is not None:
+            raise out_of_sequences(limit)
         if not index.has_room_for(args.tenant):
             raise InvalidField("too many tenants on this pool", field="tenant", limit=MAX_TENANTS)
         state.revision += 1

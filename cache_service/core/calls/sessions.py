@@ -33,10 +33,11 @@ class SessionCalls:
         self._swapper = swapper
         self._num_opened = 0
 
-    def open_session(self, session: SessionId, executor: Executor) -> None:
+    def open_session(self, session: SessionId, executor: Executor, caller: str = "") -> None:
+        """caller: that its sequences count for, see PoolState.slot_limit."""
         assert session not in self._state.sessions, "a session id is drawn once"
         self._num_opened += 1
-        self._state.sessions[session] = SessionState(self._num_opened, session, executor)
+        self._state.sessions[session] = SessionState(self._num_opened, session, executor, caller)
 
     def close_session(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
         """Ends a session. Full committed blocks stay cached; blocks that it may still write are kept from reuse.

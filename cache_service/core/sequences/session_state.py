@@ -53,6 +53,7 @@ class SessionState:
     number: int
     session: SessionId
     executor: Executor
+    caller: str = ""  # that its sequences count for; empty where callers cannot be told apart
     ids: IdMap = field(default_factory=IdMap)
     step_id: int = 0
     completed_step_id: int = 0

@@ -290,7 +290,7 @@ class StepApplier:
             batch.fork_parents.tolist(), batch.fork_children.tolist(), batch.fork_lens.tolist(), strict=True
         ):
             parent = owner.ids.get(parent_id)
-            if parent is None or not self._sequences.num_free_slots:
+            if parent is None or self._state.slot_limit(owner) is not None:
                 refused.add(child_id)
                 results.append(ItemResult.NO_ROOM)
                 log.forked_lens.append(0)

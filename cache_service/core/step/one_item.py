@@ -14,7 +14,7 @@ from ..tables.start import SequenceStarter
 from ..tables.step_log import StepLog
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.copies import Copies
-from ..values.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfHostBlocks, OutOfSequences, WrongState
+from ..values.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfHostBlocks, WrongState, out_of_sequences
 from ..values.step_columns import StepBatch, StepReply
 from ..values.types import NO_INT32, Int32Array, ItemResult, SequenceState, SessionId
 from .apply import StepApplier
@@ -127,8 +127,7 @@ class OneItemCalls:
             fork_lens=np.array([num_tokens], np.int32),
         )
         if reply.fork_results[0] == ItemResult.NO_ROOM:
-            limit = self._state.config.max_sequences
-            raise OutOfSequences(f"all {limit} sequences are in use", limit=limit)
+            raise out_of_sequences(self._state.slot_limit(owner) or self._state.config.max_sequences)
 
     def truncate(self, session: SessionId, sequence_id: int, num_tokens: int) -> None:
         """Cuts to num_tokens, 1 or more, and gives back the blocks behind."""

@@ -199,3 +199,8 @@ class TenantNotAllowed(CacheError):
     """The caller acts for one tenant, and names another or all of them. Metadata: field, where one names it."""
 
     reason = "TENANT_NOT_ALLOWED"
+
+
+def out_of_sequences(limit: int) -> OutOfSequences:
+    """The refusal of a sequence for which a session has no slot."""
+    return OutOfSequences(f"{limit} sequences are in use, the most that may be", limit=limit)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.engine_service.loop import sequence_creator
@@ -54,6 +55,7 @@ class World:
         )
         scheduler = SimpleNamespace(
             next_to_create=lambda: self.waiting.pop(0) if self.waiting else None,
+            num_waiting=1,
             waiting=queue,
         )
         fail: Callable[..., None] = lambda request, error: self.failed.append(error)  # noqa: E731
@@ -164,3 +166,30 @@ async def test_each_call_of_a_lost_session_is_told_to_the_loop_alone(monkeypatch
     gc.collect()
     await asyncio.sleep(0)
     assert untold == [], "an error of a call that was not taken is printed with its traceback"
+
+
+async def test_a_wait_for_slots_that_lasts_is_logged_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(sequence_creator, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(sequence_creator, "_RETRY_S", 0)
+    world = World()
+    world.put(3)
+    with capture_logs() as logs:
+        async with world.creator():
+            _, answer = await world.call()
+            for now, result, num_logs in (
+                (100.0, NO_SLOT, 0),
+                (100.9, NO_SLOT, 0),
+                (101.0, NO_SLOT, 1),
+                (105.0, NO_SLOT, 1),
+                (111.0, NO_SLOT, 2),
+                (130.0, 7, 2),  # and then there is a slot
+                (130.0, NO_SLOT, 2),
+                (131.0, NO_SLOT, 3),
+            ):
+                if result == 7:
+                    world.put(4)
+                answer.set_result([result])
+                _, answer = await world.call()  # the last one is judged by now
+                assert len(logs) == num_logs, now
+    assert logs[0]["message"] == NO_SLOT.message
