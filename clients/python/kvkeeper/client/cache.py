@@ -26,23 +26,28 @@ from kvkeeper.client.session_calls import WATCH_TIMEOUT_S, Created, Logits, NewS
 from kvkeeper.client.step_lane import StepLane, attach_lane
 from kvkeeper.client.step_stream import StepStream
 from kvkeeper.client.steps import StepItems, StepResult, decode, encode
-from kvkeeper.client.targets import CACHE as DEFAULT_TARGET
+from kvkeeper.client.targets import cache_address
 from kvkeeper.client.transport import AsyncStream, AsyncTransport
 
 T = TypeVar("T")
 
 
 class AsyncCacheClient:
-    """One channel to a cache service. target is host:port or unix:/path; connects with the first call."""
+    """One channel to a cache service. target is host:port or unix:/path; connects with the first call.
+
+    Without one it is KVKEEPER_CACHE_LISTEN, or else the default of the service.
+    """
 
     def __init__(
         self,
-        target: str = DEFAULT_TARGET,
+        target: str | None = None,
         options: CallOptions | None = None,
         credentials: Credentials | None = None,
     ) -> None:
         """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
-        self._transport = AsyncTransport(target, options or CallOptions(), pb_grpc.CacheServiceStub, credentials)
+        self._transport = AsyncTransport(
+            target or cache_address(), options or CallOptions(), pb_grpc.CacheServiceStub, credentials
+        )
 
     async def __aenter__(self) -> "AsyncCacheClient":
         return self

@@ -8,7 +8,7 @@ from kvkeeper.client import cache_calls
 from kvkeeper.client.cache_calls import Call
 from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.retry import CallOptions
-from kvkeeper.client.targets import CACHE as DEFAULT_TARGET
+from kvkeeper.client.targets import cache_address
 from kvkeeper.client.transport import Transport
 
 if TYPE_CHECKING:
@@ -18,15 +18,19 @@ T = TypeVar("T")
 
 
 class CacheClient:
-    """One channel to a cache service. target is host:port or unix:/path; connects with the first call."""
+    """One channel to a cache service. target is host:port or unix:/path; connects with the first call.
+
+    Without one it is KVKEEPER_CACHE_LISTEN, or else the default of the service.
+    """
 
     def __init__(
         self,
-        target: str = DEFAULT_TARGET,
+        target: str | None = None,
         options: CallOptions | None = None,
         credentials: Credentials | None = None,
     ) -> None:
         """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
+        target = target or cache_address()
         self._transport = Transport(target, options or CallOptions(), pb_grpc.CacheServiceStub, credentials)
 
     def __enter__(self) -> "CacheClient":

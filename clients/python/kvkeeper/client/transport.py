@@ -15,7 +15,8 @@ import grpc.aio
 
 from kvkeeper import tracing
 from kvkeeper.client.credentials import Credentials, TokenChannel
-from kvkeeper.client.errors import KvkeeperError, error_of
+from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.client.reach import Reach
 from kvkeeper.client.retry import CallOptions, Patience
 
 _CHANNEL_OPTIONS = (
@@ -45,6 +46,7 @@ class Transport:
         else:
             channel = grpc.secure_channel(target, tls, options=_CHANNEL_OPTIONS)
         self.channel: Any = TokenChannel(channel, self.credentials) if self.credentials.has_token else channel
+        self.reach = Reach.by_stub(stub_class, target, uses_tls=tls is not None)
         self.stub = stub_class(self.channel)
         self.is_closed = False
 
@@ -71,7 +73,7 @@ class Transport:
             try:
                 return attempt(patience.left(time.monotonic()))
             except grpc.RpcError as failure:
-                error = error_of(failure, is_ours=self.is_closed)
+                error = self.reach.error_of(failure, is_ours=self.is_closed)
                 pause = patience.pause_after(error, time.monotonic())
                 if pause is None:
                     raise error from None
@@ -98,7 +100,8 @@ class Stream:
             try:
                 message = next(self._call)
             except grpc.RpcError as failure:
-                error = error_of(failure, is_ours=self._is_cancelled or self._transport.is_closed)
+                is_ours = self._is_cancelled or self._transport.is_closed
+                error = self._transport.reach.error_of(failure, is_ours=is_ours)
                 pause = None if self._received else self._patience.pause_after(error, time.monotonic())
                 if pause is None:
                     raise error from None
@@ -123,6 +126,7 @@ class AsyncTransport:
         self.credentials = Credentials.of_environment() if credentials is None else credentials
         self._tls = self.credentials.tls_to(target)
         self._stub_class = stub_class
+        self.reach = Reach.by_stub(stub_class, target, uses_tls=self._tls is not None)
 
     @cached_property
     def channel(self) -> Any:
@@ -167,7 +171,7 @@ class AsyncTransport:
     def stream(
         self, method: Any, request: Any, options: CallOptions | None = None, metadata: tracing.Metadata | None = None
     ) -> "AsyncStream":
-        return AsyncStream(method, request, options or self.options, metadata)
+        return AsyncStream(self.reach, method, request, options or self.options, metadata)
 
     async def _repeat(self, options: CallOptions | None, attempt: Callable[[float | None], Any]) -> Any:
         patience = Patience(options or self.options, time.monotonic())
@@ -175,7 +179,7 @@ class AsyncTransport:
             try:
                 return await attempt(patience.left(time.monotonic()))
             except grpc.RpcError as failure:
-                error = error_of(failure)
+                error = self.reach.error_of(failure)
                 pause = patience.pause_after(error, time.monotonic())
                 if pause is None:
                     raise error from None
@@ -185,7 +189,10 @@ class AsyncTransport:
 class AsyncStream:
     """Answers of a server stream, one by one. Repeated only while nothing has been received."""
 
-    def __init__(self, method: Any, request: Any, options: CallOptions, metadata: tracing.Metadata | None = None) -> None:
+    def __init__(
+        self, reach: Reach, method: Any, request: Any, options: CallOptions, metadata: tracing.Metadata | None = None
+    ) -> None:
+        self._reach = reach
         self._patience = Patience(options, time.monotonic())
         self._make_call = lambda: method(request, timeout=self._patience.left(time.monotonic()), metadata=metadata)
         self._received = self._is_cancelled = False
@@ -211,7 +218,7 @@ class AsyncStream:
             try:
                 message = await self._messages.__anext__()
             except grpc.RpcError as failure:
-                await self._start_again(error_of(failure, is_ours=self._is_cancelled))
+                await self._start_again(self._reach.error_of(failure, is_ours=self._is_cancelled))
             except KvkeeperError as error:  # of a call that shares one with others
                 await self._start_again(error)
             except BaseException:

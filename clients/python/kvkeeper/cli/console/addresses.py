@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from kvkeeper.client import targets
+from kvkeeper.client.targets import cache_address, engine_address
 
 _CREDENTIALS = "has_credentials_flags"
 _FLAGS = {
@@ -12,14 +12,6 @@ _FLAGS = {
     "--tls-cert": "certificate to show the services, in PEM",
     "--tls-key": "key of --tls-cert, in PEM",
 }
-
-
-def cache_address() -> str:
-    return os.environ.get("KVKEEPER_CACHE_LISTEN") or targets.CACHE
-
-
-def engine_address() -> str:
-    return os.environ.get("KVKEEPER_ENGINE_LISTEN") or targets.ENGINE
 
 
 def add_cache_flag(parser: argparse.ArgumentParser) -> None:

@@ -13,21 +13,11 @@ OPTIONS = CallOptions(timeout_s=10.0, retry_s=0.0)
 _MORE_TIME = "; --timeout-ms gives it more"
 
 
-def tell_down(service: str, address: str, is_json: bool) -> None:
-    """Reports that the service is down, and how to start it. service is "cache" or "engine"."""
-    complain(
-        f"the {service} service does not answer at {address};"
-        f" start it with `kvkeeper {service}`, or both services with `kvkeeper up`",
-        reason="SERVICE_DOWN",
-        is_json=is_json,
-    )
-
-
 def failure(error: KvkeeperError, args: argparse.Namespace) -> int:
     """Reports the error on stderr. Returns the exit code."""
     is_json = getattr(args, "json", False)
     if error.service_down:
-        tell_down(args.asks, getattr(args, args.asks), is_json)
+        complain(error.message, reason="SERVICE_DOWN", is_json=is_json)
         return EXIT_DOWN
     if error.reason == "CACHE_SERVICE_DOWN":
         text = "the engine service is up, but its cache service does not answer; start it with `kvkeeper cache`"

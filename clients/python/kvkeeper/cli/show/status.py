@@ -8,8 +8,8 @@ from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.cli.console.addresses import add_cache_flag, add_engine_flag, add_json_flag
-from kvkeeper.cli.console.outcome import OPTIONS, tell_down
-from kvkeeper.cli.console.problems import EXIT_DOWN, EXIT_OK
+from kvkeeper.cli.console.outcome import OPTIONS
+from kvkeeper.cli.console.problems import EXIT_DOWN, EXIT_OK, complain
 from kvkeeper.cli.console.tables import size, table
 from kvkeeper.cli.show.readiness import is_serving
 from kvkeeper.client import CacheClient, EngineClient, KvkeeperError
@@ -37,27 +37,29 @@ def add_parser(commands: Any, text: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     asked = (("cache", args.cache, _cache), ("engine", args.engine, _engine))
-    rows = [_state(*each) for each in asked if args.only in (None, each[0])]
+    states = [_state(*each) for each in asked if args.only in (None, each[0])]
+    rows = [row for row, _ in states]
     if args.json:
         print(json.dumps({row.service: asdict(row) for row in rows}))
     else:
         headers = ("service", "state", "address", "version", "serves")
         print(table(headers, [(row.service, row.state, row.address, row.version or "-", row.detail or "-") for row in rows]))
-    for row in rows:
-        if row.state == "down":
-            tell_down(row.service, row.address, args.json)
+    for _, why_down in states:
+        if why_down:
+            complain(why_down, reason="SERVICE_DOWN", is_json=args.json)
     return EXIT_OK if all(row.state == "up" for row in rows) else EXIT_DOWN
 
 
-def _state(service: str, address: str, ask: Callable[[str], tuple[str, str, str]]) -> ServiceStatus:
+def _state(service: str, address: str, ask: Callable[[str], tuple[str, str, str]]) -> tuple[ServiceStatus, str]:
+    """The state of a service, and why it is down, where it is."""
     try:
         version, detail, why_not = ask(address)
         if not why_not and not is_serving(service, address, OPTIONS):
             why_not = "it is starting or stopping"
     except KvkeeperError as error:
         state = "down" if error.service_down else (error.reason or error.code.name).lower().replace("_", " ")
-        return ServiceStatus(service, state, address)
-    return ServiceStatus(service, "not ready" if why_not else "up", address, version, why_not or detail)
+        return ServiceStatus(service, state, address), error.message if error.service_down else ""
+    return ServiceStatus(service, "not ready" if why_not else "up", address, version, why_not or detail), ""
 
 
 def _cache(address: str) -> tuple[str, str, str]:

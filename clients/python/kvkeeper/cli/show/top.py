@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             except KvkeeperError as error:
                 if history.last is None:
                     raise  # a service that never answered is reported as by every other command
-                trouble = _trouble(error, args.cache)
+                trouble = _trouble(error)
             screen.show(frame(args.cache, history, trouble))
             num_frames += 1
             if num_frames == args.frames or screen.wait(started + args.interval - time.monotonic()):
@@ -106,9 +106,9 @@ def _single_keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _trouble(error: KvkeeperError, address: str) -> str:
+def _trouble(error: KvkeeperError) -> str:
     if error.service_down:
-        return f"the cache service does not answer at {address}"
+        return error.message
     return f"the cache service answers {error.reason or error.code.name}"
 
 

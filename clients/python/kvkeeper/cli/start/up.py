@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvkeeper.cli.console.addresses import add_json_flag, cache_address, engine_address
+from kvkeeper.cli.console.addresses import add_json_flag
 from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_USAGE, UsageFailure, complain
 from kvkeeper.cli.console.tables import facts
 from kvkeeper.cli.show.readiness import until_serving
@@ -25,7 +25,8 @@ from kvkeeper.cli.show.status import model_line, pool_line
 from kvkeeper.cli.start.processes import ServiceProcess
 from kvkeeper.cli.start.supervisor import Service
 from kvkeeper.cli.start.together import Together, tell
-from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, targets
+from kvkeeper.client import AsyncCacheClient, AsyncEngineClient
+from kvkeeper.client.targets import ENGINE, cache_address, engine_address
 
 # More than a block long, so that typing it again shows a prefix hit.
 _FIRST_PROMPT = "def fibonacci(n):  # the first n Fibonacci numbers, smallest first"
@@ -109,7 +110,7 @@ async def _ready_text(args: argparse.Namespace) -> str:
     async with AsyncEngineClient(args.engine_listen) as engine_client:
         model = await engine_client.model()
     next_command = f'{_program()} generate "{_FIRST_PROMPT}"'
-    if args.engine_listen != targets.ENGINE:
+    if args.engine_listen != ENGINE:
         next_command += f" --engine {shlex.quote(args.engine_listen)}"
     if args.json:
         report = {

@@ -34,23 +34,28 @@ from kvkeeper.client.engine.resubmit import PAUSE_S, Received, address_in, repea
 from kvkeeper.client.engine.spans import GenerateSpan, begin_generate
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.retry import CallOptions
-from kvkeeper.client.targets import ENGINE as DEFAULT_TARGET
+from kvkeeper.client.targets import engine_address
 from kvkeeper.client.transport import AsyncStream, AsyncTransport, Stream, Transport
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 
 
 class EngineClient:
-    """One channel to an engine service. target is host:port or unix:/path; connects with the first call."""
+    """One channel to an engine service. target is host:port or unix:/path; connects with the first call.
+
+    Without one it is KVKEEPER_ENGINE_LISTEN, or else the default of the service.
+    """
 
     def __init__(
         self,
-        target: str = DEFAULT_TARGET,
+        target: str | None = None,
         options: CallOptions | None = None,
         credentials: Credentials | None = None,
     ) -> None:
         """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
-        self._transport = Transport(target, options or CallOptions(), pb_grpc.EngineServiceStub, credentials)
+        self._transport = Transport(
+            target or engine_address(), options or CallOptions(), pb_grpc.EngineServiceStub, credentials
+        )
         self._others: dict[str, Transport] = {}  # by address, to engines that took over from the first
         self._moved: dict[str, str] = {}  # by id of a submitted request, the address of the engine that took it over
 
@@ -226,16 +231,21 @@ class Generation:
 
 
 class AsyncEngineClient:
-    """One channel to an engine service. target is host:port or unix:/path; connects with the first call."""
+    """One channel to an engine service. target is host:port or unix:/path; connects with the first call.
+
+    Without one it is KVKEEPER_ENGINE_LISTEN, or else the default of the service.
+    """
 
     def __init__(
         self,
-        target: str = DEFAULT_TARGET,
+        target: str | None = None,
         options: CallOptions | None = None,
         credentials: Credentials | None = None,
     ) -> None:
         """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
-        self._transport = AsyncTransport(target, options or CallOptions(), pb_grpc.EngineServiceStub, credentials)
+        self._transport = AsyncTransport(
+            target or engine_address(), options or CallOptions(), pb_grpc.EngineServiceStub, credentials
+        )
         self._others: dict[str, AsyncTransport] = {}  # by address, to engines that took over from the first
         self._many: dict[AsyncTransport, ManyStreams] = {}
         self._moved: dict[str, str] = {}  # by id of a submitted request, the address of the engine that took it over

@@ -16,7 +16,8 @@ import grpc.aio
 
 from kvkeeper import tracing
 from kvkeeper.client.engine.calls import OutputChunk
-from kvkeeper.client.errors import KvkeeperError, error_of, error_of_status
+from kvkeeper.client.errors import KvkeeperError, error_of_status
+from kvkeeper.client.reach import Reach
 from kvkeeper.client.transport import AsyncTransport
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
@@ -43,7 +44,7 @@ class ManyStreams:
         if self._is_unknown or metadata is not None or request.ByteSize() > _MOST_BYTES:
             return self._transport.stub.Generate(request, timeout=timeout, metadata=metadata)
         if self._call is None or self._call.has_ended:
-            self._call = _Call(self._transport.stub.GenerateMany())
+            self._call = _Call(self._transport.stub.GenerateMany(), self._transport.reach)
         return _Numbered(self, self._call, request, timeout)
 
     def own_call(self, error: KvkeeperError, request: pb.GenerateRequest, timeout: float | None) -> Any | None:
@@ -63,8 +64,9 @@ class ManyStreams:
 class _Call:
     """One GenerateMany call and its open streams."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, reach: Reach) -> None:
         self._call = call
+        self._reach = reach
         self._streams: dict[int, _Numbered] = {}
         self._last_number = 0
         self._to_begin: list[pb.NumberedRequest] = []
@@ -143,7 +145,7 @@ class _Call:
                 if message.HasField("parts"):
                     self._take_parts(message.parts)
         except grpc.RpcError as failure:
-            error = error_of(failure)
+            error = self._reach.error_of(failure)
         finally:
             self._end()
             streams, self._streams = self._streams, {}
