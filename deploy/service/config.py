@@ -106,8 +106,8 @@ class ConfigSource(Generic[C]):
             wrong = others[0].partition("=")[0]
             if not wrong.startswith("-"):
                 raise ConfigError(f"unexpected argument {wrong!r} (see {self.program} --help)")
-            near = get_close_matches(wrong, re.findall(r"--[a-z-]+", parser.format_usage()), 1)
-            meant = f", did you mean {near[0]}?" if near else f" (see {self.program} --help)"
+            near = get_close_matches(wrong.lstrip("-"), re.findall(r"--([a-z-]+)", parser.format_usage()), 1)
+            meant = f", did you mean --{near[0]}?" if near else f" (see {self.program} --help)"
             raise ConfigError(f"unknown flag {wrong}{meant}")
         return vars(given)
 

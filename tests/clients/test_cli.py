@@ -142,6 +142,13 @@ async def test_what_belongs_to_a_beam_search_is_wrong_usage_without_one(flags: t
     assert "go with --beams" in outcome.err
 
 
+@pytest.mark.parametrize("flag", ["--temperature", "--top-p", "--top-k", "--min-p", "--seed"])
+async def test_what_shapes_draws_is_wrong_usage_with_a_beam_search(flag: str) -> None:
+    outcome = await kvkeeper("generate", "hello", "--beams", "4", flag, "1", "--engine", NO_SERVICE)
+    assert (outcome.exit_code, outcome.out) == (2, "")
+    assert f"--beams searches, and draws no tokens: leave out {flag}" in outcome.err
+
+
 async def test_text_that_is_not_utf8_is_wrong_usage() -> None:
     broken = os.fsdecode(b"abc \xff\xfe def")
     for argv, said in (

@@ -126,6 +126,12 @@ def test_a_wrong_flag_is_told_in_two_lines_with_what_was_meant(name: str, capsys
     assert reason == f"kvkeeper {name}: error: unrecognized arguments: {flag}=127.0.0.1:1; did you mean {meant}?"
 
 
+@pytest.mark.parametrize("name", ["top", "sequences", "tiers"])
+def test_a_flag_that_is_like_none_is_told_without_a_guess(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert failed(name, "--engine", "127.0.0.1:1") == 2
+    assert capsys.readouterr().err.endswith("error: unrecognized arguments: --engine 127.0.0.1:1\n")
+
+
 @pytest.mark.parametrize(
     ("word", "said"),
     [

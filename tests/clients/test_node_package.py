@@ -1,6 +1,7 @@
 """The Node client as a package: what it holds, its typings, and what it refuses; test_services.py runs it."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -28,3 +29,18 @@ def test_typings_are_those_of_the_protocol_and_refuse_what_is_refused(node_proje
     options = {"strict": True, "noEmit": True, "module": "nodenext", "target": "es2022", "lib": ["es2022"], "types": []}
     (node_project / "tsconfig.json").write_text(json.dumps({"compilerOptions": options, "files": ["typed.ts"]}))
     run("node", compiler, cwd=node_project)
+
+
+def test_a_fresh_clone_can_be_packed(tmp_path: Path) -> None:
+    client, commands = tmp_path / "clients" / "node", tmp_path / "commands"
+    left_out = shutil.ignore_patterns("node_modules", "*.tgz")
+    shutil.copytree(NODE_CLIENT, client, ignore=left_out)
+    shutil.copytree(NODE_CLIENT / "../../protos", tmp_path / "protos", ignore=shutil.ignore_patterns("__pycache__"))
+    commands.mkdir()
+    npm = commands / "npm"  # installs what the checkout has: no test uses a network
+    npm.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/asked\nln -s {NODE_CLIENT}/node_modules node_modules\n')
+    npm.chmod(0o755)
+    run("node", "scripts/pack.js", "add", cwd=client, PATH=f"{commands}:{os.environ['PATH']}")
+    assert (tmp_path / "asked").read_text().startswith("ci ")
+    assert "interface GenerateRequest" in (client / "messages.d.ts").read_text()
+    assert (client / "protos" / "kvkeeper" / "engine" / "v1" / "engine_service.proto").exists()

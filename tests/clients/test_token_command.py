@@ -16,11 +16,14 @@ def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_token_comes_first_and_the_entry_after_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    token, _, entry = printed(capsys, "--name", "gateway", "--role", "client", "--tenant", "acme").partition("\n\n")
+def test_the_token_and_its_entry_go_each_where_it_belongs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["token", "--name", "gateway", "--role", "client", "--tenant", "acme"]) == 0
+    token, entry = capsys.readouterr()
     path = tmp_path / "tokens"
     path.touch(mode=0o600)
     path.write_text(entry)
+    token = token.removesuffix("\n")
+    assert "\n" not in token
     assert read_credentials(path).by_token(token) == Caller("gateway", "acme", Role.CLIENT)
     assert token not in entry and tomllib.loads(entry)["token"][0]["tenant"] == "acme"
 

@@ -3,6 +3,7 @@
 import fnmatch
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -254,11 +255,36 @@ def test_every_image_is_a_stage_of_the_dockerfile(kind: str, variant: str) -> No
 def test_the_image_pins_torch_as_the_constraints_do_and_has_no_secret() -> None:
     text = files.DOCKERFILE.read_text()
     (torch,) = re.findall(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert re.findall(r"\btorch==\S+", text) == [torch]
+    assert set(re.findall(r"\btorch==\S+", text)) == {torch}
     assert all("-c constraints.txt" in line for line in re.findall(r"/pip install .*", text))
     extras = {name for group in re.findall(r"\}\[([\w,]+)\]", text) for name in group.split(",")}
     assert extras <= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     assert not re.search(r"(?i)\b(ARG|ENV)\b[^\n]*(token|secret|password|key)", text)
+
+
+@pytest.mark.parametrize("variant", files.VARIANTS)
+def test_a_change_of_the_sources_leaves_the_layer_of_torch_as_it_is(variant: str) -> None:
+    stages: dict[str, list[str]] = {}
+    for word, rest in files.instructions():
+        if word == "FROM":
+            base, _, name = rest.split()
+            stages[name] = list(stages.get(base, []))
+        else:
+            stages[name].append(f"{word} {rest}")
+    packages = stages[f"{variant}-packages"]
+    torch = next(at for at, line in enumerate(packages) if "torch==" in line)
+    copied = [line for line in packages[:torch] if line.startswith(("COPY", "ADD"))]
+    assert copied == ["COPY constraints.txt ."]
+    assert any("COPY --from=wheel" in line for line in packages[torch:])
+
+
+@pytest.mark.parametrize("unit", sorted(path.name for path in files.UNITS.glob("*.service")))
+def test_a_unit_leaves_little_exposed(unit: str) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    command = ["systemd-analyze", "security", "--offline=true", "--no-pager", "--threshold=30", str(files.UNITS / unit)]
+    judged = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert judged.returncode == 0, judged.stdout[-400:] + judged.stderr
 
 
 # What the build sees

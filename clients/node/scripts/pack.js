@@ -1,11 +1,11 @@
 /**
  * What `npm pack` needs beside the sources: the .proto files, which lie outside of this folder in a checkout, and typings of
  * every message, made from them with their comments. `add` makes both, `remove` takes them away again: in a checkout there is
- * one copy of the protocol alone.
+ * one copy of the protocol alone. In a fresh clone `add` installs the dependencies first, because it reads the protocol with them.
  */
-import { cpSync, rmSync, writeFileSync } from 'node:fs';
+import { execFileSync } from 'node:child_process';
+import { cpSync, existsSync, rmSync, writeFileSync } from 'node:fs';
 import { fileURLToPath } from 'node:url';
-import { PACKAGES, loadRoot } from '../lib/root.js';
 
 const here = (path) => fileURLToPath(new URL(path, import.meta.url));
 const PROTOS = here('../protos');
@@ -13,12 +13,15 @@ const TYPINGS = here('../messages.d.ts');
 const NUMBERS = /^(u?int|s?fixed|sint)(32|64)$|^float$|^double$/;
 
 if (process.argv[2] === 'add') {
+  if (!existsSync(here('../node_modules/protobufjs'))) {
+    execFileSync('npm', ['ci', '--no-audit', '--no-fund'], { cwd: here('..'), stdio: ['ignore', 'ignore', 'inherit'] });
+  }
   rmSync(PROTOS, { recursive: true, force: true });
   cpSync(here('../../../protos/kvkeeper'), `${PROTOS}/kvkeeper`, {
     recursive: true,
     filter: (path) => !/_pb2|__pycache__/.test(path),
   });
-  writeFileSync(TYPINGS, typings());
+  writeFileSync(TYPINGS, typings(await import('../lib/root.js')));
 } else if (process.argv[2] === 'remove') {
   rmSync(PROTOS, { recursive: true, force: true });
   rmSync(TYPINGS, { force: true });
@@ -26,7 +29,7 @@ if (process.argv[2] === 'add') {
   throw new Error('usage: node scripts/pack.js add|remove');
 }
 
-function typings() {
+function typings({ PACKAGES, loadRoot }) {
   const root = loadRoot();
   const spaces = PACKAGES.map((name) => {
     const members = root.lookup(name).nestedArray.map((member) => (

@@ -1,7 +1,11 @@
-"""`kvkeeper token`: a new token, printed once, and the entry of --auth-tokens that lets it in. It writes no file."""
+"""`kvkeeper token`: a new token, printed once, and the entry of --auth-tokens that lets it in. It writes no file.
+
+The token goes to stdout and the entry to stderr, so that a shell can put each where it belongs.
+"""
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from kvkeeper.cli.console.addresses import add_json_flag
@@ -13,8 +17,8 @@ def add_parser(commands: Any, text: str) -> None:
     parser = commands.add_parser(
         "token",
         help=text,
-        description="Prints a new token, which nothing keeps, and the entry for the file of --auth-tokens, in which its SHA-256"
-        " stands. Give the token to the program that calls, in a file that only it may read (--token-file).",
+        description="Prints a new token on stdout, which nothing keeps, and on stderr the entry for the file of --auth-tokens,"
+        " in which its SHA-256 stands. Give the token to the program that calls, in a file that only it may read (--token-file).",
         allow_abbrev=False,
     )
     parser.add_argument("--name", type=_name, required=True, help="of the caller, as the log shows it")
@@ -32,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"token": token, "entry": entry}))
     else:
-        print(f"{token}\n\n{entry}", end="")
+        print(token)
+        print(f"# for the file of --auth-tokens\n{entry}", file=sys.stderr, end="")
     return 0
 
 

@@ -33,6 +33,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown word: the known word most like it; empty where none is."""
-    close = difflib.get_close_matches(word, list(known), 1)
-    return f"; did you mean {close[0]}?" if close else ""
+    """The end of an error about an unknown word or flag: the known one most like it; empty where none is.
+
+    The dashes of flags are left out of the comparison, because they make all short flags alike.
+    """
+    by_name = {each.lstrip("-"): each for each in known}
+    close = difflib.get_close_matches(word.lstrip("-"), by_name, 1)
+    return f"; did you mean {by_name[close[0]]}?" if close else ""

@@ -26,6 +26,9 @@ _SAMPLING_FLAGS = {
 }
 
 
+_DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed")  # flags that shape how tokens are drawn
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", type=utf8, help="text to continue; without it, or with -, stdin is read")
     parser.add_argument("--prompt-file", type=Path, metavar="PATH", help="read the prompt from a file")
@@ -98,6 +101,9 @@ def wrong_together(args: argparse.Namespace) -> str | None:
     """Why these flags cannot be given together."""
     if args.beams is None and (args.length_penalty is not None or args.early_stopping):
         return "--length-penalty and --early-stopping go with --beams"
+    drawing = next((name for name in _DRAWING if getattr(args, name) is not None), None)
+    if args.beams is not None and drawing is not None:
+        return f"--beams searches, and draws no tokens: leave out --{drawing.replace('_', '-')}"
     if args.sink is not None and args.window is None:
         return "--sink goes with --window"
     if args.prompt is not None and args.prompt_file is not None:
