@@ -1,6 +1,8 @@
 """docs/imports.md: which folder imports which, from the import statements themselves."""
 
+import tomllib
 from collections.abc import Iterable
+from pathlib import Path
 
 import grimp
 
@@ -16,14 +18,14 @@ _PICTURES = {
     "The core of the cache service": "kvkeeper.cache_service.core",
     "The engine service": "kvkeeper.engine_service",
 }
-_PACKAGES = ("cache_service", "engine_service", "kernels", "client", "cli", "service", "cuda", "tracing", "vllm")
+_PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 _LEFT_OUT = {"__main__", "unimplemented"}
 
 Edges = dict[str, set[str]]
 
 
 def page() -> str:
-    graph = grimp.build_graph(*(f"kvkeeper.{name}" for name in _PACKAGES), cache_dir=None)
+    graph = grimp.build_graph(*packages(), cache_dir=None)
     lines = head("Who imports what", _INTRO)
     for title, package in _PICTURES.items():
         edges = edges_between(graph, _members(graph, package))
@@ -31,6 +33,12 @@ def page() -> str:
         if circles := circles_of(edges):
             lines += ["In a circle: " + "; ".join(", ".join(f"`{name}`" for name in sorted(one)) for one in circles) + ".", ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def packages() -> list[str]:
+    """Every top-level package of ours, but those that are generated from the protos."""
+    folders = tomllib.loads(_PROJECT.read_text())["tool"]["setuptools"]["package-dir"]
+    return [name for name, folder in folders.items() if not folder.startswith("protos/")]
 
 
 def edges_between(graph: grimp.ImportGraph, members: Iterable[str]) -> Edges:
@@ -54,7 +62,7 @@ def circles_of(edges: Edges) -> list[set[str]]:
 
 
 def _members(graph: grimp.ImportGraph, package: str) -> list[str]:
-    children = [f"kvkeeper.{name}" for name in _PACKAGES] if package == "kvkeeper" else graph.find_children(package)
+    children = packages() if package == "kvkeeper" else graph.find_children(package)
     return [one for one in children if one.rpartition(".")[2] not in _LEFT_OUT]
 
 

@@ -1,13 +1,14 @@
 """The generated pages of docs/ are those that the sources give, and plain text in them is never taken for markup."""
 
 import re
+import tomllib
 from enum import Enum
 from pathlib import Path
 
 import pytest
 
 from docs.generate import PAGES
-from docs.generate.imports import circles_of
+from docs.generate.imports import circles_of, packages
 from docs.generate.markdown import prose, slug, table
 from docs.generate.states import picture
 from kvkeeper.cache_service.config import SOURCE as CACHE
@@ -82,3 +83,8 @@ def test_states_are_drawn_with_their_beginning_and_their_end() -> None:
 def test_circles_of_imports_are_found() -> None:
     assert circles_of({"a": {"b"}, "b": {"c"}, "c": set()}) == []
     assert circles_of({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}}) == [{"b", "c"}, {"d"}]
+
+
+def test_the_picture_of_imports_leaves_no_package_out() -> None:
+    checked = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["root_packages"])
+    assert set(packages()) == {name for name in checked if not name.endswith(".v1")}

@@ -7,6 +7,7 @@ import shlex
 import tomllib
 from pathlib import Path
 
+import google
 import pytest
 from smg.router_args import RouterArgs
 
@@ -109,8 +110,9 @@ def _check_python(words: list[str]) -> None:
 
 
 def _check_pip(words: list[str]) -> None:
-    _require(words[:2] == ["install", "-e"], "only pip install -e")
-    extras = set(re.findall(r"[\w-]+", words[2].removeprefix(".")))
+    _require(words[:2] in (["install", "-e"], ["install", "-c"]), "only pip install -e, or with constraints")
+    _require(words[1] == "-e" or (ROOT / words[2]).exists(), f"no {words[2]}")
+    extras = set(re.findall(r"[\w-]+", words[-1].removeprefix(".")))
     _require(extras and extras <= EXTRAS, f"no extra of {words[2]}")
 
 
@@ -123,10 +125,10 @@ def _check_files(words: list[str]) -> None:
 
 def check(line: str) -> None:
     """Raises Wrong. Calls by grpcurl and buf curl are held to their table by tests/api."""
-    words = shlex.split(line, comments=True)
+    words = [word for word in shlex.split(line, comments=True) if not re.match(r"\d?>", word)]  # output that goes to a file
     if not words or re.fullmatch(r"[A-Z]+=.*", words[0]):  # a variable of the shell
         return None
-    match words[0].removeprefix(".venv/bin/"), words[1:]:
+    match re.sub(r"^(\.venv|/opt/kvkeeper)/bin/", "", words[0]), words[1:]:
         case "make", rest:
             return _check_make(rest)
         case "kvkeeper", rest:
@@ -139,8 +141,23 @@ def check(line: str) -> None:
             return _check_pip(rest)
         case "buf", ["lint", folder]:
             return _require((ROOT / folder / "buf.yaml").exists(), "nothing to lint")
-        case "sed", rest:
-            return _check_files(rest)
+        case ("sed", rest) | ("install", rest):
+            return _check_files([word for word in rest if not word.startswith("/")])
+        case "protoc", rest:
+            folders = [ROOT / "protos", *map(Path, google.__path__)]
+            protos = [word for word in rest if word.endswith(".proto")]
+            found = [any((folder / proto.removeprefix("google/")).exists() for folder in folders) for proto in protos]
+            return _require(protos and all(found), "no such .proto file")
+        case "systemctl", ["daemon-reload"]:
+            return None
+        case "systemctl", ["enable", "--now", *units]:
+            return _check_files([f"deploy/systemd/{unit}.service" for unit in units])
+        case "python3", ["-m", "venv", _]:
+            return None
+        case "useradd", ["--system", *_]:
+            return None
+        case "umask", [mask]:
+            return _require(mask == "077", "a file for its owner alone")
         case "openssl", ["req", *rest]:
             return _require({"-x509", "-nodes", "-keyout", "-out", "-addext"} <= set(rest), "not a certificate and its key")
         case "git", ["checkout", *rest]:

@@ -18,7 +18,7 @@ def add_parser(commands: Any, text: str) -> None:
         "token",
         help=text,
         description="Prints a new token on stdout, which nothing keeps, and on stderr the entry for the file of --auth-tokens,"
-        " in which its SHA-256 stands. Give the token to the program that calls, in a file that only it may read (--token-file).",
+        " with its SHA-256. Give the token to the program that calls, in a file that only it may read (--token-file).",
         allow_abbrev=False,
     )
     parser.add_argument("--name", type=_name, required=True, help="of the caller, as the log shows it")
