@@ -110,7 +110,8 @@ def test_both_services_are_rehearsed_their_tokens_compared_and_their_logs_kept(
     assert services == 2 * ["cache_service.log", "engine_service.log"]
     assert all("ready" in path.read_text() for path in logs.iterdir())
     shown = outputs[part_serving._PLAIN][0]
-    assert all(max(told, key=told.__getitem__) == token for token, told in zip(shown.token_ids, shown.likeliest, strict=True))
+    # Two tokens may be equally likely, to the bit in few bits: any of them is right.
+    assert all(told[token] == max(told.values()) for token, told in zip(shown.token_ids, shown.likeliest, strict=True))
 
 
 def test_every_way_of_serving_is_another_one_and_the_first_is_the_default() -> None:
