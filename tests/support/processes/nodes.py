@@ -91,7 +91,7 @@ class Nodes:
         """Until it serves from all nodes, and knows what they have cached."""
         first, *others = self.nodes
         typed = ["--worker-urls", *(f"grpc://{node.address}" for node in others)] if others else []
-        typed += ["--prometheus-port", self._metrics.rpartition(":")[2], *flags]
+        typed += ["--prometheus-port", self._metrics.rpartition(":")[2], "--log-level", "warn", *flags]
         log = (folder / "gateway.log").open("w")
         with log:
             self._process = await asyncio.create_subprocess_exec(
