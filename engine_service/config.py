@@ -54,6 +54,11 @@ def _addresses_refusal(addresses: str) -> str | None:
     return next(filter(None, map(TARGET_ADDRESS.refusal, addresses.split(",") if addresses else ())), None)
 
 
+def _name_refusal(name: str) -> str | None:
+    is_name = len(name) <= 128 and name.isprintable() and not any(map(str.isspace, name))
+    return None if is_name else "1 to 128 letters, digits and signs without blanks"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything that is decided before the service starts. Raises ConfigError for a value out of its range."""
@@ -64,6 +69,14 @@ class EngineConfig:
         help="folder of a Hugging Face model",
         default_text="the embedded demo model",
         check=Check("a folder", lambda model: None if model else "a folder with config.json, weights and tokenizer.json"),
+    )
+    model_name: str = setting(
+        "",
+        group="Model",
+        help="what clients call the model",
+        default_text="the folder's name, or ORG/NAME of a hub's snapshot",
+        check=Check("1 to 128 letters, digits and signs without blanks, or empty", _name_refusal),
+        details="It says nothing of what is cached: engines share K and V of one model under different names.",
     )
     cache: str = setting("127.0.0.1:7410", group="Addresses", help="address of the cache service", check=TARGET_ADDRESS)
     listen: str = listen_setting("127.0.0.1:7411")

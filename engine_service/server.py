@@ -31,7 +31,7 @@ from kvkeeper.trust.guard import Guard
 
 from .compute.cpu_kernels import switch_kernels
 from .compute.device.device_errors import fault_of
-from .compute.served_model import SAVES_MEMORY, ServedModel, load_served_model
+from .compute.served_model import SAVES_MEMORY, ServedModel, load_served_model, own_name
 from .config import GATEWAY_PACKAGE, EngineConfig
 from .loop.engine import Engine, make_engine
 from .loop.session_loop import CacheServiceRefused, keep_serving
@@ -181,18 +181,20 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         if config.health_address:
             endpoint.open_health(config.health_address)
         await asyncio.to_thread(switch_kernels, config)
-        log.info("starting", doing="loading the model", model=Path(config.model).name, device=config.device)
+        name = config.model_name or own_name(Path(config.model))
+        log.info("starting", doing="loading the model", model=name, device=config.device)
         if model is None and config.tensor_parallel > 1:
             ranks = Ranks(config)
             await asyncio.to_thread(ranks.start)  # they load their parts beside this one
         split = WHOLE if ranks is None else ranks.split
         served = model if model is not None else await asyncio.to_thread(load_served_model, config, split)
+        served = dataclasses.replace(served, served_as=config.model_name)
         if ranks is not None:
             await asyncio.to_thread(ranks.make_ready)
         proposer = await asyncio.to_thread(_load_proposer, config, served)
         shares = FairShare() if config.fair_share else FairShare(connection_of) if config.client_shares else None
         waiting = WaitingSequences(make_ordering(config.policy), shares)
-        engine_tracing = EngineTracing(tracing.tracer(), served.model_id)
+        engine_tracing = EngineTracing(tracing.tracer(), served.name)
         engine = make_engine(config.max_waiting, proposer, engine_tracing, waiting, runs_ahead=config.overlap)
         share = config.intake_percent / 100
         engine.on_turn = lambda is_computing: intake.turns.open_window(share if is_computing else 1.0)
@@ -235,7 +237,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         has_session.set() if is_there else has_session.clear()
         await endpoint.set_serving(is_there and has_taken_over.is_set())
         if is_there and has_taken_over.is_set():
-            log.info("ready", address=endpoint.address, model=served.model_id)
+            log.info("ready", address=endpoint.address, model=served.name)
             ready.set()
 
     async def take_over() -> None:

@@ -174,7 +174,7 @@ class KvMemory:
 
 def client_name(model: ServedModel, address: str) -> str:
     """The session's name, which tells people to which engine it belongs: its model, address and process."""
-    return f"kvkeeper-engine {model.model_id[:_MAX_NAME_PART]} {address} pid {os.getpid()}"
+    return f"kvkeeper-engine {model.name[:_MAX_NAME_PART]} {address} pid {os.getpid()}"
 
 
 async def open_memory(

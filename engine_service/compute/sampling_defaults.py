@@ -15,7 +15,6 @@ from ..values.sampling_params import NEUTRAL, SamplingParams, SamplingParamsErro
 _FILE: Final = "generation_config.json"
 _FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
 _LEAST_TEMPERATURE: Final = 1e-3  # below it the distribution is the likeliest token to float precision
-_MOST_REPETITION_PENALTY: Final = 10
 
 
 def read_sampling_defaults(folder: Path) -> SamplingParams:
@@ -36,8 +35,6 @@ def with_fields(defaults: SamplingParams, given: dict[str, Any]) -> SamplingPara
     """The defaults but for what is given, in the bounds of a request. Raises SamplingParamsError."""
     if 0 < given.get("temperature", 0) < _LEAST_TEMPERATURE:
         given = {**given, "temperature": _LEAST_TEMPERATURE}
-    if not given.get("repetition_penalty", 1) <= _MOST_REPETITION_PENALTY:
-        raise SamplingParamsError("repetition_penalty", given["repetition_penalty"], "above 0 and at most 10")
-    if not given.get("min_p", 0) < 1:
+    if not 0 <= given.get("min_p", 0) < 1:
         raise SamplingParamsError("min_p", given["min_p"], "0 to below 1")
     return replace(defaults, **given)

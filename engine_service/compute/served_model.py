@@ -50,7 +50,7 @@ _CPU = torch.device("cpu")
 class ServedModel:
     """A loaded model. layout takes the block size, make_runner puts the model on a view of an arena."""
 
-    model_id: str
+    model_id: str  # the model's own name, which says with the revision whose K and V it is
     revision: str
     architecture: str
     num_parameters: int
@@ -70,6 +70,12 @@ class ServedModel:
     device: torch.device = _CPU
     kv_format: str = ""  # what K and V are stored in; empty: what it computes in
     num_ranks: int = 1  # that share the model; layout and runner are of this one
+    served_as: str = ""  # what clients call it; empty: by its own name
+
+    @property
+    def name(self) -> str:
+        """What clients call it, and what people are told."""
+        return self.served_as or self.model_id
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -159,13 +165,22 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def own_name(folder: Path) -> str:
+    """Of a model's folder: its own, or ORG/NAME where a hub's client keeps it as models--ORG--NAME/snapshots/HASH."""
+    folder = folder.resolve()
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/", 1)
+    return folder.name
+
+
 def _from_folder(
     folder: Path, raw: dict[str, Any], model: Model, compute_dtype: str, num_parameters: int, rope_parameters: str
 ) -> ServedModel:
     config, dtype = model.config, model.dtype
     architectures = raw.get("architectures") or [raw.get("model_type")]
     return ServedModel(
-        model_id=folder.name,
+        model_id=own_name(folder),
         revision=weights_digest(folder),
         architecture=str(architectures[0]),
         num_parameters=num_parameters,

@@ -55,7 +55,7 @@ PREFIX = "kvkeeper_engine_"
 
 def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) -> Iterator[Metric]:
     """Everything of one scrape. Called on the loop that runs the engine."""
-    label = {"model": model.model_id}
+    label = {"model": model.name}
     counts = {**engine_counts(engine), "num_kept_results": num_kept_results}
     for names, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
         for name in names:
@@ -65,7 +65,7 @@ def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) ->
         PREFIX + "scheduling_policy", "1 for the policy in force, 0 for the others.", labels=["model", "policy"]
     )
     for policy in POLICIES:
-        policies.add_metric([model.model_id, policy], policy == engine.scheduler.waiting.ordering.policy.name)
+        policies.add_metric([model.name, policy], policy == engine.scheduler.waiting.ordering.policy.name)
     yield policies
     stats = engine.stats
     ended = CounterMetricFamily(
@@ -74,7 +74,7 @@ def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) ->
         labels=[*label, "finish_reason"],
     )
     for reason in FinishReason:
-        ended.add_metric([model.model_id, reason.name.lower()], stats.num_ended[reason])
+        ended.add_metric([model.name, reason.name.lower()], stats.num_ended[reason])
     yield ended
     for name, text, lens in (
         ("prompt_length_tokens", "Prompt tokens of a request that ended.", stats.prompt_lens),
@@ -100,7 +100,7 @@ def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) ->
     ):
         yield _histogram(f"{PREFIX}{own}_seconds", text, timings.histogram, label)
         if standard is not None:
-            yield _histogram(f"{standard}_seconds", text, timings.histogram, {"gen_ai_request_model": model.model_id})
+            yield _histogram(f"{standard}_seconds", text, timings.histogram, {"gen_ai_request_model": model.name})
         for percentile in (50, 99):
             gauge = GaugeMetricFamily(
                 f"{PREFIX}{own}_p{percentile}_seconds", f"{text} Over the latest 4,096 values.", labels=["model"]

@@ -25,6 +25,7 @@ from ..outputs.model_text import ModelText
 from ..text_workers.text_work import TextWork
 from ..values.errors import EngineError, InvalidField
 from ..values.request import Int32Array
+from ..values.sampling_params import SamplingParams
 from .admission import Admission
 from .decode_request import (
     page_of,
@@ -85,12 +86,18 @@ class EngineService:
         self.streams = Streams(self._admission.admit, turns, self.pace, config.many_calls, hide_bug)
 
     @property
-    def model_id(self) -> str:
-        return self._model.model_id
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self._model.name
 
     @property
     def text(self) -> ModelText:
         return self._model.text
+
+    @property
+    def sampling_defaults(self) -> SamplingParams:
+        """The model's own, where a request names no field."""
+        return self._model.sampling_defaults
 
     @property
     def num_streams(self) -> int:
@@ -107,7 +114,7 @@ class EngineService:
         families = list(engine_metrics(self._engine, self._model, self._submissions.num_kept))
         yield from families
         if self._config.vllm_metrics:
-            yield from vllm_metrics(families, self._model.model_id)
+            yield from vllm_metrics(families, self._model.name)
 
     async def take_over(self, target: str, address: str) -> None:
         """Take the place of the engine at target; address: of this one, for clients. Raises TakeOverRefused."""
@@ -215,7 +222,7 @@ class EngineService:
     async def get_model(self, request: pb.GetModelRequest) -> pb.GetModelResponse:
         model, memory = self._model, self._engine.memory
         return pb.GetModelResponse(
-            model_id=model.model_id,
+            model_id=model.name,
             revision=model.revision,
             architecture=model.architecture,
             num_parameters=model.num_parameters,

@@ -28,7 +28,7 @@ class SamplingParams:
     Attributes:
         temperature: 0 to 100; 0: the likeliest token (greedy), and the filters below do not apply.
         top_p: (0, 1], 1: off. top_k: >= 0, 0: off. min_p: [0, 1], 0: off. typical_p: (0, 1], 1: off.
-        repetition_penalty: > 0, 1: off; divides positive and multiplies negative logits of every token of prompt and
+        repetition_penalty: (0, 10], 1: off; divides positive and multiplies negative logits of every token of prompt and
             output (arXiv 1909.05858).
         frequency_penalty, presence_penalty: -2 to 2, 0: off; subtracted per occurrence, and once, in the output.
 
@@ -51,7 +51,7 @@ class SamplingParams:
         self._check("top_k", 0 <= self.top_k < 2**31 and self.top_k == int(self.top_k), "an integer of at least 0")
         self._check("min_p", 0 <= self.min_p <= 1, "0 to 1")
         self._check("typical_p", 0 < self.typical_p <= 1, "above 0 and at most 1")
-        self._check("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0 and at most 100")
+        self._check("repetition_penalty", 0 < self.repetition_penalty <= 10, "above 0 and at most 10")
         self._check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2")
         self._check("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2")
 

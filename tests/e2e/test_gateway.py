@@ -1,17 +1,15 @@
 """The real gateway and the clients that people have, on `kvkeeper serve` with the demo model.
 
-What the gateway gives is held against what our own client gets from the same engine. Everything is greedy or seeded.
+What the gateway gives is held against what our own client gets from the same engine, with the model's own defaults. Everything
+is greedy or seeded.
 """
 
 import json
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,62 +20,20 @@ import transformers
 
 from kvkeeper.client import CallOptions, EngineClient, GenerateOptions, Sampling
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from tests.support.processes.services import environment, short_folder
+from tests.support.processes.serve import END_S, MODEL, Served, serving
+from tests.support.processes.services import environment
 
 PROMPT = "def fibonacci(n):"
 LONG_PROMPT = "\n".join(f"def number_{n}(x):\n    return x + {n}" for n in range(12))
 CHAT: list[Any] = [{"role": "user", "content": PROMPT}]
 SCHEMA = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": False}
 TOOL: Any = {"type": "function", "function": {"name": "decide", "description": "decides", "parameters": SCHEMA}}
-END_S = 60.0
-_EACH_TOKEN = {"KVKEEPER_ENGINE_STREAM_INTERVAL_MS": "0"}  # is a message, however fast they come
-
-
-@dataclass(frozen=True)
-class Served:
-    """What `kvkeeper serve` said, and its process."""
-
-    ready: dict[str, str]
-    process: "subprocess.Popen[str]"
-    log: Path
-
-    @property
-    def model(self) -> str:
-        return self.ready["model"]
-
-
-def free_addresses(count: int) -> list[str]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
-
-
-def serve_command(*flags: str) -> list[str]:
-    return [sys.executable, "-m", "kvkeeper.cli", "serve", "--json", "--pool-memory", "64MiB", *flags]
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    http, cache, engine, metrics = free_addresses(4)
-    addresses = ("--http", http, "--cache-listen", cache, "--engine-listen", engine)
-    with short_folder() as folder, (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            serve_command(*addresses, "--gateway-prometheus-port", metrics.rpartition(":")[2]),
-            env=environment(folder) | _EACH_TOKEN, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
-        )  # fmt: skip
-        try:
-            line = process.stdout.readline() if process.stdout else ""
-            assert line, (folder / "log").read_text()
-            yield Served(json.loads(line), process, folder / "log")
-        finally:
-            for _ in range(2):  # the second one ends it at once, where the gateway would wait for seconds
-                process.send_signal(signal.SIGINT)
-            process.communicate(timeout=END_S)
+    with serving() as found:
+        yield found
 
 
 @pytest.fixture
@@ -93,7 +49,7 @@ def own(served: Served) -> Iterator[EngineClient]:
 
 
 def text_of(own: EngineClient, prompt: Any, **sampling: Any) -> str:
-    options = GenerateOptions(sampling=Sampling(**{"temperature": 0, "max_tokens": 16, "repetition_penalty": 1.0, **sampling}))
+    options = GenerateOptions(sampling=Sampling(**{"temperature": 0, "max_tokens": 16, **sampling}))
     return "".join(chunk.text for chunk in own.generate(prompt, options))
 
 
@@ -101,12 +57,53 @@ def text_of(own: EngineClient, prompt: Any, **sampling: Any) -> str:
 
 
 def test_the_ready_text_names_what_works(served: Served) -> None:
-    assert served.model == "demo_model"
+    assert served.model == MODEL
     assert served.ready["http"].startswith("http://127.0.0.1:")
     command = ["bash", "-c", served.ready["curl"] + " -s"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=END_S, check=True)
     assert json.loads(said.stdout)["choices"][0]["text"]
     assert served.ready["openai"].startswith("OpenAI(base_url=")
+
+
+def test_what_is_told_before_ready_is_the_services_own(served: Served) -> None:
+    """Not the gateway's drawing, colours, remarks on what it is not, nor what waiting for it makes it say."""
+    *_, last = lines = served.told.splitlines()
+    assert last == "kvkeeper: starting the gateway service"
+    others = [line for line in lines if not line.startswith("kvkeeper: ")]
+    assert {json.loads(line)["service"] for line in others} == {"cache", "engine"}
+
+
+def test_a_warning_of_the_gateway_is_told_as_json(served: Served, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=served.model, prompt=PROMPT, max_tokens=100_000)
+    told = served.log.read_text().removeprefix(served.told)
+    assert "\x1b" not in told
+    lines = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    assert any(line["level"] == "WARN" and "failed" in line["message"] for line in lines if "service" not in line)
+
+
+def test_the_model_has_the_name_of_its_repository_everywhere(served: Served, client: openai.OpenAI, own: EngineClient) -> None:
+    assert [model.id for model in client.models.list().data] == [MODEL]
+    assert own.model().model_id == MODEL
+
+
+def test_nothing_is_looked_up_on_a_hub_and_tokens_are_those_of_the_folder(served: Served, client: openai.OpenAI) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(served.folder)
+    found = client.post("/tokenize", body={"model": served.model, "prompt": LONG_PROMPT}, cast_to=dict[str, Any])
+    assert found["tokens"] == tokenizer(LONG_PROMPT)["input_ids"]
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+    with pytest.raises(openai.BadRequestError, match="image"):
+        client.chat.completions.create(model=served.model, messages=[{"role": "user", "content": [picture]}])  # type: ignore[list-item]
+    assert served.hub.asked == []
+
+
+def test_the_models_own_defaults_shape_what_is_drawn(served: Served, client: openai.OpenAI, own: EngineClient) -> None:
+    options = GenerateOptions(sampling=Sampling(seed=5, max_tokens=16))
+    expected = "".join(chunk.text for chunk in own.generate(PROMPT, options))
+    found = client.completions.create(model=served.model, prompt=PROMPT, seed=5, max_tokens=16)
+    assert found.choices[0].text == expected
+    neutral = Sampling(seed=5, max_tokens=16, temperature=1, top_k=0, repetition_penalty=1, typical_p=1)
+    assert expected != "".join(chunk.text for chunk in own.generate(PROMPT, GenerateOptions(sampling=neutral)))
 
 
 def test_a_completion_is_what_the_engine_gives(served: Served, client: openai.OpenAI, own: EngineClient) -> None:
@@ -167,6 +164,10 @@ def test_a_stop_string_ends_the_text_before_it(served: Served, client: openai.Op
     found = client.completions.create(model=served.model, prompt=PROMPT, max_tokens=30, temperature=0, stop=[stop])
     assert found.choices[0].text == whole[: whole.index(stop)]
     assert found.choices[0].finish_reason == "stop"
+    kept = client.completions.create(
+        model=served.model, prompt=PROMPT, max_tokens=30, temperature=0, stop=[stop], extra_body={"no_stop_trim": True}
+    )
+    assert kept.choices[0].text == whole[: whole.index(stop) + len(stop)]
 
 
 def test_log_probabilities_are_the_engines(served: Served, client: openai.OpenAI, own: EngineClient) -> None:
@@ -176,7 +177,7 @@ def test_log_probabilities_are_the_engines(served: Served, client: openai.OpenAI
     told = found.choices[0].logprobs
     assert told is not None
     assert told.content is not None
-    options = GenerateOptions(sampling=Sampling(max_tokens=4, temperature=0, repetition_penalty=1.0, num_logprobs=2))
+    options = GenerateOptions(sampling=Sampling(max_tokens=4, temperature=0, num_logprobs=2))
     ids = transformers.AutoTokenizer.from_pretrained(DEMO_MODEL_DIR).apply_chat_template(CHAT, return_dict=False)
     expected = [each for chunk in own.generate(ids, options) for each in chunk.logprobs]
     assert [token.logprob for token in told.content] == pytest.approx([each.logprob for each in expected], abs=1e-4)
@@ -262,6 +263,11 @@ def test_errors_have_the_status_that_clients_expect(served: Served, client: open
         client.completions.create(model=served.model, prompt=PROMPT, max_tokens=100_000)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model=served.model, prompt=PROMPT, temperature=9)
+    for refused in ({"ebnf": 'root ::= "a"'}, {"min_tokens": 1}):
+        with pytest.raises(openai.BadRequestError, match="not served"):
+            client.completions.create(model=served.model, prompt=PROMPT, max_tokens=4, extra_body=refused)
+    with pytest.raises(openai.BadRequestError, match="Embed"):
+        client.embeddings.create(model=served.model, input=PROMPT)
     with pytest.raises(openai.NotFoundError, match="no-such-model"):
         client.completions.create(model="no-such-model", prompt=PROMPT)
     assert client.completions.create(model=served.model, prompt=PROMPT, max_tokens=1).choices, "it serves on"

@@ -82,9 +82,12 @@ async def test_requests_of_one_call_end_each_for_itself(world: Services) -> None
 
 
 @pytest.mark.parametrize("reads_parts", [True, False])
-async def test_what_is_tokens_alone_comes_as_columns_to_a_client_that_reads_them(world: Services, reads_parts: bool) -> None:
+@pytest.mark.parametrize("pace", [{}, {"stream_interval_ms": 0.0}], ids=["default", "each"])
+async def test_what_is_tokens_alone_comes_as_columns_to_a_client_that_reads_them(
+    world: Services, reads_parts: bool, pace: dict[str, float]
+) -> None:
     await world.start_cache(num_blocks=256)
-    engine = await world.start_engine(stream_interval_ms=0.0)
+    engine = await world.start_engine(**pace)
     prompts = {number: [1, 2, 3 + number] for number in range(1, 9)}
     tokens: dict[int, list[int]] = defaultdict(list)
     has_ended, num_parts = set(), 0

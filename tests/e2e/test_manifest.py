@@ -4,6 +4,7 @@ Paths, ports and the size of the pool are replaced by those of the test; every f
 """
 
 import asyncio
+import json
 import os
 import re
 import sys
@@ -18,7 +19,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvkeeper.cli.start.gateway import served_model
 from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, KvkeeperError, Sampling
 from tests.support.documents.deployments import Container, pod_containers
 from tests.support.processes.fleet import Service
@@ -78,6 +78,16 @@ class Pod:
         return await asyncio.to_thread(ask)
 
 
+def tokens_of(http: str) -> list[int]:
+    """What the gateway makes of a text."""
+    with urllib.request.urlopen(f"http://{http}/v1/models", timeout=DEADLINE_S) as answer:
+        (model,) = json.load(answer)["data"]
+    body = json.dumps({"model": model["id"], "prompt": "def"}).encode()
+    request = urllib.request.Request(f"http://{http}/v1/tokenize", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+        return list(json.load(answer)["tokens"])
+
+
 @pytest.fixture
 async def pod() -> AsyncIterator[Pod]:
     async with pod_in_a_folder() as made:
@@ -132,7 +142,7 @@ async def test_the_manifest_s_services_start_are_probed_and_drain(pod: Pod) -> N
     await pod.start(gateway)
     for kind in ("livenessProbe", "readinessProbe"):
         await until(lambda kind=kind: pod.http_probe(gateway, kind))  # type: ignore[misc]
-    assert await asyncio.to_thread(served_model, pod.changes["0.0.0.0:8000"])
+    assert await asyncio.to_thread(tokens_of, pod.changes["0.0.0.0:8000"]), "what is ready has the tokenizer"
 
     async with AsyncEngineClient(pod.changes["127.0.0.1:7411"], CallOptions(retry_s=0)) as client:
         options = GenerateOptions(sampling=Sampling(max_tokens=1000, temperature=0))

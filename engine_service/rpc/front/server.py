@@ -132,7 +132,7 @@ class Front:
         streams = Streams(requests.admit, _AtOnce(), pace, config.many_calls, _hide_bug)
         routers = [own_router(streams, self._link)]
         if config.has_gateway:
-            self._gateway = FrontGateway(streams)
+            self._gateway = FrontGateway(streams, self._link)
             routers.append(gateway_router(self._gateway, self._link))
         await self._endpoint.start(*routers, has_reflection=config.reflection)
         return guard

@@ -15,6 +15,8 @@ from ..streams.many import Read, Write
 from ..streams.serving import Streams
 from .engine_link import EngineLink
 
+_TOKENIZE_PATH = f"/{CONTRACT.service.full_name}/Tokenize"
+
 
 class FrontService:
     """The methods of the engine's service that are streams of tokens, in snake case."""
@@ -32,14 +34,25 @@ class FrontService:
 class FrontGateway:
     """The same of a gateway's protocol. max_len: most tokens of a sequence, as the engine told last."""
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+    def __init__(self, streams: Streams, link: EngineLink) -> None:
+        self._calls = _OwnCalls(streams, link)
         self.max_len = 0
 
     def generate(self, request: Any) -> AsyncIterator[Any]:
         from ..gateway.generating import generate
 
-        return generate(request, self.max_len, self._streams.generate)
+        return generate(request, self.max_len, self._calls)
+
+
+class _OwnCalls:
+    """What a gateway's Generate needs of the engine's own service."""
+
+    def __init__(self, streams: Streams, link: EngineLink) -> None:
+        self.generate = streams.generate
+        self._link = link
+
+    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse.FromString(await self._link.call(_TOKENIZE_PATH, request.SerializeToString()))
 
 
 def own_router(streams: Streams, link: EngineLink) -> MethodRouter:

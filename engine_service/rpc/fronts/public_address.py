@@ -47,6 +47,6 @@ def metrics_at(endpoint: Endpoint | Fronts, service: EngineService, guard: Guard
     yield from service.metrics()
     refused = Counter[str]()
     if isinstance(endpoint, Fronts):
-        yield from endpoint.metrics(PREFIX, service.model_id)
+        yield from endpoint.metrics(PREFIX, service.model_name)
         refused = endpoint.refused
-    yield from guard.metrics(PREFIX, refused, model=service.model_id)
+    yield from guard.metrics(PREFIX, refused, model=service.model_name)

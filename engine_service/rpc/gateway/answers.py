@@ -1,10 +1,12 @@
 """Our messages of one request as a gateway's: chunks or all at the end, and one `complete` for each continuation.
 
-The `complete` of a streamed continuation repeats no token.
+A chunk has one token, however many came together: gateways feed the text of each chunk as a whole to what finds tool calls,
+thoughts and stop strings in it, and parsers that were made for token after token lose what else is in the same piece. The
+`complete` of a streamed continuation repeats no token.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
@@ -33,8 +35,8 @@ class _Output:
 class Answer:
     """The answer to one Generate."""
 
-    def __init__(self, prompt: list[int], num_outputs: int, *, is_streamed: bool) -> None:
-        """prompt: its tokens; empty where only its text is known. num_outputs: as asked for, before anything has checked it."""
+    def __init__(self, prompt: Sequence[int], num_outputs: int, *, is_streamed: bool) -> None:
+        """prompt: its tokens. num_outputs: as asked for, before anything has checked it."""
         self._prompt = prompt
         self._is_streamed = is_streamed
         self._num_outputs = num_outputs
@@ -47,9 +49,9 @@ class Answer:
         output.num_tokens += len(message.token_ids)
         if message.prompt_logprobs:
             self._prompt_logprobs = list(message.prompt_logprobs)
-        if self._is_streamed and (message.token_ids or message.prompt_logprobs):
-            yield pb.GenerateResponse(chunk=self._chunk(message))
-        elif not self._is_streamed:
+        if self._is_streamed:
+            yield from self._chunks(message)
+        else:
             output.token_ids += message.token_ids
             output.logprobs += message.logprobs
         if message.finish_reason:
@@ -57,15 +59,20 @@ class Answer:
         if message.HasField("usage"):
             yield from self._completes(message.usage)
 
-    def _chunk(self, message: own.GenerateResponse) -> pb.GenerateStreamChunk:
-        return pb.GenerateStreamChunk(
-            token_ids=message.token_ids,
-            prompt_tokens=len(self._prompt),
-            completion_tokens=len(message.token_ids),
-            output_logprobs=_output_logprobs(message.logprobs),
-            input_logprobs=self._input_logprobs() if message.prompt_logprobs else None,
-            index=message.index,
-        )
+    def _chunks(self, message: own.GenerateResponse) -> Iterator[pb.GenerateResponse]:
+        """One for each token; the first of a prompt's log probabilities has them, with a token or without."""
+        input_logprobs = self._input_logprobs() if message.prompt_logprobs else None
+        for at in range(max(len(message.token_ids), input_logprobs is not None)):
+            token_ids = message.token_ids[at : at + 1]
+            chunk = pb.GenerateStreamChunk(
+                token_ids=token_ids,
+                prompt_tokens=len(self._prompt),
+                completion_tokens=len(token_ids),
+                output_logprobs=_output_logprobs(message.logprobs[at : at + 1]),
+                input_logprobs=input_logprobs if at == 0 else None,
+                index=message.index,
+            )
+            yield pb.GenerateResponse(chunk=chunk)
 
     def _completes(self, usage: own.Usage) -> Iterator[pb.GenerateResponse]:
         for index in range(self._num_outputs):

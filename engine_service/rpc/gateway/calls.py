@@ -6,6 +6,7 @@ ended already, which is no error.
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,14 +20,19 @@ from kvkeeper.service import VERSION
 from ...config import EngineConfig
 from ...loop.engine import Engine
 from ...values.errors import NotImplementedYet, UnknownRequest
+from ...values.sampling_params import NEUTRAL, SamplingParams
 from ..ownership import known_id, own_tenant
 from ..service import EngineService
 from . import kv_events
 from .generating import generate
-from .requests import own_id
+from .requests import own_id, require_only_rank
 from .tokenizer_files import Archive, archive_of
 
 _SERVER_TYPE = "kvkeeper"
+# A gateway reads a tokenizer from this path, where it has such a file. Where it has none, it takes the path for a name and
+# asks a hub for it. Where the file holds no tokenizer, it asks the engine. This one is on every host, and holds none.
+_NO_PATH = "/dev/null"
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # the model's, that a gateway puts into requests
 
 
 class VllmEngine:
@@ -40,7 +46,7 @@ class VllmEngine:
         self._archive: Archive | None = None
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        async for told in generate(request, self._service.max_len, self._service.generate):
+        async for told in generate(request, self._service.max_len, self._service):
             yield told
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
@@ -59,7 +65,8 @@ class VllmEngine:
     async def get_model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
         model = await self._service.get_model(own.GetModelRequest())
         return pb.GetModelInfoResponse(
-            model_path=model.model_id,
+            model_path=_NO_PATH,
+            tokenizer_path=_NO_PATH,
             served_model_name=model.model_id,
             is_generation=True,
             max_context_length=model.max_tokens_per_sequence,
@@ -67,6 +74,7 @@ class VllmEngine:
             vocab_size=model.vocab_size,
             architectures=[model.architecture],
             eos_token_ids=model.eos_token_ids,
+            default_sampling_params_json=_defaults_of(self._service.sampling_defaults),
         )
 
     async def get_server_info(self, request: pb.GetServerInfoRequest) -> pb.GetServerInfoResponse:
@@ -81,6 +89,7 @@ class VllmEngine:
         )
 
     async def get_loads(self, request: pb.GetLoadsRequest) -> pb.GetLoadsResponse:
+        require_only_rank("dp_rank", request.dp_rank)
         stats = await self._service.get_stats(own.GetStatsRequest())
         memory = self._engine.memory
         num_tokens = memory.session.pool.num_blocks * self._config.block_size if memory is not None else 0
@@ -107,3 +116,9 @@ class VllmEngine:
             self._archive = await asyncio.to_thread(archive_of, Path(self._config.model))
         for data, sha256 in self._archive.chunks():
             yield common_pb2.GetTokenizerChunk(data=data, sha256=sha256)
+
+
+def _defaults_of(sampling: SamplingParams) -> str:
+    """The model's defaults that a gateway puts into requests, as JSON; empty where it has none of its own."""
+    own_ones = {name: value for name in _DEFAULTS if (value := getattr(sampling, name)) != getattr(NEUTRAL, name)}
+    return json.dumps(own_ones) if own_ones else ""

@@ -1,5 +1,8 @@
 """The contract of the gateway's protocol: its methods, which of them carry prompts, and what this engine has none of."""
 
+from dataclasses import replace
+
+import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from kvkeeper.service.methods import Contract
@@ -14,9 +17,12 @@ UNIMPLEMENTED_METHODS = {
     "FlushCache": "flushing by an engine, whose pool is shared",
 }
 
+# A gateway makes 501 of UNIMPLEMENTED, which HTTP clients take for a fault of the server and repeat.
+_REFUSALS = replace(REFUSALS, codes={**REFUSALS.codes, "NOT_IMPLEMENTED": grpc.StatusCode.INVALID_ARGUMENT})
+
 CONTRACT = Contract(
     service=pb.DESCRIPTOR.services_by_name["VllmEngine"],
     with_prompt=frozenset({"Generate"}),
     unimplemented=UNIMPLEMENTED_METHODS,
-    refusals=REFUSALS,
+    refusals=_REFUSALS,
 )

@@ -1,12 +1,13 @@
 """A gateway's Generate as the request of ours that means the same.
 
-In its protocol a sampling field that is absent or 0 means none, not the model's default, which the gateway has put in itself;
-an absent max_tokens means as many as fit. What this engine has none of is refused: no field is ignored in silence. Ids of a
-gateway are longer than ours may be, so a digest stands for those.
+In its protocol a sampling field that is absent or 0 means none, not the model's default, which the gateway has learned by
+GetModelInfo and put in itself. A default for which the protocol has no field applies. An absent max_tokens means as many as
+fit. What this engine has none of is refused: no field is ignored in silence. Ids of a gateway are longer than ours may be, so a
+digest stands for those.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
@@ -24,30 +25,33 @@ def own_id(request_id: str) -> str:
     return request_id if len(request_id) <= _MAX_ID_CHARS else hashlib.sha256(request_id.encode()).hexdigest()
 
 
-def own_request(message: pb.GenerateRequest, max_len: int) -> own.GenerateRequest:
-    """Ours. max_len: tokens of the longest sequence. Raises InvalidField, NotImplementedYet."""
+def own_request(message: pb.GenerateRequest) -> own.GenerateRequest:
+    """Ours, without the prompt. Raises InvalidField, NotImplementedYet."""
     _refuse_unknown(message)
     request = own.GenerateRequest(request_id=own_id(message.request_id), n=max(1, _int32(message.sampling_params.n, "n")))
-    if message.WhichOneof("input") == "text":
-        request.text = message.text
-        num_prompt_tokens = 0
-    else:
-        request.token_ids.ids.extend(message.tokenized.input_ids)
-        num_prompt_tokens = len(message.tokenized.input_ids)
     request.sampling.CopyFrom(own_sampling(message.sampling_params))
-    if not message.sampling_params.HasField("max_tokens") and num_prompt_tokens:
-        request.sampling.max_tokens = max(1, max_len - num_prompt_tokens)
     return request
 
 
+def fill_prompt(request: own.GenerateRequest, prompt: Sequence[int], max_len: int) -> None:
+    """Put the prompt's tokens into ours, and as many new ones as fit where none are named. max_len: of the longest sequence."""
+    request.token_ids.ids.extend(prompt)
+    if not request.sampling.HasField("max_tokens"):
+        request.sampling.max_tokens = max(1, max_len - len(prompt))
+
+
+def require_only_rank(field: str, rank: int) -> None:
+    """An engine is one rank of data parallelism, number 0. Raises InvalidField for another one."""
+    if rank:
+        raise InvalidField(f"{field}: 0, the only one, not {rank}", field=field, limit=0)
+
+
 def own_sampling(params: pb.SamplingParams) -> own.SamplingParams:
-    """Ours, with every field that a model's defaults would fill. Raises InvalidField, NotImplementedYet."""
+    """Ours, with every field of the protocol that a model's defaults would fill. Raises InvalidField, NotImplementedYet."""
     if params.min_tokens:
         raise NotImplementedYet("min_tokens: not served", feature="min_tokens")
     if params.logit_bias:
         raise NotImplementedYet("logit_bias: not served", feature="logit_bias")
-    if params.include_stop_str_in_output and params.stop:
-        raise NotImplementedYet("include_stop_str_in_output: stop strings are never part", feature="include_stop_str_in_output")
     if params.HasField("truncate_prompt_tokens"):
         raise NotImplementedYet("truncate_prompt_tokens: prompts are taken whole", feature="truncate_prompt_tokens")
     sampling = own.SamplingParams(
@@ -55,7 +59,6 @@ def own_sampling(params: pb.SamplingParams) -> own.SamplingParams:
         top_p=params.top_p or 1.0,
         top_k=_int32(params.top_k, "top_k"),
         min_p=params.min_p,
-        typical_p=1.0,
         repetition_penalty=params.repetition_penalty or 1.0,
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
@@ -100,6 +103,7 @@ def _refuse_unknown(message: pb.GenerateRequest) -> None:
     for name, is_there in _UNKNOWN.items():
         if is_there(message):
             raise NotImplementedYet(f"{name}: not served", feature=name)
+    require_only_rank("data_parallel_rank", message.data_parallel_rank)
     if message.WhichOneof("input") is None:
         raise InvalidField("tokenized: a prompt is needed", field="tokenized")
 

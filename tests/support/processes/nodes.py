@@ -84,14 +84,14 @@ class Nodes:
         self.nodes = nodes
         self._address, self._metrics = free_ports()
         self.base_url = f"http://{self._address}/v1"
-        self.model = ""
+        self.model = DEMO_MODEL_DIR.name
         self._process: asyncio.subprocess.Process | None = None
 
     async def start_gateway(self, folder: Path, flags: Sequence[str]) -> None:
         """Until it serves from all nodes, and knows what they have cached."""
         first, *others = self.nodes
         typed = ["--worker-urls", *(f"grpc://{node.address}" for node in others)] if others else []
-        typed += ["--prometheus-port", self._metrics.rpartition(":")[2], *flags]
+        typed += ["--prometheus-port", self._metrics.rpartition(":")[2], "--log-level", "warn", *flags]
         log = (folder / "gateway.log").open("w")
         with log:
             self._process = await asyncio.create_subprocess_exec(
@@ -101,7 +101,6 @@ class Nodes:
         await until(self.num_healthy, len(self.nodes))
         async with asyncio.timeout(DEADLINE_S):
             await gateway.until_serving(self._address)
-        self.model = gateway.served_model(self._address)
 
     async def stop_gateway(self) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvkeeper.engine_service.compute.sampling_defaults import read_sampling_defaults
+from kvkeeper.engine_service.compute.sampling_defaults import read_sampling_defaults, with_fields
 from kvkeeper.engine_service.model.checkpoint.errors import ModelConfigError
-from kvkeeper.engine_service.values.sampling_params import GREEDY, SamplingParams
+from kvkeeper.engine_service.values.sampling_params import GREEDY, SamplingParams, SamplingParamsError
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:
@@ -51,3 +51,13 @@ def test_a_value_that_no_request_may_have_is_refused_by_name(tmp_path: Path, con
     with pytest.raises(ModelConfigError, match=next(iter(config))) as caught:
         read_sampling_defaults(written(tmp_path, config))
     assert caught.value.file == "generation_config.json"
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("repetition_penalty", 0, 11), ("min_p", -1, 1), ("temperature", -1, 101)])
+def test_a_bound_is_told_alike_on_both_sides(name: str, low: float, high: float) -> None:
+    told = set()
+    for value in (low, high):
+        with pytest.raises(SamplingParamsError) as caught:
+            with_fields(SamplingParams(), {name: value})
+        told.add(caught.value.allowed)
+    assert len(told) == 1

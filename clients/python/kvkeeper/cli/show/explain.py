@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     answers: list[pb.ExplainMatchResponse] = []
     with CacheClient(args.cache, OPTIONS) as cache:
         for pool in cache.capabilities().pools:
-            if (pool.spec.model_id, pool.spec.revision) == (model.model_id, model.revision):
+            if pool.spec.revision == model.revision:  # an engine may serve a model under another name than its own
                 with cache.open_session(pool.spec, client_name="explain") as session:
                     answers.append(session.explain_match(token_ids, args.tenant))
     if args.json:

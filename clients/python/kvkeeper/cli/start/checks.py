@@ -14,7 +14,8 @@ from kvkeeper.service.config import ConfigError
 from kvkeeper.service.memory_limit import OutOfMemory, require
 from kvkeeper.service.process import StartError
 
-_UP_FLAGS = ("--model", "--pool-memory", "--host-memory")  # flags of `up` itself, named as the service names them
+# Flags of `up` itself, named as the service names them.
+_UP_FLAGS = ("--model", "--model-name", "--pool-memory", "--host-memory")
 
 
 def check_start(flags: Mapping[str, Sequence[str]]) -> None:

@@ -1,17 +1,16 @@
 """The gateway as a process: the program `smg`, which speaks HTTP with clients and our engine's gateway protocol with us.
 
 It serves this host alone, its metrics too. `python -m kvkeeper.cli.start.gateway FLAG...` asks the kernel to end it with its
-parent, and becomes it.
+parent, and runs it in this process, without the drawing that it begins with. Its warnings and errors are told, as JSON where
+they do not go to a terminal.
 """
 
 import asyncio
-import json
 import os
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from typing import Any
 
 from kvkeeper.cli.start.services import end_with_parent
 
@@ -20,44 +19,44 @@ _POLL_S = 0.1
 _ANSWER_S = 5.0
 # An engine that was started again has its requests within seconds, not minutes.
 _WATCHFUL = ("--health-check-interval-secs", "2", "--health-success-threshold", "1", "--cb-timeout-duration-secs", "2")
+# What it tells, by its own parts: warnings, but not that it asks no caller for a credential, which is so on this host, nor what
+# it lacks for images, which no model here takes, nor each try to fetch a tokenizer, whose last failure is told as an error.
+_TOLD = "warn,smg::posture=error,smg::routers::grpc::multimodal=error,smg::workflow::tokenizer_registration=off,wfaas=error"
 
 
 def flags(http: str, engine: str, typed: Sequence[str]) -> list[str]:
     """Flags of the gateway, those that were typed last. http: its own address; engine: that of the engine service."""
     host, _, port = http.rpartition(":")
     known = ("--host", host.strip("[]"), "--port", port, "--worker-urls", f"grpc://{engine}", "--prometheus-host", "127.0.0.1")
-    return [*known, *_WATCHFUL, "--log-level", "warn", *typed]
+    return [*known, *_WATCHFUL, *typed]
 
 
 async def until_serving(http: str) -> None:
-    """Returns when the gateway serves a model; the caller limits the time."""
-    while not await asyncio.to_thread(served_model, http):  # noqa: ASYNC110  the event is in another process
+    """Returns when the gateway serves a model and has its tokenizer; the caller limits the time."""
+    while not await asyncio.to_thread(_is_ready, http):  # noqa: ASYNC110  the event is in another process
         await asyncio.sleep(_POLL_S)
 
 
-def served_model(http: str) -> str:
-    """The name of the model that it serves and has the tokenizer of; empty for none yet."""
+def _is_ready(http: str) -> bool:
+    """By its probe, which it does not log."""
     try:
-        models = _answer(f"http://{http}/v1/models")["data"]
-        name = str(models[0]["id"]) if models else ""
-        if name:  # it is listed before its tokenizer has been fetched, and until then requests fail
-            _answer(f"http://{http}/v1/tokenize", {"model": name, "prompt": "a"})
-    except (urllib.error.URLError, OSError, ValueError, KeyError):
-        return ""
-    return name
-
-
-def _answer(url: str, message: dict[str, str] | None = None) -> Any:
-    body = None if message is None else json.dumps(message).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
-        return json.load(answer)
+        with urllib.request.urlopen(f"http://{http}/readiness", timeout=_ANSWER_S):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
 
 
 def main(argv: Sequence[str]) -> None:
     if not end_with_parent():
         sys.exit(1)
-    os.execv(sys.executable, [sys.executable, "-P", "-m", MODULE, "launch", *argv])
+    from smg import cli, launch_router
+
+    launch_router.print_banner = lambda *_: None
+    if "--log-level" not in argv:
+        os.environ.setdefault("RUST_LOG", _TOLD)
+    is_terminal = sys.stdout.isatty()
+    sys.argv = [MODULE, "launch", *([] if is_terminal else ["--log-json"]), *argv]
+    cli.main()
 
 
 if __name__ == "__main__":

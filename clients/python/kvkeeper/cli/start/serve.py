@@ -71,7 +71,7 @@ async def _ready_text(args: argparse.Namespace) -> str:
     base = f"http://{args.http}/v1"
     async with AsyncEngineClient(args.engine_listen) as client:
         model = await client.model()
-    name = await asyncio.to_thread(gateway.served_model, args.http)
+    name = model.model_id
     body = json.dumps({"model": name, "prompt": _PROMPT, "max_tokens": 40})
     curl = f"curl {base}/completions -H 'Content-Type: application/json' -d '{body}'"
     openai = f'OpenAI(base_url="{base}", api_key="none").completions.create(model="{name}", prompt="{_PROMPT}")'

@@ -47,6 +47,7 @@ def add_parser(commands: Any, text: str) -> None:
 
 def add_service_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of a command that starts both services."""
+    parser.add_argument("--model-name", metavar="NAME", help="what clients call the model (default: the folder's name)")
     parser.add_argument("--pool-memory", metavar="SIZE", help="memory of a pool, reserved at start, for example 1GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="host tier of a pool, for what the pool has no room for")
     parser.add_argument(
@@ -174,6 +175,8 @@ def _flags_of_services(args: argparse.Namespace, others: Sequence[str]) -> dict[
         flags["cache"] += ["--host-memory", args.host_memory]
     if args.model is not None:
         flags["engine"] += ["--model", args.model]
+    if args.model_name is not None:
+        flags["engine"] += ["--model-name", args.model_name]
     own_flags = _split(args.other_flags, tuple(flags))
     if args.keep:
         flags["cache"] += ["--keep"]
