@@ -185,6 +185,9 @@ def _load_network(transformers: Any, folder: Path, config: Any, model_type: obje
         raise UnsupportedModelError("model type", model_type, f"what the library loads here; {_first(error)}") from error
     if missing := sorted(info["missing_keys"]):  # the library would make them up
         raise WeightsError(folder.name, f"{len(missing)} tensors are missing, among them {missing[0]}")
+    if unused := sorted(info["unexpected_keys"]):  # but for those that the library itself names as unneeded
+        problem = f"{len(unused)} tensors are not part of the model that config.json describes, among them {unused[0]}"
+        raise WeightsError(folder.name, f"{problem}; the library would leave them out")
     return network
 
 

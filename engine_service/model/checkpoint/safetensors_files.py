@@ -1,7 +1,7 @@
 """Which weight files a model folder has, and reading tensors from them. Only safetensors: nothing is ever unpickled."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -59,8 +59,10 @@ def list_weight_files(folder: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in sorted(names))
 
 
-def iterate_tensors(files: tuple[Path, ...]) -> Iterator[tuple[str, str, "torch.Tensor"]]:
+def iterate_tensors(files: tuple[Path, ...], without: Container[str] = ()) -> Iterator[tuple[str, str, "torch.Tensor"]]:
     """Yield (file name, tensor name, tensor), one tensor in memory at a time.
+
+    without: names of tensors that are not read.
 
     Raises:
         WeightsError: a file is truncated, has a damaged header, or cannot be read.
@@ -69,7 +71,8 @@ def iterate_tensors(files: tuple[Path, ...]) -> Iterator[tuple[str, str, "torch.
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
-                    yield path.name, name, file.get_tensor(name)
+                    if name not in without:
+                        yield path.name, name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise WeightsError(path.name, f"is damaged or unreadable: {error}") from error
 
@@ -102,8 +105,10 @@ class StoredTensor:
         return tensor
 
 
-def iterate_stored(files: tuple[Path, ...]) -> Iterator[tuple[str, str, StoredTensor]]:
+def iterate_stored(files: tuple[Path, ...], without: Container[str] = ()) -> Iterator[tuple[str, str, StoredTensor]]:
     """Yield (file name, tensor name, tensor), of which nothing is read before a part of it is asked for.
+
+    without: as of iterate_tensors.
 
     Raises:
         WeightsError: as iterate_tensors.
@@ -112,7 +117,8 @@ def iterate_stored(files: tuple[Path, ...]) -> Iterator[tuple[str, str, StoredTe
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
-                    yield path.name, name, StoredTensor(path.name, file.get_slice(name))
+                    if name not in without:
+                        yield path.name, name, StoredTensor(path.name, file.get_slice(name))
         except (SafetensorError, OSError) as error:
             raise WeightsError(path.name, f"is damaged or unreadable: {error}") from error
 
