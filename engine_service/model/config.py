@@ -5,12 +5,14 @@ are read: rope_theta with rope_scaling (transformers 4) and rope_parameters (tra
 refused with a typed error, never approximated.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from kvkeeper.kernels.attention.latent_widths import LatentWidths
+from kvkeeper.service.extras import install_command
 
 from .checkpoint.errors import ModelError, UnsupportedModelError
 from .checkpoint.json_fields import CONFIG_FILE, bad, count, flag, number
@@ -156,6 +158,19 @@ def is_native(model_type: object) -> bool:
     return model_type in FAMILIES
 
 
+def close_to(model_type: object, known: Iterable[str]) -> str:
+    """The one of these that a misspelt type may mean, in words to go on with; empty: none."""
+    found = get_close_matches(str(model_type), list(known), 1)
+    return f" ({found[0]!r} is close to it)" if found else ""
+
+
+def not_native(model_type: object) -> UnsupportedModelError:
+    """The refusal of a type that only the transformers library may know, where that is not installed."""
+    families = f"the native families, {', '.join(FAMILIES)}{close_to(model_type, FAMILIES)}"
+    supported = f"{families}; and what the transformers library knows, with: {install_command('transformers')}"
+    return UnsupportedModelError("model type", model_type, supported)
+
+
 def why_library(raw: Mapping[str, Any], *, has_library: bool) -> str:
     """Why transformers computes the model: its family is not native, or its config asks for what the decoder lacks.
 
@@ -191,8 +206,9 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     if not isinstance(family_name, str) or family_name not in FAMILIES:
         if raw.get(FIELD) is not None:
             raise UnsupportedModelError(f"{FIELD} with model type", family_name, ", ".join(FAMILIES))
-        found = family_name if isinstance(family_name, str) else raw.get("architectures")
-        raise UnsupportedModelError("model type", found, ", ".join(FAMILIES))
+        if isinstance(family_name, str):
+            raise UnsupportedModelError("model type", family_name, ", ".join(FAMILIES))
+        raise _without_type(raw)
     family = FAMILIES[family_name]
     _check_activation(raw, family)
     hidden_size = count(raw, "hidden_size")
@@ -271,6 +287,16 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         experts=_parse_experts(raw, family, num_layers),
         scheme=parse_scheme(raw),
     )
+
+
+def _without_type(raw: Mapping[str, Any]) -> UnsupportedModelError:
+    said = raw.get("architectures")
+    architecture = str(said[0]) if isinstance(said, list) and said else ""
+    stem = architecture.removesuffix("ForCausalLM").lower()
+    found = next((name for name in FAMILIES if name.removesuffix("_text").replace("_", "") == stem), "")
+    wanted = f'a {CONFIG_FILE} with "model_type": "{found}"' if found else f"a {CONFIG_FILE} with the family's model_type"
+    why = f"{CONFIG_FILE} has none, for the architecture {architecture!r}" if architecture else f"{CONFIG_FILE} has none"
+    return UnsupportedModelError("model type", None, wanted, why)
 
 
 def _check_activation(raw: Mapping[str, Any], family: Family) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from .errors import ModelConfigError, ModelFileMissingError, UnsupportedModelError, WeightsError
-from .json_file import read_json_object
+from .json_file import POINTER_SAID, is_pointer, read_json_object
 
 if TYPE_CHECKING:
     import torch  # headers can be read without torch, which takes seconds to import
@@ -37,11 +37,12 @@ def list_weight_files(folder: Path) -> tuple[Path, ...]:
         ModelFileMissingError: no folder, no weights, or a shard that the index names is absent.
         UnsupportedModelError: only pickled weights (.bin, .pt).
         ModelConfigError: the index is malformed.
+        WeightsError: a file is a pointer of git-lfs.
     """
     if not folder.is_dir():
         raise ModelFileMissingError(f"model folder {folder}")
     if (folder / _SINGLE).is_file():
-        return (folder / _SINGLE,)
+        return (_no_pointer(folder / _SINGLE),)
     if not (folder / _INDEX).is_file():
         pickled = sorted(path.name for suffix in ("*.bin", "*.pt", "*.pth") for path in folder.glob(suffix))
         if pickled:
@@ -56,7 +57,18 @@ def list_weight_files(folder: Path) -> tuple[Path, ...]:
             raise ModelConfigError(_INDEX, f"weight_map names {name!r}, not a safetensors file of the folder")
         if not (folder / name).is_file():
             raise ModelFileMissingError(str(folder / name))
-    return tuple(folder / name for name in sorted(names))
+    return tuple(_no_pointer(folder / name) for name in sorted(names))
+
+
+def _no_pointer(path: Path) -> Path:
+    """Raises WeightsError."""
+    try:
+        with path.open("rb") as file:
+            if is_pointer(file.read(64)):
+                raise WeightsError(path.name, POINTER_SAID)
+    except OSError as error:
+        raise WeightsError(path.name, f"cannot be read: {error.strerror}") from error
+    return path
 
 
 def iterate_tensors(files: tuple[Path, ...], without: Container[str] = ()) -> Iterator[tuple[str, str, "torch.Tensor"]]:
