@@ -6,7 +6,7 @@ with one feature more than their model, to which the library is helped.
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ _V3 = RoutingRule(
     scoring="sigmoid", group_score="best_two", has_correction=True, is_wide=True, renormalises=True, scale=1.0, groups=(1, 1)
 )
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.7}
+_GROWTH = {"floor_scale": 6, "attn_scale": 0.7}  # of a feature that the model does not have
 Help = Callable[[Any], Any]
 
 
@@ -104,9 +105,11 @@ def depth_scales(network: Any) -> None:
 LLAMA, QWEN3 = ROWS["llama"], ROWS["qwen3"]
 CASES = {
     "unrotated layers": Row(
-        Family(mlp_bias=None, has_unrotated_layers=True, is_tied=True), model("SmolLM3", num_hidden_layers=4)
+        Family(mlp_bias=None, has_unrotated_layers=True, is_tied=True), model("SmolLM3", num_hidden_layers=4, **_GROWTH)
     ),
-    "unrotated layers, none rotated": Row(Family(has_unrotated_layers=True), model("SmolLM3", no_rope_layers=[0, 0])),
+    "unrotated layers, none rotated": Row(
+        Family(has_unrotated_layers=True), model("SmolLM3", no_rope_layers=[0, 0], **_GROWTH)
+    ),
     "unrotated layers and norms of heads": Row(
         dataclasses.replace(QWEN3, has_unrotated_layers=True), model("Qwen3", num_hidden_layers=4), unrotated
     ),
@@ -234,15 +237,23 @@ def test_a_row_computes_what_the_library_computes(row: Row, tmp_path: Path, monk
     assert float((found - expected).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
 
 
-def test_every_field_is_held_to_the_library() -> None:
-    """Here, or as a row of the table by test_numerics.py."""
-    rows, plain = [*ROWS.values(), *(row.family for row in CASES.values())], Family()
-    varied = {
+def varied(plain: Any, values: Iterable[Any]) -> set[str]:
+    """Fields of a dataclass in which one of the values is another than `plain`."""
+    return {
         each.name
-        for each in dataclasses.fields(Family)
-        if any(getattr(row, each.name) != getattr(plain, each.name) for row in rows)
+        for value in values
+        for each in dataclasses.fields(plain)
+        if getattr(value, each.name) != getattr(plain, each.name)
     }
-    assert varied == {each.name for each in dataclasses.fields(Family)}
+
+
+def test_every_field_is_held_to_the_library() -> None:
+    """Here, or as a row of the table by test_numerics.py. Fields of latents and recurrent layers have no default."""
+    rows = [*ROWS.values(), *(row.family for row in CASES.values())]
+    experts = [row.experts for row in rows if row.experts is not None]
+    names = ExpertNames("", ("", "", ""), always_renormalises=False, intermediate_key="")
+    for plain, values in ((Family(), rows), (names, experts), (RoutingRule(), [each.routing for each in experts])):
+        assert varied(plain, values) == {each.name for each in dataclasses.fields(plain)}
 
 
 LATENT, DELTA = LatentFamily(8, 8, 8, 8, 8, "sides"), DeltaFamily(1, 1, 8, 8, 4, 4)
