@@ -22,15 +22,15 @@ from ..model.checkpoint.errors import NoDeviceError
 from ..model.checkpoint.json_fields import CONFIG_FILE
 from ..model.checkpoint.json_file import read_json_object
 from ..model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
+from ..model.checkpoint.unneeded import EMBEDDINGS, HEAD
 from ..model.chunked import check_chunks
 from ..model.config import ModelConfig, why_library
 from ..model.decoder import Decoder
 from ..model.dtype_name import INT8, DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
 from ..model.layer_groups import LayerGroup, group_layers
-from ..model.loader import load_model
+from ..model.loader import left_out_of, load_model
 from ..model.parallel.split import WHOLE, Split, require_one_rank
-from ..model.unneeded import EMBEDDINGS, HEAD, unneeded
 from ..outputs.model_text import ModelText
 from ..outputs.tokenizer import Tokenizer
 from ..values.sampling_params import NEUTRAL, SamplingParams
@@ -220,7 +220,7 @@ def _num_parameters(folder: Path, config: ModelConfig) -> int:
     """Elements of the weights that are used; tied tensors count once, also where the files hold them twice."""
     sizes, scheme = list(tensor_sizes(list_weight_files(folder))), config.scheme
     names = [each.name for each in sizes]
-    left_out = set(unneeded(config, names))
+    left_out = set(left_out_of(names, config))
     if config.tied_embeddings and any(name.startswith(EMBEDDINGS) for name in names):
         left_out |= {name for name in names if name.startswith(HEAD)}
     return sum(

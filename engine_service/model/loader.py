@@ -1,12 +1,12 @@
 """load_model: a Hugging Face folder in, a Decoder out.
 
 Weights are read one tensor at a time, straight into the fused matrices of the decoder, and converted on the way to
-the dtype that is computed in. Every tensor is used, left out by its name (unneeded.py), or refused.
+the dtype that is computed in. Every tensor is used, left out by its name (checkpoint/unneeded.py), or refused.
 """
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, NoReturn, TypeVar
@@ -22,13 +22,14 @@ from .checkpoint.errors import ModelFileMissingError, UnsupportedModelError, Wei
 from .checkpoint.json_fields import CONFIG_FILE
 from .checkpoint.json_file import read_json_object
 from .checkpoint.safetensors_files import StoredTensor, iterate_stored, iterate_tensors, list_weight_files, tensor_sizes
+from .checkpoint.unneeded import EMBEDDINGS, HEAD, unneeded
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder, DecoderWeights
 from .dtype_name import INT8, DtypeChoice, dtype_name
+from .families.table import FAMILIES
 from .parallel.split import WHOLE, Split, config_of_rank
 from .quantised.restored import restored
 from .quantised.scheme import Scheme
-from .unneeded import EMBEDDINGS, HEAD, unneeded
 from .weight_map import allocate_weights, biases_added_up, norms_of, pair_rotated
 
 log = structlog.get_logger()
@@ -65,7 +66,7 @@ def load_model(
     config = read_model_config(folder)
     files = list_weight_files(folder)
     names = [each.name for each in tensor_sizes(files)]
-    left_out = unneeded(config, names, is_first=split.is_first)
+    left_out = left_out_of(names, config, is_first=split.is_first)
     has_head, has_embeddings = (any(name.startswith(module) for name in names) for module in (HEAD, EMBEDDINGS))
     is_tied = config.tied_embeddings
     config = replace(config, tied_embeddings=is_tied and not (has_head and has_embeddings))
@@ -120,6 +121,19 @@ def load_model(
         return Decoder(own, weights, is_int8=dtype == INT8, split=split), config
     except UnsupportedDeviceError:
         raise UnsupportedModelError("dtype", INT8, "CPUs for which torch has FBGEMM: x86 with AVX2") from None
+
+
+def left_out_of(names: Collection[str], config: ModelConfig, *, is_first: bool = True) -> dict[str, str]:
+    """The tensors of a checkpoint that are not read, with the reason. is_first: of the rank that gives the logits."""
+    family, scheme = FAMILIES[config.family], config.scheme
+    return unneeded(
+        names,
+        num_layers=config.num_layers,
+        has_later_layers=family.ignores_later_layers,
+        of_further_tokens=family.ignores,
+        part_of=None if scheme is None else lambda name: scheme.split_name(name)[1],
+        is_first=is_first,
+    )
 
 
 def _tied_if_equal(weights: DecoderWeights, config: ModelConfig) -> tuple[DecoderWeights, ModelConfig]:

@@ -23,9 +23,9 @@ from .attention import AttentionMetadata, StepAttention, attend
 from .checkpoint.errors import UnsupportedModelError, WeightsError
 from .config import close_to, not_native
 from .dtype_name import INT8, DtypeChoice
+from .families.unpaged import why_not_paged
 from .loader import compute_dtype
 from .stored_attention import StoredAttention
-from .unpaged import why_not_paged
 
 log = structlog.get_logger()
 

@@ -1,14 +1,11 @@
-"""unneeded: the tensors of a checkpoint that the decoder leaves out, by name, each with its reason.
+"""unneeded: the tensors of a checkpoint that are left out when it is read, by name, each with its reason.
 
 No other tensor is left out: what is stored is used, or the checkpoint is refused.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Final
-
-from .config import ModelConfig
-from .families.table import FAMILIES
 
 HEAD: Final = "lm_head."
 EMBEDDINGS: Final = "model.embed_tokens."
@@ -20,21 +17,32 @@ _ROUNDING: Final = frozenset(
 )
 
 
-def unneeded(config: ModelConfig, names: Collection[str], *, is_first: bool = True) -> dict[str, str]:
+def unneeded(
+    names: Collection[str],
+    *,
+    num_layers: int,
+    has_later_layers: bool,
+    of_further_tokens: str,
+    part_of: Callable[[str], str] | None,
+    is_first: bool,
+) -> dict[str, str]:
     """Of the tensors of these names, those that are left out, with the reason.
 
-    is_first: whether the rank is the first one, which gives the logits.
+    Args:
+        has_later_layers: whether layers behind the last one may predict further tokens.
+        of_further_tokens: what the names of tensors begin with that do so by themselves; empty: there are none.
+        part_of: of a quantised checkpoint, which part of a stored weight a tensor of this name is.
+        is_first: whether the rank is the first one, which gives the logits.
     """
-    family = FAMILIES[config.family]
     found = {name: "follows from config.json" for name in names if _FREQUENCIES.fullmatch(name)}
-    if family.ignores:
-        found |= {name: "predicts further tokens" for name in names if name.startswith(family.ignores)}
-    if family.ignores_later_layers:
-        further = {match[1] for match in map(_FURTHER.match, names) if match and int(match[1]) >= config.num_layers}
+    if of_further_tokens:
+        found |= {name: "predicts further tokens" for name in names if name.startswith(of_further_tokens)}
+    if has_later_layers:
+        further = {match[1] for match in map(_FURTHER.match, names) if match and int(match[1]) >= num_layers}
         found |= {name: "predicts further tokens" for name in names if (of := _LAYER.match(name)) and of[1] in further}
-    if config.scheme is not None:
+    if part_of is not None:
         reason = "says how a server may round what it computes; here nothing is rounded so"
-        found |= {name: reason for name in names if config.scheme.split_name(name)[1] in _ROUNDING}
+        found |= {name: reason for name in names if part_of(name) in _ROUNDING}
     if not is_first and any(name.startswith(EMBEDDINGS) for name in names):
         found |= {name: "is the first rank's" for name in names if name.startswith(HEAD)}
     return found

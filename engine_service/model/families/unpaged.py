@@ -6,7 +6,7 @@ A model is asked for what it is: its config's layer types and what the library's
 import sys
 from typing import Any, Final
 
-from .families.table import FAMILIES
+from .table import FAMILIES
 
 _ATTENTION: Final = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
 _KEEPS_NOTHING: Final = frozenset(("mlp", "moe"))
