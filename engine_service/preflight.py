@@ -19,10 +19,11 @@ from .config import GATEWAY_PACKAGE, HASH_TOY, EngineConfig, wants_compiled
 from .model.checkpoint.errors import ModelError, UnsupportedModelError
 from .model.checkpoint.json_fields import CONFIG_FILE
 from .model.checkpoint.json_file import read_json_object
-from .model.config import parse_model_config, why_library
+from .model.config import not_native, parse_model_config, why_library
 from .model.dtype_name import DTYPE_BYTES, INT8, dtype_name
 
 _WANTED = "a Hugging Face folder is wanted, with config.json and *.safetensors"
+_SNAPSHOTS = f"snapshots/*/{CONFIG_FILE}"  # in a hub's cache, of one model
 _PACKAGES = ("torch", "safetensors", "tokenizers", "llguidance", "jinja2")  # of the extra `engine`, on every machine
 _GPU_FILES = ("nvidia*", "dxg", "nvhost*", "nvmap")  # in /dev, on any machine on which CUDA can run
 # Of torch, other imports, and a first step, measured 180 MB beside the weights, and of compiling kernels, 80 MB.
@@ -111,8 +112,7 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
     if not why_library(raw, has_library=has_library):
         scheme = parse_model_config(raw).scheme
     elif not has_library:
-        supported = f"the native families; more with: {install_command('transformers')}"
-        raise UnsupportedModelError("model type", model_type, supported)
+        raise not_native(model_type)
     elif config.tensor_parallel > 1:
         raise UnsupportedModelError("tensor parallelism of model type", model_type, "the native families")
     elif config.dtype == INT8:
@@ -134,5 +134,7 @@ def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ModelError("there is no such folder; nothing is downloaded, so it is a path on this machine")
     if not (folder / CONFIG_FILE).exists():
+        if snapshots := sorted([*folder.glob(_SNAPSHOTS), *folder.glob(f"models--*/{_SNAPSHOTS}")]):
+            raise ModelError(f"a hub's cache, whose models are in snapshots/...; {_WANTED}, as {snapshots[-1].parent}")
         found = "GGUF files" if any(folder.glob("*.gguf")) else f"no {CONFIG_FILE}"
         raise ModelError(f"the folder has {found}; {_WANTED}")

@@ -22,13 +22,14 @@ from ..model.checkpoint.errors import NoDeviceError
 from ..model.checkpoint.json_fields import CONFIG_FILE
 from ..model.checkpoint.json_file import read_json_object
 from ..model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
+from ..model.checkpoint.unneeded import EMBEDDINGS, HEAD
 from ..model.chunked import check_chunks
 from ..model.config import ModelConfig, why_library
 from ..model.decoder import Decoder
 from ..model.dtype_name import INT8, DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
 from ..model.layer_groups import LayerGroup, group_layers
-from ..model.loader import load_model
+from ..model.loader import left_out_of, load_model
 from ..model.parallel.split import WHOLE, Split, require_one_rank
 from ..outputs.model_text import ModelText
 from ..outputs.tokenizer import Tokenizer
@@ -208,6 +209,8 @@ def _refuses_retention(model: Model) -> str:
         return "a model with chunks of its own"
     if has_states(model.config):
         return "a model with recurrent layers"
+    if model.config.temperature is not None:
+        return "a model whose queries grow with their position"
     return "a model with windows of its own" if any(model.config.windows) else ""
 
 
@@ -229,10 +232,14 @@ def _hash_toy(split: Split) -> ServedModel:
 
 
 def _num_parameters(folder: Path, config: ModelConfig) -> int:
-    """Elements of the weight files; tied tensors count once, also where old files hold them twice."""
-    scheme = config.scheme
+    """Elements of the weights that are used; tied tensors count once, also where the files hold them twice."""
+    sizes, scheme = list(tensor_sizes(list_weight_files(folder))), config.scheme
+    names = [each.name for each in sizes]
+    left_out = set(left_out_of(names, config))
+    if config.tied_embeddings and any(name.startswith(EMBEDDINGS) for name in names):
+        left_out |= {name for name in names if name.startswith(HEAD)}
     return sum(
         num_elements if scheme is None else scheme.num_weights(name, num_elements)
-        for name, num_elements, _ in tensor_sizes(list_weight_files(folder))
-        if not (name.endswith("inv_freq") or (name == "lm_head.weight" and config.tied_embeddings))
+        for name, num_elements, _ in sizes
+        if name not in left_out
     )

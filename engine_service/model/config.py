@@ -5,12 +5,14 @@ are read: rope_theta with rope_scaling (transformers 4) and rope_parameters (tra
 refused with a typed error, never approximated.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from kvkeeper.kernels.attention.latent_widths import LatentWidths
+from kvkeeper.service.extras import install_command
 
 from .checkpoint.errors import ModelError, UnsupportedModelError
 from .checkpoint.json_fields import CONFIG_FILE, bad, count, flag, number
@@ -65,10 +67,10 @@ class ModelConfig:
         local_rope: of layers with a window, where they have their own; None: `rope` for all.
         activation: of the MLP's gate: silu, gelu_tanh or clamped_swiglu.
         swiglu_alpha, swiglu_limit: of clamped_swiglu.
-        qk_norm: of queries and keys: none, of each head, of all heads at once, or of each head without a weight (unit).
+        qk_norm: of queries and keys: none, of each head, of all heads at once, or of each rotated head without a weight (unit).
         qk_norm_eps: of that norm.
         chunks: per layer, the size of the chunks that a query sees its own of; None: it sees what `windows` says. (): no layer.
-        unrotated: layers without rotation and without qk_norm.
+        unrotated: layers without rotation.
         temperature: of the queries of unrotated layers.
         pairs_sides: stored weights pair the dimensions that are rotated side by side.
         norms: before attention and MLP, after them (of what they give, before it is added), or both.
@@ -156,6 +158,19 @@ def is_native(model_type: object) -> bool:
     return model_type in FAMILIES
 
 
+def close_to(model_type: object, known: Iterable[str]) -> str:
+    """The one of these that a misspelt type may mean, in words to go on with; empty: none."""
+    found = get_close_matches(str(model_type), list(known), 1)
+    return f" ({found[0]!r} is close to it)" if found else ""
+
+
+def not_native(model_type: object) -> UnsupportedModelError:
+    """The refusal of a type that only the transformers library may know, where that is not installed."""
+    families = f"the native families, {', '.join(FAMILIES)}{close_to(model_type, FAMILIES)}"
+    supported = f"{families}; and what the transformers library knows, with: {install_command('transformers')}"
+    return UnsupportedModelError("model type", model_type, supported)
+
+
 def why_library(raw: Mapping[str, Any], *, has_library: bool) -> str:
     """Why transformers computes the model: its family is not native, or its config asks for what the decoder lacks.
 
@@ -191,8 +206,9 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     if not isinstance(family_name, str) or family_name not in FAMILIES:
         if raw.get(FIELD) is not None:
             raise UnsupportedModelError(f"{FIELD} with model type", family_name, ", ".join(FAMILIES))
-        found = family_name if isinstance(family_name, str) else raw.get("architectures")
-        raise UnsupportedModelError("model type", found, ", ".join(FAMILIES))
+        if isinstance(family_name, str):
+            raise UnsupportedModelError("model type", family_name, ", ".join(FAMILIES))
+        raise _without_type(raw)
     family = FAMILIES[family_name]
     _check_activation(raw, family)
     hidden_size = count(raw, "hidden_size")
@@ -247,19 +263,19 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         qk_norm_eps=qk_eps,
         chunks=_parse_chunks(raw, family, unrotated, num_layers) if family.has_chunks else (),
         unrotated=unrotated,
-        temperature=_parse_temperature(raw) if family.has_unrotated_layers else None,
+        temperature=_parse_temperature(raw) if family.has_query_growth else None,
         pairs_sides=family.pairs_sides,
         tied_embeddings=family.is_tied if raw.get("tie_word_embeddings") is None else flag(raw, "tie_word_embeddings"),
         weights_dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
         local_rope=parse_local_rope(raw, max_position, family.local_theta),
-        activation="gelu_tanh" if family.is_gemma else "clamped_swiglu" if family.has_clamped_swiglu else "silu",
+        activation=family.activation,
         swiglu_alpha=number(raw, "swiglu_alpha", 1.702),
         swiglu_limit=number(raw, "swiglu_limit", 7.0),
         has_sink_logits=family.has_sink_logits,
         has_output_gate=family.has_output_gate,
         latent=latent,
         delta=None if family.delta is None else parse_delta(raw, family.delta, num_layers),
-        norm_offset=family.is_gemma or family.has_norm_offset,
+        norm_offset=family.has_norm_offset,
         norms=family.norms,
         embed_scale=_embed_scale(raw, family, hidden_size),
         score_scale=_multiplier(raw, family, "attention_multiplier"),
@@ -273,12 +289,22 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def _without_type(raw: Mapping[str, Any]) -> UnsupportedModelError:
+    said = raw.get("architectures")
+    architecture = str(said[0]) if isinstance(said, list) and said else ""
+    stem = architecture.removesuffix("ForCausalLM").lower()
+    found = next((name for name in FAMILIES if name.removesuffix("_text").replace("_", "") == stem), "")
+    wanted = f'a {CONFIG_FILE} with "model_type": "{found}"' if found else f"a {CONFIG_FILE} with the family's model_type"
+    why = f"{CONFIG_FILE} has none, for the architecture {architecture!r}" if architecture else f"{CONFIG_FILE} has none"
+    return UnsupportedModelError("model type", None, wanted, why)
+
+
 def _check_activation(raw: Mapping[str, Any], family: Family) -> None:
-    """Gemma's first releases say "gelu" and mean the tanh approximation, as transformers reads them."""
-    key = "hidden_activation" if raw.get("hidden_activation") is not None else "hidden_act"
-    allowed = ("gelu_pytorch_tanh", "gelu") if family.is_gemma else ("silu",)
-    if (activation := raw.get(key, allowed[0])) not in allowed:
-        raise UnsupportedModelError(key, activation, ", ".join(allowed))
+    """The field that the library reads, and no other, has to name the family's; absent or null it is the default."""
+    allowed = ["gelu_pytorch_tanh"] if family.activation == "gelu_tanh" else ["silu"]
+    allowed += ["gelu"] if family.activation == "gelu_tanh" else []
+    if (activation := raw.get("hidden_activation", raw.get("hidden_act"))) is not None and activation not in allowed:
+        raise UnsupportedModelError(family.activation_key, activation, ", ".join(allowed))
     if raw.get("use_bidirectional_attention"):
         raise UnsupportedModelError("use_bidirectional_attention", True, "causal attention")
 
@@ -293,7 +319,7 @@ def _soft_cap(raw: Mapping[str, Any], key: str, family: Family, idx: int) -> flo
 
 
 def _embed_scale(raw: Mapping[str, Any], family: Family, hidden_size: int) -> float | None:
-    if family.is_gemma:
+    if family.scales_embeddings:
         return float(hidden_size**0.5)
     return number(raw, "scale_emb", 12) if family.has_depth_scales else _multiplier(raw, family, "embedding_multiplier")
 
@@ -390,14 +416,15 @@ def _parse_routing(raw: Mapping[str, Any], family: ExpertNames, num_experts: int
     rule = family.routing
     if (said := raw.get("scoring_func", rule.scoring)) != rule.scoring:
         raise UnsupportedModelError("scoring_func", said, rule.scoring)
-    by_groups = not rule.methods
+    by_groups = rule.groups is not None
     if rule.methods:
         method = rule.methods[0] if raw.get("topk_method") is None else raw["topk_method"]
         if method not in rule.methods:
             raise UnsupportedModelError("topk_method", method, ", ".join(rule.methods))
         by_groups = method == rule.methods[-1]
-    num_groups = count(raw, "n_group", rule.groups[0]) if by_groups else 1
-    num_chosen_groups = count(raw, "topk_group", rule.groups[1]) if by_groups else 1
+    num_groups = num_chosen_groups = 1
+    if by_groups and rule.groups is not None:
+        num_groups, num_chosen_groups = count(raw, "n_group", rule.groups[0]), count(raw, "topk_group", rule.groups[1])
     least = 2 if rule.group_score == "best_two" else 1
     if num_experts % num_groups or num_experts // num_groups < least:
         raise bad("n_group", f"must divide {num_experts} experts into groups of {least} or more, is {num_groups}")
@@ -410,7 +437,7 @@ def _parse_routing(raw: Mapping[str, Any], family: ExpertNames, num_experts: int
         num_chosen,
         scoring=rule.scoring,
         is_renormalised=renormalises,
-        scale=number(raw, "routed_scaling_factor", rule.scale) if family.shared else 1.0,
+        scale=1.0 if rule.scale is None else number(raw, "routed_scaling_factor", rule.scale),
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
         group_score=rule.group_score,
@@ -453,9 +480,9 @@ def _parse_windows(raw: Mapping[str, Any], family: Family, num_layers: int) -> t
     """A rule of the family (families/family.py) says which layers have one; a switched-off or null window is none."""
     if family.windows == "none" or raw.get("sliding_window", family.default_window) is None:
         return (None,) * num_layers
-    window = count(raw, "sliding_window", family.default_window)
     if family.windows in ("switched", "switched_all") and not flag(raw, "use_sliding_window"):
         return (None,) * num_layers
+    window = count(raw, "sliding_window", family.default_window)
     if family.windows in ("all", "switched_all"):
         return (window,) * num_layers
     kinds = raw.get("layer_types")

@@ -147,6 +147,7 @@ class Decoder:
         at_sinks = None
         if metadata.sink_positions is not None:
             at_sinks = self._rotary.rows(metadata.sink_positions, max_position)
+        no_sinks = at_sinks and (torch.ones_like(at_sinks[0]), torch.zeros_like(at_sinks[1]))
         residual: torch.Tensor | None = None
         x = functional.embedding(token_ids, self._embed)
         if self._embed_scale is not None:
@@ -155,13 +156,13 @@ class Decoder:
             x, residual = _add_and_norm(x, layer.input_norm, eps, residual)
             window = self.config.windows[index]
             turned = rotation if window is None else local_rotation
-            turned, growing = (no_rotation, growth) if index in unrotated else (turned, None)
+            turned, growing, sinks = (no_rotation, growth, no_sinks) if index in unrotated else (turned, None, at_sinks)
             if layer.delta is not None and self.config.delta is not None:
                 assert isinstance(metadata, StepAttention), "states are not stored in another format"
                 x = delta_layer(x, layer.delta, self.config.delta.shape, eps, *metadata.states_of(index))
             else:
                 of_layer, at = metadata.of_layer(index)
-                x = self._attention(index, x, layer, turned, at_sinks, kv_view[:, at], of_layer, growing)
+                x = self._attention(index, x, layer, turned, sinks, kv_view[:, at], of_layer, growing)
             if index + 1 == len(self._layers):  # K and V are written: only the wanted rows go on
                 x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
             x = self._branch(self._add_up(linear(x, layer.o)), layer.attention_out_norm)

@@ -1,12 +1,13 @@
 """load_model: a Hugging Face folder in, a Decoder out.
 
 Weights are read one tensor at a time, straight into the fused matrices of the decoder, and converted on the way to
-the dtype that is computed in.
+the dtype that is computed in. Every tensor is used, left out by its name (checkpoint/unneeded.py), or refused.
 """
 
-import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NoReturn, TypeVar
 
@@ -14,24 +15,26 @@ import structlog
 import torch
 from tqdm import tqdm
 
+from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.errors import UnsupportedDeviceError
 
 from .checkpoint.errors import ModelFileMissingError, UnsupportedModelError, WeightsError
 from .checkpoint.json_fields import CONFIG_FILE
 from .checkpoint.json_file import read_json_object
-from .checkpoint.safetensors_files import StoredTensor, iterate_stored, iterate_tensors, list_weight_files
+from .checkpoint.safetensors_files import StoredTensor, iterate_stored, iterate_tensors, list_weight_files, tensor_sizes
+from .checkpoint.unneeded import EMBEDDINGS, HEAD, unneeded
 from .config import ModelConfig, read_model_config
-from .decoder import Decoder
+from .decoder import Decoder, DecoderWeights
 from .dtype_name import INT8, DtypeChoice, dtype_name
 from .families.table import FAMILIES
 from .parallel.split import WHOLE, Split, config_of_rank
 from .quantised.restored import restored
+from .quantised.scheme import Scheme
 from .weight_map import allocate_weights, biases_added_up, norms_of, pair_rotated
 
 log = structlog.get_logger()
 Stored = TypeVar("Stored", torch.Tensor, StoredTensor)
 
-_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, INT8: torch.float32}
 
 
@@ -43,7 +46,7 @@ def load_model(
     progress: bool = True,
     split: Split = WHOLE,
 ) -> tuple[Decoder, ModelConfig]:
-    """Load the model in `folder`, or a rank's part of it. The config is of the whole model.
+    """Load the model in `folder`, or a rank's part of it. The config is of the whole model, as it was loaded.
 
     Args:
         device: where its weights go.
@@ -62,30 +65,30 @@ def load_model(
         raise ModelFileMissingError(f"model folder {folder}")
     config = read_model_config(folder)
     files = list_weight_files(folder)
+    names = [each.name for each in tensor_sizes(files)]
+    left_out = left_out_of(names, config, is_first=split.is_first)
+    has_head, has_embeddings = (any(name.startswith(module) for name in names) for module in (HEAD, EMBEDDINGS))
+    is_tied = config.tied_embeddings
+    config = replace(config, tied_embeddings=is_tied and not (has_head and has_embeddings))
     weights, destinations = allocate_weights(config, compute_dtype(config.weights_dtype, device, dtype), device, split)
-    family = FAMILIES[config.family]
-    ignored = _LAYER if family.ignores_later_layers else None
+    if config.tied_embeddings and has_head:  # the one tensor that both are is stored under the other's name
+        destinations[f"{HEAD}weight"] = destinations.pop(f"{EMBEDDINGS}weight")
     num_bytes = sum(file.stat().st_size for file in files)
     bar = tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
     with bar:
         tensors: Iterator[tuple[str, str, torch.Tensor | StoredTensor]]
         if config.scheme is not None:
-            tensors = restored(_counted(iterate_tensors(files), bar), config.scheme)
+            tensors = restored(_counted(iterate_tensors(files, left_out), bar), config.scheme)
         elif split.num_ranks == 1:
-            tensors = _counted(iterate_tensors(files), bar)
+            tensors = _counted(iterate_tensors(files, left_out), bar)
         else:
-            tensors = _counted(iterate_stored(files), bar)
-        has_no_head = config.tied_embeddings or not split.is_first
+            tensors = _counted(iterate_stored(files, left_out), bar)
+        used: dict[str, str] = {}
         for file_name, name, tensor in tensors:
-            if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and has_no_head):
-                continue  # written by old versions of transformers, and follows from config.json; or not of this rank
-            if ignored is not None and (found := ignored.match(name)) and int(found[1]) >= config.num_layers:
-                continue
-            if family.ignores and name.startswith(family.ignores):
-                continue
             destination = destinations.pop(name, None)
             if destination is None:
-                raise WeightsError(file_name, f"tensor {name} is not part of this model, or is stored twice")
+                raise WeightsError(file_name, _why_no_place(name, used.get(name), config))
+            used[name] = file_name
             if tuple(tensor.shape) != destination.shape:
                 problem = f"tensor {name} has shape {tuple(tensor.shape)}, must have {destination.shape}"
                 raise WeightsError(file_name, problem)
@@ -96,6 +99,8 @@ def load_model(
             destination.fill(tensor)
     if destinations:
         raise WeightsError(folder.name, f"{len(destinations)} tensors are missing, among them {min(destinations)}")
+    if is_tied and not config.tied_embeddings:
+        weights, config = _tied_if_equal(weights, config)
     if config.norm_offset:
         for norm in norms_of(weights):
             norm.add_(1)
@@ -104,9 +109,10 @@ def load_model(
             bias.zero_()
     own = config_of_rank(config, split)
     pair_rotated(own, weights)
+    if split.is_first:
+        _tell_left_out(left_out)
     if config.scheme is not None:
-        dtype_text = str(weights.embed.dtype).removeprefix("torch.")
-        log.info("weights_dequantised", stored=config.scheme.name, dtype=dtype_text)
+        _tell_scheme(config.scheme, names, weights.embed.dtype)
     said = read_json_object(folder / CONFIG_FILE)["max_position_embeddings"]
     if config.max_position < said:
         reason = "longrope turns all keys anew when a sequence grows beyond it"
@@ -115,6 +121,53 @@ def load_model(
         return Decoder(own, weights, is_int8=dtype == INT8, split=split), config
     except UnsupportedDeviceError:
         raise UnsupportedModelError("dtype", INT8, "CPUs for which torch has FBGEMM: x86 with AVX2") from None
+
+
+def left_out_of(names: Collection[str], config: ModelConfig, *, is_first: bool = True) -> dict[str, str]:
+    """The tensors of a checkpoint that are not read, with the reason. is_first: of the rank that gives the logits."""
+    family, scheme = FAMILIES[config.family], config.scheme
+    return unneeded(
+        names,
+        num_layers=config.num_layers,
+        has_later_layers=family.ignores_later_layers,
+        of_further_tokens=family.ignores,
+        part_of=None if scheme is None else lambda name: scheme.split_name(name)[1],
+        is_first=is_first,
+    )
+
+
+def _tied_if_equal(weights: DecoderWeights, config: ModelConfig) -> tuple[DecoderWeights, ModelConfig]:
+    """Of a config that ties the head to the embeddings, and a file that has both: where they differ the file's head counts."""
+    if weights.lm_head is None or torch.equal(weights.lm_head.data, weights.embed):
+        lm_head = None if weights.lm_head is None else LinearWeight(weights.embed)
+        return replace(weights, lm_head=lm_head), replace(config, tied_embeddings=True)
+    message = f"config.json ties {HEAD}weight to the embeddings, and the file has another one, which is used"
+    log.warning("head_not_tied", message=message)
+    return weights, config
+
+
+def _why_no_place(name: str, stored_in: str | None, config: ModelConfig) -> str:
+    """What is wrong with a tensor that has no destination. stored_in: the file that it was read from before."""
+    if stored_in is not None:
+        return f"tensor {name} is stored twice, in {stored_in} before"
+    described = f"{config.family}, {config.num_layers} layers"
+    return f"tensor {name} is not part of the model that config.json describes ({described})"
+
+
+def _tell_left_out(left_out: dict[str, str]) -> None:
+    for reason, count in Counter(left_out.values()).items():
+        first = min(name for name, why in left_out.items() if why == reason)
+        log.info("tensors_left_out", num_tensors=count, first=first, reason=reason)
+
+
+def _tell_scheme(scheme: Scheme, names: Sequence[str], dtype: torch.dtype) -> None:
+    if any(scheme.split_name(name)[1] == scheme.scales for name in names):
+        log.info("weights_dequantised", stored=scheme.name, dtype=str(dtype).removeprefix("torch."))
+        return
+    message = (
+        f"config.json says that weights are stored as {scheme.name}; none is, and all are taken as the numbers that they are"
+    )
+    log.warning("weights_not_quantised", message=message)
 
 
 def _counted(tensors: Iterator[tuple[str, str, Stored]], bar: "tqdm[NoReturn]") -> Iterator[tuple[str, str, Stored]]:

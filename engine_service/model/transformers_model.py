@@ -19,11 +19,11 @@ from typing import Any, Final, Protocol
 import structlog
 import torch
 
-from kvkeeper.service.extras import install_command
-
 from .attention import AttentionMetadata, StepAttention, attend
 from .checkpoint.errors import UnsupportedModelError, WeightsError
+from .config import close_to, not_native
 from .dtype_name import INT8, DtypeChoice
+from .families.unpaged import why_not_paged
 from .loader import compute_dtype
 from .stored_attention import StoredAttention
 
@@ -31,6 +31,7 @@ log = structlog.get_logger()
 
 _NAME: Final = "kvkeeper_paged"
 _INTERFACE: Final = "models all of whose layers attend through the library's attention interface, without other states"
+_OWN_CODE: Final = "its attention is code of its own, which the library cannot replace"
 _PLAIN: Final = "plain attention, windows and soft caps"
 
 
@@ -131,15 +132,16 @@ def load_transformers_model(
     try:
         import transformers
     except ImportError:
-        supported = f"the native families; more with: {install_command('transformers')}"
-        raise UnsupportedModelError("model type", model_type, supported) from None
+        raise not_native(model_type) from None
     _register(transformers)
     if not progress:
         transformers.logging.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError):
-        raise UnsupportedModelError("model type", model_type, "what the transformers library knows") from None
+        supported = f"the native families, and what the library knows{close_to(model_type, transformers.CONFIG_MAPPING)}"
+        why = f"transformers {transformers.__version__} does not know it"
+        raise UnsupportedModelError("model type", model_type, supported, why) from None
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping or config.is_encoder_decoder:
         raise UnsupportedModelError("model type", model_type, "decoder-only language models")
     network = _load_network(transformers, folder, config, model_type, compute_dtype(_weights_dtype(config), device, dtype))
@@ -152,9 +154,8 @@ def load_transformers_model(
     except (UnsupportedModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # from the code of any architecture, called in a way that its author did not foresee
-        raise UnsupportedModelError(
-            "model type", model_type, f"models that run on flat batches without masks; this one stops with {_first(error)}"
-        ) from error
+        supported = f"models that run on flat batches without masks; this one stops with {_first(error)}"
+        raise UnsupportedModelError("model type", model_type, supported, why_not_paged(config, type(network))) from error
     if proven < shape.max_position:
         reason = "config.json names this length, and a model of this size was not compared beyond it"
         log.info("model_length_limited", max_len=proven, config_says=shape.max_position, reason=reason)
@@ -181,10 +182,14 @@ def _load_network(transformers: Any, folder: Path, config: Any, model_type: obje
         raise WeightsError(folder.name, _first(error)) from None
     except Exception as error:  # of the code of any architecture, or a library that it needs
         if _NAME in str(error):
-            raise UnsupportedModelError("model type", model_type, _INTERFACE) from None
+            why = why_not_paged(config, transformers.AutoModelForCausalLM._model_mapping[type(config)]) or _OWN_CODE
+            raise UnsupportedModelError("model type", model_type, _INTERFACE, why) from None
         raise UnsupportedModelError("model type", model_type, f"what the library loads here; {_first(error)}") from error
     if missing := sorted(info["missing_keys"]):  # the library would make them up
         raise WeightsError(folder.name, f"{len(missing)} tensors are missing, among them {missing[0]}")
+    if unused := sorted(info["unexpected_keys"]):  # but for those that the library itself names as unneeded
+        problem = f"{len(unused)} tensors are not part of the model that config.json describes, among them {unused[0]}"
+        raise WeightsError(folder.name, f"{problem}; the library would leave them out")
     return network
 
 
@@ -201,10 +206,12 @@ def _dry_run(network: Any, model_type: object) -> list[_Seen]:
     with _during(seen):
         network(input_ids=two, position_ids=two, use_cache=False)
     if not seen or sorted(seen) != list(range(network.config.get_text_config().num_hidden_layers)):
-        raise UnsupportedModelError("model type", model_type, _INTERFACE)
+        why = why_not_paged(network.config, type(network)) or _OWN_CODE
+        raise UnsupportedModelError("model type", model_type, _INTERFACE, why)
     layers = [seen[index] for index in sorted(seen)]
-    if len({(layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1:
-        raise UnsupportedModelError("model type", model_type, "models whose layers have K and V of one shape")
+    if len(shapes := {(layer.num_kv_heads, layer.head_dim) for layer in layers}) > 1:
+        why = "its layers have " + " and ".join(f"{heads} heads of {dims}" for heads, dims in sorted(shapes))
+        raise UnsupportedModelError("model type", model_type, "models whose layers have K and V of one shape", why)
     return layers
 
 
@@ -298,7 +305,8 @@ def _look(
 ) -> _Seen:
     name = type(module).__name__
     if key.shape != value.shape or key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise UnsupportedModelError("attention", name, "keys and values of one shape")
+        shapes = f"keys of one layer are {tuple(key.shape[1::2])} heads and dimensions, values {tuple(value.shape[1::2])}"
+        raise UnsupportedModelError("attention", name, "keys and values of one shape", shapes)
     if not getattr(module, "is_causal", True):
         raise UnsupportedModelError("attention", name, "causal attention")
     for asked in ("s_aux", "position_bias", "head_mask"):

@@ -148,7 +148,7 @@ def _allocate_layer(config: ModelConfig, index: int, empty: Empty) -> LayerWeigh
 
 
 def _allocate_qk_norm(config: ModelConfig, index: int, empty: Empty) -> torch.Tensor | None:
-    if config.qk_norm == "none" or index in config.unrotated:
+    if config.qk_norm == "none" or (config.qk_norm == "unit" and index in config.unrotated):
         return None
     weight = empty(config.num_heads + config.num_kv_heads, config.head_dim)
     return weight.fill_(1) if config.qk_norm == "unit" else weight

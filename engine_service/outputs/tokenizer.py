@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import tokenizers
 
 from ..model.checkpoint.errors import ModelConfigError, ModelFileMissingError, TokenizerError
-from ..model.checkpoint.json_file import read_json_object
+from ..model.checkpoint.json_file import POINTER_SAID, is_pointer, read_json_object
 
 if TYPE_CHECKING:
     from .chat_template import ChatTemplate
@@ -58,7 +58,8 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more specific
-            raise TokenizerError(f"tokenizer.json is malformed: {error}") from error
+            said = POINTER_SAID if is_pointer(path.read_bytes()) else f"is malformed: {error}"
+            raise TokenizerError(f"tokenizer.json {said}") from error
         backend.no_truncation()
         backend.no_padding()
         configs = {name: _read_optional(Path(folder) / name) for name in _CONFIGS}

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +162,24 @@ async def test_the_host_tier_is_pinned_where_that_works(client: AsyncCacheClient
     arena.pin_hosts()
     assert arena.host_array.nbytes == 13 * BLOCK_BYTES
     arena.close()
+
+
+async def test_the_host_tier_is_let_go_once_the_device_is_done(
+    client: AsyncCacheClient, engine: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that were launched know its address alone."""
+    arena = await (await opened(client)).attach()
+    arena.pin_hosts()
+    calls: list[str] = []
+
+    def note(name: str, done: Callable[..., None]) -> Callable[..., None]:
+        return lambda self, *args: calls.append(name) or done(self, *args)
+
+    for name in ("synchronize", "unregister_host", "close"):
+        monkeypatch.setattr(FakeCuda, name, note(name, getattr(FakeCuda, name)))
+    arena.close()
+    assert calls[:2] == ["synchronize", "unregister_host"]
+    assert calls[-1] == "close"
 
 
 async def test_a_process_without_the_device_is_told(api: Api, client: AsyncCacheClient, engine: FakeCuda) -> None:

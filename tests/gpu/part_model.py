@@ -1,7 +1,8 @@
 """Part g: a model's steps on the device: its logits against the CPU's, graphs against plain steps, and what a step costs.
 
 Logits and graphs also of small models of other families, in groups of layers with tables of their own where they have such.
-Of what graphs do beside the decode: draws, penalties by counts that stay, and prefixes in common, which are read once.
+Of what graphs do beside the decode: draws, penalties by counts that stay, and prefixes in common, which are read once. Between
+capture and replay all memory that nothing owns is filled with NaN.
 The host's time of a step is what passes until its last launch; launches are counted by torch's profiler, whose table lies
 beside the logs. A rehearsal takes a tiny model on the CPU, where there is nothing to capture.
 """
@@ -33,6 +34,7 @@ from kvkeeper.kernels.attention.paged_attention_decode import plan_decode
 from tests.gpu.checks import Check, keep_text, text_of
 from tests.gpu.family_models import FAMILIES, write_family
 from tests.gpu.random_model import LLAMA_1B, QWEN3_06B, TINY, Shape, write_model
+from tests.gpu.spoil import spoil_freed
 from tests.support.worlds.batches import ScheduledRow, build_batch
 
 _BLOCK_SIZE = 16
@@ -77,6 +79,15 @@ def _runner(model: Decoder, num_seqs: int, num_tokens: int, groups: Sequence[Lay
     num_blocks = max(len(groups), 1) * (1 + num_seqs * -(-num_tokens // _BLOCK_SIZE))
     memory = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8, device=model.device)
     return ModelRunner(model, layout.view(memory), layout, groups)
+
+
+def _capture(runner: ModelRunner, bounds: StepBounds, *, with_retention: bool = False) -> float:
+    """On a device. How many seconds it took. What nothing holds any more is NaN, or gone, before the first replay."""
+    device, began = runner.last_tokens.tensor.device, time.perf_counter()
+    runner.make_ready(bounds, CudaGraphs(device), with_retention=with_retention, progress=False)
+    seconds = time.perf_counter() - began
+    spoil_freed(device)
+    return seconds
 
 
 def _texts(shape: Shape, count: int, num_tokens: int) -> npt.NDArray[np.int64]:
@@ -128,8 +139,7 @@ def _family(path: Path, name: str, device: str) -> Check:
     groups = group_layers(model.config.windows, model.config.chunks)
     plain, other = _runner(model, num_seqs, num_tokens), _runner(model, num_seqs, num_tokens, groups)
     if device == "cuda":
-        graphs = CudaGraphs(torch.device(device))
-        other.make_ready(StepBounds(num_seqs, 4096), graphs, with_retention=False, progress=False)
+        _capture(other, StepBounds(num_seqs, 4096))
     shape, errors = dataclasses.replace(TINY, name=name), []
     for first, last in ((0, _CONTEXT), *((at, at + 1) for at in range(_CONTEXT, _CONTEXT + 3))):
         batch = _rows(shape, num_seqs, first, last, num_tokens)
@@ -158,12 +168,9 @@ def _steps(model: Decoder, shape: Shape, device: str, sizes: tuple[int, ...]) ->
         for first in range(0, most, 16):
             batch = _rows(shape, min(first + 16, most), 0, _CONTEXT, num_tokens)
             runner.forward(_last_rows(batch, first))
-    began = time.perf_counter()
-    if device == "cuda":
-        graphs = CudaGraphs(torch.device(device))
-        other.make_ready(StepBounds(most, 4096), graphs, with_retention=True, progress=False)
+    seconds = _capture(other, StepBounds(most, 4096), with_retention=True) if device == "cuda" else 0.0
     note = "" if other.graphed is not None else "no graphs: a rehearsal has no device" if device == "cpu" else "no graphs"
-    yield Check("warm_up_and_capture", device == "cpu" or other.graphed is not None, {"s": time.perf_counter() - began}, note)
+    yield Check("warm_up_and_capture", device == "cpu" or other.graphed is not None, {"s": seconds}, note)
     for size in sizes:
         batch = _rows(shape, size, _CONTEXT, _CONTEXT + 1, num_tokens)
         yield _guarded(f"graph_logits_{size}", partial(_same_logits, plain, other, size, batch))
@@ -271,8 +278,7 @@ def _shared_prefix(model: Decoder, shape: Shape, device: str, count: int) -> Che
     runner.forward(_rows_of(texts, apart, _PREFIX, context))
     expected = runner.forward(_rows_of(texts, apart, context, context + 1)).float().clone()
     if device == "cuda":
-        graphs = CudaGraphs(torch.device(device))
-        runner.make_ready(StepBounds(count, context + 1), graphs, with_retention=False, progress=False)
+        _capture(runner, StepBounds(count, context + 1))
     batch = _rows_of(texts, together, context, context + 1)
     found = runner.forward(batch).float()
     error = float((found - expected).norm() / expected.norm())

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvkeeper.engine_service.config import load_config
-from tests.gpu import part_serving
+from tests.gpu import part_serving, spoil
 from tests.gpu.__main__ import MACHINE, PARTS, _run_all
 from tests.gpu.bundle import ROOT, _requirements, install, without_weights
 from tests.gpu.checks import LOGS_VARIABLE, Check, PartResult, read_checks, write_result
@@ -68,6 +68,24 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def test_free_memory_is_spoiled_and_what_a_tensor_or_a_graph_has_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, given = torch.zeros(64, dtype=torch.uint8), []
+    blocks = [(0, 8, "inactive"), (8, 16, "active_allocated"), (24, 8, "active_pending_free"), (32, 8, "inactive")]
+    told = [{"address": address, "size": size, "state": state} for address, size, state in blocks]
+    segments = [{"segment_pool_id": (0, 0), "device": 1, "blocks": told}]
+    for pool, device in (((1, 0), 1), ((0, 0), 0)):  # of a graph, and of another device
+        other = {"address": 48, "size": 16, "state": "inactive"}
+        segments.append({"segment_pool_id": pool, "device": device, "blocks": [other]})
+    monkeypatch.setattr(spoil, "tensor_at", lambda address, size: memory[address : address + size])
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(int(memory.sum())))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 30))
+    assert spoil.spoil_freed(torch.device("cuda", 1)) == 16
+    assert memory.nonzero().flatten().tolist() == [*range(8), *range(32, 40)]
+    assert given == [16 * 255, 16 * 255], "given back once all was written"
 
 
 @pytest.mark.usefixtures("one_thread")

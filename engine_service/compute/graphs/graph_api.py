@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Graph(Protocol):
-    """Launches that were captured. The tensors they read and wrote keep their addresses for as long as the graph lives."""
+    """Launches that were captured. What the capture made is the graph's; of all other memory it has the address alone."""
 
     def replay(self) -> None: ...
 

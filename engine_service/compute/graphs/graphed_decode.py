@@ -6,6 +6,9 @@ tokens that the step before drew, and ends with the likeliest of each row, which
 graph of each size draws from the logits of the first, each row by its own parameters, seed and position, and leaves those
 tokens instead; a third one penalises the logits before, by counts that stay on the device. The logits of all sizes lie in one
 place: apart, those of forty sizes of a large vocabulary are gigabytes.
+
+A graph keeps no memory but what its capture made. All else that it reads is held by GraphReads, or by the runner that holds the
+GraphedDecode: docs/gpu.md has the list.
 """
 
 import sys
@@ -57,18 +60,34 @@ class SizeGraphs:
     """Of one batch size, each with what it leaves: the decode with the likeliest tokens, and draws from its logits.
 
     penalise: draws from them less penalties.
+    token_ids: what the decode computed, which penalise reads.
     """
 
+    token_ids: torch.Tensor
     decode: Captured
     draw: Captured
     penalise: Captured
 
 
-class GraphedDecode:
-    """Captured graphs by batch size. Only one thread computes."""
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphReads:
+    """What graphs read at addresses that were there before their capture, and that no graph keeps.
 
-    def __init__(self, shape: DecodeShape, inputs: DecodeInputs, graphs: Mapping[int, SizeGraphs]) -> None:
-        self._shape, self._inputs, self._graphs = shape, inputs, graphs
+    scratch: of the graphs alone. logits: float32 [most_rows, vocab_size], which all sizes write.
+    """
+
+    inputs: DecodeInputs
+    scratch: Scratch
+    logits: torch.Tensor
+    last: LastTokens
+    counts: TokenCounts
+
+
+class GraphedDecode:
+    """Captured graphs by batch size, and what they read. Only one thread computes."""
+
+    def __init__(self, shape: DecodeShape, reads: GraphReads, graphs: Mapping[int, SizeGraphs]) -> None:
+        self._shape, self._reads, self._graphs = shape, reads, graphs
         self._sizes = sorted(graphs)
         self.num_replays = self.num_draws = self.num_penalised = 0
 
@@ -92,7 +111,7 @@ class GraphedDecode:
         draws = None
         if len(rows) == count:
             draws = rows if counted is not None and isinstance(rows, PlainDraws) else as_plain(rows)
-        inputs = self._inputs.stage(batch, size, draws, None if counted is None else counted.rows)
+        inputs = self._reads.inputs.stage(batch, size, draws, None if counted is None else counted.rows)
         graphs = self._graphs[size]
         draw = None if draws is None else graphs.draw if counted is None else graphs.penalise
         replay = partial(self._replay, inputs, graphs.decode, draw, None if draws is None else counted, count)
@@ -144,16 +163,17 @@ def capture_decode(
         num_groups=shape.num_groups,
     )
     sizes = graph_sizes(shape.most_rows)
-    scratch = Scratch(device)  # of the graphs alone: it must not move once the first one is captured
     logits = torch.zeros((shape.most_rows, shape.vocab_size), device=device)
+    reads = GraphReads(inputs, Scratch(device), logits, last, counts)
     graphs = {}
     for size in tqdm(reversed(sizes), "capturing", len(sizes), unit="graph", file=sys.stderr, disable=not progress):
         tensors = inputs.tensors(size)
-        graph, (made, token_ids) = api.capture(partial(_decode_and_choose, decode, tensors, scratch, logits[:size], last))
+        graph, (made, token_ids) = api.capture(partial(_decode_and_choose, decode, tensors, reads.scratch, logits[:size], last))
+        reads.scratch.fix()
         draw = partial(_draw, made, inputs.drawing(size), tensors["rows"], last)
         penalise = partial(penalise_counted, made.values, counts.tensor, inputs.counting(token_ids))
-        graphs[size] = SizeGraphs((graph, made), api.capture(draw), api.capture(partial(draw, penalise)))
-    return GraphedDecode(shape, inputs, graphs)
+        graphs[size] = SizeGraphs(token_ids, (graph, made), api.capture(draw), api.capture(partial(draw, penalise)))
+    return GraphedDecode(shape, reads, graphs)
 
 
 def _decode_and_choose(

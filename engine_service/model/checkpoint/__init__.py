@@ -1,5 +1,5 @@
 """A Hugging Face folder on disk: JSON files, safetensors, and the digest that names the weights.
 
-Owns reading model folders, where a stored tensor goes, and the errors of models. Unpickles nothing. May import no other folder
-of the engine.
+Owns reading model folders, where a stored tensor goes or why it is left out, and the errors of models. Unpickles nothing.
+May import no other folder of the engine.
 """

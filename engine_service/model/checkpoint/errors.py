@@ -25,8 +25,9 @@ class ModelConfigError(ModelError):
 class UnsupportedModelError(ModelError):
     """The model is fine, but it needs something that is not built here."""
 
-    def __init__(self, feature: str, found: object, supported: str) -> None:
-        super().__init__(f"{feature} {found!r} is not supported; supported: {supported}")
+    def __init__(self, feature: str, found: object, supported: str, why: str = "") -> None:
+        """why: what it is about this model; empty: what is found says it."""
+        super().__init__(f"{feature} {found!r} is not supported{why and ': '}{why}; supported: {supported}")
         self.feature = feature
         self.found = found
         self.supported = supported

@@ -2,9 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from .errors import ModelConfigError, ModelFileMissingError
+
+POINTER_SAID: Final = "is a pointer of git-lfs, not the file itself; `git lfs pull` in its folder fetches that"
+_POINTER: Final = b"version https://git-lfs"
+
+
+def is_pointer(content: bytes) -> bool:
+    """Whether a file that begins so only stands for another one, as a clone has it without git-lfs."""
+    return content.startswith(_POINTER)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -15,7 +23,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ModelConfigError: unreadable, not JSON, or not an object.
     """
     try:
-        parsed = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        if is_pointer(content):
+            raise ModelConfigError(path.name, POINTER_SAID)
+        parsed = json.loads(content)
     except FileNotFoundError:
         raise ModelFileMissingError(str(path)) from None
     except OSError as error:

@@ -1,14 +1,14 @@
 """Which weight files a model folder has, and reading tensors from them. Only safetensors: nothing is ever unpickled."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from .errors import ModelConfigError, ModelFileMissingError, UnsupportedModelError, WeightsError
-from .json_file import read_json_object
+from .json_file import POINTER_SAID, is_pointer, read_json_object
 
 if TYPE_CHECKING:
     import torch  # headers can be read without torch, which takes seconds to import
@@ -37,11 +37,12 @@ def list_weight_files(folder: Path) -> tuple[Path, ...]:
         ModelFileMissingError: no folder, no weights, or a shard that the index names is absent.
         UnsupportedModelError: only pickled weights (.bin, .pt).
         ModelConfigError: the index is malformed.
+        WeightsError: a file is a pointer of git-lfs.
     """
     if not folder.is_dir():
         raise ModelFileMissingError(f"model folder {folder}")
     if (folder / _SINGLE).is_file():
-        return (folder / _SINGLE,)
+        return (_no_pointer(folder / _SINGLE),)
     if not (folder / _INDEX).is_file():
         pickled = sorted(path.name for suffix in ("*.bin", "*.pt", "*.pth") for path in folder.glob(suffix))
         if pickled:
@@ -56,11 +57,24 @@ def list_weight_files(folder: Path) -> tuple[Path, ...]:
             raise ModelConfigError(_INDEX, f"weight_map names {name!r}, not a safetensors file of the folder")
         if not (folder / name).is_file():
             raise ModelFileMissingError(str(folder / name))
-    return tuple(folder / name for name in sorted(names))
+    return tuple(_no_pointer(folder / name) for name in sorted(names))
 
 
-def iterate_tensors(files: tuple[Path, ...]) -> Iterator[tuple[str, str, "torch.Tensor"]]:
+def _no_pointer(path: Path) -> Path:
+    """Raises WeightsError."""
+    try:
+        with path.open("rb") as file:
+            if is_pointer(file.read(64)):
+                raise WeightsError(path.name, POINTER_SAID)
+    except OSError as error:
+        raise WeightsError(path.name, f"cannot be read: {error.strerror}") from error
+    return path
+
+
+def iterate_tensors(files: tuple[Path, ...], without: Container[str] = ()) -> Iterator[tuple[str, str, "torch.Tensor"]]:
     """Yield (file name, tensor name, tensor), one tensor in memory at a time.
+
+    without: names of tensors that are not read.
 
     Raises:
         WeightsError: a file is truncated, has a damaged header, or cannot be read.
@@ -69,7 +83,8 @@ def iterate_tensors(files: tuple[Path, ...]) -> Iterator[tuple[str, str, "torch.
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
-                    yield path.name, name, file.get_tensor(name)
+                    if name not in without:
+                        yield path.name, name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise WeightsError(path.name, f"is damaged or unreadable: {error}") from error
 
@@ -102,8 +117,10 @@ class StoredTensor:
         return tensor
 
 
-def iterate_stored(files: tuple[Path, ...]) -> Iterator[tuple[str, str, StoredTensor]]:
+def iterate_stored(files: tuple[Path, ...], without: Container[str] = ()) -> Iterator[tuple[str, str, StoredTensor]]:
     """Yield (file name, tensor name, tensor), of which nothing is read before a part of it is asked for.
+
+    without: as of iterate_tensors.
 
     Raises:
         WeightsError: as iterate_tensors.
@@ -112,7 +129,8 @@ def iterate_stored(files: tuple[Path, ...]) -> Iterator[tuple[str, str, StoredTe
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118  (safe_open is no mapping)
-                    yield path.name, name, StoredTensor(path.name, file.get_slice(name))
+                    if name not in without:
+                        yield path.name, name, StoredTensor(path.name, file.get_slice(name))
         except (SafetensorError, OSError) as error:
             raise WeightsError(path.name, f"is damaged or unreadable: {error}") from error
 

@@ -1,4 +1,7 @@
-"""Family: how a model family differs from Llama, as data. Knows no config.json and no tensor."""
+"""Family: how a model family differs from Llama, as data. Knows no config.json and no tensor.
+
+A field is one feature and brings no other along. Features that the decoder does not compute together are no family.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +9,7 @@ from typing import Any, Literal
 
 WindowRule = Literal["none", "all", "switched", "switched_all", "in_turn"]
 QkNorm = Literal["none", "head", "whole", "unit"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +19,13 @@ class RoutingRule:
     Attributes:
         scoring: softmax over all experts, or each one's sigmoid.
         methods: values of topk_method that are served, the first the default; the last one goes by groups.
-            (): all go by groups.
+            (): it is not heeded.
         group_score: a group is as good as its best expert, or as its best two together.
         has_correction: e_score_correction_bias is added where experts are chosen.
         is_wide: the router computes in float32.
         renormalises: default of norm_topk_prob; None: it is not heeded, and weights are not renormalised.
-        scale, groups, first_dense: defaults of routed_scaling_factor, of n_group and topk_group, and of first_k_dense_replace.
+        scale: default of routed_scaling_factor; None: it is not heeded. groups: of n_group and topk_group, likewise.
+        first_dense: of first_k_dense_replace.
         has_layer_types: mlp_layer_types says which layers have experts; by default all but the first.
         has_moe_layers: moe_layers says it; by default every interleave_moe_layer_step-th.
         weighs_inputs: an expert's input is weighed instead of its output.
@@ -32,8 +37,8 @@ class RoutingRule:
     has_correction: bool = False
     is_wide: bool = False
     renormalises: bool | None = False
-    scale: float = 1.0
-    groups: tuple[int, int] = (1, 1)
+    scale: float | None = None
+    groups: tuple[int, int] | None = None
     first_dense: int = 0
     has_layer_types: bool = False
     has_moe_layers: bool = False
@@ -109,10 +114,10 @@ class Family:
         qkv_bias, o_bias, mlp_bias: None: config.json's attention_bias or mlp_bias says (default: none, or `biased`).
         biased: attention has biases where config.json does not speak of attention_bias.
         needs_kv_heads: config.json has to state num_key_value_heads; otherwise they are as many as the heads.
-        qk_norm: of queries and keys: none, of each head, of all heads at once, or of each head without a weight (unit).
+        qk_norm: of queries and keys: none, of each head, of all heads at once, or of each rotated head without a weight (unit).
         norms: before attention and MLP, after them, or both.
-        has_unrotated_layers: no_rope_layers says which layers are not rotated, by default every fourth. Those have no qk_norm,
-            and their queries grow with the position (attn_temperature_tuning).
+        has_unrotated_layers: no_rope_layers says which layers are not rotated, by default every fourth.
+        has_query_growth: the queries of those grow with the position (attn_temperature_tuning).
         has_chunks: layers read chunks of attention_chunk_size, by layer_types, or by default where they are rotated.
         default_chunk: of attention_chunk_size.
         pairs_sides: stored weights pair the dimensions that are rotated side by side, instead of half a head apart.
@@ -121,7 +126,9 @@ class Family:
         windows: none; all: on all layers, where sliding_window is set; switched: by use_sliding_window, from
             max_window_layers on; switched_all: by use_sliding_window, on all layers; in_turn: on all but every full_every-th.
         default_window: where config.json does not speak of sliding_window; None: no window then.
-        is_gemma: scaled embeddings, norms with 1 + weight, a GELU gate, tied by default.
+        scales_embeddings: by the square root of hidden_size.
+        activation: of an MLP's gate; clamped_swiglu goes by swiglu_alpha and swiglu_limit.
+        activation_key: the field of config.json that names it. gelu_is_tanh: what is called "gelu" there is gelu_tanh.
         has_norm_offset: norms multiply by 1 + weight.
         has_output_gate: what each head attends to is weighed by a sigmoid, whose inputs are projected beside its queries.
         query_scalar: default of query_pre_attn_scalar; None: the family has none.
@@ -130,7 +137,6 @@ class Family:
         default_rope: the rope_parameters of a config.json without any; None: plain ones.
         has_partial_rope: partial_rotary_factor is heeded. default_part: where config.json does not speak of it.
         has_sink_logits: each head's softmax has one more key, with a learned score and without a value.
-        has_clamped_swiglu: the gate is clamped_swiglu, by swiglu_alpha and swiglu_limit.
         has_multipliers: embeddings, scores, residual branches and logits have factors of their own.
         is_fused: queries, keys and values are stored as one tensor, and so are gate and up.
         has_depth_scales: scale_emb, scale_depth and dim_model_base are factors of embeddings, branches and logits.
@@ -150,6 +156,7 @@ class Family:
     qk_norm: QkNorm = "none"
     norms: Literal["before", "after", "both"] = "before"
     has_unrotated_layers: bool = False
+    has_query_growth: bool = False
     has_chunks: bool = False
     default_chunk: int = 8192
     pairs_sides: bool = False
@@ -159,7 +166,10 @@ class Family:
     windows: WindowRule = "none"
     default_window: int | None = None
     full_every: int | None = None
-    is_gemma: bool = False
+    scales_embeddings: bool = False
+    activation: Activation = "silu"
+    activation_key: str = "hidden_act"
+    gelu_is_tanh: bool = False
     has_norm_offset: bool = False
     has_output_gate: bool = False
     query_scalar: float | None = None
@@ -171,7 +181,6 @@ class Family:
     has_partial_rope: bool = False
     default_part: float = 1.0
     has_sink_logits: bool = False
-    has_clamped_swiglu: bool = False
     has_multipliers: bool = False
     is_fused: bool = False
     has_depth_scales: bool = False
@@ -181,3 +190,31 @@ class Family:
     latent: LatentFamily | None = None
     delta: DeltaFamily | None = None
     experts: ExpertNames | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for features that the decoder does not compute together."""
+        has_windows, normed = self.windows != "none", self.qk_norm in ("head", "whole")
+        of_scores = self.has_sink_logits, self.query_scalar, self.has_multipliers, self.soft_caps and self.soft_caps[0]
+        of_heads = self.has_output_gate, self.pairs_sides, self.is_fused, self.qk_norm != "none", self.has_partial_rope
+        of_layers = has_windows, self.has_chunks, self.has_unrotated_layers, self.delta
+        embed_scales = self.scales_embeddings, self.has_multipliers, self.has_depth_scales
+        apart = {
+            "latents and other terms of scores": self.latent and any(of_scores),
+            "latents and other kinds of heads": self.latent and any(of_heads),
+            "latents and other kinds of layers": self.latent and any(of_layers),
+            "recurrent layers and windows, chunks or sinks": self.delta
+            and (has_windows or self.has_chunks or self.has_sink_logits),
+            "windows and chunks": has_windows and self.has_chunks,
+            "growth of queries and rotated layers alone": self.has_query_growth and not self.has_unrotated_layers,
+            "growth of queries and a norm that undoes it": self.has_query_growth and normed,
+            "a norm over all heads and an order of their dimensions": self.qk_norm == "whole"
+            and (self.pairs_sides or self.has_partial_rope),
+            "a norm without a weight and 1 + weight": self.qk_norm == "unit" and self.has_norm_offset,
+            "pairs side by side and heads that are rotated in part": self.pairs_sides and self.has_partial_rope,
+            "a rope of windows and heads that are rotated in part": self.local_theta and self.has_partial_rope,
+            "an output gate and one tensor for queries, keys and values": self.has_output_gate and self.is_fused,
+            "two factors of scores": self.query_scalar and self.has_multipliers,
+            "two factors of embeddings": sum(embed_scales) > 1,
+        }
+        if found := [what for what, are_both in apart.items() if are_both]:
+            raise ValueError(f"a family cannot have {found[0]}: the decoder does not compute them together")

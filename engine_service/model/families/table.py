@@ -20,7 +20,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
             intermediate_key="moe_intermediate_size",
             shared="shared_experts",
             default_shared=2,
-            routing=RoutingRule(methods=("greedy", "group_limited_greedy"), is_wide=True, renormalises=None),
+            routing=RoutingRule(
+                methods=("greedy", "group_limited_greedy"), is_wide=True, renormalises=None, scale=1.0, groups=(1, 1)
+            ),
         ),
     ),
     "deepseek_v3": Family(
@@ -45,9 +47,19 @@ FAMILIES: Final[Mapping[str, Family]] = {
             ),
         ),
     ),
-    "gemma": Family(is_gemma=True, is_tied=True, head_dim=256),
+    "gemma": Family(
+        scales_embeddings=True,
+        activation="gelu_tanh",
+        gelu_is_tanh=True,  # its first releases say "gelu" and mean the approximation, as transformers reads them
+        has_norm_offset=True,
+        is_tied=True,
+        head_dim=256,
+    ),
     "gemma2": Family(
-        is_gemma=True,
+        scales_embeddings=True,
+        activation="gelu_tanh",
+        activation_key="hidden_activation",
+        has_norm_offset=True,
         is_tied=True,
         head_dim=256,
         windows="in_turn",
@@ -58,7 +70,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
         norms="both",
     ),
     "gemma3_text": Family(
-        is_gemma=True,
+        scales_embeddings=True,
+        activation="gelu_tanh",
+        activation_key="hidden_activation",
+        has_norm_offset=True,
         is_tied=True,
         head_dim=256,
         windows="in_turn",
@@ -89,6 +104,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
                 is_wide=True,
                 renormalises=True,
                 scale=1.8,
+                groups=(1, 1),
                 has_layer_types=True,
             ),
         ),
@@ -111,7 +127,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
             "original_max_position_embeddings": 4096,
         },
         has_sink_logits=True,
-        has_clamped_swiglu=True,
+        activation="clamped_swiglu",
         experts=ExpertNames(
             "mlp",
             ("gate_up_proj", "gate_up_proj", "down_proj"),
@@ -131,6 +147,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         head_dim=128,
         qk_norm="unit",
         has_unrotated_layers=True,
+        has_query_growth=True,
         has_chunks=True,
         pairs_sides=True,
         mlp="feed_forward",

@@ -71,6 +71,8 @@ def config_of_rank(config: ModelConfig, split: Split) -> ModelConfig:
         raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without latent attention")
     if config.delta is not None and config.delta.layers:
         raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without recurrent layers")
+    if config.has_output_gate:
+        raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without output gates")
     if config.qk_norm == "whole":
         raise UnsupportedModelError("tensor parallelism of model type", config.family, "families without norms over all heads")
     _check_divides(num_ranks, "attention heads", config.num_heads)

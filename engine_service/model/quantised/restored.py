@@ -4,7 +4,6 @@ Tensors of one weight may come in any order and from several files; those that a
 """
 
 from collections.abc import Iterator
-from typing import Final
 
 import torch
 
@@ -12,11 +11,6 @@ from ..checkpoint.errors import WeightsError
 from . import mxfp4
 from .matrix import matrix_of, parts_of
 from .scheme import Scheme
-
-# Of how a server may round activations, keys and values; here they are not rounded.
-_NOT_READ: Final = frozenset(
-    ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale", "prob_scale")
-)
 
 Tensors = Iterator[tuple[str, str, torch.Tensor]]
 
@@ -31,8 +25,6 @@ def restored(tensors: Tensors, scheme: Scheme) -> Tensors:
     waiting: dict[str, dict[str, torch.Tensor]] = {}
     for file, name, tensor in tensors:
         module, part = scheme.split_name(name)
-        if part in _NOT_READ:
-            continue
         if part not in wanted or (part == "weight" and tensor.itemsize > 1):  # most weights are, some are not
             yield file, name, tensor
             continue

@@ -33,7 +33,8 @@ def within_cache_logits(network: Any, tokens: Sequence[int], num_sink: int, num_
             v = _heads(attention.v_proj(normed), config.num_key_value_heads, None)
             cache.append((k, v))
             kept = [cache[j] for j in seen]
-            x = x + attention.o_proj(_attend(q, kept, frequencies, attention.scaling).flatten()[None])
+            turned = frequencies * getattr(attention, "use_rope", 1)
+            x = x + attention.o_proj(_attend(q, kept, turned, attention.scaling).flatten()[None])
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         rows.append(network.lm_head(network.model.norm(x))[0])
     return torch.stack(rows)

@@ -1,20 +1,23 @@
 """RecordedGraphs: a GraphApi that records the operations of a capture and runs them again on replay, without a device.
 
 Torch's operations are seen as they are dispatched, and Triton's launches as the interpreter runs them. A replay works on the
-very tensors of the capture, as a device does: what an operation made then is overwritten, and what the host knew then is known
+very memory of the capture, as a device does: what an operation made then is overwritten, and what the host knew then is known
 no more. A capture that reads a value back to the host is refused, as on a device. On a device graphs share the memory that they
-make. So a replay here begins with all that its own capture made lost, as another graph may leave it.
+make. So a replay here begins with all that its own capture made lost, as another graph may leave it. Of other memory a graph
+has the address alone: a replay that reads or writes what was freed meanwhile is refused.
 """
 
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import triton.runtime.interpreter as interpreter
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 READS = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal"}
 _run_grid = interpreter.GridExecutor.__call__
@@ -22,6 +25,47 @@ _run_grid = interpreter.GridExecutor.__call__
 
 class HostRead(Exception):
     """A captured function looked at a value on the device."""
+
+
+class FreedMemory(Exception):
+    """A replay came to an address whose memory is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """A tensor as a graph knows it: where it is, and how it is laid out. It keeps no memory."""
+
+    memory: StorageWeakRef
+    empty: torch.Tensor  # of its kind and dtype
+    offset: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    def tensor(self) -> torch.Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
+        if storage is None:
+            raise FreedMemory(f"of a tensor {self.empty.dtype} {list(self.shape)} that was there when the graph was captured")
+        found = torch.empty(0, dtype=self.empty.dtype, device=storage.device)
+        return found.set_(storage, self.offset, self.shape, self.strides).as_subclass(type(self.empty))
+
+
+def _addresses(arguments: Any) -> Any:
+    """The same with an address for each tensor, but for weights that a library has packed."""
+
+    def address(tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided:
+            return tensor
+        empty = tensor.as_subclass(torch.Tensor).new_empty(0).as_subclass(type(tensor))
+        memory = StorageWeakRef(tensor.untyped_storage())
+        return _Address(memory, empty, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    with torch.utils._python_dispatch._disable_current_modes():
+        return tree_map_only(torch.Tensor, address, arguments)
+
+
+def _found(arguments: Any) -> Any:
+    """What _addresses was given. Raises FreedMemory."""
+    return tree_map_only(_Address, _Address.tensor, arguments)
 
 
 def _name(function: Any) -> str:
@@ -42,7 +86,7 @@ def _new_memory(made: Any, arguments: Any) -> list[torch.Tensor]:
 class _Recorder(TorchDispatchMode):
     """Runs all operations, and records them and the memory that they make."""
 
-    def __init__(self, steps: list[Callable[[], None]], memory: list[torch.UntypedStorage]) -> None:
+    def __init__(self, steps: list[Callable[[], object]], memory: list[torch.UntypedStorage]) -> None:
         super().__init__()
         self._steps, self._memory = steps, memory
 
@@ -51,8 +95,14 @@ class _Recorder(TorchDispatchMode):
             raise HostRead(str(function))
         kwargs = kwargs or {}
         made = function(*args, **kwargs)
+        arguments = _addresses((args, kwargs))
+
+        def run() -> tuple[Any, Any]:
+            args, kwargs = found = _found(arguments)
+            return function(*args, **kwargs), found
+
         if any(returned.alias_info is not None and returned.alias_info.is_write for returned in function._schema.returns):
-            self._steps.append(lambda: function(*args, **kwargs))
+            self._steps.append(run)
             return made
         kept = _new_memory(made, (args, kwargs))
         if not kept:
@@ -60,7 +110,7 @@ class _Recorder(TorchDispatchMode):
         self._memory += [each.untyped_storage() for each in kept if not each.is_meta]
 
         def again() -> None:
-            for old, new in zip(kept, _new_memory(function(*args, **kwargs), (args, kwargs)), strict=True):
+            for old, new in zip(kept, _new_memory(*run()), strict=True):
                 old.copy_(new)
 
         if not _name(function).startswith(("empty", "new_empty")):
@@ -72,7 +122,7 @@ class Recorded:
     """A Graph. kernels: names of Triton's kernels, in the order of their launches."""
 
     def __init__(self, on_replay: Callable[[], None]) -> None:
-        self.steps: list[Callable[[], None]] = []
+        self.steps: list[Callable[[], object]] = []
         self.memory: list[torch.UntypedStorage] = []
         self.kernels: list[str] = []
         self._on_replay = on_replay
@@ -120,7 +170,13 @@ def _launches_into(graph: Recorded):
     def run(self, *args, **kwargs):
         with torch.utils._python_dispatch._disable_current_modes():
             _run_grid(self, *args, **kwargs)
-        graph.steps.append(lambda: _run_grid(self, *args, **kwargs))
+        arguments = _addresses((args, kwargs))
+
+        def again() -> None:
+            args, kwargs = _found(arguments)
+            _run_grid(self, *args, **kwargs)
+
+        graph.steps.append(again)
         graph.kernels.append(self.fn.__name__)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -36,6 +36,9 @@ def test_the_demo_model_is_right() -> None:
     check_start(config_of("hash-toy"))
 
 
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n"
+
+
 @pytest.mark.parametrize(
     ("name", "files", "said"),
     [
@@ -45,7 +48,21 @@ def test_the_demo_model_is_right() -> None:
         ("m", {"m-q4.gguf": "GGUF"}, "the folder has GGUF files; a Hugging Face folder is wanted"),
         ("m", {}, "the folder has no config.json; a Hugging Face folder is wanted"),
         ("m", {"config.json": "{"}, "config.json: is not JSON"),
-        ("m", {"config.json": "{}"}, "model type None is not supported"),
+        ("m", {"config.json": "{}"}, "model type None is not supported: config.json has none; supported: a config.json with"),
+        (
+            "m",
+            {"config.json": json.dumps({"architectures": ["DeepseekV3ForCausalLM"]})},
+            'for the architecture \'DeepseekV3ForCausalLM\'; supported: a config.json with "model_type": "deepseek_v3"',
+        ),
+        ("m", {"config.json": json.dumps({"architectures": ["FalconForCausalLM"]})}, "with the family's model_type"),
+        ("m", {"config.json": POINTER}, "config.json: is a pointer of git-lfs, not the file itself; `git lfs pull`"),
+        (
+            "m",
+            {"config.json": (DEMO_MODEL_DIR / "config.json").read_text(), "model.safetensors": POINTER},
+            "model.safetensors: is a pointer of git-lfs, not the file itself; `git lfs pull`",
+        ),
+        ("m", {"snapshots/0a1b/config.json": "{}", "refs/main": "0a1b"}, "/m/snapshots/0a1b"),
+        ("hub", {"models--a--b/snapshots/0a1b/config.json": "{}"}, "/hub/models--a--b/snapshots/0a1b"),
         ("m", {"config.json": (DEMO_MODEL_DIR / "config.json").read_text()}, "model.safetensors does not exist"),
     ],
 )
@@ -56,6 +73,7 @@ def test_what_is_no_model_folder_is_told_as_what_it_is(
     if isinstance(files, dict):
         path.mkdir()
         for file, text in files.items():
+            (path / file).parent.mkdir(parents=True, exist_ok=True)
             (path / file).write_text(text)
     elif files is not None:
         path.write_text(files)

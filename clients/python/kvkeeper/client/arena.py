@@ -113,6 +113,9 @@ class Arena:
             gc.collect()  # a reference cycle may keep one alive
         if self._lent:
             raise BufferError("what device_bytes gave is still in use")
+        if self._imported is not None:
+            with contextlib.suppress(CudaError):  # copies that were launched may still read the host tier, or write it
+                cuda_runtime().synchronize(self._imported.device)
         if self._pinned is not None and self._imported is not None:
             with contextlib.suppress(CudaError):
                 cuda_runtime().unregister_host(self._imported.device, self._pinned)

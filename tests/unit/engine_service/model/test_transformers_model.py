@@ -1,5 +1,6 @@
 """Models that the transformers library computes, on the paged arena: held to the library's own logits; and what is refused."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from kvkeeper.engine_service.compute.self_check import load_checked_model
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import ModelError, UnsupportedModelError
+from kvkeeper.engine_service.preflight import check_model
+from tests.support.models.architectures import build_architecture
 from tests.support.models.tiny_models import (
     NumericsCase,
     TinyModel,
@@ -101,6 +104,35 @@ def test_what_cannot_be_paged_is_refused_at_load(model: TinyModel, tmp_path: Pat
     folder = build_model_folder(tmp_path, model)
     with pytest.raises(UnsupportedModelError, match="supported:"):
         load_served_model(EngineConfig(model=str(folder), progress=False))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "cause"),
+    [
+        ("bloom", "it adds a bias by distance to attention scores (ALiBi)"),
+        ("falcon", "its attention is code of its own"),
+        ("mpt", "it adds a bias by distance to attention scores (ALiBi)"),
+        ("lfm2", "1 of its 2 layers keep a state of their own for each sequence (conv)"),
+        ("qwen3_5_text", "2 of its 2 layers keep a state of their own for each sequence (linear_attention)"),
+        ("rwkv", "its layers keep a state of their own for each sequence"),
+        ("mimo_v2_flash", "values "),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of the library's slow paths
+def test_a_refusal_names_its_cause(model_type: str, cause: str, tmp_path: Path) -> None:
+    folder = build_architecture(model_type, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"is not supported: .*; supported: ") as refused:
+        load_served_model(EngineConfig(model=str(folder), progress=False))
+    assert cause in str(refused.value)
+
+
+def test_a_misspelt_type_is_told_what_is_close_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    with pytest.raises(UnsupportedModelError, match=r"transformers [0-9.]+ does not know it; .* \('llama' is close to it\)$"):
+        load_served_model(EngineConfig(model=str(tmp_path), progress=False))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedModelError, match=r"youtu \('llama' is close to it\); and what .* install "):
+        check_model(tmp_path, EngineConfig(model=str(tmp_path), progress=False))
 
 
 @pytest.mark.parametrize("model_type", ["nobody_s", "t5"])

@@ -169,6 +169,9 @@ def test_what_is_missing_or_malformed(folder, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match="malformed"):
         Tokenizer.load(folder)
+    (folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(TokenizerError, match=r"^tokenizer\.json is a pointer of git-lfs, not the file itself"):
+        Tokenizer.load(folder)
 
 
 def test_text_that_is_no_unicode_is_refused(tokenizer):

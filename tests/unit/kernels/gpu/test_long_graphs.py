@@ -5,6 +5,8 @@ lengths at all, so each replay is of other ones. A plain step of as many rows an
 """
 
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -229,6 +231,26 @@ def test_scratch_stays_where_it_is_once_the_first_size_is_captured(model, monkey
     decodes = [each for each in of_runs if each]
     assert len(decodes) == 2 * 2, "each of two sizes runs twice"
     assert len(set().union(*decodes[1:])) == 1
+
+
+def test_what_graphs_read_is_kept_as_long_as_they_are_and_no_longer(model, monkeypatch):
+    """A graph keeps no memory that was there before it. What is freed is another tensor's soon, or nobody's."""
+    memory, make = [], Scratch.take
+
+    def take(self, num_elements, dtype):
+        found = make(self, num_elements, dtype)
+        memory.append(weakref.ref(self))
+        return found
+
+    monkeypatch.setattr(Scratch, "take", take)
+    pair = Pair.of(model, kv_layout_of(model.config, model.dtype, BLOCK_SIZE))
+    gc.collect()
+    assert memory, "steps are cut, and merged from scratch"
+    assert all(scratch() is not None for scratch in memory)
+    pair.step([(48, 0), (40, 3)], is_same_shape=True)
+    own, pair.captured.graphed = memory[0], None
+    gc.collect()
+    assert own() is None, "the recorder keeps nothing, as a device"
 
 
 def test_positions_beyond_the_first_rotary_table_are_replayed_also_once_a_sequence_went_farther(model, monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.stand_ins.recorded_graphs import HostRead, RecordedGraphs
+from tests.support.stand_ins.recorded_graphs import FreedMemory, HostRead, RecordedGraphs
 
 READS = {
     "float": lambda x: float(x.sum()),
@@ -51,3 +51,34 @@ def test_a_replay_finds_nothing_in_the_memory_of_its_capture():
     made.fill_(1)
     graph.replay()
     assert made.isnan().all()
+
+
+@pytest.mark.parametrize("is_written", [False, True], ids=["read", "written"])
+def test_a_replay_on_memory_that_was_freed_is_refused(is_written):
+    """A graph on a device has its address, and keeps it from nothing."""
+    kept, freed = torch.ones(3), [torch.ones(3)]
+
+    def run():
+        return freed[0].add_(kept) if is_written else kept + freed[0]
+
+    graph, made = RecordedGraphs().capture(run)
+    del made
+    graph.replay()
+    freed.clear()
+    with pytest.raises(FreedMemory, match=r"float32 \[3\]"):
+        graph.replay()
+
+
+def test_what_a_capture_made_stays_as_long_as_its_graph():
+    """On a device it is of the pool that graphs share."""
+    x, between = torch.zeros(3), []
+
+    def run():
+        between.append((x + 1).neg_())
+        return x.new_zeros(3).copy_(between[-1])
+
+    graph, made = RecordedGraphs().capture(run)
+    between.clear()
+    x.fill_(4)
+    graph.replay()
+    assert made.tolist() == [-5, -5, -5]
