@@ -150,7 +150,7 @@ async def start_server(
         lanes = StepLanes(session_manager, step_handler, most_bytes)
         attach = AttachServer(_attach_path(config, endpoint.address), lanes, timing)
         if config.metrics_listen:
-            metrics = MetricsServer(config.metrics_listen, partial(cache_metrics, session_manager, guard))
+            metrics = await MetricsServer.open(config.metrics_listen, partial(cache_metrics, session_manager, guard))
         real_time = (clock or loop).time  # also passes while the service is held up
         groups = _groups_of_calls(config, session_manager, step_handler, str(attach.path), watch_streams, real_time)
         methods = register([step_handler, *groups], most_bytes)

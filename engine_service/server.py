@@ -209,7 +209,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
 
         service = EngineService(config, served, engine, text_work, intake.turns, leave, credentials)
         if config.metrics_listen:
-            metrics = MetricsServer(config.metrics_listen, partial(metrics_at, opened, service, guard))
+            metrics = await MetricsServer.open(config.metrics_listen, partial(metrics_at, opened, service, guard))
         gateway = _gateway(config, service, engine, served)
         await serve_at(endpoint, config, service, intake.turns, guard, gateway)
     except BaseException as error:
