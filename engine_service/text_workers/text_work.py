@@ -29,7 +29,7 @@ from .workers import JobRefused, JobTooMuch, Workers
 log = structlog.get_logger()
 
 BYTES_PER_TOKEN: Final = 32  # English has 4 to 5, the longest run of blanks in one token mostly 32
-# 1 ms of the worst text that was tried; the way to a worker and back takes about as long.
+# 1 ms of the worst text that was tried, where the way to a worker and back takes 0.2 ms.
 _SHORT_BYTES, _SHORT_TOKENS, _SHORT_CHAT = 2048, 512, 16
 _CONSTRAINT_FLAG: Final = "--max-constraint-bytes"
 

@@ -35,7 +35,8 @@ async def read(client: AsyncEngineClient, prompt: Any, **options: Any) -> list[i
 
 async def refused(awaited: Any) -> KvkeeperError:
     with pytest.raises(KvkeeperError) as error:
-        await awaited
+        async with asyncio.timeout(DEADLINE_S):
+            await awaited
     return error.value
 
 
