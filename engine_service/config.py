@@ -265,6 +265,7 @@ class EngineConfig:
         group="Bounds",
         help="most processes that work on long texts, chats and constraints; one client has all but one of them",
         check=between(1, 64),
+        details="Short chats have one more for themselves.",
     )
     text_memory: int = setting(
         512 << 20,

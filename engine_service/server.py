@@ -121,6 +121,7 @@ class RunningServer:
         """Take no more requests; let the live ones end and their clients read the end, but no longer than configured."""
         await self._endpoint.drain()
         self.engine.stop()
+        await self.text_work.close()  # what is still text there would be refused when it comes out of there
         try:
             async with asyncio.timeout(self.config.drain_timeout):
                 await asyncio.wait((self._serving,))

@@ -5,7 +5,8 @@ A request that makes progress may take any time, unless its client set a limit. 
 
 import asyncio
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import AsyncIterator, Hashable, Mapping
+from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 import structlog
@@ -21,12 +22,28 @@ K = TypeVar("K", bound=Hashable)
 NUM_LOOKS = 8  # without progress until a request counts as stalled
 
 
+@asynccontextmanager
+async def within(timeout_ms: int | None) -> AsyncIterator[None]:
+    """Limits what a request waits for before it is queued. Raises TimedOut that many milliseconds later; None: no limit."""
+    try:
+        async with asyncio.timeout(None if timeout_ms is None else timeout_ms / 1000) as limit:
+            yield
+    except TimeoutError:
+        if timeout_ms is None or not limit.expired():
+            raise
+        raise _timed_out(timeout_ms) from None
+
+
 def limit_time(generation: Generation, timeout_ms: int) -> None:
     """End a request that many milliseconds after its start. Called on the loop."""
-    error = TimedOut(f"no token came within timeout_ms (--timeout-ms), {timeout_ms} ms", timeout_ms=timeout_ms)
+    error = _timed_out(timeout_ms)
     end = asyncio.get_running_loop().call_later
     left = generation.started_at + timeout_ms / 1000 - time.monotonic()
     generation.timer = end(max(left, 0.0), generation.cut_short, FinishReason.TIMED_OUT, error)
+
+
+def _timed_out(timeout_ms: int) -> TimedOut:
+    return TimedOut(f"no token came within timeout_ms (--timeout-ms), {timeout_ms} ms", timeout_ms=timeout_ms)
 
 
 async def end_stalled(engine: Engine, stall_timeout: float) -> None:

@@ -34,6 +34,10 @@ _DEAD_END = "NoExtension"  # begins the library's error text where no token can 
 _LIMIT_WORDS = re.compile(r"limit|fuel|too (many|big|large)", re.IGNORECASE)  # in its texts about too complex grammars
 
 
+class UnknownTokenizer(Exception):
+    """The library makes no constraints for tokenizers of this kind. The text says why, in one line."""
+
+
 class BadGrammar(Exception):
     """The grammar is wrong. The text says how, in one line; limit is the one that it exceeds, if it does."""
 
@@ -59,8 +63,13 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int) -> "Vocabulary":
-        eos_ids = sorted(tokenizer.eos_ids)
-        return cls(llguidance.LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=eos_ids or None), vocab_size)
+        """vocab_size: of the model, which can draw no other token that its tokenizer may have. Raises UnknownTokenizer."""
+        source = tokenizer.to_json() if tokenizer.vocab_size <= vocab_size else _json_below(tokenizer, vocab_size)
+        try:
+            tokens = llguidance.LLTokenizer(source, n_vocab=vocab_size, eos_token=sorted(tokenizer.eos_ids) or None)
+        except ValueError as error:
+            raise UnknownTokenizer(_reason(str(error))) from error
+        return cls(tokens, vocab_size)
 
 
 @dataclass(slots=True)
@@ -179,6 +188,13 @@ def try_out(vocabulary: Vocabulary, grammar: str) -> None:
             return  # a dead end on this path; other paths may go on
         is_only_way = is_only_way and len(allowed) == 1
         constraint.take_token(int(allowed[-1]))
+
+
+def _json_below(tokenizer: Tokenizer, vocab_size: int) -> str:
+    """The tokenizer without the added tokens from vocab_size on."""
+    parsed = json.loads(tokenizer.to_json())
+    parsed["added_tokens"] = [token for token in parsed["added_tokens"] if token["id"] < vocab_size]
+    return json.dumps(parsed)
 
 
 def _json_schema(schema: str) -> str:

@@ -4,10 +4,10 @@ A model without tokenizer.json (and the hash toy) serves token ids alone: text i
 response stays empty.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ..values.request import Int32Array
 from .stopping import TextOutput
 from .tokenizer import Detokenizer, StopStrings, Tokenizer
 
+NO_TOKENIZER = "the model has no tokenizer: it takes and gives token ids"
 _NUM_CONTEXT_TOKENS = 16  # only the end of a prompt matters to its detokenizer
 
 
@@ -32,14 +33,6 @@ class ModelText:
             return tokenizer.encode(text)
         except TokenizerError as error:
             raise InvalidField(f"{field}: {error}", field=field) from None
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """By the model's chat template."""
-        tokenizer = self._require("chat")
-        try:
-            return tokenizer.encode_chat(messages)
-        except TokenizerError as error:
-            raise InvalidField(f"chat: {error}", field="chat") from None
 
     def without_added(self, token_ids: Int32Array) -> Int32Array:
         """Without the tokens that `encode` puts around a text, where they are there."""
@@ -62,7 +55,7 @@ class ModelText:
 
     def _require(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise InvalidField("the model has no tokenizer: it takes and gives token ids", field=field)
+            raise InvalidField(NO_TOKENIZER, field=field)
         return self.tokenizer
 
 

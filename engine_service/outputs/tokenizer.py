@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import tokenizers
 
-from ..model.checkpoint.errors import ModelConfigError, ModelFileMissingError, TokenizerError
-from ..model.checkpoint.json_file import POINTER_SAID, is_pointer, read_json_object
+from ..model.checkpoint.errors import TokenizerError
+from .tokenizer_folder import read_tokenizer
 
 if TYPE_CHECKING:
     from .chat_template import ChatTemplate
@@ -36,6 +36,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any], eos_ids: frozenset[int]) -> None:
+        """settings: chat_template and special_tokens, as FolderTokenizer has them."""
         self._backend = backend
         self._settings = settings
         self._skipped = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
@@ -45,29 +46,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read tokenizer.json and the configs beside it, as far as they exist.
-
-        Raises:
-            ModelFileMissingError: no tokenizer.json.
-            TokenizerError: tokenizer.json is malformed.
-            ModelConfigError: a config is malformed.
-        """
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise ModelFileMissingError(str(path))
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more specific
-            said = POINTER_SAID if is_pointer(path.read_bytes()) else f"is malformed: {error}"
-            raise TokenizerError(f"tokenizer.json {said}") from error
-        backend.no_truncation()
-        backend.no_padding()
-        configs = {name: _read_optional(Path(folder) / name) for name in _CONFIGS}
-        settings = dict(configs["tokenizer_config.json"])
-        template_file = Path(folder) / "chat_template.jinja"
-        if template_file.is_file():
-            settings["chat_template"] = template_file.read_bytes().decode(errors="replace")
-        return cls(backend, settings, _find_eos_ids(configs, backend))
+        """Read tokenizer.json and the files beside it. Raises as read_tokenizer does."""
+        found = read_tokenizer(Path(folder))
+        settings = {"chat_template": found.chat_template, "special_tokens": found.special_tokens}
+        return cls(found.backend, settings, found.eos_ids)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Tokenizer":
@@ -130,18 +112,18 @@ class Tokenizer:
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Render messages ({"role": ..., "content": ...}) with the model's own template, in a sandbox.
+        """Render messages ({"role": ..., "content": ...}) with the model's own template, in a sandbox but without limits.
 
         Raises:
             TokenizerError: the model has no template, or the template refuses the messages or fails.
+            MemoryError, RecursionError: the template takes too much.
         """
         if self._template is None:
             from .chat_template import ChatTemplate  # jinja2 takes as long to load as all of tokenizers; most texts need none
 
             self._template = ChatTemplate(self._settings.get("chat_template"))
-        special = {name: _token_text(self._settings.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
-        known = {**special, "messages": messages, "add_generation_prompt": add_generation_prompt}
-        return self._template.render({**known, **variables})
+        known = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        return self._template.render({**known, **self._settings.get("special_tokens", {}), **variables})
 
 
 class Detokenizer:
@@ -253,29 +235,3 @@ def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
-
-
-_CONFIGS: Final = ("generation_config.json", "config.json", "tokenizer_config.json")
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if path.is_file() else {}
-
-
-def _find_eos_ids(configs: Mapping[str, Mapping[str, Any]], backend: tokenizers.Tokenizer) -> frozenset[int]:
-    for name in _CONFIGS[:2]:
-        found = configs[name].get("eos_token_id")
-        if found is not None:
-            ids = found if isinstance(found, list) else [found]
-            if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-                raise ModelConfigError(name, f"eos_token_id must be a token id or a list of them, is {found!r}")
-            return frozenset(ids)
-    token_id = backend.token_to_id(_token_text(configs["tokenizer_config.json"].get("eos_token")))
-    return frozenset() if token_id is None else frozenset((token_id,))
-
-
-def _token_text(token: object) -> str:
-    """A special token in tokenizer_config.json is a string, or an object with its content."""
-    if isinstance(token, Mapping):
-        token = token.get("content")
-    return token if isinstance(token, str) else ""

@@ -4,6 +4,7 @@ Owns the bytes that open requests hold, and their messages, which another engine
 in decode_request.py.
 """
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -14,7 +15,7 @@ from kvkeeper.service.turns import leave_place
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..loop.engine import Engine
-from ..loop.time_limits import limit_time
+from ..loop.time_limits import limit_time, within
 from ..outputs.beam_search import BeamOptions, BeamSearch, why_ends
 from ..outputs.best_of import BestOf
 from ..outputs.constraint import Constraint
@@ -24,7 +25,7 @@ from ..text_workers.text_work import TextWork
 from ..values.errors import EngineError, InvalidField, NeverFits, WrongRole
 from ..values.output_chunk import OutputChunk
 from ..values.request import Int32Array, Request
-from .decode_request import DEFAULT_MAX_TOKENS, MAX_CHAT_MESSAGES, options_of, token_array
+from .decode_request import DEFAULT_MAX_TOKENS, MAX_CHAT_MESSAGES, RequestOptions, options_of, token_array
 from .prefill.by_others import PromptsByOthers
 from .request_memory import RequestMemory
 from .streams.streamed import Send
@@ -97,6 +98,7 @@ class Admission:
         return message
 
     async def _hold(self, message: pb.GenerateRequest, send: Send, queue: BringOn, *, makes_text: bool = True) -> Generation:
+        arrived_at = time.monotonic()
         held = self.memory.hold(message.ByteSize())
 
         def send_and_release(output: OutputChunk | EngineError) -> None:
@@ -107,7 +109,10 @@ class Admission:
             send(output)
 
         try:
-            generation, timeout_ms = await self._generation(message, send_and_release, makes_text=makes_text)
+            options = options_of(message, self._model.sampling_defaults, self._config.input_limits)
+            async with within(options.timeout_ms):
+                generation = await self._generation(message, options, send_and_release, makes_text=makes_text)
+            generation.started_at = arrived_at
             self._messages[generation] = message
             try:
                 await queue(generation)
@@ -118,13 +123,14 @@ class Admission:
         except BaseException:
             held.release()
             raise
-        if timeout_ms is not None:
-            limit_time(generation, timeout_ms)
+        if options.timeout_ms is not None:
+            limit_time(generation, options.timeout_ms)
         return generation
 
-    async def _generation(self, message: pb.GenerateRequest, send: Send, *, makes_text: bool) -> tuple[Generation, int | None]:
-        """What the message asks for, not queued yet, and its timeout_ms. Raises EngineError."""
-        options = options_of(message, self._model.sampling_defaults, self._config.input_limits)
+    async def _generation(
+        self, message: pb.GenerateRequest, options: RequestOptions, send: Send, *, makes_text: bool
+    ) -> Generation:
+        """What the message asks for, not queued yet. Raises EngineError."""
         client = client_of(peer.get(), options.tenant)
         if options.retention is not None and (reason := self._model.refuses_retention):
             raise InvalidField(f"retention: does not work with {reason}", field="retention")
@@ -163,7 +169,7 @@ class Admission:
         text = self._model.text
         output = text.output if makes_text else text.no_output
         outputs = [output(context, options.stop) for _ in range(num_computed)]
-        generation = Generation(
+        return Generation(
             request,
             options.params,
             options.seed,
@@ -177,7 +183,6 @@ class Admission:
             session_id=options.session_id,
             metadata=options.metadata,
         )
-        return generation, options.timeout_ms
 
     def _search(
         self, beams: BeamOptions, request: Request, stop: StopRules, context: list[int], strings: tuple[str, ...]

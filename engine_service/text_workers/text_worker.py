@@ -64,6 +64,8 @@ class Worker:
         """Build what the first job of a kind needs. Without limits: it depends on the model alone."""
         if kind is Kind.CONSTRAINT:
             _ = self._vocabulary
+        elif kind is Kind.ENCODE_CHAT:
+            from ..outputs import chat_template  # noqa: F401  # the library alone: the model's template is within limits
 
     def do(self, kind: Kind, body: bytes) -> tuple[Outcome, bytes]:
         """One job."""

@@ -227,7 +227,7 @@ def test_chat_template_renders_in_a_sandbox():
         "[{{ m['role'] }}]{{ m['content'] | tojson }}{% endfor %}\n"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    tokenizer = loaded("byte_level", {"chat_template": template, "bos_token": "<s>"})
+    tokenizer = loaded("byte_level", {"chat_template": template, "special_tokens": {"bos_token": "<s>"}})
     messages = [{"role": "user", "content": "<é>"}]
     assert tokenizer.apply_chat_template(messages) == '<s>[user]"<é>"[assistant]'
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=False) == '<s>[user]"<é>"'
