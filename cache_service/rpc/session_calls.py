@@ -2,7 +2,7 @@
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.service import VERSION
-from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES
+from kvkeeper.service.methods import max_prompt_message_bytes as prompt_message_bytes
 from kvkeeper.trust.caller import calling
 
 from ..config import CacheConfig
@@ -37,7 +37,7 @@ class SessionCalls:
             version=VERSION,
             epoch=self._session_manager.epoch,
             max_message_bytes=max_message_bytes(self._config.max_sequences),
-            max_prompt_message_bytes=MAX_PROMPT_MESSAGE_BYTES,
+            max_prompt_message_bytes=prompt_message_bytes(self._session_manager.registry.max_tokens),
             min_ttl_ms=_ms(MIN_TTL),
             max_ttl_ms=_ms(MAX_TTL),
             max_unattached_ttl_ms=_ms(MAX_UNATTACHED_TTL),
