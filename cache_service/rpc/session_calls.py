@@ -7,6 +7,7 @@ from kvkeeper.trust.caller import calling
 
 from ..config import CacheConfig
 from ..core.values.errors import InvalidField
+from ..core.values.step_columns import MAX_STEP_ITEMS
 from ..core.values.types import Executor
 from ..runtime.session_manager import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, SessionManager
 from .convert.checks import check_range, check_text
@@ -42,6 +43,7 @@ class SessionCalls:
             max_ttl_ms=_ms(MAX_TTL),
             max_unattached_ttl_ms=_ms(MAX_UNATTACHED_TTL),
             max_sequences=self._config.max_sequences,
+            max_step_items=MAX_STEP_ITEMS,
             max_tokens_per_sequence=self._config.most_tokens,
             unimplemented_methods=sorted(UNIMPLEMENTED_METHODS),
             pools=[pool_info(pool.info) for pool in self._session_manager.registry.pools],
