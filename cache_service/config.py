@@ -49,7 +49,6 @@ MAX_POOL_BLOCKS = 1 << 24
 _MAX_TINY_BLOCKS = 1 << 20  # that are made of an amount of memory, so that the core's arrays do not outgrow it
 _TINY = 4096  # bytes
 _MAX_RUNTIME_DIR_BYTES = MAX_SOCKET_PATH_BYTES - len("/attach-0123456789abcdef.sock")
-_MAX_TOKEN_SLOTS = 1 << 28  # of all sequences together: the core keeps their ids in one array
 _MAX_TOKENS = 1 << 22  # of one
 _LEAST_TOKENS = 4096  # that a sequence can have on a pool that holds fewer, when it gives blocks back on the way
 _MOST_OF_A_TENANT = 0.5  # so that what one tenant has cached never keeps all others from theirs
@@ -235,7 +234,7 @@ class CacheConfig:
         None,
         group="Pools",
         help="most tokens of a sequence",
-        default_text="what a pool holds",
+        default_text=f"what a pool holds, {_MAX_TOKENS} at most",
         check=between(1, _MAX_TOKENS),
         details="The engine says at start what bounds it below what its model can do.",
     )
@@ -481,8 +480,6 @@ class CacheConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         check_trust(self)
-        if self.max_tokens_per_sequence and self.max_sequences * self.max_tokens_per_sequence > _MAX_TOKEN_SLOTS:
-            raise ConfigError(f"--max-sequences times --max-tokens-per-sequence is at most {_MAX_TOKEN_SLOTS}")
         if self.keep and self.memory_dir is None:
             raise ConfigError("--keep needs a folder to keep the memory in, see --memory-dir")
         if self.take_over and self.memory_dir is None:
@@ -521,7 +518,7 @@ class CacheConfig:
     @property
     def most_tokens(self) -> int:
         """Tokens of a sequence, however large a pool is."""
-        return self.max_tokens_per_sequence or min(_MAX_TOKENS, _MAX_TOKEN_SLOTS // self.max_sequences)
+        return self.max_tokens_per_sequence or _MAX_TOKENS
 
     def tokens_of_sequence(self, pool_tokens: int) -> int:
         """Most tokens of a sequence of a pool that holds so many. One that gives blocks back can have more than that."""

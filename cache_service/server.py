@@ -20,6 +20,7 @@ from kvkeeper.cuda.errors import CudaError
 from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.service.methods import max_prompt_message_bytes
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import StartError
 from kvkeeper.trust.guard import Guard
@@ -141,7 +142,8 @@ async def start_server(
         )
         most_bytes = max_message_bytes(config.max_sequences)
         guard = Guard(config)
-        endpoint = await Endpoint.open(config.listen, most_bytes, guard=guard)
+        largest = max(most_bytes, max_prompt_message_bytes(config.most_tokens))
+        endpoint = await Endpoint.open(config.listen, largest, guard=guard)
         if config.health_address:
             endpoint.open_health(config.health_address)
         # Microseconds since 1970 as the first epoch: larger than any that an earlier run counted up to.
@@ -153,7 +155,7 @@ async def start_server(
             metrics = await MetricsServer.open(config.metrics_listen, partial(cache_metrics, session_manager, guard))
         real_time = (clock or loop).time  # also passes while the service is held up
         groups = _groups_of_calls(config, session_manager, step_handler, str(attach.path), watch_streams, real_time)
-        methods = register([step_handler, *groups], most_bytes)
+        methods = register([step_handler, *groups], most_bytes, lambda: registry.max_tokens)
         await endpoint.start(methods, has_reflection=config.reflection)
         await registry.reserve()
         await endpoint.set_serving(True)

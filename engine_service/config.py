@@ -42,6 +42,7 @@ from .scheduler.state.preemption_cost import Preemption
 from .values.input_limits import InputLimits
 
 GATEWAY_PACKAGE = "smg_grpc_proto"  # the messages of the gateway's protocol
+MAX_TOKENS = 1 << 22  # of a sequence
 HASH_TOY = "hash-toy"  # value of --model for the toy whose output proves its cache; for tests
 
 _SPECULATIONS = ("off", "prompt-look-up", "draft-model")
@@ -188,7 +189,7 @@ class EngineConfig:
         group="Bounds",
         help="most tokens of a sequence",
         default_text="what the model and the pool allow",
-        check=between(2, 1 << 22),
+        check=between(2, MAX_TOKENS),
         unit="tokens",
     )
     max_waiting: int = setting(
@@ -224,10 +225,11 @@ class EngineConfig:
     receive_memory: int = setting(
         32 << 20,
         group="Bounds",
-        help="most memory for messages that are on their way in, 4 MiB for each; one connection has a quarter of it",
+        help="most memory for messages that are on their way in, 4 MiB for each or more; one connection has a quarter of it",
         parse=parse_size,
         check=size_between(4 << 20, 1 << 40),
-        details="Further calls wait for their turn, and connections take turns. Health checks have places of their own.",
+        details="Further calls wait for their turn, and connections take turns. Health checks have places of their own. Where a"
+        " prompt may have more than 825,000 tokens, a message may have more than 4 MiB.",
     )
     receive_seconds: float = setting(
         10.0,

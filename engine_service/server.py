@@ -24,14 +24,14 @@ from kvkeeper.service.endpoint import Endpoint
 from kvkeeper.service.extras import missing
 from kvkeeper.service.intake import Intake
 from kvkeeper.service.listen import AddressInUse
-from kvkeeper.service.methods import Contract
+from kvkeeper.service.methods import Contract, max_prompt_message_bytes
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import ServiceLost, StartError
 from kvkeeper.trust.guard import Guard
 
 from .compute.cpu_kernels import switch_kernels
 from .compute.device.device_errors import fault_of
-from .compute.served_model import SAVES_MEMORY, ServedModel, load_served_model, own_name
+from .compute.served_model import SAVES_MEMORY, ServedModel, load_served_model, most_tokens, own_name
 from .config import GATEWAY_PACKAGE, EngineConfig
 from .loop.engine import Engine, make_engine
 from .loop.session_loop import CacheServiceRefused, keep_serving
@@ -177,8 +177,9 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     credentials = credentials_of(config)
     try:
         # Before the long load, so that a taken address is refused at once.
-        guard, intake = Guard(config), intake_of(config)
-        opened = endpoint = await open_address(config, guard, intake)
+        message_bytes = max_prompt_message_bytes(most_tokens(config) if model is None else model.max_len)
+        guard, intake = Guard(config), intake_of(config, message_bytes)
+        opened = endpoint = await open_address(config, guard, intake, message_bytes)
         if config.health_address:
             endpoint.open_health(config.health_address)
         await asyncio.to_thread(switch_kernels, config)
@@ -208,7 +209,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
             engine.stop()
             await opened.drain()
 
-        service = EngineService(config, served, engine, text_work, intake.turns, leave, credentials)
+        service = EngineService(config, served, engine, text_work, intake.turns, leave, credentials, message_bytes)
         if config.metrics_listen:
             metrics = await MetricsServer.open(config.metrics_listen, partial(metrics_at, opened, service, guard))
         gateway = _gateway(config, service, engine, served)

@@ -17,7 +17,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.step.expected import OpenStep
 from ..core.step.forecast import Forecast
-from ..core.values.step_columns import StepBatch
+from ..core.values.step_columns import MAX_STEP_ITEMS, StepBatch
 from .convert.step import step_batch
 
 _ID_BYTES, _INT_BYTES = 8, 4
@@ -25,6 +25,7 @@ _ID_BYTES, _INT_BYTES = 8, 4
 _STARTS = ("start_sequence_ids", "start_max_new_tokens", "start_max_hit_tokens", "start_may_wait")
 _RELEASED = "release_sequence_ids"
 _OPEN = {_RELEASED, *_STARTS}
+_MOST_OPEN_BYTES = MAX_STEP_ITEMS * _ID_BYTES
 _MOST_LEFT_OUT = 128  # reservations; a request that leaves out more is read the usual way
 
 
@@ -74,8 +75,10 @@ class ForetoldBytes:
             return None
         tail_start = self._tail_start(raw)
         fields = _open_fields(raw[self._end : tail_start])
-        rows = None if fields is None else self._released_rows(fields.get(_RELEASED, b""))
-        if fields is None or rows is None:
+        if fields is None or sum(len(fields.get(name, b"")) for name in (_RELEASED, _STARTS[0])) > _MOST_OPEN_BYTES:
+            return None
+        rows = self._released_rows(fields.get(_RELEASED, b""))
+        if rows is None:
             return None
         ids, lens = self._reserve_ids, self._reserve_lens
         for row in reversed(rows):

@@ -13,7 +13,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.service.methods import MAX_MESSAGE_BYTES, Context, Contract, MethodRouter
+from kvkeeper.service.methods import MAX_MESSAGE_BYTES, Context, Contract, MethodRouter, max_prompt_message_bytes, prompt_bytes
 
 from .status import REFUSALS
 
@@ -30,6 +30,7 @@ CONTRACT = Contract(
     unimplemented=UNIMPLEMENTED_METHODS,
     refusals=REFUSALS,
 )
+_LOOK_UPS = frozenset({"MatchPrefix", "ExplainMatch", "PinPrefix"})
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read answers when the client has ended its side
 
 _WRITE_KV = CONTRACT.service.methods_by_name["WriteKv"]
@@ -42,19 +43,28 @@ def max_message_bytes(max_sequences: int) -> int:
     return max(MAX_MESSAGE_BYTES, _BYTES_PER_SEQUENCE * max_sequences)
 
 
-def register(groups: Sequence[object], most_bytes: int = MAX_MESSAGE_BYTES) -> MethodRouter:
+def prompt_limit(method: str, max_tokens: int) -> int:
+    """Of a message with a prompt, where a sequence has at most so many tokens.
+
+    A look-up finds nothing behind them, so it is not even read where it has far more.
+    """
+    return max(MAX_MESSAGE_BYTES, prompt_bytes(max_tokens)) if method in _LOOK_UPS else max_prompt_message_bytes(max_tokens)
+
+
+def register(groups: Sequence[object], most_bytes: int, max_tokens: Callable[[], int]) -> MethodRouter:
     """The methods of all groups, side by side. A group has a method for each RPC that it answers, in snake case.
 
-    most_bytes: of a message without a prompt.
+    most_bytes: of a message without a prompt. max_tokens: of a sequence of any pool that there is now.
     """
     calls = SimpleNamespace(**handlers_of(groups))
+    contract = replace(CONTRACT, max_message_bytes=most_bytes, prompt_limit=lambda method: prompt_limit(method, max_tokens()))
     return MethodRouter(
-        replace(CONTRACT, max_message_bytes=most_bytes),
+        contract,
         calls,
         {
             "Step": grpc.unary_unary_rpc_method_handler(_raw_unary(calls.step)),
             "StreamSteps": grpc.stream_stream_rpc_method_handler(_raw_stream(calls.stream_steps)),
-            "WriteKv": grpc.stream_unary_rpc_method_handler(_write_kv(calls.write_kv)),
+            "WriteKv": grpc.stream_unary_rpc_method_handler(_write_kv(contract, calls.write_kv)),
         },
     )
 
@@ -86,15 +96,15 @@ def _raw_stream(function: Callable[..., Awaitable[None]]) -> Any:
     return stream
 
 
-def _write_kv(function: Callable[[AsyncIterator[Any]], Awaitable[Message]]) -> Any:
+def _write_kv(contract: Contract, function: Callable[[AsyncIterator[Any]], Awaitable[Message]]) -> Any:
     async def requests(context: Context) -> AsyncIterator[Message]:
         while (raw := await context.read()) is not EOF:
-            yield CONTRACT.parse(_WRITE_KV, raw)
+            yield contract.parse(_WRITE_KV, raw)
 
     async def client_stream(_: object, context: Context) -> bytes:
         async def call() -> bytes:
             return (await function(requests(context))).SerializeToString()
 
-        return await CONTRACT.guard("WriteKv", context, call())
+        return await contract.guard("WriteKv", context, call())
 
     return client_stream

@@ -2,11 +2,12 @@
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.service import VERSION
-from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES
+from kvkeeper.service.methods import max_prompt_message_bytes as prompt_message_bytes
 from kvkeeper.trust.caller import calling
 
 from ..config import CacheConfig
 from ..core.values.errors import InvalidField
+from ..core.values.step_columns import MAX_STEP_ITEMS
 from ..core.values.types import Executor
 from ..runtime.session_manager import DEFAULT_TTL, MAX_TTL, MAX_UNATTACHED_TTL, MIN_TTL, SessionManager
 from .convert.checks import check_range, check_text
@@ -37,11 +38,12 @@ class SessionCalls:
             version=VERSION,
             epoch=self._session_manager.epoch,
             max_message_bytes=max_message_bytes(self._config.max_sequences),
-            max_prompt_message_bytes=MAX_PROMPT_MESSAGE_BYTES,
+            max_prompt_message_bytes=prompt_message_bytes(self._session_manager.registry.max_tokens),
             min_ttl_ms=_ms(MIN_TTL),
             max_ttl_ms=_ms(MAX_TTL),
             max_unattached_ttl_ms=_ms(MAX_UNATTACHED_TTL),
             max_sequences=self._config.max_sequences,
+            max_step_items=MAX_STEP_ITEMS,
             max_tokens_per_sequence=self._config.most_tokens,
             unimplemented_methods=sorted(UNIMPLEMENTED_METHODS),
             pools=[pool_info(pool.info) for pool in self._session_manager.registry.pools],

@@ -14,6 +14,7 @@ from ..core.manager import PoolManager
 from ..core.values.copies import Copies
 from ..core.values.kv_spec import KvSpec
 from ..core.values.pool_config import PoolConfig
+from ..core.values.step_columns import MAX_STEP_ITEMS
 from ..core.values.types import SessionId
 from ..core.values.views import PoolStats
 from ..memory.arena import Arena, ByteArray
@@ -40,6 +41,7 @@ class PoolInfo:
     block_bytes: int
     arena_bytes: int
     max_sequences: int
+    max_step_items: int
     max_tokens_per_sequence: int
     max_tokens_with_retention: int
     spec: KvSpec
@@ -95,6 +97,7 @@ class Pool:
             block_bytes=block_bytes,
             arena_bytes=config.num_blocks * block_bytes,
             max_sequences=config.max_sequences,
+            max_step_items=MAX_STEP_ITEMS,
             max_tokens_per_sequence=config.limit_tokens,
             max_tokens_with_retention=config.max_tokens_per_sequence,
             spec=spec,

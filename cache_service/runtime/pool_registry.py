@@ -76,6 +76,11 @@ class PoolRegistry:
         return list(self._pools.values())
 
     @property
+    def max_tokens(self) -> int:
+        """Of a sequence, in the pool where it may have most of them."""
+        return max((pool.info.max_tokens_with_retention for pool in self._pools.values()), default=0)
+
+    @property
     def is_on_device(self) -> bool:
         """Whether blocks are in CUDA memory."""
         return self._config.device != "cpu"
@@ -143,7 +148,11 @@ class PoolRegistry:
         if not self._arenas.has_spare and len(self._pools) >= self._config.num_pools:
             await self._replace_idle_pool(spec, may_replace=may_replace)
         # In a thread: writing the arrays of a large pool takes as long as many steps of other pools.
-        manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
+        try:
+            manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
+        except (OSError, MemoryError):
+            text = "the system does not map rows for so many and so long sequences, see --max-sequences and"
+            raise OutOfPools(f"{text} --max-tokens-per-sequence", flag="--max-tokens-per-sequence") from None
         arena = await self._arenas.take(num_bytes)
         further: list[Arena] = []
         host_arena: SharedMemoryArena | None = None

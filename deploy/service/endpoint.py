@@ -91,7 +91,7 @@ class Endpoint:
         *,
         is_shared: bool = False,
     ) -> "Endpoint":
-        """Takes the address; no call is answered yet. max_message_bytes: of a message without a prompt, where it is large.
+        """Takes the address; no call is answered yet. max_message_bytes: of any message, where that is more than 4 MiB.
 
         admission: None where all clients are trusted with the service's time. guard: None where every caller is let in.
         health: a HealthServicer of the service's own. is_shared: another process has taken the address (shared_address.py)

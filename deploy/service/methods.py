@@ -6,9 +6,9 @@ stream, and raise the service's refusals; any other exception is a bug, which is
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -24,7 +24,20 @@ from kvkeeper.service.status import Refusals
 log = structlog.get_logger()
 
 MAX_MESSAGE_BYTES = 256 << 10
-MAX_PROMPT_MESSAGE_BYTES = 4 << 20
+MAX_PROMPT_MESSAGE_BYTES = 4 << 20  # where no prompt may be so long that it needs more
+_TOKEN_BYTES = 5  # of an id below 2^31 in a repeated field; packed into bytes, it has 4
+_BESIDE_BYTES = 64 << 10  # that a message has for all but the prompt
+
+
+def prompt_bytes(max_tokens: int) -> int:
+    """Of a message with a prompt of so many tokens, whatever they are."""
+    return _TOKEN_BYTES * max_tokens + _BESIDE_BYTES
+
+
+def max_prompt_message_bytes(max_tokens: int) -> int:
+    """Of a message with one prompt or with several, where a prompt has at most so many tokens."""
+    return max(MAX_PROMPT_MESSAGE_BYTES, prompt_bytes(max_tokens))
+
 
 Context = grpc.aio.ServicerContext
 
@@ -41,10 +54,15 @@ class Contract:
     unimplemented: Mapping[str, str]  # method -> feature of the NOT_IMPLEMENTED answer
     refusals: Refusals
     max_message_bytes: int = MAX_MESSAGE_BYTES  # of those without a prompt
+    prompt_limit: Callable[[str], int] = lambda method: MAX_PROMPT_MESSAGE_BYTES  # of those with one, by method
+
+    def with_prompts_of(self, num_bytes: int) -> "Contract":
+        """The same with messages of so many bytes where they bring prompts."""
+        return replace(self, prompt_limit=lambda method: num_bytes)
 
     def parse(self, method: MethodDescriptor, raw: bytes) -> Message:
         """The request of a method of the service. Raises its invalid_field."""
-        limit = MAX_PROMPT_MESSAGE_BYTES if method.name in self.with_prompt else self.max_message_bytes
+        limit = self.prompt_limit(method.name) if method.name in self.with_prompt else self.max_message_bytes
         if len(raw) > limit:
             text = f"the message has {len(raw):,} bytes, at most {limit:,} are taken"
             raise self.refusals.invalid_field(text, field="request", limit=limit)

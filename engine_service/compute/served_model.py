@@ -16,15 +16,15 @@ from typing import Any, cast
 import structlog
 import torch
 
-from ..config import HASH_TOY, EngineConfig
+from ..config import HASH_TOY, MAX_TOKENS, EngineConfig
 from ..model.checkpoint.digest import weights_digest
-from ..model.checkpoint.errors import NoDeviceError
+from ..model.checkpoint.errors import ModelError, NoDeviceError
 from ..model.checkpoint.json_fields import CONFIG_FILE
 from ..model.checkpoint.json_file import read_json_object
 from ..model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
 from ..model.checkpoint.unneeded import EMBEDDINGS, HEAD
 from ..model.chunked import check_chunks
-from ..model.config import ModelConfig, why_library
+from ..model.config import ModelConfig, parse_model_config, why_library
 from ..model.decoder import Decoder
 from ..model.dtype_name import INT8, DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
@@ -107,6 +107,24 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
     served = _from_folder(folder, raw, decoder, name, _num_parameters(folder, model_config), json.dumps(both))
     served = _by_kind(dataclasses.replace(served, num_ranks=split.num_ranks), decoder, config)
     return _ready_on_device(served, config, progress=progress)
+
+
+def most_tokens(config: EngineConfig) -> int:
+    """That a prompt may have: as configured, else as config.json says, before the model is loaded; 0 where neither does.
+
+    With retention a sequence may get longer than the model has positions, but no prompt comes whole that does.
+    """
+    if config.max_tokens_per_sequence is not None:
+        return config.max_tokens_per_sequence
+    if config.model == HASH_TOY:
+        return HashToyConfig().max_position
+    try:
+        raw = read_json_object(Path(config.model) / CONFIG_FILE)
+        by_library = why_library(raw, has_library=find_spec("transformers") is not None)
+        positions = raw.get("max_position_embeddings") if by_library else parse_model_config(raw).max_position
+    except (ModelError, OSError):
+        return 0  # the load says what is wrong
+    return min(positions, MAX_TOKENS) if isinstance(positions, int) else 0
 
 
 def _by_kind(served: ServedModel, model: Decoder, config: EngineConfig) -> ServedModel:

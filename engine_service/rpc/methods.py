@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service.intake import Intake
-from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, Context, Contract, MethodRouter
+from kvkeeper.service.methods import Context, Contract, MethodRouter
 from kvkeeper.service.turns import TurnLimits
 
 from ..values.errors import NotReceived, QueueFull
@@ -30,22 +30,24 @@ _GENERATE_MANY = CONTRACT.service.methods_by_name["GenerateMany"]
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read answers when the client has ended its side
 
 
-def router_of(service: Any, given: Mapping[str, grpc.RpcMethodHandler] | None = None) -> MethodRouter:
-    """The methods of the service, which has one for each RPC that is not given, in snake case."""
-    generate_many = grpc.stream_stream_rpc_method_handler(_many(service.generate_many))
-    return MethodRouter(CONTRACT, service, {"GenerateMany": generate_many, **(given or {})})
+def router_of(
+    service: Any, contract: Contract = CONTRACT, given: Mapping[str, grpc.RpcMethodHandler] | None = None
+) -> MethodRouter:
+    """The methods of the service, which has one for each RPC that is not given, in snake case. contract: with limits."""
+    generate_many = grpc.stream_stream_rpc_method_handler(_many(contract, service.generate_many))
+    return MethodRouter(contract, service, {"GenerateMany": generate_many, **(given or {})})
 
 
-def _many(function: Callable[..., Awaitable[None]]) -> Any:
+def _many(contract: Contract, function: Callable[..., Awaitable[None]]) -> Any:
     async def stream(_: object, context: Context) -> None:
         async def read() -> AsyncIterator[Message]:
             while (raw := await context.read()) is not _EOF:
-                yield CONTRACT.parse(_GENERATE_MANY, raw)
+                yield contract.parse(_GENERATE_MANY, raw)
 
         async def write(response: Message) -> None:
             await context.write(response.SerializeToString())
 
-        await CONTRACT.guard("GenerateMany", context, function(read(), write))
+        await contract.guard("GenerateMany", context, function(read(), write))
 
     return stream
 
@@ -61,9 +63,9 @@ class IntakeConfig(Protocol):
     def connection_calls(self) -> int: ...
 
 
-def intake_of(config: IntakeConfig) -> Intake:
-    """The turns of calls, and the bounds of messages on their way in."""
-    num_at_once = config.receive_memory // MAX_PROMPT_MESSAGE_BYTES
+def intake_of(config: IntakeConfig, message_bytes: int) -> Intake:
+    """The turns of calls, and the bounds of messages on their way in, which have so many bytes at most."""
+    num_at_once = max(config.receive_memory // message_bytes, 1)
     return Intake(TurnLimits(num_at_once, config.connection_calls), config.receive_seconds, REFUSALS, too_many_waiting, _late)
 
 

@@ -65,12 +65,14 @@ class EngineService:
         turns: Turns,
         leave: Callable[[], Awaitable[None]],
         credentials: Credentials,
+        message_bytes: int,
     ) -> None:
         """turns: of calls, in which the requests of a GenerateMany call begin, too.
 
         leave: stops the engine once its last request has ended; another one has taken its place.
-        credentials: that this engine shows other engines.
+        credentials: that this engine shows other engines. message_bytes: of a message with a prompt.
         """
+        self.message_bytes = message_bytes
         self._config, self._credentials = config, credentials
         self._model = model
         self._engine = engine
@@ -83,7 +85,7 @@ class EngineService:
         self._prompts_for_others = PromptsForOthers(config.role, model, engine, self._admission)
         self._hand_overs = HandOvers(model, engine, self._admission, self._submissions, self._settle_prompts, leave)
         self.pace = StreamPace(config.stream_interval_ms / 1000)
-        self.streams = Streams(self._admission.admit, turns, self.pace, config.many_calls, hide_bug)
+        self.streams = Streams(self._admission.admit, turns, self.pace, config.many_calls, message_bytes, hide_bug)
 
     @property
     def model_name(self) -> str:

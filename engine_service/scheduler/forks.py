@@ -14,15 +14,15 @@ class Forks:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
-    def plan(self, num_free_rows: int) -> list[Sequence]:
-        """The unforked sequences for which there are rows and slots; lists of a search have reserved rows."""
+    def plan(self, num_free_rows: int, most: int) -> list[Sequence]:
+        """At most so many unforked sequences for which there are rows and slots; lists of a search have reserved rows."""
         state = self._state
         if not state.unforked:
             return []
-        num_slots = state.limits.max_known_sequences - state.waiting.num_known
+        most = min(most, state.limits.max_known_sequences - state.waiting.num_known)
         forks: list[Sequence] = []
         for child in state.unforked:
-            if len(forks) >= num_slots:
+            if len(forks) >= most:
                 break
             if not self._may_fork(child, state.running.num_computed):
                 continue

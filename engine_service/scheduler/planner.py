@@ -50,7 +50,16 @@ class Planner:
         num_live, num_free_rows = len(live), running.num_rows - len(live) - len(state.loading)
         promised = self.promised_rows()
         live = live[running.num_left[live] > running.num_drawing[live]]
-        forks = self._forks.plan(num_free_rows - promised.total())
+        # What ended comes first of what a step has few of: its rows are free for all that follows.
+        ended_rows = order[running.ended[order] & ~running.kept[order]][: limits.max_step_items]
+        num_items = limits.max_step_items - len(ended_rows)
+        swap_rows = ended_rows[running.swapping[ended_rows]]
+        if len(swap_rows):
+            ended_rows = ended_rows[~running.swapping[ended_rows]]
+        forks = self._forks.plan(num_free_rows - promised.total(), num_items)
+        num_items -= len(forks)
+        releases = waiting.releases[:num_items]
+        num_items -= len(releases)
         fork_lens = _column(len(child.token_ids) - 1 for child in forks)
         fork_children = np.array([waiting.draw_id() for _ in forks], np.int64)
         num_new, budget, prompt_budget, room = self._share_budget(live, len(forks))
@@ -71,12 +80,9 @@ class Planner:
         swapped_in: list[Sequence] = []
         nothing_runs = not state.loading and num_live == len(state.resting())  # but lists that rest
         if nothing_runs or state.headroom.allows_starts(num_growing):
-            starts, swapped_in = self._plan_starts(min(budget, prompt_budget), num_free_rows - len(forks), promised, room)
+            prompt_budget = min(budget, prompt_budget)
+            starts, swapped_in = self._plan_starts(prompt_budget, num_free_rows - len(forks), promised, room, num_items)
         start_lens = _column(len(sequence.token_ids) for sequence in starts)
-        ended_rows = order[running.ended[order] & ~running.kept[order]]
-        swap_rows = ended_rows[running.swapping[ended_rows]]
-        if len(swap_rows):
-            ended_rows = ended_rows[~running.swapping[ended_rows]]
         return Plan(
             commit_ids=running.sequence_ids[commit_rows],
             commit_lens=running.num_computed[commit_rows],
@@ -85,7 +91,7 @@ class Planner:
             fork_parents=_ids(child.parent for child in forks if child.parent is not None),
             fork_children=fork_children,
             fork_lens=fork_lens,
-            release_ids=np.concatenate((running.sequence_ids[ended_rows], np.array(waiting.releases, np.int64))),
+            release_ids=np.concatenate((running.sequence_ids[ended_rows], np.array(releases, np.int64))),
             swap_out_ids=running.sequence_ids[swap_rows],
             swap_in_ids=_ids(swapped_in),
             start_ids=_ids(starts),
@@ -212,9 +218,10 @@ class Planner:
                 num_new[at] = 0
 
     def _plan_starts(
-        self, budget: int, num_free_rows: int, promised: Counter[Request], room: PromptRoom | None
+        self, budget: int, num_free_rows: int, promised: Counter[Request], room: PromptRoom | None, most: int
     ) -> tuple[dict[Sequence, int], list[Sequence]]:
-        """The waiting sequences that may start, with the most new tokens of each, and those that may be swapped in.
+        """The waiting sequences that may start, with the most new tokens of each, and those that may be swapped in; at most so
+        many.
 
         A beam search starts when there are rows for all of its lists. Sequences without room for their prompts are passed over.
         """
@@ -225,7 +232,7 @@ class Planner:
         num_free_rows -= promised.total()
         passed_over: set[str] = set()
         for sequence in state.waiting.in_order(passed_over):
-            if not budget or (num_free_rows <= 0 and not promised.total()):
+            if not budget or len(starts) + len(swapped_in) >= most or (num_free_rows <= 0 and not promised.total()):
                 break
             request = sequence.request
             num_new = min(chunk_size, len(sequence.token_ids), budget)

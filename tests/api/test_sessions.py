@@ -163,7 +163,7 @@ async def test_capabilities_tell_limits_and_pools(api: Api) -> None:
     answer = await api.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=DEADLINE)
     assert (answer.min_ttl_ms, answer.max_ttl_ms, answer.max_unattached_ttl_ms) == (500, 60_000, 3_600_000)
     assert (answer.max_message_bytes, answer.max_prompt_message_bytes) == (256 << 10, 4 << 20)
-    assert (answer.max_sequences, answer.max_tokens_per_sequence, answer.max_sessions) == (256, 1 << 20, 64)
+    assert (answer.max_sequences, answer.max_tokens_per_sequence, answer.max_sessions) == (256, 1 << 22, 64)
     spec = pb.KvSpec()
     spec.CopyFrom(SPEC)
     spec.tensor_parallel_size = 1

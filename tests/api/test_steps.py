@@ -320,3 +320,30 @@ def _has_grace(api: Api) -> bool:
 async def _answer(stream: Any, raw: bytes) -> bytes:
     await stream.write(raw)
     return await stream.read()
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"start_sequence_ids": 257},
+        {"release_sequence_ids": 257},
+        {"fork_parent_ids": 257},
+        {"swap_out_sequence_ids": 257},
+        {"swap_in_sequence_ids": 257},
+        {"truncate_sequence_ids": 257},
+        {"release_sequence_ids": 100, "start_sequence_ids": 157},
+    ],
+)
+async def test_a_step_has_so_many_items_that_are_walked(columns: dict[str, int]) -> None:
+    """Far more sequences than that may live: then a step of all of them would hold up all other sessions."""
+    async with serving(max_sequences=8192) as api:
+        capabilities = await api.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=DEADLINE)
+        session = await api.open()
+        limit = capabilities.max_step_items
+        assert limit == session.opened.pool.max_step_items == 256
+        named = {field: le64(*range(1, count + 1)) for field, count in columns.items()}
+        error = await refusal(api.raw_step(session.step_bytes(1, **named)))
+        longest = max(columns, key=columns.__getitem__)
+        assert (error.reason, error.metadata) == ("INVALID_FIELD", {"field": longest, "limit": "256"})
+        assert (await session.call("RenewSession")).expected_step_id == 1
+        await api.audit()

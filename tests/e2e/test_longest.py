@@ -37,3 +37,21 @@ async def test_the_bound_is_reported_at_start_and_to_a_client_that_asks_for_more
         await generate(client, list(range(1, 31)), max_tokens=8)
     assert (refused.value.reason, refused.value.metadata) == ("NEVER_FITS", {"requested": "38", "limit": "32"})
     assert named in refused.value.message
+
+
+@pytest.mark.parametrize("fronts", [0, 1])
+async def test_the_longest_prompt_comes_whatever_its_tokens_are(world: Services, fronts: int) -> None:
+    """More than 4 MiB, because an id may take 5 bytes; what is wrong with it is not its length."""
+    most = 1 << 20  # all that the toy has positions for
+    await world.start_cache(num_blocks=1 + most // BLOCK_SIZE, pool_memory=4 << 20)
+    client = await world.client(await world.start_engine(fronts=fronts))
+    assert (await client.model()).max_tokens_per_sequence == most
+    with pytest.raises(KvkeeperError) as refused:
+        await generate(client, [2**31 - 1] * (most - 1), max_tokens=1)
+    assert refused.value.reason == "WRONG_TOKEN_ID"
+    with pytest.raises(KvkeeperError) as refused:
+        await generate(client, [1] * most, max_tokens=1)
+    assert (refused.value.reason, refused.value.metadata["limit"]) == ("NEVER_FITS", str(most))
+    with pytest.raises(KvkeeperError) as refused:
+        await generate(client, [2**31 - 1] * (4 * most), max_tokens=1)
+    assert (refused.value.reason, refused.value.metadata["field"]) == ("INVALID_FIELD", "request")

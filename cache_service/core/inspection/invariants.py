@@ -73,6 +73,8 @@ def _check_counters(state: PoolState) -> list[str]:
         wrong.append("the number of sequences with retention is wrong")
     if seqs.num_active != np.count_nonzero(np.isin(seqs.states, (SequenceState.RUNNING, SequenceState.LOADING))):
         wrong.append("the number of active sequences is wrong")
+    if seqs.slots_with_prompt != set(np.flatnonzero(seqs.states == SequenceState.WAITING).tolist()):
+        wrong.append("prompts are kept of others than the sequences that wait")
     if seqs.num_free_slots + len(live) != len(seqs.ids):
         wrong.append("free and used sequence slots do not add up")
     return wrong

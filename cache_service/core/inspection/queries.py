@@ -63,7 +63,7 @@ class Queries:
     def tokens(self, session: SessionId, sequence_id: int) -> Int32Array:
         """[num_tokens] token ids."""
         _, slot = self._state.find_sequence(session, sequence_id)
-        return self._sequences.tokens[slot, : self._sequences.num_tokens[slot]].copy()
+        return self._sequences.known_tokens(slot).copy()
 
     def readable(self, session: SessionId, sequence_id: int) -> Readable:
         """One sequence, to read K and V through its table. Raises WrongState where they are not on the device."""

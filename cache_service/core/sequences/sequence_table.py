@@ -76,6 +76,7 @@ class SequenceTable:
         self.group_hole_ends: Int32Array = np.zeros((slots, self.num_groups), np.int32)
         self.tables: Int32Array = untouched(slots, self.num_groups * self.max_blocks)
         self._tokens: Int32Array = untouched(slots, config.max_tokens_per_sequence)
+        self._prompts: dict[int, Int32Array] = {}  # of what waits, by slot: it takes a row, pages of memory, once it starts
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
             *(self.num_prompt, self.parent_ids, self.num_hit, self._num_accesses, self.num_published),
@@ -93,18 +94,23 @@ class SequenceTable:
 
     @property
     def tokens(self) -> Int32Array:
-        """[slots, most tokens] token ids; a row holds num_tokens of them."""
+        """[slots, most tokens] token ids; a row holds num_tokens of them, but for a sequence that waits."""
         if self._told:
             self.settle()
         return self._tokens
 
     @property
-    def prompts(self) -> Int32Array:
-        """[slots, most tokens] token ids, of which the rows of waiting sequences are up to date: no step appends to them."""
-        return self._tokens
+    def slots_with_prompt(self) -> frozenset[int]:
+        """Of which a prompt is kept: those of the sequences that wait."""
+        return frozenset(self._prompts)
+
+    def known_tokens(self, slot: int) -> Int32Array:
+        """[num_tokens] token ids of a sequence in any state; a view."""
+        prompt = self._prompts.get(slot)  # no step appends to it
+        return self.tokens[slot, : self.num_tokens[slot]] if prompt is None else prompt
 
     def tokens_of(self, slots: Int64Array | int) -> Int32Array:
-        """[slots, most tokens] token ids, of which the rows of these sequences are up to date.
+        """[slots, most tokens] token ids, of which the rows of these sequences, none of which waits, are up to date.
 
         For a look at a few rows on the path of a step, which need not wait for a thousand others.
         """
@@ -183,7 +189,7 @@ class SequenceTable:
         slot = self._take_slot()
         self._enter(slot, SequenceState.WAITING)
         self.ids[slot], self.owners[slot], self.roots[slot] = sequence_id, owner_number, root
-        self._tokens[slot, : len(tokens)] = tokens
+        self._prompts[slot] = np.array(tokens, np.int32)
         self.num_tokens[slot] = self.num_prompt[slot] = len(tokens)
         self.max_tokens[slot], self.priorities[slot] = max_tokens, priority
         self.start_numbers[slot], self._last_access[slot] = start_number, now
@@ -492,6 +498,10 @@ class SequenceTable:
         before = int(self.states[slot])
         assert (before, state) in TRANSITIONS, f"a sequence goes from {SequenceState(before).name} to {state.name}"
         self.states[slot] = state
+        if before == SequenceState.WAITING:
+            prompt = self._prompts.pop(slot)
+            if state is not SequenceState.FREE_SLOT:
+                self._tokens[slot, : len(prompt)] = prompt
         self.num_active += (state in _ACTIVE) - (before in _ACTIVE)
 
     def _take_slot(self) -> int:

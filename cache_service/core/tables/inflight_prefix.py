@@ -50,7 +50,7 @@ class InflightPrefixes:
             if owner is None or rival in leaving or not self._will_publish(owner, rival, length):
                 continue
             known = min(length, end)
-            differ = np.flatnonzero(seqs.tokens_of(rival)[rival, :known] != seqs.prompts[slot, :known])
+            differ = np.flatnonzero(seqs.tokens_of(rival)[rival, :known] != seqs.known_tokens(slot)[:known])
             num_common = (int(differ[0]) if len(differ) else known) // unit * unit
             longest = max(longest, num_common)
         if longest <= start or longest < self._lookup.min_tokens:
@@ -78,7 +78,7 @@ class InflightPrefixes:
         rivals, lens = rivals[is_long], lens[is_long]
         if not len(rivals):
             return []
-        next_block = seqs.prompts[slot, start : start + size]
+        next_block = seqs.known_tokens(slot)[start : start + size]
         same = (seqs.tokens_of(rivals)[rivals, start : start + size] == next_block).all(1)
         return list(zip(rivals[same].tolist(), lens[same].tolist(), strict=True))
 

@@ -51,7 +51,7 @@ class PrefixLookup:
         if len(nodes) == num_most or not len(rivals):
             return False
         start = len(nodes) * size
-        tokens, prompt = seqs.tokens_of(rivals), seqs.prompts[slot, : start + size]
+        tokens, prompt = seqs.tokens_of(rivals), seqs.known_tokens(slot)[: start + size]
         rivals = rivals[(tokens[rivals, start : start + size] == prompt[start:]).all(1)]
         last = nodes[-1] if len(nodes) else seqs.roots[slot]
         return any(
@@ -61,7 +61,7 @@ class PrefixLookup:
     def first_block(self, slot: int) -> tuple[int, bytes]:
         """The tenant's root and the first block of tokens of a waiting sequence: others share nothing with it."""
         seqs = self._sequences
-        return int(seqs.roots[slot]), seqs.prompts[slot, : self._block_size].tobytes()
+        return int(seqs.roots[slot]), seqs.known_tokens(slot)[: self._block_size].tobytes()
 
     def sure_match(self, slot: int, max_hit: int, rivals: dict[int, tuple[bytes, ...]]) -> Int32Array | None:
         """[matched] nodes that a waiting sequence can start on; None where a running one may have the block behind them.
@@ -78,7 +78,7 @@ class PrefixLookup:
         last, start = int(nodes[-1] if len(nodes) else seqs.roots[slot]), len(nodes) * size
         if last not in rivals:
             rivals[last] = self._next_blocks(np.append(seqs.roots[slot], nodes))
-        return None if seqs.prompts[slot, start : start + size].tobytes().startswith(rivals[last]) else nodes
+        return None if seqs.known_tokens(slot)[start : start + size].tobytes().startswith(rivals[last]) else nodes
 
     def _next_blocks(self, path: Int32Array) -> tuple[bytes, ...]:
         """Tokens behind the match of these nodes, the root first, of running sequences that may have the match's tokens, too.
@@ -104,7 +104,7 @@ class PrefixLookup:
         key = (slot, num_most, self._index.num_changes, seqs.num_added)
         if key == self._last_key and self._host is None:
             return self._last_match
-        tokens = seqs.prompts[slot, : num_most * self._block_size]
+        tokens = seqs.known_tokens(slot)[: num_most * self._block_size]
         found = self.match_tokens(int(seqs.roots[slot]), tokens, num_most)
         self._last_key, self._last_match = key, self.usable(found)
         return self._last_match
@@ -148,7 +148,7 @@ class PrefixLookup:
         num_blocks, rest = divmod(known, self._block_size)
         if rest or max_hit < known or known < self.min_tokens or num_blocks > seqs.share_limits[slot]:
             return None
-        nodes = self._index.match(int(seqs.roots[slot]), seqs.prompts[slot, :known], num_blocks)
+        nodes = self._index.match(int(seqs.roots[slot]), seqs.known_tokens(slot), num_blocks)
         if np.count_nonzero(self._index.block_of_node[nodes]) < num_blocks or len(self._index.held.usable(nodes)) < num_blocks:
             return None
         logits = self._index.logits.get(int(nodes[-1]))

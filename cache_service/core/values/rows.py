@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 _LARGE = 4 << 20
 _DENSE_ROW = 32 << 10  # bytes; of longer rows most is never written
+_MAP_NORESERVE = 0x4000  # of Linux, which Python does not name: more may be mapped than the machine has
 
 
 def untouched(num_rows: int, num_columns: int) -> npt.NDArray[np.int32]:
@@ -24,7 +25,7 @@ def untouched(num_rows: int, num_columns: int) -> npt.NDArray[np.int32]:
     size = num_rows * row_bytes
     if not size:
         return np.zeros((num_rows, num_columns), np.int32)  # a mapping has a byte or more
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE if row_bytes <= _DENSE_ROW else mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.int32).reshape(num_rows, num_columns)

@@ -137,6 +137,11 @@ def by_list(columns: tuple[Column, ...]) -> dict[str, tuple[Column, ...]]:
     return {name: tuple(members) for name, members in lists.items()}
 
 
+# Lists whose items are looked at one by one, and how many items of them a step has at most, all together: as many as take some
+# tens of milliseconds, for which all other sessions wait. Commits and reservations are array work.
+WALKED_LISTS = frozenset({"fork", "truncate", "release", "start", "swap_out", "swap_in"})
+MAX_STEP_ITEMS = 256
+
 BATCH_COLUMNS = _columns_of(StepBatch)
 REPLY_COLUMNS = _columns_of(StepReply)
 REPLY_NUMBERS = {name: mark for name, _, mark in _marks_of(StepReply) if isinstance(mark, str)}  # field of StepResponse by name

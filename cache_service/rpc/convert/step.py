@@ -14,7 +14,17 @@ import numpy as np
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ...core.values.errors import InvalidField
-from ...core.values.step_columns import BATCH_COLUMNS, REPLY_COLUMNS, Column, Length, StepBatch, StepReply, by_list
+from ...core.values.step_columns import (
+    BATCH_COLUMNS,
+    MAX_STEP_ITEMS,
+    REPLY_COLUMNS,
+    WALKED_LISTS,
+    Column,
+    Length,
+    StepBatch,
+    StepReply,
+    by_list,
+)
 from ...core.values.types import NO_INT32, NO_INT64, Executor, Int32Array, Int64Array
 
 _INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
@@ -26,6 +36,10 @@ raw_columns: Callable[[pb.StepRequest], RawColumns] = attrgetter(*(column.field 
 _PLACES = range(len(BATCH_COLUMNS))
 _DTYPES = tuple(column.dtype for column in BATCH_COLUMNS)
 _NO_COLUMNS = tuple(_EMPTY[dtype] for dtype in _DTYPES)
+_WALKED = tuple(
+    place for place, column in enumerate(BATCH_COLUMNS) if column.list in WALKED_LISTS and column.length is Length.LIST
+)
+_WALKED_BYTES = MAX_STEP_ITEMS * _INT64.itemsize
 
 
 def _with_first_of_list(length: Length) -> tuple[tuple[int, int], ...]:
@@ -54,6 +68,8 @@ _LISTS_FOR = {
 def step_batch(request: pb.StepRequest) -> StepBatch:
     """The columns of a Step as arrays over the message's bytes. Raises InvalidField."""
     raws = raw_columns(request)
+    if sum(len(raws[place]) for place in _WALKED) > _WALKED_BYTES:
+        raise _too_many(raws)
     columns = list(_NO_COLUMNS)
     try:
         for place in compress(_PLACES, raws):
@@ -109,6 +125,12 @@ def _column(raw: bytes, dtype: np.dtype[Any], field: str) -> Any:
 
 def _ragged(field: str, dtype: np.dtype[Any]) -> InvalidField:
     return InvalidField(f"the column holds {dtype.itemsize} bytes an item", field=field)
+
+
+def _too_many(raws: RawColumns) -> InvalidField:
+    field = BATCH_COLUMNS[max(_WALKED, key=lambda place: len(raws[place]))].field  # the one that has most of them
+    text = f"forks, truncates, releases, swaps and starts of a step are at most {MAX_STEP_ITEMS} together"
+    return InvalidField(text, field=field, limit=MAX_STEP_ITEMS)
 
 
 def _unequal(place: int, first: int, columns: list[Any]) -> InvalidField:

@@ -36,6 +36,11 @@ export function errorOf(error) {
     const [what, taker] = byServer ? ['request', 'the service'] : ['answer', 'this client'];
     message = `the ${what} has ${requested} bytes, and ${taker} takes at most ${limit} at once`;
     told.metadata = { requested, limit };
+    if (byServer) {
+      // gRPC refused it before the service could, which says so of one that is not much too large.
+      told.reason = 'INVALID_FIELD';
+      told.metadata.field = 'request';
+    }
   }
   return new KvkeeperError(error.code, told.reason, message, told.metadata, told.retryAfterMs);
 }

@@ -15,6 +15,7 @@ class FrontConfig:
     connections: int
     connection_calls: int
     receive_memory: int
+    message_bytes: int  # of a message with a prompt
     receive_seconds: float
     many_calls: int
     stream_interval_ms: float

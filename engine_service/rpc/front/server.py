@@ -116,11 +116,12 @@ class Front:
         configure(config.log_level, "front")
         guard = Guard(config)
         self._link.max_unanswered = config.receive_memory
-        intake = intake_of(config)
+        intake = intake_of(config, config.message_bytes)
         intake.taken = LinkTurns(intake.turns, self._link)
         requests = FrontRequests(self._link)
         self._endpoint = await Endpoint.open(
             config.listen,
+            config.message_bytes,
             admission=Admission(config.connections, config.connection_calls, (TraceNote(), intake)),
             guard=guard,
             health=PingedHealth(self._link),
@@ -129,11 +130,11 @@ class Front:
         if set_up.tokenizer is not None:
             requests.text = ModelText(Tokenizer.from_state(set_up.tokenizer))
         pace = StreamPace(min(config.stream_interval_ms / 1000, _SHORTEST_PACE_S))
-        streams = Streams(requests.admit, _AtOnce(), pace, config.many_calls, _hide_bug)
-        routers = [own_router(streams, self._link)]
+        streams = Streams(requests.admit, _AtOnce(), pace, config.many_calls, config.message_bytes, _hide_bug)
+        routers = [own_router(streams, self._link, config.message_bytes)]
         if config.has_gateway:
             self._gateway = FrontGateway(streams, self._link)
-            routers.append(gateway_router(self._gateway, self._link))
+            routers.append(gateway_router(self._gateway, self._link, config.message_bytes))
         await self._endpoint.start(*routers, has_reflection=config.reflection)
         return guard
 

@@ -55,16 +55,18 @@ class _OwnCalls:
         return pb.TokenizeResponse.FromString(await self._link.call(_TOKENIZE_PATH, request.SerializeToString()))
 
 
-def own_router(streams: Streams, link: EngineLink) -> MethodRouter:
-    """All methods of the engine's own service."""
-    return router_of(FrontService(streams), _forwarded(CONTRACT, link, {"Generate", "GenerateMany"}))
+def own_router(streams: Streams, link: EngineLink, message_bytes: int) -> MethodRouter:
+    """All methods of the engine's own service. message_bytes: of a message with a prompt."""
+    forwarded = _forwarded(CONTRACT, link, {"Generate", "GenerateMany"})
+    return router_of(FrontService(streams), CONTRACT.with_prompts_of(message_bytes), forwarded)
 
 
-def gateway_router(gateway: FrontGateway, link: EngineLink) -> MethodRouter:
+def gateway_router(gateway: FrontGateway, link: EngineLink, message_bytes: int) -> MethodRouter:
     """All methods of the gateway's protocol."""
     from ..gateway.methods import CONTRACT as GATEWAY_CONTRACT
 
-    return MethodRouter(GATEWAY_CONTRACT, gateway, _forwarded(GATEWAY_CONTRACT, link, {"Generate"}))
+    contract = GATEWAY_CONTRACT.with_prompts_of(message_bytes)
+    return MethodRouter(contract, gateway, _forwarded(contract, link, {"Generate"}))
 
 
 def _forwarded(contract: Contract, link: EngineLink, own: set[str]) -> dict[str, grpc.RpcMethodHandler]:

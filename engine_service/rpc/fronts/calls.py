@@ -197,7 +197,7 @@ class FrontCalls:
         self._lane.send(Kind.END, call.number)
 
     async def _generate(self, call: _Call, raw: bytes) -> None:
-        message = CONTRACT.parse(_GENERATE, raw)
+        message = self._services.methods[GENERATE_PATH].contract.parse(_GENERATE, raw)
         assert isinstance(message, pb.GenerateRequest)
         generation = await self._services.admit(message, call.buffer.put, makes_text=False)
         call.generation = generation

@@ -13,7 +13,7 @@ from kvkeeper.service.turns import Turns
 from kvkeeper.trust.guard import Guard
 
 from ...config import EngineConfig
-from ..methods import router_of
+from ..methods import CONTRACT, router_of
 from ..metrics import PREFIX
 from ..service import EngineService
 from .fronts import Fronts, open_fronts
@@ -22,12 +22,12 @@ from .set_up import front_services, front_set_up
 Protocols = Sequence[tuple[Contract, Any]]  # beside our own, each with what answers
 
 
-async def open_address(config: EngineConfig, guard: Guard, intake: Intake) -> Endpoint | Fronts:
-    """Takes the address. Raises StartError, AddressInUse."""
+async def open_address(config: EngineConfig, guard: Guard, intake: Intake, message_bytes: int) -> Endpoint | Fronts:
+    """Takes the address. message_bytes: of a message with a prompt. Raises StartError, AddressInUse."""
     if config.fronts:
         return await open_fronts(config.listen, config.fronts)
     admission = Admission(config.connections, config.connection_calls, (intake,))
-    return await Endpoint.open(config.listen, admission=admission, guard=guard)
+    return await Endpoint.open(config.listen, message_bytes, admission=admission, guard=guard)
 
 
 async def serve_at(
@@ -35,10 +35,12 @@ async def serve_at(
 ) -> None:
     """Answers calls from now on. Raises StartError."""
     if isinstance(endpoint, Fronts):
-        set_up = front_set_up(config, endpoint, service.text, others)
+        set_up = front_set_up(config, endpoint, service, others)
         await endpoint.start(front_services(service, turns, guard, others), set_up, lambda: service.max_len)
     else:
-        routers = [router_of(service), *(MethodRouter(*each) for each in others)]
+        size = service.message_bytes
+        routers = [router_of(service, CONTRACT.with_prompts_of(size))]
+        routers += [MethodRouter(contract.with_prompts_of(size), answering) for contract, answering in others]
         await endpoint.start(*routers, has_reflection=config.reflection)
 
 

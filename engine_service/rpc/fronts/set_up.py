@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, Contract
+from kvkeeper.service.methods import Contract
 from kvkeeper.service.turns import Turns
 from kvkeeper.trust.guard import Guard
 
 from ...config import EngineConfig
-from ...outputs.model_text import ModelText
 from ..front.config import FrontConfig
 from ..methods import CONTRACT
 from ..service import EngineService
@@ -22,7 +21,7 @@ def front_services(service: EngineService, turns: Turns, guard: Guard, others: S
     """others: contracts beside our own, each with what answers."""
     methods = {}
     for contract, answering in ((CONTRACT, service), *others):
-        methods.update(served_methods(contract, answering))
+        methods.update(served_methods(contract.with_prompts_of(service.message_bytes), answering))
     return FrontServices(
         methods,
         turns,
@@ -34,16 +33,22 @@ def front_services(service: EngineService, turns: Turns, guard: Guard, others: S
     )
 
 
-def front_set_up(config: EngineConfig, fronts: Fronts, text: ModelText, others: Sequence[tuple[Contract, Any]]) -> FrontSetUp:
+def front_set_up(
+    config: EngineConfig, fronts: Fronts, service: EngineService, others: Sequence[tuple[Contract, Any]]
+) -> FrontSetUp:
     """What each of the fronts needs to serve at their address."""
-    own = front_config(config, fronts.address, has_gateway=bool(others))
-    tokenizer = text.tokenizer
+    own = front_config(config, fronts.address, service.message_bytes, has_gateway=bool(others))
+    tokenizer = service.text.tokenizer
     return FrontSetUp(own.to_json(), None if tokenizer is None else tokenizer.state())
 
 
-def front_config(config: EngineConfig, address: str, *, has_gateway: bool) -> FrontConfig:
-    """Bounds of connections and of memory are divided among the fronts; each can take one message at least."""
+def front_config(config: EngineConfig, address: str, message_bytes: int, *, has_gateway: bool) -> FrontConfig:
+    """Bounds of connections and of memory are divided among the fronts; each can take one message at least.
+
+    message_bytes: of a message with a prompt.
+    """
     own = {each.name: getattr(config, each.name) for each in fields(FrontConfig) if hasattr(config, each.name)}
     shared = {name: -(-own[name] // config.fronts) for name in ("connections", "many_calls")}
-    shared["receive_memory"] = max(MAX_PROMPT_MESSAGE_BYTES, own["receive_memory"] // config.fronts)
-    return FrontConfig(**{**own, **shared, "listen": address, "has_gateway": has_gateway})
+    shared["receive_memory"] = max(message_bytes, own["receive_memory"] // config.fronts)
+    given = {"listen": address, "message_bytes": message_bytes, "has_gateway": has_gateway}
+    return FrontConfig(**{**own, **shared, **given})

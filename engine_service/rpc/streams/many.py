@@ -13,7 +13,7 @@ from functools import partial
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service.fair_queue import TooManyWaiting
-from kvkeeper.service.methods import MAX_PROMPT_MESSAGE_BYTES, peer
+from kvkeeper.service.methods import peer
 from kvkeeper.service.turns import TakesTurns
 from kvkeeper.trust.caller import is_still_known
 
@@ -64,10 +64,13 @@ class ManyRequests:
         admit: Admit,
         turns: TakesTurns,
         pace: StreamPace,
+        message_bytes: int,
         counted: Callable[[], AbstractContextManager[None]],
         hide_bug: Callable[[], EngineError],
     ) -> None:
-        """counted: a context for as long as a request is not answered to its end.
+        """message_bytes: of the largest message; the requests that are about to begin have as many together.
+
+        counted: a context for as long as a request is not answered to its end.
 
         hide_bug: logs the exception that is being handled, a bug; the refusal that its client gets.
         """
@@ -79,7 +82,7 @@ class ManyRequests:
         self._owes_round = False  # what is new came while the last round was written
         self._reader = PlainReader(partial(self._has_unread.tell, at_once=False))
         self._reads_parts = False  # whether its client does
-        self._starting_bytes = 0
+        self._most_starting_bytes, self._starting_bytes = message_bytes, 0
         self._has_started = asyncio.Event()  # set when a request is no longer about to begin
 
     async def serve(self, read: Read, write: Write) -> None:
@@ -116,7 +119,7 @@ class ManyRequests:
         if number in self._requests:
             raise InvalidField("begin: another request of the call has this number", field="begin")
         size = message.ByteSize()
-        while self._starting_bytes and self._starting_bytes + size > MAX_PROMPT_MESSAGE_BYTES:
+        while self._starting_bytes and self._starting_bytes + size > self._most_starting_bytes:
             self._has_started.clear()
             await self._has_started.wait()
         request = self._requests[number] = _Numbered(number, message.request_id, self._tell, self._counted())

@@ -33,10 +33,17 @@ class Streams:
     """The open streams of a process."""
 
     def __init__(
-        self, admit: Admit, turns: TakesTurns, pace: StreamPace, max_many_calls: int, hide_bug: Callable[[], EngineError]
+        self,
+        admit: Admit,
+        turns: TakesTurns,
+        pace: StreamPace,
+        max_many_calls: int,
+        message_bytes: int,
+        hide_bug: Callable[[], EngineError],
     ) -> None:
-        """turns: in which the requests of a GenerateMany call begin. hide_bug: as of ManyRequests."""
+        """turns: in which the requests of a GenerateMany call begin. message_bytes, hide_bug: as of ManyRequests."""
         self._admit, self._turns, self._pace, self._hide_bug = admit, turns, pace, hide_bug
+        self._message_bytes = message_bytes
         self._many_calls = ManyCalls(max_many_calls)
         self.num_open = 0  # streams that have not been answered to their end
         self._has_none = asyncio.Event()
@@ -57,7 +64,7 @@ class Streams:
     async def generate_many(self, read: Read, write: Write) -> None:
         """A GenerateMany call to its end."""
         with self._many_calls.opened(peer.get()):
-            many = ManyRequests(self._admit, self._turns, self._pace, self.counted, self._hide_bug)
+            many = ManyRequests(self._admit, self._turns, self._pace, self._message_bytes, self.counted, self._hide_bug)
             await many.serve(read, write)
 
     async def wait_none(self) -> None:

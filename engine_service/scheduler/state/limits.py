@@ -33,6 +33,7 @@ class Limits:
     has_tail: bool = False  # whether the groups behind the first are finer copies, which a sequence does without
     max_distance: int = 0  # most tokens that the model has positions for
     max_retained_len: int = 0  # most tokens of a sequence that gives blocks back
+    max_step_items: int = 256  # forks, releases, swaps and starts of a step, together
     bound: str = ""  # what makes max_len so short, as people can change it
     retained_bound: str = ""  # the same for max_retained_len
 

@@ -15,6 +15,7 @@ from kvkeeper.vllm.pages import Pages
 from kvkeeper.vllm.rounds import Job, Rounds
 from tests.support.processes.fleet import fleet
 from tests.support.stand_ins.vllm_worker import BLOCK_SIZE, DEADLINE_S, Gate, Worker, other_rank, tokens_of
+from tests.support.worlds.cache_api import serving
 
 T = TypeVar("T")
 PROMPT = tokens_of(4)
@@ -158,6 +159,26 @@ async def test_many_orders_of_a_step_are_one_round(cache_server: RunningServer, 
 
     await on_threads(work)
     assert (await client.stats()).pools[0].num_steps == 12, "two steps for each of six rounds"
+
+
+async def test_more_orders_than_a_step_may_have_are_moved_all_the_same() -> None:
+    def work(address: str) -> None:
+        worker = Worker(address)
+        rounds = Rounds(worker.connect, BLOCK_SIZE)
+        with closing(worker), contextlib.closing(rounds):
+            prompts = [tokens_of(1, first=1000 * number) for number in range(300)]
+            worker.blocks[0] = 7
+            rounds.run([Job(Store(f"r{number}", "", prompt, [0])) for number, prompt in enumerate(prompts)])
+            counts = rounds.counts
+            assert (counts.num_stored_blocks, counts.num_lost_sessions) == (300, 0)
+            worker.blocks[:] = 0
+            rounds.run([Job(Load(f"r{number}", "", prompt, 0, [number % 24])) for number, prompt in enumerate(prompts)])
+            assert (counts.num_loaded_blocks, counts.num_failed_blocks) == (300, 0)
+            assert (worker.blocks == 7).all()
+
+    async with serving(max_sequences=1024, pool_memory=1 << 20) as api:
+        await on_threads(work, api.server.address)
+        await api.audit()
 
 
 async def test_a_pool_that_is_too_small_evicts_or_drops_and_goes_on(

@@ -98,6 +98,7 @@ class World:
         decode_budget: int = 32,
         client_shares: bool = False,
         group_spans: tuple[ReadSpan, ...] = (WHOLE,),
+        max_step_items: int = 256,
     ) -> None:
         """guess: of what follows a sequence's tokens, given its continuation. overlap: a step's device work runs late, after
         the next one was asked for; needs CoreCache, as does a host tier. ahead: also after the next one was launched, where the
@@ -128,8 +129,10 @@ class World:
             client_shares=client_shares,
             num_host_blocks=num_host_blocks,
             block_bytes=1,
+            max_step_items=max_step_items,
         )
         self.limits = limits
+        self.num_full_steps = 0  # that had as many items as a step may have
         self.num_usable_blocks = num_blocks - 1
         self.scheduler = Scheduler(limits, waiting)
         self.now = 0.0  # seconds; a step takes STEP_S
@@ -190,6 +193,10 @@ class World:
             self.cache.clear()
             self.num_cleared += 1
         plan = self.scheduler.schedule(self.now, self._guesses())
+        lists = (plan.fork_children, plan.release_ids, plan.swap_out_ids, plan.swap_in_ids, plan.start_ids)
+        num_items = sum(map(len, lists))
+        assert num_items <= self.limits.max_step_items
+        self.num_full_steps += num_items == self.limits.max_step_items
         if self._overlap:
             self.cache.has_step_in_flight = self._in_flight is not None
         answer = self.cache.step(plan)
@@ -290,7 +297,8 @@ class World:
         while self.busy:
             assert self.num_steps < most_steps, "starvation"
             self.step()
-        for _ in range(5 if self._overlap else 3):
+        num_steps = 5 if self._overlap else 3
+        for _ in range(num_steps if self.limits.max_step_items > 200 else self.limits.max_known_sequences + num_steps):
             self.step()
         self.cache.has_step_in_flight = False
         assert not self.cache.sequences

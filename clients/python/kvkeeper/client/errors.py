@@ -62,7 +62,10 @@ def error_of(error: grpc.RpcError, *, is_ours: bool = False) -> KvkeeperError:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.search(message)):
         what, taker = ("request", "the service") if sizes[1] else ("answer", "this client")
         message = f"the {what} has {int(sizes[2]):,} bytes, and {taker} takes at most {int(sizes[3]):,} at once"
-        return KvkeeperError(code, "", message, {"requested": sizes[2], "limit": sizes[3]})
+        metadata = {"requested": sizes[2], "limit": sizes[3]}
+        if sizes[1]:  # gRPC refused it before the service could, which says so of one that is not much too large
+            return KvkeeperError(code, "INVALID_FIELD", message, {"field": "request", **metadata})
+        return KvkeeperError(code, "", message, metadata)
     if code is grpc.StatusCode.INTERNAL or (code is grpc.StatusCode.CANCELLED and not is_ours):
         # Our services give a reason with each INTERNAL, and never end a call as CANCELLED. These come from gRPC itself: the
         # connection was cut in the middle of the call, or the server stopped at the moment of the call.

@@ -1,4 +1,4 @@
-"""Rounds of loads and stores on the cache service: two steps with copies between them, however many there are.
+"""Rounds of loads and stores on the cache service: two steps with copies between them, for as many as a step may have.
 
 Owns the session that maps the memory, and its end: a failure of any kind drops it, and it is opened again after a pause. The
 first step finds and holds what is loaded and reserves what is stored; the second commits and releases. What was loaded counts
@@ -135,7 +135,9 @@ class Rounds:
         try:
             link = self._require_link()
             if link is not None:
-                self._run(link, jobs)
+                most = link.session.pool.max_step_items or len(jobs)  # an older service has no bound
+                for at in range(0, len(jobs), most):
+                    self._run(link, jobs[at : at + most])
         except Exception as error:
             for job in jobs:
                 job.num_blocks, job.has_failed = 0, True

@@ -16,6 +16,7 @@ import pytest
 
 from kvkeeper.cache_service.core.step.expected import ExpectedReplies, OpenStep
 from kvkeeper.cache_service.core.step.waiting_starts import WaitingStart, WaitingStarts
+from kvkeeper.cache_service.core.values.errors import InvalidField
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepReply
@@ -409,3 +410,31 @@ def test_a_hit_that_was_looked_up_ahead_counts_while_it_is_there(is_evicted: boo
         assert counts["known ahead"] == (not is_evicted)
 
     asyncio.run(run())
+
+
+async def test_a_foretold_step_has_no_more_items_than_another(counts: Counter[str]) -> None:
+    config = PoolConfig(2048, 2, max_sequences=1024, max_tokens_per_sequence=64)
+    for side in (Side(config, foretells=True), Side(config, foretells=False)):
+        live = await side.open()
+        for number in range(1, 600):
+            args = SequenceArgs(SequenceId(number), np.array([number], np.int32))
+            side.pool.manager.create_sequence(live.core.id, args)
+        side.step(live, StepItems(**_starts(range(1, 2))), 1, 0)
+        for step_id, ids in ((2, range(0)), (3, range(2, 259)), (3, range(2, 258))):
+            columns: dict[str, Any] = _starts(ids)
+            decoding = {"commit_ids": 1, "commit_lens": step_id - 1, "commit_num_new": 1, "commit_tokens": 7}
+            decoding |= {"reserve_ids": 1, "reserve_min": step_id, "reserve_max": step_id}
+            columns |= {name: _column(name, [value]) for name, value in decoding.items()}
+            outcome = side.step(live, StepItems(**columns), step_id, step_id - 1)
+            assert (outcome[0] is InvalidField) == (len(ids) > 256), outcome
+        assert side.pool.manager.check_invariants() == []
+    assert counts["told with starts"] > 0
+
+
+def _starts(ids: range) -> dict[str, Any]:
+    columns = {"start_ids": ids, "start_max_new": [1] * len(ids), "start_max_hit": [0] * len(ids)}
+    return {name: _column(name, values) for name, values in columns.items()}
+
+
+def _column(name: str, values: Iterable[int]) -> Any:
+    return np.array(list(values), np.int64 if name in _WIDE else np.int32)

@@ -61,7 +61,7 @@ class Call:
         self.may_write = asyncio.Event()
         self.may_write.set()
         pace = StreamPace(1.0, lambda: cast(Any, self.timers))
-        self.many = ManyRequests(self._admit, Turns(), pace, contextlib.nullcontext, lambda: RequestFailed("a bug"))
+        self.many = ManyRequests(self._admit, Turns(), pace, 4 << 20, contextlib.nullcontext, lambda: RequestFailed("a bug"))
         self._num_requests = num_requests
         self.serving = asyncio.create_task(self.many.serve(self._read(), self._write))
 

@@ -3,6 +3,8 @@
 import random
 from collections import Counter
 
+import pytest
+
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions
 from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
 from tests.support.worlds.beam_world import BeamWorld
@@ -12,7 +14,7 @@ from tests.support.worlds.scheduler_world import make_request
 NUM_SEEDS = 100
 
 
-def mixed(dice: random.Random) -> BeamWorld:
+def mixed(dice: random.Random, max_step_items: int = 256) -> BeamWorld:
     """A world in which transfers fail and the cache is cleared now and then, and its requests."""
     world = BeamWorld(
         dice.randint(10, 26),
@@ -24,6 +26,7 @@ def mixed(dice: random.Random) -> BeamWorld:
         overlap=dice.random() < 0.5,
         num_host_blocks=dice.choice([0, 4, 12, 60]),
         preemption=dice.choice(list(Preemption)),
+        max_step_items=max_step_items,
     )
     share = dice.choice([0, 0, 0.1])
     world.fails = lambda order_id, kind: dice.random() < share
@@ -62,3 +65,14 @@ def test_any_mix_gives_what_each_gives_alone() -> None:
         world.requests = [request for request in world.requests if request not in world.searches]
         world.check_outputs()
     assert min(happened.values()) > 10, happened
+
+
+@pytest.mark.parametrize("max_step_items", [1, 2, 4])
+def test_so_it_does_where_a_step_may_have_few_items(max_step_items: int) -> None:
+    num_full_steps = 0
+    for seed in range(25):
+        world = mixed(random.Random(seed), max_step_items)
+        world.run(4000)
+        world.check_searches()
+        num_full_steps += world.num_full_steps
+    assert num_full_steps > 30

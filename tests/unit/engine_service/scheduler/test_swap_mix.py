@@ -6,6 +6,8 @@ A seed replays everything: forks, stops, cancellations, late arrivals, guesses, 
 import random
 from collections import Counter
 
+import pytest
+
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions
 from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
 from kvkeeper.engine_service.scheduler.work import Work
@@ -17,13 +19,13 @@ from tests.support.worlds.scheduler_world import World, make_request, tiered
 NUM_SEEDS = 120
 
 
-def mixed(dice: random.Random) -> World:
+def mixed(dice: random.Random, max_step_items: int = 256) -> World:
     """A world in which transfers fail and the cache is cleared now and then, and its requests."""
     overlap, chunk_size = dice.random() < 0.5, dice.choice([2, 64])
     sizes = (dice.randint(12, 30), dice.randint(1, 4), dice.choice([2, 5, 12, 60]))
     way = dice.choice(list(Preemption))
     ahead = overlap and sizes[0] % 2 == 0
-    world = tiered(*sizes, chunk_size=chunk_size, overlap=overlap, ahead=ahead, preemption=way)
+    world = tiered(*sizes, chunk_size=chunk_size, overlap=overlap, ahead=ahead, preemption=way, max_step_items=max_step_items)
     world.scheduler.costs.compute.note(10, dice.choice([1, 10]))
     share = dice.choice([0, 0, 0.1])
     world.fails = lambda order_id, kind: dice.random() < share
@@ -72,6 +74,17 @@ def test_any_mix_ends_with_the_right_tokens() -> None:
         happened["late"] += world.num_late
     names = ("out", "in", "recomputed", "failed", "cancelled", "cleared", "ahead", "late")
     assert min(happened[name] for name in names) > 15, happened
+
+
+@pytest.mark.parametrize("max_step_items", [1, 2, 4])
+def test_so_it_does_where_a_step_may_have_few_items(max_step_items: int) -> None:
+    num_full_steps = 0
+    for seed in range(25):
+        world = mixed(random.Random(seed), max_step_items)
+        world.run(4000)
+        world.check_outputs()
+        num_full_steps += world.num_full_steps
+    assert num_full_steps > 30
 
 
 def test_searches_beside_others_find_what_they_would_alone() -> None:

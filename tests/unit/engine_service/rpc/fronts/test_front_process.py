@@ -28,7 +28,7 @@ def services() -> FrontServices:
 
 
 def set_up(address: str) -> FrontSetUp:
-    return FrontSetUp(front_config(EngineConfig(fronts=1), address, has_gateway=False).to_json(), None)
+    return FrontSetUp(front_config(EngineConfig(fronts=1), address, 4 << 20, has_gateway=False).to_json(), None)
 
 
 async def test_it_ends_with_its_lane_and_with_no_signal_of_a_terminal_or_manager() -> None:

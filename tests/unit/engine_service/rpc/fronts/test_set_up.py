@@ -14,4 +14,4 @@ MIB = 1 << 20
 )
 def test_fronts_share_the_memory_of_messages_and_each_has_room_for_one(num_fronts: int, whole: int, each: int) -> None:
     config = EngineConfig(fronts=num_fronts, receive_memory=whole)
-    assert front_config(config, "127.0.0.1:1", has_gateway=False).receive_memory == each
+    assert front_config(config, "127.0.0.1:1", 4 << 20, has_gateway=False).receive_memory == each
