@@ -143,7 +143,7 @@ class PoolRegistry:
         if not self._arenas.has_spare and len(self._pools) >= self._config.num_pools:
             await self._replace_idle_pool(spec, may_replace=may_replace)
         # In a thread: writing the arrays of a large pool takes as long as many steps of other pools.
-        manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
+        manager = await asyncio.to_thread(PoolManager, config, self._start_numbers, spec.key)
         arena = await self._arenas.take(num_bytes)
         further: list[Arena] = []
         host_arena: SharedMemoryArena | None = None
@@ -176,7 +176,7 @@ class PoolRegistry:
         if config is None:
             keeping.refuse(kept)
             return
-        manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
+        manager = await asyncio.to_thread(PoolManager, config, self._start_numbers, spec.key)
         host_arena, keeper = await keeping.take_over(kept, spec, manager, self._sizes.host_bytes(config, spec))
         disk = await self._tiers.disk_of(spec, manager)
         remote = self._tiers.remote_of(spec, manager)
