@@ -13,7 +13,7 @@ from ..pool_state import PoolState
 from ..sequences.sequence_table import SequenceTable
 from ..tables.prefix_lookup import PrefixLookup
 from ..values.types import Int32Array, MatchEnd, SequenceState
-from .prefix_match import Behind, tiers_behind
+from .prefix_match import NOTHING_BEHIND, Behind, tiers_behind
 
 _MAX_CHILDREN = 1024  # of the last matched block that are compared with what comes next, the youngest first
 
@@ -31,7 +31,7 @@ class Explanation:
     seconds_ago: float | None = None
     short_group: int | None = None  # a group of layers whose window, or whose last state, ends the hit before the match
     is_state: bool = False  # that group has states
-    behind: Behind = Behind()  # of the matched ones, those in no tier above the disk
+    behind: Behind = NOTHING_BEHIND  # of the matched ones, those in no tier above the disk
 
 
 def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: Int32Array) -> Explanation:

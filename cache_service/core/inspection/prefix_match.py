@@ -17,6 +17,9 @@ class Behind(NamedTuple):
     remote_not_asked: bool = False  # it may have more behind them
 
 
+NOTHING_BEHIND = Behind()
+
+
 class PrefixMatch(NamedTuple):
     """The longest cached prefix, in whole blocks. blocks [n]: of those on the device or, 0, in the host tier only.
 
@@ -42,7 +45,7 @@ def match_prefix(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: In
 def tiers_behind(state: PoolState, tenant: str, tokens: Int32Array, nodes: Int32Array) -> Behind:
     """What lies below the host tier behind these nodes, which a prompt of these tokens matches."""
     if state.below is None or not state.config.prefix_caching:
-        return Behind()
+        return NOTHING_BEHIND
     size = state.config.block_size
     tiers = state.below.tiers_behind(tenant, tokens, nodes)
     is_short = len(nodes) + len(tiers) < len(tokens) // size
