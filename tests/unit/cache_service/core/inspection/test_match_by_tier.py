@@ -1,4 +1,4 @@
-"""MatchPrefix and ExplainMatch by tier: what is known without asking counts, and whether the remote tier may have more is told."""
+"""MatchPrefix and ExplainMatch by tier: what is known without asking counts, and that there may be more is told."""
 
 import pytest
 
