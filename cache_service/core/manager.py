@@ -20,8 +20,10 @@ from .calls.restore import RestoreResult, restore
 from .calls.sessions import CloseResult, SessionCalls
 from .calls.update import SequenceUpdates
 from .calls.victims import VictimCalls, Victims
+from .index.below_blocks import TierBlocks
 from .index.index_record import Unwritten
 from .inspection.explain import Explanation
+from .inspection.prefix_match import PrefixMatch
 from .inspection.queries import Queries
 from .pool_state import PoolState
 from .sequences.claims import StartNumbers
@@ -50,16 +52,30 @@ from .values.kept_index import Digest, KeptIndex, UInt64Array, Verification
 from .values.pool_config import PoolConfig
 from .values.sequence_args import Retention, SequenceArgs
 from .values.step_columns import StepBatch, StepReply
-from .values.types import NO_INT64, BlockId, BlockState, Executor, Int32Array, Int64Array, PressureLevel, ReuseHint, SessionId
+from .values.types import (
+    NO_INT64,
+    BlockId,
+    BlockState,
+    Executor,
+    Int32Array,
+    Int64Array,
+    PressureLevel,
+    ReuseHint,
+    SessionId,
+    Tier,
+)
 from .values.views import Admission, BlockView, GroupStats, PoolStats, Readable, SequenceView
 
 
 class PoolManager:
     """Everything that can be asked of one pool. The parts raise the errors that their own methods name."""
 
-    def __init__(self, config: PoolConfig, start_numbers: StartNumbers | None = None) -> None:
-        """start_numbers: of the whole service; a pool alone has its own. Raises InvalidField for a config that cannot work."""
-        state = self.state = PoolState(config, start_numbers)
+    def __init__(self, config: PoolConfig, start_numbers: StartNumbers | None = None, spec_key: bytes = b"") -> None:
+        """start_numbers: of the whole service; a pool alone has its own. spec_key: KvSpec.key, for the names of blocks.
+
+        Raises InvalidField for a config that cannot work.
+        """
+        state = self.state = PoolState(config, start_numbers, spec_key)
         swapper = self.swapper = _add_host_tier(state) if config.num_host_blocks else None
         lookup = PrefixLookup(state, swapper.host if swapper is not None else None)
         lifecycle, reservations = SequenceLifecycle(state, swapper), Reservations(state)
@@ -84,7 +100,7 @@ class PoolManager:
         self._queries = Queries(state, lookup, swapper, prompts)
         self.disk: NamedTier | None = None
         self.remote: NamedTier | None = None
-        self._below = TierChain()
+        self._below = TierChain(state)
 
     @property
     def config(self) -> PoolConfig:
@@ -124,22 +140,28 @@ class PoolManager:
         eviction_policy: str = "lru",
     ) -> NamedTier:
         """A tier on a disk of this pool alone. stored: what earlier runs have left under this key in this era."""
-        self.disk = self._add_tier(key, SlotTable(num_slots, stored, eviction_policy), era, rules)
+        table = SlotTable(self._add_blocks(Tier.DISK), num_slots, stored, eviction_policy)
+        self.disk = self._add_tier(key, table, era, rules, Tier.DISK)
         return self.disk
 
     def add_remote(self, key: bytes, rules: TierRules) -> NamedTier:
         """A tier in a store that other pools of the same key share."""
-        self.remote = self._add_tier(key, ToldTable(), 0, rules)
+        self.remote = self._add_tier(key, ToldTable(self._add_blocks(Tier.REMOTE)), 0, rules, Tier.REMOTE)
         return self.remote
 
-    def _add_tier(self, key: bytes, table: Table, era: int, rules: TierRules | None) -> NamedTier:
+    def _add_blocks(self, tier: Tier) -> TierBlocks:
+        blocks = TierBlocks(tier, self.state.index)
+        self.state.below_blocks.tiers.append(blocks)
+        return blocks
+
+    def _add_tier(self, key: bytes, table: Table, era: int, rules: TierRules | None, which: Tier) -> NamedTier:
         assert self.swapper is not None, "such a tier lies behind a host tier"
         if self.state.below is None:
             self.state.below = self._below
         rules = rules or TierRules()
         self._prompts.is_on = True
         worth = TierWorth(self._prompts.seconds, self.config.block_size, is_on=rules.weighs)
-        tier = NamedTier(self.state, self.swapper.offloader, key, table, era, rules, worth)
+        tier = NamedTier(self.state, self.swapper.offloader, key, table, era, rules, worth, which)
         self._below.tiers.append(tier)
         return tier
 
@@ -357,7 +379,7 @@ class PoolManager:
     def writable_slots(self, session: SessionId, sequence_id: int) -> tuple[int, int]:
         return self._queries.writable_slots(session, sequence_id)
 
-    def match_prefix(self, tenant: str, token_ids: Int32Array) -> Int32Array:
+    def match_prefix(self, tenant: str, token_ids: Int32Array) -> PrefixMatch:
         return self._queries.match_prefix(tenant, token_ids)
 
     def explain_match(self, tenant: str, token_ids: Int32Array) -> Explanation:

@@ -5,6 +5,7 @@ works on it and is handed it. Knows no operation, and of the tiers below the dev
 """
 
 from collections import deque
+from functools import partial
 from typing import Any, Protocol
 
 from .blocks.allocator import BlockAllocator
@@ -13,6 +14,8 @@ from .blocks.blocks_left import BlocksLeft
 from .blocks.pins import Pins
 from .blocks.pressure import PressureGauge
 from .blocks.room_ahead import RoomAhead
+from .index.below_blocks import BelowBlocks
+from .index.node_names import NodeNames
 from .index.prefix_index import PrefixIndex
 from .index.reach import Reach
 from .sequences.claims import Claims, StartNumbers
@@ -22,11 +25,12 @@ from .sequences.publisher import ALL_BLOCKS, Publisher
 from .sequences.retention import RetentionDrops
 from .sequences.sequence_table import SequenceTable
 from .sequences.session_state import SessionState
+from .values.block_names import block_name, first_parent
 from .values.clock import Clock
 from .values.counters import Counters
 from .values.errors import InvalidField, UnknownSequence, UnknownSession
 from .values.pool_config import PoolConfig
-from .values.types import Executor, Int32Array, MatchEnd, PressureLevel, SessionId
+from .values.types import Executor, Int32Array, MatchEnd, PressureLevel, SessionId, Tier
 
 
 class LowerTier(Protocol):
@@ -48,11 +52,18 @@ class LowerTiers(Protocol):
     def length_to_come(self, slot: int, max_hit: int) -> int:
         """Tokens that the waiting sequence could hit once what it waits for has come; 0 where it is not to wait."""
 
-    def end_behind(self, node: int, tokens: bytes) -> MatchEnd | None:
+    def end_behind(self, tenant: str, node: int, tokens: bytes) -> MatchEnd | None:
         """Why the first block of these tokens behind this node is in no tier above, where one of them has it.
 
-        What is behind it, in whole blocks, decides whether a load of all of them would pay.
+        What is behind it, in whole blocks, decides whether a load of all of them would pay. node 0: that of a tenant that this
+        run has not met.
         """
+
+    def tiers_behind(self, tenant: str, tokens: Int32Array, nodes: Int32Array) -> list[Tier]:
+        """[n] the nearest tier of each block of a prompt behind these nodes, as far as all are known to be in one."""
+
+    def may_ask(self) -> bool:
+        """Whether one of them may have more than is known: it would have to be asked."""
 
     def begin_clearing(self) -> None: ...
 
@@ -69,8 +80,11 @@ class LowerTiers(Protocol):
 class PoolState:
     """One pool. Sessions, sequences and blocks are read through its parts, and changed by their methods."""
 
-    def __init__(self, config: PoolConfig, start_numbers: StartNumbers | None = None) -> None:
-        """start_numbers: of the whole service; a pool alone has its own. Raises InvalidField for a config that cannot work."""
+    def __init__(self, config: PoolConfig, start_numbers: StartNumbers | None = None, spec_key: bytes = b"") -> None:
+        """start_numbers: of the whole service; a pool alone has its own. spec_key: KvSpec.key, for the names of blocks.
+
+        Raises InvalidField for a config that cannot work.
+        """
         _check_config(config)
         self.config = config
         self.clock = Clock()
@@ -88,6 +102,8 @@ class PoolState:
             group_spans=config.group_spans,
             has_tail=config.has_tail,
         )
+        self.below_blocks = BelowBlocks()
+        self.block_names = NodeNames(self.index, block_name, partial(first_parent, spec_key))  # as clients see them
         self.reach = Reach(config.block_size, self.clock, self.counters)
         self.pool = BlockPool(config, self.index, self._forget_blocks)
         self.allocator = BlockAllocator(self.pool, self.index, self.counters)

@@ -25,9 +25,14 @@ class PrefixCalls:
 
     async def match_prefix(self, request: pb.MatchPrefixRequest) -> pb.MatchPrefixResponse:
         live = readable_session(self._session_manager, request)
-        blocks = live.pool.manager.match_prefix(checks.tenant(request.tenant), sequences.token_ids(request.token_ids))
+        found = live.pool.manager.match_prefix(checks.tenant(request.tenant), sequences.token_ids(request.token_ids))
         return pb.MatchPrefixResponse(
-            num_matched_tokens=len(blocks) * live.pool.info.block_size, block_ids=blocks[blocks > 0].tolist()
+            num_matched_tokens=found.num_tokens,
+            block_ids=found.blocks[found.blocks > 0].tolist(),
+            num_host_tokens=found.num_host,
+            num_disk_tokens=found.behind.num_disk,
+            num_remote_tokens=found.behind.num_remote,
+            remote_not_asked=found.behind.remote_not_asked,
         )
 
     async def explain_match(self, request: pb.ExplainMatchRequest) -> pb.ExplainMatchResponse:

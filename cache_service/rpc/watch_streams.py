@@ -13,7 +13,8 @@ import structlog
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
-from ..core.index.event_feed import Event, EventFeed, Watch
+from ..core.index.event_feed import EventFeed
+from ..core.index.watch import Event, Watch
 from ..core.values.errors import BrokenInvariant, CacheError, OutOfWatches, WatchLagged
 from ..core.values.types import EventKind
 from ..runtime.live_session import LiveSession
@@ -104,7 +105,8 @@ class _PoolFeed:
         self.readers: list[WatchReader] = []
         self._pool = pool
         self._next_slice: asyncio.TimerHandle | None = None
-        self._feed = EventFeed(pool.manager.state.index, pool.key, pool.manager.pressure, self.wake)
+        state = pool.manager.state
+        self._feed = EventFeed(state.index, pool.key, pool.manager.pressure, self.wake, below=state.below_blocks)
 
     def add(self, tenant: str, *, wants_tokens: bool) -> WatchReader:
         reader = WatchReader(self, self._feed.open(tenant, wants_tokens=wants_tokens))

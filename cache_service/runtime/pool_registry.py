@@ -149,7 +149,7 @@ class PoolRegistry:
             await self._replace_idle_pool(spec, may_replace=may_replace)
         # In a thread: writing the arrays of a large pool takes as long as many steps of other pools.
         try:
-            manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
+            manager = await asyncio.to_thread(PoolManager, config, self._start_numbers, spec.key)
         except (OSError, MemoryError):
             text = "the system does not map rows for so many and so long sequences, see --max-sequences and"
             raise OutOfPools(f"{text} --max-tokens-per-sequence", flag="--max-tokens-per-sequence") from None
@@ -185,7 +185,7 @@ class PoolRegistry:
         if config is None:
             keeping.refuse(kept)
             return
-        manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
+        manager = await asyncio.to_thread(PoolManager, config, self._start_numbers, spec.key)
         host_arena, keeper = await keeping.take_over(kept, spec, manager, self._sizes.host_bytes(config, spec))
         disk = await self._tiers.disk_of(spec, manager)
         remote = self._tiers.remote_of(spec, manager)

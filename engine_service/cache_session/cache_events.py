@@ -30,7 +30,7 @@ class StoredBlocks:
 
 @dataclass(frozen=True, slots=True)
 class RemovedBlocks:
-    """Blocks that are in no tier any more."""
+    """Blocks that are in no tier any more, or that nothing leads to any more."""
 
     names: list[bytes]
 
@@ -52,7 +52,7 @@ async def cache_events(session: AsyncCacheSession, tenant: str) -> AsyncGenerato
 
 
 def _events(message: pb.WatchEventsResponse, first_parent: bytes, block_size: int) -> Iterator[CacheEvent]:
-    """Of one message. A tier says nothing here: a block is a hit in either. An older service tells no tokens, so no blocks."""
+    """Of one message. A tier says nothing here: a block of any can be a hit. An older service tells no tokens, so no blocks."""
     if message.kind == pb.EVENT_KIND_REMOVED:
         yield RemovedBlocks(list(message.block_names))
     elif message.kind in _ADDED and message.token_ids:

@@ -14,7 +14,7 @@ import pytest
 from smg_grpc_proto.generated import common_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
-from kvkeeper.cache_service.core.index import event_feed
+from kvkeeper.cache_service.core.index import watch
 from kvkeeper.cache_service.rpc import watch_streams
 from kvkeeper.engine_service.rpc.gateway import kv_events
 from tests.support.processes.service_pair import BLOCK_SIZE, DEADLINE_S, Services, generate, toy_output, until
@@ -204,7 +204,7 @@ def _noted(error: Any, made: list[Any]) -> Any:
 async def test_a_gateway_that_is_too_slow_starts_again_and_nothing_piles_up(
     world: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_feed, "MAX_WAITING_TOKENS", 100 * BLOCK_SIZE)
+    monkeypatch.setattr(watch, "MAX_WAITING_TOKENS", 100 * BLOCK_SIZE)
     await world.start_cache(num_blocks=300)
     engine = await world.start_engine()
     client = await world.client(engine)

@@ -1,7 +1,7 @@
 """From tokens to blocks.
 
 Owns the prefix tree (prefix_index), which blocks its nodes have by group of layers (node_blocks), the logits stored with nodes,
-the log of nodes that left it and why (eviction_log), the log of its changes while it is watched (change_log), the events that
-watches read (event_feed), and an estimate of what an index without an end would find (reach). Knows tokens and block ids, no
-sequences. May import core.values.
+the log of nodes that left it and why (eviction_log), what the tiers below the host tier have (below_blocks), the log of changes
+while the pool is watched (change_log), the events that watches read (event_feed), and an estimate of what an index without an
+end would find (reach). Knows tokens and block ids, no sequences. May import core.values.
 """

@@ -11,7 +11,10 @@ from ..values.types import Int32Array, PressureLevel, Tier
 
 STORED = "stored"
 REMOVED = "removed"
-Change = str | Tier | PressureLevel  # STORED, REMOVED, the tier of a node's bytes, or the pool's level (then the node is 0)
+BELOW_CLEARED = "below cleared"
+# STORED, REMOVED, or the tier of a node's bytes; else the node is 0: the pool's level, the name of a block that a tier below
+# the host tier gained or lost, or BELOW_CLEARED
+Change = str | bytes | Tier | PressureLevel
 
 
 class ChangeLog:
@@ -35,7 +38,7 @@ class ChangeLog:
         self._write(nodes.tolist(), STORED)
 
     def removed(self, node: int, key: bytes) -> None:
-        """This node of this key left the index, and its bytes are in no tier."""
+        """This node of this key left the index: its bytes are neither on the device nor in the host tier."""
         keys = self._removed_keys.get(node)
         if keys is None:
             self._removed_keys[node] = key
@@ -46,6 +49,14 @@ class ChangeLog:
     def tier_changed(self, nodes: Int32Array, tier: Tier) -> None:
         """The bytes of these nodes are now in this tier: HOST where only the host has them, else DEVICE."""
         self._write(nodes.tolist(), tier)
+
+    def below_changed(self, name: bytes) -> None:
+        """A tier below the host tier gained or lost the block of this name."""
+        self._write([0], name)
+
+    def below_cleared(self) -> None:
+        """A tier below the host tier lost all that it had."""
+        self._write([0], BELOW_CLEARED)
 
     def pressure_changed(self, level: PressureLevel) -> None:
         """The pool's level changed."""

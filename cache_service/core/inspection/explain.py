@@ -13,6 +13,7 @@ from ..pool_state import PoolState
 from ..sequences.sequence_table import SequenceTable
 from ..tables.prefix_lookup import PrefixLookup
 from ..values.types import Int32Array, MatchEnd, SequenceState
+from .prefix_match import NOTHING_BEHIND, Behind, tiers_behind
 
 _MAX_CHILDREN = 1024  # of the last matched block that are compared with what comes next, the youngest first
 
@@ -22,7 +23,7 @@ class Explanation:
     """Where and why a match ends. Lengths are tokens. seconds_ago only where the next block is known to have gone."""
 
     num_prompt: int
-    num_matched: int  # in any tier
+    num_matched: int  # in any tier, as far as it is known without asking
     num_host: int  # of them in the host tier only
     num_hit: int  # that a start would take, all of them where the logits behind them are stored
     num_common: int  # behind the matched ones, in the nearest cached block
@@ -30,6 +31,7 @@ class Explanation:
     seconds_ago: float | None = None
     short_group: int | None = None  # a group of layers whose window, or whose last state, ends the hit before the match
     is_state: bool = False  # that group has states
+    behind: Behind = NOTHING_BEHIND  # of the matched ones, those in no tier above the disk
 
 
 def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: Int32Array) -> Explanation:
@@ -37,7 +39,8 @@ def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: I
     index, size = state.index, state.config.block_size
     root = index.find_root(tenant)
     nodes = lookup.match_prompt(tenant, tokens)
-    num_matched = len(nodes) * size
+    behind = tiers_behind(state, tenant, tokens, nodes)
+    num_matched = len(nodes) * size  # on the device or in the host tier
     last = int(nodes[-1]) if len(nodes) else root
     num_host = int(np.count_nonzero(index.block_of_node[nodes] == 0)) * size
     num_hit = len(lookup.usable(nodes[: (len(tokens) - 1) // size])) * size
@@ -50,10 +53,10 @@ def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: I
     if 0 < num_hit < state.config.min_prefix_tokens:
         end, seconds_ago, num_hit = MatchEnd.BELOW_MINIMUM, None, 0
     else:
-        end, seconds_ago = _end(state, tokens, root, last, num_matched)
+        end, seconds_ago = _end(state, tenant, tokens, root, last, num_matched)
     return Explanation(
         num_prompt=len(tokens),
-        num_matched=num_matched,
+        num_matched=num_matched + behind.num_disk + behind.num_remote,
         num_host=num_host,
         num_hit=num_hit,
         num_common=_num_common(index, last, tokens[num_matched : num_matched + size], size),
@@ -61,6 +64,7 @@ def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: I
         seconds_ago=seconds_ago,
         short_group=short_group,
         is_state=short_group is not None and bool(state.config.group_spans[short_group].checkpoint_blocks),
+        behind=behind,
     )
 
 
@@ -72,8 +76,13 @@ def _short_group(lookup: PrefixLookup, nodes: Int32Array) -> int | None:
 def in_words(found: Explanation) -> str:
     """The same for people."""
     first = f"{found.num_matched:,} of {found.num_prompt:,} tokens are cached"
-    if found.num_host:
-        first += f" ({found.num_host:,} of them in the host tier only)"
+    places = (
+        (found.num_host, "in the host tier only"),
+        (found.behind.num_disk, "on the disk"),
+        (found.behind.num_remote, "in the remote tier"),
+    )
+    shares = [f"{number:,} of them {place}" for number, place in places if number]
+    first += f" ({', '.join(shares)})" if shares else ""
     why = _WORDS[found.end]
     if found.end is MatchEnd.EVICTED and found.seconds_ago is None:
         why = "the next block is on its way to the host tier"
@@ -82,6 +91,8 @@ def in_words(found: Explanation) -> str:
     if found.num_common:
         why += f"; the nearest cached block has {found.num_common:,} more tokens in common"
     text = f"{first}: {why}. A start would take {found.num_hit:,}."
+    if found.behind.remote_not_asked:
+        text += " The remote tier was not asked for more."
     if found.short_group is not None:
         lacking = "the state" if found.is_state else "what its window reads"
         text += f" Group {found.short_group} of the layers lacks {lacking} behind more."
@@ -104,7 +115,9 @@ _WORDS = {
 }
 
 
-def _end(state: PoolState, tokens: Int32Array, root: int, last: int, num_matched: int) -> tuple[MatchEnd, float | None]:
+def _end(
+    state: PoolState, tenant: str, tokens: Int32Array, root: int, last: int, num_matched: int
+) -> tuple[MatchEnd, float | None]:
     config = state.config
     if not config.prefix_caching:
         return MatchEnd.CACHING_OFF, None
@@ -112,20 +125,20 @@ def _end(state: PoolState, tokens: Int32Array, root: int, last: int, num_matched
         return MatchEnd.COMPLETE, None
     if len(tokens) - num_matched < config.block_size:
         return MatchEnd.PARTIAL_BLOCK, None
-    if not root:
-        return MatchEnd.NEVER_STORED, None
     needed = tokens[: num_matched + config.block_size]
     seqs = state.sequences
-    if _is_held(seqs, root, needed, seqs.num_committed < len(needed)):
+    if root and _is_held(seqs, root, needed, seqs.num_committed < len(needed)):
         return MatchEnd.COMPUTING, None
     index = state.index
-    if len(index.match(last, needed[num_matched:], 1)):
+    if root and len(index.match(last, needed[num_matched:], 1)):
         return MatchEnd.EVICTED, None  # it has left the device, and its copy has not arrived yet
     if state.below is not None:
         num_whole = (len(tokens) - num_matched) // config.block_size * config.block_size
-        below = state.below.end_behind(last, tokens[num_matched : num_matched + num_whole].astype("<i4").tobytes())
+        below = state.below.end_behind(tenant, last, tokens[num_matched : num_matched + num_whole].astype("<i4").tobytes())
         if below is not None:
             return below, None
+    if not root:
+        return MatchEnd.NEVER_STORED, None
     gone = index.eviction_log.last_end(last, needed[num_matched:])
     if gone is not None:
         return gone[0], max(state.now - gone[1], 0.0)

@@ -15,6 +15,7 @@ from ..values.types import NO_INT32, Executor, Int32Array, Int64Array, ReuseHint
 from ..values.views import BlockView, GroupStats, PoolStats, Readable, SequenceView
 from . import invariants, tier_invariants
 from .explain import Explanation, explain_match
+from .prefix_match import PrefixMatch, match_prefix
 from .stats import group_stats, pool_stats
 
 
@@ -87,10 +88,9 @@ class Queries:
 
     # Cached prefixes and blocks
 
-    def match_prefix(self, tenant: str, token_ids: Int32Array) -> Int32Array:
-        """[matched] block ids of the longest cached prefix in any tier, whole blocks; 0 for one in the host tier only."""
-        index = self._state.index
-        return index.block_of_node[self._lookup.usable(self._lookup.match_prompt(tenant, token_ids))]
+    def match_prefix(self, tenant: str, token_ids: Int32Array) -> PrefixMatch:
+        """The longest cached prefix in any tier."""
+        return match_prefix(self._state, self._lookup, tenant, token_ids)
 
     def explain_match(self, tenant: str, token_ids: Int32Array) -> Explanation:
         """Why the longest cached prefix ends where it does. May take a millisecond."""

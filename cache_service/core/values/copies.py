@@ -40,7 +40,8 @@ class TierOrder:
 
     slot: of a slab; 0 in a shared store. name, parent: of the content and of what leads to it, NAME_BYTES each. tokens: of the
     block, LE32. number: grows with each store. era: counts how often the tier was cleared. group: of layers, and entry: of the
-    prompt's table, where there are several.
+    prompt's table, where there are several. block_name and parent_block_name: of stores, as clients see them; empty for blocks
+    of another group than the first.
     """
 
     slot: int
@@ -52,11 +53,25 @@ class TierOrder:
     era: int
     group: int = 0
     entry: int = 0
+    block_name: bytes = b""
+    parent_block_name: bytes = b""
+
+
+class Content(NamedTuple):
+    """What a shared store was heard to have. The names of blocks and the tokens are empty where nothing is told of it."""
+
+    name: bytes
+    block_name: bytes = b""
+    parent_block_name: bytes = b""
+    tokens: bytes = b""
 
 
 class StoredBlock(NamedTuple):
-    """What an earlier run has left in a slot."""
+    """What an earlier run has left in a slot. block_name, parent_block_name and tokens as in the order that stored it."""
 
     slot: int
     name: bytes
     number: int
+    block_name: bytes = b""
+    parent_block_name: bytes = b""
+    tokens: bytes = b""

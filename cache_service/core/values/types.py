@@ -96,10 +96,12 @@ class MatchEnd(IntEnum):
 
 
 class Tier(IntEnum):
-    """Where a cached block's bytes are. The numbers are the protocol's."""
+    """Where a cached block's bytes are: of several tiers that have them, the nearest. The numbers are the protocol's."""
 
     DEVICE = 1
-    HOST = 2  # the host tier only
+    HOST = 2
+    DISK = 3
+    REMOTE = 4
 
 
 class EventKind(IntEnum):

@@ -4,24 +4,27 @@
     slab-NAME.kv     the slots, each in whole pages
 
 Two files, because a file system lets nothing else happen to a file while it takes a row into its cache. A row says what its
-slot holds: era, number of the store, length, name, name of the parent, digest of the bytes, tokens. A check under the slab's
-key covers the row and the number of its slot. So a row that was torn, moved or forged says nothing, and a slot whose bytes are
-not those of its row is found by the digest. All zero is an empty row. Numbers are little-endian.
+slot holds: era, number of the store, length, name, name of the parent, digest of the bytes, the parent's name as clients see
+it, tokens. A check under the slab's key covers the row and the number of its slot. So a row that was torn, moved or forged says
+nothing, and a slot whose bytes are not those of its row is found by the digest. All zero is an empty row. Numbers are
+little-endian.
 """
 
 import hashlib
 import struct
 from typing import NamedTuple
 
+from ...core.values.block_names import BLOCK_NAME_BYTES, block_name
 from ...core.values.copies import NAME_BYTES, StoredBlock, TierOrder
 from ...core.values.kv_spec import KvSpec
 
 PAGE = 4096  # what O_DIRECT wants of offsets, lengths and memory on every disk that is sold
 KEY_BYTES = 32
 DIGEST_BYTES = 16
-_MAGIC = b"kvkeeper disk 1\n"
+_MAGIC = b"kvkeeper disk 2\n"
 _HEADER = struct.Struct(f"<{len(_MAGIC)}s{KEY_BYTES}s32sQQQQ")  # magic, key, digest of the KV spec, sizes as in Form, era
-_ROW = struct.Struct(f"<QQII{NAME_BYTES}s{NAME_BYTES}s{DIGEST_BYTES}s")  # era, number, length, 0, names, digest
+# era, number, length, 0, names, digest, and the parent's name as clients see it: 0 for a block of another group than the first
+_ROW = struct.Struct(f"<QQII{NAME_BYTES}s{NAME_BYTES}s{DIGEST_BYTES}s{BLOCK_NAME_BYTES}s")
 _CHECK_BYTES = 16
 
 
@@ -99,7 +102,8 @@ class Rows:
 
     def encode(self, order: TierOrder, digest: bytes) -> bytes:
         """The row of a block that was stored."""
-        text = _ROW.pack(order.era, order.number, self._form.block_bytes, 0, order.name, order.parent, digest) + order.tokens
+        head = order.era, order.number, self._form.block_bytes, 0, order.name, order.parent, digest, order.parent_block_name
+        text = _ROW.pack(*head) + order.tokens
         return self._check(order.slot, text) + text
 
     def digest_of(self, row: bytes, order: TierOrder) -> bytes | None:
@@ -107,21 +111,27 @@ class Rows:
         found = self._decode(row, order.slot)
         if found is None:
             return None
-        era, _, length, _, name, parent, digest = found
+        era, _, length, _, name, parent, digest, _ = found
         is_it = (era, length, name, parent) == (order.era, self._form.block_bytes, order.name, order.parent)
         return digest if is_it and row[_CHECK_BYTES + _ROW.size :] == order.tokens else None
 
     def stored(self, row: bytes, slot: int, era: int) -> StoredBlock | None:
         """What the slot holds, if it does in this era."""
         found = self._decode(row, slot)
-        return StoredBlock(slot, found[4], found[1]) if found is not None and found[0] == era else None
+        if found is None or found[0] != era:
+            return None
+        _, number, _, _, name, _, _, parent = found
+        if not any(parent):
+            return StoredBlock(slot, name, number)
+        tokens = row[_CHECK_BYTES + _ROW.size :]
+        return StoredBlock(slot, name, number, block_name(parent, tokens), parent, tokens)
 
-    def _decode(self, row: bytes, slot: int) -> tuple[int, int, int, int, bytes, bytes, bytes] | None:
+    def _decode(self, row: bytes, slot: int) -> tuple[int, int, int, int, bytes, bytes, bytes, bytes] | None:
         text = row[_CHECK_BYTES:]
         if len(row) != self._form.row_bytes or row[:_CHECK_BYTES] != self._check(slot, text):
             return None
-        era, number, length, zero, name, parent, digest = _ROW.unpack_from(text)
-        return era, number, length, zero, name, parent, digest
+        era, number, length, zero, name, parent, digest, parent_block_name = _ROW.unpack_from(text)
+        return era, number, length, zero, name, parent, digest, parent_block_name
 
     def _check(self, slot: int, text: bytes) -> bytes:
         return _keyed(self._key, b"row", struct.pack("<Q", slot) + text)

@@ -8,7 +8,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1.cache_service_pb2_comments import COMMENTS
 from kvkeeper.cuda import handle as cuda_handles
 
-from ...core.index.event_feed import Event
+from ...core.index.watch import Event
 from ...core.inspection.explain import Explanation, in_words
 from ...core.values.types import BlockState, Executor
 from ...core.values.views import BlockView, PoolStats
@@ -136,6 +136,9 @@ def explanation(found: Explanation, host_kv_dtype: str) -> pb.ExplainMatchRespon
         num_common_tokens=found.num_common,
         ended_ms_ago=max(1, round(found.seconds_ago * 1000)) if found.seconds_ago is not None else 0,
         host_kv_dtype=kv_dtype_of(kept_in),
+        num_disk_tokens=found.behind.num_disk,
+        num_remote_tokens=found.behind.num_remote,
+        remote_not_asked=found.behind.remote_not_asked,
     )
 
 

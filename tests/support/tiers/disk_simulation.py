@@ -20,8 +20,9 @@ AUDIT_EVERY = 20  # events; an audit takes as long as several
 class DiskSimulation:
     """One seed: a slab, and pools on it one after the other."""
 
-    def __init__(self, seed: int, *, may_have_tail: bool = False) -> None:
-        """may_have_tail: in half of the pools with one window, the group with it is a tail."""
+    def __init__(self, seed: int, *, may_have_tail: bool = False, world: Callable[..., DiskWorld] = DiskWorld) -> None:
+        """may_have_tail: in half of the pools with one window, the group with it is a tail. world: makes that of each run."""
+        self._make_world = world
         self.rng = rng = random.Random(seed)
         spans = [spans_of(0), spans_of(0, 3), (*spans_of(0), ReadSpan(4, is_chunk=True)), spans_of(0, 0, 2)][seed % 4]
         spans = (*spans_of(0), state_span(2)) if seed % 8 == 4 else spans
@@ -45,7 +46,7 @@ class DiskSimulation:
         self.num_slots, self.faults = rng.choice([1, 3, 8, 24]) * len(spans), rng.choice([3, 8, 40])
         self.sizes: dict[str, Any] = {"alphabet": rng.choice([1, 1, 2]), "num_tenants": rng.choice([1, 2]), "faults": 20}
         self.counts = DiskCounts()
-        self.world = DiskWorld(self.config, self.num_slots, self.rules, self.policy, **self.sizes)
+        self.world = world(self.config, self.num_slots, self.rules, self.policy, **self.sizes)
 
     def choose(self, count: int) -> int:
         return int(self.rng.random() * count)
@@ -90,7 +91,7 @@ class DiskSimulation:
         old.kill(self.choose)
         self._add_up(old)
         kept: dict[str, Any] = {"slab": old.slab, "contents": old.contents, "written": old.written, "era": old.disk.era}
-        self.world = DiskWorld(self.config, self.num_slots, self.rules, self.policy, **kept, **self.sizes)
+        self.world = self._make_world(self.config, self.num_slots, self.rules, self.policy, **kept, **self.sizes)
 
     def finish(self) -> DiskCounts:
         """The last audit: no block of any tier is left behind. Answers the sums."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.tiers.below.tier_orders import Load, Store, TierRules
-from kvkeeper.cache_service.core.values.copies import StoredBlock, TierResult
+from kvkeeper.cache_service.core.values.copies import StoredBlock, TierOrder, TierResult
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Int32Array
 
@@ -128,7 +128,7 @@ class DiskStorm:
             fails = self.rng.randrange(self.faults) == 1
             if isinstance(job, Store):
                 content = self.hosts[order.host]
-                block = StoredBlock(order.slot, order.name, order.number)
+                block = _stored(order)
                 self.slab[order.slot] = block, order.era, None if fails else content
                 results.append(TierResult.FAILED if fails else TierResult.DONE)
                 continue
@@ -173,7 +173,7 @@ class DiskStorm:
         for job in self.jobs:
             if isinstance(job, Store) and self.rng.random() < 0.5:
                 order = job.orders[0]
-                self.slab[order.slot] = StoredBlock(order.slot, order.name, order.number), order.era, None
+                self.slab[order.slot] = _stored(order), order.era, None
         self._check()
         self.num_rests += self.disk.breaker.num_rests
         self.hosts.clear()
@@ -189,6 +189,11 @@ class DiskStorm:
         self.stored = set(known)
         wrong = self.disk.check()
         assert not wrong, wrong
+
+
+def _stored(order: TierOrder) -> StoredBlock:
+    """As a scan of the slab would find it."""
+    return StoredBlock(order.slot, order.name, order.number, order.block_name, order.parent_block_name, order.tokens)
 
 
 def storm(until: Callable[[DiskStorm], bool], seed: int) -> DiskStorm:

@@ -27,11 +27,16 @@ KEY = b"of a test"
 class Slot:
     """What a slot of the slab holds."""
 
-    name: bytes
-    number: int
-    era: int
+    order: TierOrder  # that stored it
     content: list[int]
     is_intact: bool = True
+
+    @property
+    def stored_block(self) -> StoredBlock:
+        """As a scan of the slab would find it."""
+        order = self.order
+        seen = (order.block_name, order.parent_block_name, order.tokens) if order.block_name else ()
+        return StoredBlock(order.slot, order.name, order.number, *seen)
 
 
 @dataclass(slots=True)
@@ -97,7 +102,7 @@ class DiskWorld(TierWorld):
         self.disk_counts = DiskCounts()
         self.now = 0.0
         self._jobs: list[_Job] = []
-        stored = [StoredBlock(at, slot.name, slot.number) for at, slot in self.slab.items() if slot.era == era]
+        stored = [slot.stored_block for slot in self.slab.values() if slot.order.era == era]
         self.disk_counts.restored += len(stored)
         self.disk = self.manager.add_disk(KEY, num_slots, era, stored, rules, policy)
 
@@ -170,7 +175,7 @@ class DiskWorld(TierWorld):
         for job in self._jobs:
             order = job.next_order
             if isinstance(job.what, Store) and order is not None and choose(2):
-                self.slab[order.slot] = Slot(order.name, order.number, order.era, [GARBAGE] * self.config.block_size, False)
+                self.slab[order.slot] = Slot(order, [GARBAGE] * self.config.block_size, False)
         self.disk_counts.restarts += 1
 
     # Parts
@@ -188,10 +193,10 @@ class DiskWorld(TierWorld):
         if isinstance(what, Store):
             content = list(host[order.host])
             if fails:
-                self.slab[order.slot] = Slot(order.name, order.number, order.era, [GARBAGE] * len(content), False)
+                self.slab[order.slot] = Slot(order, [GARBAGE] * len(content), False)
                 counts.failed_stores += 1
                 return TierResult.FAILED
-            self.slab[order.slot] = Slot(order.name, order.number, order.era, content)
+            self.slab[order.slot] = Slot(order, content)
             counts.stored += 1
             return TierResult.DONE
         host[order.host] = [GARBAGE] * self.config.block_size
@@ -199,7 +204,7 @@ class DiskWorld(TierWorld):
             counts.failed_loads += 1
             return TierResult.FAILED
         slot = self.slab[order.slot]
-        if not slot.is_intact or slot.name != order.name:
+        if not slot.is_intact or slot.order.name != order.name:
             return TierResult.DAMAGED
         host[order.host] = list(slot.content)
         return TierResult.DONE

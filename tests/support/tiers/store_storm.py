@@ -13,10 +13,12 @@ from kvkeeper.cache_service.core.tiers.below.tier_orders import Load, Question, 
 from kvkeeper.cache_service.core.values.copies import TierOrder, TierResult
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
-from kvkeeper.cache_service.core.values.types import Executor, Int32Array, SequenceId, SessionId
+from kvkeeper.cache_service.core.values.types import Executor, Int32Array, SequenceId, SessionId, Tier
+from tests.support.tiers.mirror_world import Ever
 from tests.support.worlds.core_pool import int32
+from tests.support.worlds.event_reader import SPEC_KEY
 
-KEY, SESSION = b"of a storm", SessionId("storm")
+KEY, DISK_KEY, SESSION = b"of a storm", b"a disk", SessionId("storm")
 TENANTS = ("", "other")
 _MOST_SEQUENCES = 8
 Content = tuple[str, tuple[int, ...]]  # of a block: tenant, and the tokens of the whole prefix
@@ -27,6 +29,7 @@ class SharedStore:
 
     def __init__(self) -> None:
         self.values: dict[bytes, Content | None] = {}
+        self.ever: dict[bytes, set[bytes]] = {}  # the tokens that were ever stored behind each name
         self.num_clears = 0
 
     def clear(self) -> None:
@@ -40,13 +43,15 @@ class Service:
     def __init__(self, rng: random.Random, size: int, store: SharedStore, *, has_disk: bool) -> None:
         self.rng, self.size, self.store = rng, size, store
         num_hosts = rng.choice([5, 9, 17])
-        self.manager = PoolManager(PoolConfig(rng.choice([4, 7]), size, max_sequences=16, num_host_blocks=num_hosts))
+        config = PoolConfig(rng.choice([4, 7]), size, max_sequences=16, num_host_blocks=num_hosts)
+        self.manager = PoolManager(config, spec_key=SPEC_KEY)
+        self.ever: Ever = {Tier.DISK: {}, Tier.REMOTE: store.ever}
         self.manager.open_session(SESSION, Executor.CACHE)
         rules = TierRules(deadline=5.0, most_loading=rng.choice([2, 64]), weighs=rng.random() < 0.5)
         self.tiers: list[NamedTier] = []
         self.slab: dict[int, tuple[bytes, Content | None]] = {}
         if has_disk:
-            self.tiers.append(self.manager.add_disk(b"a disk", rng.choice([4, 16]), 0, (), rules))
+            self.tiers.append(self.manager.add_disk(DISK_KEY, rng.choice([4, 16]), 0, (), rules))
         self.remote = self.manager.add_remote(KEY, rules._replace(name="remote", most_asked=rng.choice([4, 16])))
         self.tiers.append(self.remote)
         swapper = self.manager.swapper
@@ -76,6 +81,10 @@ class Service:
         assert slot is not None
         self.manager.state.below.length_to_come(slot, len(tokens))  # type: ignore[union-attr]
         self.take()
+
+    def keyed_tiers(self) -> list[tuple[NamedTier, bytes]]:
+        """Those below the host tier, each with the key of its names."""
+        return [(tier, KEY if tier is self.remote else DISK_KEY) for tier in self.tiers]
 
     def take(self) -> None:
         for tier in self.tiers:
@@ -135,6 +144,7 @@ class Service:
         is_remote = tier is self.remote
         if isinstance(job, Store):
             content = None if fails else self.hosts[order.host]
+            self.ever[tier.tier].setdefault(order.parent, set()).add(order.tokens)
             if is_remote and not fails and order.era == tier.era:
                 self.store.values[order.name] = content
             elif not is_remote:

@@ -20,6 +20,7 @@ from tests.support.reference.shadow_memory import Contents
 from tests.support.reference.tier_memory import PASSED, TierMemory, TierOrder, TierStep
 from tests.support.tiers.tier_engine import TierCounts, TierEngine, TierItems, TierSequence
 from tests.support.worlds.engine_model import Choose, unread
+from tests.support.worlds.event_reader import SPEC_KEY
 
 
 class TierAnswers:
@@ -30,7 +31,7 @@ class TierAnswers:
 
     def __init__(self, config: PoolConfig, alphabet: int, faults: int) -> None:
         self.config, self.alphabet, self.faults = config, alphabet, faults
-        self.manager = PoolManager(config)
+        self.manager = PoolManager(config, spec_key=SPEC_KEY)
         self.memory = TierMemory(config.num_blocks, config.num_host_blocks, config.block_size)
         self.contents = Contents()
         self.counts = TierCounts()

@@ -103,7 +103,7 @@ class CorePool:
         return self.manager.block_state(BlockId(block))
 
     def matched(self, tokens: Sequence[int], tenant: str = "") -> list[int]:
-        return [int(block) for block in self.manager.match_prefix(tenant, int32(tokens))]
+        return [int(block) for block in self.manager.match_prefix(tenant, int32(tokens)).blocks]
 
     def audit(self) -> None:
         assert self.manager.check_invariants() == []

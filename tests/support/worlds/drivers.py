@@ -239,7 +239,7 @@ class CoreDriver:
         return sequences, tables, [column.tobytes() for column in columns]
 
     def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]:
-        return [int(block) for block in self.manager.match_prefix(tenant, token_ids)]
+        return [int(block) for block in self.manager.match_prefix(tenant, token_ids).blocks]
 
     def pin_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]:
         self._num_pins += 1

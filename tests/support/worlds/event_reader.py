@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvkeeper.cache_service.core.index.event_feed import Event, Watch
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
+from kvkeeper.cache_service.core.index.watch import Event, Watch
 from kvkeeper.cache_service.core.values.types import EventKind, PressureLevel, Tier
 
 SPEC_KEY = b"spec"
@@ -18,6 +18,11 @@ def first_parent(tenant: str, spec_key: bytes = SPEC_KEY) -> bytes:
 
 def block_name(parent_name: bytes, tokens: list[int]) -> bytes:
     return hashlib.sha256(parent_name + np.array(tokens, "<i4").tobytes()).digest()
+
+
+def name_behind(parent_name: bytes, tokens: bytes) -> bytes:
+    """tokens: LE32."""
+    return hashlib.sha256(parent_name + tokens).digest()
 
 
 def names_in(index: PrefixIndex, tenant: str) -> dict[bytes, Tier]:
@@ -43,6 +48,7 @@ class EventReader:
     pressure: PressureLevel | None = None
     is_complete: bool = False
     kinds: list[EventKind] = field(default_factory=list)
+    told: list[tuple[EventKind, Tier | None]] = field(default_factory=list)  # of each block
 
     def read(self, most: int = 10**9) -> None:
         for _ in range(most):
@@ -60,6 +66,7 @@ class EventReader:
 
     def apply(self, event: Event) -> None:
         self.kinds.append(event.kind)
+        self.told += [(event.kind, event.tier)] * len(event.names)
         if event.kind in (EventKind.SNAPSHOT, EventKind.STORED):
             assert not (self.is_complete and event.kind is EventKind.SNAPSHOT)
             self._check_tokens(event)

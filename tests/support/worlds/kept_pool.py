@@ -15,6 +15,7 @@ from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.kept_index import KeptIndex, KeptTable, Verification, row_words
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Int32Array
+from tests.support.worlds.event_reader import SPEC_KEY
 
 Chain = tuple[str, tuple[int, ...]]  # tenant, and the tokens from the root down to the end of a block
 
@@ -44,7 +45,7 @@ class KeptMemory:
         self, *, may_still_write: bool = False, verification: Verification | None = None
     ) -> tuple[PoolManager, RestoreResult]:
         """The pool that the next run has, if this one is killed now."""
-        manager, twin = PoolManager(self.config), twin_of(self)
+        manager, twin = PoolManager(self.config, spec_key=SPEC_KEY), twin_of(self)
         kept = replace(twin.kept, add_tenant=lambda name: None)
         return manager, manager.restore(kept, may_still_write=may_still_write, verification=verification)
 

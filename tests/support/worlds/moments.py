@@ -19,7 +19,7 @@ def check_contents(world: TierWorld) -> None:
     for session, engine in world.engines.items():
         for q in engine.sequences.values():
             spelled = world.spell(q, 0, len(q.tokens))
-            blocks = world.manager.match_prefix(q.tenant, np.array(q.tokens, np.int32)).tolist()
+            blocks = world.manager.match_prefix(q.tenant, np.array(q.tokens, np.int32)).blocks.tolist()
             there = blocks[: blocks.index(0)] if 0 in blocks else blocks
             fault = world.memory.fault(f"what is cached of {q.id}", there, spelled[: len(there) * size])
             assert not fault, fault

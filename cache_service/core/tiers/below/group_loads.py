@@ -47,11 +47,18 @@ class GroupLoads:
         index = self._index
         return self._names.of_group(self._names.of(int(index.node_of_host[host])), int(index.held.group_of_host[host]))
 
-    def lookup(self, root: int, tokens: Int32Array, find: Callable[[bytes], int | None], era: int) -> Found:
-        """find: the place of a name in the tier, if it has it. The orders have no host block yet."""
-        return self.lookups(root, tokens, find, era)(len(tokens) // self._index.block_size)
+    def lookup(
+        self, root: int, tokens: Int32Array, find: Callable[[bytes], int | None], era: int, tenant: str | None = None
+    ) -> Found:
+        """find: the place of a name in the tier, if it has it. The orders have no host block yet.
 
-    def lookups(self, root: int, tokens: Int32Array, find: Callable[[bytes], int | None], era: int) -> Callable[[int], Found]:
+        tenant: for a look at what one has that may have no root.
+        """
+        return self.lookups(root, tokens, find, era, tenant)(len(tokens) // self._index.block_size)
+
+    def lookups(
+        self, root: int, tokens: Int32Array, find: Callable[[bytes], int | None], era: int, tenant: str | None = None
+    ) -> Callable[[int], Found]:
         """The same for starts of these tokens, by their number of entries, while the index stays as it is.
 
         What one of them has looked up, a shorter one does not look up again.
@@ -62,7 +69,8 @@ class GroupLoads:
         raw, width = np.ascontiguousarray(tokens, "<i4").tobytes(), 4 * size
         chain = [(self._names.of(node), self._names.of(index.parent(node))) for node in nodes.tolist()]
         behind: list[list[TierOrder]] = []  # of each entry that the index lacks
-        name = chain[-1][0] if chain else self._names.of(root)
+        first = self._names.of(root) if tenant is None else self._names.first(tenant)
+        name = chain[-1][0] if chain else first
         for at in range(len(nodes), num_most):
             parent, name = name, self._names.child(name, raw[at * width : (at + 1) * width])
             own = [self._order(at, group, name, parent, raw, find, era) for group in self._full]
@@ -104,6 +112,15 @@ class GroupLoads:
     def num_known(self, root: int, tokens: Int32Array) -> int:
         """Entries of a prompt that have nodes."""
         return len(self._index.match(root, tokens, len(tokens) // self._index.block_size))
+
+    def names_behind(self, root: int, tokens: Int32Array, first: int) -> list[bytes]:
+        """The names of what the first group has of the whole blocks of these tokens, from the block `first` on."""
+        raw, width = np.ascontiguousarray(tokens, "<i4").tobytes(), 4 * self._index.block_size
+        nodes = self._index.match(root, tokens, first)
+        names = [self._names.of(int(nodes[-1]) if len(nodes) else root)]
+        for at in range(len(nodes) * width, len(raw) - width + 1, width):
+            names.append(self._names.child(names[-1], raw[at : at + width]))
+        return names[1 + first - len(nodes) :]
 
     def names_to_ask(
         self, root: int, tokens: Int32Array, find: Callable[[bytes], int | None], asked: frozenset[bytes], era: int

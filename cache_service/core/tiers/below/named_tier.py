@@ -15,7 +15,7 @@ import numpy as np
 
 from ...pool_state import PoolState
 from ...values.copies import TierOrder, TierResult
-from ...values.types import Int32Array, MatchEnd
+from ...values.types import Int32Array, MatchEnd, Tier
 from ..offload import Offloader
 from .breaker import Breaker
 from .content_names import ContentNames
@@ -56,16 +56,18 @@ class NamedTier:
         era: int,
         rules: TierRules,
         worth: TierWorth,
+        tier: Tier,
     ) -> None:
         """key: see ContentNames. era: counts how often the tier was cleared."""
         self.rules, self.worth, self.table, self.num_slots = rules, worth, table, table.num_slots
+        self.tier = tier
         self.flight = InFlight(state.clock, era)
         self._clock, self._sequences = state.clock, state.sequences
         self._block_size = state.config.block_size
         self._is_on = state.config.prefix_caching
         host, names = offloader.host, ContentNames(state.index, key)
         groups = GroupLoads(state.index, host, names) if len(state.config.group_spans) > 1 else None
-        self._names = names
+        self._names, self._groups, self._index = names, groups, state.index
         shared = SharedParts(state, host, names, groups, table, rules, worth, self.flight)
         self._questions, self._loads, self._stores = TierQuestions(shared), TierLoads(shared), TierStores(shared)
         self._awaited: dict[int, _Awaited] = {}  # by slot of the sequence
@@ -196,9 +198,13 @@ class NamedTier:
 
     # Inspection
 
-    def end_behind(self, node: int, tokens: bytes) -> MatchEnd | None:
-        """Why the first block of these tokens behind this node is in no tier above, where this tier is known to have it."""
-        width, name, num_known = 4 * self._block_size, self._names.of(node), 0
+    def end_behind(self, tenant: str, node: int, tokens: bytes) -> MatchEnd | None:
+        """Why the first block of these tokens behind this node is in no tier above, where this tier is known to have it.
+
+        node 0: that of a tenant that this run has not met.
+        """
+        width, num_known = 4 * self._block_size, 0
+        name = self._names.of(node) if node else self._names.first(tenant)
         for at in range(0, len(tokens) - width + 1, width):
             name = self._names.child(name, tokens[at : at + width])
             if not self.table.knows(name):
@@ -210,6 +216,14 @@ class NamedTier:
             return MatchEnd.DISK_RESTS
         pays = self.worth.num_paying(num_known, self.rules.deadline) > 0
         return MatchEnd.ON_DISK if pays else MatchEnd.NOT_WORTH_LOADING
+
+    def end_of(self, tenant: str, tokens: Int32Array) -> int:
+        """Whole blocks of a prompt that could be hit once this tier has brought what it is known to have.
+
+        Of a pool with several groups of layers.
+        """
+        assert self._groups is not None, "with one group of layers the blocks that are told are all"
+        return self._groups.lookup(self._index.find_root(tenant), tokens, self.table.find, self.era, tenant).end
 
     def stored_names(self) -> set[bytes]:
         """The names of all that could be loaded; for audits."""

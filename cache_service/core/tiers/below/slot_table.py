@@ -1,7 +1,8 @@
 """SlotTable: which slot of a slab holds which content, which is evicted next, and which are being read or written.
 
 Rules: a slot is found only under the name that it was stored under, and not before its store has ended; a slot that an order
-reads or writes is not used again before the order ends. Knows no order's host block.
+reads or writes is not used again before the order ends; the TierBlocks that are handed in have what can be found. Knows no
+order's host block.
 """
 
 from collections import deque
@@ -10,25 +11,32 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ...eviction import make_policy
-from ...values.copies import StoredBlock, TierOrder
+from ...index.below_blocks import TierBlocks
+from ...values.copies import Content, StoredBlock, TierOrder
 
 
 class SlotTable:
     """Slots 1 to num_slots."""
 
-    def __init__(self, num_slots: int, stored: Sequence[StoredBlock] = (), eviction_policy: str = "lru") -> None:
-        """stored: what earlier runs have left."""
+    def __init__(
+        self, blocks: TierBlocks, num_slots: int, stored: Sequence[StoredBlock] = (), eviction_policy: str = "lru"
+    ) -> None:
+        """blocks: of this tier, empty. stored: what earlier runs have left."""
         self.num_slots = num_slots
+        self._blocks = blocks
         self.num_evicted = 0
         self.last_number = max((block.number for block in stored), default=0)
         self._names: list[bytes | None] = [None] * (num_slots + 1)
+        self._block_names = [b""] * (num_slots + 1)  # of what can be found, as clients see them
         self._of_name: dict[bytes, int] = {}
         self._storing: set[int] = set()
         self._num_reads: dict[int, int] = {}
         self._policy = make_policy(eviction_policy, num_slots + 1)
-        for slot, name, _ in sorted(stored, key=lambda block: block.number, reverse=True):
+        for slot, name, _, block_name, parent, tokens in sorted(stored, key=lambda block: block.number, reverse=True):
             if name not in self._of_name and self._names[slot] is None:  # of two of one name the younger one counts
                 self._of_name[name], self._names[slot] = slot, name
+                self._block_names[slot] = block_name
+                blocks.gain(block_name, parent, tokens)
         self._free = deque(slot for slot in range(1, num_slots + 1) if self._names[slot] is None)
         # Parents were stored before their children as a rule, so the youngest go first into the order, as leaves do.
         numbers = {block.slot: block.number for block in stored}
@@ -53,7 +61,7 @@ class SlotTable:
         """Of all that could be read; for audits."""
         return {name for name, slot in self._of_name.items() if slot not in self._storing}
 
-    def learn(self, names: Iterable[bytes], lost: Iterable[bytes] = ()) -> None:
+    def learn(self, contents: Iterable[Content], lost: Iterable[bytes] = ()) -> None:
         """A slab has what this table says, so there is nothing to learn."""
 
     def use(self, name: bytes) -> bool:
@@ -78,6 +86,7 @@ class SlotTable:
             evicted = self._names[slot]
             assert evicted is not None, "an evictable slot is stored"
             del self._of_name[evicted]
+            self._lose(slot)
             self.num_evicted += 1
         self._of_name[name], self._names[slot] = slot, name
         self._storing.add(slot)
@@ -87,6 +96,8 @@ class SlotTable:
         self._storing.discard(order.slot)
         if is_stored:
             self._policy.add(np.array([order.slot], np.int32))
+            self._block_names[order.slot] = order.block_name
+            self._blocks.gain(order.block_name, order.parent_block_name, order.tokens)
         else:
             self._release(order.slot)
 
@@ -102,6 +113,7 @@ class SlotTable:
         self._num_reads[slot] -= 1
         if is_lost and self._of_name.get(order.name) == slot:
             del self._of_name[order.name]
+            self._lose(slot)
         if self._num_reads[slot]:
             return
         del self._num_reads[slot]
@@ -119,6 +131,7 @@ class SlotTable:
             self._names[slot] = None
         self._free.extend(idle)
         self._of_name.clear()
+        self._blocks.clear()
 
     def stats(self) -> dict[str, int]:
         """By the protocol's names."""
@@ -151,7 +164,15 @@ class SlotTable:
             wrong.append("slots are read by other loads than those in flight")
         if self._storing != {each.slot for each in stores}:
             wrong.append("slots are written by other stores than those in flight")
+        told = {self._block_names[slot] for slot in self._of_name.values() if slot not in self._storing} - {b""}
+        if len(told) != len(self._blocks) or any(name not in self._blocks for name in told):
+            wrong.append("other blocks are told of than the slab has")
         return wrong
+
+    def _lose(self, slot: int) -> None:
+        """What a slot has cannot be found any more."""
+        self._blocks.lose(self._block_names[slot])
+        self._block_names[slot] = b""
 
     def _release(self, slot: int) -> None:
         """Of a slot at rest that is not in the order of eviction."""

@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from ...values.types import Int32Array, MatchEnd
+from ...pool_state import PoolState
+from ...values.kv_spec import WHOLE
+from ...values.types import Int32Array, MatchEnd, Tier
 from .named_tier import NamedTier
 
 
 class TierChain:
     """The nearest tier first."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: PoolState) -> None:
+        self._state = state
         self.tiers: list[NamedTier] = []
         self._turns: dict[int, int] = {}  # by slot of a sequence that was created: which tier it waits for
 
@@ -34,10 +37,35 @@ class TierChain:
             self._go_on(slot)
         return 0
 
-    def end_behind(self, node: int, tokens: bytes) -> MatchEnd | None:
+    def end_behind(self, tenant: str, node: int, tokens: bytes) -> MatchEnd | None:
         """Why a block of these tokens behind this node is in no tier above, where one is known to have it."""
-        ends = (tier.end_behind(node, tokens) for tier in self.tiers)
+        ends = (tier.end_behind(tenant, node, tokens) for tier in self.tiers)
         return next((end for end in ends if end is not None), None)
+
+    def tiers_behind(self, tenant: str, tokens: Int32Array, nodes: Int32Array) -> list[Tier]:
+        """[n] the nearest tier of each block of a prompt behind these nodes, as far as all are known to be in one.
+
+        With several groups of layers as far as one tier and those above it have all that a hit reads.
+        """
+        if self._state.config.group_spans != (WHOLE,):
+            found: list[Tier] = []
+            for tier in self.tiers:
+                found += [tier.tier] * (tier.end_of(tenant, tokens) - len(nodes) - len(found))
+            return found
+        names, below, width = self._state.block_names, self._state.below_blocks, 4 * self._state.config.block_size
+        raw = tokens[len(nodes) * self._state.config.block_size :].astype("<i4").tobytes()
+        name, found = names.of(int(nodes[-1])) if len(nodes) else names.first(tenant), []
+        for at in range(0, len(raw) - width + 1, width):
+            name = names.child(name, raw[at : at + width])
+            of_block = below.tier_of(name)
+            if of_block is None:
+                break
+            found.append(of_block)
+        return found
+
+    def may_ask(self) -> bool:
+        """Whether one of them may have more than is known: it would have to be asked."""
+        return any(tier.rules.most_asked for tier in self.tiers)
 
     def begin_clearing(self) -> None:
         self._turns.clear()

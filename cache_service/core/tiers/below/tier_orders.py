@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ...values.copies import TierOrder
+from ...values.copies import Content, TierOrder
 from ...values.types import Int32Array
 
 
@@ -38,7 +38,7 @@ class Table(Protocol):
 
     def names(self) -> set[bytes]: ...
 
-    def learn(self, names: Iterable[bytes], lost: Iterable[bytes] = ()) -> None: ...
+    def learn(self, contents: Iterable[Content], lost: Iterable[bytes] = ()) -> None: ...
 
     def use(self, name: bytes) -> bool: ...
 

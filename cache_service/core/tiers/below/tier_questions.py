@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...values.copies import Content
 from ...values.types import Int32Array
 from .group_loads import GroupLoads
 from .shared_parts import SharedParts
@@ -24,6 +25,7 @@ class TierQuestions:
         state = shared.state
         self._clock, self._index, self._block_size = state.clock, state.index, state.config.block_size
         self._names, self._groups, self._table = shared.names, shared.groups, shared.table
+        self._block_names = state.block_names
         self._rules, self._worth, self._flight = shared.rules, shared.worth, shared.flight
         self._new: deque[Question] = deque()
 
@@ -90,9 +92,13 @@ class TierQuestions:
             return None
         names = question.names
         if self._groups is None:
-            self._table.learn(names[:num_stored], names[num_stored:])
+            self._table.learn(self._contents(question, names[:num_stored]), names[num_stored:])
             return question.tokens[: (question.first + num_stored) * self._block_size] if num_stored else None
-        self._table.learn(names[:num_stored], names[num_stored : num_stored + 1])
+        stored = set(names[:num_stored])
+        chain = self._groups.names_behind(question.root, question.tokens, question.first)
+        known = {each.name: each for each in self._contents(question, chain) if each.name in stored}
+        contents = [known.get(name) or Content(name) for name in names[:num_stored]]
+        self._table.learn(contents, names[num_stored : num_stored + 1])
         asked = question.asked.union(names[: num_stored + 1])
         left = self._groups.names_to_ask(question.root, question.tokens, self._table.find, asked, self._flight.era)
         if not left or question.num_turns >= _MOST_TURNS:
@@ -100,6 +106,21 @@ class TierQuestions:
         again = replace(question, names=left, asked=asked, num_turns=question.num_turns + 1, is_in_flight=True)
         self._put(again)
         return again
+
+    def _contents(self, question: Question, names: list[bytes]) -> list[Content]:
+        """The first blocks of a question's tokens that the tiers above lacked, of these names."""
+        if not names:
+            return []
+        raw, width = question.tokens.astype("<i4").tobytes(), 4 * self._block_size
+        nodes = self._index.match(question.root, question.tokens, question.first)
+        parent, found = self._block_names.of(int(nodes[-1]) if len(nodes) else question.root), list[Content]()
+        for at in range(len(nodes), question.first + len(names)):
+            piece = raw[at * width : (at + 1) * width]
+            block_name = self._block_names.child(parent, piece)
+            if at >= question.first:
+                found.append(Content(names[at - question.first], block_name, parent, piece))
+            parent = block_name
+        return found
 
     def take(self) -> list[Question]:
         """Questions that were not handed out yet."""

@@ -6,6 +6,7 @@ and its tenant is stored at all. While the tier is cleared nothing is stored.
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,7 +23,7 @@ class TierStores:
 
     def __init__(self, shared: SharedParts) -> None:
         self.is_clearing = False
-        self._clock, self._index = shared.state.clock, shared.state.index
+        self._clock, self._index, self._block_names = shared.state.clock, shared.state.index, shared.state.block_names
         self._host, self._names, self._groups, self._table = shared.host, shared.names, shared.groups, shared.table
         self._rules, self._flight = shared.rules, shared.flight
         self._candidates: deque[int] = deque()  # host blocks that may be worth a store
@@ -51,10 +52,13 @@ class TierStores:
             if slot is None:
                 break
             self._num_stores += 1
-            parent = self._names.of(self._index.parent(node))
+            above = self._index.parent(node)
             key = self._index.key(node)
             assert key is not None, "a node in use"
-            orders.append(TierOrder(slot, host, name, parent, key[4:], self._num_stores, self._flight.era))
+            is_first = self._groups is None or not self._index.held.group_of_host[host]
+            seen = (self._block_names.of(node), self._block_names.of(above)) if is_first else (b"", b"")
+            order = TierOrder(slot, host, name, self._names.of(above), key[4:], self._num_stores, self._flight.era)
+            orders.append(replace(order, block_name=seen[0], parent_block_name=seen[1]))
         if not orders:
             return None
         self._host.pool.begin_transfers(np.array([order.host for order in orders], np.int32))

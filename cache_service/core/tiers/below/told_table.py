@@ -2,12 +2,13 @@
 
 Owns no truth: the store forgets by itself, and others put blocks there. A name is here because the store said that it has it,
 or took it; what is found here may be gone by the time that it is read, and is then forgotten here. The table is bounded, and
-forgets what it heard of longest ago.
+forgets what it heard of longest ago. The TierBlocks that are handed in have what it has.
 """
 
 from collections.abc import Iterable, Sequence
 
-from ...values.copies import TierOrder
+from ...index.below_blocks import TierBlocks
+from ...values.copies import Content, TierOrder
 
 _MOST_NAMES = 1 << 16
 
@@ -17,8 +18,10 @@ class ToldTable:
 
     num_slots = last_number = 0
 
-    def __init__(self) -> None:
-        self._names: dict[bytes, None] = {}  # heard of longest ago first
+    def __init__(self, blocks: TierBlocks) -> None:
+        """blocks: of this tier, empty."""
+        self._blocks = blocks
+        self._names: dict[bytes, bytes] = {}  # heard of longest ago first; each with the name that clients see, if any
         self._storing: set[bytes] = set()
 
     @property
@@ -36,15 +39,15 @@ class ToldTable:
     def names(self) -> set[bytes]:
         return set(self._names)
 
-    def learn(self, names: Iterable[bytes], lost: Iterable[bytes] = ()) -> None:
-        """The store has these now, and not the lost ones, or none that leads to them."""
+    def learn(self, contents: Iterable[Content], lost: Iterable[bytes] = ()) -> None:
+        """The store has these now, and not the lost names, or none that leads to them."""
         for name in lost:
-            self._names.pop(name, None)
-        for name in names:
-            self._names.pop(name, None)
-            self._names[name] = None
+            self._forget(name)
+        for name, block_name, parent, tokens in contents:
+            self._names[name] = self._names.pop(name, b"") or block_name
+            self._blocks.gain(block_name, parent, tokens)
         while len(self._names) > _MOST_NAMES:
-            del self._names[next(iter(self._names))]
+            self._forget(next(iter(self._names)))
 
     def use(self, name: bytes) -> bool:
         return self.knows(name)
@@ -56,17 +59,18 @@ class ToldTable:
     def end_store(self, order: TierOrder, *, is_stored: bool) -> None:
         self._storing.discard(order.name)
         if is_stored:
-            self.learn([order.name])
+            self.learn([Content(order.name, order.block_name, order.parent_block_name, order.tokens)])
 
     def begin_read(self, order: TierOrder) -> None:
         """A store of others keeps or forgets what it likes."""
 
     def end_read(self, order: TierOrder, *, is_lost: bool) -> None:
         if is_lost:
-            self._names.pop(order.name, None)
+            self._forget(order.name)
 
     def clear(self) -> None:
         self._names.clear()
+        self._blocks.clear()
 
     def stats(self) -> dict[str, int]:
         """What the store has is not known here."""
@@ -76,4 +80,12 @@ class ToldTable:
         """The broken invariants, one sentence each, beside the orders in flight."""
         if self._storing - {each.name for each in stores}:
             return ["a block is being stored by no order"]
+        told = set(self._names.values()) - {b""}
+        if len(told) != len(self._blocks) or any(name not in self._blocks for name in told):
+            return ["other blocks are told of than the store was heard to have"]
         return ["the table has outgrown its bound"] if len(self._names) > _MOST_NAMES else []
+
+    def _forget(self, name: bytes) -> None:
+        block_name = self._names.pop(name, b"")
+        if block_name:
+            self._blocks.lose(block_name)

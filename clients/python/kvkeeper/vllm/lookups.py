@@ -208,7 +208,11 @@ class PoolMatcher:
 
     async def match(self, prompts: Sequence[tuple[TokenIds, str]]) -> list[int]:
         calls = [session.match_prefix(token_ids, tenant) for token_ids, tenant in prompts for session in self._sessions]
-        found = [answer.num_matched_tokens for answer in await asyncio.gather(*calls)]
+        # What lies below the host tier alone is not there when vLLM's load begins.
+        found = [
+            answer.num_matched_tokens - answer.num_disk_tokens - answer.num_remote_tokens
+            for answer in await asyncio.gather(*calls)
+        ]
         num_ranks = len(self._sessions)
         return [min(found[at : at + num_ranks], default=0) for at in range(0, num_ranks * len(prompts), num_ranks)]
 

@@ -35,13 +35,14 @@ def test_the_next_run_has_the_same_cached_prefixes() -> None:
     stats = manager.stats()
     assert (stats.num_cached_blocks, stats.num_free_blocks, stats.num_tenants) == (3, 5, 2)
     assert manager.check_invariants() == []
-    assert manager.match_prefix("a", int32(A_PROMPT)).tolist() == pool.manager.match_prefix("a", int32(A_PROMPT)).tolist()
-    assert len(manager.match_prefix("b", int32(A_PROMPT))) == 0, "another tenant's"
+    matches = [each.match_prefix("a", int32(A_PROMPT)).blocks.tolist() for each in (manager, pool.manager)]
+    assert matches[0] == matches[1]
+    assert manager.match_prefix("b", int32(A_PROMPT)).num_tokens == 0, "another tenant's"
 
 
 def test_a_row_that_is_dropped_takes_those_below_it_along() -> None:
     memory, pool = earlier_run()
-    first = int(pool.manager.match_prefix("a", int32(A_PROMPT))[0])
+    first = int(pool.manager.match_prefix("a", int32(A_PROMPT)).blocks[0])
     memory.checks[first] ^= np.uint64(2)
     _, result = memory.restored()
     assert (result.num_blocks, result.num_dropped) == (1, 2)
@@ -136,7 +137,7 @@ def test_a_chain_comes_back_across_the_tiers() -> None:
     assert manager.check_invariants() == []
     stats = manager.stats()
     assert (stats.num_cached_blocks, stats.num_cached_host_blocks, stats.num_free_host_blocks) == (3, 3, 5)
-    assert manager.match_prefix("a", int32(PROMPT)).tolist() == [1, 2, 0, 4]
+    assert manager.match_prefix("a", int32(PROMPT)).blocks.tolist() == [1, 2, 0, 4]
 
 
 def test_host_blocks_that_may_still_be_written_are_kept_back_with_those_of_the_device() -> None:

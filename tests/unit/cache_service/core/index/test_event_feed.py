@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.core.index import event_feed as events
+from kvkeeper.cache_service.core.index import watch as events
 from kvkeeper.cache_service.core.index.event_feed import EventFeed
 from kvkeeper.cache_service.core.index.leaf_walk import LeafWalk
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex

@@ -211,7 +211,7 @@ def test_a_file_that_is_not_this_slab_is_refused(slab: Slab, spec: KvSpec, hosts
     Slab(path, spec, NUM_BYTES).close()  # it is one, until then
     if harm == "version":
         with rows.open("r+b") as file:
-            file.write(b"kvkeeper disk 2\n")
+            file.write(b"kvkeeper disk 1\n")
     elif harm == "spec":
         spec = replace(spec, key=b"another revision")
     elif harm in ("size", "rows size"):
