@@ -10,6 +10,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from kvkeeper.service.metrics import build_info
+from kvkeeper.service.output import num_dropped_lines
 from kvkeeper.trust.guard import Guard
 
 from .rpc.convert.reports import GROUP_NUMBERS, POOL_NUMBERS, SERVICE_NUMBERS, pool_stats
@@ -40,6 +41,7 @@ def cache_metrics(session_manager: SessionManager, guard: Guard) -> Iterator[Met
         "num_opened_sessions": session_manager.num_opened,
         "num_reaped_sessions": session_manager.num_reaped,
         "num_replaced_pools": session_manager.registry.num_replaced,
+        "num_dropped_log_lines": num_dropped_lines(),
     }
     for number in SERVICE_NUMBERS:
         yield CounterMetricFamily(_name(number.name), number.text, value=sums[number.name])

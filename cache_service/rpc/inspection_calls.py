@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.service.output import num_dropped_lines
 from kvkeeper.trust.caller import calling
 
 from ..core.values.errors import Draining
@@ -47,6 +48,7 @@ class InspectionCalls:
             num_opened_sessions=manager.num_opened,
             num_reaped_sessions=manager.num_reaped,
             num_replaced_pools=manager.registry.num_replaced,
+            num_dropped_log_lines=num_dropped_lines(),
         )
 
     async def check_invariants(self, _: pb.CheckInvariantsRequest) -> pb.CheckInvariantsResponse:

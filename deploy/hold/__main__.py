@@ -14,15 +14,20 @@ from kvkeeper.hold.config import HoldConfig, load_config
 from kvkeeper.hold.holder import Holder
 from kvkeeper.hold.messages import HoldRefused
 from kvkeeper.hold.systemd import SystemdStore
-from kvkeeper.service import log
+from kvkeeper.service import log, output
 from kvkeeper.service.config import ConfigError
 from kvkeeper.service.listen import AddressInUse, socket_path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """argv without the program's name."""
+    with output.queued():
+        return _run(sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: Sequence[str]) -> int:
     try:
-        config = load_config(sys.argv[1:] if argv is None else argv, os.environ)
+        config = load_config(argv, os.environ)
     except ConfigError as error:
         print(f"kvkeeper hold: {error}", file=sys.stderr)
         return 2

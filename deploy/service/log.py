@@ -2,33 +2,65 @@
 
 Every line names the service, its process and its version, because `kvkeeper up` shows two services in one stream.
 Events are short names with fields. Never in a log: attach tokens, descriptors, prompts, outputs, tenants.
+Rule: a call that logs returns, whatever becomes of its line: output.py takes it, and where fields cannot be told, a line tells
+its event alone. What a process says that a service has started for itself goes through the log of that service.
 """
 
+import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 import structlog
 
 from kvkeeper.service import VERSION
+from kvkeeper.service.output import QueuedStream
+
+_LONGEST_LINE = 1 << 16  # bytes of another process's line that are taken as one
+_OWN_FIELDS = frozenset(("level", "event", "timestamp"))  # each line gets them anew
 
 
 def configure(level: str, service: str, stream: TextIO | None = None) -> None:
     """Configures the log of the whole process, so only a service's main calls it. service: "cache" or "engine"."""
     stream = stream or sys.stderr
     on_terminal = stream.isatty()
-    structlog.configure(
-        processors=[
+    line = _line_maker(
+        [
             _speaker(service),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%H:%M:%S" if on_terminal else "iso", utc=not on_terminal),
             *([_readable()] if on_terminal else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(stream),
+        ]
     )
+    structlog.configure(
+        processors=[line],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=structlog.WriteLoggerFactory(stream),
+    )
+    if isinstance(stream, QueuedStream):
+        told = {"event": "log_lines_dropped"}
+        stream.dropped_line = lambda num_lines: f"{line(None, 'warning', {**told, 'num_lines': num_lines})}\n"
+
+
+def _line_maker(processors: Sequence[structlog.typing.Processor]) -> Callable[[Any, str, structlog.typing.EventDict], str]:
+    """A processor that makes the text of an event with these; the fields of an event that they fail on are left out."""
+
+    def run(logger: Any, level: str, event: Any) -> str:
+        for processor in processors:
+            event = processor(logger, level, event)
+        return str(event)
+
+    def line(logger: Any, level: str, event: structlog.typing.EventDict) -> str:
+        try:
+            return run(logger, level, dict(event))
+        except Exception as error:
+            return run(logger, level, {"event": str(event["event"]), "not_told": type(error).__name__})
+
+    return line
 
 
 def _speaker(service: str) -> Callable[[Any, str, structlog.typing.EventDict], structlog.typing.EventDict]:
@@ -50,3 +82,41 @@ def _readable() -> structlog.dev.ConsoleRenderer:
 def warn_of_tracing(message: str) -> None:
     """Logs a message of the exporter of traces."""
     structlog.get_logger().warning("tracing", message=message)
+
+
+def pass_on(line: bytes, name: str, **fields: Any) -> None:
+    """Logs a line that another process said, one of a log as such. name: of its kind, as "rank"; fields: which one it is."""
+    try:
+        told = json.loads(line)
+        level, event = told["level"], told["event"]
+        rest = {field: value for field, value in told.items() if field not in _OWN_FIELDS}
+        speak = getattr(structlog.get_logger(), level)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        structlog.get_logger().warning(f"{name}_said", **fields, line=line.decode(errors="replace").rstrip())
+        return
+    speak(event, **{**rest, **fields})
+
+
+@contextmanager
+def passing_on(name: str) -> Iterator[int]:
+    """A descriptor for a process of this kind to write to. It is closed here afterwards; a thread passes on what comes, line by
+    line, until that process has ended.
+
+    Raises OSError, RuntimeError: there is no descriptor or no thread to be had.
+    """
+    reading, writing = os.pipe()
+    try:
+        try:
+            threading.Thread(target=_pass_all_on, args=(reading, name), name=name, daemon=True).start()
+        except RuntimeError:
+            os.close(reading)
+            raise
+        yield writing
+    finally:
+        os.close(writing)
+
+
+def _pass_all_on(reading: int, name: str) -> None:
+    with open(reading, "rb") as lines:
+        while line := lines.readline(_LONGEST_LINE):
+            pass_on(line, name)

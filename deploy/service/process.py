@@ -11,7 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from kvkeeper.service import VERSION, grpc_runtime, log
+from kvkeeper.service import VERSION, grpc_runtime, log, output
 from kvkeeper.service.config import ConfigError
 from kvkeeper.tracing.exporting import TracingUnavailable, export_spans
 
@@ -49,8 +49,19 @@ def run(
 
     check raises StartError for errors that can be found before serve imports and loads, which takes seconds.
     """
+    with output.queued():
+        return _run(program, load, serve, sys.argv[1:] if argv is None else argv, check)
+
+
+def _run(
+    program: str,
+    load: Callable[[Sequence[str], Mapping[str, str]], C],
+    serve: Callable[[C], Coroutine[Any, Any, None]],
+    argv: Sequence[str],
+    check: Callable[[C], None],
+) -> int:
     try:
-        config = load(sys.argv[1:] if argv is None else argv, os.environ)
+        config = load(argv, os.environ)
     except ConfigError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2

@@ -1,5 +1,7 @@
 """What GetStats and the metrics tell of an engine: sums over its life, and what is true now. Names are the protocol's."""
 
+from kvkeeper.service.output import num_dropped_lines
+
 from ..values.request import RequestState
 from .engine import Engine
 
@@ -27,5 +29,6 @@ def engine_counts(engine: Engine) -> dict[str, float]:
         "num_guessed_tokens": switch.num_guessed if switch else 0,
         "num_kept_guesses": switch.num_kept if switch else 0,
         "acceptance_rate": switch.acceptance_rate if switch else 0.0,
+        "num_dropped_log_lines": num_dropped_lines(),
         "kv_utilization": engine.memory.kv_utilization if engine.memory is not None else 0.0,
     }

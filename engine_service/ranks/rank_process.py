@@ -26,6 +26,7 @@ import structlog
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from kvkeeper.service import log as service_log
+from kvkeeper.service import output
 
 from .failures import PipeEnded, SumFailed
 from .messages import IN_STEPS, Answer, Kind, decode_batch, encode_fault, encode_ids
@@ -170,8 +171,9 @@ def main() -> None:
     _, body = pipe.receive()
     set_up = json.loads(body)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"kvkeeper-rank{set_up['rank']}".encode()[:15], 0, 0, 0)
-    service_log.configure(set_up["config"]["log_level"], "engine")
-    code = obey_all(pipe, set_up)
+    with output.queued():
+        service_log.configure(set_up["config"]["log_level"], "engine")
+        code = obey_all(pipe, set_up)
     if not code:
         shutil.rmtree(folder, ignore_errors=True)
     sys.stderr.flush()

@@ -22,6 +22,8 @@ from typing import Any
 import structlog
 import torch
 
+from kvkeeper.service.log import pass_on
+
 from ..compute.device.device_errors import DeviceFault, FaultTold, fault_of
 from . import rank_process
 from .failures import PipeEnded, RankLost, RankRefused
@@ -34,7 +36,6 @@ log = structlog.get_logger()
 
 _END_S = 10.0  # until all killed processes are gone
 _LAST_WORDS_S = 2.0  # for a rank whose end another one was told of first
-_DROPPED = frozenset(("service", "pid", "version", "level", "event", "timestamp"))  # of a line of a rank's log
 
 
 class Team:
@@ -199,7 +200,7 @@ class Team:
         assert member.process.stdout is not None
         with member.process.stdout as lines:
             for line in lines:
-                _log_line(member.rank, line)
+                pass_on(line, "rank", rank=member.rank)
         member.process.wait()
         if not self._is_stopping:
             self.lose(_ended(member.process.returncode), member)
@@ -207,15 +208,3 @@ class Team:
 
 def _ended(code: int) -> str:
     return f"its process ended with {code}"
-
-
-def _log_line(rank: int, line: bytes) -> None:
-    try:
-        fields = json.loads(line)
-        level, event = fields["level"], fields["event"]
-        rest = {name: value for name, value in fields.items() if name not in _DROPPED}
-        speak = getattr(log, level)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        log.warning("rank_said", rank=rank, line=line.decode(errors="replace").rstrip())
-        return
-    speak(event, **{**rest, "rank": rank})

@@ -49,6 +49,7 @@ _COUNTERS = (
     "num_copied_blocks",
     "num_guessed_tokens",
     "num_kept_guesses",
+    "num_dropped_log_lines",
 )
 PREFIX = "kvkeeper_engine_"
 

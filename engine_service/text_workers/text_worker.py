@@ -82,8 +82,7 @@ class Worker:
         except RecursionError:
             return Outcome.TOO_MUCH, _refusal("is nested too deep", exceeded="depth")
         except Exception:
-            traceback.print_exc()
-            return Outcome.BROKEN, b""
+            return Outcome.BROKEN, traceback.format_exc().encode()
 
     def _do(self, kind: Kind, body: bytes) -> bytes:
         if kind is Kind.ENCODE:

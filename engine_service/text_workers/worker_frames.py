@@ -30,4 +30,4 @@ class Outcome(IntEnum):
     DONE = 0  # the kind's answer
     REFUSED = 1  # refusal: why it cannot be done
     TOO_MUCH = 2  # refusal: which limit it passed
-    BROKEN = 3  # nothing: a bug; the worker has said more on stderr
+    BROKEN = 3  # its traceback: a bug

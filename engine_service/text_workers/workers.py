@@ -18,6 +18,7 @@ from functools import partial
 import structlog
 
 from kvkeeper.service.fair_queue import FairQueue, TooManyWaiting
+from kvkeeper.service.log import passing_on
 
 from ..values.errors import BrokenInvariant, Draining, QueueFull
 from . import text_worker
@@ -151,6 +152,7 @@ class Workers:
         if outcome is Outcome.DONE:
             return body
         if outcome is Outcome.BROKEN:
+            log.error("broken_invariant", exception=body.decode())
             raise BrokenInvariant("the service found itself inconsistent; its log says more")
         text, metadata = json.loads(body)
         raise (JobTooMuch if outcome is Outcome.TOO_MUCH else JobRefused)(text, **metadata)
@@ -168,9 +170,10 @@ class Workers:
             "TOKENIZERS_PARALLELISM": "false",
         }
         command = (sys.executable, "-m", text_worker.__name__)
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, env=environment, limit=_READ_BYTES, start_new_session=True
-        )
+        with passing_on("text_worker") as log_end:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, stdout=PIPE, stderr=log_end, env=environment, limit=_READ_BYTES, start_new_session=True
+            )
         try:
             await _exchange(process, Kind.SET_UP, self._set_up.to_bytes())
         except BaseException as error:

@@ -84,13 +84,14 @@ class HalfRight:
         }
 
 
-# Fields that need a world of their own: test_policies.py, test_take_over.py
+# Fields that need a world of their own: test_policies.py, test_take_over.py, test_unread_log.py
 ELSEWHERE = {
     "num_policy_switches",
     "num_handed_over_requests",
     "num_taken_over_requests",
     "num_remote_prefills",
     "num_failed_remote_prefills",
+    "num_dropped_log_lines",
 }
 
 

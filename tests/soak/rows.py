@@ -28,6 +28,7 @@ from tests.soak import (
     transfers,
     two_requests,
     uncommitted,
+    unread_logs,
     virtual_days,
 )
 from tests.soak.row import Row
@@ -135,4 +136,6 @@ ROWS = [
     *(Row(34, service, "malformed input never ends a service", "calls", "inputs that were refused",
           10_000_000, getattr(fuzzing, service), num_ci_seeds=0, most_seconds=600)
       for service in ("cache", "engine", "gateway")),
+    Row(38, "unread logs", "a log that cannot be written, or is not read, costs log lines only", "calls",
+        "lines that were dropped", 100_000, unread_logs.run, num_ci_seeds=2),
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 
-from kvkeeper.service import grpc_runtime
+from kvkeeper.service import grpc_runtime, output
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: the service itself reports each failure in one line
 grpc_runtime.choose(os.environ)
@@ -23,7 +23,8 @@ _REST_S = 0.5
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    asyncio.run(_run(socket.socket(fileno=int(sys.argv[1]))))
+    with output.queued():
+        asyncio.run(_run(socket.socket(fileno=int(sys.argv[1]))))
 
 
 async def _run(end: socket.socket) -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import structlog
 
+from kvkeeper.service.log import passing_on
+
 from .calls import FrontCalls, FrontServices
 from .frames import Kind
 from .lane import Lane, open_lane
@@ -167,14 +169,16 @@ async def start_front() -> FrontProcess:
             own.close()
             raise
         try:
-            front.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", _MODULE, str(other.fileno())),
-                stdin=DEVNULL,
-                stdout=DEVNULL,
-                env=environment,
-                pass_fds=(other.fileno(),),
-                start_new_session=True,
-            )
+            with passing_on("front") as log_end:
+                front.process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", _MODULE, str(other.fileno())),
+                    stdin=DEVNULL,
+                    stdout=DEVNULL,
+                    stderr=log_end,
+                    env=environment,
+                    pass_fds=(other.fileno(),),
+                    start_new_session=True,
+                )
         except BaseException:
             front.abandon()
             raise

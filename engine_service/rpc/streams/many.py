@@ -145,8 +145,12 @@ class ManyRequests:
             request.buffer.put(self._hide_bug())
         finally:
             request.starting = None
+            if request.buffer.has_unread:
+                self._tell(request, at_once=True)
 
     def _tell(self, request: _Numbered, *, at_once: bool) -> None:
+        if request.starting is not None:  # tokens of another process may come before its admission is heard of here
+            return
         at_once = at_once or not request.has_told_id
         (self._urgent if at_once else self._unread)[request.number] = None
         self._has_unread.tell(at_once=at_once)

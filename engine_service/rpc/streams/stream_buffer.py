@@ -64,6 +64,11 @@ class StreamBuffer:
             self._is_checked = True
             asyncio.get_running_loop().call_soon(self._check)  # after the stream's task, if that is waiting
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether there is something that take answers without asking for more."""
+        return bool(self._chunks) or self._error is not None
+
     def take(self) -> tuple[list[OutputChunk], EngineError | None]:
         """Everything that has come, neighbouring chunks joined where they may be, and the error after which nothing comes."""
         more = self._take_more()
@@ -74,10 +79,10 @@ class StreamBuffer:
 
     def take_plain(self) -> PlainTokens | None:
         """Everything that has come, where that is plain tokens alone; None: take is to tell."""
-        if self._chunks or self._error is not None:
+        if self.has_unread:
             return None
         more = self._take_more()
-        if more is None or not (self._chunks or self._error is not None):
+        if more is None or not self.has_unread:
             return more
         self._chunks.append(more.chunk())  # behind what came by asking
         return None

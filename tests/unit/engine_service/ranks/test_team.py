@@ -139,7 +139,15 @@ def test_what_a_rank_logs_goes_through_the_log_of_the_first(teams: Any, lost: th
         assert lost.wait(DEADLINE)
     told = [entry for entry in logs if entry["event"] in ("odd", "rank_said")]
     assert told == [
-        {"event": "odd", "log_level": "warning", "number": 3, "rank": 1},
+        {
+            "event": "odd",
+            "log_level": "warning",
+            "number": 3,
+            "rank": 1,
+            "service": "engine",
+            "pid": 7,
+            "version": "0",
+        },
         {"event": "rank_said", "log_level": "warning", "rank": 1, "line": "a library speaks"},
         {"event": "rank_said", "log_level": "warning", "rank": 1, "line": '{"level": "exit"}'},
     ]

@@ -130,6 +130,25 @@ async def test_a_first_token_and_an_end_are_written_without_what_waits_for_a_rou
     await call.serving
 
 
+class TokensFirst(Call):
+    """Its requests give tokens before their admission is heard of, as one of another process may."""
+
+    async def _admit(self, message: pb.GenerateRequest, send: Send) -> Generation:
+        generation = await super()._admit(message, send)
+        number = len(self.generations) - 1
+        for token_id in (5, 6, EOS):
+            await self.put(number, token_id)
+            await self.settle()
+        return generation
+
+
+async def test_tokens_may_come_before_the_admission_is_heard_of() -> None:
+    call = TokensFirst(3, width=8)
+    await call.serving
+    assert call.tokens() == {number: [5, 6] for number in range(3)}
+    assert {one.response.request_id for message in call.written for one in message.responses} == {"r0", "r1", "r2"}
+
+
 @pytest.mark.parametrize("seed", range(8))
 async def test_tokens_come_in_order_and_once_however_slowly_they_are_written(
     seed: int, monkeypatch: pytest.MonkeyPatch

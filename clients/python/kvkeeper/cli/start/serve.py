@@ -15,7 +15,7 @@ from kvkeeper.cli.show.status import model_line
 from kvkeeper.cli.start import gateway, up
 from kvkeeper.cli.start.processes import ServiceProcess
 from kvkeeper.cli.start.supervisor import Service
-from kvkeeper.cli.start.together import Together, tell
+from kvkeeper.cli.start.together import Together
 from kvkeeper.client import AsyncEngineClient
 from kvkeeper.service.extras import install_command, missing
 
@@ -61,10 +61,8 @@ def run(args: argparse.Namespace) -> int:
     flags["engine"] += ["--gateway", "on"]
     start = partial(ServiceProcess.start, _GATEWAY, gateway.flags(args.http, args.engine_listen, flags[_GATEWAY]))
     services = [*up.services_of(args, flags), Service(_GATEWAY, start, partial(gateway.until_serving, args.http))]
-    exit_code = asyncio.run(Together(services, partial(_ready_text, args), is_json=args.json).run())
-    if exit_code > 128:
-        tell("stopped; the gateway and both services have ended")
-    return exit_code
+    together = Together(services, partial(_ready_text, args), is_json=args.json)
+    return together.run("stopped; the gateway and both services have ended")
 
 
 async def _ready_text(args: argparse.Namespace) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_USAGE, complain
 from kvkeeper.cli.start.supervisor import GivenUp, Service, Supervisor
 from kvkeeper.client import KvkeeperError
+from kvkeeper.service import output
 
 _GRACE_S = 20.0  # a service has its own, shorter limit for draining; a second signal ends at once
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -28,8 +29,15 @@ class Together:
         self._supervisor = Supervisor(services, tell)
         self._stop: asyncio.Future[signal.Signals]
 
-    async def run(self) -> int:
-        """The exit code."""
+    def run(self, last_words: str) -> int:
+        """The exit code. last_words: what is told where a signal has ended them. An output that no one takes ends nothing."""
+        with output.queued():
+            exit_code = asyncio.run(self._run())
+            if exit_code > 128:
+                tell(last_words)
+        return exit_code
+
+    async def _run(self) -> int:
         loop = asyncio.get_running_loop()
         self._stop = loop.create_future()
         for signum in _STOP_SIGNALS:

@@ -5,7 +5,6 @@ other stays: this is why there are two processes. However `up` itself ends, no p
 """
 
 import argparse
-import asyncio
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ from kvkeeper.cli.show.readiness import until_serving
 from kvkeeper.cli.show.status import model_line, pool_line
 from kvkeeper.cli.start.processes import ServiceProcess
 from kvkeeper.cli.start.supervisor import Service
-from kvkeeper.cli.start.together import Together, tell
+from kvkeeper.cli.start.together import Together
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient
 from kvkeeper.client.targets import ENGINE, cache_address, engine_address
 
@@ -68,10 +67,8 @@ def run(args: argparse.Namespace) -> int:
     flags = checked_flags(args)
     if isinstance(flags, int):
         return flags
-    exit_code = asyncio.run(Together(services_of(args, flags), partial(_ready_text, args), is_json=args.json).run())
-    if exit_code > 128:
-        tell("stopped; both services have ended")
-    return exit_code
+    together = Together(services_of(args, flags), partial(_ready_text, args), is_json=args.json)
+    return together.run("stopped; both services have ended")
 
 
 def checked_flags(args: argparse.Namespace, *others: str) -> dict[str, list[str]] | int:
