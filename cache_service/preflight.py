@@ -1,5 +1,6 @@
-"""Checks a cache service's config against the machine before anything is loaded or reserved: addresses and memory."""
+"""Checks a cache service's config against the machine before anything is loaded or reserved: kernel, addresses and memory."""
 
+from kvkeeper.service import kernel
 from kvkeeper.service.memory_limit import OutOfMemory, require
 from kvkeeper.service.preflight import check_addresses
 from kvkeeper.service.process import StartError
@@ -7,6 +8,12 @@ from kvkeeper.service.sizes import size
 
 from .config import CacheConfig
 from .memory.kept.memory_directory import kept_bytes
+
+
+def check_kernel(config: CacheConfig) -> None:
+    """The ends of attached processes, and memory without a name where pools or host tiers take such. Raises StartError."""
+    has_unnamed = config.memory_dir is None and (config.device == "cpu" or config.host_memory or config.num_host_blocks)
+    kernel.require([kernel.ENDS_OF_PROCESSES, *([kernel.SHARED_MEMORY] if has_unnamed else [])])
 
 
 def check_start(config: CacheConfig) -> None:

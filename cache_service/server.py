@@ -7,7 +7,6 @@ that fails raises a StartError of one line, with everything undone.
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +27,7 @@ from kvkeeper.trust.guard import Guard
 from .config import CacheConfig
 from .memory.attach_server import AttachServer
 from .memory.disk.disk_directory import DiskDirectory, DiskRefused
+from .memory.first_epoch import first_epoch
 from .memory.kept.memory_directory import MemoryDirectory, MemoryRefused
 from .memory.predecessor import end_predecessor
 from .memory.private_directory import private_directory
@@ -146,8 +146,8 @@ async def start_server(
         endpoint = await Endpoint.open(config.listen, largest, guard=guard)
         if config.health_address:
             endpoint.open_health(config.health_address)
-        # Microseconds since 1970 as the first epoch: larger than any that an earlier run counted up to.
-        session_manager = SessionManager(registry, timing, time.time_ns() // 1000, config.max_sessions, config.quarantine_quiet)
+        epoch = first_epoch(config.runtime_dir)
+        session_manager = SessionManager(registry, timing, epoch, config.max_sessions, config.quarantine_quiet)
         step_handler = StepHandler(session_manager, most_bytes)
         lanes = StepLanes(session_manager, step_handler, most_bytes)
         attach = AttachServer(_attach_path(config, endpoint.address), lanes, timing)

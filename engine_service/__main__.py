@@ -18,7 +18,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: the servic
 from kvkeeper.service.process import LOST, ServiceLost, first_of, run, stop_signals
 
 from .config import EngineConfig, load_config
-from .preflight import check_start
+from .preflight import check_kernel, check_start
 
 log = structlog.get_logger()
 
@@ -34,10 +34,15 @@ _REST_S = 0.5
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the service until it is stopped. argv: without the program's name. The exit code."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    code = run("kvkeeper engine", load_config, _serve, argv, check_start)
+    code = run("kvkeeper engine", load_config, _serve, argv, _check)
     if code == LOST:
         end_at_once(code)
     return code
+
+
+def _check(config: EngineConfig) -> None:
+    check_kernel(config)
+    check_start(config)
 
 
 def end_at_once(code: int) -> None:

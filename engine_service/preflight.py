@@ -9,6 +9,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvkeeper.service import kernel
 from kvkeeper.service.extras import install_command, missing
 from kvkeeper.service.memory_limit import OutOfMemory, require
 from kvkeeper.service.preflight import check_addresses
@@ -55,6 +56,11 @@ def check_start(config: EngineConfig) -> None:
         text = f"its weights take {size(memory.weights)} in {memory.dtype}, and torch as much as {size(_PROGRAM_BYTES)}"
         hint = "; --dtype bfloat16 takes half for the weights" if memory.dtype == "float32" else ""
         raise StartError(f"--model {config.model}: {text}: {error}{hint}") from None
+
+
+def check_kernel(config: EngineConfig) -> None:
+    """Ranks beside the engine's process look for the end of that. Raises StartError."""
+    kernel.require([kernel.ENDS_OF_PROCESSES] if config.tensor_parallel > 1 else [])
 
 
 def check_packages() -> None:

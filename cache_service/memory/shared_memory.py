@@ -103,9 +103,12 @@ def whole_pages(num_bytes: int) -> int:
 
 
 def _reserved(num_bytes: int) -> int:
-    """A memfd with its pages."""
+    """A memfd with its pages. Raises OutOfMemory."""
     memory_limit.require(num_bytes)
-    descriptor = os.memfd_create("kvkeeper-arena", os.MFD_CLOEXEC)
+    try:
+        descriptor = os.memfd_create("kvkeeper-arena", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise OutOfMemory(f"memfd_create: {error.strerror}") from None
     reserve_pages(descriptor, num_bytes)
     return descriptor
 

@@ -8,7 +8,7 @@ step committed are published once the reply is on its way. Nothing here loops ov
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 
 from google.protobuf.message import DecodeError
@@ -101,7 +101,8 @@ class StepHandler:
 
         A carrier awaits nothing between `apply` and this but the copies of an awaitable reply.
         """
-        os.sched_yield()  # a client that was woken on this processor goes first
+        with suppress(OSError):  # a container may deny it
+            os.sched_yield()  # a client that was woken on this processor goes first
         session, pool = live.core, live.pool
         pool.finish_step()
         pool.publish_some()

@@ -72,7 +72,10 @@ def entry_of(token: str, caller: Caller) -> str:
 
 
 def read_credentials(path: Path) -> Credentials:
-    """Raises FileRefused, in whose text no token, digest or name stands."""
+    """Raises FileRefused, in whose text no token, digest or name stands.
+
+    A file without an entry is refused, because a file that is being written begins empty.
+    """
     try:
         tables = tomllib.loads(read_private(path).decode())
     except UnicodeDecodeError:
@@ -95,6 +98,10 @@ def read_credentials(path: Path) -> Credentials:
         if entry["name"] in certificates:
             raise FileRefused(f"{where}: its name stands above already")
         certificates[entry["name"]] = _caller(where, entry, _MAX_CERTIFICATE_NAME_CHARS)
+    if not tokens and not certificates:
+        raise FileRefused(
+            f"{path} has no [[token]] and no [[certificate]], as while it is written; it would lock all callers out"
+        )
     return Credentials(tokens, certificates)
 
 

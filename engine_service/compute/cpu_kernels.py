@@ -8,6 +8,7 @@ import time
 import structlog
 
 from kvkeeper.kernels.cpu import compiled
+from kvkeeper.service.process import StartError
 
 from ..config import EngineConfig, wants_compiled
 
@@ -15,11 +16,21 @@ log = structlog.get_logger()
 
 
 def switch_kernels(config: EngineConfig) -> None:
-    """Load the compiled kernels where the config wants them and they are installed, and turn them off where not."""
+    """Load the compiled kernels where the config wants them and they are installed, and turn them off where not.
+
+    Raises StartError where they are asked for by name and cannot be loaded; else torch computes, and the log says why.
+    """
     is_on = wants_compiled(config) and compiled.is_installed()
     if is_on:
         log.info("starting", doing="loading the kernels for this CPU; the first start compiles them")
     started = time.monotonic()
-    compiled.switch(on=is_on)
+    try:
+        compiled.switch(on=is_on)
+    except (ImportError, OSError) as error:  # numba asks the system for its processors when it is imported
+        why = f"{type(error).__name__}: {error}"
+        if config.cpu_kernels == "compiled":
+            raise StartError(f"--cpu-kernels compiled: they cannot be loaded: {why}") from None
+        log.warning("kernels_not_loaded", why=why)
+        is_on = False
     if is_on:
         log.info("kernels_loaded", duration_s=round(time.monotonic() - started, 2), are_kept=compiled.are_kept())

@@ -5,6 +5,7 @@ one with 4,096.
 """
 
 import mmap
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -27,5 +28,6 @@ def untouched(num_rows: int, num_columns: int) -> npt.NDArray[np.int32]:
         return np.zeros((num_rows, num_columns), np.int32)  # a mapping has a byte or more
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE if row_bytes <= _DENSE_ROW else mmap.MADV_NOHUGEPAGE)
+        with suppress(OSError):  # a hint: a kernel without such pages refuses it, and so may a container
+            memory.madvise(mmap.MADV_HUGEPAGE if row_bytes <= _DENSE_ROW else mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, np.int32).reshape(num_rows, num_columns)

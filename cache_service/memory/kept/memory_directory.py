@@ -66,6 +66,12 @@ class MemoryDirectory:
             raise MemoryRefused(str(error)) from None
         except OSError as error:
             raise MemoryRefused(f"no file can be made there: {error.strerror}") from None
+        try:
+            file_locks.is_held_by_others(self._lock)
+        except OSError as error:
+            self.close()
+            mend = "run a Linux kernel of 3.15 or later, or allow it in the container's seccomp"
+            raise MemoryRefused(f"fcntl of F_OFD_GETLK: {error.strerror}; {mend}") from None
         if (kind := file_system(path)) not in IN_MEMORY:
             self.close()
             raise MemoryRefused(f"the folder lies on {kind}, and the memory of pools needs tmpfs, such as /dev/shm")

@@ -10,6 +10,7 @@ import { KvkeeperError } from './errors.js';
 
 export class Credentials {
   #shown;
+  #lastToken = '';
 
   /** @param {{token: string, tokenFile: string, tlsCa: string, tlsCert: string, tlsKey: string}} given empty: not given */
   constructor(given) {
@@ -53,11 +54,22 @@ export class Credentials {
     })];
   }
 
+  /** A file that is being written, or is gone, changes nothing once it was read: the token of before is shown until then. */
   #token() {
-    const token = this.#shown.token || read(this.#shown.tokenFile).toString().trim();
-    if (!/^[!-~]{1,256}$/.test(token)) throw refused(`the token file ${this.#shown.tokenFile} holds one token and nothing else`);
-    return token;
+    if (this.#shown.token) return this.#shown.token;
+    try {
+      this.#lastToken = tokenIn(this.#shown.tokenFile);
+    } catch (error) {
+      if (!this.#lastToken) throw error;
+    }
+    return this.#lastToken;
   }
+}
+
+function tokenIn(path) {
+  const token = read(path).toString().trim();
+  if (!/^[!-~]{1,256}$/.test(token)) throw refused(`the token file ${path} holds one token and nothing else`);
+  return token;
 }
 
 function isLoopback(address) {

@@ -24,6 +24,7 @@ _WRITERS = frozenset({
     "cache_service/core/index/slot_table.py",
     "cache_service/memory/disk/disk_directory.py",
     "cache_service/memory/disk/slab.py",
+    "cache_service/memory/first_epoch.py",
     "cache_service/memory/kept/index_file.py",
     "cache_service/memory/kept/kept_pool.py",
     "cache_service/memory/kept/memory_directory.py",

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +45,12 @@ def up_command(*flags: str) -> list[str]:
 
 
 @contextmanager
-def services_up(folder: Path, cache: str, engine: str, *flags: str) -> Iterator[Services]:
-    """Both services until the end of the block. Raises AssertionError with their log when they do not start."""
-    command = up_command("--cache-listen", cache, "--engine-listen", engine, *flags)
+def services_up(folder: Path, cache: str, engine: str, *flags: str, before: Sequence[str] = ()) -> Iterator[Services]:
+    """Both services until the end of the block. Raises AssertionError with their log when they do not start.
+
+    before: words before the command.
+    """
+    command = list(before) + up_command("--cache-listen", cache, "--engine-listen", engine, *flags)
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             command, env=environment(folder), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True

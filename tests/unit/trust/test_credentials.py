@@ -6,7 +6,10 @@ import stat
 from pathlib import Path
 
 import pytest
+import structlog
 
+from kvkeeper.client.credentials import Credentials as Shown
+from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.trust.caller import LOCAL, Caller, ForeignTenant, Role, calling, calling_tenant, note_caller, require_all_tenants
 from kvkeeper.trust.credentials import Credentials, entry_of, make_token, read_credentials
 from kvkeeper.trust.known_callers import KnownCallers
@@ -65,6 +68,9 @@ def test_a_certificate_stands_for_one_caller_or_none(names: list[str], caller: C
         (GOOD.replace("[[token]]", "[token]"), r"write \[\[token\]\] in double brackets"),
         (GOOD + "[[tokens]]\n", "1 keys beside the tables"),
         (GOOD[:-2], "is not TOML"),
+        ("", r"has no \[\[token\]\] and no \[\[certificate\]\]"),
+        ("# nothing yet\n", r"has no \[\[token\]\] and no \[\[certificate\]\]"),
+        ("token = []\n", r"has no \[\[token\]\] and no \[\[certificate\]\]"),
         (b"\xff", "is not UTF-8"),
         (" " * ((1 << 20) + 1), "more than 1 MiB"),
     ],
@@ -124,7 +130,7 @@ def test_a_token_that_is_taken_out_is_refused_a_second_later(tmp_path: Path) -> 
     assert [known.now().by_token(token) for token in tokens] == [None, READER]
 
 
-@pytest.mark.parametrize("wrong", ["mode", "text", "gone"])
+@pytest.mark.parametrize("wrong", ["mode", "text", "gone", "empty"])
 def test_a_file_that_goes_wrong_changes_nothing_and_one_that_is_mended_counts(tmp_path: Path, wrong: str) -> None:
     now = [0.0]
     tokens = [make_token(), make_token()]
@@ -132,13 +138,31 @@ def test_a_file_that_goes_wrong_changes_nothing_and_one_that_is_mended_counts(tm
     known = KnownCallers(path, lambda: now[0])
     if wrong == "gone":
         path.unlink()
+    elif wrong == "empty":
+        written(path, "")
     else:
         written(path, entry_of(tokens[1], READER) + ("" if wrong == "mode" else "["), 0o644 if wrong == "mode" else 0o600)
     now[0] += 1
-    assert [known.now().by_token(token) for token in tokens] == [ENGINE, None]
+    with structlog.testing.capture_logs() as logs:
+        assert [known.now().by_token(token) for token in tokens] == [ENGINE, None]
+    assert [(line["event"], line["log_level"]) for line in logs] == [("credentials_not_reloaded", "warning")]
     written(path, entry_of(tokens[1], READER))
     now[0] += 1
     assert [known.now().by_token(token) for token in tokens] == [None, READER]
+
+
+@pytest.mark.parametrize("wrong", ["", "two words", None])
+def test_a_client_shows_its_token_of_before_while_the_file_is_written(wrong: str | None, tmp_path: Path) -> None:
+    tokens = [make_token(), make_token()]
+    path = written(tmp_path / "t", tokens[0])
+    shown = Shown(token_file=path)
+    assert shown.metadata() == (("authorization", f"Bearer {tokens[0]}"),)
+    path.unlink() if wrong is None else written(path, wrong)
+    assert shown.metadata() == (("authorization", f"Bearer {tokens[0]}"),)
+    with pytest.raises(KvkeeperError, match="the token file"):
+        Shown(token_file=path).metadata()
+    written(path, tokens[1])
+    assert shown.metadata() == (("authorization", f"Bearer {tokens[1]}"),)
 
 
 @pytest.mark.parametrize(("named", "tenant"), [("", "acme"), ("acme", "acme"), ("other", None), ("*", None), ("ACME", None)])

@@ -76,6 +76,7 @@ async def test_every_cell_is_what_the_gate_does(tmp_path: Path, role: Role) -> N
 
 async def test_reflection_and_unknown_calls_need_a_credential_and_health_needs_none(tmp_path: Path) -> None:
     tokens = TokenFile(tmp_path / "tokens")
+    tokens.add(Caller("op", "*", Role.OPERATOR))
     async with guarded_server(Config(auth_tokens=tokens.path)) as server, grpc.aio.insecure_channel(server.address) as channel:
         refused = []
         for path, method in rpcs():

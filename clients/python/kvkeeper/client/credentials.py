@@ -74,6 +74,16 @@ class Credentials:
         return grpc.ssl_channel_credentials(_bytes_of(self.tls_ca), key, cert)
 
     def _token_of_file(self) -> str:
+        """A file that is being written, or is gone, changes nothing once it was read: the token of before is shown."""
+        try:
+            self._read_token()
+        except KvkeeperError:
+            if not self._read.token:
+                raise
+        return self._read.token
+
+    def _read_token(self) -> None:
+        """Raises KvkeeperError."""
         assert self.token_file is not None
         try:
             status = os.stat(self.token_file)
@@ -85,7 +95,6 @@ class Credentials:
             if not token or len(token) > _MAX_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
                 raise _refused(f"the token file {self.token_file} holds one token and nothing else")
             self._read.state, self._read.token = state, token
-        return self._read.token
 
 
 class TokenChannel:

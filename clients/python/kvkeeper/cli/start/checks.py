@@ -1,4 +1,4 @@
-"""What `kvkeeper up` checks before it starts a process: configs, packages, addresses, the model's folder, and memory.
+"""What `kvkeeper up` checks before it starts a process: configs, packages, addresses, the model's folder, memory, the kernel.
 
 These are the services' own checks, in the order in which a user can correct the errors; flags are named as `up` names them.
 Imports structlog and the parts of the services that need neither torch nor grpc, so commands import it only when they run.
@@ -8,11 +8,16 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from kvkeeper.cli.console.problems import UsageFailure
 from kvkeeper.service.config import ConfigError
 from kvkeeper.service.memory_limit import OutOfMemory, require
 from kvkeeper.service.process import StartError
+
+if TYPE_CHECKING:
+    from kvkeeper.cache_service.config import CacheConfig
+    from kvkeeper.engine_service.config import EngineConfig
 
 # Flags of `up` itself, named as the service names them.
 _UP_FLAGS = ("--model", "--model-name", "--pool-memory", "--host-memory")
@@ -20,6 +25,16 @@ _UP_FLAGS = ("--model", "--model-name", "--pool-memory", "--host-memory")
 
 def check_start(flags: Mapping[str, Sequence[str]]) -> None:
     """flags: arguments of each service. Raises UsageFailure or StartError, with one line for people."""
+    from kvkeeper.cache_service.preflight import check_kernel as check_kernel_for_cache
+    from kvkeeper.engine_service.preflight import check_kernel as check_kernel_for_engine
+
+    cache_config, engine_config = check_settings(flags)
+    check_kernel_for_cache(cache_config)
+    check_kernel_for_engine(engine_config)
+
+
+def check_settings(flags: Mapping[str, Sequence[str]]) -> "tuple[CacheConfig, EngineConfig]":
+    """All but the kernel. The configs. Raises as check_start does."""
     from kvkeeper.cache_service import preflight as cache
     from kvkeeper.cache_service.config import load_config as load_cache
     from kvkeeper.engine_service import preflight as engine
@@ -41,6 +56,7 @@ def check_start(flags: Mapping[str, Sequence[str]]) -> None:
         except OutOfMemory as error:
             both = f"{cache.pools_text(cache_config)}, beside what the engine and its model take"
             raise StartError(f"{both}: {error}") from None
+    return cache_config, engine_config
 
 
 def check_packages() -> None:

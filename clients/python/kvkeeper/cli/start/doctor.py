@@ -14,6 +14,7 @@ from kvkeeper.cli.console.addresses import add_json_flag
 from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_OK, UsageFailure
 from kvkeeper.cli.console.tables import table
 from kvkeeper.cli.start import host
+from kvkeeper.service.kernel import ENDS_OF_PROCESSES, SHARED_MEMORY, Lacking
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,8 @@ def _findings(config: str | None) -> Iterator[Finding]:
     yield _of("Python", host.python, "install Python 3.11 or 3.12")
     for name, need, modules, extra in host.PARTS:
         yield _packages(name, need, modules, extra)
-    yield _of("shared memory", host.memfd, "run a Linux kernel of 3.17 or later, or allow memfd_create in the container")
-    yield _of(
-        "ends of processes", host.pidfd, "run a Linux kernel of 5.3 or later, or allow pidfd_open in the container's seccomp"
-    )
+    for kernel_need in (SHARED_MEMORY, ENDS_OF_PROCESSES):
+        yield _of(kernel_need.what, kernel_need.look, kernel_need.mend)
     yield _of("peers and descriptors on sockets", host.socket_rights, "allow SO_PEERCRED and SCM_RIGHTS in the container")
     yield _of("step lanes", host.step_lane, "without SOCK_SEQPACKET steps go over gRPC, at twice the cost", state="note")
     yield _of("open files", host.open_files, "raise it: ulimit -n 4096, or LimitNOFILE of the unit", state="note")
@@ -80,7 +79,7 @@ def _findings(config: str | None) -> Iterator[Finding]:
 def _of(what: str, look: Callable[[], str], mend: str, state: str = "wrong") -> Finding:
     try:
         return Finding(what, "ok", look())
-    except host.Lacking as lacking:
+    except Lacking as lacking:
         return Finding(what, state, str(lacking), mend)
 
 
@@ -94,13 +93,13 @@ def _packages(name: str, is_needed: bool, modules: tuple[str, ...], extra: str) 
 
 
 def _start(config: str | None) -> Finding:
-    """What `kvkeeper up` checks: settings, addresses, the model's folder, and memory."""
+    """What `kvkeeper up` checks beside the kernel: settings, addresses, the model's folder, and memory."""
     what = "settings, addresses, model, memory"
-    from kvkeeper.cli.start.checks import StartError, check_start
+    from kvkeeper.cli.start.checks import StartError, check_settings
 
     flags = ["--config", config] if config else []
     try:
-        check_start({"cache": flags, "engine": flags})
+        check_settings({"cache": flags, "engine": flags})
     except (UsageFailure, StartError) as error:
         mend = "where kvkeeper runs already: kvkeeper status" if "listens on" in str(error) else "see kvkeeper config show"
         return Finding(what, "wrong", str(error), mend)

@@ -14,6 +14,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+from kvkeeper.service.kernel import Lacking
 from kvkeeper.service.mounts import IN_MEMORY, file_system
 from kvkeeper.service.sizes import size
 
@@ -27,10 +28,6 @@ PARTS = (
 )
 _DISTRIBUTIONS = {"smg_grpc_proto": "smg-grpc-proto", "opentelemetry.sdk": "opentelemetry-sdk"}
 _FEWEST_FILES = 2048  # of 1,024 connections, with room for descriptors of pools
-
-
-class Lacking(Exception):
-    """What is missing, in words."""
 
 
 def python() -> str:
@@ -50,23 +47,6 @@ def versions(modules: tuple[str, ...]) -> str:
         except metadata.PackageNotFoundError:
             found.append(name)
     return ", ".join(found)
-
-
-def memfd() -> str:
-    try:
-        descriptor = os.memfd_create("kvkeeper-doctor", os.MFD_CLOEXEC)
-    except OSError as error:
-        raise Lacking(f"memfd_create: {error.strerror}") from None
-    os.close(descriptor)
-    return "memfd_create works"
-
-
-def pidfd() -> str:
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except OSError as error:
-        raise Lacking(f"pidfd_open: {error.strerror}") from None
-    return "pidfd_open works"
 
 
 def socket_rights() -> str:

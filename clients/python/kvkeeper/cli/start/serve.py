@@ -4,7 +4,6 @@ What `up` does, and one process more, which starts last and ends first. There is
 """
 
 import argparse
-import asyncio
 import json
 from functools import partial
 from typing import Any
