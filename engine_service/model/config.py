@@ -302,8 +302,8 @@ def _without_type(raw: Mapping[str, Any]) -> UnsupportedModelError:
 def _check_activation(raw: Mapping[str, Any], family: Family) -> None:
     """The field that the library reads, and no other, has to name the family's; absent or null it is the default."""
     allowed = ["gelu_pytorch_tanh"] if family.activation == "gelu_tanh" else ["silu"]
-    allowed += ["gelu"] if family.activation == "gelu_tanh" else []
-    if (activation := raw.get("hidden_activation", raw.get("hidden_act"))) is not None and activation not in allowed:
+    allowed += ["gelu"] if family.gelu_is_tanh else []
+    if (activation := raw.get(family.activation_key)) is not None and activation not in allowed:
         raise UnsupportedModelError(family.activation_key, activation, ", ".join(allowed))
     if raw.get("use_bidirectional_attention"):
         raise UnsupportedModelError("use_bidirectional_attention", True, "causal attention")
