@@ -137,7 +137,7 @@ async def test_a_closed_one_refuses_chats_that_are_under_way_and_later_ones() ->
         await work.close()
         for chat in (*chats, work.encode_chat("a", CHAT, MANY)):
             with pytest.raises(Draining):
-                await chat
+                await asyncio.wait_for(chat, 60)
 
 
 async def test_a_model_without_a_tokenizer_refuses_chats() -> None:
