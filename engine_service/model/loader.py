@@ -65,7 +65,8 @@ def load_model(
         raise ModelFileMissingError(f"model folder {folder}")
     config = read_model_config(folder)
     files = list_weight_files(folder)
-    names = [each.name for each in tensor_sizes(files)]
+    sizes = list(tensor_sizes(files))
+    names = [each.name for each in sizes]
     left_out = left_out_of(names, config, is_first=split.is_first)
     has_head, has_embeddings = (any(name.startswith(module) for name in names) for module in (HEAD, EMBEDDINGS))
     is_tied = config.tied_embeddings
@@ -73,7 +74,7 @@ def load_model(
     weights, destinations = allocate_weights(config, compute_dtype(config.weights_dtype, device, dtype), device, split)
     if config.tied_embeddings and has_head:  # the one tensor that both are is stored under the other's name
         destinations[f"{HEAD}weight"] = destinations.pop(f"{EMBEDDINGS}weight")
-    num_bytes = sum(file.stat().st_size for file in files)
+    num_bytes = sum(each.num_bytes for each in sizes if each.name not in left_out)
     bar = tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
     with bar:
         tensors: Iterator[tuple[str, str, torch.Tensor | StoredTensor]]
@@ -164,9 +165,7 @@ def _tell_scheme(scheme: Scheme, names: Sequence[str], dtype: torch.dtype) -> No
     if any(scheme.split_name(name)[1] == scheme.scales for name in names):
         log.info("weights_dequantised", stored=scheme.name, dtype=str(dtype).removeprefix("torch."))
         return
-    message = (
-        f"config.json says that weights are stored as {scheme.name}; none is, and all are taken as the numbers that they are"
-    )
+    message = f"config.json says that weights are stored as {scheme.name}; none is, and all are taken as they are"
     log.warning("weights_not_quantised", message=message)
 
 
