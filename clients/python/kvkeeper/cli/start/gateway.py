@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
     from smg import cli, launch_router
 
     launch_router.print_banner = lambda *_: None
-    if "--log-level" not in argv:
+    if not any(word.startswith("--log-level") for word in argv):
         os.environ.setdefault("RUST_LOG", _TOLD)
     is_terminal = sys.stdout.isatty()
     sys.argv = [MODULE, "launch", *([] if is_terminal else ["--log-json"]), *argv]
