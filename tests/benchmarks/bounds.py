@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -111,7 +112,8 @@ async def _look_up(address: str, session: AsyncCacheSession, what: str) -> dict[
     fields = {"session_id": session.session_id, "epoch": session.epoch, **more}
     raw = getattr(pb, f"{method}Request")(**fields, token_ids=range(NUM_TOKENS)).SerializeToString()
     ends, until = Counter[str](), time.perf_counter() + _SECONDS
-    async with grpc.aio.insecure_channel(address, [("grpc.max_send_message_length", -1)]) as channel:
+    connected: Any = grpc.aio.insecure_channel(address, [("grpc.max_send_message_length", -1)])
+    async with connected as channel:
         call = channel.unary_unary(f"/kvkeeper.cache.v1.CacheService/{method}")
         while time.perf_counter() < until:
             try:
