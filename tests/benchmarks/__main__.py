@@ -18,6 +18,7 @@ NAMES = (
     "flat",
     "crowd",
     "delay",
+    "bounds",
     "host",
     "graph_step",
     "generate",

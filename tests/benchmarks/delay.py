@@ -39,9 +39,9 @@ async def _measure() -> list[dict[str, object]]:
         ):
             steady = Steady(await ready_session(client, _LOAD, 0))
             for what in ("admission", "reclaim", "stats", "list", "evict", "audit", "clear"):
-                other = await _start("-m", "tests.benchmarks.disturber", cache, what)
+                other = await start_child("-m", "tests.benchmarks.disturber", cache, what)
                 quiet = await steady.step_until(asyncio.create_task(asyncio.sleep(1.0)))
-                happening = asyncio.create_task(_tell(other))
+                happening = asyncio.create_task(tell_child(other))
                 busy = await steady.step_until(happening)
                 rows.append({
                     "while": what,
@@ -80,7 +80,7 @@ class Steady:
         return took
 
 
-async def _start(*args: str) -> asyncio.subprocess.Process:
+async def start_child(*args: str) -> asyncio.subprocess.Process:
     """`python ARGS`, which has said "ready"."""
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(sys.executable, *args, stdin=pipe, stdout=pipe)
@@ -91,7 +91,7 @@ async def _start(*args: str) -> asyncio.subprocess.Process:
     return child
 
 
-async def _tell(child: asyncio.subprocess.Process) -> float:
+async def tell_child(child: asyncio.subprocess.Process) -> float:
     """Tells it to begin. Answers how long it took."""
     assert child.stdin is not None and child.stdout is not None
     child.stdin.write(b"go\n")

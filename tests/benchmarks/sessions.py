@@ -38,7 +38,9 @@ async def ready_session(client: AsyncCacheClient, load: Load, seed: int) -> Asyn
 async def start(session: AsyncCacheSession, load: Load, seed: int) -> None:
     """Starts the sequences that a load begins with. Prompts of two seeds share nothing."""
     await create(session, list(zip(load.ids.tolist(), load.prompts(), strict=True)), seed)
-    await session.step(StepItems(**load.start_columns()))
+    columns, most = load.start_columns(), session.pool.max_step_items
+    for at in range(0, load.num_sequences, most):
+        await session.step(StepItems(**{name: column[at : at + most] for name, column in columns.items()}))
 
 
 async def create(session: AsyncCacheSession, sequences: list[tuple[int, np.ndarray]], seed: int) -> None:

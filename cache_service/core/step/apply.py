@@ -382,6 +382,7 @@ class StepApplier:
         owners = {other.number: other for other in self._state.sessions.values()} if is_asked else {}
         results: list[StartResult] = []
         below = self._state.below
+        self._inflight.begin_starts()
         for slot, max_new, max_hit, waits in zip(*(column.tolist() for column in columns), strict=True):
             length = below.length_to_come(slot, max_hit) if waits and below is not None else 0
             if length or (waits and (length := self._inflight.length_to_come(slot, max_hit, owners, leaving))):
@@ -390,7 +391,11 @@ class StepApplier:
                 log.computing_lens[slot] = length
                 results.append(StartResult.COMPUTING)
             else:
+                num_ready = len(log.ready)
                 results.append(self._start(owner, log, slot, max_new, max_hit))
+                for other in (slot, *log.ready[num_ready:]) if is_asked else ():
+                    if self._sequences.states[other] == SequenceState.RUNNING:
+                        self._inflight.note_started(other)
         return results
 
     def _reserve_all(self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan, refused: set[int]) -> Grants:

@@ -1,9 +1,10 @@
 """Whether another sequence is computing, right now, the prefix that a waiting sequence is about to compute too.
 
 Looked up when a start asks for it: the running sequences whose next block is the one wanted are found by one comparison of
-columns, and a pool in which no start asks pays nothing. Rules: a sequence counts only while it is still to publish the block: a
-step under way computes it, or it is committed and waits for a copy. One that idles on what it was granted once does not count.
-A start is told to wait only a bounded number of times without progress, so that it never depends on other sequences for good.
+columns, which all starts of a step share, and a pool in which no start asks pays nothing. Rules: a sequence counts only while
+it is still to publish the block: a step under way computes it, or it is committed and waits for a copy. One that idles on what
+it was granted once does not count. A start is told to wait only a bounded number of times without progress, so that it never
+depends on other sequences for good.
 """
 
 from collections.abc import Container, Mapping
@@ -11,13 +12,34 @@ from collections.abc import Container, Mapping
 import numpy as np
 
 from ..pool_state import PoolState
+from ..sequences.sequence_table import SequenceTable
 from ..sequences.session_state import SessionState
-from ..values.types import SequenceState
+from ..values.types import Int32Array, Int64Array
 from .prefix_lookup import PrefixLookup
 
-_RUNNING = np.int8(SequenceState.RUNNING)
 MOST_WAITS = 64  # answers in a row, between which the cached prefix has not grown
 _STEPS_TO_COMMIT = 2  # with the second step after it, all that a step computed has completed and may be committed
+
+
+class NextBlocks:
+    """The blocks at one place that running sequences have and do not publish yet. Those that start meanwhile are added."""
+
+    def __init__(self, seqs: SequenceTable, start: int, slots: Int64Array, lens: Int64Array) -> None:
+        """start: tokens before the block. slots [n], lens [n]: sequences that have it, and tokens they may share."""
+        self._slots, self._lens, self._roots = slots, lens, seqs.roots[slots]
+        self._blocks = seqs.tokens_of(slots)[slots, start : start + seqs.block_size]
+        self._firsts = self._blocks[:, 0].copy()
+        self._added: dict[tuple[int, bytes], list[tuple[int, int]]] = {}
+
+    def find(self, root: int, block: Int32Array) -> list[tuple[int, int]]:
+        """(slot, tokens whose blocks may be shared) of each sequence with this block."""
+        at = ((self._firsts == block[0]) & (self._roots == root)).nonzero()[0]
+        at = at[(self._blocks[at] == block).all(1)]
+        found = list(zip(self._slots[at].tolist(), self._lens[at].tolist(), strict=True))
+        return found + self._added.get((root, block.tobytes()), [])
+
+    def add(self, root: int, block: Int32Array, slot: int, length: int) -> None:
+        self._added.setdefault((root, block.tobytes()), []).append((slot, length))
 
 
 class InflightPrefixes:
@@ -27,6 +49,19 @@ class InflightPrefixes:
         self._sequences = state.sequences
         self._publisher = state.publisher
         self._lookup = lookup
+        self._next_blocks: dict[int, NextBlocks] = {}  # by the tokens before them, while the starts of a step go on
+
+    def begin_starts(self) -> None:
+        """A step is about to start sequences: whatever ran before has changed."""
+        self._next_blocks.clear()
+
+    def note_started(self, slot: int) -> None:
+        """A sequence runs since the last one was looked up, of the same step."""
+        seqs, size = self._sequences, self._sequences.block_size
+        for start, blocks in self._next_blocks.items():
+            slots, lens = self._behind(start, np.array([slot]))
+            if len(slots):
+                blocks.add(int(seqs.roots[slot]), seqs.tokens_of(slot)[slot, start : start + size], slot, int(lens[0]))
 
     def length_to_come(self, slot: int, max_hit: int, owners: Mapping[int, SessionState], leaving: Container[int]) -> int:
         """Tokens, whole blocks, that the waiting sequence could hit once a running one has committed what it was granted.
@@ -45,7 +80,10 @@ class InflightPrefixes:
         if seqs.num_waits[slot] >= MOST_WAITS:
             return 0
         longest, unit = 0, size * seqs.new_entries.common_period
-        for rival, length in self._rivals(slot, start):
+        if start not in self._next_blocks:
+            self._next_blocks[start] = NextBlocks(seqs, start, *self._behind(start, seqs.running_slots()))
+        next_block = seqs.known_tokens(slot)[start : start + size]
+        for rival, length in self._next_blocks[start].find(int(seqs.roots[slot]), next_block):
             owner = owners.get(int(seqs.owners[rival]))
             if owner is None or rival in leaving or not self._will_publish(owner, rival, length):
                 continue
@@ -58,29 +96,21 @@ class InflightPrefixes:
         seqs.count_wait(slot)
         return longest
 
-    def _rivals(self, slot: int, start: int) -> list[tuple[int, int]]:
-        """Running sequences with the same block at `start`, not published: (slot, tokens whose blocks may be shared) of each.
+    def _behind(self, start: int, slots: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Those of these running sequences with a whole block at `start` that is not published, and tokens that may be shared.
 
         What a sequence has published is in the match already, so most running sequences are left out by one comparison.
         """
         seqs, size = self._sequences, self._sequences.block_size
-        num_hit = seqs.num_published * size
+        num_hit = seqs.num_published[slots] * size
         if seqs.has_states:  # what is published behind the last checkpoint is no hit yet
             unit = size * seqs.new_entries.common_period
             num_hit = num_hit // unit * unit
-        is_behind = num_hit <= max(start, self._lookup.min_tokens)
-        is_behind &= seqs.states == _RUNNING
-        rivals = is_behind.nonzero()[0]
-        rivals = rivals[seqs.roots[rivals] == seqs.roots[slot]]
-        lens = np.minimum(seqs.num_tokens[rivals], seqs.num_reserved[rivals])
-        lens = np.minimum(lens, seqs.share_limits[rivals].astype(np.int64) * size)
+        slots = slots[num_hit <= max(start, self._lookup.min_tokens)]
+        lens = np.minimum(seqs.num_tokens[slots], seqs.num_reserved[slots])
+        lens = np.minimum(lens, seqs.share_limits[slots].astype(np.int64) * size)
         is_long = lens >= start + size
-        rivals, lens = rivals[is_long], lens[is_long]
-        if not len(rivals):
-            return []
-        next_block = seqs.known_tokens(slot)[start : start + size]
-        same = (seqs.tokens_of(rivals)[rivals, start : start + size] == next_block).all(1)
-        return list(zip(rivals[same].tolist(), lens[same].tolist(), strict=True))
+        return slots[is_long], lens[is_long]
 
     def _will_publish(self, owner: SessionState, rival: int, length: int) -> bool:
         """Whether so many tokens of the running sequence are to be expected in the index.

@@ -76,6 +76,7 @@ class FrontServices:
     counted: Callable[[], AbstractContextManager[None]]  # for as long as a stream is not answered to its end
     pace: StreamPace
     note_foreign: Callable[[str, str], None]  # path, name of the caller: it named a tenant that is not its
+    contract: Contract = CONTRACT  # our own, with limits
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +198,7 @@ class FrontCalls:
         self._lane.send(Kind.END, call.number)
 
     async def _generate(self, call: _Call, raw: bytes) -> None:
-        message = self._services.methods[GENERATE_PATH].contract.parse(_GENERATE, raw)
+        message = self._services.contract.parse(_GENERATE, raw)
         assert isinstance(message, pb.GenerateRequest)
         generation = await self._services.admit(message, call.buffer.put, makes_text=False)
         call.generation = generation

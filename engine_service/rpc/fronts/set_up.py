@@ -19,8 +19,9 @@ from .told import FrontSetUp
 
 def front_services(service: EngineService, turns: Turns, guard: Guard, others: Sequence[tuple[Contract, Any]]) -> FrontServices:
     """others: contracts beside our own, each with what answers."""
-    methods = {}
-    for contract, answering in ((CONTRACT, service), *others):
+    own = CONTRACT.with_prompts_of(service.message_bytes)
+    methods = served_methods(own, service)
+    for contract, answering in others:
         methods.update(served_methods(contract.with_prompts_of(service.message_bytes), answering))
     return FrontServices(
         methods,
@@ -30,6 +31,7 @@ def front_services(service: EngineService, turns: Turns, guard: Guard, others: S
         service.streams.counted,
         service.pace,
         lambda path, caller: guard.refused.note("TENANT_NOT_ALLOWED", path, caller),
+        own,
     )
 
 

@@ -36,7 +36,10 @@ def _none64() -> Int64Array:
 
 @dataclass(frozen=True, slots=True)
 class StepItems:
-    """The items of one step, applied in this order. Columns of one group are equally long; lengths are absolute."""
+    """The items of one step, applied in this order. Columns of one group are equally long; lengths are absolute.
+
+    Forks, truncates, releases, swaps and starts are at most max_step_items of the session's pool, all together.
+    """
 
     commit_ids: Int64Array = field(default_factory=_none64)
     commit_lens: Int32Array = field(default_factory=_none32)

@@ -163,3 +163,15 @@ def test_one_item_calls_tell_no_steps_so_what_they_granted_counts_until_the_boun
         pool.manager.commit(session, 5, length, 12, int32([]))
     pool.create(2, range(12), session=B)
     assert answers_of(pool, 2000) == 64
+
+
+def test_starts_of_one_step_wait_for_those_before_them() -> None:
+    pool = CorePool(num_blocks=33)
+    prompts = {1: range(12), 2: range(12), 3: range(50, 62), 4: [*range(4), *range(90, 98)], 5: range(50, 56), 6: range(12)}
+    for sequence_id, prompt in prompts.items():
+        pool.create(sequence_id, list(prompt), tenant="other" if sequence_id == 6 else "")
+    batch = step_batch(1, 0, starts=[(sequence_id, ALL, ALL) for sequence_id in prompts])
+    reply = pool.manager.step(A, batch._replace(start_may_wait=int32([1] * len(prompts))))
+    assert reply.start_results.tolist() == [STARTED, COMPUTING, STARTED, COMPUTING, COMPUTING, STARTED]
+    assert reply.start_hits.tolist() == [0, 8, 0, 4, 4, 0]
+    pool.audit()
