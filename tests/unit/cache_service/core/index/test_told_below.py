@@ -99,6 +99,7 @@ def test_a_tier_that_is_cleared_is_one_change_and_leaves_what_others_have() -> N
     told.disk.clear()
     assert len(told.index.change_log) == 1
     assert told.mirror() == told.snapshot() == {1: REMOTE, 2: REMOTE}
+    assert (len(told.disk), list(told.disk.children(told.name(0)))) == (0, [])
 
 
 def test_a_tenant_is_told_before_it_has_a_root_and_is_told_of_no_other() -> None:
