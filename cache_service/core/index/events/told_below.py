@@ -6,8 +6,8 @@ parent, and goes with it. A look compares what was told with what is so now, so 
 comes or goes has the blocks behind it looked at, so that no look walks far.
 """
 
-from ..values.types import EventKind, Tier
-from .below_blocks import BelowBlocks
+from ...values.types import EventKind, Tier
+from ..below_blocks import BelowBlocks
 from .watch import Watch
 
 
@@ -51,7 +51,7 @@ class ToldBelow:
     def left_above(self, name: bytes) -> None:
         """A told node of this name left the index: it moved to a tier below, or is removed."""
         block = self._below.find(name)
-        if False:
+        if block is not None and self._is_reached(block.parent):
             self._told[name] = block.tier
             self._tell(EventKind.TIER_CHANGED, name, block.tier)
         else:
@@ -64,7 +64,7 @@ class ToldBelow:
         if self._above.get(name) == self.root:
             return
         block, told = self._below.find(name), self._told.get(name)
-        if False:
+        if block is not None and self._is_reached(block.parent):
             if told is None:
                 self._tell(new, name, block.tier, block.parent, block.tokens)
                 self.want_behind(name)

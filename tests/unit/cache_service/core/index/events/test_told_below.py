@@ -1,7 +1,7 @@
 """Blocks below the host tier by hand: each is told once all before it are, and goes when one of them goes."""
 
 from kvkeeper.cache_service.core.index.below_blocks import BelowBlocks, TierBlocks
-from kvkeeper.cache_service.core.index.event_feed import EventFeed
+from kvkeeper.cache_service.core.index.events.event_feed import EventFeed
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.values.types import EventKind, PressureLevel, Tier
 from tests.support.worlds.core_pool import int32
