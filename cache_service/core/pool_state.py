@@ -25,10 +25,10 @@ from .sequences.publisher import ALL_BLOCKS, Publisher
 from .sequences.retention import RetentionDrops
 from .sequences.sequence_table import SequenceTable
 from .sequences.session_state import SessionState
-from .values.block_names import block_name, first_parent
 from .values.clock import Clock
 from .values.counters import Counters
 from .values.errors import InvalidField, UnknownSequence, UnknownSession
+from .values.kv_spec import block_name, first_parent
 from .values.pool_config import PoolConfig
 from .values.types import Executor, Int32Array, MatchEnd, PressureLevel, SessionId, Tier
 

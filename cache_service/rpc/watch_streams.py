@@ -13,8 +13,8 @@ import structlog
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
-from ..core.index.event_feed import EventFeed
-from ..core.index.watch import Event, Watch
+from ..core.index.events.event_feed import EventFeed
+from ..core.index.events.watch import Event, Watch
 from ..core.values.errors import BrokenInvariant, CacheError, OutOfWatches, WatchLagged
 from ..core.values.types import EventKind
 from ..runtime.live_session import LiveSession

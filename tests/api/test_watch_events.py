@@ -13,7 +13,7 @@ import pytest
 from google.protobuf import json_format
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache_service.core.index import watch as events
+from kvkeeper.cache_service.core.index.events import watch as events
 from kvkeeper.cache_service.rpc import watch_streams as watches
 from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, ManualClock, Session, le32, le64, refusal, serving
 

@@ -14,7 +14,7 @@ import pytest
 from smg_grpc_proto.generated import common_pb2 as pb
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
-from kvkeeper.cache_service.core.index import watch
+from kvkeeper.cache_service.core.index.events import watch
 from kvkeeper.cache_service.rpc import watch_streams
 from kvkeeper.engine_service.rpc.gateway import kv_events
 from tests.support.processes.service_pair import BLOCK_SIZE, DEADLINE_S, Services, generate, toy_output, until

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from kvkeeper.cache_service.core.index.event_feed import EventFeed
+from kvkeeper.cache_service.core.index.events.event_feed import EventFeed
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.tiers.below.named_tier import NamedTier
 from kvkeeper.cache_service.core.values.types import EventKind, PressureLevel, Tier

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvkeeper.cache_service.core.index.event_feed import EventFeed
+from kvkeeper.cache_service.core.index.events.event_feed import EventFeed
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.values.types import EventKind, PressureLevel
 from tests.sim.simulation import Simulation

@@ -9,7 +9,7 @@ blocks of the first stand for all. A change costs the same whatever is stored; t
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..values.block_names import BLOCK_NAME_BYTES
+from ..values.kv_spec import BLOCK_NAME_BYTES
 from ..values.types import Tier
 from .prefix_index import PrefixIndex
 

@@ -14,9 +14,8 @@ import hashlib
 import struct
 from typing import NamedTuple
 
-from ...core.values.block_names import BLOCK_NAME_BYTES, block_name
 from ...core.values.copies import NAME_BYTES, StoredBlock, TierOrder
-from ...core.values.kv_spec import KvSpec
+from ...core.values.kv_spec import BLOCK_NAME_BYTES, KvSpec, block_name
 
 PAGE = 4096  # what O_DIRECT wants of offsets, lengths and memory on every disk that is sold
 KEY_BYTES = 32

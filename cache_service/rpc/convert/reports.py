@@ -8,7 +8,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1.cache_service_pb2_comments import COMMENTS
 from kvkeeper.cuda import handle as cuda_handles
 
-from ...core.index.watch import Event
+from ...core.index.events.watch import Event
 from ...core.inspection.explain import Explanation, in_words
 from ...core.values.types import BlockState, Executor
 from ...core.values.views import BlockView, PoolStats

@@ -52,13 +52,13 @@ export class SessionCalls {
     };
   }
 
-  /** Leading tokens that are cached now, and their blocks. */
+  /** Leading tokens that are cached now, by tier, and their blocks on the device. */
   async matchPrefix(tokenIds, options = {}) {
     const { tenant } = checkedOptions(options, { tenant: '' });
     return this.call('MatchPrefix', { tokenIds, tenant });
   }
 
-  /** Why the longest cached prefix ends where it does. */
+  /** Leading tokens that are cached now, by tier, and why what a start would take of them ends where it does. */
   async explainMatch(tokenIds, options = {}) {
     const { tenant } = checkedOptions(options, { tenant: '' });
     return this.call('ExplainMatch', { tokenIds, tenant });

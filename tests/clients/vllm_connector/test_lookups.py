@@ -7,6 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.server import RunningServer
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.vllm.backoff import Backoff
@@ -207,6 +208,18 @@ async def test_a_prefix_counts_as_far_as_all_ranks_have_it(cache_server: Running
     await matcher.renew()
     await matcher.close()
     assert not cache_server.session_manager.sessions
+
+
+async def test_what_lies_below_the_host_tier_alone_is_not_promised_to_vllm() -> None:
+    """It is not there when the load begins."""
+    found = pb.MatchPrefixResponse(num_matched_tokens=60, num_host_tokens=8, num_disk_tokens=12, num_remote_tokens=16)
+
+    class Session:
+        async def match_prefix(self, token_ids: object, tenant: str) -> pb.MatchPrefixResponse:
+            return found
+
+    matcher = PoolMatcher(None, [Session()])  # type: ignore[arg-type, list-item]
+    assert await matcher.match([(tokens_of(5), "")]) == [32]
 
 
 def _store(address: str, spec: object, num_blocks: int) -> None:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvkeeper.cache_service.core.index.events.watch import Event, Watch
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
-from kvkeeper.cache_service.core.index.watch import Event, Watch
 from kvkeeper.cache_service.core.values.types import EventKind, PressureLevel, Tier
 
 SPEC_KEY = b"spec"

@@ -282,11 +282,11 @@ class AsyncCacheSession:
         return await self._do(self._calls.get_block(block_id))
 
     async def match_prefix(self, token_ids: TokenIds, tenant: str = "") -> pb.MatchPrefixResponse:
-        """Leading tokens that are cached now."""
+        """Leading tokens that are cached now, by tier, as far as that is known without asking a disk or a server."""
         return await self._do(self._calls.match_prefix(token_ids, tenant))
 
     async def explain_match(self, token_ids: TokenIds, tenant: str = "") -> pb.ExplainMatchResponse:
-        """Why the longest cached prefix of these tokens ends where it does."""
+        """Leading tokens that are cached now, by tier, and why what a start would take of them ends where it does."""
         return await self._do(self._calls.explain_match(token_ids, tenant))
 
     def watch_events(

@@ -58,6 +58,25 @@ def test_each_tier_is_counted_and_the_rest_may_be_in_the_remote_tier() -> None:
     assert words.endswith("A start would take 0. The remote tier was not asked for more.")
 
 
+@pytest.mark.parametrize("num_stored", [0, 1, 2, 3])
+def test_what_the_remote_tier_says_that_it_has_is_counted(num_stored: int) -> None:
+    pool = TierPool(num_blocks=9, num_host_blocks=9)
+    remote = pool.manager.add_remote(b"key", TierRules(name="remote", most_asked=MOST_ASKED))
+    cached(pool, 1, range(4))
+    tokens = int32(range(17))
+    for sequence_id in (2, 3):  # heard of twice is known once
+        pool.create(sequence_id, range(17))
+        (question,) = remote.take_questions()
+        remote.complete_question(question, num_stored)
+        found = pool.manager.match_prefix("", tokens)
+        assert (found.num_tokens, found.behind.num_remote) == (4 + 4 * num_stored, 4 * num_stored)
+        assert found.behind.remote_not_asked == (num_stored < 3)
+        for load in remote.take_loads():
+            remote.complete_load(load, [TierResult.MISSING] * len(load.orders))
+        assert pool.manager.match_prefix("", tokens).num_tokens == 4
+    assert not pool.manager.check_invariants()
+
+
 def test_what_is_found_missing_in_the_remote_tier_is_not_counted_any_more() -> None:
     world = Below()
     world.remote.table.learn([], sorted(world.remote.stored_names()))

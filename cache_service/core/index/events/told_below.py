@@ -6,8 +6,8 @@ parent, and goes with it. A look compares what was told with what is so now, so 
 comes or goes has the blocks behind it looked at, so that no look walks far.
 """
 
-from ..values.types import EventKind, Tier
-from .below_blocks import BelowBlocks
+from ...values.types import EventKind, Tier
+from ..below_blocks import BelowBlocks
 from .watch import Watch
 
 

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.core.index import watch as events
-from kvkeeper.cache_service.core.index.event_feed import EventFeed
+from kvkeeper.cache_service.core.index.events import watch as events
+from kvkeeper.cache_service.core.index.events.event_feed import EventFeed
 from kvkeeper.cache_service.core.index.leaf_walk import LeafWalk
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.values.types import EventKind, MatchEnd, PressureLevel, Tier

@@ -1,7 +1,7 @@
 """Blocks below the host tier by hand: each is told once all before it are, and goes when one of them goes."""
 
 from kvkeeper.cache_service.core.index.below_blocks import BelowBlocks, TierBlocks
-from kvkeeper.cache_service.core.index.event_feed import EventFeed
+from kvkeeper.cache_service.core.index.events.event_feed import EventFeed
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.values.types import EventKind, PressureLevel, Tier
 from tests.support.worlds.core_pool import int32
@@ -99,6 +99,7 @@ def test_a_tier_that_is_cleared_is_one_change_and_leaves_what_others_have() -> N
     told.disk.clear()
     assert len(told.index.change_log) == 1
     assert told.mirror() == told.snapshot() == {1: REMOTE, 2: REMOTE}
+    assert (len(told.disk), list(told.disk.children(told.name(0)))) == (0, [])
 
 
 def test_a_tenant_is_told_before_it_has_a_root_and_is_told_of_no_other() -> None:

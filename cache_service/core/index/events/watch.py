@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..values.types import EventKind, PressureLevel, Tier
+from ...values.types import EventKind, PressureLevel, Tier
 
 MAX_NAMES = 512  # of an event
 MAX_WAITING_NAMES = 65_536  # told to a watch and unread

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..values.block_names import BLOCK_NAME_BYTES, block_name, first_parent
-from ..values.types import EventKind, PressureLevel, Tier
-from .below_blocks import BelowBlocks
-from .change_log import BELOW_CLEARED, REMOVED, STORED, Change, ChangeLog
-from .prefix_index import PrefixIndex
+from ...values.kv_spec import BLOCK_NAME_BYTES, block_name, first_parent
+from ...values.types import EventKind, PressureLevel, Tier
+from ..below_blocks import BelowBlocks
+from ..change_log import BELOW_CLEARED, REMOVED, STORED, Change, ChangeLog
+from ..prefix_index import PrefixIndex
 from .told_below import ToldBelow
 from .watch import Event, Watch, zeros
 
