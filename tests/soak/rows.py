@@ -11,6 +11,7 @@ from tests.soak import (
     engine_kills,
     exactly_once,
     failpoints,
+    floods,
     fork_trees,
     fuzzing,
     hostile_releases,
@@ -135,4 +136,7 @@ ROWS = [
     *(Row(34, service, "malformed input never ends a service", "calls", "inputs that were refused",
           10_000_000, getattr(fuzzing, service), num_ci_seeds=0, most_seconds=600)
       for service in ("cache", "engine", "gateway")),
+    Row(38, "floods", "control frames cost what they carry: 64 MB at most, and others have their turn", "floods",
+        "requests that were answered beside one", 64, floods.run, num_ci_seeds=0, is_timed=True, most_seconds=600,
+        worst="MB more"),
 ]  # fmt: skip
