@@ -24,7 +24,7 @@ def choose(environ: MutableMapping[str, str]) -> None:
 
 def add_pollers() -> None:
     """Has further threads read and write for gRPC until the process ends. Call it on the loop that serves."""
-    from grpc._cython import cygrpc
+    from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
     cygrpc.init_grpc_aio()  # as a server or a channel does, and never taken back: the threads use what it makes
     own = (getattr(thread, "_target", None) for thread in threading.enumerate())
