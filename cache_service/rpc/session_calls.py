@@ -2,7 +2,9 @@
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.service import VERSION
+from kvkeeper.service.listen import is_of_this_host
 from kvkeeper.service.methods import max_prompt_message_bytes as prompt_message_bytes
+from kvkeeper.service.methods import peer
 from kvkeeper.trust.caller import calling
 
 from ..config import CacheConfig
@@ -76,14 +78,15 @@ class SessionCalls:
             read_only_memory=read_only,
             packs_host_blocks=request.packs_host_blocks,
         )
+        is_near = is_of_this_host(peer.get())  # no other caller can use the attach socket, or is to learn a path
         return pb.OpenSessionResponse(
             session_id=live.core.id,
             epoch=live.core.epoch,
             ttl_ms=ttl_ms,
             pool=pool_info(live.pool.info),
-            attach_token=live.attach_token,
-            attach_socket_path=self._attach_path,
-            offers_step_lane=True,
+            attach_token=live.attach_token if is_near else "",
+            attach_socket_path=self._attach_path if is_near else "",
+            offers_step_lane=is_near,
             protocol_version=version,
         )
 

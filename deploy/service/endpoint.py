@@ -29,9 +29,29 @@ _OPTIONS = [
     # Compressed messages are refused: unpacking a few kilobytes may cost much time and memory here, and the sender nothing.
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.per_message_decompression", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),  # clients ping every 20 s
-    ("grpc.http2.max_ping_strikes", 0),  # gateways ping as they like, and would be sent away for it
+    # Gateways and clients ping every few seconds, with calls and without. A connection that only pings, and does so without a
+    # pause, is closed: each ping is answered, which costs the sender less than this service.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 100),
+    ("grpc.http2.max_ping_strikes", 64),
 ]
+MAX_CALLS_EACH = 256  # of one connection, where no setting says so; sessions and watchers have one each
+
+
+def _call_options(max_calls_each: int, max_connections: int = _MOST) -> list[tuple[str, int]]:
+    """Of a server: how many calls of one connection it knows at once.
+
+    Calls that were let in wait here for their turn, so gRPC itself is to drop none of them. Calls that the client has ended
+    count, too, until they are put away: a client that begins and ends calls without a pause would else fill the memory with
+    them. A quarter more may be known than are let in, so that a client may begin calls while those before them are put away.
+    """
+    most = min(max_connections * max_calls_each, _MOST)
+    return [
+        ("grpc.max_concurrent_streams", max_calls_each),
+        ("grpc.http2.max_deallocating_streams", max_calls_each // 4),
+        ("grpc.server.max_pending_requests", most),
+        ("grpc.server.max_pending_requests_hard_limit", most),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +63,13 @@ class Admission:
     interceptors: Sequence[grpc.aio.ServerInterceptor]
 
     def options(self) -> list[tuple[str, int]]:
-        """Of the server. Calls that were let in wait here for their turn, so gRPC itself is to drop none."""
-        num_calls = self.max_connections * self.max_calls_each
+        """Of the server."""
         return [
             ("grpc.max_allowed_incoming_connections", self.max_connections),
-            ("grpc.max_concurrent_streams", self.max_calls_each),
+            *_call_options(self.max_calls_each, self.max_connections),
             # Of a message that no method has asked for yet, little is taken in: gRPC would take in megabytes after a while.
             ("grpc.http2.bdp_probe", 0),
             ("grpc.http2.lookahead_bytes", 16 << 10),
-            ("grpc.http.overload_protection", 0),  # it would end calls that the client was told it may make
-            ("grpc.server.max_pending_requests", min(num_calls, _MOST)),
-            ("grpc.server.max_pending_requests_hard_limit", min(num_calls, _MOST)),
         ]
 
 
@@ -108,7 +124,7 @@ class Endpoint:
                 *_OPTIONS,
                 ("grpc.so_reuseport", int(is_shared)),  # two services on one port would share its connections at random
                 ("grpc.max_receive_message_length", most),
-                *([] if admission is None else admission.options()),
+                *(_call_options(MAX_CALLS_EACH) if admission is None else admission.options()),
             ],
         )
         try:

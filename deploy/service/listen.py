@@ -12,6 +12,7 @@ import stat
 import struct
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote
 
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
@@ -37,6 +38,20 @@ def peer_of(connection: socket.socket) -> Peer:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(raw)
     return Peer(process, user)
+
+
+def is_of_this_host(peer: str) -> bool:
+    """Whether a caller, as gRPC names it, came over a Unix socket or from an address of this host, loopback or another."""
+    if peer.startswith("unix:"):
+        return True
+    kind, _, address = unquote(peer).partition(":")
+    host = address.rpartition(":")[0].strip("[]")
+    with socket.socket(socket.AF_INET6 if kind == "ipv6" else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))  # which the system grants for addresses of its own alone
+        except OSError:
+            return False
+    return bool(host)
 
 
 def listen_privately(path: Path, kind: socket.SocketKind, backlog: int) -> socket.socket:

@@ -17,6 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.cache_service.__main__ import main
+from kvkeeper.cache_service.config import CacheConfig
+from kvkeeper.cache_service.rpc import session_calls
+from kvkeeper.cache_service.server import start_server
+from kvkeeper.client import AsyncCacheClient, KvkeeperError
+from kvkeeper.service.listen import is_of_this_host
 from tests.support.worlds.cache_api import DEADLINE, SPEC
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +77,37 @@ def open_session(address: str) -> pb.OpenSessionResponse:
     with grpc.insecure_channel(address) as channel:
         stub = pb_grpc.CacheServiceStub(channel)  # type: ignore[no-untyped-call]
         return stub.OpenSession(pb.OpenSessionRequest(spec=SPEC), timeout=DEADLINE, wait_for_ready=True)
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+async def test_only_a_caller_of_the_same_host_learns_of_the_attach_socket(
+    is_near: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers: list[str] = []
+
+    def judged(peer: str) -> bool:
+        peers.append(peer)
+        return is_near and is_of_this_host(peer)
+
+    monkeypatch.setattr(session_calls, "is_of_this_host", judged)
+    server = await start_server(CacheConfig(listen="127.0.0.1:0", runtime_dir=tmp_path / "r", num_blocks=16, drain_timeout=0.0))
+    try:
+        async with AsyncCacheClient(server.address) as client:
+            session = await client.open_session(SPEC)
+            opened = session._opened
+            told = [bool(opened.attach_socket_path), bool(opened.attach_token), opened.offers_step_lane]
+            assert told == [is_near] * 3
+            assert str(tmp_path) not in str(opened) or is_near
+            if is_near:
+                (await session.attach()).close()
+            else:
+                with pytest.raises(KvkeeperError, match="another host"):
+                    await session.attach()
+                assert not await session.attach_step_lane()
+            await session.close()
+    finally:
+        await server.stop()
+    assert [peer.startswith("ipv4:127.0.0.1:") for peer in peers] == [True]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

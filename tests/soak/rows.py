@@ -11,6 +11,7 @@ from tests.soak import (
     engine_kills,
     exactly_once,
     failpoints,
+    floods,
     fork_trees,
     fuzzing,
     hostile_releases,
@@ -138,4 +139,7 @@ ROWS = [
       for service in ("cache", "engine", "gateway")),
     Row(38, "unread logs", "a log that cannot be written, or is not read, costs log lines only", "calls",
         "lines that were dropped", 100_000, unread_logs.run, num_ci_seeds=2),
+    Row(39, "floods", "control frames cost what they carry: 64 MB at most, and others have their turn", "floods",
+        "requests that were answered beside one", 64, floods.run, num_ci_seeds=0, is_timed=True, most_seconds=600,
+        worst="MB more"),
 ]  # fmt: skip

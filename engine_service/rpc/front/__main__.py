@@ -28,6 +28,7 @@ def main() -> None:
 
 
 async def _run(end: socket.socket) -> None:
+    grpc_runtime.add_pollers()
     gc.freeze()
     await Front().run(end)
     # gRPC's own tasks of calls that were cut off end by themselves; cancelled, each says so on the terminal.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.service.listen import AddressInUse, SocketLock, check_port
+from kvkeeper.service.listen import AddressInUse, SocketLock, check_port, is_of_this_host
 
 
 @pytest.fixture
@@ -54,3 +54,22 @@ def test_a_port_in_use_is_told() -> None:
         with pytest.raises(AddressInUse, match=str(port)):
             check_port("127.0.0.1", port)
     check_port("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("peer", "is_near"),
+    [
+        ("unix:", True),
+        ("unix:/run/x", True),
+        ("ipv4:127.0.0.1:5", True),
+        ("ipv4:127.9.9.9:5", True),
+        ("ipv6:%5B::1%5D:5", True),
+        ("ipv6:[::1]:5", True),
+        ("ipv4:192.0.2.7:5", False),  # of the addresses for documentation
+        ("ipv6:%5B2001:db8::7%5D:5", False),
+        ("", False),
+        ("unknown", False),
+    ],
+)
+def test_a_caller_is_of_this_host_by_its_address(peer: str, is_near: bool) -> None:
+    assert is_of_this_host(peer) == is_near

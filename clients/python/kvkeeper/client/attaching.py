@@ -40,6 +40,9 @@ def attaching(path: str, token: str, timeout_s: float, *parts: str) -> Iterator[
 
     Descriptors that the body has not taken out are closed after it. Raises KvkeeperError.
     """
+    if not path:
+        text = "the service is on another host, and its memory can be mapped on its own alone"
+        raise KvkeeperError(grpc.StatusCode.UNAVAILABLE, message=text)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     descriptors: list[int] = []
     try:
