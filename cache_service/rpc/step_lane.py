@@ -41,19 +41,29 @@ class StepLanes:
         if Part.STEP_LANE not in parts:
             return grant
         try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            theirs = self._open_lane(live)
         except OSError:  # out of descriptors
             return replace(grant, fields={**grant.fields, "step_lane": False})
-        ours.setblocking(False)  # theirs is for its process to set
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        live.lane = StepLane(self._session_manager, self._handler, live, ours, self._frame)
         return replace(
             grant,
             fields={**grant.fields, "step_lane": True},
             descriptors=[*grant.descriptors, theirs.fileno()],
             given_away=theirs,
         )
+
+    def _open_lane(self, live: LiveSession) -> socket.socket:
+        """The end of a new lane that is for its process. Raises OSError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours.setblocking(False)  # theirs is for its process to set
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            live.lane = StepLane(self._session_manager, self._handler, live, ours, self._frame)
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
+        return theirs
 
 
 class StepLane:

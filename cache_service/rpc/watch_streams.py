@@ -47,11 +47,11 @@ class WatchStreams:
         """The messages of one watch until it ends. Raises OutOfWatches, WatchLagged, and the error of the session's end."""
         if self._num_open >= MAX_WATCHES:
             raise OutOfWatches(f"all {MAX_WATCHES} watches are in use", limit=MAX_WATCHES)
-        self._num_open += 1
         feed = self._feeds.get(live.pool)
         if feed is None:
             feed = self._feeds[live.pool] = _PoolFeed(live.pool)
         reader = feed.add(tenant, wants_tokens=wants_tokens)
+        self._num_open += 1
         live.watches.add(reader)
         try:
             while True:

@@ -249,8 +249,9 @@ class Pool:
         return [arena.read_only_descriptor for arena in arenas if isinstance(arena, SharedMemoryArena)]
 
     def _end_earlier_quarantine(self) -> None:
+        num_blocks = self.manager.end_quarantine(EARLIER_RUN)
         self.quarantines.discard(EARLIER_RUN)
-        log.info("quarantine_ended", client_name=EARLIER_RUN, num_blocks=self.manager.end_quarantine(EARLIER_RUN))
+        log.info("quarantine_ended", client_name=EARLIER_RUN, num_blocks=num_blocks)
 
     async def close_tiers(self) -> None:
         """Closes those below the host tier, which may wait for a disk or a server, while other pools go on."""

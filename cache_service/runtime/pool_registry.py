@@ -212,12 +212,15 @@ class PoolRegistry:
         if not may_replace:
             text = "every pool has another KV spec, and a credential of one tenant replaces none, see --num-pools"
             raise OutOfPools(text, flag="--num-pools")
-        pool = self._pools.pop(min(idle, key=lambda pool: pool.last_use).key)
+        pool = min(idle, key=lambda pool: pool.last_use)
         info, num_cached_blocks = pool.info, pool.stats().num_cached_blocks
+        del self._pools[pool.key]
         try:
             await pool.close_tiers()
         finally:
             pool.close()
+        self.num_replaced += 1
+        asyncio.get_running_loop().call_soon(self._on_replaced, info)  # not here, where its failure would be the call's
         log.warning(
             "pool_replaced",
             model_id=info.spec.model_id,
@@ -225,8 +228,6 @@ class PoolRegistry:
             num_blocks=info.num_blocks,
             num_cached_blocks=num_cached_blocks,
         )
-        self.num_replaced += 1
-        self._on_replaced(info)
         del pool, idle
         if self._owns_process:
             gc.unfreeze()

@@ -90,11 +90,11 @@ class SessionManager:
             text = "the host tier keeps K and V in few bits, which this client does not convert: see --host-kv-dtype"
             raise NotImplementedYet(text, feature="host_kv_dtype")
         pool = await self.registry.obtain(spec, may_replace=tenant == ANY_TENANT)
-        session_id = SessionId(secrets.token_hex(16))
+        session_id, attach_token = SessionId(secrets.token_hex(16)), secrets.token_hex(16)
+        pool.manager.tick(self.now())  # what falls due may fail, and then there is no session
         core = self.table.open(session_id, executor, ttl, client_name, self.now(), caller)
-        pool.manager.tick(self.now())
         pool.manager.open_session(session_id, executor, caller)
-        live = LiveSession(core, pool, secrets.token_hex(16), tenant, read_only_memory)
+        live = LiveSession(core, pool, attach_token, tenant, read_only_memory)
         pool.sessions.add(session_id)
         self._live[session_id] = live
         self._tokens[live.attach_token] = live
@@ -185,6 +185,13 @@ class SessionManager:
             raise AttachRefused("TENANT_NOT_ALLOWED")
         if has_memory and live.core.ttl > MAX_TTL:
             raise AttachRefused("LEASE_TOO_LONG")
+        grant = Grant(  # a device may fail here, and then the token is not spent
+            fields=live.pool.arena_fields(rank, read_only=live.read_only_memory) if has_memory else {},
+            descriptors=live.pool.arena_descriptors(rank, read_only=live.read_only_memory) if has_memory else [],
+            on_process_end=lambda: self._process_ended(live, rank),
+            on_unmapped=lambda: self._ended.unmapped(live, rank),
+            session_over=live.over,
+        )
         live.attached.add(rank)
         if len(live.attached) == live.pool.info.spec.num_ranks:
             del self._tokens[token]
@@ -192,13 +199,7 @@ class SessionManager:
             live.mapped.add(rank)
             live.pool.mappings.add(live.core.id)
         log.info("process_attached", client_name=live.core.client_name, parts=" ".join(sorted(parts)), rank=rank)
-        return live, Grant(
-            fields=live.pool.arena_fields(rank, read_only=live.read_only_memory) if has_memory else {},
-            descriptors=live.pool.arena_descriptors(rank, read_only=live.read_only_memory) if has_memory else [],
-            on_process_end=lambda: self._process_ended(live, rank),
-            on_unmapped=lambda: self._ended.unmapped(live, rank),
-            session_over=live.over,
-        )
+        return live, grant
 
     def start_draining(self) -> None:
         """Refuses new sessions and watches from now on. Open watches end; sessions go on."""
@@ -226,13 +227,13 @@ class SessionManager:
         self._tokens.pop(live.attach_token, None)
         live.pool.sessions.discard(session_id)
         self._ended.add(live, drained=drained, in_quarantine=may_still_write)
-        live.end_carriers(UnknownSession("the session has ended"))
-        live.end_watches(UnknownSession("the session has ended"))
         live.over.set()
         if not self._live:
             self.no_session.set()
         if cause != "closed":
             self.num_reaped += 1
+        live.end_carriers(UnknownSession("the session has ended"))
+        live.end_watches(UnknownSession("the session has ended"))
         log.info(
             "session_ended",
             cause=cause,

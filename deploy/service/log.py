@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 import structlog
@@ -47,7 +47,7 @@ def configure(level: str, service: str, stream: TextIO | None = None) -> None:
 
 
 def _line_maker(processors: Sequence[structlog.typing.Processor]) -> Callable[[Any, str, structlog.typing.EventDict], str]:
-    """A processor that makes the text of an event with these; the fields of an event that they fail on are left out."""
+    """A processor that makes the text of an event with these. Where they fail on its fields, the event is told without."""
 
     def run(logger: Any, level: str, event: Any) -> str:
         for processor in processors:
@@ -55,10 +55,10 @@ def _line_maker(processors: Sequence[structlog.typing.Processor]) -> Callable[[A
         return str(event)
 
     def line(logger: Any, level: str, event: structlog.typing.EventDict) -> str:
-        try:
-            return run(logger, level, dict(event))
-        except Exception as error:
-            return run(logger, level, {"event": str(event["event"]), "not_told": type(error).__name__})
+        for told in (dict(event), {"event": str(event["event"]), "is_told_in_part": True}):
+            with suppress(Exception):
+                return run(logger, level, told)
+        return str(event["event"])
 
     return line
 

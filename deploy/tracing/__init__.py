@@ -3,23 +3,28 @@
 Only OpenTelemetry's API is used, and only in a process that has loaded it and set a provider; otherwise tracer() gives None,
 and callers skip tracing. Spans pass between processes as W3C trace context: in gRPC metadata, and as `traceparent` in the long
 stream of steps. Rule: a span tells counts, times, states and the ids of its own request; never text, tokens, metadata,
-tenants, paths or handles. exporting.py sends spans to a collector.
+tenants, paths or handles. What fails in OpenTelemetry fails nothing here: `harmless` says so where the spans of what is already
+done are written. exporting.py sends spans to a collector.
 
 Owns all use of OpenTelemetry. May import kvkeeper.service.extras and OpenTelemetry, inside a function; no service and no
 client.
 """
 
+import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Link, Span, SpanKind, Tracer
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
 
 MAX_TRACEPARENT_CHARS = 64  # version 00 has 55
@@ -35,6 +40,27 @@ class Clock:
     def ns(self, at: float | None = None) -> int:
         """Nanoseconds since the epoch at a time of time.monotonic; None: now."""
         return self.began_ns + max(0, int(((time.monotonic() if at is None else at) - self._began_at) * 1e9))
+
+
+def harmless(otherwise: Callable[[], T]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Makes a function that writes spans one that raises nothing. Where it fails, that is told; the result is otherwise()."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                logging.getLogger("opentelemetry").warning("a span could not be written: %s", type(error).__name__)
+                return otherwise()
+
+        return call
+
+    return decorate
+
+
+def nothing() -> None:
+    """What a function results in that has no result."""
 
 
 def tracer() -> "Tracer | None":
@@ -82,6 +108,11 @@ def serving_step(ours: "Tracer", name: str, traceparent: str, attributes: Mappin
     return _continued(ours, name, {"traceparent": traceparent}, attributes)
 
 
+def _no_span() -> "AbstractContextManager[Span | None]":
+    return nullcontext()
+
+
+@harmless(_no_span)
 def _continued(
     ours: "Tracer", name: str, carrier: Mapping[str, str], attributes: Mapping[str, int] | None = None
 ) -> "AbstractContextManager[Span | None]":
@@ -100,8 +131,11 @@ def _current(span: "Span") -> "Iterator[Span]":
     """Exceptions are not recorded: their text is for the caller alone."""
     from opentelemetry import trace
 
-    with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
-        yield span
+    try:
+        with trace.use_span(span, record_exception=False, set_status_on_exception=False):
+            yield span
+    finally:
+        harmless(nothing)(span.end)()
 
 
 def within(span: "Span") -> "AbstractContextManager[Span]":
@@ -111,6 +145,7 @@ def within(span: "Span") -> "AbstractContextManager[Span]":
     return trace.use_span(span, record_exception=False, set_status_on_exception=False)
 
 
+@harmless(nothing)
 def fail(span: "Span | None", reason: str) -> None:
     """Marks the span as ended with an error of this reason."""
     if span is not None:

@@ -88,8 +88,8 @@ class OpenRequests:
         self.generations[request.request_id] = self._by_request[request] = generation
         self._num_constrained += bool(generation.constraints)
         self._scheduler.add(request, time.monotonic(), taken)
-        self._tracing.begin_request(generation)
         self._wake_up()
+        self._tracing.begin_request(generation)
 
     def _check_room(self, client: str) -> None:
         """Raises QueueFull. A client leaves a tenth of the queue to others."""
@@ -331,11 +331,11 @@ class OpenRequests:
         self._held.discard(generation)
         if generation.timer is not None:
             generation.timer.cancel()
+        self._closed.append(generation)
+        self._wake_up()
         self._stats.count_end(generation)
         self._tracing.end_request(generation)
         log.info("request_moved" if generation.has_moved else "request_ended", **generation.summary())
-        self._closed.append(generation)
-        self._wake_up()
 
 
 def with_bound(text: str, limits: Limits, request: Request) -> str:

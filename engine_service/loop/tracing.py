@@ -47,6 +47,7 @@ class EngineTracing:
         self._num_steps = 0
         self._num_waiting = 0  # traced requests that have computed nothing yet
 
+    @tracing.harmless(tracing.nothing)
     def begin_request(self, generation: Generation) -> None:
         """A request was queued; its caller's span is the current one."""
         if self._tracer is None:
@@ -72,6 +73,7 @@ class EngineTracing:
             self._requests[request] = _Traced(span, clock)
             self._num_waiting += 1
 
+    @tracing.harmless(tracing.nothing)
     def end_request(self, generation: Generation) -> None:
         """A request ended, for any reason."""
         traced = self._requests.pop(generation.request, None)
@@ -102,6 +104,7 @@ class EngineTracing:
         traced = next((self._requests[request] for request in requests if request in self._requests), None)
         return nullcontext() if traced is None else tracing.within(traced.span)
 
+    @tracing.harmless(str)
     def begin_step(self, step_id: int, plan: Plan, running: RunningSequences) -> str:
         """A plan is about to be sent. The trace context to send with it; empty where the step is not traced."""
         if not self._requests:
@@ -130,6 +133,7 @@ class EngineTracing:
                 traced.started_at = time.monotonic()
                 self._num_waiting -= 1
 
+    @tracing.harmless(tracing.nothing)
     def end_step(self, flight: InFlight) -> None:
         """A step's work was computed."""
         if flight.step_id not in self._steps:
@@ -143,12 +147,13 @@ class EngineTracing:
         span.set_attribute("kvkeeper.cache_wait_seconds", flight.cache_wait_seconds)
         span.end(clock.ns())
 
+    @tracing.harmless(tracing.nothing)
     def drop_steps(self) -> None:
         """The session is lost, and with it what was computed on it."""
-        for span, clock in self._steps.values():
+        steps, self._steps = self._steps, {}
+        for span, clock in steps.values():
             tracing.fail(span, "SESSION_LOST")
             span.end(clock.ns())
-        self._steps.clear()
 
     def _is_new(self, sequence: Sequence) -> bool:
         traced = self._requests.get(sequence.request)

@@ -1,6 +1,9 @@
 """What becomes of open requests when a step's results come late."""
 
+from typing import Any, cast
+
 import numpy as np
+import pytest
 
 from kvkeeper.engine_service.compute.sampler import SampledTokens
 from kvkeeper.engine_service.compute.step_compute import Computed
@@ -14,7 +17,7 @@ from kvkeeper.engine_service.scheduler.state.limits import Limits
 from kvkeeper.engine_service.scheduler.work import Work
 from kvkeeper.engine_service.values.errors import EngineError
 from kvkeeper.engine_service.values.output_chunk import OutputChunk
-from kvkeeper.engine_service.values.request import FinishReason, Request
+from kvkeeper.engine_service.values.request import FinishReason, Request, SequenceState
 from kvkeeper.engine_service.values.sampling_params import GREEDY
 from tests.support.stand_ins.no_text import NoText
 from tests.support.worlds.core_cache import CoreCache
@@ -83,3 +86,50 @@ def test_a_step_that_fails_ends_the_requests_that_it_computed_for() -> None:
     for generation in (one, two):
         assert generation.refusal is not None
         assert generation.refusal.reason == "REQUEST_FAILED"
+
+
+class BrokenTracer:
+    """Of a collector's library that fails at whatever it is asked for."""
+
+    def __init__(self, *, begins: bool) -> None:
+        self._begins = begins
+
+    def start_span(self, *_: object, **__: object) -> "BrokenTracer":
+        if not self._begins:
+            raise RuntimeError("no span")
+        return self
+
+    def is_recording(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError(f"no {name}")
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["at its begin", "at its end"])
+def test_a_span_that_cannot_be_written_changes_nothing_for_its_request(begins: bool, caplog: pytest.LogCaptureFixture) -> None:
+    world = World(num_rows=1)
+    world.requests._tracing = EngineTracing(cast(Any, BrokenTracer(begins=begins)))
+    first = world.submit("first")
+    world.read(world.launch(is_ahead=False), STOP)
+    assert first.finish_reasons == [FinishReason.STOP]
+    assert world.requests.generations == {}
+    assert [record.message for record in caplog.records] == ["a span could not be written: RuntimeError"]
+    second = world.submit("second")  # its row is free
+    world.read(world.launch(is_ahead=False), STOP)
+    assert second.finish_reasons == [FinishReason.STOP]
+
+
+def test_a_request_ends_in_the_steps_also_where_its_end_cannot_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(num_rows=1)
+    first = world.submit("first")
+    work = world.launch(is_ahead=False)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("it cannot be counted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineStats, "count_end", fail)
+        world.read(work, STOP)
+    world.requests.end_closed()
+    assert first.request.sequences[0].state is SequenceState.ENDED
