@@ -12,9 +12,12 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import structlog
+
+from kvkeeper.service.threads import in_thread, in_thread_or_here
 
 from ..core.calls.restore import RestoreResult
 from ..core.index.index_record import Unwritten
@@ -81,7 +84,7 @@ class PoolKeeper:
         await self._take_over(may_still_write=False)
 
     async def _take_over(self, **how: Any) -> RestoreResult:
-        return await asyncio.to_thread(self._manager.restore, self._kept.kept(), on_behind=self._write_soon, **how)
+        return await in_thread(partial(self._manager.restore, self._kept.kept(), on_behind=self._write_soon, **how))
 
     def watch_earlier(self, end_quarantine: Callable[[], None]) -> None:
         """end_quarantine is called once no process of an earlier run maps the memory any more; perhaps at once."""
@@ -166,7 +169,7 @@ class PoolKeeper:
 
     async def _write_digested(self, digests: BlockDigests, taken: Unwritten) -> None:
         try:
-            made = await asyncio.to_thread(digests.of, taken.tier, taken.blocks)
+            made = await in_thread_or_here(digests.of, taken.tier, taken.blocks)
             if self._manager.write_taken(taken, made):
                 self._write_in(PAUSE)
         finally:

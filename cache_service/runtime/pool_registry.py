@@ -13,6 +13,7 @@ from collections.abc import Callable
 import structlog
 
 from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.service.threads import in_thread
 
 from ..config import CacheConfig
 from ..core.manager import PoolManager
@@ -30,6 +31,7 @@ from ..preflight import pools_text
 from .arena_supply import ArenaSupply, Memory
 from .lower_tiers import LowerTiers, TierMaker
 from .pool import Pool, PoolInfo
+from .pool_keeper import PoolKeeper
 from .pool_keeping import PoolKeeping
 from .pool_sizes import PoolSizes
 
@@ -143,9 +145,13 @@ class PoolRegistry:
         if not self._arenas.has_spare and len(self._pools) >= self._config.num_pools:
             await self._replace_idle_pool(spec, may_replace=may_replace)
         # In a thread: writing the arrays of a large pool takes as long as many steps of other pools.
-        manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
+        try:
+            manager = await in_thread(PoolManager, config, self._start_numbers)
+        except MemoryError:
+            raise OutOfPools("no memory for another pool's tables, see --max-sequences", flag="--max-sequences") from None
         arena = await self._arenas.take(num_bytes)
         further: list[Arena] = []
+        keeper: PoolKeeper | None = None
         host_arena: SharedMemoryArena | None = None
         disk: TierMaker | None = None
         remote: TierMaker | None = None
@@ -158,6 +164,8 @@ class PoolRegistry:
             keeper = None if self._keeping is None else await self._keeping.keep(arena, host_arena, spec, manager)
             return Pool(spec, config, manager, arena, host_arena, keeper, disk, remote, further)
         except BaseException:
+            if keeper is not None:
+                keeper.close(remove=False)  # its files go with the arenas
             for maker in (disk, remote):
                 if maker is not None:
                     maker.drop()
@@ -176,7 +184,7 @@ class PoolRegistry:
         if config is None:
             keeping.refuse(kept)
             return
-        manager = await asyncio.to_thread(PoolManager, config, self._start_numbers)
+        manager = await in_thread(PoolManager, config, self._start_numbers)
         host_arena, keeper = await keeping.take_over(kept, spec, manager, self._sizes.host_bytes(config, spec))
         disk = await self._tiers.disk_of(spec, manager)
         remote = self._tiers.remote_of(spec, manager)
