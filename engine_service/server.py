@@ -27,6 +27,7 @@ from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.methods import Contract, max_prompt_message_bytes
 from kvkeeper.service.metrics import MetricsServer
 from kvkeeper.service.process import ServiceLost, StartError
+from kvkeeper.service.threads import in_thread, in_thread_or_here
 from kvkeeper.trust.guard import Guard
 
 from .compute.cpu_kernels import switch_kernels
@@ -153,7 +154,7 @@ class RunningServer:
             self._stalls.cancel()
         self._serving.cancel()
         if self.ranks is not None:
-            stopping = asyncio.to_thread(self.ranks.stop)  # a step that waits for them ends with them
+            stopping = in_thread_or_here(self.ranks.stop)  # a step that waits for them ends with them
             await asyncio.gather(self._serving, stopping, return_exceptions=True)
         await asyncio.gather(self._serving, return_exceptions=True)
         await self._endpoint.stop()
@@ -182,18 +183,18 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         opened = endpoint = await open_address(config, guard, intake, message_bytes)
         if config.health_address:
             endpoint.open_health(config.health_address)
-        await asyncio.to_thread(switch_kernels, config)
+        await in_thread(switch_kernels, config)
         name = config.model_name or own_name(Path(config.model))
         log.info("starting", doing="loading the model", model=name, device=config.device)
         if model is None and config.tensor_parallel > 1:
             ranks = Ranks(config)
-            await asyncio.to_thread(ranks.start)  # they load their parts beside this one
+            await in_thread(ranks.start)  # they load their parts beside this one
         split = WHOLE if ranks is None else ranks.split
-        served = model if model is not None else await asyncio.to_thread(load_served_model, config, split)
+        served = model if model is not None else await in_thread(load_served_model, config, split)
         served = dataclasses.replace(served, served_as=config.model_name)
         if ranks is not None:
-            await asyncio.to_thread(ranks.make_ready)
-        proposer = await asyncio.to_thread(_load_proposer, config, served)
+            await in_thread(ranks.make_ready)
+        proposer = await in_thread(_load_proposer, config, served)
         shares = FairShare() if config.fair_share else FairShare(connection_of) if config.client_shares else None
         waiting = WaitingSequences(make_ordering(config.policy), shares)
         engine_tracing = EngineTracing(tracing.tracer(), served.name)
@@ -201,7 +202,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         share = config.intake_percent / 100
         engine.on_turn = lambda is_computing: intake.turns.open_window(share if is_computing else 1.0)
         limits = Limits(config.text_seconds, config.text_memory)
-        text_work = await asyncio.to_thread(
+        text_work = await in_thread(
             TextWork, served.text, served.vocab_size, config.text_workers, limits, config.input_limits, config.max_waiting
         )
 

@@ -5,7 +5,7 @@ from google.protobuf import duration_pb2
 
 from kvkeeper.service.status import Refusals
 
-from ..core.values.errors import BrokenInvariant, CacheError, InvalidField, NotImplementedYet
+from ..core.values.errors import BrokenInvariant, CacheError, HostExhausted, InvalidField, NotImplementedYet
 
 _RETRY_DELAY = duration_pb2.Duration(nanos=200_000_000)
 
@@ -28,6 +28,7 @@ _CODES = {
     "POOL_NOT_READY": grpc.StatusCode.UNAVAILABLE,
     "NOT_IMPLEMENTED": grpc.StatusCode.UNIMPLEMENTED,
     "BROKEN_INVARIANT": grpc.StatusCode.INTERNAL,
+    "HOST_EXHAUSTED": grpc.StatusCode.UNAVAILABLE,
     "OUT_OF_SESSIONS": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "OUT_OF_HOST_BLOCKS": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "UNKNOWN_PIN": grpc.StatusCode.NOT_FOUND,
@@ -48,6 +49,7 @@ REFUSALS = Refusals(
     invalid_field=InvalidField,
     not_implemented=NotImplementedYet,
     broken_invariant=BrokenInvariant,
+    host_exhausted=HostExhausted,
     codes=_CODES,
     retry_delays={reason: _RETRY_DELAY for reason, code in _CODES.items() if code is grpc.StatusCode.UNAVAILABLE},
 )

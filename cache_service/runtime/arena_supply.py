@@ -11,6 +11,7 @@ from typing import Protocol
 import structlog
 
 from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.service.threads import in_thread
 
 from ..config import CacheConfig
 from ..core.values.errors import OutOfPools
@@ -60,14 +61,14 @@ class ArenaSupply:
         num_hosts = num_pools if num_host_bytes else 0
         if self._directory is not None:
             pools, hosts = (num_bytes, num_pools), (num_host_bytes, num_hosts)
-            spares, self._spare_hosts = await asyncio.to_thread(self._directory.open_spares, pools, hosts)
+            spares, self._spare_hosts = await in_thread(self._directory.open_spares, pools, hosts)
             self._spare += spares
         num_missing, num_missing_hosts = num_pools - len(self._spare), num_hosts - len(self._spare_hosts)
         await self._require(num_missing * num_bytes, num_missing_hosts * num_host_bytes)
         for _ in range(num_missing):
-            self._spare.append(await asyncio.to_thread(self._memory.allocate, num_bytes))
+            self._spare.append(await in_thread(self._memory.allocate, num_bytes))
         for _ in range(num_missing_hosts):
-            self._spare_hosts.append(await asyncio.to_thread(self._memory.allocate_host, num_host_bytes))
+            self._spare_hosts.append(await in_thread(self._memory.allocate_host, num_host_bytes))
 
     def forget_left(self) -> None:
         """What earlier runs have reserved and not used is not wanted."""
@@ -83,7 +84,7 @@ class ArenaSupply:
             return self._spare.pop()
         flag = "--pool-memory" if self._config.num_blocks is None else "--num-blocks"
         try:
-            return await asyncio.to_thread(self._memory.allocate, num_bytes, *([rank] if rank else []))
+            return await in_thread(self._memory.allocate, num_bytes, *([rank] if rank else []))
         except OutOfMemory as error:
             raise OutOfPools(f"no memory for another pool, see {flag}: {error}", flag=flag) from None
 
@@ -95,7 +96,7 @@ class ArenaSupply:
             return self._spare_hosts.pop()
         flag = "--num-host-blocks" if self._config.num_host_blocks else "--host-memory"
         try:
-            return await asyncio.to_thread(self._memory.allocate_host, num_bytes)
+            return await in_thread(self._memory.allocate_host, num_bytes)
         except OutOfMemory as error:
             raise OutOfPools(f"no memory for another pool's host tier, see {flag}: {error}", flag=flag) from None
 

@@ -1,6 +1,5 @@
 """LowerTiers: the disk tier and the remote tier that a pool is made with, by the configuration."""
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from functools import partial
 import structlog
 
 from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.service.threads import in_thread
 
 from ..config import CacheConfig
 from ..core.manager import PoolManager
@@ -63,16 +63,16 @@ class LowerTiers:
     async def reserve(self) -> None:
         """The space on the disk. Raises OutOfMemory."""
         if self._disks is not None:
-            await asyncio.to_thread(self._disks.reserve)
+            await in_thread(self._disks.reserve)
 
     async def disk_of(self, spec: KvSpec, manager: PoolManager) -> TierMaker | None:
         """The disk tier of a pool, with what earlier runs have left. A disk that cannot be had costs hits, not the pool."""
         if self._disks is None:
             return None
         try:
-            slab: Slab = await asyncio.to_thread(self._disks.obtain, spec)
+            slab: Slab = await in_thread(self._disks.obtain, spec)
             try:
-                stored = await asyncio.to_thread(slab.scan)
+                stored = await in_thread(slab.scan)
             except BaseException:
                 slab.close()
                 self._disks.give_back(slab)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import structlog
 
+from kvkeeper.service.threads import in_thread_or_here
+
 from ..core.calls.restore import EARLIER_RUN
 from ..core.manager import PoolManager
 from ..core.values.copies import Copies
@@ -189,7 +191,7 @@ class Pool:
 
     async def _copy_in_thread(self, copies: Copies) -> None:
         try:
-            await asyncio.to_thread(self._copy_all_ranks, copies)
+            await in_thread_or_here(self._copy_all_ranks, copies)
         finally:
             self.copying = None
 
@@ -259,7 +261,7 @@ class Pool:
         self.disk = self.remote = None
         for tier in tiers:
             tier.stop()
-        await asyncio.gather(*(asyncio.to_thread(tier.close) for tier in tiers))
+        await asyncio.gather(*(in_thread_or_here(tier.close) for tier in tiers))
 
     def close(self, *, keep: bool = False) -> None:
         """Gives the memory back; keep: where it outlives the service, it stays for the next one."""

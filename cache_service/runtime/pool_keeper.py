@@ -5,16 +5,20 @@ forgotten by the core at once. What is added waits for a moment, so that many bl
 a service that is killed loses what it has published in that moment, and nothing else. While this process copies blocks in a
 thread nothing is written, because what the index has may be what the copies fill. Digests of many bytes are made in a thread,
 and count for the blocks that are still their nodes' then. The quarantine ends once the kernel says that no process of an
-earlier run maps the memory.
+earlier run maps the memory. A tenant's name that finds no room is stored once there is some.
 """
 
 import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import structlog
+
+from kvkeeper.service.threads import in_thread, in_thread_or_here
 
 from ..core.calls.restore import RestoreResult
 from ..core.index.index_record import Unwritten
@@ -28,6 +32,7 @@ log = structlog.get_logger()
 
 _WRITE_AFTER = 0.05  # seconds
 _LOOK_AFTER = 0.05  # seconds
+_NAMES_AFTER = 0.5  # seconds
 _SLICE_BLOCKS = 1024  # written in about half a millisecond
 _INLINE_BYTES = 1 << 20  # digested in about a third of a millisecond
 _SLICE_BYTES = 32 << 20  # digested in a thread in about ten
@@ -48,6 +53,7 @@ class PoolKeeper:
         self._loop = asyncio.get_running_loop()
         self._writing: asyncio.TimerHandle | None = None
         self._looking: asyncio.TimerHandle | None = None
+        self._naming: asyncio.TimerHandle | None = None
         self._digesting: asyncio.Task[None] | None = None
         self._taken: Unwritten | None = None  # what is being digested
         self._end_quarantine: Callable[[], None] = lambda: None
@@ -69,6 +75,7 @@ class PoolKeeper:
             num_blocks=result.num_blocks,
             num_host_blocks=result.num_host_blocks,
             num_dropped_blocks=result.num_dropped,
+            num_nameless_tenants=self._kept.device.index.num_nameless,
             num_verified_blocks=result.num_verified,
             num_damaged_blocks=result.num_damaged,
             num_quarantined_blocks=result.num_quarantined,
@@ -81,7 +88,26 @@ class PoolKeeper:
         await self._take_over(may_still_write=False)
 
     async def _take_over(self, **how: Any) -> RestoreResult:
-        return await asyncio.to_thread(self._manager.restore, self._kept.kept(), on_behind=self._write_soon, **how)
+        kept = replace(self._kept.kept(), add_tenant=self._add_tenant)
+        return await in_thread(partial(self._manager.restore, kept, on_behind=self._write_soon, **how))
+
+    def _add_tenant(self, name: str) -> None:
+        index = self._kept.device.index
+        index.add_tenant(name)
+        if index.num_unstored and self._naming is None:
+            log.warning("tenant_not_kept", why="no room for its name: if this run ends before there is, its blocks are lost")
+            self._naming = self._loop.call_later(_NAMES_AFTER, self._store_tenants)
+
+    def _store_tenants(self) -> None:
+        """Of tenants whose names found no room; again and again until they do."""
+        self._naming = None
+        index = self._kept.device.index
+        num_tenants = index.num_unstored
+        index.store_tenants()
+        if index.num_unstored:
+            self._naming = self._loop.call_later(_NAMES_AFTER, self._store_tenants)
+        else:
+            log.info("tenants_kept", num_tenants=num_tenants)
 
     def watch_earlier(self, end_quarantine: Callable[[], None]) -> None:
         """end_quarantine is called once no process of an earlier run maps the memory any more; perhaps at once."""
@@ -120,6 +146,7 @@ class PoolKeeper:
 
     def write_all(self) -> None:
         """The same at once, except for what copies may fill; at the end of the service."""
+        self._kept.device.index.store_tenants()
         if self.copying() is not None:
             return
         if self._digesting is not None and self._taken is not None and self._digests is not None:
@@ -130,7 +157,7 @@ class PoolKeeper:
 
     def close(self, *, remove: bool) -> None:
         """Gives up the files; remove: they go."""
-        for waiting in (self._writing, self._looking, self._digesting):
+        for waiting in (self._writing, self._looking, self._naming, self._digesting):
             if waiting is not None:
                 waiting.cancel()
         self._digests = None  # it holds views of the arenas
@@ -166,7 +193,7 @@ class PoolKeeper:
 
     async def _write_digested(self, digests: BlockDigests, taken: Unwritten) -> None:
         try:
-            made = await asyncio.to_thread(digests.of, taken.tier, taken.blocks)
+            made = await in_thread_or_here(digests.of, taken.tier, taken.blocks)
             if self._manager.write_taken(taken, made):
                 self._write_in(PAUSE)
         finally:

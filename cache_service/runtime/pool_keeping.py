@@ -1,10 +1,9 @@
 """PoolKeeping: the files of pools whose memory outlives the service: made for a new pool, taken over from an earlier run."""
 
-import asyncio
-
 import structlog
 
 from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.service.threads import in_thread
 
 from ..config import CacheConfig
 from ..core.manager import PoolManager
@@ -43,7 +42,7 @@ class PoolKeeping:
         """The files of a new pool. Raises OutOfPools."""
         assert isinstance(arena, KeptArena), "the directory has allocated it"
         try:
-            kept = await asyncio.to_thread(self._directory.make_pool, arena, spec, manager.config.num_blocks)
+            kept = await in_thread(self._directory.make_pool, arena, spec, manager.config.num_blocks)
             try:
                 await self._keep_hosts(kept, host_arena, spec, manager)
             except BaseException:
@@ -52,12 +51,16 @@ class PoolKeeping:
         except OutOfMemory as error:
             raise OutOfPools(f"no memory for another pool's index: {error}", flag="--memory-dir") from None
         keeper = self._keeper(manager, kept)
-        await keeper.start()
+        try:
+            await keeper.start()
+        except BaseException:
+            keeper.close(remove=False)  # the files go with the arenas
+            raise
         return keeper
 
     async def left(self) -> list[KeptPool]:
         """The pools that earlier runs have left, the last used first. In a thread: pinning a host tier takes seconds."""
-        return await asyncio.to_thread(self._directory.open_pools)
+        return await in_thread(self._directory.open_pools)
 
     def settle(self) -> None:
         """Those that are wanted have been taken over, and all others refused."""
@@ -106,7 +109,7 @@ class PoolKeeping:
     ) -> None:
         """The files of a new host tier. Raises OutOfMemory."""
         if host_arena is not None:
-            await asyncio.to_thread(self._directory.add_hosts, kept, host_arena, spec, manager.config.num_host_blocks)
+            await in_thread(self._directory.add_hosts, kept, host_arena, spec, manager.config.num_host_blocks)
 
     def _keeper(self, manager: PoolManager, kept: KeptPool) -> PoolKeeper:
         quiet = self._config.quarantine_quiet if self._config.device != "cpu" else 0.0

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import structlog
 
 from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.service.threads import in_thread
 
 from ..config import CacheConfig
 from ..core.manager import PoolManager
@@ -30,6 +31,7 @@ from ..preflight import pools_text
 from .arena_supply import ArenaSupply, Memory
 from .lower_tiers import LowerTiers, TierMaker
 from .pool import Pool, PoolInfo
+from .pool_keeper import PoolKeeper
 from .pool_keeping import PoolKeeping
 from .pool_sizes import PoolSizes
 
@@ -149,12 +151,13 @@ class PoolRegistry:
             await self._replace_idle_pool(spec, may_replace=may_replace)
         # In a thread: writing the arrays of a large pool takes as long as many steps of other pools.
         try:
-            manager = await asyncio.to_thread(PoolManager, config, self._start_numbers, spec.key)
+            manager = await in_thread(PoolManager, config, self._start_numbers, spec.key)
         except (OSError, MemoryError):
             text = "the system does not map rows for so many and so long sequences, see --max-sequences and"
             raise OutOfPools(f"{text} --max-tokens-per-sequence", flag="--max-tokens-per-sequence") from None
         arena = await self._arenas.take(num_bytes)
         further: list[Arena] = []
+        keeper: PoolKeeper | None = None
         host_arena: SharedMemoryArena | None = None
         disk: TierMaker | None = None
         remote: TierMaker | None = None
@@ -167,6 +170,8 @@ class PoolRegistry:
             keeper = None if self._keeping is None else await self._keeping.keep(arena, host_arena, spec, manager)
             return Pool(spec, config, manager, arena, host_arena, keeper, disk, remote, further)
         except BaseException:
+            if keeper is not None:
+                keeper.close(remove=False)  # its files go with the arenas
             for maker in (disk, remote):
                 if maker is not None:
                     maker.drop()
@@ -185,7 +190,7 @@ class PoolRegistry:
         if config is None:
             keeping.refuse(kept)
             return
-        manager = await asyncio.to_thread(PoolManager, config, self._start_numbers, spec.key)
+        manager = await in_thread(PoolManager, config, self._start_numbers, spec.key)
         host_arena, keeper = await keeping.take_over(kept, spec, manager, self._sizes.host_bytes(config, spec))
         disk = await self._tiers.disk_of(spec, manager)
         remote = self._tiers.remote_of(spec, manager)

@@ -233,6 +233,7 @@ class PoolTier:
 
     def _tend(self) -> None:
         self._tending = None
+        self._threads.fill()
         manager = self._manager()
         now = self._now()
         manager.tick(now)

@@ -2,10 +2,12 @@
 
 Owns message size limits, parsing, and the Status of each exception. Every call arrives here as bytes, so that a wrong size or
 form is refused with a documented reason before anything is built from the message. Methods take a message, return one or a
-stream, and raise the service's refusals; any other exception is a bug, which is logged here and answered without details.
+stream, and raise the service's refusals. A host that gives no more threads, processes, descriptors or memory is a refusal, too;
+any other exception is a bug, which is logged here and answered without details.
 """
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from kvkeeper import tracing
 from kvkeeper.service.status import Refusals
+from kvkeeper.service.threads import shortage_of
 
 log = structlog.get_logger()
 
@@ -73,7 +76,10 @@ class Contract:
             raise self.refusals.invalid_field(text, field="request") from None
 
     def hide_bug(self, method: str) -> Exception:
-        """Logs the exception that is being handled, a bug; the refusal that its client gets, without details."""
+        """Logs the exception that is being handled, a bug or a shortage of the host; the refusal that its client gets."""
+        if (short := shortage_of(sys.exception())) is not None:
+            log.warning("host_exhausted", method=method, resource=short.resource, exc_info=True)
+            return self.refusals.host_exhausted(short.text, resource=short.resource)
         log.exception("broken_invariant", method=method)
         return self.refusals.broken_invariant("the service found itself inconsistent; its log says more")
 
@@ -92,8 +98,9 @@ class Contract:
                 # The client went away while a message was on its way to it, which cancels the call.
                 raise asyncio.CancelledError from None
             except Exception:
-                tracing.fail(span, "BROKEN_INVARIANT")
-                await self.refusals.abort(context, self.hide_bug(method))
+                told: Any = self.hide_bug(method)
+                tracing.fail(span, told.reason)
+                await self.refusals.abort(context, told)
 
 
 class MethodRouter(grpc.GenericRpcHandler):

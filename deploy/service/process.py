@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvkeeper.service import VERSION, grpc_runtime, log, output
 from kvkeeper.service.config import ConfigError
+from kvkeeper.service.threads import shortage_of
 from kvkeeper.tracing.exporting import TracingUnavailable, export_spans
 
 LOST = 75  # EX_TEMPFAIL of sysexits.h: another process may fare better, so a supervisor starts one
@@ -81,6 +82,11 @@ def _run(
         return 1
     except ServiceLost:
         return LOST
+    except (RuntimeError, OSError) as error:
+        if (short := shortage_of(error)) is None:
+            raise
+        print(f"{program}: {short.text}", file=sys.stderr)
+        return 1
     finally:
         stop_export()
     return 0

@@ -31,6 +31,7 @@ class Refusals:
     invalid_field: Callable[..., Exception]
     not_implemented: Callable[..., Exception]
     broken_invariant: Callable[..., Exception]
+    host_exhausted: Callable[..., Exception]
     codes: Mapping[str, grpc.StatusCode]  # by reason
     retry_delays: Mapping[str, duration_pb2.Duration]  # by reason: how long to wait before the same call may succeed
 

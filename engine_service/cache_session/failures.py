@@ -14,6 +14,11 @@ def rank_lost(why: str) -> KvkeeperError:
     return KvkeeperError(grpc.StatusCode.ABORTED, "RANK_LOST", why)
 
 
+def host_exhausted(why: str) -> KvkeeperError:
+    """There is no session yet, because the host gives this process no thread for it now."""
+    return KvkeeperError(grpc.StatusCode.UNAVAILABLE, "HOST_EXHAUSTED", why)
+
+
 def has_lost_rank(error: KvkeeperError) -> bool:
     """See rank_lost."""
     return error.reason == "RANK_LOST"

@@ -23,6 +23,7 @@ from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.steps import StepItems, StepResult
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
+from kvkeeper.service.threads import in_thread, in_thread_or_here
 
 from ..compute.device.device_errors import FaultTold, keep_until_end, lost_by
 from ..compute.model_runner import AnyLayout, Runner, StepBounds
@@ -151,10 +152,10 @@ class KvMemory:
         if is_lost:
             keep_until_end(self)
             if self._ranks is not None:
-                await asyncio.to_thread(self._ranks.stop)
+                await in_thread_or_here(self._ranks.stop)
             await self._end_session(is_away=is_away, drained=False)
             return
-        drained = self._ranks is None or await asyncio.to_thread(self._ranks.detach)
+        drained = self._ranks is None or await in_thread_or_here(self._ranks.detach)
         self._runner = None
         self.transfers.drop_blocks()
         gc.collect()  # a cycle around a traceback may still view the arena
@@ -187,7 +188,7 @@ async def open_memory(
     address: of this engine. ranks: the others, where several share the model; they are started where they do not run.
     """
     if ranks is not None:
-        await asyncio.to_thread(_on_ranks, ranks.make_ready)
+        await in_thread(_on_ranks, ranks.make_ready)
     name = client_name(model, address)
     try:
         session = await client.open_session(
@@ -267,7 +268,7 @@ async def _renewing(memory: KvMemory, work: Callable[[], None]) -> None:
 
     What the work raises comes first: it says why there is a rank less.
     """
-    working = asyncio.get_running_loop().run_in_executor(None, work)
+    working = asyncio.ensure_future(in_thread(work))
     try:
         while not working.done():
             await asyncio.wait({working}, timeout=memory.session.ttl_ms / 1000 / _RENEWALS)

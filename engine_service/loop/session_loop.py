@@ -13,8 +13,9 @@ import structlog
 
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.service.threads import shortage_of
 
-from ..cache_session.failures import has_ended_session, has_lost_rank, is_away
+from ..cache_session.failures import has_ended_session, has_lost_rank, host_exhausted, is_away
 from ..cache_session.kv_memory import KvMemory, open_memory
 from ..cache_session.pool_limits import limits_of
 from ..compute.device.device_errors import DeviceFault, fault_of, lost_by
@@ -102,6 +103,8 @@ async def _open(
                 if not may_refuse:
                     _end(engine, lost)
                 raise lost from None
+            if (short := shortage_of(error)) is not None and short.resource == "threads":
+                error = host_exhausted(short.text)
             if not isinstance(error, KvkeeperError):
                 raise
             if time.monotonic() >= log_at:

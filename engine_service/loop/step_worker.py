@@ -74,6 +74,8 @@ class StepWorker:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "forward")
         self._reader = ThreadPoolExecutor(1, "results")
+        for executor in (self._thread, self._reader):  # now, because a step that has begun cannot wait for a thread
+            executor.submit(_nothing)
         self._flights: deque[InFlight] = deque()  # the one that is computed, and one that runs ahead
         # A step with a prompt takes many times as long as one that only decodes: with one mean for both, decoding steps behind
         # it would end before their successors' blocks were asked for. So each kind has its own; prompts count by the token.
@@ -188,6 +190,10 @@ class StepWorker:
         """No more calls."""
         self._thread.shutdown()
         self._reader.shutdown()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _read(flight: InFlight, launched: Launched) -> None:

@@ -23,6 +23,7 @@ import structlog
 import torch
 
 from kvkeeper.service.log import pass_on
+from kvkeeper.service.threads import NoThread, start_thread
 
 from ..compute.device.device_errors import DeviceFault, FaultTold, fault_of
 from . import rank_process
@@ -44,7 +45,10 @@ class Team:
     def __init__(
         self, configs: Sequence[dict[str, Any]], meeting: Meeting, timeout_s: float, on_lost: Callable[[], None]
     ) -> None:
-        """Starts them. configs: of each rank but the first, fields of its EngineConfig. on_lost: called from any thread."""
+        """Starts them. configs: of each rank but the first, fields of its EngineConfig. on_lost: called from any thread.
+
+        Raises RankLost where the host gives no process or thread.
+        """
         self.lost = ""  # which rank was lost, and how
         self.fault: DeviceFault | None = None  # of its device, where that was lost to it
         self._num_ranks, self._meeting, self._timeout_s, self._on_lost = len(configs) + 1, meeting, timeout_s, on_lost
@@ -174,18 +178,25 @@ class Team:
         with theirs:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             command = (sys.executable, "-m", rank_process.__name__, str(theirs.fileno()), str(os.getpid()), str(self._folder))
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise RankLost(f"rank {rank}: no process can be started: {error.strerror}") from None
         member = Member(rank, process, Pipe(ours))
         self._members.append(member)
-        threading.Thread(target=self._listen, args=(member,), name=f"rank-{rank}", daemon=True).start()
+        try:
+            start_thread(threading.Thread(target=self._listen, args=(member,), name=f"rank-{rank}", daemon=True))
+        except NoThread as error:
+            raise RankLost(f"rank {rank}: {error}") from None
         set_up = {"config": config, "rank": rank, "num_ranks": self._num_ranks, "timeout_s": self._timeout_s}
         member.send(Kind.SET_UP, json.dumps(set_up).encode(), self._timeout_s)
 

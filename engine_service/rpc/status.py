@@ -5,7 +5,7 @@ from google.protobuf import duration_pb2
 
 from kvkeeper.service.status import Refusals
 
-from ..values.errors import BrokenInvariant, EngineError, InvalidField, NotImplementedYet
+from ..values.errors import BrokenInvariant, EngineError, HostExhausted, InvalidField, NotImplementedYet
 
 _CODES = {
     "INVALID_FIELD": grpc.StatusCode.INVALID_ARGUMENT,
@@ -22,6 +22,7 @@ _CODES = {
     "DEVICE_LOST": grpc.StatusCode.UNAVAILABLE,
     "NOT_IMPLEMENTED": grpc.StatusCode.UNIMPLEMENTED,
     "BROKEN_INVARIANT": grpc.StatusCode.INTERNAL,
+    "HOST_EXHAUSTED": grpc.StatusCode.UNAVAILABLE,
     "NOT_READ": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "TOO_COMPLEX": grpc.StatusCode.INVALID_ARGUMENT,
     "TOO_MUCH_HELD": grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -40,6 +41,7 @@ _RETRY_DELAYS = {
     "CACHE_SERVICE_DOWN": duration_pb2.Duration(nanos=250_000_000),  # as often as an engine looks for it
     "DRAINING": duration_pb2.Duration(seconds=1),
     "DEVICE_LOST": duration_pb2.Duration(seconds=1),
+    "HOST_EXHAUSTED": duration_pb2.Duration(seconds=1),
     "HAND_OVER_UNDER_WAY": duration_pb2.Duration(seconds=1),
 }
 
@@ -48,6 +50,7 @@ REFUSALS = Refusals(
     invalid_field=InvalidField,
     not_implemented=NotImplementedYet,
     broken_invariant=BrokenInvariant,
+    host_exhausted=HostExhausted,
     codes=_CODES,
     retry_delays=_RETRY_DELAYS,
 )

@@ -1,8 +1,8 @@
 """Workers: a few processes for text and constraints, each started when there is a job for it.
 
-Owns which job is next, by turns of the clients, and that every job ends: with its answer, refused by its worker, or because it
-took more than it may, which ends its worker and leaves the other jobs alone. What a job does is in text_worker.py. A job whose
-caller has gone away still takes its client's turn.
+Owns which job is next, by turns of the clients, and that every job ends: with its answer, refused by its worker, because it
+took more than it may, which ends its worker and leaves the other jobs alone, or because the host gives no worker. What a job
+does is in text_worker.py. A job whose caller has gone away still takes its client's turn.
 """
 
 import asyncio
@@ -19,8 +19,9 @@ import structlog
 
 from kvkeeper.service.fair_queue import FairQueue, TooManyWaiting
 from kvkeeper.service.log import passing_on
+from kvkeeper.service.threads import shortage_of
 
-from ..values.errors import BrokenInvariant, Draining, QueueFull
+from ..values.errors import BrokenInvariant, Draining, EngineError, HostExhausted, QueueFull
 from . import text_worker
 from .text_worker import SetUp
 from .worker_frames import ANSWER_HEAD, JOB_HEAD, Kind, Outcome
@@ -30,7 +31,10 @@ log = structlog.get_logger()
 _NUM_CLIENTS = 4  # clients whose queues may be full before other clients are refused too
 _PATIENCE = 20  # times its processor time: a job may take so long on a busy machine before its worker counts as stuck
 _END_S = 5.0  # from closing its pipe until the end of a process, also on a busy machine
+_SET_UP_S = 120.0  # from the start of a process until it is ready for jobs, also on a busy machine
+_NUM_STARTS = 2  # of a worker: the kernel kills when memory is short, and people do
 _READ_BYTES = 1 << 20
+_ENDS = (EOFError, ConnectionError, TimeoutError)  # of a worker, or it is stuck
 
 
 class JobRefused(Exception):
@@ -70,7 +74,7 @@ class Workers:
         self._is_closed = False
 
     async def run(self, client: str, kind: Kind, body: bytes) -> bytes:
-        """The job's answer. Raises JobRefused, JobTooMuch, QueueFull, Draining."""
+        """The job's answer. Raises JobRefused, JobTooMuch, QueueFull, Draining, HostExhausted."""
         if self._is_closed:
             raise Draining("the service is stopping")
         job = _Job(kind, body)
@@ -119,7 +123,7 @@ class Workers:
             return
         try:
             _answer(job, await self._do(job))
-        except (JobRefused, JobTooMuch, BrokenInvariant) as error:
+        except (JobRefused, JobTooMuch, EngineError) as error:
             _answer(job, error)
         except Exception as error:
             log.exception("broken_invariant")
@@ -135,9 +139,8 @@ class Workers:
                     outcome, is_last, body = await _exchange(process, job.kind, job.body)
                 is_kept = not is_last
                 break
-            except (EOFError, ConnectionError, TimeoutError) as error:
-                code = await (_end if isinstance(error, TimeoutError) else _own_end)(process)
-                log.warning("text_worker_ended", code=code, kind=job.kind.name.lower())
+            except _ENDS as error:
+                code = await _code_of_end(process, error, job.kind)
                 # SIGKILL may be no fault of the job: the kernel kills when memory is short, and people do.
                 if code != -signal.SIGKILL or isinstance(error, TimeoutError) or is_second:
                     is_late = code == -signal.SIGPROF or isinstance(error, TimeoutError)
@@ -158,31 +161,52 @@ class Workers:
         raise (JobTooMuch if outcome is Outcome.TOO_MUCH else JobRefused)(text, **metadata)
 
     async def _process(self) -> Process:
-        """An idle process, or a new one."""
+        """An idle process, or a new one. One that ends before it is set up is followed by another.
+
+        Raises HostExhausted where the host gives none, or ends both, as it does where memory is short; else BrokenInvariant.
+        """
         while self._idle:
             process = self._idle.pop()
             if process.returncode is None:
                 return process
             await _end(process)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        command = (sys.executable, "-m", text_worker.__name__)
+        code = 0
+        for _ in range(_NUM_STARTS):
+            process = await _start()
+            try:
+                async with asyncio.timeout(_SET_UP_S):
+                    await _exchange(process, Kind.SET_UP, self._set_up.to_bytes())
+                return process
+            except _ENDS as error:
+                code = await _code_of_end(process, error, Kind.SET_UP)
+            except BaseException:
+                await _end(process)
+                raise
+        if code < 0:
+            raise HostExhausted("the host ends each process for text before it is set up", resource="memory")
+        raise BrokenInvariant("the service found itself inconsistent; its log says more")
+
+
+async def _start() -> Process:
+    """A process that waits for its set-up. Raises HostExhausted."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = (sys.executable, "-m", text_worker.__name__)
+    try:
         with passing_on("text_worker") as log_end:
-            process = await asyncio.create_subprocess_exec(
+            return await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=PIPE, stderr=log_end, env=environment, limit=_READ_BYTES, start_new_session=True
             )
-        try:
-            await _exchange(process, Kind.SET_UP, self._set_up.to_bytes())
-        except BaseException as error:
-            is_own_end = isinstance(error, EOFError | ConnectionError)
-            code = await (_own_end if is_own_end else _end)(process)
-            if is_own_end:
-                raise RuntimeError(f"a text worker ended with {code} before it was set up") from None
+    except (OSError, RuntimeError) as error:
+        short = shortage_of(error)
+        if short is None and not isinstance(error, OSError):
             raise
-        return process
+        log.warning("text_worker_not_started", why=str(error))
+        resource = "processes" if short is None else short.resource
+        raise HostExhausted(f"the host gives no process for text: no more {resource} now", resource=resource) from None
 
 
 def _answer(job: _Job, answer: bytes | Exception) -> None:
@@ -203,6 +227,13 @@ async def _exchange(process: Process, kind: Kind, body: bytes) -> tuple[Outcome,
     await process.stdin.drain()
     outcome, is_last, length = ANSWER_HEAD.unpack(await process.stdout.readexactly(ANSWER_HEAD.size))
     return Outcome(outcome), is_last, await process.stdout.readexactly(length)
+
+
+async def _code_of_end(process: Process, error: BaseException, kind: Kind) -> int:
+    """The exit code of a worker that ended in a job of this kind, or is ended because it is stuck; logged."""
+    code = await (_end if isinstance(error, TimeoutError) else _own_end)(process)
+    log.warning("text_worker_ended", code=code, kind=kind.name.lower())
+    return code
 
 
 async def _own_end(process: Process) -> int:

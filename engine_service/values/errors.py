@@ -145,6 +145,12 @@ class NotImplementedYet(EngineError):
     reason = "NOT_IMPLEMENTED"
 
 
+class HostExhausted(EngineError):
+    """The host gives the service no more of what the call needs. Metadata: resource."""
+
+    reason = "HOST_EXHAUSTED"
+
+
 class BrokenInvariant(EngineError):
     """The service found itself inconsistent."""
 

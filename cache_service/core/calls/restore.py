@@ -67,10 +67,11 @@ def restore(
     if record.hosts is not None:
         assert hosts is not None, "a table for a host tier that is not there"
         num_hosts, num_quarantined_hosts = _restore_hosts(hosts, record.hosts, tree, may_still_write=may_still_write)
-    if kept.tenants:
+    if num_tenants := len(kept.tenants) + kept.num_nameless:
         roots = np.concatenate([tree.roots[places > 0] for places in (tree.blocks, *tree.group_blocks)])
         state.allocator.note_loaded(blocks, roots.tolist())
-        state.allocator.note_loaded(others, [UNKNOWN_ROOT if len(kept.tenants) > 1 else -1] * len(others))
+        is_of_one = num_tenants == len(kept.tenants) == 1
+        state.allocator.note_loaded(others, [-1 if is_of_one else UNKNOWN_ROOT] * len(others))
     state.update_pressure()
     return RestoreResult(
         len(blocks),

@@ -189,6 +189,12 @@ class NotImplementedYet(CacheError):
     reason = "NOT_IMPLEMENTED"
 
 
+class HostExhausted(CacheError):
+    """The host gives the service no more of what the call needs. Metadata: resource."""
+
+    reason = "HOST_EXHAUSTED"
+
+
 class BrokenInvariant(CacheError):
     """The service found itself inconsistent."""
 

@@ -39,13 +39,15 @@ class KeptTable:
 class KeptIndex:
     """device, hosts: the table of each tier, where there is one.
 
-    tenants: those of earlier runs, in the order of their roots. add_tenant(name) stores one more, for good, before it returns.
+    tenants: those of earlier runs, in the order of their roots. add_tenant(name) counts one more for good before it returns,
+    and stores its name. num_nameless: tenants of earlier runs whose names are not known; what they had may lie in any block.
     """
 
     device: KeptTable
     hosts: KeptTable | None
     tenants: tuple[str, ...]
     add_tenant: Callable[[str], None]
+    num_nameless: int = 0
 
 
 @dataclass(frozen=True, slots=True)

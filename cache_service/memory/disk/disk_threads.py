@@ -1,12 +1,15 @@
 """DiskThreads: the few threads that wait for a disk, so that nothing else does.
 
 Rules: work begins in the order in which it is given; a thread that a disk never lets go ends with the process and holds up
-neither its end nor other pools, each of which has threads of its own.
+neither its end nor other pools, each of which has threads of its own. Where the host has no thread left, work waits as it does
+for a disk that is slow: for those threads that there are, or until `fill` finds one.
 """
 
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+
+from kvkeeper.service.threads import NoThread, start_thread
 
 NUM_THREADS = 4  # keep a disk busy while one of them makes a digest
 
@@ -23,12 +26,18 @@ class DiskThreads:
 
     def do(self, work: Callable[[], None]) -> None:
         """work() is called in one of the threads. It raises nothing."""
-        if not self._threads:
-            self._threads = [threading.Thread(target=self._run, name="kvkeeper-disk", daemon=True) for _ in range(NUM_THREADS)]
-            self._num_running = NUM_THREADS
-            for thread in self._threads:
-                thread.start()
         self._work.put(work)
+        self.fill()
+
+    def fill(self) -> None:
+        """Starts the threads that are missing, as far as the host gives them."""
+        while len(self._threads) < NUM_THREADS:
+            thread = threading.Thread(target=self._run, name="kvkeeper-disk", daemon=True)
+            try:
+                start_thread(thread)
+            except NoThread:
+                return
+            self._threads.append(thread)
 
     def close(self, seconds: float, at_end: Callable[[], None]) -> bool:
         """Ends the threads after the work given so far. Whether all have ended within so many seconds, in all.
@@ -36,6 +45,7 @@ class DiskThreads:
         at_end: called in the last of them, however late that ends; here, if none has begun.
         """
         self._at_end = at_end
+        self._num_running = len(self._threads)
         if not self._threads:
             at_end()
         for _ in self._threads:

@@ -5,8 +5,8 @@ has one page more than the arena, with a stamp; the index file has a header, a c
 the tenants' names. Rules: every size follows from the header, and a file of another size is refused before it is mapped; arena
 and index carry the same key and the same number of runs, so a file from elsewhere, or of an earlier time, is refused; an
 arena that is not in its file carries them in its memory; those of a host tier name the key of their pool, and have its number
-of runs; a tenant's name is stored before the tenant gets a block, and a log that lacks one makes the whole index worthless,
-because blocks of an unknown tenant could not be cleared (R8).
+of runs; a tenant is counted for good before it gets a block, and its name is stored then, too, where the file has room. So a
+later run knows whether blocks may hold tokens of a tenant without a name, and clears them (R8).
 """
 
 import mmap
@@ -59,6 +59,7 @@ class IndexFile:
         self._log = log
         self.table = KeptTable(description.key, checks, rows)
         self.tenants = log.names
+        self.num_nameless = max(self._counts()[1] - len(log.names), 0)  # tenants of earlier runs
 
     @classmethod
     def make(cls, path: Path, arena: KeptArena, spec: KvSpec, num_blocks: int, pool: int = 0) -> "IndexFile":
@@ -84,10 +85,7 @@ class IndexFile:
         descriptor = open_file(path)
         try:
             description = _read_description(descriptor)
-            num_seen = _COUNTS.unpack(os.pread(descriptor, _COUNTS.size, _HEADER_BYTES - _COUNTS.size))[1]
             log = TenantLog.open(descriptor, description.key, _fixed_bytes(description))
-            if len(log) < num_seen:
-                raise FileRefused("it lacks the name of a tenant")
             log.cut()
             return cls(descriptor, description, log)
         except BaseException:
@@ -139,10 +137,19 @@ class IndexFile:
         return _STAMP.pack(self.description.key, self._counts()[0])
 
     def add_tenant(self, name: str) -> None:
-        """The tenant counts at once. If its name cannot be stored, no later run believes the file."""
-        num_runs, _ = self._counts()
+        """The tenant counts at once. While its name cannot be stored, a later run would not know its blocks."""
+        num_runs, num_tenants = self._counts()
+        _COUNTS.pack_into(self._map, _HEADER_BYTES - _COUNTS.size, num_runs, num_tenants + 1)
         self._log.add(name)
-        _COUNTS.pack_into(self._map, _HEADER_BYTES - _COUNTS.size, num_runs, len(self._log))
+
+    def store_tenants(self) -> None:
+        """Stores the names that could not be stored before, as far as there is room."""
+        self._log.store()
+
+    @property
+    def num_unstored(self) -> int:
+        """Tenants whose names could not be stored yet."""
+        return self._log.num_unstored
 
 
 def _fixed_bytes(description: Description) -> int:

@@ -56,7 +56,8 @@ class KeptPool:
     def kept(self) -> KeptIndex:
         """What the core reads and writes."""
         index, hosts = self.device.index, self.hosts
-        return KeptIndex(index.table, None if hosts is None else hosts.index.table, index.tenants, index.add_tenant)
+        table = None if hosts is None else hosts.index.table
+        return KeptIndex(index.table, table, index.tenants, index.add_tenant, index.num_nameless)
 
     def drop_hosts(self) -> None:
         """Removes the files of the host tier, and closes its arena."""

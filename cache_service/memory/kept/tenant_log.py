@@ -1,10 +1,10 @@
 """TenantLog: the names of tenants at the end of an index file, one record each.
 
 A record counts only whole and in its place: its check is keyed by the file and by its number. What lies behind the first that
-is not whole was being written when a run ended, and is cut off.
+is not whole was being written when a run ended, and is cut off. Names that the file has no room for wait, in their order,
+because a record's number is that of its tenant's root.
 """
 
-import contextlib
 import os
 import struct
 import zlib
@@ -24,7 +24,8 @@ class TenantLog:
         self.names = names
         self._descriptor = descriptor
         self._key = key
-        self._num_tenants = len(names)
+        self._num_stored = len(names)
+        self._unstored: list[str] = []
         self._end = start if end is None else end
 
     @classmethod
@@ -35,20 +36,32 @@ class TenantLog:
             raise FileRefused("it names a tenant twice")
         return cls(descriptor, key, start, tuple(names), end)
 
-    def __len__(self) -> int:
-        """Tenants that were added, whether their names could be stored or not."""
-        return self._num_tenants
+    @property
+    def num_unstored(self) -> int:
+        """Tenants whose names could not be stored yet."""
+        return len(self._unstored)
 
     def cut(self) -> None:
         """Removes a record that was being written."""
         os.ftruncate(self._descriptor, self._end)
 
     def add(self, name: str) -> None:
-        """Where the name cannot be stored, the file has fewer records than it counts."""
-        record = _record(self._key, self._num_tenants, name.encode())
-        with contextlib.suppress(OSError):
-            self._end += os.pwrite(self._descriptor, record, self._end)
-        self._num_tenants += 1
+        """A tenant more. Its name is stored with the others that wait, where there is room."""
+        self._unstored.append(name)
+        self.store()
+
+    def store(self) -> None:
+        """Stores the names that wait, until one finds no room."""
+        while self._unstored:
+            record = _record(self._key, self._num_stored, self._unstored[0].encode())
+            try:
+                if os.pwrite(self._descriptor, record, self._end) < len(record):
+                    return
+            except OSError:
+                return
+            self._end += len(record)
+            self._num_stored += 1
+            del self._unstored[0]
 
 
 def _read(descriptor: int, key: int, start: int) -> tuple[list[str], int]:

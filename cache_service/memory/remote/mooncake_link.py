@@ -21,6 +21,8 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvkeeper.service.threads import NoThread, start_thread
+
 from .remote_address import RemoteAddress
 from .remote_server import ServerError
 
@@ -65,6 +67,13 @@ class _Child:
         self.waiting: dict[int, Callable[[Any], None]] = {}
         self.num_asked = 0
         self.is_gone = False
+
+    def end(self) -> None:
+        """Of a process that nothing was asked of."""
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+        self.link.close()
 
 
 class MooncakeLink:
@@ -162,9 +171,13 @@ class MooncakeLink:
         if self._child is None:
             try:
                 child = _Child(self._address, self.part_bytes, self._memory, self._timeout, self._module)
-                threading.Thread(target=self._listen, args=(child,), daemon=True).start()
-            except (OSError, RuntimeError) as error:
+            except OSError as error:
                 raise ServerError(f"no process can be started: {error}") from None
+            try:
+                start_thread(threading.Thread(target=self._listen, args=(child,), daemon=True))
+            except NoThread as error:
+                child.end()
+                raise ServerError(f"no process can be listened to: {error}") from None
             self._child = child
         return self._child
 

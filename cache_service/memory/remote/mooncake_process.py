@@ -20,6 +20,8 @@ from typing import Any
 
 from mooncake.store import MooncakeDistributedStore
 
+from kvkeeper.service.threads import NoThread, start_thread
+
 from .mooncake_link import Request
 
 _LOCAL_BYTES = 16 << 20  # of the library, for small values
@@ -48,7 +50,10 @@ def main(staging: int, link: int, host: str, port: int, memory: int) -> None:
     try:
         while True:
             request = json.loads(connection.recv_bytes())
-            threading.Thread(target=run, args=(request,), daemon=True).start()
+            try:
+                start_thread(threading.Thread(target=run, args=(request,), daemon=True))
+            except NoThread:  # later requests wait for this one
+                run(request)
     except (EOFError, OSError):
         closing = threading.Thread(target=store.close, daemon=True)
         closing.start()

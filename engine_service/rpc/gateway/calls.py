@@ -4,7 +4,6 @@ A gateway says that a client has gone by Abort, or by ending the call; both end 
 ended already, which is no error.
 """
 
-import asyncio
 import contextlib
 import json
 import time
@@ -16,6 +15,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from kvkeeper.engine.v1 import engine_service_pb2 as own
 from kvkeeper.service import VERSION
+from kvkeeper.service.threads import in_thread
 
 from ...config import EngineConfig
 from ...loop.engine import Engine
@@ -113,7 +113,7 @@ class VllmEngine:
         if not self._has_tokenizer:
             raise NotImplementedYet("this model has no tokenizer", feature="tokenizer")
         if self._archive is None:
-            self._archive = await asyncio.to_thread(archive_of, Path(self._config.model))
+            self._archive = await in_thread(archive_of, Path(self._config.model))
         for data, sha256 in self._archive.chunks():
             yield common_pb2.GetTokenizerChunk(data=data, sha256=sha256)
 

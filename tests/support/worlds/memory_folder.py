@@ -52,7 +52,8 @@ def fill(
     manager = PoolManager(PoolConfig(num_blocks, SPEC.block_size, num_host_blocks=num_host_blocks))
     manager.restore(kept.kept(), may_still_write=False)
     rng, index = np.random.default_rng(seed), manager.state.index
-    for number, blocks in enumerate(np.array_split(np.arange(1, num_cached + 1, dtype=np.int32), len(tenants))):
+    chains = np.array_split(np.arange(1, num_cached + 1, dtype=np.int32), len(tenants)) if tenants else []
+    for number, blocks in enumerate(chains):
         tokens = rng.integers(0, 100, len(blocks) * SPEC.block_size).astype(np.int32)
         nodes = index.insert_run(index.root(tenants[number]), tokens, blocks)
         if num_host_blocks:

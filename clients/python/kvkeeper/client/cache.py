@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+import grpc
+
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client import cache_calls
@@ -403,8 +405,14 @@ async def _all_sequences(transport: AsyncTransport, session_id: str) -> tuple[pb
 
 
 async def _in_thread(attach: Callable[[], T], give_up: Callable[[T], object]) -> T:
-    """The result of a blocking attach. When this call is cancelled the thread goes on, and its result is given up."""
-    attaching = asyncio.get_running_loop().run_in_executor(None, attach)
+    """The result of a blocking attach. When this call is cancelled the thread goes on, and its result is given up.
+
+    Raises KvkeeperError where the host gives no thread.
+    """
+    try:
+        attaching = asyncio.get_running_loop().run_in_executor(None, attach)
+    except RuntimeError as error:
+        raise KvkeeperError(grpc.StatusCode.UNAVAILABLE, "HOST_EXHAUSTED", f"no thread to attach in: {error}") from None
 
     def close_unwanted(ended: "asyncio.Future[T]") -> None:
         if not ended.cancelled() and ended.exception() is None:

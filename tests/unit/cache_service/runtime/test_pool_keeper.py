@@ -1,6 +1,8 @@
 """When rows are written: after a moment, beside digests in a thread, and never while the service copies blocks."""
 
 import asyncio
+import errno
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import structlog
 
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.kept_index import UInt64Array
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Int32Array, Tier
+from kvkeeper.cache_service.memory.kept import tenant_log
 from kvkeeper.cache_service.memory.kept.block_digests import BlockDigests
 from kvkeeper.cache_service.memory.kept.kept_pool import KeptPool
 from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory
@@ -144,4 +148,34 @@ async def test_nothing_is_written_while_blocks_are_copied(kept: Kept) -> None:
     done.set()
     await written
     assert kept.written == [1]
+    keeper.close(remove=True)
+
+
+async def test_a_tenant_that_finds_no_room_for_its_name_is_told_and_stored_once_there_is_some(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    real, are_stored = tenant_log.TenantLog.store, asyncio.Event()
+
+    def store(names: tenant_log.TenantLog) -> None:
+        real(names)
+        if not names.num_unstored:
+            are_stored.set()
+
+    monkeypatch.setattr(tenant_log.TenantLog, "store", store)
+    monkeypatch.setattr(pool_keeper, "_NAMES_AFTER", 0.001)
+    keeper = PoolKeeper(kept.manager, kept.files)
+    await keeper.start()
+    index = kept.files.device.index
+    with structlog.testing.capture_logs() as logs:
+        with monkeypatch.context() as patch:
+            patch.setattr(tenant_log.os, "pwrite", no_room)
+            kept.publish(1, 2, tokens=7)
+            kept.manager.state.index.root("secret")
+            assert index.num_unstored == 2
+        await asyncio.wait_for(are_stored.wait(), 10)
+    assert [(line["event"], line["log_level"]) for line in logs] == [("tenant_not_kept", "warning"), ("tenants_kept", "info")]
+    assert "secret" not in str(logs)
     keeper.close(remove=True)

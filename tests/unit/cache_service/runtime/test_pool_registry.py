@@ -5,8 +5,10 @@ And what the garbage collector is told of pools.
 
 import asyncio
 import gc
+import os
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,7 @@ from kvkeeper.cache_service.memory.shared_memory import SharedMemory
 from kvkeeper.cache_service.runtime.pool_registry import PoolRegistry
 from kvkeeper.service.memory_limit import OutOfMemory
 from kvkeeper.service.process import StartError
+from kvkeeper.service.threads import NoThread
 from tests.support.worlds.memory_folder import SPEC, memory_folder
 
 
@@ -59,6 +62,52 @@ async def test_a_pool_that_cannot_be_kept_leaves_no_slab_in_use_and_no_store_ope
             await registry.obtain(SPEC)
         assert sorted(closed) == ["slab", "store"]
         assert not disks._in_use
+        registry.close()
+        directory.close()
+        disks.close()
+
+
+async def test_a_pool_that_finds_no_thread_at_any_step_leaves_nothing_and_the_next_attempt_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    run, num_before_refusal, num_refused = loop.run_in_executor, [10**9], 0
+
+    def run_in_executor(executor: Any, function: Any, *args: Any) -> Any:
+        if num_before_refusal[0] == 0:
+            raise RuntimeError("can't start new thread")
+        num_before_refusal[0] -= 1
+        return run(executor, function, *args)
+
+    def left() -> tuple[int, list[str], list[str]]:
+        gc.collect()
+        files = sorted(path.name[:5] for path in folder.iterdir())
+        return len(os.listdir("/proc/self/fd")), files, sorted(path.name[:5] for path in (tmp_path / "disk").iterdir())
+
+    monkeypatch.setattr(loop, "run_in_executor", run_in_executor)
+    with memory_folder() as folder:
+        disks, directory = DiskDirectory(tmp_path / "disk", 1 << 20, 1), MemoryDirectory(folder, keep=True)
+        config = CacheConfig(num_blocks=16, num_host_blocks=16, num_pools=1)
+        registry = PoolRegistry(config, cast(Any, directory), lambda _: None, directory, disks)
+        await registry.reserve()
+        slab = await asyncio.to_thread(disks.obtain, SPEC)  # it is made once, and stays
+        slab.close()
+        disks.give_back(slab)
+        before = left()
+        while True:
+            num_before_refusal[0] = num_refused
+            loop.set_default_executor(executor := ThreadPoolExecutor())
+            try:
+                pool = await registry.obtain(SPEC)
+                break
+            except NoThread:
+                num_refused += 1
+            executor.shutdown()
+            await asyncio.sleep(0)  # neither a thread, nor a traceback, nor the loop holds anything now
+            assert (left(), disks._in_use, registry.pools) == (before, set(), [])
+        num_before_refusal[0] = 10**9
+        assert num_refused >= 6, "the core, both arenas, the slab and its rows, the files, the index"
+        assert await registry.obtain(SPEC) is pool
         registry.close()
         directory.close()
         disks.close()

@@ -1,8 +1,10 @@
 """Worker processes: what takes too much ends alone, everything else is served, and nothing of the engine is loaded there."""
 
 import asyncio
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,13 +16,14 @@ from functools import cache
 
 import numpy as np
 import pytest
+import structlog
 
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
 from kvkeeper.engine_service.text_workers.text_worker import Limits, SetUp
 from kvkeeper.engine_service.text_workers.worker_frames import TOKEN_DTYPE, Kind
 from kvkeeper.engine_service.text_workers.workers import JobRefused, JobTooMuch, Workers
-from kvkeeper.engine_service.values.errors import Draining
+from kvkeeper.engine_service.values.errors import BrokenInvariant, Draining, HostExhausted
 
 LONG = "def main():\n    return 'a text that is long'\n" * 20_000
 BOMB = "((a{100}){100}){100}"
@@ -183,6 +186,77 @@ async def test_a_job_that_ends_each_worker_is_refused(how: Callable[[int], None]
     async with workers() as made:
         with pytest.raises(JobTooMuch):
             await encode(made, "hostile")
+        assert await encode(made, "short") == tokenizer().encode("short")
+
+
+def kill_in_set_up(monkeypatch: pytest.MonkeyPatch, num_killed: int, number: signal.Signals) -> list[int]:
+    """The first workers end by this signal before they are set up. Answers those that did, as they come."""
+    from kvkeeper.engine_service.text_workers import workers as module
+
+    exchange, killed = module._exchange, list[int]()
+
+    async def ends(process: asyncio.subprocess.Process, kind: Kind, body: bytes) -> object:
+        if kind is Kind.SET_UP and len(killed) < num_killed:
+            os.kill(process.pid, number)
+            killed.append(process.pid)
+        return await exchange(process, kind, body)
+
+    monkeypatch.setattr(module, "_exchange", ends)
+    return killed
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_a_worker_that_is_killed_before_it_is_set_up_is_followed_by_another(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = kill_in_set_up(monkeypatch, 1, number)
+    async with workers() as made:
+        assert await encode(made, "short") == tokenizer().encode("short")
+        assert len(killed) == 1 and pids(made) != killed
+
+
+async def test_workers_that_are_all_killed_before_they_are_set_up_are_a_shortage_that_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed = kill_in_set_up(monkeypatch, 2, signal.SIGKILL)
+    async with workers() as made:
+        with structlog.testing.capture_logs() as logs, pytest.raises(HostExhausted) as refused:
+            await encode(made, "short")
+        assert (refused.value.metadata, len(killed)) == ({"resource": "memory"}, 2)
+        told = [(line["event"], line["code"], line["kind"]) for line in logs]
+        assert told == [("text_worker_ended", -signal.SIGKILL, "set_up")] * 2
+        assert pids(made) == []
+        assert await encode(made, "short") == tokenizer().encode("short")
+
+
+async def test_workers_that_cannot_be_set_up_by_themselves_are_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    async with workers() as made:
+        with pytest.raises(BrokenInvariant):
+            await encode(made, "short")
+
+
+@pytest.mark.parametrize(
+    ("error", "resource"),
+    [
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "processes"),
+        (OSError(errno.EMFILE, "Too many open files"), "descriptors"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "memory"),
+        (RuntimeError("can't start new thread"), "threads"),
+    ],
+)
+async def test_a_worker_that_the_host_does_not_start_is_a_shortage_that_passes(
+    error: Exception, resource: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    async with workers() as made:
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "create_subprocess_exec", refuse)
+            with pytest.raises(HostExhausted) as refused:
+                await encode(made, "short")
+        assert refused.value.metadata == {"resource": resource}
         assert await encode(made, "short") == tokenizer().encode("short")
 
 

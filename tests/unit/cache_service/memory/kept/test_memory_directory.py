@@ -1,21 +1,26 @@
 """Files of kept memory: taken over where they are what a run has left, refused or cut where they are not."""
 
+import errno
 import json
 import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import structlog
 
+from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
-from kvkeeper.cache_service.core.values.types import Tier
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Tier
 from kvkeeper.cache_service.memory.kept import memory_directory, tenant_log
 from kvkeeper.cache_service.memory.kept.block_digests import BlockDigests
 from kvkeeper.cache_service.memory.kept.description import Description
+from kvkeeper.cache_service.memory.kept.kept_pool import KeptPool
 from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory, MemoryRefused, kept_bytes
 from kvkeeper.cache_service.memory.private_file import FileRefused
 from kvkeeper.service import memory_limit
@@ -187,8 +192,6 @@ _REFUSED: dict[str, Damage] = {
     "a copy of the arena": lambda index, arena: shutil.copy2(arena, arena.with_name("copy")).rename(arena),
     "a link in the place of the arena": lambda index, arena: arena.symlink_to(arena.rename(arena.with_name("moved"))),
     "a folder in the place of the arena": lambda index, arena: (arena.unlink(), arena.mkdir()),
-    "no tenant's name": lambda index, arena: os.truncate(index, index.stat().st_size - 1),
-    "a damaged tenant's name": lambda index, arena: flip(index, index.stat().st_size - 1),
 }  # fmt: skip
 
 
@@ -217,6 +220,19 @@ def test_files_of_an_earlier_time_are_refused(folder: Path) -> None:
         path.write_bytes(now)
 
 
+@pytest.mark.parametrize("damage", ["it is cut short", "a bit of it is another"])
+def test_a_tenant_whose_name_is_damaged_loses_its_blocks_alone(damage: str, folder: Path) -> None:
+    fill(folder, tenants=("a", "b"))
+    index = file_of(folder, "index")
+    last = index.stat().st_size - 1
+    os.truncate(index, last) if damage == "it is cut short" else flip(index, last)
+    for _ in range(2):
+        with restored(folder) as (kept, manager):
+            assert (manager.state.index.tenants, len(manager.state.index)) == (["a"], 4)
+            assert kept.device.index.num_nameless == 1
+            assert (manager.state.allocator.last_roots[5:] == UNKNOWN_ROOT).all()
+
+
 def test_a_name_that_was_being_stored_is_cut_off(folder: Path) -> None:
     fill(folder, tenants=("a", "b"))
     index = file_of(folder, "index")
@@ -228,21 +244,76 @@ def test_a_name_that_was_being_stored_is_cut_off(folder: Path) -> None:
     assert index.stat().st_size == num_bytes
 
 
-def test_a_tenant_whose_name_could_not_be_stored_makes_the_file_worthless(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
+def no_room(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    fill(folder)
+
+def half_written(descriptor: int, data: bytes, at: int) -> int:
+    """What a file system does that has room for a part."""
+    return os.pwritev(descriptor, [data[: len(data) // 2]], at)
+
+
+@contextmanager
+def restored(folder: Path) -> Iterator[tuple[KeptPool, PoolManager]]:
+    """The one pool of the folder, taken over by the next service until the block ends."""
     directory = MemoryDirectory(folder, keep=True)
     (kept,) = directory.open_pools()
-    with monkeypatch.context() as patched:
-        patched.setattr(tenant_log.os, "pwrite", full)
-        kept.kept().add_tenant("another")
-    kept.close()
-    directory.close()
-    assert taken_over(folder) is None
+    manager = PoolManager(PoolConfig(kept.device.num_blocks, SPEC.block_size))
+    manager.restore(kept.kept(), may_still_write=False)
+    assert not (wrong := manager.check_invariants()), wrong
+    try:
+        yield kept, manager
+    finally:
+        kept.close()
+        kept.device.arena.close()
+        directory.close()
+
+
+def publish(manager: PoolManager, tenant: str, first: int, num_blocks: int) -> None:
+    """These blocks, with tokens of their own, as the tenant's; their rows are written."""
+    index, blocks = manager.state.index, np.arange(first, first + num_blocks, dtype=np.int32)
+    index.insert_run(index.root(tenant), np.repeat(blocks, SPEC.block_size) + 1000, blocks)
+    while manager.write_record(1024):
+        pass
+
+
+@pytest.mark.parametrize("pwrite", [no_room, half_written])
+@pytest.mark.parametrize("tenants", [(), ("",), ("a", "b")])
+def test_a_tenant_whose_name_finds_no_room_loses_its_blocks_alone(
+    folder: Path, tenants: tuple[str, ...], pwrite: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_cached = 8 if tenants else 0
+    fill(folder, tenants=tenants, num_cached=num_cached)
+    with restored(folder) as (_, manager), monkeypatch.context() as patch:
+        patch.setattr(tenant_log.os, "pwrite", pwrite)
+        publish(manager, "new", 9, 3)
+    for _ in range(2):  # and it is not forgotten that other blocks may hold what it had
+        with restored(folder) as (kept, manager):
+            index = manager.state.index
+            assert (index.tenants, len(index), kept.device.index.num_nameless) == (list(tenants), num_cached, 1)
+            assert (manager.state.allocator.last_roots[9:] == UNKNOWN_ROOT).all()
+    with restored(folder) as (_, manager):
+        publish(manager, "another", 12, 2)  # it has the root that the nameless one had, and nothing of it
+    with restored(folder) as (_, manager):
+        index = manager.state.index
+        assert (index.tenants, len(index)) == ([*tenants, "another"], num_cached + 2)
+        assert set(index.node_of_block.nonzero()[0].tolist()) == {*range(1, num_cached + 1), 12, 13}
+
+
+def test_a_name_that_found_no_room_is_stored_once_there_is_some(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(folder)
+    with restored(folder) as (kept, manager):
+        with monkeypatch.context() as patch:
+            patch.setattr(tenant_log.os, "pwrite", half_written)
+            publish(manager, "new", 9, 3)
+            kept.device.index.store_tenants()
+            publish(manager, "newer", 12, 2)
+            assert kept.device.index.num_unstored == 2
+        kept.device.index.store_tenants()
+        assert kept.device.index.num_unstored == 0
+    with restored(folder) as (kept, manager):
+        assert (manager.state.index.tenants, len(manager.state.index)) == (["", "new", "newer"], 13)
+        assert kept.device.index.num_nameless == 0
 
 
 def test_a_foreign_file_is_let_be(folder: Path) -> None:
