@@ -8,7 +8,7 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -53,13 +53,16 @@ def end_at_once(code: int) -> None:
 
 def _serve(config: EngineConfig) -> Coroutine[Any, Any, None]:
     log.info("starting", doing="importing torch")
+    from kvkeeper.service.grpc_pollers import add_pollers
+
     from .server import start_server  # torch takes seconds to load: a wrong flag is refused before
 
-    return _until_stopped(start_server(config))
+    return _until_stopped(start_server(config), add_pollers)
 
 
-async def _until_stopped(starting: "Coroutine[Any, Any, RunningServer]") -> None:
+async def _until_stopped(starting: "Coroutine[Any, Any, RunningServer]", add_pollers: Callable[[], None]) -> None:
     """A first signal drains, a second one stops at once."""
+    add_pollers()
     signalled = stop_signals()
     server = await starting
     try:
