@@ -24,8 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve(config: CacheConfig) -> None:
     """A first signal drains, a second one stops at once."""
-    from .server import start_server, take_over  # after the checks, so that a wrong address is told without loading grpc
+    from kvkeeper.service.pollers import add_pollers  # after the checks, so that a wrong address is told without loading grpc
 
+    from .server import start_server, take_over
+
+    add_pollers()
     asked = stop_signals()
     if config.take_over:
         await take_over(config)

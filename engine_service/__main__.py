@@ -55,7 +55,10 @@ def _serve(config: EngineConfig) -> Coroutine[Any, Any, None]:
 
 async def _until_stopped(starting: "Coroutine[Any, Any, RunningServer]") -> None:
     """A first signal drains, a second one stops at once."""
+    from kvkeeper.service.pollers import add_pollers  # loads grpc, as the server did
+
     signalled = stop_signals()
+    add_pollers()
     server = await starting
     try:
         await first_of(signalled.wait(), server.wait_ready())

@@ -61,7 +61,7 @@ def run(
         check(config)
         if config.trace_endpoint:
             stop_export = export_spans(config.trace_endpoint, program.replace(" ", "-"), VERSION, log.warn_of_tracing)
-        asyncio.run(_polled(serve(config)))
+        asyncio.run(serve(config))
     except TracingUnavailable as error:
         print(f"{program}: --trace-endpoint: {error}", file=sys.stderr)
         return 1
@@ -73,11 +73,6 @@ def run(
     finally:
         stop_export()
     return 0
-
-
-async def _polled(serving: Coroutine[Any, Any, None]) -> None:
-    grpc_runtime.add_pollers()
-    await serving
 
 
 def _nothing() -> None:

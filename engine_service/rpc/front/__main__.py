@@ -15,6 +15,8 @@ from kvkeeper.service import grpc_runtime
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: the service itself reports each failure in one line
 grpc_runtime.choose(os.environ)
 
+from kvkeeper.service.pollers import add_pollers  # noqa: E402
+
 from .server import Front  # noqa: E402 - grpc reads its settings once, when it is loaded
 
 _REST_S = 0.5
@@ -27,7 +29,7 @@ def main() -> None:
 
 
 async def _run(end: socket.socket) -> None:
-    grpc_runtime.add_pollers()
+    add_pollers()
     gc.freeze()
     await Front().run(end)
     # gRPC's own tasks of calls that were cut off end by themselves; cancelled, each says so on the terminal.
