@@ -29,9 +29,7 @@ def _check(config: CacheConfig) -> None:
 
 async def _serve(config: CacheConfig) -> None:
     """A first signal drains, a second one stops at once."""
-    from kvkeeper.service.grpc_pollers import (
-        add_pollers,  # after the checks, so that a wrong address is told without loading grpc
-    )
+    from kvkeeper.service.pollers import add_pollers  # after the checks, so that a wrong address is told without loading grpc
 
     from .server import start_server, take_over
 

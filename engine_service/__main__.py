@@ -53,7 +53,7 @@ def end_at_once(code: int) -> None:
 
 def _serve(config: EngineConfig) -> Coroutine[Any, Any, None]:
     log.info("starting", doing="importing torch")
-    from kvkeeper.service.grpc_pollers import add_pollers
+    from kvkeeper.service.pollers import add_pollers
 
     from .server import start_server  # torch takes seconds to load: a wrong flag is refused before
 

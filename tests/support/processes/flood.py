@@ -88,7 +88,7 @@ def flood(address: str, kind: str, path: str, num_frames: int, seconds: float) -
     """How many frames, or streams, were sent on one connection, and whether the service sent it away or reads no more of it."""
     end, _ = connect(address)
     over, sent, sent_at = time.monotonic() + seconds, 0, time.monotonic()
-    closed = threading.Event()
+    closed, is_stalled = threading.Event(), False
 
     def read() -> None:
         tail = b""
@@ -111,13 +111,14 @@ def flood(address: str, kind: str, path: str, num_frames: int, seconds: float) -
                     if closed.wait(0.001) or time.monotonic() > min(over, sent_at + _STALLED_S):
                         break
             if batch:
+                is_stalled = time.monotonic() < over
                 break
             sent += min(_BATCH, num_frames - sent)
         if kind == "pings" and sent >= num_frames:
             closed.wait(_TIMEOUT_S)  # for the answer to the last of them
     except OSError:
         closed.set()
-    is_refused = closed.is_set() or time.monotonic() > sent_at + _STALLED_S
+    is_refused = closed.is_set() or is_stalled
     end.close()
     return sent, is_refused
 
