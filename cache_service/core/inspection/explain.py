@@ -50,7 +50,7 @@ def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: I
     if 0 < num_hit < state.config.min_prefix_tokens:
         end, seconds_ago, num_hit = MatchEnd.BELOW_MINIMUM, None, 0
     else:
-        end, seconds_ago = _end(state, tokens, root, last, num_matched)
+        end, seconds_ago = _end(state, lookup, tokens, root, last, num_matched)
     return Explanation(
         num_prompt=len(tokens),
         num_matched=num_matched,
@@ -104,7 +104,9 @@ _WORDS = {
 }
 
 
-def _end(state: PoolState, tokens: Int32Array, root: int, last: int, num_matched: int) -> tuple[MatchEnd, float | None]:
+def _end(
+    state: PoolState, lookup: PrefixLookup, tokens: Int32Array, root: int, last: int, num_matched: int
+) -> tuple[MatchEnd, float | None]:
     config = state.config
     if not config.prefix_caching:
         return MatchEnd.CACHING_OFF, None
@@ -119,7 +121,9 @@ def _end(state: PoolState, tokens: Int32Array, root: int, last: int, num_matched
     if _is_held(seqs, root, needed, seqs.num_committed < len(needed)):
         return MatchEnd.COMPUTING, None
     index = state.index
-    if len(index.match(last, needed[num_matched:], 1)):
+    if len(behind := index.match(last, needed[num_matched:], 1)):
+        if not len(lookup.in_time(behind)):
+            return MatchEnd.EXPIRED, None
         return MatchEnd.EVICTED, None  # it has left the device, and its copy has not arrived yet
     if state.below is not None:
         num_whole = (len(tokens) - num_matched) // config.block_size * config.block_size
