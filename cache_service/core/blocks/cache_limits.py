@@ -7,12 +7,14 @@ blocks count for their tenant's share and for no other limit; blocks that sequen
 keeps no counts.
 
 Stamps tell the time, too: the millisecond at which a block became evictable, times 2^20. So the blocks that have outlived their
-time are those up to a stamp, and a clock that goes back makes no block older.
+time are those up to a stamp, and a clock that goes back makes no block older. They are evicted in slices, and a look-up asks
+which they are before that, so that none is a hit for longer than its time.
 """
 
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from ..eviction.block_queue import BlockQueue, Stamps, Sweeper
 from ..index.prefix_index import MAX_TENANTS, PrefixIndex
@@ -137,11 +139,29 @@ class CacheLimits:
         """Evicts up to max_blocks of the blocks unused for their time to live. Answers whether more may be left."""
         if self._ttl is None:
             return False
-        last_ms = int((self._index.clock.now - self._ttl) * 1000)
-        outlived = self._queue.pop(max_blocks, until=(last_ms + 1) * _STAMPS_PER_MS - 1)
+        outlived = self._queue.pop(max_blocks, until=self._last_outlived())
         if len(outlived):
             self.num_expired += pool.expire(outlived)
         return len(outlived) == max_blocks
+
+    def have_outlived(self) -> bool:
+        """Whether there are blocks unused for their time to live that are not evicted yet."""
+        if self._ttl is None:
+            return False
+        first = self._queue.first()
+        return first is not None and int(self._stamps.newest[first]) <= self._last_outlived()
+
+    def outlived(self, blocks: Int32Array) -> npt.NDArray[np.bool_]:
+        """[n] which of these blocks are unused for their time to live."""
+        if self._ttl is None:
+            return np.zeros(len(blocks), np.bool_)
+        stamps = self._stamps.newest[blocks]
+        return np.asarray((stamps > 0) & (stamps <= self._last_outlived()))
+
+    def _last_outlived(self) -> int:
+        """The last stamp of a block that has outlived its time by now."""
+        assert self._ttl is not None
+        return (int((self._index.clock.now - self._ttl) * 1000) + 1) * _STAMPS_PER_MS - 1
 
     def check(self, is_evictable: np.ndarray) -> list[str]:
         """The broken invariants, for audits; is_evictable is by block."""

@@ -40,6 +40,8 @@ class PrefixCalls:
         blocks = index.block_of_node[nodes]
         if np.count_nonzero(blocks) < len(blocks):  # a block that is in the host tier only cannot be held here
             blocks = blocks[: int(np.argmin(blocks > 0))]
+        if (is_over := self._state.pool.limits.outlived(blocks)).any():
+            blocks = blocks[: int(np.argmax(is_over))]
         num_wanted = pins.num_new(blocks)
         num_entries = len(blocks := pins.fitting(root, blocks))
         if len(self._state.config.group_spans) > 1:

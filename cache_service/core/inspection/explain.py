@@ -53,7 +53,7 @@ def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: I
     if 0 < num_hit < state.config.min_prefix_tokens:
         end, seconds_ago, num_hit = MatchEnd.BELOW_MINIMUM, None, 0
     else:
-        end, seconds_ago = _end(state, tenant, tokens, root, last, num_matched)
+        end, seconds_ago = _end(state, lookup, tenant, tokens, root, last, num_matched)
     return Explanation(
         num_prompt=len(tokens),
         num_matched=num_matched + behind.num_disk + behind.num_remote,
@@ -116,7 +116,7 @@ _WORDS = {
 
 
 def _end(
-    state: PoolState, tenant: str, tokens: Int32Array, root: int, last: int, num_matched: int
+    state: PoolState, lookup: PrefixLookup, tenant: str, tokens: Int32Array, root: int, last: int, num_matched: int
 ) -> tuple[MatchEnd, float | None]:
     config = state.config
     if not config.prefix_caching:
@@ -130,7 +130,9 @@ def _end(
     if root and _is_held(seqs, root, needed, seqs.num_committed < len(needed)):
         return MatchEnd.COMPUTING, None
     index = state.index
-    if root and len(index.match(last, needed[num_matched:], 1)):
+    if root and len(behind := index.match(last, needed[num_matched:], 1)):
+        if not len(lookup.in_time(behind)):
+            return MatchEnd.EXPIRED, None
         return MatchEnd.EVICTED, None  # it has left the device, and its copy has not arrived yet
     if state.below is not None:
         num_whole = (len(tokens) - num_matched) // config.block_size * config.block_size

@@ -62,6 +62,7 @@ class WaitingStarts:
         """What these starts of one step hit at most; None where one is not lawful, or its hit is not known."""
         rivals: dict[int, tuple[bytes, ...]] = {}
         is_current = self._ahead[:3] == (owner.number, self._state.revision, self._state.index.num_changes)
+        is_current = is_current and not self._lookup.have_outlived()
         ahead = self._ahead.starts if is_current else {}
         found = []
         for sequence_id, max_hit in zip(sequence_ids, max_hits, strict=True):

@@ -1,8 +1,8 @@
 """The look-up: how much of a prompt is cached, and may be used.
 
 Owns the rules of a hit: at least one token is left to compute, unless stored logits stand for it (R4); nothing that is still on
-its way to the host tier; nothing shorter than the pool's minimum; not more than the sequence's retention lets it share. Changes
-nothing.
+its way to the host tier; nothing that has outlived its time, evicted already or not; nothing shorter than the pool's minimum;
+not more than the sequence's retention lets it share. Changes nothing.
 """
 
 from typing import NamedTuple
@@ -33,6 +33,7 @@ class PrefixLookup:
         self._sequences = state.sequences
         self._index = state.index
         self._host = host
+        self._limits = [state.pool.limits, *([host.pool.limits] if host is not None else [])]  # by tier
         self._last_key, self._last_match = (0, 0, 0, 0), NO_INT32
 
     def match_sequence(self, slot: int, max_hit: int) -> Int32Array:
@@ -102,7 +103,7 @@ class PrefixLookup:
         """[matched] nodes of a waiting sequence's first blocks. A step asks for those of a start more than once."""
         seqs = self._sequences
         key = (slot, num_most, self._index.num_changes, seqs.num_added)
-        if key == self._last_key and self._host is None:
+        if key == self._last_key and self._host is None and not self.have_outlived():
             return self._last_match
         tokens = seqs.known_tokens(slot)[: num_most * self._block_size]
         found = self.match_tokens(int(seqs.roots[slot]), tokens, num_most)
@@ -111,13 +112,29 @@ class PrefixLookup:
 
     def match_tokens(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:
         """[matched] nodes of the longest prefix in any tier that is there now: no copy of it is still on its way."""
-        nodes = self._index.match(root, tokens, max_blocks)
+        nodes = self.in_time(self._index.match(root, tokens, max_blocks))
         if self._host is not None and len(nodes):
             hosts = self._index.host_of_node[nodes]
             is_away = (self._index.block_of_node[nodes] == 0) & self._host.is_filling[hosts]
             if np.count_nonzero(is_away):
                 nodes = nodes[: int(np.argmax(is_away))]
         return nodes
+
+    def have_outlived(self) -> bool:
+        """Whether a match may be shorter than the last one with nothing changed but the time."""
+        return any(limits.have_outlived() for limits in self._limits)
+
+    def in_time(self, nodes: Int32Array) -> Int32Array:
+        """[n] the first of these nodes, up to the first whose blocks have outlived their time in every tier that has one."""
+        if not len(nodes) or not self.have_outlived():
+            return nodes
+        is_over, is_there = np.ones(len(nodes), np.bool_), np.zeros(len(nodes), np.bool_)
+        for limits, block_of_node in zip(self._limits, (self._index.block_of_node, self._index.host_of_node), strict=False):
+            blocks = block_of_node[nodes]
+            is_over &= (blocks == 0) | limits.outlived(blocks)
+            is_there |= blocks > 0
+        is_over &= is_there
+        return nodes[: int(np.argmax(is_over))] if is_over.any() else nodes
 
     def usable(self, nodes: Int32Array) -> Int32Array:
         """[usable] the longest start of a match behind which each group of layers has what the next token reads."""
@@ -148,7 +165,7 @@ class PrefixLookup:
         num_blocks, rest = divmod(known, self._block_size)
         if rest or max_hit < known or known < self.min_tokens or num_blocks > seqs.share_limits[slot]:
             return None
-        nodes = self._index.match(int(seqs.roots[slot]), seqs.known_tokens(slot), num_blocks)
+        nodes = self.in_time(self._index.match(int(seqs.roots[slot]), seqs.known_tokens(slot), num_blocks))
         if np.count_nonzero(self._index.block_of_node[nodes]) < num_blocks or len(self._index.held.usable(nodes)) < num_blocks:
             return None
         logits = self._index.logits.get(int(nodes[-1]))

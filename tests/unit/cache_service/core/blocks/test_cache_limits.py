@@ -3,6 +3,8 @@
 import pytest
 
 from kvkeeper.cache_service.core.eviction import POLICY_NAMES
+from kvkeeper.cache_service.core.step.waiting_starts import WaitingStarts
+from kvkeeper.cache_service.core.tables.prefix_lookup import PrefixLookup
 from kvkeeper.cache_service.core.values.errors import OutOfBlocks
 from kvkeeper.cache_service.core.values.types import MatchEnd
 from tests.support.worlds.core_pool import ALL, A, B, CorePool, int32
@@ -93,9 +95,62 @@ def test_a_tick_forgets_a_slice_leaves_before_parents() -> None:
     pool = CorePool(1300, 1, prefix_ttl=10.0, max_tokens_per_sequence=1300)
     tokens = list(range(1200))
     cache(pool, tokens)
-    left = [len(pool.matched(tokens)) for is_left in iter(lambda: pass_time(pool, 10.0), False) if is_left]
-    assert left == [688, 176]
-    assert pool.matched(tokens) == []
+    index = pool.manager.state.index
+    left = []
+    for _ in iter(lambda: pass_time(pool, 10.0), False):
+        assert pool.matched(tokens) == [], "what is not forgotten yet is no hit any more"
+        left.append((len(index), len(index.match(index.root(""), int32(tokens), 1200))))
+    assert left == [(688, 688), (176, 176)]
+    assert len(index) == 0
+
+
+def test_a_block_is_a_hit_until_the_millisecond_at_which_it_has_outlived_its_time() -> None:
+    """Whatever asks, and long before the next tick looks for what has outlived its time."""
+    pool = CorePool(prefix_ttl=1.0)
+    manager = pool.manager
+    manager.tick(manager.now + 0.25)
+    cache(pool, ONE)
+    born = manager.now
+    pool.create(7, [*ONE, 1])  # what it hits is looked up ahead
+    manager.tick(born + 0.999)
+    assert cached(pool, ONE) == [2]
+    assert manager.explain_match("", int32(ONE)).end is MatchEnd.COMPLETE
+    manager.tick(born + 1.0)
+    assert cached(pool, ONE) == [0]
+    told = manager.explain_match("", int32(ONE))
+    assert (told.num_matched, told.num_hit, told.end) == (0, 0, MatchEnd.EXPIRED)
+    assert manager.pin_prefix(A, "p", "", int32(ONE), 60.0).num_tokens == 0
+    pool.step(starts=[(7, ALL, ALL)])
+    assert pool.counters(7)[1] == 0, "it computes all of its prompt"
+
+
+def test_what_was_looked_up_before_is_looked_up_anew_once_it_has_outlived_its_time() -> None:
+    pool = CorePool(prefix_ttl=1.0)
+    manager = pool.manager
+    cache(pool, ONE)
+    pool.create(7, [*ONE, 1])
+    lookup = PrefixLookup(manager.state, None)
+    waiting = WaitingStarts(manager.state, lookup)
+    owner, slot = manager.state.find_sequence(A, 7)
+    waiting.look_ahead(owner)
+    for seconds, num_hit in ((0.999, 2), (0.001, 0)):
+        manager.tick(manager.now + seconds)
+        found = waiting.find(owner, [7], [ALL])
+        assert found is not None and len(found[0].hit) == num_hit
+        assert len(lookup.match_sequence(slot, ALL)) == num_hit
+
+
+def test_a_block_of_the_same_tokens_lives_on_from_its_new_use() -> None:
+    pool = CorePool(prefix_ttl=1.0)
+    cache(pool, ONE)
+    pool.manager.tick(pool.manager.now + 1.5)
+    assert cached(pool, ONE) == [0]
+    cache(pool, ONE)  # computed anew, and published where its tokens are known still
+    assert cached(pool, ONE) == [2]
+    pool.manager.tick(pool.manager.now + 0.999)
+    assert cached(pool, ONE) == [2]
+    pool.manager.tick(pool.manager.now + 0.001)
+    assert cached(pool, ONE) == [0]
 
 
 def test_without_a_time_to_live_no_block_expires_and_no_order_is_kept() -> None:
