@@ -10,17 +10,16 @@ import json
 import logging
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any, TextIO
 
 import structlog
 
-from kvkeeper.service import VERSION
+from kvkeeper.service import VERSION, output
 from kvkeeper.service.output import QueuedStream
 
-_LONGEST_LINE = 1 << 16  # bytes of another process's line that are taken as one
 _OWN_FIELDS = frozenset(("level", "event", "timestamp"))  # each line gets them anew
 
 
@@ -97,26 +96,6 @@ def pass_on(line: bytes, name: str, **fields: Any) -> None:
     speak(event, **{**rest, **fields})
 
 
-@contextmanager
-def passing_on(name: str) -> Iterator[int]:
-    """A descriptor for a process of this kind to write to. It is closed here afterwards; a thread passes on what comes, line by
-    line, until that process has ended.
-
-    Raises OSError, RuntimeError: there is no descriptor or no thread to be had.
-    """
-    reading, writing = os.pipe()
-    try:
-        try:
-            threading.Thread(target=_pass_all_on, args=(reading, name), name=name, daemon=True).start()
-        except RuntimeError:
-            os.close(reading)
-            raise
-        yield writing
-    finally:
-        os.close(writing)
-
-
-def _pass_all_on(reading: int, name: str) -> None:
-    with open(reading, "rb") as lines:
-        while line := lines.readline(_LONGEST_LINE):
-            pass_on(line, name)
+def passing_on(name: str) -> AbstractContextManager[int]:
+    """A descriptor for a process of this kind to write to, see output.passing_on: each line is logged."""
+    return output.passing_on(name, partial(pass_on, name=name))

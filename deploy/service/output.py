@@ -19,6 +19,7 @@ from typing import TextIO
 _MAX_WAITING_BYTES = 1 << 20
 _AGAIN_S = 1.0  # until it is tried again to tell what was dropped
 _LAST_WORDS_S = 2.0  # for what waits when a process ends
+_LONGEST_LINE = 1 << 16  # bytes of another process's line that are taken as one
 
 
 class QueuedStream(io.TextIOBase):
@@ -163,3 +164,28 @@ def _dropped_line(num_lines: int) -> str:
 
 def _num_lines(data: bytes) -> int:
     return data.count(b"\n") or 1
+
+
+@contextmanager
+def passing_on(name: str, take: Callable[[bytes], object]) -> Iterator[int]:
+    """A descriptor for another process to write to, which is closed here afterwards. A thread of this name hands on what comes, line
+    by line, until that process has ended.
+
+    Raises OSError, RuntimeError: there is no descriptor or no thread to be had.
+    """
+    reading, writing = os.pipe()
+    try:
+        try:
+            threading.Thread(target=_pass_all_on, args=(reading, take), name=name, daemon=True).start()
+        except RuntimeError:
+            os.close(reading)
+            raise
+        yield writing
+    finally:
+        os.close(writing)
+
+
+def _pass_all_on(reading: int, take: Callable[[bytes], object]) -> None:
+    with open(reading, "rb") as lines:
+        while line := lines.readline(_LONGEST_LINE):
+            take(line)

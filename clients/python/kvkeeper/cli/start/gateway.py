@@ -2,7 +2,7 @@
 
 It serves this host alone, its metrics too. `python -m kvkeeper.cli.start.gateway FLAG...` asks the kernel to end it with its
 parent, and runs it in this process, without the drawing that it begins with. Its warnings and errors are told, as JSON where
-they do not go to a terminal.
+our stderr is no terminal.
 """
 
 import asyncio
@@ -28,7 +28,8 @@ def flags(http: str, engine: str, typed: Sequence[str]) -> list[str]:
     """Flags of the gateway, those that were typed last. http: its own address; engine: that of the engine service."""
     host, _, port = http.rpartition(":")
     known = ("--host", host.strip("[]"), "--port", port, "--worker-urls", f"grpc://{engine}", "--prometheus-host", "127.0.0.1")
-    return [*known, *_WATCHFUL, *typed]
+    form = [] if sys.stderr.isatty() else ["--log-json"]
+    return [*known, *_WATCHFUL, *form, *typed]
 
 
 async def until_serving(http: str) -> None:
@@ -54,8 +55,7 @@ def main(argv: Sequence[str]) -> None:
     launch_router.print_banner = lambda *_: None
     if not any(word.startswith("--log-level") for word in argv):
         os.environ.setdefault("RUST_LOG", _TOLD)
-    is_terminal = sys.stdout.isatty()
-    sys.argv = [MODULE, "launch", *([] if is_terminal else ["--log-json"]), *argv]
+    sys.argv = [MODULE, "launch", *argv]
     cli.main()
 
 

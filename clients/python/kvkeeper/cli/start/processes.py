@@ -9,8 +9,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from kvkeeper.cli.start.services import PARENT_VARIABLE
+from kvkeeper.service.output import passing_on
+
+GATEWAY = "kvkeeper.cli.start.gateway"  # the module that runs it
 
 
 class ServiceProcess:
@@ -23,15 +27,18 @@ class ServiceProcess:
 
     @classmethod
     async def start(cls, name: str, argv: Sequence[str]) -> "ServiceProcess":
-        module = ["kvkeeper.cli.start.gateway"] if name == "gateway" else ["kvkeeper.cli", name]
-        process = await asyncio.create_subprocess_exec(
+        module = [GATEWAY] if name == "gateway" else ["kvkeeper.cli", name]
+        start = partial(
+            asyncio.create_subprocess_exec,
             *(sys.executable, "-P", "-m", *module, *argv),
             env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=sys.__stderr__,  # our stdout holds what `up` prints and nothing else
             start_new_session=True,
         )
-        return cls(name, process)
+        if name != "gateway":
+            return cls(name, await start(stdout=sys.__stderr__))  # our stdout holds what `up` prints and nothing else
+        with passing_on(name, _say) as end:  # a program of others, which an output that is not read would stop
+            return cls(name, await start(stdout=end, stderr=end))
 
     @property
     def exit_code(self) -> int | None:
@@ -58,3 +65,7 @@ class ServiceProcess:
     def _send(self, signum: signal.Signals) -> None:
         if self.exit_code is None:
             self._process.send_signal(signum)
+
+
+def _say(line: bytes) -> None:
+    sys.stderr.write(line.decode(errors="replace"))
