@@ -168,8 +168,9 @@ def _num_lines(data: bytes) -> int:
 
 @contextmanager
 def passing_on(name: str, take: Callable[[bytes], object]) -> Iterator[int]:
-    """A descriptor for another process to write to, which is closed here afterwards. A thread of this name hands on what comes, line
-    by line, until that process has ended.
+    """A descriptor for another process to write to, which is closed here afterwards.
+
+    A thread of this name hands on what comes, line by line, until that process has ended.
 
     Raises OSError, RuntimeError: there is no descriptor or no thread to be had.
     """
