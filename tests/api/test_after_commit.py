@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import structlog
-from kvkeeper.cache_service.core.index.event_feed import EventFeed
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.core.index.events.event_feed import EventFeed
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.rpc import step_lane
