@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -53,18 +54,18 @@ def end_at_once(code: int) -> None:
 
 def _serve(config: EngineConfig) -> Coroutine[Any, Any, None]:
     log.info("starting", doing="importing torch")
-    from kvkeeper.service.pollers import add_pollers
-
     from .server import start_server  # torch takes seconds to load: a wrong flag is refused before
 
-    return _until_stopped(start_server(config), add_pollers)
+    return _until_stopped(partial(start_server, config))
 
 
-async def _until_stopped(starting: "Coroutine[Any, Any, RunningServer]", add_pollers: Callable[[], None]) -> None:
+async def _until_stopped(start: "Callable[[], Coroutine[Any, Any, RunningServer]]") -> None:
     """A first signal drains, a second one stops at once."""
+    from kvkeeper.service.pollers import add_pollers  # loads grpc, as the server did
+
     add_pollers()
     signalled = stop_signals()
-    server = await starting
+    server = await start()
     try:
         await first_of(signalled.wait(), server.wait_ready())
         gc.freeze()  # 300,000 objects of the libraries stay: a collection that looked at them would stop all streams for 150 ms

@@ -247,7 +247,7 @@ class EngineConfig:
     many_calls: int = setting(
         16,
         group="Bounds",
-        help="most GenerateMany calls at once, each with up to 4 MiB on their way in; one connection has a quarter of them",
+        help="most GenerateMany calls at once, each with 4 MiB or more on their way in; one connection has a quarter of them",
         check=between(1, 4096),
         details="A client that gets none sends its requests in calls of their own.",
     )

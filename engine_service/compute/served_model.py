@@ -110,7 +110,7 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
 
 
 def most_tokens(config: EngineConfig) -> int:
-    """That a prompt may have: as configured, else as config.json says, before the model is loaded; 0 where neither does.
+    """The most tokens that a prompt may have: as configured, else as config.json says, else 0. The model is not loaded for it.
 
     With retention a sequence may get longer than the model has positions, but no prompt comes whole that does.
     """
@@ -121,7 +121,9 @@ def most_tokens(config: EngineConfig) -> int:
     try:
         raw = read_json_object(Path(config.model) / CONFIG_FILE)
         by_library = why_library(raw, has_library=find_spec("transformers") is not None)
-        positions = raw.get("max_position_embeddings") if by_library else parse_model_config(raw).max_position
+        nested = raw.get("text_config")  # as the library reads it, where the model has other parts, too
+        text = nested if isinstance(nested, dict) else raw
+        positions = text.get("max_position_embeddings") if by_library else parse_model_config(raw).max_position
     except (ModelError, OSError):
         return 0  # the load says what is wrong
     return min(positions, MAX_TOKENS) if isinstance(positions, int) else 0
@@ -185,7 +187,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def own_name(folder: Path) -> str:
-    """Of a model's folder: its own, or ORG/NAME where a hub's client keeps it as models--ORG--NAME/snapshots/HASH."""
+    """The name of a model's folder, or ORG/NAME where a hub's client keeps it as models--ORG--NAME/snapshots/HASH."""
     folder = folder.resolve()
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith("models--"):

@@ -78,6 +78,8 @@ class SequenceCreator:
                 if not has_slot and self._held is not None:
                     self._scheduler.waiting.create_refused(self._held, try_again=True)
                     self._held = None
+                if not self._calls and not self._scheduler.num_waiting:
+                    self._log_at = None  # what waited for a slot is gone
                 while has_slot and self._may_call() and (together := self._next_together()):
                     self._begin(together)
                 await wait_for(self._wake.creator, None if has_slot else _RETRY_S)

@@ -103,7 +103,7 @@ async def _open(
                 if not may_refuse:
                     _end(engine, lost)
                 raise lost from None
-            if (short := shortage_of(error)) is not None and short.resource == "threads":
+            if (short := shortage_of(error)) is not None and short.resource in ("threads", "descriptors"):
                 error = host_exhausted(short.text)
             if not isinstance(error, KvkeeperError):
                 raise

@@ -147,7 +147,9 @@ class Decoder:
         at_sinks = None
         if metadata.sink_positions is not None:
             at_sinks = self._rotary.rows(metadata.sink_positions, max_position)
-        no_sinks = at_sinks and (torch.ones_like(at_sinks[0]), torch.zeros_like(at_sinks[1]))
+        no_sinks = at_sinks
+        if at_sinks is not None and unrotated:
+            no_sinks = torch.ones_like(at_sinks[0]), torch.zeros_like(at_sinks[1])
         residual: torch.Tensor | None = None
         x = functional.embedding(token_ids, self._embed)
         if self._embed_scale is not None:

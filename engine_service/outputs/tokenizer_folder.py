@@ -38,10 +38,12 @@ class FolderTokenizer:
 
 
 def read_tokenizer(folder: Path) -> FolderTokenizer:
-    """Raises:
-    ModelFileMissingError: no tokenizer.json.
-    TokenizerError: tokenizer.json is malformed.
-    ModelConfigError: a config is malformed.
+    """The tokenizer of a model folder.
+
+    Raises:
+        ModelFileMissingError: no tokenizer.json.
+        TokenizerError: tokenizer.json is malformed.
+        ModelConfigError: a config is malformed.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():

@@ -6,7 +6,6 @@ tokens that the model can take, each with more bytes than tokens usually have. A
 of it enters this process; a constraint that passes is compiled here again, in a thread that releases the interpreter.
 """
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from typing import Final
 import numpy as np
 import structlog
 
+from kvkeeper.service.threads import in_thread
 from kvkeeper.service.turns import leave_place
 
 from ..outputs.constraint import MAX_CHOICES, Constraint, UnknownTokenizer, Vocabulary, compile_grammar
@@ -105,7 +105,7 @@ class TextWork:
             raise InvalidField(f"{field}: 1 to {limit} bytes", field=field, limit=limit, flag=_CONSTRAINT_FLAG)
         job = json.dumps([kind, source if isinstance(source, str) else list(source), limit]).encode()
         grammar = (await self._run(self._workers, client, Kind.CONSTRAINT, job, field)).decode()
-        return await asyncio.to_thread(compile_grammar, self._vocabulary, grammar, field)
+        return await in_thread(compile_grammar, self._vocabulary, grammar, field)
 
     async def _run(self, workers: Workers, client: str, kind: Kind, body: bytes, field: str) -> bytes:
         leave_place()  # what waits here is counted by the bytes that requests hold

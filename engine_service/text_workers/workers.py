@@ -163,14 +163,15 @@ class Workers:
     async def _process(self) -> Process:
         """An idle process, or a new one. One that ends before it is set up is followed by another.
 
-        Raises HostExhausted where the host gives none, or ends both, as it does where memory is short; else BrokenInvariant.
+        Raises HostExhausted where the host gives none, or ends both, as it does where memory is short; else BrokenInvariant, as
+        where they are stuck.
         """
         while self._idle:
             process = self._idle.pop()
             if process.returncode is None:
                 return process
             await _end(process)
-        code = 0
+        code, is_stuck = 0, False
         for _ in range(_NUM_STARTS):
             process = await _start()
             try:
@@ -179,10 +180,11 @@ class Workers:
                 return process
             except _ENDS as error:
                 code = await _code_of_end(process, error, Kind.SET_UP)
+                is_stuck = isinstance(error, TimeoutError)
             except BaseException:
                 await _end(process)
                 raise
-        if code < 0:
+        if code < 0 and not is_stuck:  # it was not this service that ended them
             raise HostExhausted("the host ends each process for text before it is set up", resource="memory")
         raise BrokenInvariant("the service found itself inconsistent; its log says more")
 

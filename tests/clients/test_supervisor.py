@@ -93,6 +93,30 @@ async def test_a_service_that_keeps_dying_at_once_is_given_up_and_the_other_ende
     assert [process.exit_code for process in world.started] == [0, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("error", [BlockingIOError(11, "no more processes"), RuntimeError("can't start new thread")])
+async def test_a_restart_waits_until_the_host_has_a_process(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_SHORTAGE_S", 0.0)
+    world, refusals, served = World(), [error, error], asyncio.Event()
+    await world.supervisor.start()
+
+    def refuse(process: Process) -> None:
+        if refusals:
+            raise refusals.pop()
+        served.set()
+
+    world._on_start = refuse
+    world.started[1].die()
+    keeping = asyncio.create_task(world.supervisor.keep())
+    async with asyncio.timeout(10):
+        await served.wait()
+    assert sum("cannot be started now" in line for line in world.told) == 2
+    assert world.started[0].exit_code is None
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    world._on_start = lambda process: None
+    await world.supervisor.end(0)
+
+
 async def test_a_first_start_that_fails_is_not_tried_again() -> None:
     world = World(lambda process: process.die(2) if process.name == "engine" else None)
     with pytest.raises(GivenUp, match="the engine service ended with exit code 2; ending the cache service") as given_up:

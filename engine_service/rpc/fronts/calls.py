@@ -171,9 +171,9 @@ class FrontCalls:
                 self._lane.send(Kind.ERROR, call.number, error_to_bytes(error))
                 forget_frames(error)  # what made it may refer to it, and it to the call's message
             except Exception:
-                tracing.fail(span, "BROKEN_INVARIANT")
                 bug = CONTRACT.hide_bug(told.path)
                 assert isinstance(bug, EngineError)
+                tracing.fail(span, bug.reason)
                 self._lane.send(Kind.ERROR, call.number, error_to_bytes(bug))
             else:
                 if span is not None and call.generation is not None:

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def main() -> int:
     stops.watch()
 
     def serve(config: EngineConfig) -> Coroutine[Any, Any, None]:
-        return _until_stopped(start_server(config, model=_stopping(load_served_model(config), stops)))
+        return _until_stopped(partial(start_server, config, model=_stopping(load_served_model(config), stops)))
 
     return run("stopping engine", load_config, serve, argv, check_start)
 

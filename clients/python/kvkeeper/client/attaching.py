@@ -42,7 +42,7 @@ def attaching(path: str, token: str, timeout_s: float, *parts: str) -> Iterator[
     """
     if not path:
         text = "the service is on another host, and its memory can be mapped on its own alone"
-        raise KvkeeperError(grpc.StatusCode.UNAVAILABLE, message=text)
+        raise KvkeeperError(grpc.StatusCode.FAILED_PRECONDITION, message=text)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     descriptors: list[int] = []
     try:

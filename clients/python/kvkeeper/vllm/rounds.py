@@ -132,6 +132,7 @@ class Rounds:
         self.counts.num_rounds += 1
         for job in jobs:
             job.has_failed = True
+        at = 0
         try:
             link = self._require_link()
             if link is not None:
@@ -139,7 +140,7 @@ class Rounds:
                 for at in range(0, len(jobs), most):
                     self._run(link, jobs[at : at + most])
         except Exception as error:
-            for job in jobs:
+            for job in jobs[at:]:  # those before were moved
                 job.num_blocks, job.has_failed = 0, True
             self._lose(error)
         for job in jobs:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,14 +121,14 @@ async def test_a_template_that_does_not_compile_is_refused_by_name(
 
 
 async def test_a_short_chat_waits_for_no_long_text() -> None:
-    tokenizer = Tokenizer.load(DEMO_MODEL_DIR)
-    async with text_work(tokenizer) as work:
-        await work.encode_chat("b", CHAT, MANY)
-        long = asyncio.create_task(work.encode("a", "def main():\n    return 'a text'\n" * 30_000, "text", MANY))
+    template = "{% if messages[0].content | length > 9999 %}" + LOOP + "{% endif %}hello"
+    async with text_work(templated(template), replace(LIMITS, cpu_s=2.0)) as work:
+        long = asyncio.create_task(work.encode_chat("a", [{"role": "user", "content": "h" * 10_000}], MANY))
         await asyncio.sleep(0)
         await work.encode_chat("b", CHAT, MANY)
-        assert not long.done()
-        await long
+        assert not long.done(), "it ends at its limit alone"
+        with pytest.raises(TooComplex):
+            await long
 
 
 async def test_a_closed_one_refuses_chats_that_are_under_way_and_later_ones() -> None:

@@ -15,6 +15,7 @@ from typing import Protocol
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _YOUNG_S = 30.0  # since it was started
 _MAX_YOUNG = 5  # deaths in a row
+_SHORTAGE_S = 1.0  # between two tries where the host has no process to give
 
 
 class Running(Protocol):
@@ -131,8 +132,17 @@ class Supervisor:
                 raise GivenUp(f"{how}, {_MAX_YOUNG} times in a row soon after its start; ending all", process)
             self._tell(f"{how}; starting it again in {pause:g} s, the other stays")
             await asyncio.sleep(pause)
-            await self._start(service)
+            await self._start_again(service)
             await self._tell_serving(service)
+
+    async def _start_again(self, service: Service) -> None:
+        """Starts a service, as soon as the host has a process and what it needs for it."""
+        while True:
+            try:
+                return await self._start(service)
+            except (OSError, RuntimeError) as error:
+                self._tell(f"the {service.name} service cannot be started now: {error}; trying again in {_SHORTAGE_S:g} s")
+            await asyncio.sleep(_SHORTAGE_S)
 
     async def _tell_serving(self, service: Service) -> None:
         """Reports when the service serves; returns without a word when it ends first."""

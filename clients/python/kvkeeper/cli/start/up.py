@@ -46,7 +46,9 @@ def add_parser(commands: Any, text: str) -> None:
 
 def add_service_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of a command that starts both services."""
-    parser.add_argument("--model-name", metavar="NAME", help="what clients call the model (default: the folder's name)")
+    parser.add_argument(
+        "--model-name", metavar="NAME", help="what clients call the model (default: its folder's name, or a hub's)"
+    )
     parser.add_argument("--pool-memory", metavar="SIZE", help="memory of a pool, reserved at start, for example 1GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="host tier of a pool, for what the pool has no room for")
     parser.add_argument(
