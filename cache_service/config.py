@@ -243,7 +243,8 @@ class CacheConfig:
         group="Pools",
         help="most live sessions",
         check=between(1, 4096),
-        details="A caller, which is a tenant or else a connection, leaves a tenth of them to others.",
+        details="A caller leaves a tenth of them to others. It is a tenant, else a connection, or on a Unix socket what the"
+        " client calls itself (client_name).",
     )
     eviction_policy: str = setting(
         "adaptive", group="Prefix cache", help="which cached block is forgotten first", choices=POLICY_NAMES

@@ -55,12 +55,12 @@ def _least(path: Path, begin: _Moment) -> int:
     """The least that is larger than the epochs of the run that wrote the file; 0 where it says nothing."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            found = _LINE.fullmatch(os.read(descriptor, 256))
+        finally:
+            os.close(descriptor)
     except OSError:
         return 0
-    try:
-        found = _LINE.fullmatch(os.read(descriptor, 256))
-    finally:
-        os.close(descriptor)
     if found is None:
         return 0
     first, since, boot_id = int(found[1]), int(found[2]), found[3].decode()

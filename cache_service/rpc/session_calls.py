@@ -68,6 +68,7 @@ class SessionCalls:
         read_only = request.read_only_memory
         if read_only and executor is Executor.ENGINE:
             raise InvalidField("read_only_memory: an engine writes", field="read_only_memory")
+        is_near = is_of_this_host(peer.get())  # no other caller can use the attach socket, or is to learn a path
         live = await self._session_manager.open(
             spec,
             executor,
@@ -78,7 +79,6 @@ class SessionCalls:
             read_only_memory=read_only,
             packs_host_blocks=request.packs_host_blocks,
         )
-        is_near = is_of_this_host(peer.get())  # no other caller can use the attach socket, or is to learn a path
         return pb.OpenSessionResponse(
             session_id=live.core.id,
             epoch=live.core.epoch,

@@ -50,7 +50,11 @@ class WatchStreams:
         feed = self._feeds.get(live.pool)
         if feed is None:
             feed = self._feeds[live.pool] = _PoolFeed(live.pool)
-        reader = feed.add(tenant, wants_tokens=wants_tokens)
+        try:
+            reader = feed.add(tenant, wants_tokens=wants_tokens)
+        except BaseException:
+            self._drop_unread(live.pool, feed)
+            raise
         self._num_open += 1
         live.watches.add(reader)
         try:
@@ -60,8 +64,12 @@ class WatchStreams:
             self._num_open -= 1
             live.watches.discard(reader)
             feed.remove(reader)
-            if not feed.readers and self._feeds.get(live.pool) is feed:
-                del self._feeds[live.pool]
+            self._drop_unread(live.pool, feed)
+
+    def _drop_unread(self, pool: Pool, feed: "_PoolFeed") -> None:
+        """Forgets the feed of a pool where it has no readers."""
+        if not feed.readers and self._feeds.get(pool) is feed:
+            del self._feeds[pool]
 
 
 class WatchReader:

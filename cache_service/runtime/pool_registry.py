@@ -147,14 +147,16 @@ class PoolRegistry:
         if self._keeping is not None:
             self._keeping.check(spec)
         config, num_bytes = self._sizes.of(spec)
-        if not self._arenas.has_spare and len(self._pools) >= self._config.num_pools:
-            await self._replace_idle_pool(spec, may_replace=may_replace)
+        is_full = not self._arenas.has_spare and len(self._pools) >= self._config.num_pools
+        replaced = self._replaceable(may_replace=may_replace) if is_full else None
         # In a thread: writing the arrays of a large pool takes as long as many steps of other pools.
         try:
             manager = await in_thread(PoolManager, config, self._start_numbers, spec.key)
         except (OSError, MemoryError):
             text = "the system does not map rows for so many and so long sequences, see --max-sequences and"
             raise OutOfPools(f"{text} --max-tokens-per-sequence", flag="--max-tokens-per-sequence") from None
+        if replaced is not None:  # after what may find no thread or memory
+            await self._replace(replaced, spec)
         arena = await self._arenas.take(num_bytes)
         further: list[Arena] = []
         keeper: PoolKeeper | None = None
@@ -207,7 +209,8 @@ class PoolRegistry:
         found = kept.device
         return config if (config.num_blocks, num_bytes) == (found.num_blocks, found.arena.num_bytes) else None
 
-    async def _replace_idle_pool(self, spec: KvSpec, *, may_replace: bool) -> None:
+    def _replaceable(self, *, may_replace: bool) -> bytes:
+        """The key of the idle pool that was used longest ago. Raises OutOfPools."""
         idle = [pool for pool in self._pools.values() if pool.is_idle]
         if not idle:
             raise OutOfPools("every pool is in use by another KV spec, see --num-pools", flag="--num-pools")
@@ -217,15 +220,18 @@ class PoolRegistry:
         if not may_replace:
             text = "every pool has another KV spec, and a credential of one tenant replaces none, see --num-pools"
             raise OutOfPools(text, flag="--num-pools")
-        pool = min(idle, key=lambda pool: pool.last_use)
-        info, num_cached_blocks = pool.info, pool.stats().num_cached_blocks
-        del self._pools[pool.key]
+        return min(idle, key=lambda pool: pool.last_use).key
+
+    async def _replace(self, key: bytes, spec: KvSpec) -> None:
+        """Closes an idle pool, to make room for one of another spec."""
+        info, num_cached_blocks = self._pools[key].info, self._pools[key].stats().num_cached_blocks
+        pool = self._pools.pop(key)
+        self.num_replaced += 1
+        asyncio.get_running_loop().call_soon(self._on_replaced, info)  # not here, where its failure would be the call's
         try:
             await pool.close_tiers()
         finally:
             pool.close()
-        self.num_replaced += 1
-        asyncio.get_running_loop().call_soon(self._on_replaced, info)  # not here, where its failure would be the call's
         log.warning(
             "pool_replaced",
             model_id=info.spec.model_id,
@@ -233,7 +239,7 @@ class PoolRegistry:
             num_blocks=info.num_blocks,
             num_cached_blocks=num_cached_blocks,
         )
-        del pool, idle
+        del pool
         if self._owns_process:
             gc.unfreeze()
         gc.collect()  # a pool refers to itself

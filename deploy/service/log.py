@@ -89,11 +89,10 @@ def pass_on(line: bytes, name: str, **fields: Any) -> None:
         told = json.loads(line)
         level, event = told["level"], told["event"]
         rest = {field: value for field, value in told.items() if field not in _OWN_FIELDS}
-        speak = getattr(structlog.get_logger(), level)
+        speak = getattr(structlog.get_logger(), level if level.upper() in logging.getLevelNamesMapping() else "none")
+        speak(event, **{**rest, **fields})
     except (ValueError, TypeError, KeyError, AttributeError):
         structlog.get_logger().warning(f"{name}_said", **fields, line=line.decode(errors="replace").rstrip())
-        return
-    speak(event, **{**rest, **fields})
 
 
 def passing_on(name: str) -> AbstractContextManager[int]:

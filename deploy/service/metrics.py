@@ -93,7 +93,8 @@ class MetricsServer:
             async with asyncio.timeout(_TIMEOUT_S):
                 await writer.drain()
             writer.close()
-        except (TimeoutError, EOFError, ValueError, OSError):  # a request that does not end, or is too long; a client that left
+        # A request that does not end, or is too long; a client that left; a host without a thread for the answer.
+        except (TimeoutError, EOFError, ValueError, OSError, RuntimeError):
             writer.transport.abort()
         finally:
             self._waited_for.pop(writer, None)

@@ -152,10 +152,9 @@ def num_dropped_lines() -> int:
 
 def _on_queue(stream: TextIO) -> TextIO:
     try:
-        stream.fileno()
-    except io.UnsupportedOperation:
+        return QueuedStream(stream)  # type: ignore[return-value]  # it has what text is written with
+    except (io.UnsupportedOperation, RuntimeError):  # it has no descriptor, or the host has no thread for it
         return stream
-    return QueuedStream(stream)  # type: ignore[return-value]  # it has what text is written with
 
 
 def _dropped_line(num_lines: int) -> str:

@@ -1,4 +1,4 @@
-"""Row 38: control frames cost what they carry. A client without credentials sends them without a pause, and others are served.
+"""Row 39: control frames cost what they carry. A client without credentials sends them without a pause, and others are served.
 
 Real processes. Each kind of frame, on each of the four servers of both services, for fifteen seconds. One connection leaves the
 services' memory within 64 MB of what it was; eight leave the requests of others their turn.

@@ -1,7 +1,7 @@
 """Row 38: a log that cannot be written, or is not read, costs log lines only.
 
-Real processes. Their outputs, both, are on a full disk, have lost their reader, or go into a pipe that nobody reads, from the
-start on. Sessions are opened and requests asked for until more lines were dropped than may wait; every call has its result.
+Real processes. Their outputs, both, are on a full disk, have lost their reader, or go into a pipe whose reader is at rest, from
+the start on. Sessions are opened and requests asked for until more lines were dropped than may wait; every call has its result.
 Then the pipe is read: the log says how many lines are missing in each place, and both counters are what the log says.
 """
 

@@ -42,10 +42,7 @@ class PrefixCalls:
             blocks = blocks[: int(np.argmin(blocks > 0))]
         if (is_over := self._state.pool.limits.outlived(blocks)).any():
             blocks = blocks[: int(np.argmax(is_over))]
-        num_wanted = pins.num_new(blocks)
-        num_entries = len(blocks := pins.fitting(root, blocks))
-        if len(self._state.config.group_spans) > 1:
-            num_entries, blocks = self._fitting(root, nodes[:num_entries])
+        num_entries, blocks, num_wanted = self._fitting(root, nodes[: len(blocks)])
         if not num_entries:
             if num_wanted:
                 available = max(0, pins.room(root))
@@ -57,17 +54,26 @@ class PrefixCalls:
         self._state.update_pressure()
         return PinResult(pin_id, num_entries * self._state.config.block_size)
 
-    def _fitting(self, root: int, nodes: Int32Array) -> tuple[int, Int32Array]:
-        """The longest hit on these nodes that pins have room for: its entries, and its blocks of all groups of layers."""
+    def _fitting(self, root: int, nodes: Int32Array) -> tuple[int, Int32Array, int]:
+        """The longest hit on these nodes that pins have room for: its entries, and its blocks of all groups of layers.
+
+        The last number is of the blocks that no pin holds yet and that the whole hit would take.
+        """
         pins, index, num_groups = self._state.pins, self._state.index, len(self._state.config.group_spans)
+        if num_groups == 1:
+            blocks = index.block_of_node[nodes]
+            fitting = pins.fitting(root, blocks)
+            return len(fitting), fitting, pins.num_new(blocks)
+        num_wanted = 0
         while len(nodes := index.held.usable(nodes)):
             blocks = index.held.hit_table(nodes)[0]
             blocks = blocks[blocks > 0]
+            num_wanted = num_wanted or pins.num_new(blocks)
             num_above = pins.num_above(root, blocks)
             if num_above <= 0:
-                return len(nodes), blocks
+                return len(nodes), blocks, num_wanted
             nodes = nodes[: -num_above // num_groups]  # an entry less is at most a block less of each group
-        return 0, NO_INT32
+        return 0, NO_INT32, num_wanted
 
     def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
         """Raises UnknownSession, UnknownPin: no pin of the session has the id, or it has ended by itself."""

@@ -30,7 +30,7 @@ BROKEN: dict[str, Callable[[], int]] = {"full": full_disk, "reader gone": reader
 
 
 def unread() -> tuple[int, int]:
-    """A pipe so full that a write waits until somebody reads: its ends for reading and writing. The first line has no words."""
+    """A pipe so full that a write waits for a reader: its ends for reading and writing. The first line has no words."""
     reading, writing = os.pipe()
     os.write(writing, b"-" * (PIPE_BYTES - 1) + b"\n")
     return reading, writing

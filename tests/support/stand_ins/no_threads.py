@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 @contextmanager
 def no_threads() -> Iterator[list[str]]:
-    """No thread can be started in the block. Answers the names of those that were refused."""
+    """No thread can be started in the block. Yields the names of those that were refused."""
     refused: list[str] = []
 
     def start(thread: threading.Thread) -> None:
