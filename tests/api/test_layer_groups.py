@@ -245,8 +245,9 @@ async def test_a_pin_is_as_long_as_there_is_room_for_all_groups() -> None:
         await api.audit()
         (pool,) = (await api.stats()).pools
         assert (pinned.num_pinned_tokens, pool.num_pinned_blocks) == (32, 8 + 2 * 2)
-        again = await session.call("PinPrefix", token_ids=range(28), ttl_ms=60_000)
-        assert again.num_pinned_tokens < 28, "its windows begin an entry before, and two blocks more are too many"
+        refused = await refusal(session.call("PinPrefix", token_ids=range(28), ttl_ms=60_000))
+        assert refused.reason == "OUT_OF_BLOCKS", "its windows begin an entry before, and two blocks more are too many"
+        assert refused.metadata == {"requested": "2", "available": "1"}
         await api.audit()
 
 

@@ -219,7 +219,7 @@ def test_more_memory_than_the_process_may_have_is_refused(services: Services, li
         (["--num-blocks", "1"], "--num-blocks"),
         (["--num-blocks", "many"], "--num-blocks"),
         (["--max-sequences", "0"], "--max-sequences"),
-        (["--max-sequences", "65536", "--max-tokens-per-sequence", "100000"], "--max-tokens-per-sequence"),
+        (["--max-tokens-per-sequence", "4194305"], "--max-tokens-per-sequence"),
         (["--max-sessions", "0"], "--max-sessions"),
         (["--eviction-policy", "random"], "--eviction-policy"),
         (["--log-level", "loud"], "--log-level"),
