@@ -78,7 +78,7 @@ class Pod:
         return await asyncio.to_thread(ask)
 
 
-def tokens_of(http: str) -> list[int]:
+def tokenized_by(http: str) -> list[int]:
     """What the gateway makes of a text."""
     with urllib.request.urlopen(f"http://{http}/v1/models", timeout=DEADLINE_S) as answer:
         (model,) = json.load(answer)["data"]
@@ -142,7 +142,7 @@ async def test_the_manifest_s_services_start_are_probed_and_drain(pod: Pod) -> N
     await pod.start(gateway)
     for kind in ("livenessProbe", "readinessProbe"):
         await until(lambda kind=kind: pod.http_probe(gateway, kind))  # type: ignore[misc]
-    assert await asyncio.to_thread(tokens_of, pod.changes["0.0.0.0:8000"]), "what is ready has the tokenizer"
+    assert await asyncio.to_thread(tokenized_by, pod.changes["0.0.0.0:8000"]), "what is ready has the tokenizer"
 
     async with AsyncEngineClient(pod.changes["127.0.0.1:7411"], CallOptions(retry_s=0)) as client:
         options = GenerateOptions(sampling=Sampling(max_tokens=1000, temperature=0))

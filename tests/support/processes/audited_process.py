@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
+from kvkeeper.service.output import QueuedStream
+
 AUDITED = "audited"  # the event
 _KINDS = frozenset(
     {"exec", "compile", "pickle.find_class", "subprocess.Popen", "os.system", "os.exec", "os.fork", "os.posix_spawn",
@@ -24,12 +26,13 @@ class Audit:
 
     def __init__(self) -> None:
         self._is_ready = False
-        self._write = sys.stderr.write
-        sys.stderr.write = self._see  # type: ignore[method-assign]
+        write = QueuedStream.write  # by which a service's log goes
 
-    def _see(self, text: str) -> int:
-        self._is_ready |= '"event": "ready"' in text
-        return self._write(text)
+        def see(stream: QueuedStream, text: str) -> int:
+            self._is_ready |= '"event": "ready"' in text
+            return write(stream, text)
+
+        QueuedStream.write = see  # type: ignore[method-assign]
 
     def hook(self, kind: str, args: tuple[Any, ...]) -> None:
         if not self._is_ready or kind not in _KINDS or _is_import(kind, args):
