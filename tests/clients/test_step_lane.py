@@ -143,8 +143,9 @@ async def test_a_large_request_goes_over_grpc_and_the_next_one_over_the_lane(
     small_frames: None, client: AsyncCacheClient, session: AsyncCacheSession
 ) -> None:
     ids = np.arange(1, 2001, dtype=np.int64)
+    lens = np.ones(len(ids), np.int32)
     with pytest.raises(KvkeeperError, match="UNKNOWN_SEQUENCE"):
-        await session.step(StepItems(release_ids=ids))
+        await session.step(StepItems(reserve_ids=ids, reserve_min=lens, reserve_max=lens))
     assert (session.has_step_lane, await carrier(client)) == (True, "STEP_CARRIER_LANE")
     assert (await session.step(ITEMS)).step_id == 2
 

@@ -90,9 +90,9 @@ test('a message that is too large is told with its limit', () => {
   const error = told('SERVER: Received message larger than max (15000012 vs. 4194304)');
   assert.equal(
     error.message,
-    'RESOURCE_EXHAUSTED: the request has 15000012 bytes, and the service takes at most 4194304 at once',
+    'RESOURCE_EXHAUSTED INVALID_FIELD: the request has 15000012 bytes, and the service takes at most 4194304 at once',
   );
-  assert.deepEqual(error.metadata, { requested: '15000012', limit: '4194304' });
+  assert.deepEqual(error.metadata, { field: 'request', requested: '15000012', limit: '4194304' });
   assert.match(told('Received message larger than max (9 vs 4)').message, /the answer has 9 bytes, and this client takes at most 4 at once$/);
 });
 
