@@ -21,8 +21,8 @@ import transformers
 
 from kvkeeper.client import CallOptions, EngineClient, GenerateOptions, Sampling
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from tests.support.processes.serve import END_S, MODEL, Served, free_addresses, serving
-from tests.support.processes.services import environment
+from tests.support.processes.serve import END_S, MODEL, Served, serving
+from tests.support.processes.services import environment, free_ports
 
 PROMPT = "def fibonacci(n):"
 LONG_PROMPT = "\n".join(f"def number_{n}(x):\n    return x + {n}" for n in range(12))
@@ -335,7 +335,7 @@ def test_without_the_gateway_one_line_says_how_to_get_it(tmp_path: Path) -> None
     ],
 )
 def test_wrong_flags_are_told_before_anything_starts(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
-    cache, engine = free_addresses(2)  # others may have the usual ones
+    cache, engine = free_ports(2)  # others may have the usual ones
     addresses = ("--cache-listen", cache, "--engine-listen", engine)
     command = [sys.executable, "-m", "kvkeeper.cli", "serve", *addresses, *flags]
     found = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=END_S)

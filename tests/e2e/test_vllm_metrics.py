@@ -17,7 +17,21 @@ from tests.support.processes.service_pair import Services, generate
 # The last word of a name. A sum's `_total` is Prometheus' own ending, and not part of a family's name here.
 UNITS = {"seconds", "bytes", "fds", "info", "share", "rate", "utilization", "perc"}
 COUNTED = {
-    *("blocks", "tokens", "requests", "sequences", "sessions", "steps", "starts", "ups", "hits", "misses", "forks", "write", "lines"),
+    *(
+        "blocks",
+        "tokens",
+        "requests",
+        "sequences",
+        "sessions",
+        "steps",
+        "starts",
+        "ups",
+        "hits",
+        "misses",
+        "forks",
+        "write",
+        "lines",
+    ),
     *(
         "refusals",
         "outs",

@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from tests.support.processes.services import environment, short_folder
+from tests.support.processes.services import environment, free_ports, short_folder
 from tests.support.stand_ins.hub import Hub, hub
 
 END_S = 60.0
@@ -37,17 +36,6 @@ class Served:
         return self.ready["model"]
 
 
-def free_addresses(count: int) -> list[str]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
-
-
 def snapshot(folder: Path) -> Path:
     """The demo model with defaults for sampling, in the folder of a hub's client."""
     found = folder / f"models--{MODEL.replace('/', '--')}" / "snapshots" / ("5" * 40)
@@ -61,7 +49,7 @@ def snapshot(folder: Path) -> Path:
 @contextmanager
 def serving(*flags: str) -> Iterator[Served]:
     """With these flags, and all else as it is by default."""
-    http, cache, engine, metrics = free_addresses(4)
+    http, cache, engine, metrics = free_ports(4)
     with short_folder() as folder, hub(str(folder / "hub")) as stand_in, (folder / "log").open("w") as log:
         model = snapshot(folder)
         command = [sys.executable, "-m", "kvkeeper.cli", "serve", str(model), "--json", "--pool-memory", "64MiB", *flags]

@@ -1,5 +1,6 @@
 """Both services as `kvkeeper up` runs them, for tests that need them from outside."""
 
+import contextlib
 import json
 import os
 import socket
@@ -79,11 +80,10 @@ def sockets_in(folder: Path) -> tuple[str, str]:
     return f"unix:{folder}/cache.sock", f"unix:{folder}/engine.sock"
 
 
-def free_ports() -> tuple[str, str]:
-    """Two loopback addresses without a listener."""
-    with socket.socket() as first, socket.socket() as second:
-        addresses = []
-        for listener in (first, second):
+def free_ports(count: int = 2) -> tuple[str, ...]:
+    """Loopback addresses without a listener."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in listeners:
             listener.bind(("127.0.0.1", 0))
-            addresses.append(f"127.0.0.1:{listener.getsockname()[1]}")
-        return addresses[0], addresses[1]
+        return tuple(f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners)
