@@ -21,6 +21,7 @@ from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
 from kvkeeper.engine_service.loop import sequence_creator
 from kvkeeper.engine_service.loop.open_requests import OpenRequests
 from kvkeeper.engine_service.loop.step_worker import StepWorker
+from kvkeeper.engine_service.scheduler.work import Work
 from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage, coalesce
 from kvkeeper.engine_service.values.request import FinishReason
@@ -172,21 +173,28 @@ async def test_health_follows_the_session() -> None:
 
 async def test_a_device_that_is_lost_while_the_session_is_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where ranks share a model: the first one's loss ends the others, and that ends the session."""
-    has_begun, may_fail, step, forward = threading.Event(), threading.Event(), KvMemory.step, FaultyRunner.forward
+    is_in_flight, may_fail = threading.Event(), threading.Event()
+    step, start, forward = KvMemory.step, StepWorker.start, FaultyRunner.forward
 
     async def lose_session(memory: KvMemory, *args: Any) -> StepResult:
-        if has_begun.is_set() and not may_fail.is_set():
+        if is_in_flight.is_set() and not may_fail.is_set():
             may_fail.set()
             raise rank_lost("a test")
         return await step(memory, *args)
 
+    # The loop asks for the next step once it has handed this one over, whether its thread has begun with it or not.
+    def note_start(worker: StepWorker, step_id: int, work: Work, *args: Any, **kwargs: Any) -> None:
+        if any(LOST_TOKEN in sequence.request.prompt for sequence in work.sequences):
+            is_in_flight.set()
+        start(worker, step_id, work, *args, **kwargs)
+
     def fail_late(runner: FaultyRunner, batch: Batch) -> torch.Tensor:
         if (batch.token_ids == LOST_TOKEN).any():
-            has_begun.set()
             assert may_fail.wait(30)
         return forward(runner, batch)
 
     monkeypatch.setattr(KvMemory, "step", lose_session)
+    monkeypatch.setattr(StepWorker, "start", note_start)
     monkeypatch.setattr(FaultyRunner, "forward", fail_late)
     with capture_logs() as logs:
         async with services() as world:
