@@ -68,15 +68,15 @@ lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy, directions of imports
 	$(BIN)/mypy -p kvkeeper.cache_service -p kvkeeper.engine_service -p kvkeeper.kernels
 	$(BIN)/mypy tests/benchmarks tests/gpu
 	$(BIN)/mypy -p docs.generate
-	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.service -p kvkeeper.cuda -p kvkeeper.hold -p kvkeeper.tracing -p kvkeeper.trust -p kvkeeper.vllm
-	PYTHONPATH=protos:clients/python $(BIN)/lint-imports
+	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.common -p kvkeeper.vllm
+	$(BIN)/lint-imports
 
 format: $(VENV)/.dev  ## let ruff format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 docs: $(VENV)/.dev $(GENERATED)  ## write the generated pages of docs/
-	PYTHONPATH=.:protos:clients/python $(BIN)/python -m docs.generate
+	$(BIN)/python -m docs.generate
 
 test: $(TEST_NEEDS)  ## all tests, in three lanes; of one folder: .venv/bin/pytest tests/unit/cache_service/core/index
 	$(MAKE) --no-print-directory -j3 test-serving test-computing test-core
@@ -145,7 +145,7 @@ else
 endif
 
 vllm-check: $(VENV)/.run  ## real vLLM processes with the connector, in an environment of their own (about 2 GB)
-	PYTHONPATH=.:protos:clients/python $(BIN)/python -m tests.vllm_check
+	$(BIN)/python -m tests.vllm_check
 
 gpu-bundle: $(VENV)/.dev $(GENERATED)  ## what a GPU host that can reach nothing needs for gpu-check, for Python BUNDLE_PYTHON (3.12)
 	$(BIN)/python -m tests.gpu.bundle $(BUNDLE) $(BUNDLE_PYTHON)

@@ -1,7 +1,6 @@
 """Starting, refusing to start, and leaving nothing behind: real services as processes of their own."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -21,11 +20,10 @@ from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.rpc import session_calls
 from kvkeeper.cache_service.server import start_server
 from kvkeeper.client import AsyncCacheClient, KvkeeperError
-from kvkeeper.service.listen import is_of_this_host
+from kvkeeper.common.service.listen import is_of_this_host
 from tests.support.worlds.cache_api import DEADLINE, SPEC
 
 ROOT = Path(__file__).parents[2]
-PYTHONPATH = os.pathsep.join(str(ROOT / folder) for folder in (".", "protos", "clients/python"))
 SMALL = ("--pool-memory", "64KiB", "--num-pools", "1")
 
 
@@ -37,9 +35,8 @@ class Services:
         self._all: list[subprocess.Popen[str]] = []
 
     def start(self, *flags: str) -> subprocess.Popen[str]:
-        environ = os.environ | {"PYTHONPATH": PYTHONPATH}
         command = [sys.executable, "-m", "kvkeeper.cache_service", "--runtime-dir", str(self.folder / "run"), *SMALL, *flags]
-        process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self._all.append(process)
         return process
 
@@ -193,10 +190,9 @@ def test_more_memory_than_the_machine_has_is_refused(services: Services, memory:
 def test_more_memory_than_the_process_may_have_is_refused(services: Services, limit: str, size: int) -> None:
     limited = f"import resource, sys; resource.setrlimit(resource.{limit}, ({size}, {size}))\n"
     limited += "from kvkeeper.cache_service.__main__ import main; sys.exit(main())"
-    environ = os.environ | {"PYTHONPATH": PYTHONPATH}
     flags = ["--listen", "127.0.0.1:0", "--runtime-dir", str(services.folder / "run"), "--num-pools", "1"]
     command = [sys.executable, "-c", limited, *flags, "--pool-memory", str(size + 4096)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     assert "--pool-memory" in done.stderr
 

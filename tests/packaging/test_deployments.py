@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from kvkeeper.cache_service.config import load_config as load_cache
+from kvkeeper.common.service.sizes import parse_size
 from kvkeeper.engine_service.config import load_config as load_engine
-from kvkeeper.service.sizes import parse_size
 from tests.packaging.test_commands import Wrong, check
 from tests.support.documents import deployments as files
 from tests.support.documents.deployments import OURS, VARIANTS, Container
@@ -311,8 +311,13 @@ def _fits(path: str, pattern: str) -> bool:
 
 def test_the_build_sees_the_sources_of_the_wheel_and_nothing_else() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    folders = set(settings["tool"]["setuptools"]["package-dir"].values()) | {"protos/build_backend.py"}
-    needed = {f"{folder}/x.py" for folder in folders if not folder.endswith(".py")} | {"pyproject.toml", "constraints.txt"}
+    links = [path for path in (ROOT / "clients" / "python" / "kvkeeper").iterdir() if path.is_symlink()]
+    folders = {str(path.resolve().relative_to(ROOT)) for path in links} | {
+        "protos/kvkeeper/cache/v1",
+        "clients/python/kvkeeper/client",
+    }
+    assert "common" in folders
+    needed = {f"{folder}/x.py" for folder in folders} | {"pyproject.toml", "constraints.txt"}
     needed |= {settings["project"]["readme"], *settings["project"]["license-files"], "protos/build_backend.py"}
     assert {path for path in needed if not is_sent(path)} == set()
     others = {".git/config", ".venv/bin/python", "tests/gpu/checks.py", "docs/api.md", "clients/node/index.js", ".env"}

@@ -9,7 +9,7 @@ from tests.support.documents.markdown import ROOT, Page, definitions, page, page
 
 PAGES = pages()
 IDS = [found.name for found in PAGES]
-_TOP = "cache_service|engine_service|kernels|clients|tests|protos|docs|deploy"
+_TOP = "cache_service|engine_service|kernels|common|clients|tests|protos|docs|deploy"
 _PATH = re.compile(rf"(?:{_TOP})/[\w./-]*|\.ci/run|Makefile|pyproject\.toml|constraints\.txt")
 _CITED = re.compile(r"docs/(\w+)\.md,? (?:section|promise) (\d+)")
 
@@ -52,7 +52,7 @@ def _folders(top: str) -> set[str]:
 def test_every_folder_has_a_sentence() -> None:
     told = set(re.findall(r"^\| `([\w/]+/)` \|", page("docs/architecture.md").text, re.MULTILINE))
     assert {"protos/", "tests/", "docs/"} <= told
-    assert (_folders("cache_service") | _folders("engine_service") | _folders("kernels")) - told == set()
+    assert (_folders("cache_service") | _folders("engine_service") | _folders("kernels") | _folders("common")) - told == set()
 
 
 def test_the_index_of_pages_is_whole() -> None:

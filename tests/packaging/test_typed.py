@@ -11,11 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_every_package_of_kvkeeper_is_marked_as_typed_and_ships_the_mark() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    data, folders = setuptools["package-data"], setuptools["package-dir"]
-    packages = setuptools["packages"]
-    assert all(name.startswith("kvkeeper.") for name in packages)
-    ours = [name for name in packages if name.rpartition(".")[0] not in packages]
-    assert {"kvkeeper.client", "kvkeeper.engine.v1", "kvkeeper.cache_service"} <= set(ours)
-    for name in ours:
-        assert (ROOT / folders.get(name, name) / "py.typed").exists(), name
-        assert "py.typed" in [*data.get(name, ()), *data.get("*", ())], name
+    generated = {path.parent for path in (ROOT / "protos" / "kvkeeper").rglob("*.proto")}
+    ours = {path for path in (ROOT / "clients" / "python" / "kvkeeper").iterdir() if path.name != "__pycache__"} | generated
+    assert {"client", "v1", "cache_service", "common"} <= {path.name for path in ours}
+    assert [path for path in ours if not (path / "py.typed").exists()] == []
+    assert "py.typed" in setuptools["package-data"]["*"]

@@ -18,10 +18,7 @@ from pathlib import Path
 from tests.support.processes.services import short_folder, sockets_in
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE_ROOTS = (
-    "cache_service", "engine_service", "kernels", "clients/python/kvkeeper", "protos/kvkeeper",
-    "deploy/cuda", "deploy/hold", "deploy/service", "deploy/tracing", "deploy/trust",
-)  # fmt: skip
+PACKAGE_ROOTS = ("cache_service", "engine_service", "kernels", "common", "clients/python/kvkeeper", "protos/kvkeeper")
 
 
 OF_THE_ENGINE = ("kvkeeper.engine_service", "kvkeeper.kernels")  # modules that need the extra

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.service.extras import install_command, packages
+from kvkeeper.common.service.extras import install_command, packages
 
 ROOT = Path(__file__).parents[3]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -33,7 +33,7 @@ def test_a_checkout_installs_itself_again(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_no_text_names_an_extra_by_the_packages_name() -> None:
     """It is on no index: pip would not find it."""
-    folders = ("cache_service", "engine_service", "clients/python", "deploy", "kernels")
+    folders = ("cache_service", "engine_service", "clients/python", "common", "kernels")
     files = [path for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")]
     assert len(files) > 100
     assert [str(path) for path in [*files, ROOT / "README.md"] if re.search(r"kvkeeper\[", path.read_text())] == []
