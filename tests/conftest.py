@@ -5,10 +5,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.slices import DAY, IS_WHOLE
+
 
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    part = "whole" if IS_WHOLE else f"the slice of {DAY} (KVKEEPER_TEST_DAY={DAY} replays it)"
+    terminalreporter.write_line(f"of what is exhaustive ran: {part}")
 
 
 @pytest.fixture(autouse=True, scope="module")

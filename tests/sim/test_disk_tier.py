@@ -1,5 +1,6 @@
 """The disk tier: late, failed, torn, flipped and hanging orders, clearings, kills and restarts on one slab."""
 
+from tests.support.slices import at_least, todays
 from tests.support.tiers.disk_simulation import DiskSimulation, simulate_disks
 from tests.support.tiers.disk_storm import storm
 from tests.support.tiers.disk_world import DiskCounts
@@ -15,12 +16,12 @@ def test_engines_read_no_wrong_byte_from_a_disk_that_fails_lies_hangs_and_outliv
 
 
 def test_a_hundred_thousand_orders_leave_what_the_naive_model_has_and_bring_no_wrong_block() -> None:
-    storms = [storm(lambda world: world.num_orders >= NUM_ORDERS, seed) for seed in range(1, NUM_STORMS + 1)]
-    assert sum(world.num_orders for world in storms) >= 100_000
-    assert sum(world.num_loaded for world in storms) >= 10_000
-    assert sum(world.num_rests for world in storms) >= 20
+    storms = [storm(lambda world: world.num_orders >= NUM_ORDERS, seed) for seed in todays(range(1, NUM_STORMS + 1), 2)]
+    assert sum(world.num_orders for world in storms) >= len(storms) * NUM_ORDERS
+    assert sum(world.num_loaded for world in storms) >= at_least(10_000)
+    assert sum(world.num_rests for world in storms) >= at_least(20)
     for name in ("num_damaged", "num_restarts", "num_clears", "num_joined"):
-        assert sum(getattr(world, name) for world in storms) >= 100, name
+        assert sum(getattr(world, name) for world in storms) >= at_least(100), name
 
 
 def test_a_seed_replays_itself() -> None:

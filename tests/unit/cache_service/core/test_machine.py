@@ -3,6 +3,7 @@
 from hypothesis import HealthCheck, settings
 
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from tests.support.slices import scaled
 from tests.support.worlds.drivers import CoreDriver
 from tests.support.worlds.machine import CacheMachine
 
@@ -14,7 +15,7 @@ class CoreMachine(CacheMachine):
 
 TestCoreMachine = CoreMachine.TestCase
 TestCoreMachine.settings = settings(
-    max_examples=500,
+    max_examples=scaled(500),
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor, SessionId
+from tests.support.slices import scaled
 from tests.support.tiers.tier_world import TierWorld
 from tests.support.worlds.machine import chooser
 
@@ -117,7 +118,7 @@ class TierMachine(RuleBasedStateMachine):
 
 TestTierMachine = TierMachine.TestCase
 TestTierMachine.settings = settings(
-    max_examples=150,
+    max_examples=scaled(150),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

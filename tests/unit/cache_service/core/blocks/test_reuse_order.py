@@ -11,6 +11,7 @@ from kvkeeper.cache_service.core.values.errors import InvalidField
 from kvkeeper.cache_service.core.values.types import ReuseHint
 from kvkeeper.cache_service.replay import replay_core
 from tests.support.reference.workloads import WORKLOADS
+from tests.support.slices import todays
 from tests.support.worlds.core_pool import A, B, CorePool
 
 NONE, SOON = ReuseHint.NONE, ReuseHint.SOON
@@ -260,8 +261,7 @@ def test_what_waits_as_soon_lapses_once_all_others_say_the_same() -> None:
     assert hinted.counts == (0, 0)
 
 
-@pytest.mark.parametrize("name", sorted(WORKLOADS))
-@pytest.mark.parametrize("hint", [NONE, SOON])
+@pytest.mark.parametrize(("name", "hint"), todays([(name, hint) for name in sorted(WORKLOADS) for hint in (NONE, SOON)], 5))
 def test_where_every_sequence_says_the_same_lru_stays_lru(name: str, hint: ReuseHint) -> None:
     requests = WORKLOADS[name](1)[:1000]
     plain = replay_core(requests, 300, "lru")

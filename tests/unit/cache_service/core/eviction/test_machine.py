@@ -8,6 +8,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvkeeper.cache_service.core.eviction import POLICY_NAMES
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from tests.support.slices import scaled
 from tests.support.worlds.drivers import CoreDriver
 from tests.support.worlds.machine import CacheMachine
 
@@ -26,5 +27,7 @@ class PolicyMachine(CacheMachine):
 
 @pytest.mark.parametrize("policy", OTHERS)
 def test_pool_stays_whole_and_victims_are_leaves(policy: str) -> None:
-    limits = settings(max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+    limits = settings(
+        max_examples=scaled(60, 3), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    )
     run_state_machine_as_test(lambda: PolicyMachine(policy), settings=limits)

@@ -8,13 +8,16 @@ from kvkeeper.cache_service.core.eviction import POLICY_NAMES
 from kvkeeper.cache_service.core.values.types import Int32Array
 from kvkeeper.cache_service.replay import CoreReplay, replay_core, replay_optimum, replay_policy
 from tests.support.reference.workloads import WORKLOADS, multi_turn, recency, scan, zipf
+from tests.support.slices import todays
 
 # What is promised; in `phases` one thing learned is wrong in the next phase, and costs up to a turnover of the cache.
 NEVER_BELOW_LRU = [name for name in WORKLOADS if name != "phases"]
 
 
-@pytest.mark.parametrize("name", NEVER_BELOW_LRU)
-@pytest.mark.parametrize("num_blocks", [60, 250, 1000])
+_CASES = [(name, num_blocks) for name in NEVER_BELOW_LRU for num_blocks in (60, 250, 1000)]
+
+
+@pytest.mark.parametrize(("name", "num_blocks"), todays(_CASES, 8))
 def test_adaptive_is_never_below_lru(name: str, num_blocks: int) -> None:
     requests = WORKLOADS[name](7)
     lru, adaptive = (replay_policy(requests, num_blocks, policy).hit_rate for policy in ("lru", "adaptive"))

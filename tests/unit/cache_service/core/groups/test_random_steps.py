@@ -10,6 +10,7 @@ from kvkeeper.cache_service.core.sequences.sequence_table import SequenceTable
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
 from kvkeeper.cache_service.core.values.types import Int32Array, Int64Array
 from tests.support.reference.read_spans import first_read
+from tests.support.slices import todays
 from tests.support.worlds.grouped import GroupedWorld
 
 _CHUNK_SIZES = 6, 12
@@ -25,11 +26,12 @@ _SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("policy", ["adaptive", "lru"])
-@pytest.mark.parametrize(("spans", "num_blocks", "block_size"), _SHAPES, ids=range(len(_SHAPES)))
-def test_random_steps_read_what_was_written_for_them(
-    spans: tuple[ReadSpan, ...], num_blocks: int, block_size: int, policy: str
-) -> None:
+_CASES = [(shape, policy) for shape in range(len(_SHAPES)) for policy in ("adaptive", "lru")]
+
+
+@pytest.mark.parametrize(("shape", "policy"), todays(_CASES, 4))
+def test_random_steps_read_what_was_written_for_them(shape: int, policy: str) -> None:
+    spans, num_blocks, block_size = _SHAPES[shape]
     worlds = [GroupedWorld(seed, spans, num_blocks, block_size, policy) for seed in range(3)]
     for world in worlds:
         for _ in range(250):

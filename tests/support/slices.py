@@ -1,0 +1,33 @@
+"""Which part of an exhaustive proof runs today.
+
+`make test` runs a slice of what is exhaustive. The day chooses it, so that the days together run the whole; `make test-whole`
+runs all of it, and so does `make soak` first. KVKEEPER_TEST_DAY replays the slice of a day, which pytest prints at its end.
+"""
+
+import os
+import random
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TypeVar
+
+T = TypeVar("T")
+
+IS_WHOLE = os.environ.get("KVKEEPER_TESTS") == "whole"
+DAY = os.environ.get("KVKEEPER_TEST_DAY") or datetime.now(UTC).date().isoformat()
+
+
+def todays(cases: Sequence[T], num: int) -> list[T]:
+    """So many of the cases, in their order, or all of them in a whole run."""
+    if IS_WHOLE or num >= len(cases):
+        return list(cases)
+    return [cases[at] for at in sorted(random.Random(DAY).sample(range(len(cases)), num))]
+
+
+def scaled(number: int, share: int = 5) -> int:
+    """A number of examples, whole or divided by `share`."""
+    return number if IS_WHOLE else max(number // share, 1)
+
+
+def at_least(number: int) -> int:
+    """How often what a run is about must have happened in it. A slice is small: few events show no more than that they do."""
+    return number if IS_WHOLE else max(number // 50, 1)
