@@ -137,10 +137,9 @@ class PoolManager:
         era: int,
         stored: Sequence[StoredBlock] = (),
         rules: TierRules | None = None,
-        eviction_policy: str = "lru",
     ) -> NamedTier:
         """A tier on a disk of this pool alone. stored: what earlier runs have left under this key in this era."""
-        table = SlotTable(self._add_blocks(Tier.DISK), num_slots, stored, eviction_policy)
+        table = SlotTable(self._add_blocks(Tier.DISK), num_slots, stored)
         self.disk = self._add_tier(key, table, era, rules, Tier.DISK)
         return self.disk
 

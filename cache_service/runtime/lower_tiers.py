@@ -87,8 +87,7 @@ class LowerTiers:
             weighs=config.tier_worth == "auto",
             tenants=frozenset(config.disk_tenants) or None,
         )
-        form, policy = slab.form, config.disk_eviction_policy
-        tier = manager.add_disk(slab.name_key, form.num_slots, slab.era, stored, rules, policy)
+        tier = manager.add_disk(slab.name_key, slab.form.num_slots, slab.era, stored, rules)
         return TierMaker(tier, slab, self._now, partial(self._disks.give_back, slab))
 
     def remote_of(self, spec: KvSpec, manager: PoolManager) -> TierMaker | None:

@@ -28,7 +28,6 @@ class DiskStorm:
         self.config = PoolConfig(num_blocks=4, block_size=self.size, num_host_blocks=rng.choice([3, 6, 17]))
         self.longest = rng.choice([5, 12])  # blocks of a prompt
         self.rules = TierRules(deadline=5.0, most_loading=rng.choice([1, 3, 64]))
-        self.policy = rng.choice(["lru", "fifo", "clock"])
         self.num_slots, self.faults = rng.choice([2, 8, 32]), rng.choice([6, 40, 1000])
         self.hosts: dict[int, Content | None] = {}
         self.slab: dict[int, tuple[StoredBlock, int, Content | None]] = {}  # with its era; None: torn
@@ -43,7 +42,7 @@ class DiskStorm:
         assert swapper is not None
         self.host, self.offloader = swapper.host, swapper.offloader
         stored = [block for block, of_era, _ in self.slab.values() if of_era == era]
-        self.disk = self.manager.add_disk(KEY, self.num_slots, era, stored, self.rules, self.policy)
+        self.disk = self.manager.add_disk(KEY, self.num_slots, era, stored, self.rules)
         self.roots = {tenant: self.state.index.root(tenant) for tenant in ("", "other")}
         self.jobs: list[Load | Store] = []
         # The naive model: names that are stored for sure. An eviction takes the oldest away, so it is asked after each event.

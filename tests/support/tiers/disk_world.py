@@ -87,7 +87,6 @@ class DiskWorld(TierWorld):
         config: PoolConfig,
         num_slots: int,
         rules: TierRules,
-        policy: str = "lru",
         *,
         slab: dict[int, Slot] | None = None,
         contents: Contents | None = None,
@@ -104,7 +103,7 @@ class DiskWorld(TierWorld):
         self._jobs: list[_Job] = []
         stored = [slot.stored_block for slot in self.slab.values() if slot.order.era == era]
         self.disk_counts.restored += len(stored)
-        self.disk = self.manager.add_disk(KEY, num_slots, era, stored, rules, policy)
+        self.disk = self.manager.add_disk(KEY, num_slots, era, stored, rules)
 
     # Events
 

@@ -42,14 +42,13 @@ class MirrorWorld(DiskWorld):
         config: PoolConfig,
         num_slots: int,
         rules: TierRules,
-        policy: str,
         *,
         outliving: Outliving,
         disk_tenants: frozenset[str] | None = None,
         **kept: Any,
     ) -> None:
         """disk_tenants: whose blocks the disk takes; None: those of all. The store takes those of all."""
-        super().__init__(config, num_slots, rules._replace(tenants=disk_tenants), policy, **kept)
+        super().__init__(config, num_slots, rules._replace(tenants=disk_tenants), **kept)
         self.outliving = outliving
         self.remote = self.manager.add_remote(REMOTE_KEY, rules._replace(name="remote", most_asked=6))
         self._remote_jobs: list[Load | Store | Question] = []

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ...eviction import make_policy
+from ...eviction.lru import LruPolicy
 from ...index.below_blocks import TierBlocks
 from ...values.copies import Content, StoredBlock, TierOrder
 
@@ -18,9 +18,7 @@ from ...values.copies import Content, StoredBlock, TierOrder
 class SlotTable:
     """Slots 1 to num_slots."""
 
-    def __init__(
-        self, blocks: TierBlocks, num_slots: int, stored: Sequence[StoredBlock] = (), eviction_policy: str = "lru"
-    ) -> None:
+    def __init__(self, blocks: TierBlocks, num_slots: int, stored: Sequence[StoredBlock] = ()) -> None:
         """blocks: of this tier, empty. stored: what earlier runs have left."""
         self.num_slots = num_slots
         self._blocks = blocks
@@ -31,7 +29,7 @@ class SlotTable:
         self._of_name: dict[bytes, int] = {}
         self._storing: set[int] = set()
         self._num_reads: dict[int, int] = {}
-        self._policy = make_policy(eviction_policy, num_slots + 1)
+        self._policy = LruPolicy(num_slots + 1)
         for slot, name, _, block_name, parent, tokens in sorted(stored, key=lambda block: block.number, reverse=True):
             if name not in self._of_name and self._names[slot] is None:  # of two of one name the younger one counts
                 self._of_name[name], self._names[slot] = slot, name

@@ -236,7 +236,7 @@ async def _live_through(seed: int, num_steps: int, *, is_roomy: bool) -> None:
         block_size=block_size,
         max_sequences=40,
         max_tokens_per_sequence=200,
-        eviction_policy=("adaptive", "lru", "fifo")[seed % 3],
+        eviction_policy=("adaptive", "lru", "lfu")[seed % 3],
         prefix_caching=is_roomy or seed % 5 != 4,
         num_host_blocks=200 if seed % 2 and not is_roomy else 0,
         evict_above=0.5 if is_roomy else 1.0,
