@@ -39,14 +39,12 @@ from .tables.prefix_lookup import PrefixLookup
 from .tables.prompt_watch import PromptWatch
 from .tables.reserve import Reservations
 from .tables.start import SequenceStarter
-from .tiers.below.named_tier import NamedTier
-from .tiers.below.slot_table import SlotTable
-from .tiers.below.tier_chain import TierChain
-from .tiers.below.tier_orders import Table, TierRules
-from .tiers.below.told_table import ToldTable
-from .tiers.below.worth import TierWorth
+from .tiers.content_tier import ContentTier, TierChain
+from .tiers.directory import Directory, RemoteDirectory, SlotDirectory
 from .tiers.offload import Offloader
+from .tiers.orders import TierRules
 from .tiers.sequence_swap import SequenceSwapper
+from .tiers.worth import TierWorth
 from .values.copies import Copies, StoredBlock
 from .values.kept_index import Digest, KeptIndex, UInt64Array, Verification
 from .values.pool_config import PoolConfig
@@ -98,8 +96,8 @@ class PoolManager:
         self._garbage = GarbageCalls(state, self._maintenance, swapper)
         self._sessions = SessionCalls(state, self.reclaim, swapper)
         self._queries = Queries(state, lookup, swapper, prompts)
-        self.disk: NamedTier | None = None
-        self.remote: NamedTier | None = None
+        self.disk: ContentTier | None = None
+        self.remote: ContentTier | None = None
         self._below = TierChain(state)
 
     @property
@@ -137,15 +135,15 @@ class PoolManager:
         era: int,
         stored: Sequence[StoredBlock] = (),
         rules: TierRules | None = None,
-    ) -> NamedTier:
+    ) -> ContentTier:
         """A tier on a disk of this pool alone. stored: what earlier runs have left under this key in this era."""
-        table = SlotTable(self._add_blocks(Tier.DISK), num_slots, stored)
-        self.disk = self._add_tier(key, table, era, rules, Tier.DISK)
+        directory = SlotDirectory(self._add_blocks(Tier.DISK), num_slots, stored)
+        self.disk = self._add_tier(key, directory, era, rules, Tier.DISK)
         return self.disk
 
-    def add_remote(self, key: bytes, rules: TierRules) -> NamedTier:
+    def add_remote(self, key: bytes, rules: TierRules) -> ContentTier:
         """A tier in a store that other pools of the same key share."""
-        self.remote = self._add_tier(key, ToldTable(self._add_blocks(Tier.REMOTE)), 0, rules, Tier.REMOTE)
+        self.remote = self._add_tier(key, RemoteDirectory(self._add_blocks(Tier.REMOTE)), 0, rules, Tier.REMOTE)
         return self.remote
 
     def _add_blocks(self, tier: Tier) -> TierBlocks:
@@ -153,14 +151,14 @@ class PoolManager:
         self.state.below_blocks.tiers.append(blocks)
         return blocks
 
-    def _add_tier(self, key: bytes, table: Table, era: int, rules: TierRules | None, which: Tier) -> NamedTier:
+    def _add_tier(self, key: bytes, directory: Directory, era: int, rules: TierRules | None, which: Tier) -> ContentTier:
         assert self.swapper is not None, "such a tier lies behind a host tier"
         if self.state.below is None:
             self.state.below = self._below
         rules = rules or TierRules()
         self._prompts.is_on = True
         worth = TierWorth(self._prompts.seconds, self.config.block_size, is_on=rules.weighs)
-        tier = NamedTier(self.state, self.swapper.offloader, key, table, era, rules, worth, which)
+        tier = ContentTier(self.state, self.swapper.offloader, key, directory, era, rules, worth, which)
         self._below.tiers.append(tier)
         return tier
 

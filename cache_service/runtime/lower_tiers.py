@@ -12,8 +12,8 @@ from kvkeeper.service.threads import in_thread
 
 from ..config import CacheConfig
 from ..core.manager import PoolManager
-from ..core.tiers.below.named_tier import NamedTier
-from ..core.tiers.below.tier_orders import TierRules
+from ..core.tiers.content_tier import ContentTier
+from ..core.tiers.orders import TierRules
 from ..core.values.kv_spec import KvSpec
 from ..memory.arena import ByteArray
 from ..memory.disk.disk_directory import DiskDirectory
@@ -30,7 +30,7 @@ _MOST_ASKED = 1024  # blocks of a prompt, in one question to a remote server
 class TierMaker:
     """A PoolTierMaker, of a place that is open."""
 
-    tier: NamedTier
+    tier: ContentTier
     place: Place
     now: Callable[[], float]
     give_back: Callable[[], None]

@@ -107,7 +107,7 @@ class Pool:
             prefix_caching=config.prefix_caching,
             num_host_blocks=num_host_blocks,
             host_arena_bytes=num_host_blocks * spec.stored_bytes,
-            num_disk_blocks=manager.disk.num_slots if manager.disk is not None else 0,
+            num_disk_blocks=manager.disk.directory.num_slots if manager.disk is not None else 0,
             has_remote=manager.remote is not None,
             host_kv_dtype=spec.host_kv_dtype if num_host_blocks else "",
             host_block_bytes=spec.host_block_bytes if num_host_blocks else 0,

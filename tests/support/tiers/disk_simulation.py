@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from kvkeeper.cache_service.core.tiers.below.tier_orders import TierRules
+from kvkeeper.cache_service.core.tiers.orders import TierRules
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor
@@ -89,7 +89,7 @@ class DiskSimulation:
         old = self.world
         old.kill(self.choose)
         self._add_up(old)
-        kept: dict[str, Any] = {"slab": old.slab, "contents": old.contents, "written": old.written, "era": old.disk.era}
+        kept: dict[str, Any] = {"slab": old.slab, "contents": old.contents, "written": old.written, "era": old.disk.flight.era}
         self.world = self._make_world(self.config, self.num_slots, self.rules, **kept, **self.sizes)
 
     def finish(self) -> DiskCounts:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.tiers.below.tier_orders import Load, Store, TierRules
+from kvkeeper.cache_service.core.tiers.orders import Load, Store, TierRules
 from kvkeeper.cache_service.core.values.copies import StoredBlock, TierOrder, TierResult
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Int32Array
@@ -55,12 +55,12 @@ class DiskStorm:
         if event < 0.25:
             self._fill()
         elif event < 0.4:
-            store = self.disk.prepare_store(rng.randint(1, 4))
+            store = self.disk.stores.prepare(rng.randint(1, 4))
             self.jobs += [store] if store else []
         elif event < 0.7:
             tenant, tokens = self._prompt()
-            loads, _ = self.disk.prepare_load(self.roots[tenant], tokens)
-            new = self.disk.take_loads()
+            loads, _ = self.disk.loads.prepare(self.roots[tenant], tokens)
+            new = self.disk.loads.take()
             self.num_joined += len(loads) > len(new)
             self.jobs += new
         elif event < 0.99:
@@ -143,14 +143,14 @@ class DiskStorm:
                 self.hosts[order.host] = content
                 results.append(TierResult.DONE)
         if isinstance(job, Load):
-            self.num_loaded += self.disk.complete_load(job, results)
+            self.num_loaded += self.disk.loads.complete(job, results)
             self._check_loaded(job)
             ends = zip(job.orders, results, strict=True)
             self.stored -= {order.name for order, result in ends if result is TierResult.DAMAGED}
             return
-        self.disk.complete_store(job, results)
+        self.disk.stores.complete(job, results)
         for order, result in zip(job.orders, results, strict=True):
-            if result is TierResult.DONE and order.era == self.disk.era:
+            if result is TierResult.DONE and order.era == self.disk.flight.era:
                 self.stored.add(order.name)
 
     def _check_loaded(self, load: Load) -> None:
@@ -164,7 +164,7 @@ class DiskStorm:
     def _advance(self, seconds: float) -> None:
         self.now += seconds
         self.manager.tick(self.now)
-        self.disk.tend()
+        self.disk.flight.tend()
 
     def _kill(self) -> None:
         """What was not run never happens; what is being stored is torn, if anything."""
@@ -174,13 +174,13 @@ class DiskStorm:
                 order = job.orders[0]
                 self.slab[order.slot] = _stored(order), order.era, None
         self._check()
-        self.num_rests += self.disk.breaker.num_rests
+        self.num_rests += self.disk.flight.breaker.num_rests
         self.hosts.clear()
-        self._open(self.disk.era)
+        self._open(self.disk.flight.era)
         self.manager.tick(self.now)
 
     def _check(self) -> None:
-        known = self.disk.stored_names()
+        known = self.disk.directory.names()
         assert known <= self.stored, "the tier has what was never stored"
         num_evicted = self.disk.stats()["num_evicted_disk_blocks"]
         assert len(self.stored - known) <= num_evicted - self.num_evicted, "lost without an eviction"
