@@ -30,7 +30,7 @@ from .memory.disk.disk_directory import DiskDirectory, DiskRefused
 from .memory.first_epoch import first_epoch
 from .memory.kept.memory_directory import MemoryDirectory, MemoryRefused
 from .memory.predecessor import end_predecessor
-from .memory.private_directory import private_directory
+from .memory.private_file import private_directory
 from .memory.remote.open_remote import RemoteMaker, RemoteRefused, open_remote
 from .memory.select_memory import kept_memory_of, memory_of
 from .metrics import cache_metrics

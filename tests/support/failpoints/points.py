@@ -28,7 +28,6 @@ _WRITERS = frozenset({
     "cache_service/memory/kept/index_file.py",
     "cache_service/memory/kept/kept_pool.py",
     "cache_service/memory/kept/memory_directory.py",
-    "cache_service/memory/kept/tenant_log.py",
     "cache_service/memory/private_file.py",
     "cache_service/runtime/pool_keeper.py",
 })  # fmt: skip
