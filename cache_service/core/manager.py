@@ -22,6 +22,7 @@ from .calls.update import SequenceUpdates
 from .calls.victims import VictimCalls, Victims
 from .index.below_blocks import TierBlocks
 from .index.index_record import Unwritten
+from .index.record_writer import RecordWriter
 from .inspection.explain import Explanation
 from .inspection.prefix_match import PrefixMatch
 from .inspection.queries import Queries
@@ -95,6 +96,7 @@ class PoolManager:
         self._maintenance = Maintenance(state, swapper)
         self._garbage = GarbageCalls(state, self._maintenance, swapper)
         self._sessions = SessionCalls(state, self.reclaim, swapper)
+        self.record = RecordWriter(state.index)
         self._queries = Queries(state, lookup, swapper, prompts)
         self.disk: ContentTier | None = None
         self.remote: ContentTier | None = None
@@ -177,13 +179,13 @@ class PoolManager:
         return restore(self.state, hosts, kept, may_still_write=may_still_write, on_behind=on_behind, verification=verification)
 
     def write_record(self, max_blocks: int, digest: Digest | None = None) -> bool:
-        return self.state.index.write_record(max_blocks, digest)
+        return self.record.write(max_blocks, digest)
 
     def take_record(self, max_blocks: int) -> Unwritten:
-        return self.state.index.take_unwritten(max_blocks)
+        return self.record.take(max_blocks)
 
     def write_taken(self, taken: Unwritten, digests: UInt64Array) -> bool:
-        return self.state.index.write_taken(taken, digests)
+        return self.record.write_taken(taken, digests)
 
     # Sessions
 

@@ -21,7 +21,6 @@ HIT, HIT_LATER, AROUND = "_failpoint_hit", "_failpoint_hit_later", "_failpoint_a
 # What is left behind when the process ends is written by these.
 _WRITERS = frozenset({
     "cache_service/core/index/index_record.py",
-    "cache_service/core/index/slot_table.py",
     "cache_service/memory/disk/disk_directory.py",
     "cache_service/memory/disk/slab.py",
     "cache_service/memory/first_epoch.py",

@@ -122,7 +122,7 @@ def reached(manager: PoolManager, tiers: list[tuple[ContentTier, bytes]], ever: 
     above = [(index.find_root(tenant), first_parent(tenant), [names.first(tenant) for *_, names in below])]
     while above:
         parent, parent_name, contents = above.pop()
-        nodes = {index.key_tokens(node)[1].tobytes(): node for node in index.children(parent, 10**9)} if parent else {}
+        nodes = {index.key_tokens(node)[1].tobytes(): node for node in index.links.children(parent, 10**9)} if parent else {}
         pieces = set(nodes)
         for (tier, *_), content in zip(below, contents, strict=True):
             pieces |= ever[tier].get(content, set())
