@@ -380,9 +380,6 @@ class CacheConfig:
         parse=parse_names,
         check=_TENANTS,
     )
-    disk_eviction_policy: str = setting(
-        "lru", group="Disk tier", help="which block on the disk is forgotten first", choices=("clock", "fifo", "lru")
-    )
     disk_deadline: float = setting(
         2.0,
         group="Disk tier",

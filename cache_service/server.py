@@ -30,7 +30,7 @@ from .memory.disk.disk_directory import DiskDirectory, DiskRefused
 from .memory.first_epoch import first_epoch
 from .memory.kept.memory_directory import MemoryDirectory, MemoryRefused
 from .memory.predecessor import end_predecessor
-from .memory.private_directory import private_directory
+from .memory.private_file import private_directory
 from .memory.remote.open_remote import RemoteMaker, RemoteRefused, open_remote
 from .memory.select_memory import kept_memory_of, memory_of
 from .metrics import cache_metrics
@@ -219,7 +219,7 @@ def _groups_of_calls(
     one_item = OneItemSessions(session_manager)
     return [
         SessionCalls(config, session_manager, attach_path),
-        SequenceCalls(session_manager, one_item, step_handler.prepare_soon),
+        SequenceCalls(session_manager, one_item),
         PrefixCalls(session_manager),
         EvictionCalls(session_manager, one_item),
         KvCalls(session_manager, one_item),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .core.manager import PoolManager
-from .core.tiers.below.tier_orders import TierRules
+from .core.tiers.orders import TierRules
 from .core.values.copies import TierResult
 from .core.values.pool_config import PoolConfig
 from .core.values.sequence_args import SequenceArgs
@@ -111,13 +111,13 @@ class _TierReplay:
     def _load(self) -> None:
         """What the disk has of the sequence that was created is in the host tier."""
         if (disk := self._manager.disk) is not None:
-            for load in disk.take_loads():
-                disk.complete_load(load, [TierResult.DONE] * len(load.orders))
+            for load in disk.loads.take():
+                disk.loads.complete(load, [TierResult.DONE] * len(load.orders))
 
     def _store(self) -> None:
         disk = self._manager.disk
-        while disk is not None and (store := disk.prepare_store(_STORED_AT_ONCE)) is not None:
-            disk.complete_store(store, [TierResult.DONE] * len(store.orders))
+        while disk is not None and (store := disk.stores.prepare(_STORED_AT_ONCE)) is not None:
+            disk.stores.complete(store, [TierResult.DONE] * len(store.orders))
 
     def _step(self, **columns: np.ndarray) -> StepReply:
         self._num_steps += 1

@@ -22,6 +22,7 @@ from .calls.update import SequenceUpdates
 from .calls.victims import VictimCalls, Victims
 from .index.below_blocks import TierBlocks
 from .index.index_record import Unwritten
+from .index.record_writer import RecordWriter
 from .inspection.explain import Explanation
 from .inspection.prefix_match import PrefixMatch
 from .inspection.queries import Queries
@@ -29,24 +30,19 @@ from .pool_state import PoolState
 from .sequences.claims import StartNumbers
 from .sequences.publisher import ALL_BLOCKS
 from .step.apply import StepApplier
-from .step.expected import ExpectedReplies, OpenStep
-from .step.forecast import Forecast
 from .step.one_item import OneItemCalls
-from .step.waiting_starts import WaitingStarts
 from .tables.inflight_prefix import InflightPrefixes
 from .tables.lifecycle import SequenceLifecycle
 from .tables.prefix_lookup import PrefixLookup
 from .tables.prompt_watch import PromptWatch
 from .tables.reserve import Reservations
 from .tables.start import SequenceStarter
-from .tiers.below.named_tier import NamedTier
-from .tiers.below.slot_table import SlotTable
-from .tiers.below.tier_chain import TierChain
-from .tiers.below.tier_orders import Table, TierRules
-from .tiers.below.told_table import ToldTable
-from .tiers.below.worth import TierWorth
+from .tiers.content_tier import ContentTier, TierChain
+from .tiers.directory import Directory, RemoteDirectory, SlotDirectory
 from .tiers.offload import Offloader
+from .tiers.orders import TierRules
 from .tiers.sequence_swap import SequenceSwapper
+from .tiers.worth import TierWorth
 from .values.copies import Copies, StoredBlock
 from .values.kept_index import Digest, KeptIndex, UInt64Array, Verification
 from .values.pool_config import PoolConfig
@@ -84,8 +80,6 @@ class PoolManager:
         self.reclaim = Reclaim(state, lifecycle, swapper)
         inflight = InflightPrefixes(state, lookup)
         self._steps = StepApplier(state, lifecycle, reservations, starter, inflight, swapper, prompts)
-        self._waiting = WaitingStarts(state, lookup)
-        self._expected = ExpectedReplies(state, self._waiting)
         self._one_item = OneItemCalls(state, self._steps, lookup, starter, reservations, swapper)
         self._create = CreateCalls(state, lookup, self.reclaim)
         self._updates = SequenceUpdates(state)
@@ -97,9 +91,10 @@ class PoolManager:
         self._maintenance = Maintenance(state, swapper)
         self._garbage = GarbageCalls(state, self._maintenance, swapper)
         self._sessions = SessionCalls(state, self.reclaim, swapper)
+        self.record = RecordWriter(state.index)
         self._queries = Queries(state, lookup, swapper, prompts)
-        self.disk: NamedTier | None = None
-        self.remote: NamedTier | None = None
+        self.disk: ContentTier | None = None
+        self.remote: ContentTier | None = None
         self._below = TierChain(state)
 
     @property
@@ -137,16 +132,15 @@ class PoolManager:
         era: int,
         stored: Sequence[StoredBlock] = (),
         rules: TierRules | None = None,
-        eviction_policy: str = "lru",
-    ) -> NamedTier:
+    ) -> ContentTier:
         """A tier on a disk of this pool alone. stored: what earlier runs have left under this key in this era."""
-        table = SlotTable(self._add_blocks(Tier.DISK), num_slots, stored, eviction_policy)
-        self.disk = self._add_tier(key, table, era, rules, Tier.DISK)
+        directory = SlotDirectory(self._add_blocks(Tier.DISK), num_slots, stored)
+        self.disk = self._add_tier(key, directory, era, rules, Tier.DISK)
         return self.disk
 
-    def add_remote(self, key: bytes, rules: TierRules) -> NamedTier:
+    def add_remote(self, key: bytes, rules: TierRules) -> ContentTier:
         """A tier in a store that other pools of the same key share."""
-        self.remote = self._add_tier(key, ToldTable(self._add_blocks(Tier.REMOTE)), 0, rules, Tier.REMOTE)
+        self.remote = self._add_tier(key, RemoteDirectory(self._add_blocks(Tier.REMOTE)), 0, rules, Tier.REMOTE)
         return self.remote
 
     def _add_blocks(self, tier: Tier) -> TierBlocks:
@@ -154,14 +148,14 @@ class PoolManager:
         self.state.below_blocks.tiers.append(blocks)
         return blocks
 
-    def _add_tier(self, key: bytes, table: Table, era: int, rules: TierRules | None, which: Tier) -> NamedTier:
+    def _add_tier(self, key: bytes, directory: Directory, era: int, rules: TierRules | None, which: Tier) -> ContentTier:
         assert self.swapper is not None, "such a tier lies behind a host tier"
         if self.state.below is None:
             self.state.below = self._below
         rules = rules or TierRules()
         self._prompts.is_on = True
         worth = TierWorth(self._prompts.seconds, self.config.block_size, is_on=rules.weighs)
-        tier = NamedTier(self.state, self.swapper.offloader, key, table, era, rules, worth, which)
+        tier = ContentTier(self.state, self.swapper.offloader, key, directory, era, rules, worth, which)
         self._below.tiers.append(tier)
         return tier
 
@@ -180,13 +174,13 @@ class PoolManager:
         return restore(self.state, hosts, kept, may_still_write=may_still_write, on_behind=on_behind, verification=verification)
 
     def write_record(self, max_blocks: int, digest: Digest | None = None) -> bool:
-        return self.state.index.write_record(max_blocks, digest)
+        return self.record.write(max_blocks, digest)
 
     def take_record(self, max_blocks: int) -> Unwritten:
-        return self.state.index.take_unwritten(max_blocks)
+        return self.record.take(max_blocks)
 
     def write_taken(self, taken: Unwritten, digests: UInt64Array) -> bool:
-        return self.state.index.write_taken(taken, digests)
+        return self.record.write_taken(taken, digests)
 
     # Sessions
 
@@ -204,29 +198,8 @@ class PoolManager:
 
     # Steps
 
-    def step(self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None) -> StepReply:
-        return self._steps.step(session, batch, forecast)
-
-    def answer_step(
-        self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None, *, is_expected: bool = False
-    ) -> StepReply:
-        return self._steps.answer_step(session, batch, forecast, is_expected=is_expected)
-
-    @property
-    def is_unfinished(self) -> bool:
-        return self._steps.is_unfinished
-
-    def finish_step(self) -> None:
-        self._steps.finish_step()
-
-    def foretell(self, session: SessionId) -> Forecast | None:
-        return self._steps.foretell(session)
-
-    def look_ahead(self, session: SessionId) -> None:
-        self._waiting.look_ahead(self.state.session(session))
-
-    def expect_reply(self, session: SessionId, step: OpenStep) -> StepReply | None:
-        return self._expected.reply(session, step)
+    def step(self, session: SessionId, batch: StepBatch) -> StepReply:
+        return self._steps.step(session, batch)
 
     def complete(
         self,
@@ -245,8 +218,8 @@ class PoolManager:
     def withdraw_offer(self, session: SessionId, sequence_id: int) -> None:
         self._hand_offs.withdraw(session, sequence_id)
 
-    def take_sequence(self, session: SessionId, offer: bytes, sequence_id: int) -> SessionId | None:
-        return self._hand_offs.take(session, offer, sequence_id)
+    def take_sequence(self, session: SessionId, offer: bytes, sequence_id: int) -> None:
+        self._hand_offs.take(session, offer, sequence_id)
 
     def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
         return self._create.create_sequence(session, args)
@@ -402,9 +375,7 @@ class PoolManager:
         return self.state.gauge.level
 
     def audit(self) -> Iterator[list[str]]:
-        for wrong in self._queries.audit():
-            yield wrong
-            self.finish_step()  # of a step that was answered meanwhile
+        return self._queries.audit()
 
     def check_invariants(self) -> list[str]:
         """The whole audit in one go; empty when all invariants hold."""

@@ -19,12 +19,11 @@ from .index.node_names import NodeNames
 from .index.prefix_index import PrefixIndex
 from .index.reach import Reach
 from .sequences.claims import Claims, StartNumbers
-from .sequences.group_windows import GroupWindows
 from .sequences.pin_preemption import PinPreemption
 from .sequences.publisher import ALL_BLOCKS, Publisher
-from .sequences.retention import RetentionDrops
 from .sequences.sequence_table import SequenceTable
 from .sequences.session_state import SessionState
+from .sequences.spans import SpanDrops
 from .values.clock import Clock
 from .values.counters import Counters
 from .values.errors import InvalidField, UnknownSequence, UnknownSession
@@ -111,8 +110,7 @@ class PoolState:
         self.pins = Pins(self.pool)
         self.claims = Claims(self.sequences, self.pool, self.clock)
         self.publisher = Publisher(config, self.sequences, self.index, self.pool, self.counters)
-        self.retention = RetentionDrops(self.sequences, self.publisher, self.pool, self.counters)
-        self.windows = GroupWindows(self.sequences, self.publisher, self.pool)
+        self.spans = SpanDrops(self.sequences, self.publisher, self.pool, self.counters)
         self.pin_preemption = PinPreemption(self.sequences, self.pool, self.pins)
         self.lower_tier: LowerTier | None = None  # set where there is one
         self.below: LowerTiers | None = None  # set where there is one

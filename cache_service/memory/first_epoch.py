@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import structlog
 
-from .private_directory import private_directory
+from .private_file import private_directory
 
 log = structlog.get_logger()
 

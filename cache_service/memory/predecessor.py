@@ -16,7 +16,7 @@ from kvkeeper.common.service.listen import AddressInUse
 
 from . import file_locks
 from .kept.memory_directory import MemoryRefused
-from .private_directory import private_directory
+from .private_file import private_directory
 
 log = structlog.get_logger()
 

@@ -1,9 +1,10 @@
-"""Files of this user alone, which a later run of the service opens again."""
+"""Files and folders of this user alone, which a later run of the service opens again."""
 
 import os
 import stat
 from pathlib import Path
 
+from kvkeeper.common.service.listen import AddressInUse
 from kvkeeper.common.service.memory_limit import OutOfMemory
 
 from .shared_memory import reserve_pages
@@ -45,3 +46,15 @@ def make_file(path: Path, num_bytes: int, *, has_pages: bool = True) -> int:
         path.unlink()
         raise
     return descriptor
+
+
+def private_directory(path: Path) -> Path:
+    """Makes the folder with mode 0700 if there is none. Raises AddressInUse where it is not ours alone."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+    except OSError as error:
+        raise AddressInUse(f"cannot make the folder {path}: {error.strerror}") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise AddressInUse(f"the folder {path} must be yours with mode 0700")
+    return path

@@ -12,7 +12,7 @@ from typing import Final
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
-from ..core.sequences.retention import check_readable
+from ..core.sequences.spans import check_readable
 from ..core.sequences.transitions import wrong_state
 from ..core.values.errors import InvalidField, NotImplementedYet, OpaquePages
 from ..core.values.types import Int32Array, SequenceId, SequenceState, SessionId

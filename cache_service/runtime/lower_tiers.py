@@ -12,8 +12,8 @@ from kvkeeper.common.service.threads import in_thread
 
 from ..config import CacheConfig
 from ..core.manager import PoolManager
-from ..core.tiers.below.named_tier import NamedTier
-from ..core.tiers.below.tier_orders import TierRules
+from ..core.tiers.content_tier import ContentTier
+from ..core.tiers.orders import TierRules
 from ..core.values.kv_spec import KvSpec
 from ..memory.arena import ByteArray
 from ..memory.disk.disk_directory import DiskDirectory
@@ -30,12 +30,12 @@ _MOST_ASKED = 1024  # blocks of a prompt, in one question to a remote server
 class TierMaker:
     """A PoolTierMaker, of a place that is open."""
 
-    tier: NamedTier
+    tier: ContentTier
     place: Place
     now: Callable[[], float]
     give_back: Callable[[], None]
 
-    def __call__(self, manager: Callable[[], PoolManager], hosts: ByteArray) -> PoolTier:
+    def __call__(self, manager: PoolManager, hosts: ByteArray) -> PoolTier:
         return PoolTier(manager, self.tier, self.place, hosts, self.now, self.give_back)
 
     def drop(self) -> None:
@@ -87,8 +87,7 @@ class LowerTiers:
             weighs=config.tier_worth == "auto",
             tenants=frozenset(config.disk_tenants) or None,
         )
-        form, policy = slab.form, config.disk_eviction_policy
-        tier = manager.add_disk(slab.name_key, form.num_slots, slab.era, stored, rules, policy)
+        tier = manager.add_disk(slab.name_key, slab.form.num_slots, slab.era, stored, rules)
         return TierMaker(tier, slab, self._now, partial(self._disks.give_back, slab))
 
     def remote_of(self, spec: KvSpec, manager: PoolManager) -> TierMaker | None:

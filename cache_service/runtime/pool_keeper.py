@@ -24,8 +24,7 @@ from ..core.calls.restore import RestoreResult
 from ..core.index.index_record import Unwritten
 from ..core.manager import PoolManager
 from ..core.values.kept_index import Verification
-from ..memory.kept.block_digests import BlockDigests
-from ..memory.kept.kept_pool import KeptPool
+from ..memory.kept.kept_pool import BlockDigests, KeptPool
 from .turns import PAUSE, Turns
 
 log = structlog.get_logger()

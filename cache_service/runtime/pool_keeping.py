@@ -10,8 +10,7 @@ from ..core.manager import PoolManager
 from ..core.values.errors import NotImplementedYet, OutOfPools
 from ..core.values.kv_spec import KvSpec
 from ..memory.arena import Arena, KeptArena
-from ..memory.kept.block_digests import BlockDigests
-from ..memory.kept.kept_pool import KeptPool
+from ..memory.kept.kept_pool import BlockDigests, KeptPool
 from ..memory.kept.memory_directory import MemoryDirectory
 from ..memory.shared_memory import SharedMemoryArena
 from .arena_supply import ArenaSupply

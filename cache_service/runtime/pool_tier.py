@@ -16,8 +16,8 @@ from typing import Protocol
 import structlog
 
 from ..core.manager import PoolManager
-from ..core.tiers.below.named_tier import NamedTier
-from ..core.tiers.below.tier_orders import Load, Question, Store
+from ..core.tiers.content_tier import ContentTier
+from ..core.tiers.orders import Load, Question, Store
 from ..core.values.copies import TierOrder, TierResult
 from ..memory.arena import ByteArray
 from ..memory.disk.disk_threads import NUM_THREADS, DiskThreads
@@ -106,14 +106,14 @@ class PoolTier:
 
     def __init__(
         self,
-        manager: Callable[[], PoolManager],
-        tier: NamedTier,
+        manager: PoolManager,
+        tier: ContentTier,
         place: Place,
         hosts: ByteArray,
         now: Callable[[], float],
         give_back: Callable[[], None],
     ) -> None:
-        """manager: the core between two steps. hosts: [num_host_blocks, block_bytes]. give_back: called in any thread
+        """hosts: [num_host_blocks, block_bytes]. give_back: called in any thread
         at the end, once no thread is at the place.
         """
         self.reads, self.writes = Rate(), Rate()
@@ -122,7 +122,7 @@ class PoolTier:
         self._loop = asyncio.get_running_loop()
         self._threads = DiskThreads()
         self._jobs: dict[int, _Job] = {}
-        self._era = self._cleared_era = tier.era
+        self._era = self._cleared_era = tier.flight.era
         self._name = tier.rules.name
         self._pumping: asyncio.TimerHandle | None = None
         self._tending: asyncio.TimerHandle | None = None
@@ -130,8 +130,8 @@ class PoolTier:
         self._is_closed = False
         self._settled = asyncio.Event()  # the place knows the present era
         self._settled.set()
-        tier.on_work(self._wake)
-        log.info(f"{self._name}_opened", num_blocks=len(tier.stored_names()), **place.facts)
+        tier.flight.wake = self._wake
+        log.info(f"{self._name}_opened", num_blocks=len(tier.directory.names()), **place.facts)
 
     async def cleared(self, seconds: float) -> None:
         """Returns once a later run will know, too, that the pool was cleared; or after so many seconds."""
@@ -144,7 +144,7 @@ class PoolTier:
     def stop(self) -> None:
         """Nothing is begun any more, and what is queued is dropped."""
         self._is_closed = True
-        self._tier.on_work(lambda: None)
+        self._tier.flight.wake = lambda: None
         for timer in (self._pumping, self._tending):
             if timer is not None:
                 timer.cancel()
@@ -163,8 +163,8 @@ class PoolTier:
             self._give_back()
 
     def _wake(self) -> None:
-        if self._cleared_era != self._tier.era:
-            self._cleared_era = self._tier.era
+        if self._cleared_era != self._tier.flight.era:
+            self._cleared_era = self._tier.flight.era
             self._settled.clear()
             self.place.begin_clearing()
         if self._pumping is None and not self._is_closed:
@@ -175,20 +175,20 @@ class PoolTier:
         self._pumping = None
         if self._is_closed:
             return
-        manager = self._manager()
+        manager = self._manager
         manager.tick(self._now())
         tier, part = self._tier, max(_PART_BYTES // self.place.slot_bytes, 1)
-        if tier.era != self._era:
-            self._era = tier.era
+        if tier.flight.era != self._era:
+            self._era = tier.flight.era
             self._threads.do(partial(self._write_era, self._era))
-        for question in tier.take_questions():
+        for question in tier.questions.take():
             self._threads.do(partial(self._ask, question))
-        for load in tier.take_loads():
+        for load in tier.loads.take():
             size = min(part, max(-(-len(load.orders) // NUM_THREADS), 1))
             self._begin(load, size, self.place.read, self.reads)
-        while len(tier.stores) < _STORES_AT_ONCE and (store := tier.prepare_store(part)) is not None:
+        while len(tier.flight.stores) < _STORES_AT_ONCE and (store := tier.stores.prepare(part)) is not None:
             self._begin(store, part, self.place.write, self.writes)
-        if (tier.loads or tier.stores or tier.questions) and self._tending is None:
+        if tier.flight and self._tending is None:
             self._tending = self._loop.call_later(_TEND_EVERY, self._tend)
 
     def _begin(self, what: Load | Store, part: int, io: Io, rate: Rate) -> None:
@@ -217,13 +217,13 @@ class PoolTier:
         if job.num_left or self._is_closed:
             return
         del self._jobs[id(job.what)]
-        manager = self._manager()
+        manager = self._manager
         manager.tick(self._now())
         all_results = [result for part in job.results for result in part]
         if isinstance(job.what, Load):
-            self._tier.complete_load(job.what, all_results)
+            self._tier.loads.complete(job.what, all_results)
         else:
-            self._tier.complete_store(job.what, all_results)
+            self._tier.stores.complete(job.what, all_results)
         num_damaged, num_failed = (all_results.count(result) for result in (TierResult.DAMAGED, TierResult.FAILED))
         if num_damaged or num_failed:
             kind = "load" if isinstance(job.what, Load) else "store"
@@ -234,22 +234,22 @@ class PoolTier:
     def _tend(self) -> None:
         self._tending = None
         self._threads.fill()
-        manager = self._manager()
+        manager = self._manager
         now = self._now()
         manager.tick(now)
         for job in self._jobs.values():
             job.is_cancelled |= job.what.deadline <= now
-        for question in self._tier.questions.values():
+        for question in self._tier.flight.questions.values():
             question.is_cancelled |= question.deadline <= now
-        if self._tier.tend():
+        if self._tier.flight.tend():
             self._tending = self._loop.call_later(_TEND_EVERY, self._tend)
         self._tell_rests()
 
     def _tell_rests(self) -> None:
-        num_rests = self._tier.breaker.num_rests
+        num_rests = self._tier.flight.breaker.num_rests
         if num_rests > self._num_rests:
             self._num_rests = num_rests
-            log.warning(f"{self._name}_rests", seconds=round(self._tier.breaker.seconds_left(self._now()), 1))
+            log.warning(f"{self._name}_rests", seconds=round(self._tier.flight.breaker.seconds_left(self._now()), 1))
 
     def _write_era(self, era: int) -> None:
         """In a thread."""
@@ -264,7 +264,7 @@ class PoolTier:
             log.warning(f"{self._name}_clear_failed")
 
     def _end_clearing(self, era: int) -> None:
-        if era == self._tier.era:
+        if era == self._tier.flight.era:
             self._settled.set()
 
     def _ask(self, question: Question) -> None:
@@ -280,7 +280,7 @@ class PoolTier:
     def _end_question(self, question: Question, num_stored: int | None) -> None:
         if self._is_closed:
             return
-        manager = self._manager()
+        manager = self._manager
         manager.tick(self._now())
         self._tier.complete_question(question, num_stored)
         self._tell_rests()

@@ -133,11 +133,11 @@ async def test_an_audit_in_slices_finds_a_wrong_block_and_nothing_else(wide: Api
     blocks.num_shared -= 1
     index = pool.manager.state.index
     node = int(index.node_of_block[index.node_of_block > 0][0])
-    after = int(index._next_sibling[node])
-    index._next_sibling[node] = node
+    after = int(index.links.next_sibling[node])
+    index.links.next_sibling[node] = node
     answer = await wide.stub.CheckInvariants(pb.CheckInvariantsRequest())
     assert f"siblings of node {node} are not linked both ways" in answer.violations
-    index._next_sibling[node] = after
+    index.links.next_sibling[node] = after
     await wide.audit()
 
 

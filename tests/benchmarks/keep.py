@@ -31,7 +31,7 @@ from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepBatch
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
-from kvkeeper.cache_service.memory.kept.block_digests import BlockDigests
+from kvkeeper.cache_service.memory.kept.kept_pool import BlockDigests
 from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
 from tests.benchmarks.growing import BLOCK_SIZE, Growing

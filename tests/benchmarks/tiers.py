@@ -28,10 +28,9 @@ from kvkeeper.cache_service.memory.disk.disk_threads import NUM_THREADS
 from kvkeeper.cache_service.memory.disk.slab import Slab, make_slab
 from kvkeeper.cache_service.memory.private_file import make_file
 from kvkeeper.cache_service.memory.remote.redis_link import OneServer
-from kvkeeper.cache_service.memory.remote.redis_server import RedisServer as RedisPlaces
-from kvkeeper.cache_service.memory.remote.remote_address import parse_address
+from kvkeeper.cache_service.memory.remote.redis_link import RedisServer as RedisPlaces
+from kvkeeper.cache_service.memory.remote.remote_address import parse_address, read_secret
 from kvkeeper.cache_service.memory.remote.remote_store import RemoteStore
-from kvkeeper.cache_service.memory.remote.secret import read_secret
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, Sampling
 from tests.benchmarks.both_services import ask

@@ -26,7 +26,6 @@ OF_OTHER_EXTRAS = (  # `cpu`, `gateway`, `remote`
     "kvkeeper.kernels.cpu.kernels",
     "kvkeeper.kernels.cpu.quantised_kernels",
     "kvkeeper.engine_service.rpc.gateway",
-    "kvkeeper.cache_service.memory.remote.redis_server",
     "kvkeeper.cache_service.memory.remote.redis_link",
     "kvkeeper.cache_service.memory.remote.cluster_link",
 )

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.calls.restore import EARLIER_RUN
-from kvkeeper.cache_service.core.index.index_record import IndexRecord
+from kvkeeper.cache_service.core.index.index_record import IndexRecord, SlotTable
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
-from kvkeeper.cache_service.core.index.slot_table import SlotTable
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Int32Array

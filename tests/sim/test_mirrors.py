@@ -8,7 +8,7 @@ import pytest
 
 from kvkeeper.cache_service.core.index.events.event_feed import EventFeed
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.tiers.below.named_tier import NamedTier
+from kvkeeper.cache_service.core.tiers.content_tier import ContentTier
 from kvkeeper.cache_service.core.values.types import EventKind, PressureLevel, Tier
 from tests.support.tiers.disk_simulation import DiskSimulation
 from tests.support.tiers.disk_world import KEY
@@ -116,8 +116,10 @@ class Mirrors:
         write_all(self.world.manager)
         manager, _ = self.memory.restored()
         world, disk = self.world, self.world.disk
-        stored = [slot.stored_block for slot in world.slab.values() if slot.order.era == disk.era]
-        tiers: list[tuple[NamedTier, bytes]] = [(manager.add_disk(KEY, disk.num_slots, disk.era, stored), KEY)]
+        stored = [slot.stored_block for slot in world.slab.values() if slot.order.era == disk.flight.era]
+        tiers: list[tuple[ContentTier, bytes]] = [
+            (manager.add_disk(KEY, disk.directory.num_slots, disk.flight.era, stored), KEY)
+        ]
         feed = _feed(manager)
         for tenant in TENANTS:
             reader = EventReader(tenant, feed.open(tenant, wants_tokens=True))

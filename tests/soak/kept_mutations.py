@@ -114,11 +114,11 @@ def _prefixes(index: PrefixIndex) -> dict[Prefix, Places]:
     """The blocks of each cached prefix."""
     found: dict[Prefix, Places] = {}
     for tenant in _TENANTS:
-        node, tokens = index.first_child(index.find_root(tenant)) if index.find_root(tenant) else 0, ()
+        node, tokens = int(index.links.first_child[index.find_root(tenant)]) if index.find_root(tenant) else 0, ()
         while node:
             tokens = (*tokens, *index.key_tokens(node)[1].tolist())
             found[tenant, tokens] = int(index.block_of_node[node]), int(index.host_of_node[node])
-            node = index.first_child(node)
+            node = int(index.links.first_child[node])
     return found
 
 

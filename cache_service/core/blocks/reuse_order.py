@@ -23,7 +23,8 @@ import numpy.typing as npt
 from ..eviction import EvictionPolicy, Use
 from ..eviction.block_queue import BlockQueue, Stamps, Sweeper
 from ..eviction.policy import Order
-from ..index.prefix_index import NO_NODE, PrefixIndex
+from ..index.node_links import NO_NODE
+from ..index.prefix_index import PrefixIndex
 from ..values.types import NO_INT32, Int32Array, ReuseHint
 
 SOON_SECONDS = 60.0  # that a block waits as SOON
@@ -62,7 +63,7 @@ class ReuseOrder:
         self._sweeper = Sweeper()
         self._shares = [0.0] * len(ReuseHint)  # of the sequences that ended of late, by hint
         self._num_ended = 0  # sequences
-        index.count_children()
+        index.links.count_children()
 
     def hint_of(self, block: int) -> ReuseHint:
         """The hint that a block's class comes from."""
@@ -88,7 +89,7 @@ class ReuseOrder:
             self._lapse(max(len(path), 1))  # what waits as SOON since it was said less often
         is_none = hint == ReuseHint.NONE and says_something
         if is_none:
-            self.claim(path[: self._index.num_shared(self._index.node_of_block[path])])
+            self.claim(path[: self._index.links.num_shared(self._index.node_of_block[path])])
         else:
             self.claim(path)
         if is_none or (self._classes[path] > _NORMAL).any():
@@ -112,7 +113,7 @@ class ReuseOrder:
         """Where the blocks begin that lead to the end of this path alone."""
         if not len(path):
             return 0
-        stops = (self._ref_counts[path] != 1) | self._index.lead_apart(self._index.node_of_block[path])
+        stops = (self._ref_counts[path] != 1) | self._index.links.lead_apart(self._index.node_of_block[path])
         found = stops.nonzero()[0]
         return int(found[-1]) + 1 if len(found) else 0
 
@@ -223,12 +224,12 @@ class ReuseOrder:
             if parent > 0 and self._goes_first(int(index.block_of_node[parent]), block):
                 yield f"block {block} is expected sooner than the one above it"
         else:
-            child = index.first_child(node)
+            child = int(index.links.first_child[node])
             while child:
                 if self._goes_first(block, int(index.block_of_node[child])):
                     yield f"block {block} is expected later than one below it"
                     return
-                child = index.next_sibling(child)
+                child = int(index.links.next_sibling[child])
 
     def _goes_first(self, parent: int, child: int) -> bool:
         """Whether both wait, the parent no longer than the child, and its class goes before the child's."""

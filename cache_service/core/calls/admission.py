@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..pool_state import PoolState
-from ..sequences.group_windows import refuse_retention
+from ..sequences.spans import refuse_retention
 from ..tables.prefix_lookup import PrefixLookup
 from ..values.sequence_args import Retention
 from ..values.types import NO_INT32, Int32Array, SessionId

@@ -4,8 +4,8 @@ import numpy as np
 
 from ..index.prefix_index import MAX_TENANTS
 from ..pool_state import PoolState
-from ..sequences.group_windows import refuse_retention
 from ..sequences.session_state import SessionState
+from ..sequences.spans import refuse_retention
 from ..step.validate import check_id
 from ..tables.prefix_lookup import PrefixLookup
 from ..values.errors import DuplicateSequence, InvalidField, NeverFits, out_of_sequences

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..index.digest_check import Damage, find_damaged
 from ..index.index_record import IndexRecord, TierRecord
-from ..index.kept_tree import KeptTree, tree_of
+from ..index.kept_tree import Damage, KeptTree, find_damaged, tree_of
 from ..pool_state import PoolState
 from ..tiers.host_tier import HostTier
 from ..values.kept_index import KeptIndex, Verification

@@ -8,8 +8,8 @@ of reuse counts from now on.
 import numpy as np
 
 from ..pool_state import PoolState
-from ..sequences.group_windows import refuse_retention
 from ..sequences.session_state import SessionState
+from ..sequences.spans import refuse_retention
 from ..sequences.transitions import wrong_state
 from ..values.errors import InvalidField
 from ..values.sequence_args import Retention
@@ -77,7 +77,7 @@ class SequenceUpdates:
         self._state.publish()  # so far attention was whole
         seqs.retain(slot, retention.num_sink_tokens, retention.num_window_tokens)
         if seqs.states[slot] == SequenceState.RUNNING:
-            self._state.retention.drop_outside(owner, np.array([slot]), told_now=False)
+            self._state.spans.drop_outside(owner, np.array([slot]), in_reply=False)
 
 
 def _check_narrower(held: Retention | None, wanted: Retention) -> None:

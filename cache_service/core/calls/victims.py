@@ -1,8 +1,7 @@
 """SelectVictims: which of a session's running sequences to preempt, so that blocks come free.
 
 Owns the orders, chosen by name, and one rule for all: what comes free is worked out for the set so far, so a block that two
-forks share comes free with the second of them only, and a sequence that frees nothing is not chosen. Changes no sequence; the
-hand of `clock` moves.
+forks share comes free with the second of them only, and a sequence that frees nothing is not chosen. Changes nothing.
 """
 
 from collections.abc import Callable
@@ -49,10 +48,6 @@ def _longest_first(state: PoolState, slots: Int64Array) -> Int64Array:
     return slots[_by(-state.sequences.num_tokens[slots], -state.sequences.start_numbers[slots])]
 
 
-def _fifo(state: PoolState, slots: Int64Array) -> Int64Array:
-    return slots[_by(state.sequences.start_numbers[slots], state.sequences.ids[slots])]
-
-
 def _adaptive(state: PoolState, slots: Int64Array) -> Int64Array:
     """Loss per block that only the sequence holds: tokens to compute again, less where it was not used for long.
 
@@ -66,21 +61,13 @@ def _adaptive(state: PoolState, slots: Int64Array) -> Int64Array:
     return slots[_by(loss / np.maximum(alone, 1) / (1 + idle), -seqs.start_numbers[slots])]
 
 
-class _Clock:
-    """In turn by slot, from the hand on; a sequence used since the hand last came by is passed over once."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._hand = 0
-        self._seen: Int64Array = np.zeros(num_slots, np.int64)  # accesses when the hand came by
-
-    def __call__(self, state: PoolState, slots: Int64Array) -> Int64Array:
-        num_accesses = state.sequences.num_accesses[slots]
-        is_used = num_accesses != self._seen[slots]
-        self._seen[slots] = num_accesses
-        return slots[_by(is_used, (slots - self._hand) % len(self._seen))]
-
-    def move_past(self, slot: int) -> None:
-        self._hand = (slot + 1) % len(self._seen)
+_ORDERS: dict[str, Order] = {
+    "priority": _priority,
+    "lru": _lru,
+    "lfu": _lfu,
+    "longest_first": _longest_first,
+    "adaptive": _adaptive,
+}
 
 
 class VictimCalls:
@@ -88,16 +75,6 @@ class VictimCalls:
 
     def __init__(self, state: PoolState) -> None:
         self._state = state
-        self._clock = _Clock(state.config.max_sequences)
-        self._orders: dict[str, Order] = {
-            "priority": _priority,
-            "lru": _lru,
-            "lfu": _lfu,
-            "longest_first": _longest_first,
-            "fifo": _fifo,
-            "clock": self._clock,
-            "adaptive": _adaptive,
-        }
 
     def select_victims(self, session: SessionId, policy: str, num_blocks: int, max_utilization: float | None = None) -> Victims:
         """Which of the session's sequences to preempt until num_blocks come free (0: one victim), or until so much is held.
@@ -112,8 +89,8 @@ class VictimCalls:
         return self._choose(owner, policy, max(num_blocks, 1))
 
     def _choose(self, owner: SessionState, policy: str, num_blocks: int) -> Victims:
-        if policy not in self._orders:
-            raise InvalidField(f"unknown policy {policy!r}", field="policy", limit=", ".join(self._orders))
+        if policy not in _ORDERS:
+            raise InvalidField(f"unknown policy {policy!r}", field="policy", limit=", ".join(_ORDERS))
         seqs, slots = self._state.sequences, owner.ids.items()[1]
         # A step in flight writes what it reserved; preempted now, its sequence would lose what it is about to gain.
         slots = slots[
@@ -121,10 +98,7 @@ class VictimCalls:
         ]
         if not len(slots):
             return Victims([], [])
-        chosen = self._enough(self._orders[policy](self._state, slots).tolist(), num_blocks)
-        if policy == "clock" and chosen.slots:
-            self._clock.move_past(chosen.slots[-1])
-        return chosen
+        return self._enough(_ORDERS[policy](self._state, slots).tolist(), num_blocks)
 
     def _enough(self, order: list[int], num_blocks: int) -> Victims:
         """The first victims that free so many blocks together; victims that share their blocks come last."""

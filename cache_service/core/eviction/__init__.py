@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from ..values.errors import InvalidField
 from .adaptive import AdaptivePolicy
-from .fifo import ClockPolicy, FifoPolicy
 from .keyed import LfuPolicy, LongestFirstPolicy, PriorityPolicy
 from .lru import LruPolicy
 from .policy import EvictionPolicy, Use
@@ -17,8 +16,6 @@ __all__ = ["POLICY_NAMES", "EvictionPolicy", "Use", "make_policy"]
 
 _POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "adaptive": AdaptivePolicy,
-    "clock": ClockPolicy,
-    "fifo": FifoPolicy,
     "lfu": LfuPolicy,
     "longest_first": LongestFirstPolicy,
     "lru": LruPolicy,

@@ -4,7 +4,7 @@ Leaves before parents: a use gives each block the highest key of the blocks belo
 child's, and among equals the queue has the child first. A block that no ended sequence had, such as the truncated tail of a
 running one, has the lowest key of all. Costs 8 bytes a block for the key, beside 12 an entry and 8 for the stamp.
 
-Only keys of waiting blocks have a queue, because there may be as many keys as there were uses or turns. A block keeps its key
+Only keys of waiting blocks have a queue, because there may be as many keys as there were uses. A block keeps its key
 while it waits, because a use changes only the keys of held blocks; so a block that leaves is counted off the right queue.
 """
 
@@ -17,7 +17,7 @@ from ..values.types import Int32Array, Int64Array
 from .block_queue import BlockQueue, Stamps, Sweeper
 from .policy import Order, Use
 
-UNUSED = int(np.iinfo(np.int64).min)
+_UNUSED = int(np.iinfo(np.int64).min)
 _LEAST_ORDER = 64  # keys without a queue that may stay in the heap
 
 
@@ -27,7 +27,7 @@ class KeyedPolicy(ABC):
     wants_uses = True
 
     def __init__(self, num_blocks: int) -> None:
-        self._keys: Int64Array = np.full(num_blocks, UNUSED, np.int64)
+        self._keys: Int64Array = np.full(num_blocks, _UNUSED, np.int64)
         self._stamps = Stamps(num_blocks)
         self._sweeper = Sweeper()
         self._queues: dict[int, BlockQueue] = {}
@@ -70,11 +70,11 @@ class KeyedPolicy(ABC):
 
     @abstractmethod
     def _new_keys(self, keys: Int64Array, use: Use) -> Int64Array:
-        """[n] keys of a sequence's blocks after its use, from the root down; UNUSED stands for a block's first use."""
+        """[n] keys of a sequence's blocks after its use, from the root down; _UNUSED stands for a block's first use."""
 
     def _forget_past(self, blocks: Int32Array) -> None:
         """The contents of these blocks are no longer cached."""
-        self._keys[blocks] = UNUSED
+        self._keys[blocks] = _UNUSED
 
     def _push(self, blocks: Int32Array, keys: Int64Array) -> None:
         stamps = self._stamps.give(blocks)

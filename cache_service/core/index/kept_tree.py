@@ -5,16 +5,22 @@ the root of a known tenant; all others are left out, rings among them. Rows that
 the same tokens twice behind one parent, or one name that is not the same node in both tiers) make all tables worthless, because
 then the program that wrote them was wrong. With several groups of layers, the first group's rows make the tree. A node without
 a row of a group that reads all tokens is left out. A row of another group counts where its node is in the tree.
+
+find_damaged tells which believed blocks do not hold what they held when their rows were written. Only rows with a digest can
+be compared; a sample is compared first, and where one of it differs, all are. The caller says how a digest is made, so this
+knows no memory.
 """
 
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from ..values.kept_index import Verification
 from ..values.kv_spec import WHOLE, ReadSpan
-from ..values.types import Int32Array, Int64Array
-from .slot_table import Slots
+from ..values.types import Int32Array, Int64Array, Tier
+from .index_record import Slots
 
 _NO_ROWS = np.empty(0, np.int64)
 
@@ -198,3 +204,38 @@ def _has_twins(tree: KeptTree) -> bool:
     siblings = counts[of_parent] > 1  # most nodes have none
     rows = np.column_stack([tree.parents[siblings], tree.tokens[siblings]])
     return len({row.tobytes() for row in rows}) < len(rows)
+
+
+class Damage(NamedTuple):
+    """num_compared: of all tiers. blocks: those that differ, by tier."""
+
+    num_compared: int
+    blocks: list[Int32Array]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self.blocks))
+
+
+def find_damaged(tiers: list[tuple[Tier, Slots]], how: Verification) -> Damage:
+    """tiers: the rows of the believed blocks of each."""
+    tiers = [(tier, slots.at(np.flatnonzero(slots.digests))) for tier, slots in tiers]
+    num_blocks = sum(len(slots) for _, slots in tiers)
+    is_sampled = np.ones(num_blocks, np.bool_)
+    if 0 < how.num_sampled < num_blocks:
+        is_sampled[:] = False
+        is_sampled[np.random.default_rng(how.seed).permutation(num_blocks)[: how.num_sampled]] = True
+    found = _compare(tiers, is_sampled, how)
+    if not found.num_blocks or is_sampled.all():
+        return found
+    others = _compare(tiers, ~is_sampled, how)
+    return Damage(num_blocks, [np.concatenate(both) for both in zip(found.blocks, others.blocks, strict=True)])
+
+
+def _compare(tiers: list[tuple[Tier, Slots]], is_chosen: npt.NDArray[np.bool_], how: Verification) -> Damage:
+    start, damaged = 0, list[Int32Array]()
+    for tier, slots in tiers:
+        chosen = slots.at(np.flatnonzero(is_chosen[start : start + len(slots)]))
+        start += len(slots)
+        damaged.append(chosen.blocks[how.digest(tier, chosen.blocks) != chosen.digests])
+    return Damage(int(np.count_nonzero(is_chosen)), damaged)

@@ -7,7 +7,8 @@ forgetting them forgets no others; between two takes the tree may lose any nodes
 import numpy as np
 
 from ..values.types import Int32Array
-from .prefix_index import NO_NODE, PrefixIndex
+from .node_links import NO_NODE
+from .prefix_index import PrefixIndex
 
 
 class LeafWalk:
@@ -15,7 +16,9 @@ class LeafWalk:
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
-        self._way = index.roots()  # the next root last; behind a root, nodes that lead to the next one to be taken
+        self._way = [
+            -number for number in range(1, index.num_roots + 1)
+        ]  # the next root last; behind a root, nodes that lead to the next one to be taken
 
     @property
     def is_over(self) -> bool:
@@ -33,12 +36,12 @@ class LeafWalk:
             if node > 0 and index.key(node) is None:  # forgotten since the last take
                 way.pop()
                 continue
-            child = left.get(node, index.first_child(node))
+            child = left.get(node, int(index.links.first_child[node]))
             if child != NO_NODE:
                 way.append(child)
                 continue
             way.pop()
             if node > 0:
                 taken.append(node)
-                left[index.parent(node)] = index.next_sibling(node)
+                left[index.parent(node)] = int(index.links.next_sibling[node])
         return np.array(taken, np.int32)

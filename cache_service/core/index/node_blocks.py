@@ -58,6 +58,10 @@ class NodeBlocks:
         """[n] the group of each block on the device that has a node; None where there is one group."""
         return self.group_of_block[blocks] if self.group_blocks else None
 
+    def group_of(self, host: int) -> int:
+        """The group of one host copy that has a node."""
+        return int(self.group_of_host[host]) if self.group_hosts else 0
+
     def groups_of_hosts(self, hosts: Int32Array) -> GroupArray | None:
         """The same of host copies."""
         return self.group_of_host[hosts] if self.group_hosts else None

@@ -15,20 +15,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from ..values.clock import Clock
-from ..values.kept_index import Digest, UInt64Array
 from ..values.kv_spec import WHOLE, ReadSpan
-from ..values.types import NO_INT32, Int32Array, MatchEnd, Tier
+from ..values.types import Int32Array, MatchEnd, Tier
 from .change_log import ChangeLog
 from .eviction_log import EvictionLog
-from .index_record import IndexRecord, Unwritten
+from .index_record import IndexRecord
 from .kept_tree import KeptTree
 from .node_blocks import GroupArray, NodeBlocks
+from .node_links import NO_NODE, NodeLinks
 from .stored_logits import StoredLogits
 
-NO_NODE = 0
 MAX_TENANTS = 65_536
 _SLICE_NODES = 256  # audited in about a millisecond
 _MOST_WALKED = 1024  # nodes; an audit of a larger index does not walk all of it in one go
@@ -70,17 +68,14 @@ class PrefixIndex:
         self.record: IndexRecord | None = None  # where the index is kept for a later run
         self.logits = StoredLogits(logits_memory)
         self.root_of_node: Int32Array | None = None  # set by cache limits that count by tenant; maintained once set
-        self._num_children: Int32Array | None = None  # that each node was given, since they are counted
-        # Roots are parents too: being negative, they index the end. Entries that are never touched take no memory.
-        self._first_child: Int32Array = np.zeros(num_nodes + MAX_TENANTS, np.int32)
-        self._next_sibling: Int32Array = np.zeros(num_nodes, np.int32)
-        self._prev_sibling: Int32Array = np.zeros(num_nodes, np.int32)
+        self.links = NodeLinks(num_nodes, MAX_TENANTS)
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     @property
     def num_roots(self) -> int:
+        """Roots are the numbers -1 to -num_roots, in the order in which they were made."""
         return len(self._roots)
 
     def root(self, tenant: str) -> int:
@@ -174,24 +169,24 @@ class PrefixIndex:
         """
         keys, chosen = self._keys, nodes.tolist()
         victims, removed, below_them = set(chosen), list[int](), list[int]()
-        for node, child in zip(chosen, self._first_child[nodes].tolist(), strict=True):
+        for node, child in zip(chosen, self.links.first_child[nodes].tolist(), strict=True):
             key = keys[node]
             if key is None:  # removed already, as a descendant of an earlier node
                 continue
             (parent,) = _UNPACK_PARENT(key)
             if parent not in victims:
-                self._unlink(node, parent)
+                self.links.unlink(node, parent)
             self._remove(node, key, removed)
             stack = [child] if child else []
             while stack:
                 below = stack.pop()
-                if self._next_sibling[below]:
-                    stack.append(int(self._next_sibling[below]))
+                if self.links.next_sibling[below]:
+                    stack.append(int(self.links.next_sibling[below]))
                 key = keys[below]
                 if key is None:
                     continue
-                if self._first_child[below]:
-                    stack.append(int(self._first_child[below]))
+                if self.links.first_child[below]:
+                    stack.append(int(self.links.first_child[below]))
                 below_them.append(below)
                 self._remove(below, key, removed)
         self.eviction_log.remove(np.concatenate([np.array(below_them, np.int32), nodes]), cause)
@@ -260,7 +255,7 @@ class PrefixIndex:
             self.eviction_log.add_each(nodes, parents, np.frombuffer(tokens, "<i4").reshape(1, -1))
             if self.root_of_node is not None:
                 self.root_of_node[node] = parent if parent < 0 else self.root_of_node[parent]
-            self._link_below(nodes, parents)
+            self.links.link(nodes, parents)
             if self.change_log is not None:
                 self.change_log.stored(nodes)
                 self.change_log.tier_changed(nodes, Tier.HOST)
@@ -277,34 +272,6 @@ class PrefixIndex:
         """These host copies have been written; those without a node are of no interest."""
         if self.record is not None:
             self.record.note(Tier.HOST, hosts[self.node_of_host[hosts] > 0])
-
-    def write_record(self, max_blocks: int, digest: Digest | None = None) -> bool:
-        """Writes down up to so many of the blocks that the record lacks. Whether more are left."""
-        taken = self.take_unwritten(max_blocks)
-        return self.write_taken(taken, digest(taken.tier, taken.blocks) if digest is not None else None)
-
-    def take_unwritten(self, max_blocks: int) -> Unwritten:
-        """Up to so many of the blocks that the record lacks; for `write_taken`, perhaps after other calls."""
-        if self.record is None:
-            return Unwritten(Tier.DEVICE, NO_INT32)
-        return self.record.take(max_blocks, self.node_of_block, self.node_of_host)
-
-    def write_taken(self, taken: Unwritten, digests: UInt64Array | None) -> bool:
-        """Writes these down, as far as they have not lost their nodes since. digests [n]. Whether more are left."""
-        record = self.record
-        of_tier = record.of(taken.tier) if record is not None else None
-        if record is None or of_tier is None:
-            return False
-        stays = of_tier.end_taking(taken.blocks)
-        blocks = taken.blocks[stays]
-        if len(blocks):
-            nodes = (self.node_of_block if taken.tier is Tier.DEVICE else self.node_of_host)[blocks]
-            groups = self.held.groups_of(blocks) if taken.tier is Tier.DEVICE else self.held.groups_of_hosts(blocks)
-            keys = [key for node in nodes.tolist() if (key := self._keys[node]) is not None]
-            words = np.frombuffer(b"".join(keys), "<i4").reshape(len(nodes), -1)
-            made = digests[stays] if digests is not None else np.zeros(len(blocks), np.uint64)
-            record.write(taken.tier, blocks, nodes, words[:, 0], words[:, 1:], made, groups)
-        return record.is_behind
 
     def add_tree(self, tree: KeptTree, record: IndexRecord) -> None:
         """Takes over a tree that an earlier run has left, and keeps the record up to date from now on."""
@@ -326,7 +293,7 @@ class PrefixIndex:
             for group, places in enumerate(groups, 1):
                 there = places > 0
                 add(nodes[there], places[there], np.full(np.count_nonzero(there), group, np.int8))
-        self._link_below(nodes, parents)
+        self.links.link(nodes, parents)
         for start, end in tree.levels:
             self.eviction_log.add_each(nodes[start:end], parents[start:end], tokens[start:end])
         if self.root_of_node is not None:
@@ -338,10 +305,9 @@ class PrefixIndex:
         for start in range(1, len(self._keys), _SLICE_NODES):
             yield [text for node in range(start, min(start + _SLICE_NODES, len(self._keys))) for text in self._check_node(node)]
         if self.record is not None:
-            held = self.held
-            of_blocks, of_hosts = (held.group_of_block, held.group_of_host) if held.has_groups else (None, None)
-            yield from self.record.check(Tier.DEVICE, self.node_of_block, of_blocks)
-            yield from self.record.check(Tier.HOST, self.node_of_host, of_hosts)
+            has_groups, held = self.held.has_groups, self.held
+            yield from self.record.check(Tier.DEVICE, self.node_of_block, held.group_of_block if has_groups else None)
+            yield from self.record.check(Tier.HOST, self.node_of_host, held.group_of_host if has_groups else None)
         yield self._check_totals()
 
     def _check_node(self, node: int) -> Iterator[str]:
@@ -354,16 +320,12 @@ class PrefixIndex:
         if parent == NO_NODE or (parent > 0 and self._keys[parent] is None) or parent < -len(self._roots):
             yield f"node {node} has no parent in the index"
         yield from self.held.check_node(node)
-        after, before = int(self._next_sibling[node]), int(self._prev_sibling[node])
-        links_here = self._next_sibling[before] if before else self._first_child[parent]
-        if links_here != node or (after and self._prev_sibling[after] != node):
-            yield f"siblings of node {node} are not linked both ways"
-        for sibling in (after, before):
-            if sibling and ((other := self._keys[sibling]) is None or _UNPACK_PARENT(other)[0] != parent):
-                yield f"node {node} has a sibling under another parent"
-        child = int(self._first_child[node])
-        if child and ((below := self._keys[child]) is None or _UNPACK_PARENT(below)[0] != node):
-            yield f"node {node} has a child that does not name it"
+        yield from self.links.check_node(node, parent, self._parent_in_use)
+
+    def _parent_in_use(self, node: int) -> int | None:
+        """The parent of a node; None of a number that is not in use."""
+        key = self._keys[node]
+        return None if key is None else int(_UNPACK_PARENT(key)[0])
 
     def _check_totals(self) -> list[str]:
         wrong: list[str] = []
@@ -372,18 +334,9 @@ class PrefixIndex:
         wrong += self.held.check_totals()
         if len(self._unused) + len(self._nodes) != len(self._keys) - 1:
             wrong.append("used and unused node numbers do not add up")
-        if len(self._nodes) <= _MOST_WALKED and self._num_reachable() != len(self._nodes):
+        if len(self._nodes) <= _MOST_WALKED and self.links.num_reachable(self._roots.values()) != len(self._nodes):
             wrong.append("a node is not among its parent's children")
         return wrong
-
-    def _num_reachable(self) -> int:
-        """Nodes that a walk from the roots finds: a ring of siblings that no parent reaches shows only here."""
-        found, stack = 0, [int(self._first_child[root]) for root in self._roots.values()]
-        while stack and found <= len(self._nodes):
-            if node := stack.pop():
-                found += 1
-                stack += (int(self._next_sibling[node]), int(self._first_child[node]))
-        return found
 
     def _forget_grouped(self, blocks: Int32Array, cause: MatchEnd) -> Int32Array:
         """forget_blocks with several groups."""
@@ -422,50 +375,11 @@ class PrefixIndex:
             if len(nodes):
                 self.change_log.tier_changed(nodes, tier)
 
-    def children(self, parent: int, most: int) -> list[int]:
-        """At most `most` children of a node or root, the youngest first."""
-        found: list[int] = []
-        child = int(self._first_child[parent])
-        while child and len(found) < most:
-            found.append(child)
-            child = int(self._next_sibling[child])
-        return found
-
-    def count_children(self) -> None:
-        """From now on it is known which nodes were ever given more than one child."""
-        if self._num_children is None:
-            self._num_children = np.zeros(len(self._first_child), np.int32)
-
-    def lead_apart(self, path: Int32Array) -> npt.NDArray[np.bool_]:
-        """[n] of each node of a path: whether it leads elsewhere, too, or was ever given more than one child."""
-        assert self._num_children is not None, "children are not counted"
-        apart = self._num_children[path] > 1
-        below = path[1:]
-        apart[:-1] |= (self._next_sibling[below] | self._prev_sibling[below]) > 0
-        apart[-1] |= self._first_child[path[-1]] > 0
-        return apart
-
-    def num_shared(self, path: Int32Array) -> int:
-        """How many leading nodes of a path are above one that was given more than one child, that one included."""
-        assert self._num_children is not None, "children are not counted"
-        shared = (self._num_children[path] > 1).nonzero()[0]
-        return int(shared[-1]) + 1 if len(shared) else 0
-
-    def roots(self) -> list[int]:
-        return list(self._roots.values())
-
-    def first_child(self, parent: int) -> int:
-        """Of a node or root; NO_NODE where there is none."""
-        return int(self._first_child[parent])
-
-    def next_sibling(self, node: int) -> int:
-        return int(self._next_sibling[node])
-
     def parent(self, node: int) -> int:
         """A node or a root. The node is in use."""
-        key = self._keys[node]
-        assert key is not None
-        return int(_UNPACK_PARENT(key)[0])
+        parent = self._parent_in_use(node)
+        assert parent is not None
+        return parent
 
     def key(self, node: int) -> bytes | None:
         """The parent's number and the tokens, all LE32; None for a number that is not in use."""
@@ -507,43 +421,9 @@ class PrefixIndex:
             if self.change_log is not None:
                 self.change_log.tier_changed(nodes[~is_new], Tier.DEVICE)
             nodes, parents = nodes[is_new], parents[is_new]
-        self._link_below(nodes, parents)
+        self.links.link(nodes, parents)
         if self.change_log is not None:
             self.change_log.stored(nodes)
-
-    def _link_below(self, nodes: Int32Array, parents: Int32Array) -> None:
-        """Puts these distinct nodes first among their parents' children."""
-        if self._num_children is not None:
-            np.add.at(self._num_children, parents, np.int32(1))
-        heads = tails = nodes  # of the new siblings of each parent
-        if len(set(parents.tolist())) < len(parents):  # new siblings are linked among themselves first
-            order = np.argsort(parents, kind="stable")
-            nodes, parents = nodes[order], parents[order]
-            is_sibling = parents[1:] == parents[:-1]  # of the node before
-            before, after = nodes[:-1][is_sibling], nodes[1:][is_sibling]
-            self._next_sibling[before], self._prev_sibling[after] = after, before
-            is_head, is_tail = np.concatenate([[True], ~is_sibling]), np.concatenate([~is_sibling, [True]])
-            heads, tails, parents = nodes[is_head], nodes[is_tail], parents[is_head]
-        first = self._first_child[parents]
-        self._next_sibling[tails] = first
-        self._prev_sibling[first] = tails
-        self._prev_sibling[NO_NODE] = NO_NODE
-        self._first_child[parents] = heads
-
-    def _columns(self) -> tuple[Int32Array, ...]:
-        links = (self._first_child, self._next_sibling, self._prev_sibling)
-        columns = (*self.held.columns, *links)
-        return columns if self._num_children is None else (*columns, self._num_children)
-
-    def _unlink(self, node: int, parent: int) -> None:
-        """Takes a node out of its parent's children."""
-        after, before = int(self._next_sibling[node]), int(self._prev_sibling[node])
-        if before:
-            self._next_sibling[before] = after
-        else:
-            self._first_child[parent] = after
-        if after:
-            self._prev_sibling[after] = before
 
     def _remove(self, node: int, key: bytes, removed: list[int]) -> None:
         """Takes the node out of the dictionary; its number and its columns stay in use until _clear_columns."""
@@ -565,8 +445,8 @@ class PrefixIndex:
             self.record.forget(Tier.DEVICE, blocks)
             self.record.forget(Tier.HOST, hosts)
             self.record.forget_nodes(nodes)
-        for links in self._columns():
-            links[nodes] = 0
+        for column in (*self.held.columns, *self.links.columns):
+            column[nodes] = 0
         self._unused.extend(nodes.tolist())
         if len(hosts):
             self._lose_hosts(hosts)

@@ -163,7 +163,7 @@ def _is_held(seqs: SequenceTable, root: int, needed: Int32Array, which: np.ndarr
 
 def _num_common(index: PrefixIndex, node: int, tokens: Int32Array, block_size: int) -> int:
     """Most leading tokens that a block behind this node has in common with these."""
-    children = index.children(node, _MAX_CHILDREN) if node and len(tokens) else []
+    children = index.links.children(node, _MAX_CHILDREN) if node and len(tokens) else []
     if not children:
         return 0
     rows = np.array([index.key_tokens(child)[1][: len(tokens)] for child in children])

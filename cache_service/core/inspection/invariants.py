@@ -215,7 +215,7 @@ def _check_retention(state: PoolState, slot: int) -> list[str]:
     row = seqs.table(slot)
     name = f"sequence {int(seqs.ids[slot])}"
     sink, window, committed = int(seqs.num_sink[slot]), int(seqs.num_window[slot]), int(seqs.num_committed[slot])
-    first, end = -(-sink // size), int(seqs.hole_ends[slot])
+    first, end = -(-sink // size), int(seqs.hole_ends[slot, 0])
     wrong: list[str] = []
     if np.flatnonzero(row == NULL_BLOCK).tolist() != list(range(first, end)) or (end and end <= first):
         wrong.append(f"{name} has other holes than it says")
@@ -236,7 +236,7 @@ def _check_groups(state: PoolState, slot: int) -> list[str]:
     for group in seqs.new_entries.state_groups:
         wrong += _check_states(state, slot, group)
     for group in seqs.new_entries.window_groups:
-        row, end = seqs.group_table(slot, group), int(seqs.group_hole_ends[slot, group])
+        row, end = seqs.group_table(slot, group), int(seqs.hole_ends[slot, group])
         start = seqs.group_spans[group].first(committed) // seqs.block_size
         if np.flatnonzero(row == NULL_BLOCK).tolist() != list(range(end)):
             wrong.append(f"{name} has other holes in group {group} than it says")
@@ -257,7 +257,7 @@ def _check_states(state: PoolState, slot: int, group: int) -> list[str]:
     seqs, index, wrong, size = state.sequences, state.index, list[str](), state.sequences.block_size
     name, committed, reserved = f"sequence {int(seqs.ids[slot])}", int(seqs.num_committed[slot]), int(seqs.num_reserved[slot])
     row, places = seqs.group_table(slot, group), np.arange(seqs.num_blocks(reserved), dtype=np.int32)
-    read, end = seqs.group_spans[group].first(committed) // size, int(seqs.group_hole_ends[slot, group])
+    read, end = seqs.group_spans[group].first(committed) // size, int(seqs.hole_ends[slot, group])
     is_checkpoint = seqs.new_entries.are_checkpoints(group, places)
     if end != min(read, len(row)):
         wrong.append(f"{name} has looked at other entries of group {group} than its tokens have passed")

@@ -16,10 +16,8 @@ def pool_stats(state: PoolState, swapper: SequenceSwapper | None, prompts: Promp
     pool, seqs, counters, gauge = state.pool, state.sequences, state.counters, state.gauge
     running = seqs.running_slots()
     num_reserved = seqs.num_reserved[running]
-    num_holes = int(np.maximum(seqs.hole_ends[running] - -(-seqs.num_sink[running] // seqs.block_size), 0).sum())
-    if seqs.num_groups > 1:
-        num_holes += int(seqs.num_group_holes(running).sum())
-        num_reserved = num_reserved * np.int64(seqs.num_groups)
+    num_holes = int(seqs.num_holes(running).sum())
+    num_reserved = num_reserved * np.int64(seqs.num_groups)
     num_entries = int((-(-seqs.num_reserved[running] // seqs.block_size)).sum()) * seqs.num_groups
     num_slots = (num_entries - num_holes) * seqs.block_size
     return PoolStats(
@@ -69,7 +67,7 @@ def group_stats(state: PoolState) -> list[GroupStats]:
         return []
     running = seqs.running_slots()
     num_entries = int(seqs.num_blocks_of(seqs.num_reserved[running]).sum())
-    num_holes = seqs.num_group_holes(running).tolist()
+    num_holes = seqs.num_holes(running).tolist()
     return [
         GroupStats(span.num_tokens, num_entries - holes, holes) for span, holes in zip(seqs.group_spans, num_holes, strict=True)
     ]

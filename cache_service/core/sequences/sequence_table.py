@@ -59,28 +59,27 @@ class SequenceTable:
         # While it waits, see inflight_prefix.py: answers to wait, since the prefix that it could hit was last found longer.
         self.num_waits: Int32Array = np.zeros(slots, np.int32)
         self.waited_len: Int32Array = np.zeros(slots, np.int32)
-        # Retention, see retention.py: sink and window, 0 for none; table index behind the last hole; leading blocks that may be
-        # shared, because attention was whole up to there and no hole is among them.
+        # Retention, see spans.py: sink and window, 0 for none; leading blocks that may be shared, because attention was whole
+        # up to there and no hole is among them.
         self.num_sink: Int64Array = np.zeros(slots, np.int64)
         self.num_window: Int64Array = np.zeros(slots, np.int64)
-        self.hole_ends: Int32Array = np.zeros(slots, np.int32)
         self.share_limits: Int32Array = np.full(slots, _ALL, np.int32)
         self.num_retaining = 0  # sequences with a window
         self.most_held_blocks = config.num_usable_blocks
-        # Groups of layers, see group_windows.py: each has a table of its own, max_blocks entries behind that of the one before,
-        # so that one number, group * max_blocks + table index, is the place of an entry. Leading entries may be holes. Of a
-        # group of states any may be; before group_hole_ends all are that are no checkpoints.
+        # Groups of layers: each has a table of its own, max_blocks entries behind that of the one before, so that one number,
+        # group * max_blocks + table index, is the place of an entry. Entries up to a table index may be holes, see spans.py. Of
+        # a group of states any may be; before that index all are that are no checkpoints.
         self.group_spans, self.has_tail = config.group_spans, config.has_tail
         self.num_groups, self.new_entries = len(config.group_spans), NewEntries(config.group_spans)
         self.has_states = self.new_entries.has_states
-        self.group_hole_ends: Int32Array = np.zeros((slots, self.num_groups), np.int32)
+        self.hole_ends: Int32Array = np.zeros((slots, self.num_groups), np.int32)
         self.tables: Int32Array = untouched(slots, self.num_groups * self.max_blocks)
         self._tokens: Int32Array = untouched(slots, config.max_tokens_per_sequence)
         self._prompts: dict[int, Int32Array] = {}  # of what waits, by slot: it takes a row, pages of memory, once it starts
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
             *(self.num_prompt, self.parent_ids, self.num_hit, self._num_accesses, self.num_published),
-            *(self.num_sink, self.num_window, self.hole_ends, self.num_waits, self.waited_len, self.reuse_hints),
+            *(self.num_sink, self.num_window, self.num_waits, self.waited_len, self.reuse_hints),
         )
         self.num_active = 0  # running or loading
         self.num_added = 0  # sequences so far: while it stands, a slot stands for the same sequence
@@ -207,7 +206,6 @@ class SequenceTable:
         for group in range(1, self.num_groups):
             first = group * self.max_blocks
             self.tables[child, first : first + num_blocks] = self.tables[parent, first : first + num_blocks]
-        self.group_hole_ends[child] = self._hole_ends_of(parent, num_kept)
         self.num_tokens[child] = self.num_prompt[child] = num_tokens
         self.num_committed[child] = self.num_reserved[child] = num_kept
         for column in (self.owners, self.roots, self.max_tokens, self.priorities, self.num_hit):
@@ -217,8 +215,7 @@ class SequenceTable:
         self.ids[child], self.parent_ids[child] = child_id, self.ids[parent]
         if self.num_window[parent]:
             self.retain(child, int(self.num_sink[parent]), int(self.num_window[parent]))
-            if self.hole_ends[parent] <= num_blocks:  # else it is cut before the holes
-                self.hole_ends[child], self.share_limits[child] = self.hole_ends[parent], self.share_limits[parent]
+        self._keep_holes(child, parent, num_kept)
         if num_kept % self.block_size:
             self.may_copy[[parent, child]] = True
         return child
@@ -252,7 +249,7 @@ class SequenceTable:
             self.tables[slot, first : first + len(row)] = row
             if first_holes:
                 there = row[:first_holes].nonzero()[0]
-                self.group_hole_ends[slot, group] = start + (int(there[0]) if len(there) else first_holes)
+                self.hole_ends[slot, group] = start + (int(there[0]) if len(there) else first_holes)
 
     def place_whole(self, slot: int, blocks: Int32Array) -> None:
         """The tables of all groups [groups * entries], one behind the other."""
@@ -325,22 +322,22 @@ class SequenceTable:
         self.num_tokens[slot] = min(int(self.num_tokens[slot]), num_tokens)
         for column in (self.num_committed, self.num_reserved, self.num_reserved_before):
             column[slot] = min(int(column[slot]), num_kept)
-        if self.has_tail or self.has_states:
-            self.group_hole_ends[slot] = self._hole_ends_of(slot, num_kept)
+        self._keep_holes(slot, slot, num_kept)
         self.may_copy[slot] = True
 
-    def _hole_ends_of(self, slot: int, num_tokens: int) -> Int32Array:
-        """[groups] what group_hole_ends are of the first num_tokens of a sequence."""
-        ends = np.minimum(self.group_hole_ends[slot], self.num_blocks(num_tokens))
+    def _keep_holes(self, slot: int, source: int, num_tokens: int) -> None:
+        """The table is now that of the first num_tokens of `source`, with their holes."""
+        ends, shared = np.minimum(self.hole_ends[source], self.num_blocks(num_tokens)), int(self.share_limits[source])
+        if ends[0] < self.hole_ends[source, 0]:  # cut before the holes of retention, which are behind its sink
+            ends[0], shared = 0, self._share_limit(slot)
         for group in self.new_entries.state_groups:
             ends[group] = min(int(ends[group]), self.group_spans[group].first(num_tokens) // self.block_size)
-        return ends
+        self.hole_ends[slot], self.share_limits[slot] = ends, shared
 
     def cut_hit(self, slot: int, num_tokens: int) -> None:
         """Of a hit only so many tokens, whole blocks, have come, and no more slots are reserved."""
         self.trim_reserved(slot, num_tokens)
-        if self.num_groups > 1:
-            self.group_hole_ends[slot] = np.minimum(self.group_hole_ends[slot], num_tokens // self.block_size)
+        self.hole_ends[slot] = np.minimum(self.hole_ends[slot], num_tokens // self.block_size)
 
     def trim_reserved(self, slot: int, num_tokens: int) -> None:
         """At most so many slots are reserved from now on."""
@@ -391,32 +388,27 @@ class SequenceTable:
         """Blocks from this table index on are never shared."""
         self.share_limits[slot] = min(int(self.share_limits[slot]), num_blocks)
 
-    # Retention
+    # Spans
+
+    @property
+    def may_have_holes(self) -> bool:
+        """Whether anything is dropped of any sequence while it runs."""
+        return self.num_retaining > 0 or self.num_groups > 1
 
     def retain(self, slot: int, num_sink: int, num_window: int) -> None:
         """From now on only so many leading and last tokens are kept. The caller drops the blocks outside next."""
         self.num_retaining += int(not self.num_window[slot])
         self.num_sink[slot], self.num_window[slot] = num_sink, num_window
-        self.close_hole(slot)
+        self.hole_ends[slot, 0], self.share_limits[slot] = 0, self._share_limit(slot)
 
-    def open_hole(self, slot: int, table_idx: Int64Array, end: int) -> None:
-        """These entries are holes; the last hole ends before `end`."""
-        self.tables[slot, table_idx] = NULL_BLOCK
-        self.hole_ends[slot] = end
+    def _share_limit(self, slot: int) -> int:
+        """Of a sequence with retention and no hole."""
+        return min(int(self.num_sink[slot] + self.num_window[slot]) // self.block_size, _ALL)
 
-    def close_hole(self, slot: int) -> None:
-        """No table entry is a hole any more."""
-        self.hole_ends[slot] = 0
-        if self.num_window[slot]:
-            limit = int(self.num_sink[slot] + self.num_window[slot]) // self.block_size
-            self.share_limits[slot] = min(limit, _ALL)
-
-    # Windows of groups
-
-    def open_group_hole(self, slot: int, group: int, places: Int64Array, end: int) -> None:
+    def open_hole(self, slot: int, group: int, places: Int64Array, end: int) -> None:
         """These places of the group's table are holes; the last hole ends before table index `end`."""
         self.tables[slot, places] = NULL_BLOCK
-        self.group_hole_ends[slot, group] = end
+        self.hole_ends[slot, group] = end
 
     # Waiting for a prefix that is being computed, see inflight_prefix.py
 
@@ -430,11 +422,11 @@ class SequenceTable:
     # Rows, read
 
     def table(self, slot: int) -> Int32Array:
-        """[ceil(reserved / block size)] block ids, NULL_BLOCK for a hole of retention; a view."""
+        """[ceil(reserved / block size)] block ids, NULL_BLOCK for a hole; a view."""
         return self.tables[slot, : self.num_blocks(int(self.num_reserved[slot]))]
 
     def group_table(self, slot: int, group: int) -> Int32Array:
-        """The same of one group; NULL_BLOCK for what its window has left behind."""
+        """The same of one group."""
         first = group * self.max_blocks
         return self.tables[slot, first : first + self.num_blocks(int(self.num_reserved[slot]))]
 
@@ -452,9 +444,10 @@ class SequenceTable:
         blocks = np.concatenate([self.group_table(slot, group)[::-1] for group in range(self.num_groups)])
         return blocks[blocks != NULL_BLOCK]
 
-    def num_group_holes(self, slots: Int64Array) -> Int64Array:
+    def num_holes(self, slots: Int64Array) -> Int64Array:
         """[groups] entries without a block in the tables of these sequences. Looks at each entry of a group of states."""
-        num_holes = self.group_hole_ends[slots].sum(axis=0, dtype=np.int64)
+        num_holes = self.hole_ends[slots].sum(axis=0, dtype=np.int64)
+        num_holes[0] -= np.minimum(self.hole_ends[slots, 0], -(-self.num_sink[slots] // self.block_size)).sum()
         for group in self.new_entries.state_groups:
             tables = [self.group_table(slot, group) for slot in slots.tolist()]
             num_holes[group] = sum(len(table) - int(np.count_nonzero(table)) for table in tables)
@@ -475,7 +468,7 @@ class SequenceTable:
         if self.num_groups > 1:
             table = np.concatenate([table, *self.shown_group_tables(slot)])
             return table[table != NULL_BLOCK]
-        return table[table != NULL_BLOCK] if self.hole_ends[slot] else table
+        return table[table != NULL_BLOCK] if self.hole_ends[slot, 0] else table
 
     def retention(self, slot: int) -> Retention | None:
         if not self.num_window[slot]:
@@ -513,5 +506,5 @@ class SequenceTable:
             column[slot] = 0
         self.may_copy[slot] = False
         self.share_limits[slot] = _ALL
-        self.group_hole_ends[slot] = 0
+        self.hole_ends[slot] = 0
         return slot

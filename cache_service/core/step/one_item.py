@@ -3,10 +3,8 @@
 import numpy as np
 
 from ..pool_state import PoolState
-from ..sequences.group_windows import window_holes
-from ..sequences.retention import dropped_span
 from ..sequences.session_state import SessionState
-from ..sequences.state_cuts import can_leave
+from ..sequences.spans import can_leave, find_holes
 from ..sequences.transitions import wrong_state
 from ..tables.prefix_lookup import PrefixLookup
 from ..tables.reserve import Reservations
@@ -60,8 +58,7 @@ class OneItemCalls:
             raise InvalidField("a reservation wants 1 token or more", field="num_tokens", limit=1)
         if num_tokens > seqs.max_tokens[slot]:
             raise too_long("num_tokens", int(seqs.max_tokens[slot]))
-        dropped_span(seqs, slot).check_fits("num_tokens", num_tokens, seqs)
-        window_holes(seqs, slot).check_fits("num_tokens", num_tokens, seqs)
+        find_holes(seqs, slot).check_fits("num_tokens", num_tokens, seqs)
         if seqs.states[slot] == SequenceState.RUNNING:
             reply = self._step_once(
                 owner,

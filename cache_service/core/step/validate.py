@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..sequences.group_windows import WindowHoles, window_holes
-from ..sequences.retention import DroppedSpan, dropped_span
 from ..sequences.sequence_table import SequenceTable
 from ..sequences.session_state import SessionState
+from ..sequences.spans import Holes, find_holes
 from ..sequences.transitions import wrong_state
 from ..values.distinct import has_repeats
 from ..values.errors import DuplicateSequence, InvalidField, UnknownSequence
@@ -61,8 +60,7 @@ class _Seen:
     num_tokens: int
     num_committed: int
     max_tokens: int
-    dropped: DroppedSpan
-    holes: WindowHoles
+    holes: Holes
 
 
 def check_step(sequences: SequenceTable, owner: SessionState, batch: StepBatch) -> StepPlan:
@@ -176,7 +174,7 @@ def _check_reservations(sequences: SequenceTable, owner: SessionState, batch: St
         return NO_INT64
     slots = owner.ids.find(batch.reserve_ids, "reserve_sequence_ids")
     least, most = batch.reserve_min, batch.reserve_max
-    if sequences.num_retaining or sequences.num_groups > 1:
+    if sequences.may_have_holes:
         _check_fits(sequences, batch, slots, commits.slots)
     if (commits.all_run and slots is commits.slots) or _are_running(sequences, slots):
         signs = least - _ONE
@@ -226,14 +224,12 @@ def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBa
                 int(sequences.num_tokens[slot]),
                 int(sequences.num_committed[slot]),
                 int(sequences.max_tokens[slot]),
-                dropped_span(sequences, slot),
-                window_holes(sequences, slot),
+                find_holes(sequences, slot),
             )
             if sequence_id in committed:
                 at = committed[sequence_id]
                 view.num_tokens += int(batch.commit_num_new[at])
                 view.num_committed = int(batch.commit_lens[at])
-                view.dropped = view.dropped.after_commit(view.num_committed, sequences.block_size)
                 view.holes = view.holes.after_commit(view.num_committed, sequences.block_size)
             seen[sequence_id] = view
         view = seen[sequence_id]
@@ -256,10 +252,9 @@ def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBa
                 field="fork_num_tokens",
                 limit=parent.num_committed,
             )
-        parent.dropped.check_cut("fork_num_tokens", num_tokens)
         parent.holes.check_cut("fork_num_tokens", num_tokens, sequences.block_size)
-        dropped = parent.dropped.cut(num_tokens)
-        seen[child_id] = _Seen(SequenceState.RUNNING, num_tokens, num_tokens, parent.max_tokens, dropped, parent.holes)
+        holes = parent.holes.after_cut(num_tokens, sequences.block_size)
+        seen[child_id] = _Seen(SequenceState.RUNNING, num_tokens, num_tokens, parent.max_tokens, holes)
     _check_distinct_ids(batch.truncate_ids, "truncate_sequence_ids")
     for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
         target = look(sequence_id)
@@ -267,9 +262,8 @@ def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBa
             raise wrong_state(sequence_id, target.state)
         if num_tokens < 1:
             raise InvalidField("a sequence keeps 1 token or more", field="truncate_num_tokens", limit=1)
-        target.dropped.check_cut("truncate_num_tokens", num_tokens)
         target.holes.check_cut("truncate_num_tokens", num_tokens, sequences.block_size)
-        target.dropped = target.dropped.cut(num_tokens)
+        target.holes = target.holes.after_cut(num_tokens, sequences.block_size)
     _check_distinct_ids(batch.release_ids, "release_sequence_ids")
     for sequence_id in batch.release_ids.tolist():
         look(sequence_id).state = SequenceState.FREE_SLOT
@@ -277,8 +271,7 @@ def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBa
         _check_swaps(batch, look)
     for sequence_id in batch.start_ids.tolist():
         look(sequence_id)
-    has_holes = sequences.num_retaining or sequences.num_groups > 1
-    if not len(batch.fork_children) and not len(batch.truncate_ids) and not has_holes:
+    if not len(batch.fork_children) and not len(batch.truncate_ids) and not sequences.may_have_holes:
         # The usual step in which requests end and begin: nothing above changed the limits of a reservation.
         leaving = {*batch.release_ids.tolist(), *batch.swap_out_ids.tolist()}
         for sequence_id in leaving.intersection(batch.reserve_ids.tolist()):
@@ -296,7 +289,6 @@ def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBa
             raise wrong_state(sequence_id, target.state)
         if most > target.max_tokens:
             raise too_long("reserve_max_tokens", target.max_tokens)
-        target.dropped.check_fits("reserve_min_tokens", least, sequences)
         target.holes.check_fits("reserve_min_tokens", least, sequences)
     return None if len(batch.fork_children) else owner.ids.find(batch.reserve_ids, "reserve_sequence_ids")
 
@@ -322,11 +314,9 @@ def _check_fits(sequences: SequenceTable, batch: StepBatch, slots: Int64Array, c
     """Only a sequence with holes may be longer than the pool; the part that it holds at once may not."""
     num_blocks = sequences.most_held_blocks // sequences.num_groups
     for at in np.flatnonzero(batch.reserve_min > num_blocks * sequences.block_size).tolist():
-        dropped, holes = dropped_span(sequences, int(slots[at])), window_holes(sequences, int(slots[at]))
+        holes = find_holes(sequences, int(slots[at]))
         for row in np.flatnonzero(commit_slots == slots[at]).tolist():
-            dropped = dropped.after_commit(int(batch.commit_lens[row]), sequences.block_size)
             holes = holes.after_commit(int(batch.commit_lens[row]), sequences.block_size)
-        dropped.check_fits("reserve_min_tokens", int(batch.reserve_min[at]), sequences)
         holes.check_fits("reserve_min_tokens", int(batch.reserve_min[at]), sequences)
 
 

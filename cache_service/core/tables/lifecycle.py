@@ -10,7 +10,7 @@ import numpy as np
 from ..eviction import Use
 from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
-from ..sequences.state_cuts import fork_length, truncated_length
+from ..sequences.spans import fork_length, truncated_length
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.types import NULL_BLOCK, Int32Array, Int64Array, SequenceState
 
@@ -26,8 +26,7 @@ class SequenceLifecycle:
         self._sequences = state.sequences
         self._pool = state.pool
         self._publisher = state.publisher
-        self._retention = state.retention
-        self._windows = state.windows
+        self._spans = state.spans
         self._claims = state.claims
         self._counters = state.counters
         self._swapper = swapper
@@ -53,10 +52,8 @@ class SequenceLifecycle:
             seqs.append_tokens(slots, num_new, tokens, one_each=one_each)
         seqs.commit(slots, lens)
         self._publisher.note_commits(owner, slots)
-        if seqs.num_retaining:
-            self._retention.drop_outside(owner, slots, told_now=True)
-        if seqs.num_groups > 1:
-            self._windows.drop_outside(owner, slots)
+        if seqs.may_have_holes:
+            self._spans.drop_outside(owner, slots)
 
     def fork(self, parent: int, child_id: int, owner: SessionState, num_tokens: int) -> int:
         """Makes a child on the parent's first blocks and answers its slot; needs a free one.
@@ -66,10 +63,7 @@ class SequenceLifecycle:
         seqs = self._sequences
         num_kept = fork_length(seqs, parent, num_tokens)
         child = seqs.add_fork(parent, child_id, num_tokens, num_kept, self._clock.now)
-        blocks = seqs.table(child)
-        if seqs.num_groups > 1:
-            blocks = seqs.held(child)
-        self._pool.acquire(blocks[blocks != NULL_BLOCK] if seqs.hole_ends[parent] else blocks)
+        self._pool.acquire(seqs.held(child))
         num_full = num_kept // self._block_size
         self._publisher.set_published(child, min(num_full, int(seqs.num_published[parent])), like=parent)
         owner.ids.add(child_id, child)
@@ -82,16 +76,10 @@ class SequenceLifecycle:
         Where layers have states, less may be left committed and reserved.
         """
         seqs = self._sequences
-        table, num_left = seqs.table(slot), truncated_length(seqs, slot, num_tokens)
-        num_kept = min(seqs.num_blocks(num_left), len(table))
-        dropped = table[num_kept:][::-1].copy()
-        if seqs.hole_ends[slot] > num_kept:  # cut before the holes
-            dropped = dropped[dropped != NULL_BLOCK]
-            seqs.close_hole(slot)
-        if seqs.num_groups > 1:
-            behind = [seqs.group_table(slot, group)[num_kept:][::-1] for group in range(1, seqs.num_groups)]
-            dropped = np.concatenate([dropped, *behind])
-            dropped = dropped[dropped != NULL_BLOCK]
+        num_left = truncated_length(seqs, slot, num_tokens)
+        num_kept = seqs.num_blocks(num_left)
+        dropped = np.concatenate([seqs.group_table(slot, group)[num_kept:][::-1] for group in range(seqs.num_groups)])
+        dropped = dropped[dropped != NULL_BLOCK]
         seqs.truncate(slot, num_tokens, num_left)
         num_full = int(seqs.num_committed[slot]) // self._block_size
         if num_full < seqs.num_published[slot]:

@@ -7,7 +7,7 @@ nothing of the pool.
 """
 
 from ..pool_state import PoolState
-from ..tiers.below.worth import Line
+from ..tiers.worth import Line
 from ..values.types import SequenceState
 
 _MOST_WATCHED = 64

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
-from ..sequences.state_cuts import can_leave
+from ..sequences.spans import can_leave
 from ..values.types import Executor, Int32Array, Int64Array, SequenceState, SessionId
 from .offload import Offloader
 from .transfers import Move, TransferOrder
@@ -38,8 +38,7 @@ class SequenceSwapper:
         self._pin_preemption = state.pin_preemption
         self._claims = state.claims
         self._publisher = state.publisher
-        self._retention = state.retention
-        self._windows = state.windows
+        self._spans = state.spans
         self._counters = state.counters
         self._caller: SessionState | None = None
         self._told: list[TransferOrder] = []
@@ -326,10 +325,8 @@ class SequenceSwapper:
         seqs = self._sequences
         seqs.run(move.slot)
         self._publisher.publish_again(move.owner, move.slot)
-        if seqs.num_retaining:  # what was committed meanwhile may have moved its window
-            self._retention.drop_outside(move.owner, np.array([move.slot]), told_now=True)
-        if seqs.num_groups > 1:
-            self._windows.drop_outside(move.owner, np.array([move.slot]))
+        if seqs.may_have_holes:  # what was committed meanwhile may have moved its windows
+            self._spans.drop_outside(move.owner, np.array([move.slot]))
 
     def _end_move(self, move: Move) -> None:
         """From now on the device blocks of a swap-out may be written, so that its copies are shared no more."""

@@ -7,7 +7,7 @@ from .types import Int32Array, ReuseHint, SequenceId
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The first num_sink_tokens and the last num_window_tokens committed tokens stay readable (sequences/retention.py)."""
+    """The first num_sink_tokens and the last num_window_tokens committed tokens stay readable (sequences/spans.py)."""
 
     num_sink_tokens: int
     num_window_tokens: int

@@ -26,8 +26,7 @@ from kvkeeper.common.service.sizes import size
 from ...core.values.kv_spec import KvSpec
 from .. import file_locks
 from ..file_locks import FolderInUse
-from ..private_directory import private_directory
-from ..private_file import FileRefused, make_file
+from ..private_file import FileRefused, make_file, private_directory
 from .slab import Slab, make_slab, rows_path
 from .slab_form import form_of
 

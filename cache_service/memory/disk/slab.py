@@ -20,8 +20,7 @@ from ...core.values.copies import StoredBlock, TierOrder, TierResult
 from ...core.values.kv_spec import KvSpec
 from ..arena import ByteArray
 from ..private_file import FileRefused, make_file, open_file
-from .digests import digest_under
-from .slab_form import KEY_BYTES, PAGE, Header, Rows, decode_header, form_of, name_key
+from .slab_form import KEY_BYTES, PAGE, Header, Rows, decode_header, digest_under, form_of, name_key
 
 _MOST_TOGETHER = 8 << 20  # bytes in one call of the system
 _MOST_BUFFERS = 256

@@ -28,8 +28,7 @@ from ...core.values.kv_spec import KvSpec
 from .. import file_locks
 from ..arena import KeptArena
 from ..file_locks import FolderInUse
-from ..private_directory import private_directory
-from ..private_file import FileRefused, make_file, open_file
+from ..private_file import FileRefused, make_file, open_file, private_directory
 from ..shared_memory import SharedMemoryArena
 from .index_file import IndexFile, arena_file_bytes
 from .kept_memory import FileMemory, KeptMemory

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from .remote_address import Node, RemoteAddress
-from .secret import RemoteSecret
+from .remote_address import Node, RemoteAddress, RemoteSecret
 
 _MOST_LINE, _MOST_SMALL = 4096, 1 << 16  # bytes of a line, and of an answer that nothing waits for
 _TOGETHER = 64  # buffers of one call of the system

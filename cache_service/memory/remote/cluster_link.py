@@ -21,9 +21,8 @@ from redis.retry import Retry
 
 from .bulk_connection import BulkConnection, BulkConnections, Part, Received, Refusal
 from .redis_link import UNANSWERED, Reply, Silence, guarded, library_options
-from .remote_address import Node, RemoteAddress
-from .remote_server import ServerError
-from .secret import RemoteSecret
+from .remote_address import Node, RemoteAddress, RemoteSecret
+from .remote_store import ServerError
 
 log = structlog.get_logger()
 

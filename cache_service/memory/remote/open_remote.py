@@ -10,12 +10,9 @@ from kvkeeper.common.service.extras import install_command, missing
 from kvkeeper.common.trust.private_file import FileRefused
 
 from ...core.values.kv_spec import KvSpec
-from .mooncake_server import MooncakeServer
-from .remote_address import RemoteAddress, parse_address
-from .remote_server import RemoteServer
-from .remote_store import RemoteStore
-from .secret import RemoteSecret, read_secret
-from .value_form import HEADER_BYTES
+from .mooncake_link import MooncakeServer
+from .remote_address import RemoteAddress, RemoteSecret, parse_address, read_secret
+from .remote_store import HEADER_BYTES, RemoteServer, RemoteStore
 
 RemoteMaker = Callable[[KvSpec], RemoteStore]
 
@@ -43,8 +40,7 @@ def open_remote(remote: str, *, secret: Path, ca: Path | None, ttl: float, timeo
 def _redis(address: RemoteAddress, secret: RemoteSecret, ttl: float, timeout: float) -> Callable[[KvSpec], RemoteServer]:
     try:
         from .cluster_link import ClusterLink
-        from .redis_link import OneServer
-        from .redis_server import RedisServer
+        from .redis_link import OneServer, RedisServer
     except ImportError:
         raise RemoteRefused(f"--remote needs the package redis: {install_command('remote')}") from None
     way = ClusterLink if address.is_cluster else OneServer

@@ -6,22 +6,98 @@ KV spec share: a clearing draws a new one, and none that was there before comes 
 the server itself goes back to an older one, as a replica may that stands in for it, a new one is drawn. A clearing that the
 server does not hear leaves this store silent until it does. Errors of the server never leave this file but as results. Every
 method may be called in any thread.
+
+A RemoteServer is the place where values lie, whatever that speaks. A value is a header and a block; what is read lies in the
+buffers that are handed in only where the result says DONE, and is not believed before its digest was compared. A method that
+does not get an answer in time, or another one than it asked for, raises ServerError.
+
+The form of a value: a header of one check, one length and one digest, and then the bytes of a block. The check is keyed, and
+covers the key that the value lies under, its length and its digest: so a value that was moved, cut, or put there without the
+secret says nothing. The digest (XXH3, 128 bits) finds bytes that changed. Numbers are little-endian.
 """
 
 import hashlib
 import secrets
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from ...core.values.copies import TierOrder, TierResult
 from ...core.values.kv_spec import KvSpec
 from ..arena import ByteArray
-from ..disk.digests import digest_under
-from .remote_server import RemoteServer, ServerError
-from .secret import RemoteSecret
-from .value_form import HEADER_BYTES, ValueForm
+from ..disk.slab_form import digest_under
+from .remote_address import RemoteSecret
+
+
+class ServerError(Exception):
+    """No answer. The text may name the address, so it is never shown."""
+
+
+class RemoteServer(Protocol):
+    """One server, or one service of several."""
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """For the log."""
+
+    def tell_era(self, key: bytes, era: bytes) -> None:
+        """From now on this is the era."""
+
+    def learn_era(self, key: bytes, era: bytes) -> bytes:
+        """The era; the one that is handed in where the server knows none."""
+
+    def use(self, era_key: bytes, places: Sequence[bytes]) -> tuple[bytes | None, list[bool]]:
+        """The era, and which places have a value. Where values live for a time, it begins anew."""
+
+    def get(
+        self, era_key: bytes, places: Sequence[bytes], headers: Sequence[memoryview], blocks: Sequence[memoryview]
+    ) -> tuple[bytes | None, list[TierResult]]:
+        """The era, and for each place DONE, MISSING, DAMAGED (a value of another length) or FAILED."""
+
+    def put(
+        self, era_key: bytes, places: Sequence[bytes], headers: Sequence[bytes], blocks: Sequence[memoryview]
+    ) -> tuple[bytes | None, list[TierResult]]:
+        """The era, and for each place DONE, FAILED, or CANCELLED where it was not asked to take the value."""
+
+    def delete(self, places: Sequence[bytes]) -> None: ...
+
+    def close(self) -> None:
+        """No thread is at work, but for calls that were given up."""
+
+
+_MAGIC = b"kvkeeper remote1"
+_CHECK_BYTES, _DIGEST_BYTES = 16, 16
+_LENGTH = struct.Struct("<Q")
+_FIELD_BYTES = _LENGTH.size + _DIGEST_BYTES
+HEADER_BYTES = len(_MAGIC) + _CHECK_BYTES + _FIELD_BYTES
+
+
+class ValueForm:
+    """Values of one pool."""
+
+    def __init__(self, key: bytes, block_bytes: int, digest: Callable[[memoryview], bytes]) -> None:
+        """key: 1 to 64 bytes, secret."""
+        self._key, self._block_bytes, self._digest = key, block_bytes, digest
+
+    def header(self, at: bytes, block: memoryview) -> bytes:
+        """What the value of a block that is to lie under the key `at` begins with."""
+        fields = _LENGTH.pack(len(block)) + self._digest(block)
+        return b"".join((_MAGIC, self._check(at, fields), fields))
+
+    def is_whole(self, at: bytes, header: bytes, block: memoryview) -> bool:
+        """Whether these are the header and the block of a value that was put under the key `at`."""
+        check, fields = header[len(_MAGIC) : -_FIELD_BYTES], header[-_FIELD_BYTES:]
+        if not header.startswith(_MAGIC) or check != self._check(at, fields) or len(header) != HEADER_BYTES:
+            return False
+        if _LENGTH.unpack_from(fields)[0] != self._block_bytes or len(block) != self._block_bytes:
+            return False
+        return self._digest(block) == fields[_LENGTH.size :]  # in the memory that it is used from
+
+    def _check(self, at: bytes, fields: bytes) -> bytes:
+        return hashlib.blake2b(at + fields, digest_size=_CHECK_BYTES, key=self._key, person=b"value").digest()
+
 
 _PREFIX = b"kvkeeper:1:"
 _ERA_BYTES, _KEY_BYTES = 16, 20

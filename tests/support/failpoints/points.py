@@ -21,14 +21,12 @@ HIT, HIT_LATER, AROUND = "_failpoint_hit", "_failpoint_hit_later", "_failpoint_a
 # What is left behind when the process ends is written by these.
 _WRITERS = frozenset({
     "cache_service/core/index/index_record.py",
-    "cache_service/core/index/slot_table.py",
     "cache_service/memory/disk/disk_directory.py",
     "cache_service/memory/disk/slab.py",
     "cache_service/memory/first_epoch.py",
     "cache_service/memory/kept/index_file.py",
     "cache_service/memory/kept/kept_pool.py",
     "cache_service/memory/kept/memory_directory.py",
-    "cache_service/memory/kept/tenant_log.py",
     "cache_service/memory/private_file.py",
     "cache_service/runtime/pool_keeper.py",
 })  # fmt: skip

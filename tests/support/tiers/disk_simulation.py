@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from kvkeeper.cache_service.core.tiers.below.tier_orders import TierRules
+from kvkeeper.cache_service.core.tiers.orders import TierRules
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor
@@ -42,11 +42,10 @@ class DiskSimulation:
             deadline=rng.choice([0.5, 2.0]),
             most_loading=rng.choice([1, 2, 64]),
         )
-        self.policy = rng.choice(["lru", "fifo", "clock"])
         self.num_slots, self.faults = rng.choice([1, 3, 8, 24]) * len(spans), rng.choice([3, 8, 40])
         self.sizes: dict[str, Any] = {"alphabet": rng.choice([1, 1, 2]), "num_tenants": rng.choice([1, 2]), "faults": 20}
         self.counts = DiskCounts()
-        self.world = world(self.config, self.num_slots, self.rules, self.policy, **self.sizes)
+        self.world = world(self.config, self.num_slots, self.rules, **self.sizes)
 
     def choose(self, count: int) -> int:
         return int(self.rng.random() * count)
@@ -90,8 +89,8 @@ class DiskSimulation:
         old = self.world
         old.kill(self.choose)
         self._add_up(old)
-        kept: dict[str, Any] = {"slab": old.slab, "contents": old.contents, "written": old.written, "era": old.disk.era}
-        self.world = self._make_world(self.config, self.num_slots, self.rules, self.policy, **kept, **self.sizes)
+        kept: dict[str, Any] = {"slab": old.slab, "contents": old.contents, "written": old.written, "era": old.disk.flight.era}
+        self.world = self._make_world(self.config, self.num_slots, self.rules, **kept, **self.sizes)
 
     def finish(self) -> DiskCounts:
         """The last audit: no block of any tier is left behind. Answers the sums."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.tiers.below.tier_orders import Load, Store, TierRules
+from kvkeeper.cache_service.core.tiers.orders import Load, Store, TierRules
 from kvkeeper.cache_service.core.values.copies import StoredBlock, TierOrder, TierResult
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Int32Array
@@ -28,7 +28,6 @@ class DiskStorm:
         self.config = PoolConfig(num_blocks=4, block_size=self.size, num_host_blocks=rng.choice([3, 6, 17]))
         self.longest = rng.choice([5, 12])  # blocks of a prompt
         self.rules = TierRules(deadline=5.0, most_loading=rng.choice([1, 3, 64]))
-        self.policy = rng.choice(["lru", "fifo", "clock"])
         self.num_slots, self.faults = rng.choice([2, 8, 32]), rng.choice([6, 40, 1000])
         self.hosts: dict[int, Content | None] = {}
         self.slab: dict[int, tuple[StoredBlock, int, Content | None]] = {}  # with its era; None: torn
@@ -43,7 +42,7 @@ class DiskStorm:
         assert swapper is not None
         self.host, self.offloader = swapper.host, swapper.offloader
         stored = [block for block, of_era, _ in self.slab.values() if of_era == era]
-        self.disk = self.manager.add_disk(KEY, self.num_slots, era, stored, self.rules, self.policy)
+        self.disk = self.manager.add_disk(KEY, self.num_slots, era, stored, self.rules)
         self.roots = {tenant: self.state.index.root(tenant) for tenant in ("", "other")}
         self.jobs: list[Load | Store] = []
         # The naive model: names that are stored for sure. An eviction takes the oldest away, so it is asked after each event.
@@ -56,12 +55,12 @@ class DiskStorm:
         if event < 0.25:
             self._fill()
         elif event < 0.4:
-            store = self.disk.prepare_store(rng.randint(1, 4))
+            store = self.disk.stores.prepare(rng.randint(1, 4))
             self.jobs += [store] if store else []
         elif event < 0.7:
             tenant, tokens = self._prompt()
-            loads, _ = self.disk.prepare_load(self.roots[tenant], tokens)
-            new = self.disk.take_loads()
+            loads, _ = self.disk.loads.prepare(self.roots[tenant], tokens)
+            new = self.disk.loads.take()
             self.num_joined += len(loads) > len(new)
             self.jobs += new
         elif event < 0.99:
@@ -144,14 +143,14 @@ class DiskStorm:
                 self.hosts[order.host] = content
                 results.append(TierResult.DONE)
         if isinstance(job, Load):
-            self.num_loaded += self.disk.complete_load(job, results)
+            self.num_loaded += self.disk.loads.complete(job, results)
             self._check_loaded(job)
             ends = zip(job.orders, results, strict=True)
             self.stored -= {order.name for order, result in ends if result is TierResult.DAMAGED}
             return
-        self.disk.complete_store(job, results)
+        self.disk.stores.complete(job, results)
         for order, result in zip(job.orders, results, strict=True):
-            if result is TierResult.DONE and order.era == self.disk.era:
+            if result is TierResult.DONE and order.era == self.disk.flight.era:
                 self.stored.add(order.name)
 
     def _check_loaded(self, load: Load) -> None:
@@ -165,7 +164,7 @@ class DiskStorm:
     def _advance(self, seconds: float) -> None:
         self.now += seconds
         self.manager.tick(self.now)
-        self.disk.tend()
+        self.disk.flight.tend()
 
     def _kill(self) -> None:
         """What was not run never happens; what is being stored is torn, if anything."""
@@ -175,13 +174,13 @@ class DiskStorm:
                 order = job.orders[0]
                 self.slab[order.slot] = _stored(order), order.era, None
         self._check()
-        self.num_rests += self.disk.breaker.num_rests
+        self.num_rests += self.disk.flight.breaker.num_rests
         self.hosts.clear()
-        self._open(self.disk.era)
+        self._open(self.disk.flight.era)
         self.manager.tick(self.now)
 
     def _check(self) -> None:
-        known = self.disk.stored_names()
+        known = self.disk.directory.names()
         assert known <= self.stored, "the tier has what was never stored"
         num_evicted = self.disk.stats()["num_evicted_disk_blocks"]
         assert len(self.stored - known) <= num_evicted - self.num_evicted, "lost without an eviction"

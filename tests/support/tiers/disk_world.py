@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvkeeper.cache_service.core.tiers.below.tier_orders import Load, Store, TierRules
+from kvkeeper.cache_service.core.tiers.orders import Load, Store, TierRules
 from kvkeeper.cache_service.core.values.copies import StoredBlock, TierOrder, TierResult
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.step_columns import StepBatch
@@ -87,7 +87,6 @@ class DiskWorld(TierWorld):
         config: PoolConfig,
         num_slots: int,
         rules: TierRules,
-        policy: str = "lru",
         *,
         slab: dict[int, Slot] | None = None,
         contents: Contents | None = None,
@@ -104,17 +103,17 @@ class DiskWorld(TierWorld):
         self._jobs: list[_Job] = []
         stored = [slot.stored_block for slot in self.slab.values() if slot.order.era == era]
         self.disk_counts.restored += len(stored)
-        self.disk = self.manager.add_disk(KEY, num_slots, era, stored, rules, policy)
+        self.disk = self.manager.add_disk(KEY, num_slots, era, stored, rules)
 
     # Events
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.manager.tick(self.now)
-        self.disk.tend()
+        self.disk.flight.tend()
 
     def store_some(self, max_blocks: int) -> None:
-        store = self.disk.prepare_store(max_blocks)
+        store = self.disk.stores.prepare(max_blocks)
         if store is not None:
             self._jobs.append(_Job(store))
 
@@ -185,7 +184,7 @@ class DiskWorld(TierWorld):
         return batch._replace(start_may_wait=np.ones(len(batch.start_ids), np.int32))
 
     def _take_loads(self) -> None:
-        self._jobs += [_Job(load) for load in self.disk.take_loads()]
+        self._jobs += [_Job(load) for load in self.disk.loads.take()]
 
     def _run(self, what: Load | Store, order: TierOrder, *, fails: bool) -> TierResult:
         counts, host = self.disk_counts, self.memory.host
@@ -212,9 +211,9 @@ class DiskWorld(TierWorld):
     def _report(self, job: _Job) -> None:
         self._jobs.remove(job)
         if isinstance(job.what, Store):
-            self.disk.complete_store(job.what, job.results)
+            self.disk.stores.complete(job.what, job.results)
             return
-        num_loaded = self.disk.complete_load(job.what, job.results)
+        num_loaded = self.disk.loads.complete(job.what, job.results)
         self.disk_counts.loaded += num_loaded
         self.disk_counts.grouped += num_loaded if len(self.spans) > 1 else 0
         self.disk_counts.dropped += num_loaded < job.results.count(TierResult.DONE)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.tiers.below.content_names import ContentNames
-from kvkeeper.cache_service.core.tiers.below.named_tier import NamedTier
-from kvkeeper.cache_service.core.tiers.below.tier_orders import Load, Question, Store, TierRules
+from kvkeeper.cache_service.core.tiers.content_tier import ContentTier
+from kvkeeper.cache_service.core.tiers.lookup import ContentNames
+from kvkeeper.cache_service.core.tiers.orders import Load, Question, Store, TierRules
 from kvkeeper.cache_service.core.values.copies import TierOrder, TierResult
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Tier
@@ -42,24 +42,23 @@ class MirrorWorld(DiskWorld):
         config: PoolConfig,
         num_slots: int,
         rules: TierRules,
-        policy: str,
         *,
         outliving: Outliving,
         disk_tenants: frozenset[str] | None = None,
         **kept: Any,
     ) -> None:
         """disk_tenants: whose blocks the disk takes; None: those of all. The store takes those of all."""
-        super().__init__(config, num_slots, rules._replace(tenants=disk_tenants), policy, **kept)
+        super().__init__(config, num_slots, rules._replace(tenants=disk_tenants), **kept)
         self.outliving = outliving
         self.remote = self.manager.add_remote(REMOTE_KEY, rules._replace(name="remote", most_asked=6))
         self._remote_jobs: list[Load | Store | Question] = []
 
     def pass_time(self, seconds: float) -> None:
         super().pass_time(seconds)
-        self.remote.tend()
+        self.remote.flight.tend()
 
     def store_remotely(self, max_blocks: int) -> None:
-        store = self.remote.prepare_store(max_blocks)
+        store = self.remote.stores.prepare(max_blocks)
         self._remote_jobs += [store] if store is not None else []
 
     def forget_remotely(self, choose: Choose) -> None:
@@ -74,7 +73,7 @@ class MirrorWorld(DiskWorld):
 
     def work_remotely(self, choose: Choose, faults: int) -> None:
         """One job is run and reported."""
-        self._remote_jobs += [*self.remote.take_questions(), *self.remote.take_loads()]
+        self._remote_jobs += [*self.remote.questions.take(), *self.remote.loads.take()]
         if not self._remote_jobs:
             return
         job = self._remote_jobs.pop(choose(len(self._remote_jobs)))
@@ -85,9 +84,9 @@ class MirrorWorld(DiskWorld):
             return
         results = [self._run_remotely(job, order, fails=choose(faults) == 1) for order in job.orders]
         if isinstance(job, Store):
-            self.remote.complete_store(job, results)
+            self.remote.stores.complete(job, results)
         else:
-            self.remote.complete_load(job, results)
+            self.remote.loads.complete(job, results)
 
     def _run(self, what: Load | Store, order: TierOrder, *, fails: bool) -> TierResult:
         if isinstance(what, Store):
@@ -98,7 +97,7 @@ class MirrorWorld(DiskWorld):
         host, values = self.memory.host, self.outliving.values
         if isinstance(job, Store):
             self.outliving.note(Tier.REMOTE, order)
-            if not fails and order.era == self.remote.era:
+            if not fails and order.era == self.remote.flight.era:
                 values[order.name] = list(host[order.host])
             return TierResult.FAILED if fails else TierResult.DONE
         host[order.host] = [GARBAGE] * self.config.block_size
@@ -111,19 +110,19 @@ class MirrorWorld(DiskWorld):
 
     def finish_disk(self) -> None:
         super().finish_disk()
-        while self._remote_jobs or self.remote.loads or self.remote.stores or self.remote.questions:
+        while self._remote_jobs or self.remote.flight.loads or self.remote.flight.stores or self.remote.flight.questions:
             self.work_remotely(lambda count: 0, 10**9)
 
 
-def reached(manager: PoolManager, tiers: list[tuple[NamedTier, bytes]], ever: Ever, tenant: str) -> dict[bytes, Tier]:
+def reached(manager: PoolManager, tiers: list[tuple[ContentTier, bytes]], ever: Ever, tenant: str) -> dict[bytes, Tier]:
     """Every block that can be reached for the tenant, and the nearest tier of each. tiers: those below, each with its key."""
     index = manager.state.index
-    below = [(tier.tier, tier.stored_names(), ContentNames(index, key)) for tier, key in tiers]
+    below = [(tier.tier, tier.directory.names(), ContentNames(index, key)) for tier, key in tiers]
     found: dict[bytes, Tier] = {}
     above = [(index.find_root(tenant), first_parent(tenant), [names.first(tenant) for *_, names in below])]
     while above:
         parent, parent_name, contents = above.pop()
-        nodes = {index.key_tokens(node)[1].tobytes(): node for node in index.children(parent, 10**9)} if parent else {}
+        nodes = {index.key_tokens(node)[1].tobytes(): node for node in index.links.children(parent, 10**9)} if parent else {}
         pieces = set(nodes)
         for (tier, *_), content in zip(below, contents, strict=True):
             pieces |= ever[tier].get(content, set())
@@ -140,5 +139,5 @@ def reached(manager: PoolManager, tiers: list[tuple[NamedTier, bytes]], ever: Ev
     return found
 
 
-def disk_and_remote(world: MirrorWorld) -> list[tuple[NamedTier, bytes]]:
+def disk_and_remote(world: MirrorWorld) -> list[tuple[ContentTier, bytes]]:
     return [(world.disk, KEY), (world.remote, REMOTE_KEY)]

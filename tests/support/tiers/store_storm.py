@@ -8,8 +8,8 @@ compared with what its prefix spells; nothing that was stored before a clearing 
 import random
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.tiers.below.named_tier import NamedTier
-from kvkeeper.cache_service.core.tiers.below.tier_orders import Load, Question, Store, TierRules
+from kvkeeper.cache_service.core.tiers.content_tier import ContentTier
+from kvkeeper.cache_service.core.tiers.orders import Load, Question, Store, TierRules
 from kvkeeper.cache_service.core.values.copies import TierOrder, TierResult
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
@@ -48,7 +48,7 @@ class Service:
         self.ever: Ever = {Tier.DISK: {}, Tier.REMOTE: store.ever}
         self.manager.open_session(SESSION, Executor.CACHE)
         rules = TierRules(deadline=5.0, most_loading=rng.choice([2, 64]), weighs=rng.random() < 0.5)
-        self.tiers: list[NamedTier] = []
+        self.tiers: list[ContentTier] = []
         self.slab: dict[int, tuple[bytes, Content | None]] = {}
         if has_disk:
             self.tiers.append(self.manager.add_disk(DISK_KEY, rng.choice([4, 16]), 0, (), rules))
@@ -61,7 +61,7 @@ class Service:
         rng.shuffle(tenants)  # roots have other numbers in the other service
         self.roots = {tenant: self.index.root(tenant) for tenant in tenants}
         self.hosts: dict[int, Content | None] = {}
-        self.jobs: list[tuple[NamedTier, Load | Store | Question]] = []
+        self.jobs: list[tuple[ContentTier, Load | Store | Question]] = []
         self.sequences: list[int] = []
         self.num_orders = self.num_remote_orders = self.num_loaded = self.num_created = self.num_faults = 0
 
@@ -82,13 +82,13 @@ class Service:
         self.manager.state.below.length_to_come(slot, len(tokens))  # type: ignore[union-attr]
         self.take()
 
-    def keyed_tiers(self) -> list[tuple[NamedTier, bytes]]:
+    def keyed_tiers(self) -> list[tuple[ContentTier, bytes]]:
         """Those below the host tier, each with the key of its names."""
         return [(tier, KEY if tier is self.remote else DISK_KEY) for tier in self.tiers]
 
     def take(self) -> None:
         for tier in self.tiers:
-            self.jobs += [(tier, each) for each in (*tier.take_questions(), *tier.take_loads())]
+            self.jobs += [(tier, each) for each in (*tier.questions.take(), *tier.loads.take())]
 
     def fill(self, tenant: str, tokens: Int32Array) -> None:
         """Blocks of a prompt that the index lacks come to the host tier, as from a device."""
@@ -114,7 +114,7 @@ class Service:
 
     def store_some(self) -> None:
         tier = self.rng.choice(self.tiers)
-        store = tier.prepare_store(self.rng.randint(1, 8))
+        store = tier.stores.prepare(self.rng.randint(1, 8))
         self.jobs += [(tier, store)] if store is not None else []
 
     def work(self, faults: int) -> None:
@@ -133,19 +133,19 @@ class Service:
         self.num_orders += len(results)
         self.num_remote_orders += len(results) if tier is self.remote else 0
         if isinstance(job, Store):
-            tier.complete_store(job, results)
+            tier.stores.complete(job, results)
             return
-        self.num_loaded += tier.complete_load(job, results)
+        self.num_loaded += tier.loads.complete(job, results)
         self._check_loaded(job)
 
-    def _run(self, tier: NamedTier, job: Load | Store, order: TierOrder, faults: int) -> TierResult:
+    def _run(self, tier: ContentTier, job: Load | Store, order: TierOrder, faults: int) -> TierResult:
         fails = self.rng.randrange(faults) == 1
         self.num_faults += fails
         is_remote = tier is self.remote
         if isinstance(job, Store):
             content = None if fails else self.hosts[order.host]
             self.ever[tier.tier].setdefault(order.parent, set()).add(order.tokens)
-            if is_remote and not fails and order.era == tier.era:
+            if is_remote and not fails and order.era == tier.flight.era:
                 self.store.values[order.name] = content
             elif not is_remote:
                 self.slab[order.slot] = order.name, content
@@ -218,7 +218,7 @@ class StoreStorm:
                 # so that loads pay now and then
                 each.manager._prompts.seconds.add(rng.randint(1, 9), rng.choice([0.001, 30.0]))
                 for tier in each.tiers:
-                    tier.tend()
+                    tier.flight.tend()
         elif event < 0.98 and self.store.values:
             self.store.values[rng.choice(list(self.store.values))] = None
             self.num_damaged += 1

@@ -44,7 +44,7 @@ class TierSimulation:
             max_sequences=rng.choice([3, 6, 10]),
             max_tokens_per_sequence=rng.choice([6, 12, 20]),
             watermark=rng.choice([0.0, 0.0, 0.2]),
-            eviction_policy=rng.choice(["lru", "lru", "lfu", "priority", "adaptive", "clock"]),
+            eviction_policy=rng.choice(["lru", "lru", "lfu", "priority", "adaptive", "longest_first"]),
             num_host_blocks=rng.choice([2, 5, 9, 17, 33]) * len(spans),
         )
         faults = rng.choice([2, 2, 6, 30, sys.maxsize // 8])

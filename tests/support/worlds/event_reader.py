@@ -31,7 +31,7 @@ def names_in(index: PrefixIndex, tenant: str) -> dict[bytes, Tier]:
     above = [(index.find_root(tenant), first_parent(tenant))]
     while above:
         parent, parent_name = above.pop()
-        for node in index.children(parent, 10**9) if parent else []:
+        for node in index.links.children(parent, 10**9) if parent else []:
             name = block_name(parent_name, index.key_tokens(node)[1].tolist())
             found[name] = Tier.DEVICE if index.block_of_node[node] else Tier.HOST
             above.append((node, name))

@@ -69,7 +69,7 @@ def chains(manager: PoolManager, *, is_written: bool = False, group: int = 0) ->
     stack = [(index.find_root(tenant), (tenant, ())) for tenant in list(index._roots)]
     while stack:
         above, (tenant, tokens) = stack.pop()
-        node = index.first_child(above)
+        node = int(index.links.first_child[above])
         while node:
             chain = tenant, (*tokens, *index.key_tokens(node)[1].tolist())
             whole = [_places(index, node, each, filling) for each, span in enumerate(index.held.spans) if span.is_whole]
@@ -78,7 +78,7 @@ def chains(manager: PoolManager, *, is_written: bool = False, group: int = 0) ->
                 if any(places):
                     found[chain] = places
                 stack.append((node, chain))
-            node = index.next_sibling(node)
+            node = int(index.links.next_sibling[node])
     return found
 
 

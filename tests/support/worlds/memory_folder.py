@@ -12,7 +12,7 @@ from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.kept_index import Verification
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.memory.kept.block_digests import BlockDigests
+from kvkeeper.cache_service.memory.kept.kept_pool import BlockDigests
 from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 

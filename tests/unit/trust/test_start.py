@@ -11,7 +11,7 @@ import structlog
 
 from kvkeeper.cache_service.__main__ import main as cache_main
 from kvkeeper.cache_service.config import SOURCE as CACHE
-from kvkeeper.cache_service.memory.private_directory import private_directory
+from kvkeeper.cache_service.memory.private_file import private_directory
 from kvkeeper.common.service.listen import AddressInUse, SocketLock
 from kvkeeper.common.service.process import StartError
 from kvkeeper.common.service.settings import ConfigError

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.cache_service.memory.private_directory import private_directory
+from kvkeeper.cache_service.memory.private_file import private_directory
 from kvkeeper.common.service.listen import AddressInUse
 
 

@@ -16,9 +16,8 @@ from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.kept_index import UInt64Array
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Int32Array, Tier
-from kvkeeper.cache_service.memory.kept import tenant_log
-from kvkeeper.cache_service.memory.kept.block_digests import BlockDigests
-from kvkeeper.cache_service.memory.kept.kept_pool import KeptPool
+from kvkeeper.cache_service.memory.kept import index_file
+from kvkeeper.cache_service.memory.kept.kept_pool import BlockDigests, KeptPool
 from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory
 from kvkeeper.cache_service.runtime import pool_keeper
 from kvkeeper.cache_service.runtime.pool_keeper import PoolKeeper
@@ -157,21 +156,21 @@ async def test_a_tenant_that_finds_no_room_for_its_name_is_told_and_stored_once_
     def no_room(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    real, are_stored = tenant_log.TenantLog.store, asyncio.Event()
+    real, are_stored = index_file.TenantLog.store, asyncio.Event()
 
-    def store(names: tenant_log.TenantLog) -> None:
+    def store(names: index_file.TenantLog) -> None:
         real(names)
         if not names.num_unstored:
             are_stored.set()
 
-    monkeypatch.setattr(tenant_log.TenantLog, "store", store)
+    monkeypatch.setattr(index_file.TenantLog, "store", store)
     monkeypatch.setattr(pool_keeper, "_NAMES_AFTER", 0.001)
     keeper = PoolKeeper(kept.manager, kept.files)
     await keeper.start()
     index = kept.files.device.index
     with structlog.testing.capture_logs() as logs:
         with monkeypatch.context() as patch:
-            patch.setattr(tenant_log.os, "pwrite", no_room)
+            patch.setattr(index_file.os, "pwrite", no_room)
             kept.publish(1, 2, tokens=7)
             kept.manager.state.index.root("secret")
             assert index.num_unstored == 2

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.tiers.below.named_tier import NamedTier
-from kvkeeper.cache_service.core.tiers.below.tier_orders import Question
+from kvkeeper.cache_service.core.tiers.content_tier import ContentTier
+from kvkeeper.cache_service.core.tiers.orders import InFlight, Question
+from kvkeeper.cache_service.core.values.clock import Clock
 from kvkeeper.cache_service.memory.disk.disk_threads import NUM_THREADS
 from kvkeeper.cache_service.runtime import pool_tier as pool_tiers
 from kvkeeper.cache_service.runtime.pool_tier import Place, PoolTier
@@ -22,29 +23,18 @@ class Core:
     """Of a tier with questions alone. answers: what came of them."""
 
     def __init__(self) -> None:
-        self.era = 0
         self.rules = SimpleNamespace(name="remote")
-        self.breaker = SimpleNamespace(num_rests=0)
-        self.loads: dict[int, object] = {}
-        self.stores: dict[int, object] = {}
-        self.questions: list[Question] = []
+        self.flight = InFlight(Clock(), 0)
+        self.directory = SimpleNamespace(names=set)
+        self.loads = SimpleNamespace(take=list)
+        self.stores = SimpleNamespace(prepare=lambda _: None)
+        self.questions = self
+        self.asked: list[Question] = []
         self.answers: asyncio.Queue[int | None] = asyncio.Queue()
 
-    def on_work(self, wake: Callable[[], None]) -> None:
-        self.wake = wake
-
-    def stored_names(self) -> set[bytes]:
-        return set()
-
-    def take_questions(self) -> list[Question]:
-        taken, self.questions = self.questions, []
+    def take(self) -> list[Question]:
+        taken, self.asked = self.asked, []
         return taken
-
-    def take_loads(self) -> list[object]:
-        return []
-
-    def prepare_store(self, _: int) -> None:
-        return None
 
     def complete_question(self, _: Question, num_stored: int | None) -> None:
         self.answers.put_nowait(num_stored)
@@ -84,24 +74,24 @@ class Where:
 def pool_tier(core: Core, where: Where) -> PoolTier:
     manager = cast(PoolManager, SimpleNamespace(tick=lambda now: None))
     hosts = np.zeros((1, 1), np.uint8)
-    return PoolTier(lambda: manager, cast(NamedTier, core), cast(Place, where), hosts, time.monotonic, where.give_back)
+    return PoolTier(manager, cast(ContentTier, core), cast(Place, where), hosts, time.monotonic, where.give_back)
 
 
 def question() -> Question:
-    return Question(0, 0, np.zeros(1, np.int32), 0, [b"a name"], 0, 0.0, 0.0)
+    return Question(0, 0, np.zeros(1, np.int32), 0, [b"a name"], 1, 0, 0.0, 0.0)
 
 
 async def test_questions_that_fail_are_no_answers_and_end_no_thread() -> None:
     core, where = Core(), Where()
     tier = pool_tier(core, where)
     where.is_broken = True
-    core.questions += [question() for _ in range(NUM_THREADS)]
-    core.wake()
+    core.asked += [question() for _ in range(NUM_THREADS)]
+    core.flight.wake()
     async with asyncio.timeout(10):
         assert [await core.answers.get() for _ in range(NUM_THREADS)] == [None] * NUM_THREADS
         where.is_broken = False
-        core.questions.append(question())
-        core.wake()
+        core.asked.append(question())
+        core.flight.wake()
         assert await core.answers.get() == 1
     tier.stop()
     tier.close()
@@ -111,7 +101,7 @@ async def test_eras_that_cannot_be_written_end_no_thread() -> None:
     core, where = Core(), Where()
     tier = pool_tier(core, where)
     for _ in range(NUM_THREADS + 1):
-        core.era += 1
+        core.flight.era += 1
         tier._wake()
         tier._pump()
     async with asyncio.timeout(10):

@@ -3,6 +3,7 @@
 import pytest
 
 from kvkeeper.cache_service.core.blocks.pins import MAX_PIN_TTL, MAX_PINS
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES
 from kvkeeper.cache_service.core.values.errors import InvalidField, OutOfBlocks, OutOfPins, UnknownPin, UnknownSession
 from kvkeeper.cache_service.core.values.types import BlockState, Executor, SessionId
 from tests.support.worlds.core_pool import ALL, A, B, CorePool, int32
@@ -39,7 +40,7 @@ def referenced(pool: CorePool) -> int:
     return pool.manager.stats().num_referenced_blocks
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "clock", "priority", "longest_first", "adaptive"])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_pinned_blocks_outlive_unpinned_ones(policy: str) -> None:
     pool = cached(eviction_policy=policy)
     assert pinned(pool, PROMPT[:8]) == 8

@@ -6,7 +6,7 @@ from kvkeeper.cache_service.core.values.errors import InvalidField
 from kvkeeper.cache_service.core.values.types import Executor, SessionId
 from tests.support.worlds.core_pool import ALL, A, CorePool, int32
 
-POLICIES = ["priority", "lru", "lfu", "longest_first", "fifo", "clock", "adaptive"]
+POLICIES = ["priority", "lru", "lfu", "longest_first", "adaptive"]
 
 
 def victims(pool: CorePool, policy: str = "priority", num_blocks: int = 0, share: float | None = None) -> list[int]:
@@ -31,20 +31,11 @@ def crowd() -> CorePool:
 
 @pytest.mark.parametrize(
     ("policy", "order"),
-    [("priority", [1, 3, 2]), ("lru", [3, 1, 2]), ("lfu", [2, 1, 3]), ("longest_first", [1, 2, 3]), ("fifo", [1, 2, 3])],
+    [("priority", [1, 3, 2]), ("lru", [3, 1, 2]), ("lfu", [2, 1, 3]), ("longest_first", [1, 2, 3])],
 )
 def test_each_policy_has_its_order(policy: str, order: list[int]) -> None:
     assert victims(crowd(), policy, num_blocks=6) == order
     assert victims(crowd(), policy) == order[:1]
-
-
-def test_the_clock_goes_on_where_it_stopped_and_passes_over_sequences_in_use() -> None:
-    pool = crowd()
-    assert victims(pool, "clock") == [1]  # all were used: once round
-    assert [victims(pool, "clock") for _ in range(3)] == [[2], [3], [1]]
-    pool.step(reserves=[(2, 8, 8)])
-    pool.step()
-    assert victims(pool, "clock") == [3]
 
 
 def test_adaptive_prefers_what_is_cheap_to_lose() -> None:
@@ -86,16 +77,16 @@ def test_only_what_would_come_free_counts() -> None:
     pool = CorePool(num_blocks=20)
     pool.prefill(1, range(9))
     pool.manager.pin_prefix(A, "p", "", int32(range(8)), 60.0)
-    assert pool.manager.select_victims(A, "fifo", 9).num_freed == [1]
+    assert pool.manager.select_victims(A, "longest_first", 9).num_freed == [1]
     pool.manager.unpin_prefix(A, "p")
-    assert pool.manager.select_victims(A, "fifo", 9).num_freed == [3]  # cached then: to be had
+    assert pool.manager.select_victims(A, "longest_first", 9).num_freed == [3]  # cached then: to be had
 
 
 def test_a_share_of_the_pool_may_stay_held() -> None:
     pool = crowd()  # 6 of 19 blocks
-    assert victims(pool, "fifo", share=0.5) == []
-    assert victims(pool, "fifo", share=0.2) == [1]
-    assert victims(pool, "fifo", share=0.0) == [1, 2, 3]
+    assert victims(pool, "longest_first", share=0.5) == []
+    assert victims(pool, "longest_first", share=0.2) == [1]
+    assert victims(pool, "longest_first", share=0.0) == [1, 2, 3]
     with pytest.raises(InvalidField):
         pool.manager.select_victims(A, "best", 1)
 

@@ -87,7 +87,7 @@ def test_a_policy_does_not_grow(policy: str, workload: Callable[[EvictionPolicy,
         assert sorted(set(made._order).intersection(made._queues)) == sorted(made._queues)
 
 
-@pytest.mark.parametrize("policy", ["lfu", "fifo", "clock"])
+@pytest.mark.parametrize("policy", ["lfu", "longest_first", "priority"])
 def test_a_queue_ends_with_its_last_block_and_returns_with_the_next(policy: str) -> None:
     made = make_policy(policy, NUM_BLOCKS)
     assert isinstance(made, KeyedPolicy)

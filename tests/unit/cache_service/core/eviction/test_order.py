@@ -39,8 +39,6 @@ class Cached:
     ("policy", "order"),
     [
         ("lru", [5, 4, 3, 7, 6, 2, 1]),  # a was used last
-        ("fifo", [2, 1, 5, 4, 3, 7, 6]),  # a came first, its second use does not count
-        ("clock", [5, 4, 3, 7, 6, 2, 1]),  # a gets a second turn
         ("lfu", [5, 4, 3, 7, 6, 2, 1]),  # a was used twice
         ("longest_first", [5, 4, 3, 7, 6, 2, 1]),  # b is the longest, then c was used less recently
         ("priority", [7, 6, 2, 1, 5, 4, 3]),  # b had a higher priority
@@ -66,15 +64,6 @@ def test_lfu_counts_uses_before_recency() -> None:
     assert cached.evicted([1], [2], [3]) == [3, 2, 1]
 
 
-def test_a_parent_takes_the_turn_of_its_newest_child() -> None:
-    """First in first out would take the shared first block before the child that came last."""
-    cached = Cached("fifo")
-    cached.run([1, 2])
-    cached.run([3])
-    cached.run([1, 4])
-    assert cached.evicted([1, 2], [3], [1, 4]) == [2, 3, 4, 1]
-
-
 def test_a_shared_block_is_as_long_as_its_shortest_sequence() -> None:
     cached = Cached("longest_first")
     cached.run([1, 2, 3, 4])
@@ -89,16 +78,6 @@ def test_a_shared_block_has_the_highest_priority_of_its_sequences() -> None:
     cached.run([1, 3], priority=-1)
     cached.run([4], priority=1)
     assert cached.evicted([1, 2], [1, 3], [4]) == [3, 4, 2, 1]
-
-
-def test_clock_passes_over_a_used_block_once() -> None:
-    cached = Cached("clock")
-    cached.run([1])
-    cached.run([1])
-    cached.run([2])
-    assert cached.evicted([2]) == [2]
-    cached.run([3])
-    assert cached.evicted([1], [3]) == [1, 3]
 
 
 def test_a_forgotten_block_starts_anew() -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.tiers.below.group_loads import GroupLoads
-from kvkeeper.cache_service.core.tiers.below.named_tier import NamedTier
-from kvkeeper.cache_service.core.tiers.below.tier_orders import TierRules
+from kvkeeper.cache_service.core.tiers.content_tier import ContentTier
+from kvkeeper.cache_service.core.tiers.lookup import ContentNames, TierLookup
+from kvkeeper.cache_service.core.tiers.orders import TierRules
 from kvkeeper.cache_service.core.values.copies import TierOrder, TierResult
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
@@ -22,7 +22,7 @@ TOKENS = np.arange(11, dtype=np.int32)
 
 def stored(
     *, lost: tuple[tuple[int, int], ...] = (), rules: TierRules | None = None, spans: tuple[ReadSpan, ...] = spans_of(0, 5)
-) -> tuple[PoolManager, NamedTier]:
+) -> tuple[PoolManager, ContentTier]:
     """A pool whose two groups, the second with a window of 5 by default, have five entries on the disk alone.
 
     lost: entries and groups of what the disk forgot.
@@ -37,13 +37,13 @@ def stored(
     manager.release(A, 1)
     with manager.demoting(A):
         manager.evict_blocks(40)
-    store = disk.prepare_store(100)
+    store = disk.stores.prepare(100)
     assert store is not None
     num_stored = 7 if spans[1].checkpoint_blocks else 10
     assert len({order.name for order in store.orders}) == len(store.orders) == num_stored
-    disk.complete_store(store, [TierResult.DONE] * num_stored)
+    disk.stores.complete(store, [TierResult.DONE] * num_stored)
     assert manager.swapper is not None
-    index, names, table = manager.state.index, disk._names, disk.table
+    index, names, table = manager.state.index, disk._names, disk.directory
     nodes = index.match(index.find_root(""), TOKENS, 5).tolist()
     for entry, group in lost:
         name = names.of_group(names.of(nodes[entry]), group)
@@ -57,12 +57,12 @@ def stored(
     return manager, disk
 
 
-def load(manager: PoolManager, disk: NamedTier) -> list[tuple[int, int]]:
+def load(manager: PoolManager, disk: ContentTier) -> list[tuple[int, int]]:
     """Entries and groups that a new sequence has loaded, all at once."""
     manager.create_sequence(A, SequenceArgs(SequenceId(2), TOKENS))
-    found = disk.take_loads()
+    found = disk.loads.take()
     for each in found:
-        disk.complete_load(each, [TierResult.DONE] * len(each.orders))
+        disk.loads.complete(each, [TierResult.DONE] * len(each.orders))
     assert manager.check_invariants() == []
     return [(order.entry, order.group) for each in found for order in each.orders]
 
@@ -122,17 +122,17 @@ def test_each_block_is_looked_up_once_however_often_the_end_moves(
     manager, disk = stored(lost=lost)
     disk.rules = TierRules(most_loading=3)  # so loads are cut, too
     names: list[bytes] = []
-    real = disk.table.find
+    real = disk.directory.find
 
     def find(name: bytes) -> int | None:
         names.append(name)
         return real(name)
 
-    monkeypatch.setattr(disk.table, "find", find)
+    monkeypatch.setattr(disk.directory, "find", find)
     moves: list[tuple[int, int]] = []
-    real_end = GroupLoads._end
+    real_end = TierLookup._end
 
-    def end(self: GroupLoads, most: int, is_there: Callable[[int, int], bool]) -> int:
+    def end(self: TierLookup, most: int, is_there: Callable[[int, int], bool]) -> int:
         def counted(at: int, group: int) -> bool:
             moves.append((at, group))
             return is_there(at, group)
@@ -140,8 +140,8 @@ def test_each_block_is_looked_up_once_however_often_the_end_moves(
         moves.clear()
         return real_end(self, most, counted)
 
-    monkeypatch.setattr(GroupLoads, "_end", end)
-    disk.prepare_load(manager.state.index.find_root(""), TOKENS[:10])
+    monkeypatch.setattr(TierLookup, "_end", end)
+    disk.loads.prepare(manager.state.index.find_root(""), TOKENS[:10])
     assert len(names) == len(set(names)) >= 5
     assert len(moves) == len(set(moves))
 
@@ -149,27 +149,16 @@ def test_each_block_is_looked_up_once_however_often_the_end_moves(
 def test_what_failed_is_where_the_hit_ends() -> None:
     manager, disk = stored()
     manager.create_sequence(A, SequenceArgs(SequenceId(2), TOKENS))
-    (each,) = disk.take_loads()
+    (each,) = disk.loads.take()
     results = [TierResult.DAMAGED if (o.entry, o.group) == (3, 1) else TierResult.DONE for o in each.orders]
-    disk.complete_load(each, results)
+    disk.loads.complete(each, results)
     assert manager.check_invariants() == []
     assert hit_len(manager) == 0, "what shorter hits would read was not loaded"
 
 
 def test_a_load_that_leaves_a_window_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: the name of a block does not tell its group."""
-    real = GroupLoads.name_of
-
-    def name_of(self: GroupLoads, host: int) -> bytes:
-        self._index.held.group_of_host[host], group = 0, self._index.held.group_of_host[host]
-        name = real(self, host)
-        self._index.held.group_of_host[host] = group
-        return name
-
-    monkeypatch.setattr(GroupLoads, "name_of", name_of)
-    monkeypatch.setattr(
-        "kvkeeper.cache_service.core.tiers.below.content_names.ContentNames.of_group", lambda self, name, group: name
-    )
+    monkeypatch.setattr(ContentNames, "of_group", lambda self, name, group: name)
     with pytest.raises(AssertionError):
         _run()
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from kvkeeper.cache_service.core.index.index_record import Slots
 from kvkeeper.cache_service.core.index.kept_tree import tree_of
-from kvkeeper.cache_service.core.index.slot_table import Slots
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec, LayerGroup, ReadSpan, spans_of, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig

@@ -5,8 +5,8 @@ import pytest
 
 from kvkeeper.cache_service.core.index.node_blocks import NodeBlocks
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
-from kvkeeper.cache_service.core.sequences.group_windows import GroupWindows
 from kvkeeper.cache_service.core.sequences.sequence_table import SequenceTable
+from kvkeeper.cache_service.core.sequences.spans import SpanDrops
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
 from kvkeeper.cache_service.core.values.types import Int32Array, Int64Array
 from tests.support.reference.read_spans import first_read
@@ -75,9 +75,9 @@ def test_a_cut_into_a_tail_that_forgets_its_holes_is_found(monkeypatch: pytest.M
     real = getattr(SequenceTable, name)
 
     def careless(self: SequenceTable, slot: int, *args: object, **others: object) -> object:
-        ends = self.group_hole_ends[slot].copy()
+        ends = self.hole_ends[slot].copy()
         answer = real(self, slot, *args, **others)
-        self.group_hole_ends[slot if answer is None else answer] = ends
+        self.hole_ends[slot if answer is None else answer] = ends
         return answer
 
     monkeypatch.setattr(SequenceTable, name, careless)
@@ -97,16 +97,16 @@ def test_a_hit_that_reads_before_what_is_there_is_found(monkeypatch: pytest.Monk
 
 
 def test_a_window_that_drops_a_token_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = GroupWindows.drop_outside
+    real = SpanDrops.drop_outside
 
-    def early(self: GroupWindows, owner: object, slots: object) -> None:
+    def early(self: SpanDrops, owner: object, slots: object) -> None:
         seqs = self._sequences
         spans = seqs.group_spans
         seqs.group_spans = spans_of(*(max(span.num_tokens - seqs.block_size, 1) if span.num_tokens else 0 for span in spans))
         real(self, owner, slots)  # type: ignore[arg-type]
         seqs.group_spans = spans
 
-    monkeypatch.setattr(GroupWindows, "drop_outside", early)
+    monkeypatch.setattr(SpanDrops, "drop_outside", early)
     with pytest.raises(AssertionError):
         _run_until_wrong()
 

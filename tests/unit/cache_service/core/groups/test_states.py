@@ -9,7 +9,7 @@ import pytest
 from kvkeeper.cache_service.core.index.node_blocks import NodeBlocks
 from kvkeeper.cache_service.core.inspection.explain import in_words
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.sequences import state_cuts
+from kvkeeper.cache_service.core.sequences import spans
 from kvkeeper.cache_service.core.sequences.new_entries import NewEntries
 from kvkeeper.cache_service.core.sequences.publisher import Publisher
 from kvkeeper.cache_service.core.sequences.sequence_table import SequenceTable
@@ -119,7 +119,7 @@ def test_a_cut_that_keeps_a_state_of_later_tokens_is_found(monkeypatch: pytest.M
 @pytest.mark.usefixtures("contents_alone")
 def test_a_cut_that_forgets_a_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: a cut goes back to a checkpoint whose window has moved on."""
-    real = state_cuts._last_states
+    real = spans._last_states
 
     def careless(seqs: SequenceTable, slot: int, most: int) -> int:
         groups, seqs.new_entries.window_groups = seqs.new_entries.window_groups, ()
@@ -127,7 +127,7 @@ def test_a_cut_that_forgets_a_window_is_found(monkeypatch: pytest.MonkeyPatch) -
         seqs.new_entries.window_groups = groups
         return found
 
-    monkeypatch.setattr(state_cuts, "_last_states", careless)
+    monkeypatch.setattr(spans, "_last_states", careless)
     with pytest.raises(AssertionError):
         _run_until_wrong(_BESIDE_A_WINDOW)
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from kvkeeper.cache_service.core.index.digest_check import find_damaged
-from kvkeeper.cache_service.core.index.slot_table import Slots
+from kvkeeper.cache_service.core.index.index_record import Slots
+from kvkeeper.cache_service.core.index.kept_tree import find_damaged
 from kvkeeper.cache_service.core.values.kept_index import UInt64Array, Verification
 from kvkeeper.cache_service.core.values.types import Int32Array, Tier
 from tests.support.worlds.core_pool import int32

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.core.index.hyperloglog import UInt64Array, add_hashes, no_registers, num_distinct
+from kvkeeper.cache_service.core.index.reach import UInt64Array, add_hashes, no_registers, num_distinct
 
 
 def hashes(count: int, seed: int = 1) -> UInt64Array:

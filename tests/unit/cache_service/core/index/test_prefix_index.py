@@ -72,13 +72,13 @@ def test_siblings_published_together_are_linked_to_each_other_and_to_earlier_one
     blocks = [block for block in range(1, 16) if not index.node_of_block[block]][:6]
     new = index.insert_each(parents, int32([[1], [2], [3], [4], [5], [6]]), int32(blocks)).tolist()
     assert not any(index.check())
-    assert set(index.children(nodes["q"], 9)) == {new[0], new[3], new[5]}
-    assert set(index.children(nodes["p"], 9)) == {new[2], nodes["pa"], nodes["pb"], nodes["pc"]}
-    assert set(index.children(index.root("tenant"), 9)) == {new[1], new[4], nodes["p"], nodes["q"]}
+    assert set(index.links.children(nodes["q"], 9)) == {new[0], new[3], new[5]}
+    assert set(index.links.children(nodes["p"], 9)) == {new[2], nodes["pa"], nodes["pb"], nodes["pc"]}
+    assert set(index.links.children(index.root("tenant"), 9)) == {new[1], new[4], nodes["p"], nodes["q"]}
     for node in (new[3], new[0], new[1]):
         index.forget_blocks(int32([index.block_of_node[node]]))
         assert not any(index.check())
-    assert index.children(nodes["q"], 9) == [new[5]]
+    assert index.links.children(nodes["q"], 9) == [new[5]]
 
 
 def test_an_unknown_tenant_finds_nothing_and_is_not_remembered() -> None:

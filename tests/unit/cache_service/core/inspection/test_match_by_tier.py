@@ -3,7 +3,7 @@
 import pytest
 
 from kvkeeper.cache_service.core.inspection.explain import in_words
-from kvkeeper.cache_service.core.tiers.below.tier_orders import TierRules
+from kvkeeper.cache_service.core.tiers.orders import TierRules
 from kvkeeper.cache_service.core.values.copies import TierResult
 from kvkeeper.cache_service.core.values.kv_spec import spans_of
 from kvkeeper.cache_service.core.values.types import MatchEnd
@@ -25,13 +25,13 @@ class Below:
         self.remote = manager.add_remote(b"other key", TierRules(name="remote", most_asked=MOST_ASKED))
         cached(self.pool, 1, PROMPT)
         push_out(self.pool, 16, sequence_id=40)
-        for question in self.remote.take_questions():
+        for question in self.remote.questions.take():
             self.remote.complete_question(question, 0)
         first = int32(PROMPT[:4]).tobytes()
         for tier, failed in ((self.disk, TierResult.CANCELLED), (self.remote, TierResult.DONE)):
-            store = tier.prepare_store(9)
+            store = tier.stores.prepare(9)
             assert store is not None
-            tier.complete_store(store, [TierResult.DONE if order.tokens == first else failed for order in store.orders])
+            tier.stores.complete(store, [TierResult.DONE if order.tokens == first else failed for order in store.orders])
         host = manager.swapper.host  # type: ignore[union-attr]
         host.return_blocks(host.take_blocks(host.pool.num_available, held=False))
 
@@ -66,20 +66,20 @@ def test_what_the_remote_tier_says_that_it_has_is_counted(num_stored: int) -> No
     tokens = int32(range(17))
     for sequence_id in (2, 3):  # heard of twice is known once
         pool.create(sequence_id, range(17))
-        (question,) = remote.take_questions()
+        (question,) = remote.questions.take()
         remote.complete_question(question, num_stored)
         found = pool.manager.match_prefix("", tokens)
         assert (found.num_tokens, found.behind.num_remote) == (4 + 4 * num_stored, 4 * num_stored)
         assert found.behind.remote_not_asked == (num_stored < 3)
-        for load in remote.take_loads():
-            remote.complete_load(load, [TierResult.MISSING] * len(load.orders))
+        for load in remote.loads.take():
+            remote.loads.complete(load, [TierResult.MISSING] * len(load.orders))
         assert pool.manager.match_prefix("", tokens).num_tokens == 4
     assert not pool.manager.check_invariants()
 
 
 def test_what_is_found_missing_in_the_remote_tier_is_not_counted_any_more() -> None:
     world = Below()
-    world.remote.table.learn([], sorted(world.remote.stored_names()))
+    world.remote.directory.learn([], sorted(world.remote.directory.names()))
     assert world.counts() == (4, 0, 4, 0, True)
 
 

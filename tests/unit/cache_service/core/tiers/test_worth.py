@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from kvkeeper.cache_service.core.tiers.below.worth import NEVER, Line, TierWorth
+from kvkeeper.cache_service.core.tiers.worth import NEVER, Line, TierWorth
 
 DEADLINE = 100.0
 

@@ -3,9 +3,9 @@
 import pytest
 
 from kvkeeper.cache_service.core.inspection.explain import in_words
-from kvkeeper.cache_service.core.tiers.below.named_tier import NamedTier
-from kvkeeper.cache_service.core.tiers.below.tier_orders import TierRules
-from kvkeeper.cache_service.core.tiers.below.worth import NEVER
+from kvkeeper.cache_service.core.tiers.content_tier import ContentTier
+from kvkeeper.cache_service.core.tiers.orders import TierRules
+from kvkeeper.cache_service.core.tiers.worth import NEVER
 from kvkeeper.cache_service.core.values.copies import TierResult
 from kvkeeper.cache_service.core.values.types import MatchEnd
 from tests.support.tiers.tier_pool import TierPool, cached, push_out
@@ -22,7 +22,7 @@ class SlowTier:
         name = "remote" if most_asked else "disk"
         rules = TierRules(deadline=1_000.0, weighs=weighs, tenants=tenants, most_asked=most_asked, name=name)
         manager = self.pool.manager
-        self.tier: NamedTier = manager.add_remote(b"key", rules) if most_asked else manager.add_disk(b"key", 9, 0, (), rules)
+        self.tier: ContentTier = manager.add_remote(b"key", rules) if most_asked else manager.add_disk(b"key", 9, 0, (), rules)
         self.next_id, self.now = 100, 0.0
 
     def fill(self) -> None:
@@ -32,8 +32,8 @@ class SlowTier:
         push_out(self.pool, 16, sequence_id=40)
         watch.is_on = True
         self.answer(0)
-        while (store := self.tier.prepare_store(9)) is not None:
-            self.tier.complete_store(store, [TierResult.DONE] * len(store.orders))
+        while (store := self.tier.stores.prepare(9)) is not None:
+            self.tier.stores.complete(store, [TierResult.DONE] * len(store.orders))
         self.forget_hosts()
 
     def forget_hosts(self) -> None:
@@ -44,7 +44,7 @@ class SlowTier:
 
     def answer(self, num_stored: int) -> None:
         """What is asked is told."""
-        for question in self.tier.take_questions():
+        for question in self.tier.questions.take():
             self.tier.complete_question(question, num_stored)
 
     def pass_time(self, seconds: float) -> None:
@@ -72,10 +72,10 @@ class SlowTier:
         self.next_id += 1
         self.pool.create(self.next_id, [*TOKENS, 5])
         self.answer(3)
-        loads = self.tier.take_loads()
+        loads = self.tier.loads.take()
         for load in loads:
             self.pass_time(0.5 * len(load.orders))
-            self.tier.complete_load(load, [TierResult.DONE] * len(load.orders))
+            self.tier.loads.complete(load, [TierResult.DONE] * len(load.orders))
         self.forget_hosts()
         self.pool.step(releases=[self.next_id])
         return len(loads)
@@ -138,12 +138,12 @@ def test_the_time_of_the_question_counts_for_the_load() -> None:
     world = SlowTier(most_asked=8)
     world.fill()
     world.pool.create(50, [*TOKENS, 5])
-    (question,) = world.tier.take_questions()
+    (question,) = world.tier.questions.take()
     world.pass_time(3.0)
     world.tier.complete_question(question, 3)
-    (load,) = world.tier.take_loads()
+    (load,) = world.tier.loads.take()
     world.pass_time(2.0)
-    world.tier.complete_load(load, [TierResult.DONE] * len(load.orders))
+    world.tier.loads.complete(load, [TierResult.DONE] * len(load.orders))
     assert world.tier.worth.loads.seconds(3) == pytest.approx(5.0)
 
 
@@ -151,8 +151,8 @@ def test_loads_that_lost_a_block_are_not_measured() -> None:
     world = SlowTier()
     world.fill()
     world.pool.create(50, [*TOKENS, 5])
-    (load,) = world.tier.take_loads()
-    world.tier.complete_load(load, [TierResult.DONE, TierResult.FAILED, TierResult.DONE])
+    (load,) = world.tier.loads.take()
+    world.tier.loads.complete(load, [TierResult.DONE, TierResult.FAILED, TierResult.DONE])
     assert world.tier.worth.loads.num_samples == 0
 
 

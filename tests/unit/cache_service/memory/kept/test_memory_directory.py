@@ -17,10 +17,9 @@ from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Tier
-from kvkeeper.cache_service.memory.kept import memory_directory, tenant_log
-from kvkeeper.cache_service.memory.kept.block_digests import BlockDigests
+from kvkeeper.cache_service.memory.kept import index_file, memory_directory
 from kvkeeper.cache_service.memory.kept.description import Description
-from kvkeeper.cache_service.memory.kept.kept_pool import KeptPool
+from kvkeeper.cache_service.memory.kept.kept_pool import BlockDigests, KeptPool
 from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory, MemoryRefused, kept_bytes
 from kvkeeper.cache_service.memory.private_file import FileRefused
 from kvkeeper.common.service import memory_limit
@@ -285,7 +284,7 @@ def test_a_tenant_whose_name_finds_no_room_loses_its_blocks_alone(
     num_cached = 8 if tenants else 0
     fill(folder, tenants=tenants, num_cached=num_cached)
     with restored(folder) as (_, manager), monkeypatch.context() as patch:
-        patch.setattr(tenant_log.os, "pwrite", pwrite)
+        patch.setattr(index_file.os, "pwrite", pwrite)
         publish(manager, "new", 9, 3)
     for _ in range(2):  # and it is not forgotten that other blocks may hold what it had
         with restored(folder) as (kept, manager):
@@ -304,7 +303,7 @@ def test_a_name_that_found_no_room_is_stored_once_there_is_some(folder: Path, mo
     fill(folder)
     with restored(folder) as (kept, manager):
         with monkeypatch.context() as patch:
-            patch.setattr(tenant_log.os, "pwrite", half_written)
+            patch.setattr(index_file.os, "pwrite", half_written)
             publish(manager, "new", 9, 3)
             kept.device.index.store_tenants()
             publish(manager, "newer", 12, 2)

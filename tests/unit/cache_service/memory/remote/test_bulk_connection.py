@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvkeeper.cache_service.memory.remote.bulk_connection import BulkConnection, BulkConnections, Received, Refusal
-from kvkeeper.cache_service.memory.remote.remote_address import Node, RemoteAddress
-from kvkeeper.cache_service.memory.remote.secret import RemoteSecret
+from kvkeeper.cache_service.memory.remote.remote_address import Node, RemoteAddress, RemoteSecret
 
 
 class Peer:

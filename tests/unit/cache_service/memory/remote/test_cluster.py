@@ -11,10 +11,9 @@ from redis.exceptions import AskError, MovedError
 from kvkeeper.cache_service.core.values.copies import NAME_BYTES, TierOrder, TierResult
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.memory.remote.cluster_link import ClusterLink
-from kvkeeper.cache_service.memory.remote.redis_server import RedisServer
-from kvkeeper.cache_service.memory.remote.remote_address import parse_address
+from kvkeeper.cache_service.memory.remote.redis_link import RedisServer
+from kvkeeper.cache_service.memory.remote.remote_address import parse_address, read_secret
 from kvkeeper.cache_service.memory.remote.remote_store import RemoteStore
-from kvkeeper.cache_service.memory.remote.secret import read_secret
 from tests.support.remote.redis_cluster import NUM_NODES, RedisCluster
 from tests.support.remote.redis_server import PASSWORD
 from tests.support.remote.redis_server import RedisServer as Alone

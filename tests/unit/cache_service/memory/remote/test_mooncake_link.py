@@ -13,7 +13,7 @@ import pytest
 from kvkeeper.cache_service.memory.remote import mooncake_link
 from kvkeeper.cache_service.memory.remote.mooncake_link import NUM_PARTS, MooncakeLink
 from kvkeeper.cache_service.memory.remote.remote_address import Node, RemoteAddress
-from kvkeeper.cache_service.memory.remote.remote_server import ServerError
+from kvkeeper.cache_service.memory.remote.remote_store import ServerError
 
 ADDRESS = RemoteAddress((Node("127.0.0.1", 1),), 0, is_tls=False, is_mooncake=True)
 

@@ -1,26 +1,77 @@
-"""SlotTable: which slot of a slab holds which content, which is evicted next, and which are being read or written.
+"""Directories of a tier asked by name: which content is where, as far as it is known here.
 
-Rules: a slot is found only under the name that it was stored under, and not before its store has ended; a slot that an order
-reads or writes is not used again before the order ends; the TierBlocks that are handed in have what can be found. Knows no
-order's host block.
+SlotDirectory is of a slab of the pool's own: which slot holds which content, which is evicted next, and which are being read or
+written. Rules: a slot is found only under the name that it was stored under, and not before its store has ended; a slot that an
+order reads or writes is not used again before the order ends.
+
+RemoteDirectory is of a store that others share: what it was last heard to have. It owns no truth: the store forgets by itself,
+and others put blocks there. A name is here because the store said that it has it, or took it; what is found here may be gone by
+the time that it is read, and is then forgotten here. The directory is bounded, and forgets what it heard of longest ago.
+
+The TierBlocks that are handed in have what can be found, by the names that clients see. Knows no order's host block.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from ...eviction import make_policy
-from ...index.below_blocks import TierBlocks
-from ...values.copies import Content, StoredBlock, TierOrder
+from ..eviction.lru import LruPolicy
+from ..index.below_blocks import TierBlocks
+from ..values.copies import Content, StoredBlock, TierOrder
+
+_MOST_NAMES = 1 << 16
 
 
-class SlotTable:
-    """Slots 1 to num_slots."""
+class Directory(Protocol):
+    """What a tier has by name."""
 
-    def __init__(
-        self, blocks: TierBlocks, num_slots: int, stored: Sequence[StoredBlock] = (), eviction_policy: str = "lru"
-    ) -> None:
+    num_slots: int
+    last_number: int  # of a store of an earlier run
+
+    @property
+    def may_have_some(self) -> bool:
+        """Whether a prompt is worth looking up."""
+
+    def find(self, name: bytes) -> int | None:
+        """Where the content can be read, if it can be."""
+
+    def knows(self, name: bytes) -> bool:
+        """Whether there is such a block, or will be."""
+
+    def names(self) -> set[bytes]:
+        """Of all that could be read; for audits."""
+
+    def learn(self, contents: Iterable[Content], lost: Iterable[bytes] = ()) -> None:
+        """The tier has these now, and not the lost names, or none that leads to them."""
+
+    def use(self, name: bytes) -> bool:
+        """Whether there is such a block, or will be; it was of use, so it is evicted later."""
+
+    def begin_store(self, name: bytes) -> int | None:
+        """A place for a name that is not known, or None where all are busy."""
+
+    def end_store(self, order: TierOrder, *, is_stored: bool) -> None: ...
+
+    def begin_read(self, order: TierOrder) -> None: ...
+
+    def end_read(self, order: TierOrder, *, is_lost: bool) -> None: ...
+
+    def clear(self) -> None:
+        """Nothing is found any more. Busy places are free once their orders end."""
+
+    def stats(self) -> dict[str, int]:
+        """By the protocol's names."""
+
+    def check(self, reads: Sequence[TierOrder], stores: Sequence[TierOrder]) -> list[str]:
+        """The broken invariants, one sentence each, beside the orders in flight."""
+
+
+class SlotDirectory:
+    """Of a slab: slots 1 to num_slots."""
+
+    def __init__(self, blocks: TierBlocks, num_slots: int, stored: Sequence[StoredBlock] = ()) -> None:
         """blocks: of this tier, empty. stored: what earlier runs have left."""
         self.num_slots = num_slots
         self._blocks = blocks
@@ -31,7 +82,7 @@ class SlotTable:
         self._of_name: dict[bytes, int] = {}
         self._storing: set[int] = set()
         self._num_reads: dict[int, int] = {}
-        self._policy = make_policy(eviction_policy, num_slots + 1)
+        self._policy = LruPolicy(num_slots + 1)
         for slot, name, _, block_name, parent, tokens in sorted(stored, key=lambda block: block.number, reverse=True):
             if name not in self._of_name and self._names[slot] is None:  # of two of one name the younger one counts
                 self._of_name[name], self._names[slot] = slot, name
@@ -45,7 +96,6 @@ class SlotTable:
 
     @property
     def may_have_some(self) -> bool:
-        """Whether a prompt is worth looking up."""
         return bool(self._of_name)
 
     def find(self, name: bytes) -> int | None:
@@ -54,18 +104,15 @@ class SlotTable:
         return None if slot is None or slot in self._storing else slot
 
     def knows(self, name: bytes) -> bool:
-        """Whether there is such a block, or will be."""
         return name in self._of_name
 
     def names(self) -> set[bytes]:
-        """Of all that could be read; for audits."""
         return {name for name, slot in self._of_name.items() if slot not in self._storing}
 
     def learn(self, contents: Iterable[Content], lost: Iterable[bytes] = ()) -> None:
         """A slab has what this table says, so there is nothing to learn."""
 
     def use(self, name: bytes) -> bool:
-        """Whether there is such a block, or will be; it was of use, so it is evicted later."""
         slot = self._of_name.get(name)
         if slot is None:
             return False
@@ -123,7 +170,6 @@ class SlotTable:
             self._release(slot)
 
     def clear(self) -> None:
-        """Nothing is found any more. Busy slots are free once their orders end."""
         busy = self._storing | self._num_reads.keys()
         idle = [slot for slot in self._of_name.values() if slot not in busy]
         self._policy.forget_blocks(np.array(idle, np.int32))
@@ -134,7 +180,6 @@ class SlotTable:
         self._blocks.clear()
 
     def stats(self) -> dict[str, int]:
-        """By the protocol's names."""
         num_busy = len(self._storing) + len(self._num_reads)
         return {
             "num_free_disk_blocks": len(self._free),
@@ -144,7 +189,6 @@ class SlotTable:
         }
 
     def check(self, reads: Sequence[TierOrder], stores: Sequence[TierOrder]) -> list[str]:
-        """The broken invariants, one sentence each, beside the orders in flight."""
         wrong = list[str]()
         order = self._policy.order()
         live = [blocks[order.stamps.are_live(blocks, stamps)] for blocks, stamps in order.rows]
@@ -181,3 +225,79 @@ class SlotTable:
             del self._of_name[name]
         self._names[slot] = None
         self._free.append(slot)
+
+
+class RemoteDirectory:
+    """Of a shared store, whose places have no number: they are 0."""
+
+    num_slots = last_number = 0
+
+    def __init__(self, blocks: TierBlocks) -> None:
+        """blocks: of this tier, empty."""
+        self._blocks = blocks
+        self._names: dict[bytes, bytes] = {}  # heard of longest ago first; each with the name that clients see, if any
+        self._storing: set[bytes] = set()
+
+    @property
+    def may_have_some(self) -> bool:
+        """Whether a prompt is worth looking up: others may have stored it."""
+        return True
+
+    def find(self, name: bytes) -> int | None:
+        """0 where the store was heard to have it."""
+        return 0 if name in self._names else None
+
+    def knows(self, name: bytes) -> bool:
+        return name in self._names or name in self._storing
+
+    def names(self) -> set[bytes]:
+        return set(self._names)
+
+    def learn(self, contents: Iterable[Content], lost: Iterable[bytes] = ()) -> None:
+        for name in lost:
+            self._forget(name)
+        for name, block_name, parent, tokens in contents:
+            self._names[name] = self._names.pop(name, b"") or block_name
+            self._blocks.gain(block_name, parent, tokens)
+        while len(self._names) > _MOST_NAMES:
+            self._forget(next(iter(self._names)))
+
+    def use(self, name: bytes) -> bool:
+        return self.knows(name)
+
+    def begin_store(self, name: bytes) -> int | None:
+        self._storing.add(name)
+        return 0
+
+    def end_store(self, order: TierOrder, *, is_stored: bool) -> None:
+        self._storing.discard(order.name)
+        if is_stored:
+            self.learn([Content(order.name, order.block_name, order.parent_block_name, order.tokens)])
+
+    def begin_read(self, order: TierOrder) -> None:
+        """A store of others keeps or forgets what it likes."""
+
+    def end_read(self, order: TierOrder, *, is_lost: bool) -> None:
+        if is_lost:
+            self._forget(order.name)
+
+    def clear(self) -> None:
+        self._names.clear()
+        self._blocks.clear()
+
+    def stats(self) -> dict[str, int]:
+        """What the store has is not known here."""
+        return {}
+
+    def check(self, reads: Sequence[TierOrder], stores: Sequence[TierOrder]) -> list[str]:
+        if self._storing - {each.name for each in stores}:
+            return ["a block is being stored by no order"]
+        told = set(self._names.values()) - {b""}
+        if len(told) != len(self._blocks) or any(name not in self._blocks for name in told):
+            return ["other blocks are told of than the store was heard to have"]
+        return ["the directory has outgrown its bound"] if len(self._names) > _MOST_NAMES else []
+
+    def _forget(self, name: bytes) -> None:
+        block_name = self._names.pop(name, b"")
+        if block_name:
+            self._blocks.lose(block_name)
