@@ -18,8 +18,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvkeeper.cache_service.config import load_config as load_cache
-from kvkeeper.engine_service.config import load_config as load_engine
+from kvkeeper.cache_service.config import SOURCE as CACHE
+from kvkeeper.engine_service.config import SOURCE as ENGINE
 from kvkeeper.service.sizes import parse_size
 from tests.packaging.test_commands import Wrong, check
 from tests.support.documents import deployments as files
@@ -324,7 +324,7 @@ def test_the_build_sees_the_sources_of_the_wheel_and_nothing_else() -> None:
 
 
 def configs(found: Mapping[str, Container]) -> tuple[Any, Any]:
-    return load_cache(found["cache"].command[2:], {}), load_engine(found["engine"].command[2:], {})
+    return CACHE.load(found["cache"].command[2:], {}), ENGINE.load(found["engine"].command[2:], {})
 
 
 @each_deployment
