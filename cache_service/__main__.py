@@ -13,13 +13,13 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: this progr
 
 from kvkeeper.common.service.process import first_of, run, stop_signals
 
-from .config import CacheConfig, load_config
+from .config import SOURCE, CacheConfig
 from .preflight import check_kernel, check_start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """argv without the program's name."""
-    return run("kvkeeper cache", load_config, _serve, argv, _check)
+    return run("kvkeeper cache", SOURCE.load, _serve, argv, _check)
 
 
 def _check(config: CacheConfig) -> None:

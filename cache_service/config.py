@@ -7,8 +7,9 @@ one line that names the flag. Does not look at the machine: whether memory or an
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvkeeper.common.service.config import ConfigSource
@@ -20,23 +21,14 @@ from kvkeeper.common.service.settings import (
     ConfigError,
     between,
     check_settings,
-    health_address_setting,
     listen_setting,
-    log_level_setting,
-    metrics_listen_setting,
     must_be,
-    reflection_setting,
     setting,
     size_between,
-    trace_endpoint_setting,
 )
-from kvkeeper.common.service.sizes import parse_size
 from kvkeeper.common.trust.settings import (
-    auth_tokens_setting,
+    ServiceConfig,
     check_trust,
-    tls_cert_setting,
-    tls_client_ca_setting,
-    tls_key_setting,
 )
 
 from .core.blocks.pressure import PressureGauge
@@ -130,350 +122,265 @@ _QUOTA = must_be(
 _TENANTS = Check("TENANT, ...", _names_refusal)
 
 
+_addresses = partial(setting, group="Addresses")
+_pools = partial(setting, group="Pools")
+_prefix_cache = partial(setting, group="Prefix cache")
+_host_tier = partial(setting, group="Host tier")
+_disk_tier = partial(setting, group="Disk tier")
+_remote_tier = partial(setting, group="Remote tier")
+_stopping = partial(setting, group="Stopping")
+
+
 @dataclass(frozen=True, slots=True)
-class CacheConfig:
+class CacheConfig(ServiceConfig):
     """Everything that is decided before the service starts. Raises ConfigError for a value out of its range."""
 
     listen: str = listen_setting("127.0.0.1:7410")
-    runtime_dir: Path = setting(
-        default_factory=_default_runtime_dir,
-        group="Addresses",
-        help="folder of the attach socket",
+    runtime_dir: Path = _addresses(
+        _default_runtime_dir,
+        "folder of the attach socket",
         default_text="$XDG_RUNTIME_DIR/kvkeeper, or a private temporary one",
         check=Check("a path", _runtime_dir_refusal),
         details="It is made with mode 0700.",
     )
-    device: str = setting(
-        "cpu", group="Pools", help="where pools are: cpu, cuda or cuda:N; engines on it need the same device", check=DEVICE
-    )
-    device_wait: float = setting(
+    device: str = _pools("cpu", "where pools are: cpu, cuda or cuda:N; engines on it need the same device", check=DEVICE)
+    device_wait: float = _pools(
         30.0,
-        group="Pools",
-        help="seconds that a start waits for memory of a CUDA device which an earlier run's engines still have",
-        check=between(0, 3600),
-        unit="seconds",
+        "seconds that a start waits for memory of a CUDA device which an earlier run's engines still have",
+        check=between(0, 3600, "seconds"),
         details="The log says so. The memory of a pool comes back when the last engine has unmapped it.",
     )
-    quarantine_quiet: float = setting(
+    quarantine_quiet: float = _pools(
         1.0,
-        group="Pools",
-        help="seconds that blocks a killed engine may have been writing on a CUDA device stay out of use after its end",
-        check=between(0, 60),
-        unit="seconds",
+        "seconds that blocks a killed engine may have been writing on a CUDA device stay out of use after its end",
+        check=between(0, 60, "seconds"),
         details="Kernels that it had queued run until the driver has ended them. make gpu-check measures how long"
         " (quiet_after_ms of part a).",
     )
-    pool_memory: int = setting(
+    pool_memory: int = _pools(
         256 * MIB,
-        group="Pools",
-        help="memory of each pool, reserved at start",
+        "memory of each pool, reserved at start",
         example="256MiB",
-        parse=parse_size,
         check=size_between(64 << 10, 1 << 46),
         details="Without effect where --num-blocks is given.",
     )
-    memory_dir: Path | None = setting(
+    memory_dir: Path | None = _pools(
         None,
-        group="Pools",
-        help="folder on tmpfs in which the memory of pools outlives a service that is killed",
+        "folder on tmpfs in which the memory of pools outlives a service that is killed",
         default_text="memory without a name, which ends with the service",
         details="It is made with mode 0700, and is of one service at a time. The next service takes over what it finds there.",
     )
-    keep: bool = setting(False, group="Pools", help="leave the memory in --memory-dir also when the service is asked to stop")
-    take_over: bool = setting(
+    keep: bool = _pools(False, "leave the memory in --memory-dir also when the service is asked to stop")
+    take_over: bool = _pools(
         False,
-        group="Pools",
-        help="ask the service that has --memory-dir to stop, and go on with its memory and at its address",
+        "ask the service that has --memory-dir to stop, and go on with its memory and at its address",
         details="It must keep its memory, see --keep. Everything slow is done before it is asked.",
     )
-    hold: str = setting(
+    hold: str = _pools(
         "",
-        group="Pools",
-        help="address of kvkeeper hold, which keeps pools on a CUDA device while the service is away",
+        "address of kvkeeper hold, which keeps pools on a CUDA device while the service is away",
         example="unix:/run/user/1000/kvkeeper/hold.sock",
         default_text="none",
         check=OPTIONAL_HOLDER_ADDRESS,
         details="With --memory-dir on a device, and only there. A start without the holder is a cold one.",
     )
-    block_digests: bool = setting(
+    block_digests: bool = _pools(
         False,
-        group="Pools",
-        help="write a digest of each cached block beside it in --memory-dir, and verify blocks at start",
+        "write a digest of each cached block beside it in --memory-dir, and verify blocks at start",
         details="It finds memory that another program has overwritten.",
     )
-    verify_blocks: int = setting(
+    verify_blocks: int = _pools(
         256,
-        group="Pools",
-        help="cached blocks that a start compares with their digests, 0 for all",
+        "cached blocks that a start compares with their digests, 0 for all",
         check=between(0, 2 * MAX_POOL_BLOCKS),
         details="Where one is wrong, all are compared. Without effect without --block-digests.",
     )
-    num_pools: int = setting(2, group="Pools", help="most pools, that is KV specs, at once", check=between(1, 64))
-    keep_idle_pools: bool = setting(
+    num_pools: int = _pools(2, "most pools, that is KV specs, at once", check=between(1, 64))
+    keep_idle_pools: bool = _pools(
         False,
-        group="Pools",
-        help="refuse a KV spec beyond --num-pools instead of forgetting what an idle pool has cached",
+        "refuse a KV spec beyond --num-pools instead of forgetting what an idle pool has cached",
         details="Either way the client is told.",
     )
-    num_blocks: int | None = setting(
+    num_blocks: int | None = _pools(
         None,
-        group="Pools",
-        help="blocks of each pool instead of --pool-memory, reserved when its first session opens",
+        "blocks of each pool instead of --pool-memory, reserved when its first session opens",
         default_text="as many as --pool-memory holds",
         check=between(2, MAX_POOL_BLOCKS),
         details="The null block is one of them. Without a number, a pool of blocks below 4 KiB has at most 1,048,576.",
     )
-    max_sequences: int = setting(
+    max_sequences: int = _pools(
         256,
-        group="Pools",
-        help="most live sequences of a pool",
+        "most live sequences of a pool",
         check=between(1, 1 << 16),
         details="A caller that is no engine leaves a tenth of them to others.",
     )
-    max_tokens_per_sequence: int | None = setting(
+    max_tokens_per_sequence: int | None = _pools(
         None,
-        group="Pools",
-        help="most tokens of a sequence",
+        "most tokens of a sequence",
         default_text=f"what a pool holds, {_MAX_TOKENS} at most",
         check=between(1, _MAX_TOKENS),
         details="The engine says at start what bounds it below what its model can do.",
     )
-    max_sessions: int = setting(
+    max_sessions: int = _pools(
         64,
-        group="Pools",
-        help="most live sessions",
+        "most live sessions",
         check=between(1, 4096),
         details="A caller leaves a tenth of them to others. It is a tenant, else a connection, or on a Unix socket what the"
         " client calls itself (client_name).",
     )
-    eviction_policy: str = setting(
-        "adaptive", group="Prefix cache", help="which cached block is forgotten first", choices=POLICY_NAMES
-    )
-    watermark: float = setting(
+    eviction_policy: str = _prefix_cache("adaptive", "which cached block is forgotten first", choices=POLICY_NAMES)
+    watermark: float = _pools(
         0.01,
-        group="Pools",
-        help="share of a pool kept free for running sequences when others start",
+        "share of a pool kept free for running sequences when others start",
         check=must_be("a share from 0 to below 1", lambda share: 0 <= share < 1),
         details="Nothing is kept free while no sequence runs.",
     )
-    evict_above: float = setting(
+    evict_above: float = _prefix_cache(
         1.0,
-        group="Prefix cache",
-        help="share of a pool above which cached blocks are evicted before they are needed",
+        "share of a pool above which cached blocks are evicted before they are needed",
         check=must_be("a share above 0 and up to 1", lambda share: 0 < share <= 1),
         details="They are evicted between two steps.",
     )
-    soon_share: float = setting(
+    soon_share: float = _prefix_cache(
         0.25,
-        group="Prefix cache",
-        help="share of a pool that is kept because clients expect to use it again soon",
+        "share of a pool that is kept because clients expect to use it again soon",
         check=must_be("a share from 0 to 1", lambda share: 0 <= share <= 1),
         details="Above it, and after a minute, such blocks are evicted like others, those that wait longest first.",
     )
-    pressure_levels: tuple[float, ...] = setting(
+    pressure_levels: tuple[float, ...] = _pools(
         (0.6, 0.8, 0.95),
-        group="Pools",
-        help="shares of a pool, held, at which pressure is medium, high and critical",
+        "shares of a pool, held, at which pressure is medium, high and critical",
         default_text="0.6,0.8,0.95",
         parse=parse_shares,
         check=Check("three shares above 0 and up to 1", _pressure_refusal),
         details="Each level is left 0.05 below its share.",
     )
-    prefix_caching: bool = setting(True, group="Prefix cache", help="share committed prefixes between sequences")
-    prefix_ttl: float | None = setting(
+    prefix_caching: bool = _prefix_cache(True, "share committed prefixes between sequences")
+    prefix_ttl: float | None = _prefix_cache(
         None,
-        group="Prefix cache",
-        help="seconds that a cached block lives without being used",
+        "seconds that a cached block lives without being used",
         default_text="for ever",
-        check=between(0.001, 30 * 86_400),
-        unit="seconds",
+        check=between(0.001, 30 * 86_400, "seconds"),
     )
-    min_prefix_tokens: int = setting(
-        0,
-        group="Prefix cache",
-        help="a start takes nothing from the cache where it would take less",
-        check=between(0, 1 << 22),
-        unit="tokens",
+    min_prefix_tokens: int = _prefix_cache(
+        0, "a start takes nothing from the cache where it would take less", check=between(0, 1 << 22, "tokens")
     )
-    max_cached_blocks: int | None = setting(
+    max_cached_blocks: int | None = _prefix_cache(
         None,
-        group="Prefix cache",
-        help="most blocks of a pool that are cached and held by no sequence",
+        "most blocks of a pool that are cached and held by no sequence",
         default_text="all",
         check=between(0, MAX_POOL_BLOCKS),
     )
-    tenant_quota: float = setting(
+    tenant_quota: float = _prefix_cache(
         1.0,
-        group="Prefix cache",
-        help="share of a pool that a tenant may keep cached, 0 to 0.5, or 1 for no quota",
+        "share of a pool that a tenant may keep cached, 0 to 0.5, or 1 for no quota",
         check=_QUOTA,
         details="Above it the tenant's own blocks are evicted first.",
     )
-    tenant_quotas: tuple[tuple[str, float], ...] = setting(
+    tenant_quotas: tuple[tuple[str, float], ...] = _prefix_cache(
         (),
-        group="Prefix cache",
-        help="tenants with another quota",
+        "tenants with another quota",
         example="a=0.1,b=0.5",
         default_text="none",
         parse=parse_quotas,
         check=Check("TENANT=SHARE, ...", _quotas_refusal),
     )
-    logits_memory: int = setting(
-        0,
-        group="Prefix cache",
-        help="memory of each pool for stored last-token logits",
-        example="64MiB",
-        parse=parse_size,
-        check=size_between(0, 1 << 40),
+    logits_memory: int = _prefix_cache(
+        0, "memory of each pool for stored last-token logits", example="64MiB", check=size_between(0, 1 << 40)
     )
-    host_memory: int = setting(
+    host_memory: int = _host_tier(
         0,
-        group="Host tier",
-        help="memory of each pool's host tier, for what the pool has no room for",
+        "memory of each pool's host tier, for what the pool has no room for",
         example="1GiB",
-        parse=parse_size,
         check=size_between(0, 1 << 46),
         details="Swapped sequences go there, and cached blocks that the pool has no room for. It is reserved with the pool.",
     )
-    num_host_blocks: int = setting(
+    num_host_blocks: int = _host_tier(
         0,
-        group="Host tier",
-        help="blocks of each pool's host tier instead of --host-memory",
+        "blocks of each pool's host tier instead of --host-memory",
         check=Check(f"0, or 2 to {MAX_POOL_BLOCKS}", lambda number: between(2, MAX_POOL_BLOCKS).refusal(number or 2)),
         details="The null block is one of them.",
     )
-    host_kv_dtype: str = setting(
+    host_kv_dtype: str = _host_tier(
         "auto",
-        group="Host tier",
-        help="what K and V are kept in below the device: as they are on the device (auto), or in fewer bits",
+        "what K and V are kept in below the device: as they are on the device (auto), or in fewer bits",
         choices=("auto", "fp8", "int8", "int4"),
         details="Of pools of 16- or 32-bit numbers; others keep theirs. What comes back is rounded: see quantised-kv.md.",
     )
-    disk_path: Path | None = setting(
+    disk_path: Path | None = _disk_tier(
         None,
-        group="Disk tier",
-        help="folder for blocks that left the host tier, found again by later runs, too",
+        "folder for blocks that left the host tier, found again by later runs, too",
         default_text="no disk tier",
         details="It is made with mode 0700, and is of one service at a time. It needs --disk-memory and a host tier.",
     )
-    disk_memory: int = setting(
-        0,
-        group="Disk tier",
-        help="disk of each pool, taken whole at start",
-        example="64GiB",
-        parse=parse_size,
-        check=size_between(0, 1 << 50),
-    )
-    disk_admit: str = setting(
+    disk_memory: int = _disk_tier(0, "disk of each pool, taken whole at start", example="64GiB", check=size_between(0, 1 << 50))
+    disk_admit: str = _disk_tier(
         "all",
-        group="Disk tier",
-        help="what is stored: all that comes to the host tier, or what was loaded back from there",
+        "what is stored: all that comes to the host tier, or what was loaded back from there",
         choices=("all", "second-use"),
         details="second-use spares the disk what is never seen again.",
     )
-    disk_tenants: tuple[str, ...] = setting(
-        (),
-        group="Disk tier",
-        help="tenants whose blocks are stored",
-        example="a,b",
-        default_text="all",
-        parse=parse_names,
-        check=_TENANTS,
+    disk_tenants: tuple[str, ...] = _disk_tier(
+        (), "tenants whose blocks are stored", example="a,b", default_text="all", parse=parse_names, check=_TENANTS
     )
-    disk_deadline: float = setting(
+    disk_deadline: float = _disk_tier(
         2.0,
-        group="Disk tier",
-        help="seconds that a sequence waits for its blocks from the disk, before it computes them",
-        check=between(0.01, 60),
-        unit="seconds",
+        "seconds that a sequence waits for its blocks from the disk, before it computes them",
+        check=between(0.01, 60, "seconds"),
         details="An order that takes longer makes the disk rest.",
     )
-    remote: str = setting(
+    remote: str = _remote_tier(
         "",
-        group="Remote tier",
-        help="Valkey or Redis server or cluster, or master of a Mooncake store, in which cache services share blocks",
+        "Valkey or Redis server or cluster, or master of a Mooncake store, in which cache services share blocks",
         example="rediss://cache.internal:6379/0",
         default_text="no remote tier",
         check=Check(FORM_WORDS, _remote_refusal),
         details="Of a cluster, some nodes: redis://HOST:PORT,HOST:PORT?cluster=true. Without a user or a password, which are "
         "in --remote-secret. It needs that file and a host tier.",
     )
-    remote_secret: Path | None = setting(
+    remote_secret: Path | None = _remote_tier(
         None,
-        group="Remote tier",
-        help="file with the key that services share, and the user and password of the server",
+        "file with the key that services share, and the user and password of the server",
         default_text="none",
         details="Lines key = ..., user = ... and password = ..., mode 0600. Services with the same key share blocks.",
     )
-    remote_memory: int = setting(
+    remote_memory: int = _remote_tier(
         0,
-        group="Remote tier",
-        help="memory of this machine that each pool gives to the store of mooncake://",
+        "memory of this machine that each pool gives to the store of mooncake://",
         example="64GiB",
-        parse=parse_size,
         check=size_between(0, 1 << 46),
         details="A Mooncake store has no memory but what its clients give. What is in it is lost when this service ends.",
     )
-    remote_ca: Path | None = setting(
-        None,
-        group="Remote tier",
-        help="certificates that vouch for the server of rediss:// and valkeys://",
-        default_text="those that the machine knows",
+    remote_ca: Path | None = _remote_tier(
+        None, "certificates that vouch for the server of rediss:// and valkeys://", default_text="those that the machine knows"
     )
-    remote_admit: str = setting(
+    remote_admit: str = _remote_tier(
         "second-use",
-        group="Remote tier",
-        help="what is stored: all that comes to the host tier, or what was loaded back from there",
+        "what is stored: all that comes to the host tier, or what was loaded back from there",
         choices=("all", "second-use"),
         details="second-use keeps one service from flooding what others share.",
     )
-    remote_tenants: tuple[str, ...] = setting(
-        (),
-        group="Remote tier",
-        help="tenants whose blocks are stored",
-        example="a,b",
-        default_text="all",
-        parse=parse_names,
-        check=_TENANTS,
+    remote_tenants: tuple[str, ...] = _remote_tier(
+        (), "tenants whose blocks are stored", example="a,b", default_text="all", parse=parse_names, check=_TENANTS
     )
-    remote_ttl: float = setting(
-        86_400.0,
-        group="Remote tier",
-        help="seconds that a block lives there without being used",
-        check=between(1, 30 * 86_400),
-        unit="seconds",
+    remote_ttl: float = _remote_tier(
+        86_400.0, "seconds that a block lives there without being used", check=between(1, 30 * 86_400, "seconds")
     )
-    remote_deadline: float = setting(
+    remote_deadline: float = _remote_tier(
         1.0,
-        group="Remote tier",
-        help="seconds that a sequence waits for its blocks from the remote tier, before it computes them",
-        check=between(0.01, 60),
-        unit="seconds",
+        "seconds that a sequence waits for its blocks from the remote tier, before it computes them",
+        check=between(0.01, 60, "seconds"),
         details="A server that takes longer is left alone for a while.",
     )
-    tier_worth: str = setting(
+    tier_worth: str = _disk_tier(
         "auto",
-        group="Disk tier",
-        help="which loads from disk and remote tier are ordered: those that beat computing, or all",
+        "which loads from disk and remote tier are ordered: those that beat computing, or all",
         choices=("auto", "always"),
         details="auto compares what loads and prompts took lately. Before it has measured a few of both, it loads.",
     )
-    tls_cert: Path | None = tls_cert_setting()
-    tls_key: Path | None = tls_key_setting()
-    tls_client_ca: Path | None = tls_client_ca_setting()
-    auth_tokens: Path | None = auth_tokens_setting()
-    metrics_listen: str = metrics_listen_setting()
-    health_address: str = health_address_setting()
-    trace_endpoint: str = trace_endpoint_setting()
-    reflection: bool = reflection_setting()
-    drain_timeout: float = setting(
-        3.0,
-        group="Stopping",
-        help="seconds that live sessions have to close once the service is asked to stop",
-        check=between(0, 3600),
-        unit="seconds",
+    drain_timeout: float = _stopping(
+        3.0, "seconds that live sessions have to close once the service is asked to stop", check=between(0, 3600, "seconds")
     )
-    log_level: str = log_level_setting()
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -530,8 +437,3 @@ SOURCE = ConfigSource(
     environment_prefix="KVKEEPER_CACHE_",
     example="POOL_MEMORY=1GiB",
 )
-
-
-def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> CacheConfig:
-    """Flags over KVKEEPER_CACHE_* over defaults. Raises ConfigError; --help ends in argparse's SystemExit."""
-    return SOURCE.load(argv, environ)

@@ -18,7 +18,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: the servic
 
 from kvkeeper.common.service.process import LOST, ServiceLost, first_of, run, stop_signals
 
-from .config import EngineConfig, load_config
+from .config import SOURCE, EngineConfig
 from .preflight import check_kernel, check_start
 
 log = structlog.get_logger()
@@ -35,7 +35,7 @@ _REST_S = 0.5
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the service until it is stopped. argv: without the program's name. The exit code."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    code = run("kvkeeper engine", load_config, _serve, argv, _check)
+    code = run("kvkeeper engine", SOURCE.load, _serve, argv, _check)
     if code == LOST:
         end_at_once(code)
     return code

@@ -40,12 +40,12 @@ from .loop.time_limits import end_stalled
 from .loop.tracing import EngineTracing
 from .model.checkpoint.errors import ModelError, NoDeviceError
 from .model.parallel.split import WHOLE
+from .movement.take_over import TakeOverRefused
 from .ranks.failures import RankLost
 from .ranks.ranks import Ranks
 from .rpc.admission import connection_of
 from .rpc.fronts.fronts import Fronts
 from .rpc.fronts.public_address import metrics_at, open_address, serve_at
-from .rpc.hand_over.taker import TakeOverRefused
 from .rpc.methods import intake_of
 from .rpc.service import EngineService
 from .scheduler.state.fair_share import FairShare

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from kvkeeper.common.hold.client import HolderAway, HolderClient
-from kvkeeper.common.hold.config import HoldConfig, load_config
+from kvkeeper.common.hold.config import SOURCE, HoldConfig
 from kvkeeper.common.hold.holder import Holder
 from kvkeeper.common.hold.messages import HoldRefused
 from kvkeeper.common.hold.systemd import SystemdStore
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     try:
-        config = load_config(argv, os.environ)
+        config = SOURCE.load(argv, os.environ)
     except ConfigError as error:
         print(f"kvkeeper hold: {error}", file=sys.stderr)
         return 2

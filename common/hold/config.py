@@ -2,8 +2,8 @@
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvkeeper.common.hold.messages import MAX_HELD, is_name
@@ -17,26 +17,27 @@ def _default_address() -> str:
     return f"unix:{folder}/hold.sock"
 
 
+_addresses = partial(setting, group="Addresses")
+_bounds = partial(setting, group="Bounds")
+_asking = partial(setting, group="Asking")
+
+
 @dataclass(frozen=True, slots=True)
 class HoldConfig:
     """Everything that is decided before the holder starts. Raises ConfigError for a value out of its range."""
 
-    listen: str = setting(
-        default_factory=_default_address,
-        group="Addresses",
-        help="unix:/path, the socket on which cache services hand descriptors over",
+    listen: str = _addresses(
+        _default_address,
+        "unix:/path, the socket on which cache services hand descriptors over",
         default_text="unix:$XDG_RUNTIME_DIR/kvkeeper/hold.sock, or in a private temporary folder",
         check=HOLDER_ADDRESS,
         details="It has mode 0600. Its folder is made with mode 0700.",
     )
-    max_held: int = setting(64, group="Bounds", help="most descriptors, one for each pool", check=between(1, MAX_HELD))
-    show: bool = setting(
-        False, group="Asking", help="print what the holder at --listen has, a name and its bytes a line, and end"
-    )
-    drop: str = setting(
+    max_held: int = _bounds(64, "most descriptors, one for each pool", check=between(1, MAX_HELD))
+    show: bool = _asking(False, "print what the holder at --listen has, a name and its bytes a line, and end")
+    drop: str = _asking(
         "",
-        group="Asking",
-        help="name of what the holder at --listen is to drop, as --show tells it; then end",
+        "name of what the holder at --listen is to drop, as --show tells it; then end",
         default_text="nothing",
         check=Check("a name", lambda name: None if not name or is_name(name) else "a name as --show tells it"),
         details="The memory goes once no process maps it.",
@@ -54,8 +55,3 @@ SOURCE = ConfigSource(
     environment_prefix="KVKEEPER_HOLD_",
     example="MAX_HELD=8",
 )
-
-
-def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> HoldConfig:
-    """Flags over KVKEEPER_HOLD_* over defaults. Raises ConfigError; --help ends in argparse's SystemExit."""
-    return SOURCE.load(argv, environ)

@@ -8,7 +8,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Callable, Collection
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -27,10 +27,15 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The values that are allowed: in words, and as a function that says why a value is refused, or None where it is not."""
+    """The values that are allowed: in words, and as a function that says why a value is refused, or None where it is not.
+
+    parse: of a text, where the type of the setting is not enough.
+    """
 
     words: str
     refusal: Callable[[Any], str | None]
+    unit: str = ""
+    parse: Callable[[str], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,6 @@ class Setting:
     parse: Callable[[str], Any]  # raises ValueError
     group: str
     help: str
-    unit: str
     example: str
     choices: tuple[str, ...]
     details: str
@@ -71,48 +75,48 @@ class Setting:
     @property
     def values(self) -> str:
         """The allowed values, in words, with the unit."""
-        words = "on or off" if self.is_switch else self.check.words if self.check else ""
-        return f"{words} {self.unit}".strip()
+        if self.is_switch or self.check is None:
+            return "on or off" if self.is_switch else ""
+        return f"{self.check.words} {self.check.unit}".strip()
 
 
 def setting(
-    default: Any = MISSING,
+    default: Any,
+    help: str,
     *,
     group: str,
-    help: str,
     check: Check | None = None,
-    unit: str = "",
     example: str = "",
     choices: Collection[str] = (),
     default_text: str | None = None,
-    default_factory: Callable[[], Any] | Any = MISSING,
     parse: Callable[[str], Any] | None = None,
     details: str = "",
 ) -> Any:
     """A field of a config's dataclass. None is never checked.
 
-    default_text: of a default that its value does not explain. parse: where the type of the field is not enough; raises
-    ValueError. details: the text that the reference adds to the help.
+    default: a value, or a function that makes it. default_text: of a default that its value does not explain. parse: where
+    neither the check nor the type of the field says it; raises ValueError. details: what the reference adds to the help.
     """
     declared = {
         "group": group,
         "help": help,
         "check": one_of(choices) if choices else check,
-        "unit": unit,
         "example": example,
         "choices": tuple(choices),
         "default_text": default_text,
-        "parse": parse,
+        "parse": parse or (check and check.parse),
         "details": details,
     }
-    return field(default=default, default_factory=default_factory, metadata=declared)
+    if callable(default):
+        return field(default_factory=default, metadata=declared)
+    return field(default=default, metadata=declared)
 
 
 @cache
 def settings_of(config: Any) -> tuple[Setting, ...]:
-    """Of a config's dataclass, each of whose fields was made by `setting`; in their order."""
+    """Of a config's dataclass, each of whose fields was made by `setting`: its own in their order, then those of its base."""
     found = []
-    for item in fields(config):
+    for item in sorted(fields(config), key=lambda item: item.name not in config.__annotations__):
         declared = dict(item.metadata)
         parse = declared.pop("parse") or _parse_of(item.type)
         text = declared.pop("default_text")
@@ -142,17 +146,17 @@ def parse_switch(text: str) -> bool:
     return text.lower() in ("1", "true", "on")
 
 
-def must_be(words: str, holds: Callable[[Any], bool], shown: Callable[[Any], str] = repr) -> Check:
+def must_be(words: str, holds: Callable[[Any], bool], shown: Callable[[Any], str] = repr, **more: Any) -> Check:
     """A check whose refusal names the wanted and the given value."""
-    return Check(words, lambda value: None if holds(value) else f"{words}, not {shown(value)}")
+    return Check(words, lambda value: None if holds(value) else f"{words}, not {shown(value)}", **more)
 
 
-def between(low: float, high: float) -> Check:
-    return must_be(f"{low} to {high}", lambda value: low <= value <= high)
+def between(low: float, high: float, unit: str = "") -> Check:
+    return must_be(f"{low} to {high}", lambda value: low <= value <= high, unit=unit)
 
 
 def size_between(low: int, high: int) -> Check:
-    return must_be(f"{size(low)} to {size(high)}", lambda value: low <= value <= high, size)
+    return must_be(f"{size(low)} to {size(high)}", lambda value: low <= value <= high, size, parse=parse_size)
 
 
 def one_of(choices: Collection[str]) -> Check:
@@ -252,50 +256,15 @@ TRACE_ENDPOINT = Check(
 def listen_setting(default: str) -> Any:
     return setting(
         default,
+        "host:port, or unix:/path",
         group="Addresses",
-        help="host:port, or unix:/path",
         check=LISTEN_ADDRESS,
         details="An address that other hosts reach needs --tls-cert, and --auth-tokens or --tls-client-ca.",
     )
 
 
-def metrics_listen_setting() -> Any:
-    return setting(
-        "",
-        group="Watching",
-        help="loopback host:port that serves /metrics for Prometheus",
-        default_text="none",
-        check=METRICS_ADDRESS,
-    )
-
-
-def health_address_setting() -> Any:
-    return setting(
-        "",
-        group="Watching",
-        help="host:port that answers grpc.health.v1 alone, without TLS and credentials, for probes",
-        default_text="none",
-        check=HEALTH_ADDRESS,
-        details="Other hosts may reach it: it tells whether the service serves, and nothing else.",
-    )
-
-
-def trace_endpoint_setting() -> Any:
-    return setting(
-        "",
-        group="Watching",
-        help="URL of an OpenTelemetry collector, http://host:4318/v1/traces, that gets traces",
-        default_text="none",
-        check=TRACE_ENDPOINT,
-    )
-
-
 def log_level_setting() -> Any:
-    return setting("info", group="Watching", help="least severe messages that are logged", choices=LOG_LEVELS)
-
-
-def reflection_setting() -> Any:
-    return setting(True, group="Watching", help="answer gRPC server reflection")
+    return setting("info", "least severe messages that are logged", group="Watching", choices=LOG_LEVELS)
 
 
 def _parse_of(kind: Any) -> Callable[[str], Any]:

@@ -5,8 +5,6 @@ can connect may do everything, see settings.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -18,22 +16,8 @@ from kvkeeper.common.trust.gate import Gate
 from kvkeeper.common.trust.known_callers import KnownCallers
 from kvkeeper.common.trust.private_file import FileRefused
 from kvkeeper.common.trust.refusals import RefusedCalls
+from kvkeeper.common.trust.settings import TrustConfig
 from kvkeeper.common.trust.tls import ServerTls
-
-
-class TrustConfig(Protocol):
-    """The part of a service's config that is about trust."""
-
-    @property
-    def listen(self) -> str: ...
-    @property
-    def tls_cert(self) -> Path | None: ...
-    @property
-    def tls_key(self) -> Path | None: ...
-    @property
-    def tls_client_ca(self) -> Path | None: ...
-    @property
-    def auth_tokens(self) -> Path | None: ...
 
 
 class Guard:

@@ -1,56 +1,75 @@
-"""The settings about trust that both services have, and which of their combinations a service starts with.
+"""The settings that both services have, and which of their combinations about trust a service starts with.
 
 Rule: an address that other hosts reach needs both ends proved: the service by TLS, its callers by tokens or certificates.
 Imports no grpc, so that a wrong combination is told at once.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from kvkeeper.common.service.settings import ConfigError, is_local, setting
+from kvkeeper.common.service.settings import (
+    HEALTH_ADDRESS,
+    METRICS_ADDRESS,
+    TRACE_ENDPOINT,
+    ConfigError,
+    is_local,
+    log_level_setting,
+    setting,
+)
 
-_GROUP = "Trust"
+_trust, _watching = partial(setting, group="Trust"), partial(setting, group="Watching")
 
 
-def tls_cert_setting() -> Any:
-    return setting(
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """The settings that both services have, beside those of their own."""
+
+    tls_cert: Path | None = _trust(
         None,
-        group=_GROUP,
-        help="file with the service's certificate and its chain in PEM, which switches TLS on",
+        "file with the service's certificate and its chain in PEM, which switches TLS on",
         default_text="no TLS",
         details="With --tls-key. Files that change are taken for new connections; no restart is needed.",
     )
-
-
-def tls_key_setting() -> Any:
-    return setting(None, group=_GROUP, help="file with the key of --tls-cert in PEM, of mode 0600", default_text="no TLS")
-
-
-def tls_client_ca_setting() -> Any:
-    return setting(
+    tls_key: Path | None = _trust(None, "file with the key of --tls-cert in PEM, of mode 0600", default_text="no TLS")
+    tls_client_ca: Path | None = _trust(
         None,
-        group=_GROUP,
-        help="file with the authority in PEM that signs clients' certificates; every connection needs one then",
+        "file with the authority in PEM that signs clients' certificates; every connection needs one then",
         default_text="clients show no certificate",
         details="Without --auth-tokens each of its certificates stands for an operator of all tenants; with it, for the entry"
         " [[certificate]] of its name.",
     )
-
-
-def auth_tokens_setting() -> Any:
-    return setting(
+    auth_tokens: Path | None = _trust(
         None,
-        group=_GROUP,
-        help="file of mode 0600 with hashed tokens and names of certificates, each with tenant and role",
+        "file of mode 0600 with hashed tokens and names of certificates, each with tenant and role",
         default_text="every program that can connect may do everything",
         details="kvkeeper token makes an entry. A file that changes is read again. Over a Unix socket a caller without a token"
         " is the operator, because the socket is open to its user alone.",
     )
+    metrics_listen: str = _watching(
+        "", "loopback host:port that serves /metrics for Prometheus", default_text="none", check=METRICS_ADDRESS
+    )
+    health_address: str = _watching(
+        "",
+        "host:port that answers grpc.health.v1 alone, without TLS and credentials, for probes",
+        default_text="none",
+        check=HEALTH_ADDRESS,
+        details="Other hosts may reach it: it tells whether the service serves, and nothing else.",
+    )
+    trace_endpoint: str = _watching(
+        "",
+        "URL of an OpenTelemetry collector, http://host:4318/v1/traces, that gets traces",
+        default_text="none",
+        check=TRACE_ENDPOINT,
+    )
+    reflection: bool = _watching(True, "answer gRPC server reflection")
+    log_level: str = log_level_setting()
 
 
 class TrustConfig(Protocol):
-    """The part of a service's config that is checked here."""
+    """The part of a config that is about trust."""
 
     @property
     def listen(self) -> str: ...

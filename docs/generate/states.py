@@ -1,4 +1,7 @@
-"""docs/states.md: the states of a sequence in each service, drawn from the tables of transitions that the services check."""
+"""docs/states.md: the states of a sequence in each service, and of a request between two engines.
+
+They are drawn from the tables of transitions that the services check.
+"""
 
 from collections.abc import Collection, Mapping
 from enum import Enum
@@ -7,12 +10,17 @@ from importlib.util import find_spec
 
 from docs.generate.markdown import head
 
-_INTRO = "What a sequence can be, and what takes it from one state to the next. Any other change of a state is a defect."
+_INTRO = """What a sequence or a request can be, and what takes it from one state to the next. Any other change of a state is a
+defect."""
 _TABLES = {
     "A sequence in the cache service": "kvkeeper.cache_service.core.sequences.transitions",
     "A sequence in the engine's scheduler": "kvkeeper.engine_service.scheduler.state.transitions",
+    "A request that changes its engine": "kvkeeper.engine_service.movement.states",
 }
-_BORN = {"kvkeeper.engine_service.scheduler.state.transitions": ("NEW",)}  # states that others lead to as well
+_BORN = {
+    "kvkeeper.engine_service.scheduler.state.transitions": ("NEW",),
+    "kvkeeper.engine_service.movement.states": ("RUNNING",),
+}  # states that others lead to as well
 _NO_SEQUENCE = ("FREE_SLOT", "NONE", "GONE")  # states that stand for no sequence: drawn as the beginning and the end
 
 

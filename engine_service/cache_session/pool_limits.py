@@ -10,7 +10,6 @@ from ..values.read_span import WHOLE, ReadSpan
 
 _OWN_BOUND = "see --max-tokens-per-sequence of the engine service"
 _CACHE_BOUND = "see --max-tokens-per-sequence of the cache service, and its --max-sequences"
-_NO_BOUND = 2**31 - 1
 _POOL_BOUND = "the pool holds no more, see --pool-memory and --num-blocks of the cache service"
 
 
@@ -30,7 +29,7 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
         block_size=pool.block_size,
         max_len=max_len,
         max_known_sequences=pool.max_sequences,
-        max_step_items=pool.max_step_items or _NO_BOUND,  # of an older cache service
+        max_step_items=pool.max_step_items,
         max_running=max_running,
         token_budget=config.token_budget,
         chunk_size=config.chunk_size,

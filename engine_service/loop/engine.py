@@ -28,12 +28,11 @@ from ..scheduler.scheduler import Scheduler
 from ..scheduler.state.limits import Limits
 from ..scheduler.state.waiting import WaitingSequences
 from ..speculation.speculator import Proposer, Speculator
-from ..values.errors import CacheServiceDown, Draining, EngineError, NeverFits
-from ..values.request import Int32Array, TakenBlocks
+from ..values.errors import CacheServiceDown, Draining, NeverFits
+from ..values.request import Int32Array
+from .between_steps import BetweenSteps
 from .iteration import Iteration
-from .leaving import Leaving, take_blocks
 from .open_requests import OpenRequests, with_bound
-from .prefilled import Prefilled
 from .sequence_creator import SequenceCreator
 from .stats import EngineStats
 from .step_worker import StepWorker
@@ -74,15 +73,15 @@ class Engine:
         self._creator: SequenceCreator | None = None  # of the session
         self._num_reported = 0  # steps that the cache service knows to be done
         self._stopping = False
-        self.leaving, self.prefilled = Leaving(scheduler, requests), Prefilled(scheduler, requests)
+        self._changes = BetweenSteps()
+        self.is_handing_over = False  # all requests are leaving for another engine
         self._has_turned = asyncio.Event()  # there is a session, or never again
-        self._idled = asyncio.Event()  # nothing is computed, and the cache service knows that
 
     # -- for other tasks
 
     def check_open(self) -> None:
         """Require that requests are taken now. Raises Draining, CacheServiceDown."""
-        if self._stopping or self.leaving.is_wanted:
+        if self._stopping or self.is_handing_over:
             raise Draining("the service is stopping" if self._stopping else "another engine takes over")
         if self.memory is None:
             raise CacheServiceDown("the cache service does not answer")
@@ -104,49 +103,18 @@ class Engine:
             await self._has_turned.wait()
         return None if self._stopping else self.memory
 
-    async def hold_requests(self) -> list[Generation]:
-        """Take no more requests, and compute nothing for the open ones, until go_on. Answers these once no step is at work, and
-        the cache service knows of all that was computed."""
-        self._idled.clear()
-        self.leaving.begin()
+    def between_steps(self, change: Callable[[], None], when: Callable[[], bool] = lambda: True) -> asyncio.Event:
+        """Make a change once it is due, where no step is running.
+
+        The event is set once the change is made and the cache service knows all that was computed before, or has ended the
+        session.
+        """
+        event = self._changes.add(change, when)
         if self.memory is None:
-            self.leaving.take_out(keeps_blocks=False)
+            self._changes.make()
+            self._changes.note_reported()
         self._wake.all()
-        held = await self.leaving.requests()
-        if self.memory is not None:
-            await self._idled.wait()
-        return held
-
-    async def adopt(self, generation: Generation, offers: dict[int, bytes]) -> None:
-        """Queue a request of another engine, with the sequences that it offers. Raises EngineError."""
-        self.check_open()
-        taken = await self.take(generation, offers)
-        try:
-            self.check_open()
-            self.requests.adopt(generation, taken)
-        except EngineError:
-            self.scheduler.drop_taken(taken)
-            raise
-
-    def hold(self, generation: Generation) -> None:
-        """Take in a request, or refuse it; nothing is computed for it until put_back."""
-        self.submit(generation)
-        self.requests.hold(generation)
-
-    def put_back(self, generation: Generation, taken: dict[int, TakenBlocks]) -> None:
-        """Compute for a request that was held, if it is still open. taken: as take gave them, at once."""
-        self.requests.put_back(generation, taken)
-        generation.deliver()
-
-    async def take(self, generation: Generation, offers: dict[int, bytes]) -> dict[int, TakenBlocks]:
-        """By index, the blocks of another engine's sequences, as far as they are still offered. Use them at once."""
-        memory = self.memory
-        taken = await take_blocks(self.scheduler, memory, generation, offers)
-        return taken if self.memory is memory else {}
-
-    async def go_on(self) -> None:
-        """Go on with the requests that are held and still open, and take new ones."""
-        await self.leaving.end(self.memory)
+        return event
 
     def wake(self) -> None:
         """Have the loop look whether its session can go on."""
@@ -195,9 +163,8 @@ class Engine:
             if not self._stopping:
                 self._has_turned.clear()
             self.on_turn(False)
-            self._idled.set()
-            if self.leaving.is_due:
-                self.leaving.take_out(keeps_blocks=False)
+            self._changes.make()
+            self._changes.note_reported()
             self.requests.deliver()
             await self._creator.close()
             self._creator = None
@@ -211,8 +178,8 @@ class Engine:
     async def step(self, memory: KvMemory) -> None:
         """One turn: schedule, reserve; emit what was computed meanwhile; copy, forward, sample go on during the next."""
         worker = self._step_worker
-        if (is_guessing := self._is_guessing()) or self.leaving.is_due or self.prefilled.is_due:
-            await self._finish(memory)  # guesses start from the tokens that are computed now; requests leave between two steps
+        if (is_guessing := self._is_guessing()) or self._changes.is_due:
+            await self._finish(memory)  # guesses start from the tokens that are computed now
         await worker.wait_until_due(memory.lease.renew_s)
         self._note_changes()
         plan = self._schedule(await self._guess(memory) if is_guessing else NO_GUESSES)
@@ -223,7 +190,7 @@ class Engine:
         self.on_turn(True)
         answer = await self._reserve(memory, plan) if wants_step else None
         if answer is not None:
-            self.prefilled.note_reported()
+            self._changes.note_reported()
         goes_on = True
         if answer is not None and self._may_run_ahead(plan, answer):
             goes_on = self._start(memory, plan, answer, is_guessing=False)
@@ -243,10 +210,8 @@ class Engine:
         if self._creator is not None:
             self._creator.proceed()
         self.requests.end_closed()
-        if self.leaving.is_due:
-            self.leaving.take_out(keeps_blocks=True)
         if self._step_worker.in_flight is None:
-            self.prefilled.take_out()
+            self._changes.make()
         self.scheduler.enter()
 
     def _schedule(self, guesses: Mapping[int, Int32Array]) -> Plan:
@@ -331,8 +296,7 @@ class Engine:
             self._num_reported = step_id
             await memory.renew(step_id)
             return
-        self._idled.set()
-        self.prefilled.note_reported()
+        self._changes.note_reported()
         if not await wait_for(self._wake.loop, memory.lease.renew_s):
             await memory.renew()
 

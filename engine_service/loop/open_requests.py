@@ -41,7 +41,6 @@ class OpenRequests:
         self._scheduler, self._stats, self._tracing = scheduler, stats, tracing
         self._max_waiting, self._wake_up = max_waiting, wake_up
         self._by_request: dict[Request, Generation] = {}  # those with sequences that have not ended
-        self._held: set[Generation] = set()  # those that were taken out of the steps
         self._closed: list[Generation] = []
         self._stopped: list[tuple[Request, int]] = []  # continuations that ended outside of a step, of requests that go on
         self._undelivered: dict[Generation, None] = {}  # those with chunks that their streams do not have yet
@@ -93,7 +92,7 @@ class OpenRequests:
 
     def _check_room(self, client: str) -> None:
         """Raises QueueFull. A client leaves a tenth of the queue to others."""
-        num_waiting, limit = self._scheduler.num_waiting + len(self._held), self._max_waiting
+        num_waiting, limit = self._scheduler.num_waiting + self.num_held, self._max_waiting
         if num_waiting >= limit:
             raise QueueFull(f"{limit} requests are waiting, the most that may", limit=limit, flag="--max-waiting")
         limit -= limit // 10
@@ -102,20 +101,18 @@ class OpenRequests:
                 f"{limit} of the client's requests are waiting, the most that may", limit=limit, flag="--max-waiting"
             )
 
-    def take_out(self, *, keeps_blocks: bool) -> dict[Generation, list[Sequence]]:
-        """Take all open requests out of the steps, in order of arrival. They stay open, and compute nothing until put back.
+    @property
+    def num_held(self) -> int:
+        """Open requests that are out of the steps."""
+        num_closed = sum(generation.request in self._by_request for generation in self._closed)
+        return len(self.generations) - len(self._by_request) + num_closed
 
-        keeps_blocks: of what runs, so that another session can take it. Answers the sequences that keep theirs.
+    def take_out(self, generation: Generation, *, keeps_blocks: bool) -> list[Sequence]:
+        """Take an open request out of the steps. It stays open, and computes nothing until put back.
+
+        keeps_blocks: of what runs, so that another session can take it. Returns the sequences that keep theirs.
         """
-        self.deliver()
-        self.end_closed()
-        in_steps = [generation for generation in self.generations.values() if generation.request in self._by_request]
-        return {generation: self.hold(generation, keeps_blocks=keeps_blocks) for generation in in_steps}
-
-    def hold(self, generation: Generation, *, keeps_blocks: bool = False) -> list[Sequence]:
-        """Take one open request out of the steps, as take_out does with all."""
         del self._by_request[generation.request]
-        self._held.add(generation)
         self._wake_up()
         keeps_blocks = keeps_blocks and not generation.sends_all_at_the_end
         return self._scheduler.take_out(generation.request, keeps_blocks=keeps_blocks)
@@ -131,7 +128,6 @@ class OpenRequests:
             except NeverFits as error:
                 generation.fail(error)
         if generation.is_open:
-            self._held.discard(generation)
             self._by_request[generation.request] = generation
             self._scheduler.put_back(generation.request, taken)
         else:
@@ -328,7 +324,6 @@ class OpenRequests:
         """A request ended, in a step or outside of one."""
         del self.generations[generation.request.request_id]
         self._num_constrained -= bool(generation.constraints)
-        self._held.discard(generation)
         if generation.timer is not None:
             generation.timer.cancel()
         self._closed.append(generation)

@@ -16,6 +16,8 @@ from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..loop.engine import Engine
 from ..loop.time_limits import limit_time, within
+from ..messages import DEFAULT_MAX_TOKENS, token_array
+from ..movement.prefill import RemotePrefill
 from ..outputs.beam_search import BeamOptions, BeamSearch, why_ends
 from ..outputs.best_of import BestOf
 from ..outputs.constraint import Constraint
@@ -25,22 +27,21 @@ from ..text_workers.text_work import TextWork
 from ..values.errors import EngineError, InvalidField, NeverFits, WrongRole
 from ..values.output_chunk import OutputChunk
 from ..values.request import Int32Array, Request
-from .decode_request import DEFAULT_MAX_TOKENS, MAX_CHAT_MESSAGES, RequestOptions, options_of, token_array
-from .prefill.by_others import PromptsByOthers
+from .decode_request import MAX_CHAT_MESSAGES, RequestOptions, options_of
 from .request_memory import RequestMemory
 from .streams.streamed import Send
 
-BringOn = Callable[[Generation], Awaitable[None]]
+Queue = Callable[[Generation], Awaitable[None]]
 
 
 class Admission:
     """Takes requests in, new ones and those of another engine."""
 
     def __init__(
-        self, config: EngineConfig, model: ServedModel, engine: Engine, text_work: TextWork, prompts: PromptsByOthers
+        self, config: EngineConfig, model: ServedModel, engine: Engine, text_work: TextWork, prefill: RemotePrefill
     ) -> None:
         self.memory = RequestMemory(config.request_memory)
-        self._prompts = prompts
+        self._prefill = prefill
         self._config, self._model, self._engine, self._text_work = config, model, engine, text_work
         self._messages: dict[Generation, pb.GenerateRequest] = {}  # of open requests
 
@@ -58,34 +59,10 @@ class Admission:
             raise WrongRole("this engine computes prompts for others alone (--role prefill)", role=self._config.role)
 
         async def submit(generation: Generation) -> None:
-            if not self._prompts.ask(generation, self.message_of):
+            if not self._prefill.begin(generation, self.message_of):
                 self._engine.submit(generation)
 
-        return await self._hold(message, send, submit, makes_text=makes_text)
-
-    async def admit_prompt(self, message: pb.GenerateRequest, send: Send) -> Generation:
-        """Queue a request of which another engine wants the prompt, and goes on with the rest. Raises EngineError."""
-
-        async def submit(generation: Generation) -> None:
-            if generation.sends_all_at_the_end:
-                raise InvalidField("request: has no first tokens before its last", field="request")
-            self._engine.submit(generation)
-
-        return await self._hold(message, send, submit)
-
-    async def adopt(self, message: pb.GenerateRequest, bring_on: BringOn, offers: dict[int, bytes], send: Send) -> Generation:
-        """Queue a request of another engine. bring_on: brings it to where it was there; offers: of its sequences, by index.
-
-        send gets its output from the beginning. Raises EngineError.
-        """
-
-        async def adopt(generation: Generation) -> None:
-            await bring_on(generation)
-            await self._engine.adopt(generation, offers)
-
-        generation = await self._hold(message, send, adopt)
-        generation.deliver()
-        return generation
+        return await self.take_in(message, submit, send, makes_text=makes_text)
 
     def message_of(self, generation: Generation) -> pb.GenerateRequest:
         """The message of an open request, with what was drawn or depends on this engine alone filled in."""
@@ -97,7 +74,8 @@ class Admission:
         message.sampling.seed = generation.seed - (1 << 64) * (generation.seed >= 1 << 63)
         return message
 
-    async def _hold(self, message: pb.GenerateRequest, send: Send, queue: BringOn, *, makes_text: bool = True) -> Generation:
+    async def take_in(self, message: pb.GenerateRequest, queue: Queue, send: Send, *, makes_text: bool = True) -> Generation:
+        """Make a request of what the message asks for, and have it queued; send gets its output. As for admit."""
         arrived_at = time.monotonic()
         held = self.memory.hold(message.ByteSize())
 
@@ -105,7 +83,7 @@ class Admission:
             if isinstance(output, EngineError) or output.usage is not None:
                 held.release()
                 self._messages.pop(generation, None)
-                self._prompts.drop(generation)
+                self._prefill.drop(generation)
             send(output)
 
         try:

@@ -8,25 +8,22 @@ import random
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
-
-import numpy as np
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 from ..compute.sampling_defaults import with_fields
 from ..outputs.beam_search import BeamOptions
-from ..values.errors import InvalidField, WrongTokenId
+from ..values.errors import InvalidField
 from ..values.input_limits import InputLimits
-from ..values.request import Int32Array, ReuseHint
+from ..values.request import ReuseHint
 from ..values.retention import Retention
 from ..values.sampling_params import SamplingParams, SamplingParamsError
 from .ownership import known_id, own_tenant
 from .submission import Received
 
 _seeds = random.Random()  # asks the system once; a call for each request costs the loop a wait for the interpreter
-DEFAULT_MAX_TOKENS = 256
 MAX_WAIT_MS = 60_000
 MAX_CHAT_MESSAGES = 4096
 MAX_CONTINUATIONS = 64
@@ -163,21 +160,6 @@ def _params_of(sampling: pb.SamplingParams, defaults: SamplingParams) -> Samplin
         return with_fields(defaults, given)
     except SamplingParamsError as error:
         raise InvalidField(f"{error.field}: {error.allowed}", field=f"sampling.{error.field}") from None
-
-
-def sampling_message(defaults: SamplingParams) -> pb.SamplingParams:
-    """The values that apply where a request leaves a field out."""
-    return pb.SamplingParams(max_tokens=DEFAULT_MAX_TOKENS, **asdict(defaults))
-
-
-def token_array(ids: Any, vocab_size: int, field: str) -> Int32Array:
-    """Token ids of a repeated field, each in the vocabulary. Raises WrongTokenId."""
-    token_ids = np.array(ids, np.int64)
-    if len(token_ids) and (largest := int(token_ids.max())) >= vocab_size:
-        raise WrongTokenId(
-            f"{field}: token id {largest} of a vocabulary of {vocab_size}", token_id=largest, vocab_size=vocab_size
-        )
-    return token_ids.astype(np.int32)
 
 
 def submission_of(message: pb.SubmitRequestRequest) -> tuple[str, bytes]:

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 from ..loop.iteration import Iteration
+from ..messages import logprobs_of, usage_of
 from ..outputs.generation import Generation
 from ..scheduler.work import Task
 from .ownership import shown_id
-from .streams.encode_chunk import logprobs_of, usage_of
 from .submission import Submission
 
 

@@ -20,6 +20,10 @@ from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..loop.engine import Engine
 from ..loop.engine_counts import engine_counts
+from ..messages import sampling_message, token_array
+from ..movement.movement import Movement
+from ..movement.prefill import PrefillServer, RemotePrefill
+from ..movement.take_over import Queue, RequestHandover, TakeOver
 from ..outputs.generation import Generation
 from ..outputs.model_text import ModelText
 from ..text_workers.text_work import TextWork
@@ -30,20 +34,13 @@ from .admission import Admission
 from .decode_request import (
     page_of,
     received_of,
-    sampling_message,
     submission_of,
-    token_array,
     wait_of,
 )
 from .encode_response import iteration_plan, request_info, results_of
-from .hand_over.giver import HandOvers
-from .hand_over.taker import Taker, take_over
-from .identity import identity
 from .methods import CONTRACT
 from .metrics import engine_metrics
 from .ownership import is_own, known_id, require_all_tenants
-from .prefill.by_others import PromptsByOthers
-from .prefill.for_others import PromptsForOthers
 from .streams.many import Read, Write
 from .streams.serving import Streams, responses
 from .streams.stream_pace import StreamPace
@@ -78,12 +75,13 @@ class EngineService:
         self._engine = engine
         self._submissions = Submissions(config.max_results, config.result_ttl, config.result_memory)
         self._text_work = text_work
-        self._prompts = PromptsByOthers(
-            config.prefill_targets, config.prefill_min_tokens, config.prefill_timeout, model, engine, credentials
-        )
-        self._admission = Admission(config, model, engine, text_work, self._prompts)
-        self._prompts_for_others = PromptsForOthers(config.role, model, engine, self._admission)
-        self._hand_overs = HandOvers(model, engine, self._admission, self._submissions, self._settle_prompts, leave)
+        movement, targets = Movement(engine), config.prefill_targets
+        min_tokens, timeout_s = config.prefill_min_tokens, config.prefill_timeout
+        self._remote_prefill = RemotePrefill(targets, min_tokens, timeout_s, model, engine, movement, credentials)
+        self._admission = Admission(config, model, engine, text_work, self._remote_prefill)
+        self._prefill_server = PrefillServer(config.role, model, engine, movement, self._admission.take_in)
+        self._handover = RequestHandover(model, engine, movement, self._handed, self._settle_prompts, leave)
+        self._take_over = TakeOver(model, movement, self._adopt, self._submissions.drop)
         self.pace = StreamPace(config.stream_interval_ms / 1000)
         self.streams = Streams(self._admission.admit, turns, self.pace, config.many_calls, message_bytes, hide_bug)
 
@@ -120,13 +118,11 @@ class EngineService:
 
     async def take_over(self, target: str, address: str) -> None:
         """Take the place of the engine at target; address: of this one, for clients. Raises TakeOverRefused."""
-        taker = Taker(self._admission, self._submissions, self._model.vocab_size, self._config.client_grace)
-        request = pb.HandOverRequest(address=address, engine=identity(self._model))
-        await take_over(target, request, taker, self._credentials)
+        await self._take_over.run(target, address, self._credentials)
 
     async def close(self) -> None:
         """End the connections to other engines."""
-        await self._prompts.close()
+        await self._remote_prefill.close()
 
     async def wait_delivered(self) -> None:
         """Until every client has what its ended request gave: streams read to their end, results fetched."""
@@ -166,19 +162,31 @@ class EngineService:
 
     def hand_over(self, request: pb.HandOverRequest) -> AsyncIterator[pb.HandOverResponse]:
         require_all_tenants()
-        return self._hand_overs.hand_over(request)
+        return self._handover.hand_over(request)
 
     async def _settle_prompts(self) -> None:
         """Prompts on their way between engines stay with the requests."""
-        self._prompts_for_others.end_all()
-        await self._prompts.give_up()
+        self._prefill_server.end_all()
+        await self._remote_prefill.give_up()
+
+    def _handed(self, generation: Generation) -> pb.HandedRequest:
+        """What a client asked for, as another engine is to carry it out."""
+        digest = self._submissions.digest_of(generation.request.request_id)
+        return pb.HandedRequest(request=self._admission.message_of(generation), submission_digest=digest)
+
+    async def _adopt(self, handed: pb.HandedRequest, queue: Queue) -> None:
+        """Have a request of another engine queued, and remember it for its client. Raises EngineError."""
+        admit = partial(self._admission.take_in, handed.request, queue)
+        submission = await self._submissions.adopt(handed.request.request_id, handed.submission_digest, admit)
+        if not handed.submission_digest:
+            submission.wait_for_client(self._config.client_grace)
 
     def prefill(self, request: pb.PrefillRequest) -> AsyncIterator[pb.PrefillResponse]:
-        return self._prompts_for_others.prefill(request)
+        return self._prefill_server.prefill(request)
 
     async def confirm_hand_over(self, request: pb.ConfirmHandOverRequest) -> pb.ConfirmHandOverResponse:
         require_all_tenants()
-        return await self._hand_overs.confirm_hand_over(request)
+        return await self._handover.confirm_hand_over(request)
 
     async def get_iteration_plan(self, request: pb.GetIterationPlanRequest) -> pb.GetIterationPlanResponse:
         require_all_tenants()

@@ -7,7 +7,8 @@ ERRORS = {"CacheError", "EngineError", "ModelError"}
 EVICTION_POLICIES = {"EvictionPolicy", "KeyedPolicy"}
 ARENAS = {"Arena", "SharedMemoryArena"}
 ORDERINGS = {"Ordering"}
-ALLOWED_BASES = ERRORS | EVICTION_POLICIES | ARENAS | ORDERINGS
+CONFIGS = {"ServiceConfig"}
+ALLOWED_BASES = ERRORS | EVICTION_POLICIES | ARENAS | ORDERINGS | CONFIGS
 
 
 def test_classes_of_the_services_have_parts_and_no_bases() -> None:

@@ -17,8 +17,8 @@ from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.rpc.identity import identity
-from kvkeeper.engine_service.rpc.prefill import by_others
+from kvkeeper.engine_service.movement import prefill as prefill_part
+from kvkeeper.engine_service.movement.messages import identity
 from kvkeeper.engine_service.server import RunningServer
 from tests.e2e.test_take_over import KINDS, TEXT_PROMPT, ask
 from tests.support.models.odd_models import LateGate, late_gate_model
@@ -192,14 +192,14 @@ async def test_a_client_that_goes_away_ends_the_prompt(world: Services) -> None:
 async def test_a_prompt_that_takes_too_long_elsewhere_is_computed_here(
     world: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    note_failure = by_others._Helper.note_failure
+    note_failure = prefill_part._PrefillEngine.note_failure
 
-    def rests_long(helper: by_others._Helper) -> None:
+    def rests_long(helper: prefill_part._PrefillEngine) -> None:
         """However long a busy machine takes for the rest of the request."""
         helper.next_rest_s = 1000.0
         note_failure(helper)
 
-    monkeypatch.setattr(by_others._Helper, "note_failure", rests_long)
+    monkeypatch.setattr(prefill_part._PrefillEngine, "note_failure", rests_long)
     await world.start_cache()
     helper, decoder, client, gate = await start_gated_pair(world, prefill_timeout=0.1)
     assert (await generate(client, PROMPT, NUM_NEW)).token_ids == [toy_output(PROMPT, NUM_NEW)]

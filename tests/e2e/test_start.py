@@ -10,7 +10,7 @@ import structlog
 
 from kvkeeper.client import AsyncEngineClient
 from kvkeeper.engine_service.__main__ import main
-from kvkeeper.engine_service.config import ConfigError, EngineConfig, load_config
+from kvkeeper.engine_service.config import SOURCE, ConfigError, EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.server import StartError, start_server
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
@@ -71,11 +71,11 @@ def test_a_truncated_weight_file_is_one_line(model_folder: Path, tmp_path: Path,
 
 def test_flags_go_over_environment_over_defaults() -> None:
     environ = {"KVKEEPER_ENGINE_CHUNK_SIZE": "8", "KVKEEPER_ENGINE_REFLECTION": "off", "KVKEEPER_ENGINE_LISTEN": ""}
-    config = load_config(["--chunk-size", "4"], environ)
+    config = SOURCE.load(["--chunk-size", "4"], environ)
     assert (config.chunk_size, config.reflection, config.listen) == (4, False, "127.0.0.1:7411")
-    assert load_config([], environ).chunk_size == 8
+    assert SOURCE.load([], environ).chunk_size == 8
     with pytest.raises(ConfigError, match="KVKEEPER_ENGINE_THREADS: a number"):
-        load_config([], {"KVKEEPER_ENGINE_THREADS": "all"})
+        SOURCE.load([], {"KVKEEPER_ENGINE_THREADS": "all"})
 
 
 async def test_a_device_that_torch_does_not_see_is_not_blamed_on_the_model(

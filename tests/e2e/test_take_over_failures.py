@@ -19,8 +19,8 @@ from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.cache_session.kv_spec import kv_spec_of
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
-from kvkeeper.engine_service.rpc.hand_over import giver as giver_part
-from kvkeeper.engine_service.rpc.identity import identity
+from kvkeeper.engine_service.movement import take_over
+from kvkeeper.engine_service.movement.messages import identity
 from kvkeeper.engine_service.server import RunningServer
 from kvkeeper.engine_service.values.errors import Draining
 from tests.support.models.odd_models import LateGate, late_gate_model
@@ -165,7 +165,7 @@ async def test_a_taker_that_dies_with_the_blocks_leaves_the_tokens(giver: Giver,
 
 
 async def test_a_taker_that_confirms_nothing_is_not_waited_for(giver: Giver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(giver_part, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(take_over, "_PATIENCE_S", 0.05)
     async with stub_of(giver.engine) as stub:
         answers = stub.HandOver(request_of_this_model())
         await until(giver.is_closed)  # else the requests may end before the call has come

@@ -128,7 +128,7 @@ async def test_requests_keep_their_tenant_when_an_engine_takes_over(world: World
         return forward(runner, batch)
 
     async def hands_over() -> bool:
-        return first.leaving.is_wanted
+        return first.is_handing_over
 
     monkeypatch.setattr(HashToyRunner, "forward", gated)  # the request must not have ended before it is handed over
     options = GenerateOptions(sampling=replace(GREEDY, max_tokens=40), request_id="moves")

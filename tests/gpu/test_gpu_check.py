@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvkeeper.engine_service.config import load_config
+from kvkeeper.engine_service.config import SOURCE
 from tests.gpu import part_serving, spoil
 from tests.gpu.__main__ import MACHINE, PARTS, _run_all
 from tests.gpu.bundle import ROOT, _requirements, install, without_weights
@@ -134,8 +134,8 @@ def test_both_services_are_rehearsed_their_tokens_compared_and_their_logs_kept(
 
 def test_every_way_of_serving_is_another_one_and_the_first_is_the_default() -> None:
     ways = [*part_serving._WAYS, *part_serving._OTHER_WAYS, part_serving._TWO_RANKS]
-    configs = [load_config(flags, {}) for flags in ways]
-    assert configs[0] == load_config([], {})
+    configs = [SOURCE.load(flags, {}) for flags in ways]
+    assert configs[0] == SOURCE.load([], {})
     assert not [ways[at] for at, config in enumerate(configs) if config in configs[:at]]
 
 

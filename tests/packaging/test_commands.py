@@ -11,10 +11,10 @@ import google
 import pytest
 from smg.router_args import RouterArgs
 
-from kvkeeper.cache_service.config import load_config as load_cache_config
+from kvkeeper.cache_service.config import SOURCE as CACHE
 from kvkeeper.cli import commands as cli
-from kvkeeper.common.hold.config import load_config as load_hold_config
-from kvkeeper.engine_service.config import load_config as load_engine_config
+from kvkeeper.common.hold.config import SOURCE as HOLD
+from kvkeeper.engine_service.config import SOURCE as ENGINE
 from tests.benchmarks.__main__ import NAMES as BENCHMARKS
 from tests.support.documents.markdown import ROOT, Page, commands, pages
 
@@ -51,7 +51,7 @@ def _check_make(words: list[str]) -> None:
 
 
 def _check_service(name: str, flags: list[str]) -> None:
-    load = {"cache": load_cache_config, "engine": load_engine_config, "hold": load_hold_config}[name]
+    load = {"cache": CACHE.load, "engine": ENGINE.load, "hold": HOLD.load}[name]
     try:
         load(flags, {})
     except (Exception, SystemExit) as error:

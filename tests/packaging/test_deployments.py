@@ -18,9 +18,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvkeeper.cache_service.config import load_config as load_cache
+from kvkeeper.cache_service.config import SOURCE as CACHE
 from kvkeeper.common.service.sizes import parse_size
-from kvkeeper.engine_service.config import load_config as load_engine
+from kvkeeper.engine_service.config import SOURCE as ENGINE
 from tests.packaging.test_commands import Wrong, check
 from tests.support.documents import deployments as files
 from tests.support.documents.deployments import OURS, VARIANTS, Container
@@ -329,7 +329,7 @@ def test_the_build_sees_the_sources_of_the_wheel_and_nothing_else() -> None:
 
 
 def configs(found: Mapping[str, Container]) -> tuple[Any, Any]:
-    return load_cache(found["cache"].command[2:], {}), load_engine(found["engine"].command[2:], {})
+    return CACHE.load(found["cache"].command[2:], {}), ENGINE.load(found["engine"].command[2:], {})
 
 
 @each_deployment

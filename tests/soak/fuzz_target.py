@@ -28,8 +28,8 @@ with atheris.instrument_imports(include=["kvkeeper"]):  # the libraries would ta
     from kvkeeper.common.service.methods import MethodRouter
     from kvkeeper.engine_service.compute.served_model import load_served_model
     from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
+    from kvkeeper.engine_service.movement.messages import identity
     from kvkeeper.engine_service.rpc.gateway.methods import CONTRACT as GATEWAY
-    from kvkeeper.engine_service.rpc.identity import identity
     from kvkeeper.engine_service.rpc.methods import CONTRACT as ENGINE
 
 from google.protobuf.message_factory import GetMessageClass

@@ -9,8 +9,9 @@ because a step over a thousand sequences must be array work. Does not know who h
 import numpy as np
 import numpy.typing as npt
 
+from kvkeeper.common.service.rows import untouched
+
 from ..values.pool_config import PoolConfig
-from ..values.rows import untouched
 from ..values.sequence_args import Retention
 from ..values.types import NULL_BLOCK, Int32Array, Int64Array, ReuseHint, SequenceState
 from .new_entries import NewEntries

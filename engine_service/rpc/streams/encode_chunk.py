@@ -1,11 +1,9 @@
 """From values to messages: what streams tell of a request, chunk by chunk."""
 
-from collections.abc import Iterable
-
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ...values.output_chunk import OutputChunk, Usage
-from ...values.token_logprobs import TokenLogprobs
+from ...messages import logprobs_of, usage_of
+from ...values.output_chunk import OutputChunk
 
 
 def response_of(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:
@@ -22,20 +20,3 @@ def response_of(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:
         prompt_logprobs=logprobs_of(chunk.prompt_logprobs),
         cumulative_logprob=chunk.cumulative_logprob,
     )
-
-
-def usage_of(usage: Usage) -> pb.Usage:
-    return pb.Usage(**usage.by_name())
-
-
-def logprobs_of(found: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
-    return [
-        pb.TokenLogprobs(
-            token_id=one.token_id,
-            logprob=one.logprob,
-            rank=one.rank,
-            top_token_ids=one.top_token_ids,
-            top_logprobs=one.top_logprobs,
-        )
-        for one in found
-    ]

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from kvkeeper.common.service.rows import untouched
+
 from ...values.request import Int32Array, Sequence
-from .row_memory import untouched
 
 IndexArray = npt.NDArray[np.intp]
 Int64Array = npt.NDArray[np.int64]

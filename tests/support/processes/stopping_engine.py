@@ -24,7 +24,7 @@ from kvkeeper.engine_service.__main__ import _until_stopped
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
 from kvkeeper.engine_service.compute.model_runner import Runner
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
-from kvkeeper.engine_service.config import EngineConfig, load_config
+from kvkeeper.engine_service.config import SOURCE, EngineConfig
 from kvkeeper.engine_service.preflight import check_start
 from kvkeeper.engine_service.server import start_server
 from kvkeeper.engine_service.values.batch import Batch
@@ -112,7 +112,7 @@ def main() -> int:
     def serve(config: EngineConfig) -> Coroutine[Any, Any, None]:
         return _until_stopped(partial(start_server, config, model=_stopping(load_served_model(config), stops)))
 
-    return run("stopping engine", load_config, serve, argv, check_start)
+    return run("stopping engine", SOURCE.load, serve, argv, check_start)
 
 
 if __name__ == "__main__":

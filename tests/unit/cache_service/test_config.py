@@ -2,12 +2,13 @@
 
 import pytest
 
-from kvkeeper.cache_service.config import CacheConfig, ConfigError, load_config, parse_size
+from kvkeeper.cache_service.config import SOURCE, CacheConfig, ConfigError
 from kvkeeper.cache_service.core.eviction import POLICY_NAMES
+from kvkeeper.common.service.sizes import parse_size
 
 
 def test_defaults() -> None:
-    config = load_config([], {})
+    config = SOURCE.load([], {})
     assert config == CacheConfig()
     assert (config.listen, config.max_sequences, config.max_tokens_per_sequence) == ("127.0.0.1:7410", 256, None)
     assert config.num_blocks is None
@@ -15,12 +16,12 @@ def test_defaults() -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0:7420", "[::]:7420", "10.1.2.3:1", "localhost:0", ""])
 def test_health_may_be_asked_from_anywhere(address: str) -> None:
-    assert load_config(["--health-address", address], {}).health_address == address
+    assert SOURCE.load(["--health-address", address], {}).health_address == address
 
 
 def test_flags_win_over_the_environment() -> None:
     environ = {"KVKEEPER_CACHE_MAX_SEQUENCES": "8", "KVKEEPER_CACHE_POOL_MEMORY": "1MiB", "KVKEEPER_CACHE_REFLECTION": "off"}
-    config = load_config(["--max-sequences", "9", "--no-prefix-caching"], environ)
+    config = SOURCE.load(["--max-sequences", "9", "--no-prefix-caching"], environ)
     assert (config.max_sequences, config.pool_memory, config.reflection, config.prefix_caching) == (9, 1 << 20, False, False)
 
 
@@ -88,27 +89,27 @@ def test_flags_win_over_the_environment() -> None:
 )
 def test_what_cannot_be_read_is_one_line(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError) as refused:
-        load_config(argv, {})
+        SOURCE.load(argv, {})
     assert str(refused.value) == line
     assert capsys.readouterr() == ("", "")  # no usage before it
 
 
 def test_help_lists_the_eviction_policies(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        load_config(["--help"], {})
+        SOURCE.load(["--help"], {})
     said = " ".join(capsys.readouterr().out.split())
     assert f"which cached block is forgotten first: {', '.join(POLICY_NAMES)}" in said
 
 
 def test_an_error_names_its_source() -> None:
     with pytest.raises(ConfigError, match="KVKEEPER_CACHE_NUM_POOLS"):
-        load_config([], {"KVKEEPER_CACHE_NUM_POOLS": "two"})
+        SOURCE.load([], {"KVKEEPER_CACHE_NUM_POOLS": "two"})
     with pytest.raises(ConfigError, match="KVKEEPER_CACHE_PREFIX_CACHING"):
-        load_config([], {"KVKEEPER_CACHE_PREFIX_CACHING": "maybe"})
+        SOURCE.load([], {"KVKEEPER_CACHE_PREFIX_CACHING": "maybe"})
     with pytest.raises(ConfigError, match=r"^KVKEEPER_CACHE_NUM_POOLS: 1 to 64, not 65$"):
-        load_config([], {"KVKEEPER_CACHE_NUM_POOLS": "65"})
+        SOURCE.load([], {"KVKEEPER_CACHE_NUM_POOLS": "65"})
     with pytest.raises(ConfigError, match=r"^--num-pools: 1 to 64, not 66$"):
-        load_config(["--num-pools", "66"], {"KVKEEPER_CACHE_NUM_POOLS": "65"})
+        SOURCE.load(["--num-pools", "66"], {"KVKEEPER_CACHE_NUM_POOLS": "65"})
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_an_error_names_its_source() -> None:
     ],
 )
 def test_how_long_a_sequence_gets(flags: list[str], pool_tokens: int, most: int) -> None:
-    config = load_config(flags, {})
+    config = SOURCE.load(flags, {})
     assert config.tokens_of_sequence(pool_tokens) == most <= config.most_tokens
 
 
@@ -145,10 +146,10 @@ def test_addresses_that_are_served(listen: str) -> None:
 
 
 def test_what_bounds_the_prefix_cache() -> None:
-    config = load_config(["--prefix-ttl", "2.5", "--tenant-quota", "0.25", "--tenant-quotas", "a=0.1,b=c=0.5,=1"], {})
+    config = SOURCE.load(["--prefix-ttl", "2.5", "--tenant-quota", "0.25", "--tenant-quotas", "a=0.1,b=c=0.5,=1"], {})
     assert (config.prefix_ttl, config.tenant_quota) == (2.5, 0.25)
     assert config.tenant_quotas == (("a", 0.1), ("b=c", 0.5), ("", 1.0))
-    assert load_config([], {}).tenant_quotas == ()
+    assert SOURCE.load([], {}).tenant_quotas == ()
 
 
 @pytest.mark.parametrize(
@@ -163,4 +164,4 @@ def test_what_bounds_the_prefix_cache() -> None:
 )
 def test_bounds_of_the_prefix_cache_that_cannot_be(flag: str, value: str) -> None:
     with pytest.raises(ConfigError, match=flag):
-        load_config([f"{flag}={value}"], {})
+        SOURCE.load([f"{flag}={value}"], {})

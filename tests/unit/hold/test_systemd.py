@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvkeeper.common.hold.client import HolderClient
-from kvkeeper.common.hold.config import load_config
+from kvkeeper.common.hold.config import SOURCE
 from kvkeeper.common.hold.systemd import SystemdStore
 from tests.support.processes.services import environment, short_folder
 
@@ -111,7 +111,7 @@ def test_the_unit_starts_a_holder_whose_descriptors_all_have_a_place() -> None:
     service = unit["Service"]
     _, command, *flags = service["ExecStart"].split()
     assert (command, flags, service["Type"]) == ("hold", ["--config", "/etc/kvkeeper.toml"], "notify")
-    config = load_config(["--config", str(folder / "kvkeeper.toml")], {})
+    config = SOURCE.load(["--config", str(folder / "kvkeeper.toml")], {})
     assert int(service["FileDescriptorStoreMax"]) >= config.max_held
     cache = (folder / "kvkeeper-cache.service").read_text()
     assert f"User={service['User']}\n" in cache and config.listen.startswith("unix:/run/kvkeeper/")

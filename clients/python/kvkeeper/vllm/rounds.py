@@ -136,7 +136,7 @@ class Rounds:
         try:
             link = self._require_link()
             if link is not None:
-                most = link.session.pool.max_step_items or len(jobs)  # an older service has no bound
+                most = link.session.pool.max_step_items
                 for at in range(0, len(jobs), most):
                     self._run(link, jobs[at : at + most])
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Sequences that are told to the cache service: all in one call, and one by one where it is older than that call."""
+"""Sequences that are told to the cache service, all in one call."""
 
 from typing import Any, cast
 
@@ -35,12 +35,6 @@ class Session:
             raise self.error
         return [self._create(*(getattr(one, name) for name in NewSequence.__dataclass_fields__)) for one in new]
 
-    async def create_sequence(self, *fields: Any) -> pb.CreateSequenceResponse:
-        created = self._create(*fields)
-        if isinstance(created, KvkeeperError):
-            raise created
-        return created
-
     def _create(self, sequence_id: int, token_ids: Any, *fields: Any) -> Any:
         self.created.append((sequence_id, token_ids.tolist(), *fields))
         return REFUSED if sequence_id == 2 else pb.CreateSequenceResponse(start_number=10 + sequence_id)
@@ -61,15 +55,6 @@ async def test_all_go_in_one_call_with_what_their_requests_say() -> None:
     assert session.created == [(1, [1, 5], 8, "acme", 3, retention, 0, 0), (2, [2, 5], 8, "", 0, None, 7, 0)]
 
 
-async def test_a_service_of_before_there_was_the_call_is_asked_once() -> None:
-    session = Session(KvkeeperError(grpc.StatusCode.UNIMPLEMENTED, message="Method not found!"))
-    calls = calls_of(session)
-    for _ in range(2):
-        assert await calls.create([sequence(1), sequence(2), sequence(3)]) == [11, REFUSED, 13]
-    assert session.num_calls == 1
-    assert [created[0] for created in session.created] == [1, 2, 3] * 2
-
-
 async def test_a_prompt_that_no_message_can_carry_is_refused_alone() -> None:
     too_large = KvkeeperError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "too large", {"field": "request"})
     assert await calls_of(Session(too_large)).create([sequence(1)]) == [too_large]
@@ -82,11 +67,4 @@ async def test_a_lost_session_is_an_error_of_the_call(reason: str) -> None:
     with pytest.raises(KvkeeperError) as lost:
         await calls_of(session).create([sequence(1)])
     assert lost.value is session.error
-    assert session.created == []
-
-
-async def test_a_call_that_this_build_leaves_out_is_no_older_service() -> None:
-    session = Session(KvkeeperError(grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED", "not part of this build"))
-    with pytest.raises(KvkeeperError):
-        await calls_of(session).create([sequence(1)])
     assert session.created == []

@@ -36,14 +36,14 @@ def check_start(flags: Mapping[str, Sequence[str]]) -> None:
 def check_settings(flags: Mapping[str, Sequence[str]]) -> "tuple[CacheConfig, EngineConfig]":
     """All but the kernel. The configs. Raises as check_start does."""
     from kvkeeper.cache_service import preflight as cache
-    from kvkeeper.cache_service.config import load_config as load_cache
+    from kvkeeper.cache_service.config import SOURCE as CACHE
     from kvkeeper.engine_service import preflight as engine
-    from kvkeeper.engine_service.config import load_config as load_engine
+    from kvkeeper.engine_service.config import SOURCE as ENGINE
 
     with _named("cache"):
-        cache_config = load_cache(flags["cache"], os.environ)
+        cache_config = CACHE.load(flags["cache"], os.environ)
     with _named("engine"):
-        engine_config = load_engine(flags["engine"], os.environ)
+        engine_config = ENGINE.load(flags["engine"], os.environ)
     if cache_config.listen == engine_config.listen:
         raise UsageFailure(f"--engine-listen: an address of its own, --cache-listen is {cache_config.listen} too")
     with _named("cache"):

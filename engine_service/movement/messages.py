@@ -1,6 +1,6 @@
-"""Requests on their way from one engine to another: a generation as a HandedRequest, and its tokens back into a new generation.
+"""What engines send each other: what they compute, and requests on their way with the tokens that they have.
 
-A generation is a function of its request and its tokens. So the engine that takes over feeds the tokens to it again, one by
+A generation is a function of its request and its tokens. So the engine that gets a request feeds the tokens to it again, one by
 one: text, stop strings, constraints and counts come out as they were, and its output is the same, chunk by chunk.
 """
 
@@ -12,38 +12,62 @@ import numpy as np
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ...outputs.generation import Generation
-from ...values.errors import InvalidField
-from ...values.request import HeldTokens
-from ...values.token_logprobs import TokenLogprobs
-from ..decode_request import token_array
-from ..streams.encode_chunk import logprobs_of, usage_of
+from ..compute.served_model import ServedModel
+from ..messages import logprobs_of, sampling_message, token_array, usage_of
+from ..outputs.generation import Generation
+from ..values.errors import ForeignEngine, InvalidField
+from ..values.request import HeldTokens
+from ..values.token_logprobs import TokenLogprobs
 
 _TOKENS_A_TURN = 256  # that are replayed before other tasks have their turn
 
 
-def handed_request(
-    generation: Generation, message: pb.GenerateRequest, digest: bytes, offers: Mapping[int, bytes]
-) -> pb.HandedRequest:
-    """A request that was taken out of the steps. message: as it is carried out; digest: of its submission, or empty;
-    offers: of its sequences, by index.
-    """
-    request, age_s = generation.request, time.monotonic() - generation.started_at
-    handed = pb.HandedRequest(request=message, age_ms=int(age_s * 1000), submission_digest=digest)
-    if generation.first_token_at is not None:
-        handed.first_token_ms = int((generation.first_token_at - generation.started_at) * 1000)
+def identity(model: ServedModel) -> pb.EngineIdentity:
+    """All that a request's tokens depend on, beside the request."""
+    return pb.EngineIdentity(
+        revision=model.revision,
+        compute_dtype=model.compute_dtype,
+        vocab_size=model.vocab_size,
+        sampling_defaults=sampling_message(model.sampling_defaults),
+        kv_format=model.kv_format,
+    )
+
+
+def require_same(model: ServedModel, other: pb.EngineIdentity) -> None:
+    """Raises ForeignEngine where another engine computes something else."""
+    own = identity(model)
+    for name in ("revision", "compute_dtype", "vocab_size", "sampling_defaults", "kv_format"):
+        if getattr(own, name) != getattr(other, name):
+            raise ForeignEngine(f"its {name} is not that of this engine", field=name)
+
+
+def add_outputs(handed: pb.HandedRequest, generation: Generation, offers: Mapping[int, bytes]) -> None:
+    """Add what a request that was taken out of the steps has computed. offers: of its sequences, by index."""
+    request = generation.request
     if request.num_hit_tokens is not None:
         handed.usage.CopyFrom(usage_of(generation.usage))
-    if (generation.num_taken or offers) and not generation.sends_all_at_the_end:
+    if generation.sends_all_at_the_end:
+        return
+    if generation.num_taken or offers:
         num_prompt = len(request.prompt)
         for sequence in request.sequences:
             token_ids = sequence.token_ids[num_prompt : num_prompt + generation.num_taken_of(sequence.index)]
             logprobs = logprobs_of(generation.logprobs_of(sequence.index))
             offer = offers.get(sequence.index, b"")
             handed.outputs.add(token_ids=token_ids.tolist(), logprobs=logprobs, offer=offer)
-    if not generation.sends_all_at_the_end:
-        handed.prompt_logprobs.extend(logprobs_of(generation.prompt_logprobs))
-    return handed
+    handed.prompt_logprobs.extend(logprobs_of(generation.prompt_logprobs))
+
+
+def add_age(handed: pb.HandedRequest, generation: Generation) -> None:
+    """Add how long ago a request came, and how long its first token took."""
+    handed.age_ms = int((time.monotonic() - generation.started_at) * 1000)
+    if generation.first_token_at is not None:
+        handed.first_token_ms = int((generation.first_token_at - generation.started_at) * 1000)
+
+
+def offers_of(handed: pb.HandedRequest) -> dict[int, bytes]:
+    """The offers of its sequences, by index."""
+    return {index: output.offer for index, output in enumerate(handed.outputs) if output.offer}
 
 
 async def replay(handed: pb.HandedRequest, vocab_size: int, generation: Generation) -> None:

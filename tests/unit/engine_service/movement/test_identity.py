@@ -6,7 +6,7 @@ import pytest
 
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.rpc.identity import identity, require_same
+from kvkeeper.engine_service.movement.messages import identity, require_same
 from kvkeeper.engine_service.values.errors import ForeignEngine
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
 

@@ -1,0 +1,46 @@
+"""BetweenSteps: changes that other tasks want made where no step is running.
+
+Owns the changes that wait, and who is to know once the cache service knows what was computed before them.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class _Change:
+    make: Callable[[], None]
+    when: Callable[[], bool]
+    is_reported: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class BetweenSteps:
+    """Changes in the order in which they came, each made once it is due."""
+
+    def __init__(self) -> None:
+        self._waiting: list[_Change] = []
+        self._unreported: list[asyncio.Event] = []
+
+    def add(self, make: Callable[[], None], when: Callable[[], bool]) -> asyncio.Event:
+        """when: whether the change is due. The event is set by note_reported, after the change was made."""
+        self._waiting.append(change := _Change(make, when))
+        return change.is_reported
+
+    @property
+    def is_due(self) -> bool:
+        """The loop is to make changes, as soon as no step is running."""
+        return any(change.when() for change in self._waiting)
+
+    def make(self) -> None:
+        """Make the changes that are due. No step is running, or there is no session."""
+        for change in [each for each in self._waiting if each.when()]:
+            self._waiting.remove(change)
+            change.make()
+            self._unreported.append(change.is_reported)
+
+    def note_reported(self) -> None:
+        """The cache service knows what was computed before the changes that were made, or there is no session."""
+        for event in self._unreported:
+            event.set()
+        self._unreported.clear()
