@@ -10,9 +10,9 @@ from dataclasses import asdict
 import grpc
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client.cache import AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.client.session_calls import Created, NewSequence
+from kvkeeper.client.new_sequence import Created, NewSequence
+from kvkeeper.client.session import AsyncCacheSession
 
 from ..values.request import Sequence
 from .failures import is_invalid
