@@ -85,7 +85,7 @@ check: $(TEST_NEEDS)  ## what has to pass before a merge: lint and all tests, si
 	$(MAKE) --no-print-directory -j4 test-serving test-computing test-core test-lint
 
 # What only computes: it keeps no time and starts no services, so it may wait for a processor.
-CORE := tests/unit/cache_service/core tests/sim tests/unit/cache_service/rpc/test_foretold_replies.py
+CORE := tests/unit/cache_service/core tests/sim
 COMPUTING := tests/unit/kernels tests/unit/engine_service/model tests/unit/engine_service/scheduler tests/unit/engine_service/compute \
     tests/contracts tests/packaging
 # Behind all else that wants a processor; shown when it has ended.
@@ -109,7 +109,6 @@ test-lint: $(TEST_NEEDS)  ## lint, behind the tests
 # What the inner loop leaves to `make test`: Hypothesis machines, workloads, interpreted kernels, many models.
 SLOW := tests/unit/cache_service/core/test_machine.py tests/unit/cache_service/core/test_tier_machine.py \
     tests/unit/cache_service/core/eviction/test_machine.py tests/unit/cache_service/core/eviction/test_workloads.py \
-    tests/unit/cache_service/rpc/test_foretold_replies.py \
     tests/unit/kernels/gpu tests/unit/kernels/attention/test_paged_attention.py \
     tests/unit/engine_service/model/test_architectures.py tests/unit/engine_service/model/test_demo_model.py \
     tests/unit/engine_service/model/test_numerics.py tests/unit/engine_service/model/test_retention_numerics.py \

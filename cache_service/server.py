@@ -219,7 +219,7 @@ def _groups_of_calls(
     one_item = OneItemSessions(session_manager)
     return [
         SessionCalls(config, session_manager, attach_path),
-        SequenceCalls(session_manager, one_item, step_handler.prepare_soon),
+        SequenceCalls(session_manager, one_item),
         PrefixCalls(session_manager),
         EvictionCalls(session_manager, one_item),
         KvCalls(session_manager, one_item),

@@ -29,10 +29,7 @@ from .pool_state import PoolState
 from .sequences.claims import StartNumbers
 from .sequences.publisher import ALL_BLOCKS
 from .step.apply import StepApplier
-from .step.expected import ExpectedReplies, OpenStep
-from .step.forecast import Forecast
 from .step.one_item import OneItemCalls
-from .step.waiting_starts import WaitingStarts
 from .tables.inflight_prefix import InflightPrefixes
 from .tables.lifecycle import SequenceLifecycle
 from .tables.prefix_lookup import PrefixLookup
@@ -84,8 +81,6 @@ class PoolManager:
         self.reclaim = Reclaim(state, lifecycle, swapper)
         inflight = InflightPrefixes(state, lookup)
         self._steps = StepApplier(state, lifecycle, reservations, starter, inflight, swapper, prompts)
-        self._waiting = WaitingStarts(state, lookup)
-        self._expected = ExpectedReplies(state, self._waiting)
         self._one_item = OneItemCalls(state, self._steps, lookup, starter, reservations, swapper)
         self._create = CreateCalls(state, lookup, self.reclaim)
         self._updates = SequenceUpdates(state)
@@ -204,29 +199,8 @@ class PoolManager:
 
     # Steps
 
-    def step(self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None) -> StepReply:
-        return self._steps.step(session, batch, forecast)
-
-    def answer_step(
-        self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None, *, is_expected: bool = False
-    ) -> StepReply:
-        return self._steps.answer_step(session, batch, forecast, is_expected=is_expected)
-
-    @property
-    def is_unfinished(self) -> bool:
-        return self._steps.is_unfinished
-
-    def finish_step(self) -> None:
-        self._steps.finish_step()
-
-    def foretell(self, session: SessionId) -> Forecast | None:
-        return self._steps.foretell(session)
-
-    def look_ahead(self, session: SessionId) -> None:
-        self._waiting.look_ahead(self.state.session(session))
-
-    def expect_reply(self, session: SessionId, step: OpenStep) -> StepReply | None:
-        return self._expected.reply(session, step)
+    def step(self, session: SessionId, batch: StepBatch) -> StepReply:
+        return self._steps.step(session, batch)
 
     def complete(
         self,
@@ -245,8 +219,8 @@ class PoolManager:
     def withdraw_offer(self, session: SessionId, sequence_id: int) -> None:
         self._hand_offs.withdraw(session, sequence_id)
 
-    def take_sequence(self, session: SessionId, offer: bytes, sequence_id: int) -> SessionId | None:
-        return self._hand_offs.take(session, offer, sequence_id)
+    def take_sequence(self, session: SessionId, offer: bytes, sequence_id: int) -> None:
+        self._hand_offs.take(session, offer, sequence_id)
 
     def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
         return self._create.create_sequence(session, args)
@@ -402,9 +376,7 @@ class PoolManager:
         return self.state.gauge.level
 
     def audit(self) -> Iterator[list[str]]:
-        for wrong in self._queries.audit():
-            yield wrong
-            self.finish_step()  # of a step that was answered meanwhile
+        return self._queries.audit()
 
     def check_invariants(self) -> list[str]:
         """The whole audit in one go; empty when all invariants hold."""

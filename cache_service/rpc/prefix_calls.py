@@ -72,9 +72,7 @@ class PrefixCalls:
         try:
             while clearing.clear_some(_SLICE_BLOCKS):
                 await turns.offer()
-                live.pool.finish_step()
         finally:  # also where the call is cancelled
-            live.pool.finish_step()
             result = clearing.end()
             live.pool.publish_soon()
         tiers = [tier for tier in (live.pool.disk, live.pool.remote) if tier is not None]

@@ -29,19 +29,13 @@ _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 class SequenceCalls:
     """One sequence at a time; the engine's way to change many at once is Step."""
 
-    def __init__(
-        self, session_manager: SessionManager, one_item: OneItemSessions, prepare_soon: Callable[[LiveSession], None]
-    ) -> None:
-        """prepare_soon: prepares the answer to a session's next step, which may start what was created."""
+    def __init__(self, session_manager: SessionManager, one_item: OneItemSessions) -> None:
         self._session_manager = session_manager
         self._one_item = one_item
-        self._prepare_soon = prepare_soon
 
     async def create_sequence(self, request: pb.CreateSequenceRequest) -> pb.CreateSequenceResponse:
         live = own_session(self._session_manager, request)
-        created = _create(live, sequences.sequence_args(request))
-        self._prepare_soon(live)
-        return created
+        return _create(live, sequences.sequence_args(request))
 
     async def create_sequences(self, request: pb.CreateSequencesRequest) -> pb.CreateSequencesResponse:
         check_range("sequences", len(request.sequences), 1, _MOST_CREATED)
@@ -55,7 +49,6 @@ class SequenceCalls:
                 answer.results.add(error=REFUSALS.to_status(refusal).SerializeToString())
             else:
                 answer.results.add(response=created)
-                self._prepare_soon(live)
         return answer
 
     async def extend_sequence(self, request: pb.ExtendSequenceRequest) -> pb.ExtendSequenceResponse:
@@ -115,9 +108,7 @@ class SequenceCalls:
         require_all_tenants()  # what is offered may be of any tenant
         if len(request.offer) != _OFFER_BYTES:
             raise InvalidField(f"an offer has {_OFFER_BYTES} bytes", field="offer", limit=_OFFER_BYTES)
-        giver = live.pool.manager.take_sequence(live.core.id, request.offer, sequence_id)
-        if giver is not None:
-            self._session_manager.forget_foretold(giver)  # it counts on a sequence that is not the giver's any more
+        live.pool.manager.take_sequence(live.core.id, request.offer, sequence_id)
         return pb.TakeSequenceResponse(sequence=_shown(live, sequence_id))
 
     async def withdraw_hand_off(self, request: pb.WithdrawHandOffRequest) -> pb.WithdrawHandOffResponse:

@@ -9,23 +9,20 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 
 from google.protobuf.message import DecodeError
 
 from kvkeeper import tracing
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
-from ..core.step.forecast import Forecast
 from ..core.step.reply import copies_of
 from ..core.values.errors import CacheError, InvalidField, StreamReplaced
 from ..core.values.step_columns import StepBatch
-from ..core.values.types import Executor, SessionId
+from ..core.values.types import Executor
 from ..runtime.lease import SessionMode
-from ..runtime.live_session import CarrierKind, ForetoldRequest, LiveSession
+from ..runtime.live_session import CarrierKind, LiveSession
 from ..runtime.session_manager import SessionManager
 from .convert.step import step_batch, step_response
-from .foretold import ForetoldBytes
 from .methods import EOF
 from .ownership import check_own
 
@@ -52,18 +49,14 @@ class StepStream:
 class StepHandler:
     """Applies steps to the pools of their sessions, each once, whatever carries them. max_message_bytes: of a request."""
 
-    def __init__(self, session_manager: SessionManager, max_message_bytes: int, *, foretells: bool = True) -> None:
-        """foretells: steps are foretold, which changes no reply; a test compares them with those of a handler that does not."""
+    def __init__(self, session_manager: SessionManager, max_message_bytes: int) -> None:
         self._session_manager = session_manager
         self._max_message_bytes = max_message_bytes
-        self._foretells = foretells
-        self._preparing: set[SessionId] = set()
         self._tracer = tracing.tracer()
 
     async def step(self, raw: bytes) -> bytes:
         """The unary call. Raises CacheError."""
         live, reply = self.apply(raw)
-        live.pool.finish_step()
         live.pool.publish_soon()
         return reply if isinstance(reply, bytes) else await reply
 
@@ -97,38 +90,13 @@ class StepHandler:
                 self._session_manager.lose_stream(stream.live, stream, with_grace=is_lost)
 
     def after_answer(self, live: LiveSession) -> None:
-        """Does what a step left undone, and foretells the next one. Each carrier calls it once the answer is on its way.
+        """Does what a step left undone. Each carrier calls it once the answer is on its way.
 
         A carrier awaits nothing between `apply` and this but the copies of an awaitable reply.
         """
         with suppress(OSError):  # a container may deny it
             os.sched_yield()  # a client that was woken on this processor goes first
-        session, pool = live.core, live.pool
-        pool.finish_step()
-        pool.publish_some()
-        forecast = pool.manager.foretell(session.id) if self._foretells and not live.over.is_set() else None
-        if forecast is None:
-            return
-        live.foretold = ForetoldBytes(forecast, session.id, session.epoch)
-        self.prepare(live)
-
-    def prepare_soon(self, live: LiveSession) -> None:
-        """A sequence was created: the answer to the step that may start it is prepared anew, after the answer to this call."""
-        if live.foretold is not None and live.core.id not in self._preparing:
-            self._preparing.add(live.core.id)
-            asyncio.get_running_loop().call_soon(self.prepare, live)
-
-    def prepare(self, live: LiveSession) -> None:
-        """Works out what the answer to the foretold step takes, as far as that is known before it comes."""
-        session, pool, foretold = live.core, live.pool, live.foretold
-        self._preparing.discard(session.id)
-        if foretold is None or live.over.is_set() or pool.copying is not None:
-            return
-        pool.manager.look_ahead(session.id)
-        reply = pool.manager.expect_reply(session.id, foretold.whole)
-        if reply is not None:
-            foretold.answer = step_response(reply, foretold.step_id, session.epoch, session.executor)
-            foretold.num_calls = pool.num_calls
+        live.pool.publish_some()
 
     def apply(self, raw: bytes, bound: LiveSession | None = None) -> tuple[LiveSession, bytes | Awaitable[bytes]]:
         """Applies one request, of the bound session if there is one; the reply is awaitable where copies are large.
@@ -137,10 +105,6 @@ class StepHandler:
         """
         if len(raw) > self._max_message_bytes:
             raise InvalidField("the message is too large", field="request", limit=self._max_message_bytes)
-        if bound is not None and bound.foretold is not None and bound.pool.copying is None:
-            answer = self._apply_foretold(bound, bound.foretold, raw)
-            if answer is not None:
-                return bound, answer
         try:
             request = _parse(raw)
         except DecodeError:
@@ -167,44 +131,21 @@ class StepHandler:
         session.check_completed(request.step_id, request.completed_step_id)
         return live, self._run(live, raw, step_batch(request))
 
-    def _apply_foretold(self, live: LiveSession, foretold: ForetoldRequest, raw: bytes) -> bytes | Awaitable[bytes] | None:
-        """Answers a request that was foretold; None for any other one, which has changed nothing."""
-        pool, session = live.pool, live.core
-        answer = foretold.answer if foretold.num_calls == pool.num_calls and foretold.is_whole(raw) else None
-        step = foretold.read_open(raw) if answer is None else None
-        if answer is None and step is None:
-            return None
-        self._session_manager.require(session.id, session.epoch, published=False)
-        if step is not None:
-            reply = pool.manager.expect_reply(session.id, step)
-            if reply is None:
-                return self._run(live, raw, *foretold.step(raw))
-            answer = step_response(reply, foretold.step_id, session.epoch, session.executor)
-        assert answer is not None
-        session.record(foretold.step_id, foretold.completed_step_id, raw, answer)
-        live.foretold = None
-        pool.postpone_step(partial(_apply_answered, live, answer, foretold, raw))
-        return answer
-
-    def _run(
-        self, live: LiveSession, raw: bytes, batch: StepBatch, forecast: Forecast | None = None
-    ) -> bytes | Awaitable[bytes]:
+    def _run(self, live: LiveSession, raw: bytes, batch: StepBatch) -> bytes | Awaitable[bytes]:
         """Applies the next step of a session and records its answer."""
         session = live.core
         mode = session.mode
         session.use_mode(SessionMode.STEPS)
         try:
-            reply = live.pool.manager.answer_step(session.id, batch, forecast)
+            reply = live.pool.manager.step(session.id, batch)
         except Exception:
             session.mode = mode
             raise
-        live.foretold = None
         answer = step_response(reply, batch.step_id, session.epoch, session.executor)
         session.record(batch.step_id, batch.completed_step_id, raw, answer)
         if session.executor is Executor.CACHE and (len(reply.copy_sources) or len(reply.transfer_ids)):
             copying = live.pool.copy(copies_of(reply))
             if copying is not None:
-                live.pool.finish_step()
                 return _after(copying, answer)
         return answer
 
@@ -227,14 +168,6 @@ class StepHandler:
         await asyncio.shield(copying)
         _, reply = self.apply(raw, live)
         return reply if isinstance(reply, bytes) else await reply
-
-
-def _apply_answered(live: LiveSession, answer: bytes, foretold: ForetoldRequest, raw: bytes) -> None:
-    """Applies a step that was answered by what was known of it."""
-    session = live.core
-    reply = live.pool.manager.answer_step(session.id, *foretold.step(raw), is_expected=True)
-    told = step_response(reply, foretold.step_id, session.epoch, session.executor)
-    assert told == answer, "an answer that was foretold wrong"
 
 
 def replaced() -> StreamReplaced:

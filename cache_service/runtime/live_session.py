@@ -5,10 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from ..core.step.expected import OpenStep
-from ..core.step.forecast import Forecast
 from ..core.values.errors import CacheError
-from ..core.values.step_columns import StepBatch
 from .lease import Session
 from .pool import Pool
 
@@ -25,28 +22,6 @@ class Stream(Protocol):
 
     def end_with(self, error: CacheError) -> None:
         """Ends it from outside; its client gets this error."""
-
-
-class ForetoldRequest(Protocol):
-    """The request that a session will most likely send next. answer: what it gets if nothing happens in its pool before."""
-
-    step_id: int
-    completed_step_id: int
-    answer: bytes | None
-    num_calls: int
-
-    @property
-    def whole(self) -> OpenStep:
-        """The step that releases and starts nothing."""
-
-    def is_whole(self, raw: bytes) -> bool:
-        """Whether a request is as foretold, and releases and starts nothing."""
-
-    def read_open(self, raw: bytes) -> OpenStep | None:
-        """A request that may release and start, as far as its answer needs it; None of one that is not as foretold."""
-
-    def step(self, raw: bytes) -> tuple[StepBatch, Forecast]:
-        """Such a request as a whole, and the forecast with its releases."""
 
 
 class StepCarrier(Protocol):
@@ -74,7 +49,6 @@ class LiveSession:
     mapped: set[int] = field(default_factory=set)  # ranks whose process maps its arena, perhaps longer than the session lives
     quiet_at: float = 0.0  # from when on nothing of its processes is at work on a device any more
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    foretold: ForetoldRequest | None = None  # its next step, most likely
     watches: set[Stream] = field(default_factory=set)  # calls of WatchEvents; they end with the session
 
     def may_write(self, now: float) -> bool:

@@ -35,7 +35,7 @@ class TierMaker:
     now: Callable[[], float]
     give_back: Callable[[], None]
 
-    def __call__(self, manager: Callable[[], PoolManager], hosts: ByteArray) -> PoolTier:
+    def __call__(self, manager: PoolManager, hosts: ByteArray) -> PoolTier:
         return PoolTier(manager, self.tier, self.place, hosts, self.now, self.give_back)
 
     def drop(self) -> None:

@@ -58,7 +58,7 @@ class PoolInfo:
     arena_kind: str  # as the attach socket's line names it
 
 
-PoolTierMaker = Callable[[Callable[[], PoolManager], ByteArray], PoolTier]
+PoolTierMaker = Callable[[PoolManager, ByteArray], PoolTier]
 
 
 class Pool:
@@ -83,7 +83,7 @@ class Pool:
         disk, remote: make what runs the orders of the core's tiers of these names, where it has them.
         """
         self.key = spec.key
-        self._manager = manager
+        self.manager = manager
         self.arena = arena
         self.arenas: tuple[Arena, ...] = (arena, *further_arenas)  # by rank
         self.host_arena = host_arena
@@ -120,9 +120,7 @@ class Pool:
         self.num_watches = 0
         self.num_lagged_watches = 0  # ended because their reader fell behind, over the pool's life
         self.copying: asyncio.Task[None] | None = None  # large copies in a thread; no block is granted until they are done
-        self.num_calls = 0  # while it stands, the core is as it was
         self.keeper = keeper
-        self._postponed: Callable[[], None] | None = None  # does a step that was answered
         self._is_publishing = self._is_reclaiming = False
         self.disk, self.remote = self._made(disk), self._made(remote)
         if keeper is not None:
@@ -135,26 +133,7 @@ class Pool:
         if maker is None:
             return None
         assert self.hosts is not None, "such a tier lies behind a host tier"
-        return maker(lambda: self.manager, self.hosts)
-
-    @property
-    def manager(self) -> PoolManager:
-        """The core, with all that steps have left for after their answers: no caller sees a part of a step."""
-        self.finish_step()
-        return self._manager
-
-    def postpone_step(self, apply: Callable[[], None]) -> None:
-        """A step was answered by what was known of it; apply() does it, before any other call of this pool."""
-        self._postponed = apply
-
-    def finish_step(self) -> None:
-        """Does what the last step has left for after its answer."""
-        self.num_calls += 1
-        if self._postponed is not None:
-            apply, self._postponed = self._postponed, None
-            apply()
-        if self._manager.is_unfinished:
-            self._manager.finish_step()
+        return maker(self.manager, self.hosts)
 
     @property
     def is_on_device(self) -> bool:

@@ -106,14 +106,14 @@ class PoolTier:
 
     def __init__(
         self,
-        manager: Callable[[], PoolManager],
+        manager: PoolManager,
         tier: NamedTier,
         place: Place,
         hosts: ByteArray,
         now: Callable[[], float],
         give_back: Callable[[], None],
     ) -> None:
-        """manager: the core between two steps. hosts: [num_host_blocks, block_bytes]. give_back: called in any thread
+        """hosts: [num_host_blocks, block_bytes]. give_back: called in any thread
         at the end, once no thread is at the place.
         """
         self.reads, self.writes = Rate(), Rate()
@@ -175,7 +175,7 @@ class PoolTier:
         self._pumping = None
         if self._is_closed:
             return
-        manager = self._manager()
+        manager = self._manager
         manager.tick(self._now())
         tier, part = self._tier, max(_PART_BYTES // self.place.slot_bytes, 1)
         if tier.era != self._era:
@@ -217,7 +217,7 @@ class PoolTier:
         if job.num_left or self._is_closed:
             return
         del self._jobs[id(job.what)]
-        manager = self._manager()
+        manager = self._manager
         manager.tick(self._now())
         all_results = [result for part in job.results for result in part]
         if isinstance(job.what, Load):
@@ -234,7 +234,7 @@ class PoolTier:
     def _tend(self) -> None:
         self._tending = None
         self._threads.fill()
-        manager = self._manager()
+        manager = self._manager
         now = self._now()
         manager.tick(now)
         for job in self._jobs.values():
@@ -280,7 +280,7 @@ class PoolTier:
     def _end_question(self, question: Question, num_stored: int | None) -> None:
         if self._is_closed:
             return
-        manager = self._manager()
+        manager = self._manager
         manager.tick(self._now())
         self._tier.complete_question(question, num_stored)
         self._tell_rests()

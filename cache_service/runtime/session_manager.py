@@ -133,10 +133,6 @@ class SessionManager:
         """Raises what a message with this epoch gets whose session is not known."""
         self.table.require(SessionId(""), epoch, self._clock.time())
 
-    def forget_foretold(self, session_id: SessionId) -> None:
-        """Its next step is read the usual way."""
-        self._live[session_id].foretold = None
-
     def close(self, session_id: str, epoch: int, *, drained: bool) -> CloseResult:
         """Ends a session; drained also ends the quarantine of a session that has ended. Idempotent with drained.
 

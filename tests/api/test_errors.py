@@ -58,7 +58,7 @@ async def test_a_bug_is_answered_without_details(api: Api, monkeypatch: pytest.M
         raise AssertionError("secret")
 
     (pool,) = api.server.session_manager.registry.pools
-    for name in ("answer_step", "view", "readable", "writable_slots"):
+    for name in ("step", "view", "readable", "writable_slots"):
         monkeypatch.setattr(pool.manager, name, fails)
     key = bytes(12)
     calls = {

@@ -114,36 +114,6 @@ async def test_an_engine_gives_once_its_step_is_completed_and_another_one_goes_o
     await api.audit()
 
 
-async def test_a_step_that_was_foretold_with_a_sequence_is_refused_once_it_was_taken(api: Api) -> None:
-    giver, taker = await api.open(), await api.open()
-    await giver.create(1, 6)
-    stream = api.raw_stream()
-
-    async def step(step_id: int, **columns: bytes) -> pb.StepResponse:
-        await stream.write(giver.step_bytes(step_id, **columns))
-        return pb.StepResponse.FromString(await stream.read())
-
-    await stream.write(giver.start_bytes(1, 1))
-    await stream.read()
-
-    def columns(length: int) -> dict[str, bytes]:
-        commits = {"commit_sequence_ids": le64(1), "commit_num_tokens": le32(length), "commit_num_new_tokens": le32(1)}
-        reserved = {"reserve_min_tokens": le32(length + 1), "reserve_max_tokens": le32(length + 1)}
-        return {**commits, "commit_token_ids": le32(9), "reserve_sequence_ids": le64(1), **reserved}
-
-    for length in (6, 7, 8):
-        await step(length - 4, **columns(length))
-    live = api.server.session_manager.find(giver.opened.session_id)
-    assert live is not None
-    await api.until(lambda _: live.foretold is not None)  # it comes behind the reply
-    await giver.call("RenewSession", completed_step_id=4)
-    offer = (await giver.call("HandOffSequence", sequence_id=1)).offer
-    await taker.call("TakeSequence", offer=offer, sequence_id=1)
-    error = await refusal(step(5, **columns(9)))
-    assert error.reason == "UNKNOWN_SEQUENCE"
-    await api.audit()
-
-
 async def test_the_end_of_a_giver_leaves_what_was_taken(api: Api) -> None:
     giver, taker = await running(api), await api.open(engine=False)
     offer = (await giver.call("HandOffSequence", sequence_id=1)).offer

@@ -33,23 +33,12 @@ class BlockAllocator:
         blocks = self._pool.allocate(count)
         last_roots = self.last_roots
         if self._index.num_roots > 1:
-            foreign = self._foreign(blocks, roots).tolist()
+            before = last_roots[blocks]
+            foreign = blocks[(before != 0) & (before != roots)].tolist()
             log.clear(foreign)
             self._counters.num_cleared_blocks += len(foreign)
         last_roots[blocks] = roots
         return blocks
-
-    def peek(self, roots: list[int]) -> Int32Array | None:
-        """[n] blocks that `allocate` would answer for sequences under these roots; None where it would evict or clear some."""
-        if len(roots) > len(self._pool.free):
-            return None
-        blocks = self._pool.free.peek_blocks(len(roots))
-        return None if self._index.num_roots > 1 and len(self._foreign(blocks, np.array(roots, np.int32))) else blocks
-
-    def _foreign(self, blocks: Int32Array, roots: Int32Array) -> Int32Array:
-        """Those that held another tenant's tokens."""
-        before = self.last_roots[blocks]
-        return blocks[(before != 0) & (before != roots)]
 
     def allocate_for_copies(self, count: int, root: int) -> Int32Array:
         """[count] blocks that a copy of this tenant's tokens overwrites whole."""

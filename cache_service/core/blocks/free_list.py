@@ -23,9 +23,8 @@ class FreeList:
     def take_blocks(self, count: int) -> Int32Array:
         """[count] ids, in the order of the stack."""
         assert 0 <= count <= self._size, "took more blocks than are free"
-        taken = self.peek_blocks(count)
         self._size -= count
-        return taken
+        return self._stack[self._size : self._size + count][::-1].copy()
 
     def take_out(self, blocks: Int32Array) -> None:
         """Takes these ids off the stack, wherever they are on it."""
@@ -34,10 +33,6 @@ class FreeList:
         stays = self.ids()[~leaves[self.ids()]]
         self._stack[: len(stays)] = stays
         self._size = len(stays)
-
-    def peek_blocks(self, count: int) -> Int32Array:
-        """[count] ids that are to be taken next, in the same order; a copy."""
-        return self._stack[self._size - count : self._size][::-1].copy()
 
     def put_blocks(self, blocks: Int32Array) -> None:
         """Puts back distinct ids that are not on the stack."""

@@ -68,8 +68,8 @@ class HandOffCalls:
         _, slot = self._state.find_sequence(session, sequence_id)
         self._forget(slot)
 
-    def take(self, session: SessionId, offer: bytes, sequence_id: int) -> SessionId | None:
-        """The sequence is this session's from now on, under this id. Answers the giver; None for a repeat.
+    def take(self, session: SessionId, offer: bytes, sequence_id: int) -> None:
+        """The sequence is this session's from now on, under this id; also where the call is repeated.
 
         Raises UnknownSession, UnknownOffer, DuplicateSequence.
         """
@@ -78,7 +78,7 @@ class HandOffCalls:
         check_id(sequence_id, "sequence_id")
         taken = self._taken.get(session)
         if taken is not None and taken.get(offer) == sequence_id and sequence_id in taker.ids:
-            return None
+            return
         found = self._offers.get(offer)
         if found is None or found.giver == session or not self._holds(found):
             raise UnknownOffer("no sequence is offered with these bytes on this pool")
@@ -94,7 +94,6 @@ class HandOffCalls:
         seqs.change_owner(slot, taker.number, sequence_id, taker.completed_step_id)
         state.counters.num_hand_offs += 1
         self._note_taken(taker, offer, sequence_id)
-        return found.giver
 
     def _holds(self, offer: _Offer) -> bool:
         """Whether the sequence is still as it was offered."""

@@ -1,8 +1,7 @@
 """What one session holds in one pool.
 
 Owns the session's sequence ids, its fences (blocks it dropped while a step in flight may still touch them), the copies that it
-was told to make and that may not have run, the table updates it was not told of yet, the logits its starts were promised, and
-what its last steps granted.
+was told to make and that may not have run, the table updates it was not told of yet, and the logits its starts were promised.
 Rule: fences are lifted, and copies count as run, in the order of their steps. Does not know leases, epochs or the wire.
 """
 
@@ -33,19 +32,6 @@ class HeldLogits(NamedTuple):
     logits: bytes
 
 
-class Granted(NamedTuple):
-    """What a step granted: ids, slots and reserved lengths [n] of its sequences, in the order of its reservations, then starts.
-
-    completes_next: the step that will have completed with the next one, if it completes as many as this one.
-    """
-
-    step_id: int
-    completes_next: int
-    ids: Int64Array
-    slots: Int64Array
-    lens: Int32Array
-
-
 @dataclass(slots=True)
 class SessionState:
     """One session in one pool. step_id: the last step applied; completed_step_id: all device work up to it has finished."""
@@ -62,7 +48,6 @@ class SessionState:
     fences: deque[tuple[int, Int32Array]] = field(default_factory=deque)
     copies: deque[tuple[int, Int32Array]] = field(default_factory=deque)  # step, and the blocks that its copies fill
     logits: dict[int, HeldLogits] = field(default_factory=dict)  # by sequence id, of starts that are full hits
-    granted: deque[Granted] = field(default_factory=lambda: deque(maxlen=2))  # of the last steps, the last one at the end
     updates: list[TableUpdates] = field(default_factory=list)  # to be told in the next reply, as far as they still hold
 
     def drop_blocks(self, pool: BlockPool, blocks: Int32Array, until: int) -> None:

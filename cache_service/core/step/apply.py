@@ -1,17 +1,14 @@
 """The steps of one pool.
 
 Owns the order of things: a step is decided by validate.py and then applied by the parts in tables/ and tiers/, list by list, as
-the protocol says. A step that was foretold, see forecast.py, is decided already, and writes its columns after its answer: what
-it owes is done by finish_step, before anything else looks at the pool. Which session may call, and whether a call is a repeat,
-is lease.py's.
+the protocol says. What a step leaves for after its reply is to publish what it committed, see publisher.py. Which session may
+call, and whether a call is a repeat, is lease.py's.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 
 from ..pool_state import PoolState
-from ..sequences.session_state import Granted, SessionState
+from ..sequences.session_state import SessionState
 from ..tables.inflight_prefix import InflightPrefixes
 from ..tables.lifecycle import SequenceLifecycle
 from ..tables.prompt_watch import PromptWatch
@@ -22,27 +19,10 @@ from ..tiers.sequence_swap import SequenceSwapper
 from ..values.errors import InvalidField
 from ..values.step_columns import StepBatch, StepReply
 from ..values.types import NO_INT32, NO_INT64, Int32Array, Int64Array, ItemResult, SequenceState, SessionId, StartResult
-from .forecast import Forecast, foretell
-from .free_room import fits_in_free, num_wanted
 from .reply import int32_of, step_reply, with_moves
-from .validate import StepPlan, check_starts, check_step, has_one_each, has_swaps
+from .validate import StepPlan, check_step, has_one_each, has_swaps
 
 _NO_GRANTS = Grants(NO_INT32, NO_INT32, NO_INT32)
-
-
-@dataclass(slots=True)
-class _Unfinished:
-    """A step that was answered. commits, releases: they are still to be applied; growth: the forecast whose grants are to be
-    written."""
-
-    owner: SessionState
-    batch: StepBatch
-    plan: StepPlan
-    grants: Grants
-    commits: bool
-    releases: bool
-    growth: Forecast | None
-    now: float
 
 
 class StepApplier:
@@ -70,90 +50,16 @@ class StepApplier:
         self._inflight = inflight
         self._swapper = swapper
         self._prompts = prompts
-        self._unfinished: _Unfinished | None = None
 
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether the last step has something left for after its answer."""
-        return self._unfinished is not None
-
-    def step(self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None) -> StepReply:
-        """Applies one iteration whole, and answers it."""
-        reply = self.answer_step(session, batch, forecast)
-        self.finish_step()
-        return reply
-
-    def answer_step(
-        self, session: SessionId, batch: StepBatch, forecast: Forecast | None = None, *, is_expected: bool = False
-    ) -> StepReply:
-        """Applies one iteration, in the protocol's order, as far as its reply needs it; `finish_step` does the rest.
-
-        forecast: what the session was foretold, where the batch is just that but for its tokens, releases and starts.
-        is_expected: its reply was told, see expected.py, so no start finds or waits for what other sequences compute. Raises
-        without a trace; refusals are in the reply.
-        """
-        self.finish_step()
+    def step(self, session: SessionId, batch: StepBatch) -> StepReply:
+        """Applies one iteration, in the protocol's order. Raises without a trace; refusals are in the reply."""
         owner = self._state.session(session)
-        if forecast is not None and (forecast.batch.step_id != owner.step_id + 1 or self._sequences.num_retaining):
-            forecast = None
-        if forecast is None:
-            plan = check_step(self._sequences, owner, batch)
-        else:
-            plan = (
-                forecast.plan._replace(start_slots=check_starts(self._sequences, owner, batch))
-                if len(batch.start_ids)
-                else forecast.plan
-            )
+        plan = check_step(self._sequences, owner, batch)
         if len(batch.completed_transfers) or len(batch.failed_transfers):
             self._check_report(owner, batch.completed_transfers, batch.failed_transfers)
         owner.step_id = batch.step_id
         owner.complete_steps(self._pool, batch.completed_step_id)
-        return self._apply(owner, batch, plan, forecast, is_expected=is_expected)
-
-    def finish_step(self) -> None:
-        """Does what the last step has left for after its answer. Without such a step it does nothing."""
-        step, self._unfinished = self._unfinished, None
-        if step is None:
-            return
-        owner, batch, plan = step.owner, step.batch, step.plan
-        if step.commits:
-            lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
-            self._lifecycle.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=True)
-        if self._prompts.is_on:
-            self._prompts.look()
-        if step.growth is not None and plan.reserve_slots is not None:
-            held, places = step.growth.held, step.growth.places
-            self._reservations.grant_allotted(plan.reserve_slots, held, step.grants, places, batch.step_id, step.now)
-        if step.releases:
-            slots = _there(owner, batch.release_ids)
-            self._publisher.publish_slots(owner, np.array(slots), told_now=owner)
-            self._lifecycle.release(owner, slots)
-            self._state.update_pressure()
-        if len(plan.start_slots) or len(step.grants.blocks):
-            num_granted = len(step.grants.blocks)
-            if self._sequences.has_states:
-                num_granted = int(np.count_nonzero(step.grants.blocks))
-            num_blocks = num_wanted(self._state, plan.start_slots.tolist(), num_new=num_granted)
-            self._state.room_ahead.note_step(num_blocks)
-        self._note_granted(owner, batch, plan)
-
-    def foretell(self, session: SessionId) -> Forecast | None:
-        """What the session's next step will most likely be. Nothing else may be left of its last one."""
-        assert self._unfinished is None, "a step is finished before the next one is foretold"
-        return foretell(self._sequences, self._state.session(session))
-
-    def _note_granted(self, owner: SessionState, batch: StepBatch, plan: StepPlan) -> None:
-        """For the forecast of the steps to come: what the step granted, new and running sequences alike."""
-        if plan.reserve_slots is None:
-            return
-        ids, slots = batch.reserve_ids, plan.reserve_slots
-        if len(plan.start_slots):
-            ids, slots = np.concatenate([ids, batch.start_ids]), np.concatenate([slots, plan.start_slots])
-        granted = self._sequences.last_reserve_step[slots] == batch.step_id
-        if np.count_nonzero(granted) < len(granted):
-            ids, slots = ids[granted], slots[granted]
-        completes_next = batch.completed_step_id + 1
-        owner.granted.append(Granted(batch.step_id, completes_next, ids, slots, self._sequences.num_reserved[slots]))
+        return self._apply(owner, batch, plan)
 
     def complete(
         self,
@@ -180,9 +86,7 @@ class StepApplier:
         swapper.offloader.transfers.check_report(owner, completed, failed)
         return swapper
 
-    def _apply(
-        self, owner: SessionState, batch: StepBatch, plan: StepPlan, forecast: Forecast | None, *, is_expected: bool
-    ) -> StepReply:
+    def _apply(self, owner: SessionState, batch: StepBatch, plan: StepPlan) -> StepReply:
         state, claims, swapper, log = self._state, self._claims, self._swapper, StepLog()
         state.revision += 1
         if claims.claims:
@@ -198,15 +102,12 @@ class StepApplier:
                 swapper.report_orders(batch.completed_transfers, batch.failed_transfers)
             if swapper.arrived:
                 log.ready.extend(swapper.conclude_arrived(owner))
-        releases_wait = self._can_releases_wait(batch, plan)
-        # What ends or starts in the same step looks at the commits.
-        commits_wait = forecast is not None and not len(plan.start_slots) and (releases_wait or not len(batch.release_ids))
-        if len(plan.commit_slots) and not commits_wait:
+        if len(plan.commit_slots):
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
             self._lifecycle.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=has_one_each(batch))
-        release_slots = [] if releases_wait else _there(owner, batch.release_ids)
+        release_slots = _there(owner, batch.release_ids)
         if plan.needs_published or (
-            len(plan.start_slots) and not is_expected and self._starter.could_hit_more(plan.start_slots, batch.start_max_hit)
+            len(plan.start_slots) and self._starter.could_hit_more(plan.start_slots, batch.start_max_hit)
         ):
             self._publisher.publish(told_now=owner)
         elif release_slots:
@@ -222,26 +123,22 @@ class StepApplier:
                 log.truncated_lens.append(int(self._sequences.num_committed[slot]))
             else:
                 log.truncated_lens.append(0)
-        if len(batch.release_ids) and not releases_wait:
+        if len(batch.release_ids):
             if len(batch.fork_children):  # a child whose fork was refused has no slot, and nothing to release
                 release_slots = _there(owner, batch.release_ids)
             self._lifecycle.release(owner, release_slots)
         if has_swaps(batch):
             swap_outs, swap_ins = self._swap_all(owner, log, batch)
         if len(plan.start_slots):
-            leaving = _there(owner, batch.release_ids) if releases_wait else []
-            starts = self._start_all(owner, log, batch, plan, leaving, may_wait=not is_expected)
-        is_allotted = forecast is not None and not claims.claims and len(forecast.growing) <= self._pool.num_available
-        if forecast is not None and plan.reserve_slots is not None and is_allotted:
-            grants = self._reservations.allot(log, batch.reserve_max, forecast.growing, forecast.roots)
-        else:
-            grants = self._reserve_all(owner, log, batch, plan, refused)
-        growth = forecast if is_allotted else None
-        self._unfinished = _Unfinished(owner, batch, plan, grants, commits_wait, releases_wait, growth, state.now)
+            starts = self._start_all(owner, log, batch, plan)
+        grants = self._reserve_all(owner, log, batch, plan, refused)
+        self._note_wishes(plan, grants)
         if log.copy_destinations:
             owner.note_copies(self._pool, int32_of(log.copy_destinations))
         if swapper is not None:
             swapper.finish_call(owner)
+        if self._prompts.is_on:
+            self._prompts.look()
         num_reclaim_hint = 0
         if claims.claims:
             claims.forget_unrepeated(owner)
@@ -270,17 +167,15 @@ class StepApplier:
             reply = with_moves(reply, self._sequences, owner, log, swap_outs, swap_ins)
         return reply
 
-    def _can_releases_wait(self, batch: StepBatch, plan: StepPlan) -> bool:
-        """Whether the step does without the blocks that it releases."""
-        slots = plan.reserve_slots
-        if not len(batch.release_ids) or plan.needs_published or slots is None or not (len(slots) or len(plan.start_slots)):
-            return False
-        seqs = self._sequences
-        starts, ends = (seqs.num_blocks_of(lens) for lens in (seqs.num_reserved[slots], batch.reserve_max))
-        num_new = int(seqs.new_entries.num_blocks_of(starts, ends).sum())
-        num_new += int(np.count_nonzero(seqs.may_copy[slots])) * seqs.num_groups
-        num_blocks = num_wanted(self._state, plan.start_slots.tolist(), num_new=num_new)
-        return fits_in_free(self._state, num_blocks, len(slots) + len(plan.start_slots))
+    def _note_wishes(self, plan: StepPlan, grants: Grants) -> None:
+        """How many free blocks the step could use, hits of its starts included; steps to come are to find as many."""
+        seqs, num_blocks = self._sequences, len(grants.blocks)
+        if seqs.has_states:
+            num_blocks = int(np.count_nonzero(grants.blocks))
+        for slot in plan.start_slots.tolist():
+            num_blocks += seqs.new_entries.num_blocks(0, seqs.num_blocks(int(seqs.num_tokens[slot])))
+        if num_blocks:
+            self._state.room_ahead.note_step(num_blocks)
 
     def _fork_all(self, owner: SessionState, log: StepLog, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
         """Results, and the children that there was no slot for: later items that name one do nothing."""
@@ -372,11 +267,8 @@ class StepApplier:
             claims.add_claim(owner, slot, max(1, num_missing + self._pool.num_available - num_room))
         return done
 
-    def _start_all(
-        self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan, leaving: list[int], *, may_wait: bool
-    ) -> list[StartResult]:
-        """leaving: slots that the step is yet to release. Nothing more is to be expected of them."""
-        is_asked = may_wait and len(batch.start_may_wait) > 0
+    def _start_all(self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan) -> list[StartResult]:
+        is_asked = len(batch.start_may_wait) > 0
         waiting = batch.start_may_wait if is_asked else np.zeros(len(plan.start_slots), np.int32)
         columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, waiting)
         owners = {other.number: other for other in self._state.sessions.values()} if is_asked else {}
@@ -385,7 +277,7 @@ class StepApplier:
         self._inflight.begin_starts()
         for slot, max_new, max_hit, waits in zip(*(column.tolist() for column in columns), strict=True):
             length = below.length_to_come(slot, max_hit) if waits and below is not None else 0
-            if length or (waits and (length := self._inflight.length_to_come(slot, max_hit, owners, leaving))):
+            if length or (waits and (length := self._inflight.length_to_come(slot, max_hit, owners))):
                 self._claims.forget_claim(slot)  # it does not wait for blocks
                 self._counters.num_computing_answers += 1
                 log.computing_lens[slot] = length

@@ -7,7 +7,7 @@ it was granted once does not count. A start is told to wait only a bounded numbe
 depends on other sequences for good.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -63,12 +63,11 @@ class InflightPrefixes:
             if len(slots):
                 blocks.add(int(seqs.roots[slot]), seqs.tokens_of(slot)[slot, start : start + size], slot, int(lens[0]))
 
-    def length_to_come(self, slot: int, max_hit: int, owners: Mapping[int, SessionState], leaving: Container[int]) -> int:
+    def length_to_come(self, slot: int, max_hit: int, owners: Mapping[int, SessionState]) -> int:
         """Tokens, whole blocks, that the waiting sequence could hit once a running one has committed what it was granted.
 
         0 where that is no more than it could hit now, with max_hit as the most that it takes, or where it has waited long
-        enough. owners: by number, those whose sessions live; others will commit no more, and the sequences that are leaving
-        neither.
+        enough. owners: by number, those whose sessions live; others will commit no more.
         """
         seqs, size = self._sequences, self._sequences.block_size
         start = len(self._lookup.match_sequence(slot, max_hit)) * size
@@ -85,7 +84,7 @@ class InflightPrefixes:
         next_block = seqs.known_tokens(slot)[start : start + size]
         for rival, length in self._next_blocks[start].find(int(seqs.roots[slot]), next_block):
             owner = owners.get(int(seqs.owners[rival]))
-            if owner is None or rival in leaving or not self._will_publish(owner, rival, length):
+            if owner is None or not self._will_publish(owner, rival, length):
                 continue
             known = min(length, end)
             differ = np.flatnonzero(seqs.tokens_of(rival)[rival, :known] != seqs.known_tokens(slot)[:known])

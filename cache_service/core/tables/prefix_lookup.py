@@ -11,9 +11,7 @@ import numpy as np
 
 from ..pool_state import PoolState
 from ..tiers.host_tier import HostTier
-from ..values.types import NO_INT32, Int32Array, Int64Array, SequenceState
-
-_RUNNING = np.int8(SequenceState.RUNNING)
+from ..values.types import NO_INT32, Int32Array, Int64Array
 
 
 class FullHit(NamedTuple):
@@ -58,40 +56,6 @@ class PrefixLookup:
         return any(
             seqs.last_nodes[rival] == last or np.array_equal(tokens[rival, :start], prompt[:start]) for rival in rivals.tolist()
         )
-
-    def first_block(self, slot: int) -> tuple[int, bytes]:
-        """The tenant's root and the first block of tokens of a waiting sequence: others share nothing with it."""
-        seqs = self._sequences
-        return int(seqs.roots[slot]), seqs.known_tokens(slot)[: self._block_size].tobytes()
-
-    def sure_match(self, slot: int, max_hit: int, rivals: dict[int, tuple[bytes, ...]]) -> Int32Array | None:
-        """[matched] nodes that a waiting sequence can start on; None where a running one may have the block behind them.
-
-        rivals: by the last node of a match, the blocks that running sequences may have behind it. All starts of a step share
-        one, which is empty at first.
-        """
-        seqs, size, num_most = self._sequences, self._block_size, self._most_blocks(slot, max_hit)
-        if self.min_tokens or self._host is not None:
-            return None
-        nodes = self._match(slot, num_most)
-        if len(nodes) == num_most:
-            return nodes
-        last, start = int(nodes[-1] if len(nodes) else seqs.roots[slot]), len(nodes) * size
-        if last not in rivals:
-            rivals[last] = self._next_blocks(np.append(seqs.roots[slot], nodes))
-        return None if seqs.known_tokens(slot)[start : start + size].tobytes().startswith(rivals[last]) else nodes
-
-    def _next_blocks(self, path: Int32Array) -> tuple[bytes, ...]:
-        """Tokens behind the match of these nodes, the root first, of running sequences that may have the match's tokens, too.
-
-        Such a sequence has published as much of them or less, so its last published block is the match's at that depth. Of a
-        block that it has in part, that part.
-        """
-        seqs, size, start = self._sequences, self._block_size, (len(path) - 1) * self._block_size
-        slots = ((seqs.states == _RUNNING) & (path.take(seqs.num_published, mode="clip") == seqs.last_nodes)).nonzero()[0]
-        tokens, lens = seqs.tokens_of(slots), seqs.num_tokens[slots].tolist()
-        ends = [min(start + size, length) for length in lens]
-        return tuple(tokens[slot, start:end].tobytes() for slot, end in zip(slots.tolist(), ends, strict=True))
 
     def _most_blocks(self, slot: int, max_hit: int) -> int:
         """Blocks that a waiting sequence may hit at most."""

@@ -84,23 +84,6 @@ class Reservations:
         blocks[has_block] = self._allocator.allocate(log, int(np.count_nonzero(has_block)), seqs.roots[slot])
         return blocks
 
-    def allot(self, log: StepLog, wanted: Int32Array, growing: Int64Array, roots: Int32Array) -> Grants:
-        """Blocks for the sequences of a forecast, one for each that grows; there are as many. `grant_allotted` writes them."""
-        if not len(growing):
-            return Grants(wanted, NO_INT32, NO_INT32)
-        blocks = self._allocator.allocate(log, len(growing), roots)
-        return Grants(wanted, growing.astype(np.int32), blocks)
-
-    def grant_allotted(
-        self, slots: Int64Array, held: Int32Array, grants: Grants, places: Int32Array, step_id: int, now: float
-    ) -> None:
-        """Writes what was allotted to the tables: held [n] as they were, places [k] of the new blocks."""
-        seqs = self._sequences
-        seqs.note_access(slots, now)
-        seqs.grant(slots, held, grants.reserved, step_id)
-        if len(grants.blocks):
-            seqs.set_blocks(slots[grants.item_idx], places, grants.blocks)
-
     def copies_due(self, owner: SessionState, slot: int, wanted: int) -> Int64Array:
         """Places in [committed, wanted) of the tables whose blocks have another holder or reader, as the index is (R5)."""
         seqs, pool = self._sequences, self._pool

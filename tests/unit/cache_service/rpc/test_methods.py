@@ -26,7 +26,7 @@ def test_every_rpc_has_one_handler() -> None:
 def test_a_group_answers_nothing_but_rpcs() -> None:
     """A misspelled handler would be of no use; the names that are no RPCs are those that other parts call."""
     public = {name for group in GROUPS for name in vars(group) if not name.startswith("_")}
-    assert public == {*handlers_of(GROUPS), "apply", "after_answer", "prepare", "prepare_soon"}
+    assert public == {*handlers_of(GROUPS), "apply", "after_answer"}
 
 
 def test_a_missing_handler_is_found() -> None:

@@ -84,7 +84,7 @@ class Where:
 def pool_tier(core: Core, where: Where) -> PoolTier:
     manager = cast(PoolManager, SimpleNamespace(tick=lambda now: None))
     hosts = np.zeros((1, 1), np.uint8)
-    return PoolTier(lambda: manager, cast(NamedTier, core), cast(Place, where), hosts, time.monotonic, where.give_back)
+    return PoolTier(manager, cast(NamedTier, core), cast(Place, where), hosts, time.monotonic, where.give_back)
 
 
 def question() -> Question:

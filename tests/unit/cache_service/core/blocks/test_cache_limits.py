@@ -3,7 +3,6 @@
 import pytest
 
 from kvkeeper.cache_service.core.eviction import POLICY_NAMES
-from kvkeeper.cache_service.core.step.waiting_starts import WaitingStarts
 from kvkeeper.cache_service.core.tables.prefix_lookup import PrefixLookup
 from kvkeeper.cache_service.core.values.errors import OutOfBlocks
 from kvkeeper.cache_service.core.values.types import MatchEnd
@@ -130,13 +129,9 @@ def test_what_was_looked_up_before_is_looked_up_anew_once_it_has_outlived_its_ti
     cache(pool, ONE)
     pool.create(7, [*ONE, 1])
     lookup = PrefixLookup(manager.state, None)
-    waiting = WaitingStarts(manager.state, lookup)
-    owner, slot = manager.state.find_sequence(A, 7)
-    waiting.look_ahead(owner)
+    _, slot = manager.state.find_sequence(A, 7)
     for seconds, num_hit in ((0.999, 2), (0.001, 0)):
         manager.tick(manager.now + seconds)
-        found = waiting.find(owner, [7], [ALL])
-        assert found is not None and len(found[0].hit) == num_hit
         assert len(lookup.match_sequence(slot, ALL)) == num_hit
 
 
