@@ -12,7 +12,7 @@ from hashlib import sha256
 import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client.cache import AsyncCacheSession
+from kvkeeper.client.session import AsyncCacheSession
 
 from ..values.request import Int32Array
 

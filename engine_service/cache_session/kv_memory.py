@@ -19,8 +19,9 @@ import torch
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.arena import Arena
-from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
+from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.client.steps import StepItems, StepResult
 from kvkeeper.common.service.threads import in_thread, in_thread_or_here
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks

@@ -4,9 +4,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client.cache import AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.client.session_calls import NewSequence
+from kvkeeper.client.new_sequence import NewSequence
+from kvkeeper.client.session import AsyncCacheSession
 
 from ..values.request import Sequence
 from .failures import is_invalid

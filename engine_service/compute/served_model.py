@@ -39,7 +39,7 @@ from .model_runner import AnyLayout, Model, ModelRunner, Runner, StepBounds, War
 from .recurrent_model import has_states, recurrent_model
 from .sampling_defaults import read_sampling_defaults
 from .self_check import load_checked_model
-from .stored.stored_model import format_for, refuse_stored, stored_model
+from .stored_model import format_for, refuse_stored, stored_model
 
 log = structlog.get_logger()
 

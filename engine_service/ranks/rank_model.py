@@ -7,7 +7,7 @@ from typing import cast
 import torch
 
 from ..compute.model_runner import ModelRunner, Runner, kv_layout_of
-from ..compute.stored.stored_model import format_for, prepare_for, stored_layout
+from ..compute.stored_model import format_for, prepare_for, stored_layout
 from ..config import HASH_TOY, EngineConfig
 from ..model.dtype_name import DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner

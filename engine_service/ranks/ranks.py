@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 import torch
 
-from kvkeeper.client.cache import AsyncCacheSession
+from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
 from ..compute.device.device_errors import DeviceFault, FaultTold

@@ -17,8 +17,8 @@ from kvkeeper.cache_service.core.values.copies import Copies
 from kvkeeper.cache_service.memory.device.cuda import CudaArena, CudaMemory
 from kvkeeper.cache_service.server import start_server
 from kvkeeper.client import AsyncCacheClient
-from kvkeeper.client.cache import AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.client.steps import StepItems
 from kvkeeper.common.cuda import runtime
 from kvkeeper.common.cuda.errors import CudaError

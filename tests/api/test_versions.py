@@ -10,7 +10,8 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.values.errors import InvalidField, ProtocolVersionUnsupported
 from kvkeeper.cache_service.rpc import session_calls
 from kvkeeper.cache_service.rpc.convert.versions import SPOKEN, Versions
-from kvkeeper.client import AsyncCacheClient, KvkeeperError, cache_calls
+from kvkeeper.client import AsyncCacheClient, KvkeeperError
+from kvkeeper.client import cache as client_cache
 from kvkeeper.engine_service.server import StartError
 from tests.support.processes.service_pair import Services, generate, services, toy_output
 from tests.support.worlds.cache_api import SPEC, Api
@@ -56,8 +57,8 @@ async def test_a_message_of_before_there_were_versions_is_served(api: Api) -> No
 
 
 async def test_a_client_refuses_a_service_that_is_too_old(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_calls, "PROTOCOL_VERSION", 3)
-    monkeypatch.setattr(cache_calls, "OLDEST_PROTOCOL_VERSION", 2)
+    monkeypatch.setattr(client_cache, "PROTOCOL_VERSION", 3)
+    monkeypatch.setattr(client_cache, "OLDEST_PROTOCOL_VERSION", 2)
     async with AsyncCacheClient(api.server.address) as client:
         with pytest.raises(KvkeeperError, match=r"version 1 .* 2 to 3: upgrade the cache service") as refused:
             await client.open_session(SPEC)
@@ -80,8 +81,8 @@ async def _is_refused(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_engine_says_that_the_service_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_calls, "PROTOCOL_VERSION", 3)
-    monkeypatch.setattr(cache_calls, "OLDEST_PROTOCOL_VERSION", 2)
+    monkeypatch.setattr(client_cache, "PROTOCOL_VERSION", 3)
+    monkeypatch.setattr(client_cache, "OLDEST_PROTOCOL_VERSION", 2)
     async with services() as world:
         await world.start_cache()
         with pytest.raises(StartError, match=r"PROTOCOL_VERSION_UNSUPPORTED: .*: upgrade the cache service"):
@@ -93,4 +94,4 @@ def test_all_clients_and_the_service_are_of_one_time() -> None:
     found = re.search(r"PROTOCOL_VERSION = (\d+);", node)
     assert found is not None
     assert SPOKEN.oldest <= int(found[1]) <= SPOKEN.newest
-    assert SPOKEN.oldest <= cache_calls.PROTOCOL_VERSION == SPOKEN.newest
+    assert SPOKEN.oldest <= client_cache.PROTOCOL_VERSION == SPOKEN.newest

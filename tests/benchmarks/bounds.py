@@ -20,9 +20,10 @@ import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import CallOptions
-from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
+from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import error_of
-from kvkeeper.client.session_calls import NewSequence
+from kvkeeper.client.new_sequence import NewSequence
+from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.client.steps import StepItems
 from tests.benchmarks.delay import Steady, start_child, tell_child
 from tests.benchmarks.growing import Growing

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
+from kvkeeper.client.cache import AsyncCacheClient
+from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.client.steps import StepItems
 from tests.benchmarks.disturber import NUM_BLOCKS, NUM_LISTED, NUM_SEQUENCES, NUM_TOKENS
 from tests.benchmarks.growing import Growing

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from kvkeeper.client import CallOptions
-from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
+from kvkeeper.client.cache import AsyncCacheClient
+from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.client.steps import StepItems
 from tests.benchmarks.admission import NUM_TOKENS, prompts
 from tests.benchmarks.sessions import open_session

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
+from kvkeeper.client.cache import AsyncCacheClient
+from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.client.steps import StepItems
 from tests.benchmarks.growing import BLOCK_SIZE, Growing
 from tests.benchmarks.processes import process

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from kvkeeper.engine_service.compute.model_runner import AnyLayout, ModelRunner, kv_layout_of
-from kvkeeper.engine_service.compute.stored.stored_model import stored_layout
+from kvkeeper.engine_service.compute.stored_model import stored_layout
 from kvkeeper.engine_service.model.decoder import Decoder
 from kvkeeper.engine_service.model.layer_groups import LayerGroup
 from kvkeeper.engine_service.model.loader import load_model

@@ -3,7 +3,8 @@
 import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
+from kvkeeper.client.cache import AsyncCacheClient
+from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.client.steps import StepItems
 from tests.benchmarks.growing import BLOCK_SIZE, Growing
 from tests.benchmarks.turnover import Turnover

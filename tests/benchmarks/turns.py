@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import grpc
 import numpy as np
 
-from kvkeeper.client.cache import AsyncCacheSession
+from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.client.steps import StepItems, encode
 from tests.benchmarks.echo_server import METHOD, SIZE_KEY
 from tests.benchmarks.growing import BLOCK_SIZE

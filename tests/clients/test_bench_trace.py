@@ -1,7 +1,6 @@
 """`kvkeeper bench trace`: the same hits in the core and over gRPC, one line for each error, nothing left behind."""
 
 import asyncio
-import importlib.util
 import json
 import os
 import signal
@@ -15,10 +14,8 @@ from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.core.eviction import POLICY_NAMES
 from kvkeeper.cache_service.server import RunningServer
 from kvkeeper.cli import main
-from kvkeeper.cli.benchmark import plot, traces
-from kvkeeper.cli.console.problems import UsageFailure
+from kvkeeper.cli.benchmark import traces
 from kvkeeper.client import AsyncCacheClient
-from kvkeeper.common.service.extras import install_command
 from tests.support.processes.signals import hear_interrupts
 
 # Blocks 7 and 8 return once each while they are cached; of the last request only the first block is where it was.
@@ -149,33 +146,6 @@ def test_wrong_usage_is_one_line(argv: list[str], said: str, capsys: pytest.Capt
 def test_an_empty_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "trace", write(tmp_path / "t", [[]])]) == 2
     assert capsys.readouterr().err == f"kvkeeper: {tmp_path / 't'} holds no requests\n"
-
-
-def test_a_plot_is_a_picture_with_lru_and_the_optimum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "plot.png"
-    trace = write(tmp_path / "t", [[1, 2], [3, 4], [1, 2]])
-    found = report(capsys, trace, "--blocks", "9", "--plot", str(picture))
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plot.png", "t"]
-    assert list(found["curves"]) == ["adaptive", "lru", "optimum"]
-    assert all([blocks for blocks, _ in points] == [2, 3, 4] for points in found["curves"].values())
-    assert found["curves"]["optimum"][-1] == found["curves"]["lru"][-1] == [4, round(2 / 6, 4)]
-
-
-def test_a_plot_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = write(tmp_path / "t", REQUESTS)
-    assert main(["bench", "trace", trace, "--blocks", "9", "--plot", str(tmp_path / "no" / "plot.png")]) == 2
-    assert "plot.png cannot be written: No such file or directory" in capsys.readouterr().err
-
-
-def test_without_matplotlib_the_command_that_installs_it_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(["bench", "trace", "--plot", "x.png"]) == 2
-    assert capsys.readouterr().err == f"kvkeeper: --plot needs matplotlib: {install_command('plot')}\n"
-    with pytest.raises(UsageFailure):
-        plot.require()
 
 
 def test_a_generated_trace_is_its_seed_and_mostly_never_seen_again() -> None:

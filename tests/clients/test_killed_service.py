@@ -61,8 +61,8 @@ class Stepper:
 
     @property
     def _lane_socket(self) -> socket.socket:
-        lane = self.session._steps._lane if self._is_async else self.session._lane
-        found: socket.socket = lane._socket
+        session = self.session if self._is_async else self.session._inner
+        found: socket.socket = session._steps.lane._socket
         return found
 
     async def _call(self, method: Any, *args: Any) -> Any:

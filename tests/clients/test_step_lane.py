@@ -26,7 +26,8 @@ from kvkeeper.client import (
     KvkeeperError,
     StepItems,
 )
-from kvkeeper.client.step_lane import StepLane
+from kvkeeper.client.backends import run
+from kvkeeper.client.step_lane import BlockingStepLane, LaneBroken, StepLane
 from kvkeeper.client.transport import AsyncTransport
 from tests.support.stand_ins.fake_cache import FakeCache, Fault
 
@@ -206,6 +207,26 @@ async def test_threads_repeat_over_grpc_what_a_lane_cannot_carry(
     assert await num_steps(client) == 2
 
 
+@pytest.mark.parametrize("ending", [TimeoutError, KeyboardInterrupt])
+def test_a_thread_that_stops_waiting_for_an_answer_ends_its_lane(ending: type[BaseException]) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lane = BlockingStepLane(ours, 0.05)
+
+    def interrupt() -> int:
+        raise ending
+
+    if ending is KeyboardInterrupt:
+        lane._read_frame = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KvkeeperError if ending is TimeoutError else ending) as caught:
+        run(lane.exchange(b"step"))
+    if isinstance(caught.value, KvkeeperError):
+        assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert not lane.is_open, "a late answer would be taken for that of the next step"
+    with pytest.raises(LaneBroken):
+        run(lane.exchange(b"step"))
+    theirs.close()
+
+
 # A service's end that the test holds
 
 
@@ -229,7 +250,7 @@ async def hold(fake: FakeCache) -> AsyncIterator[Callable[..., Any]]:
         session = await client.open_session(pb.KvSpec())
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.setblocking(False)
-        session._lane = StepLane(ours)
+        session._steps.lane = StepLane(ours)
         held.append(HeldLane(fake, client, session, theirs))
         return held[-1]
 
@@ -301,7 +322,8 @@ async def test_a_large_step_waits_for_its_answer_no_longer_than_others(hold: Cal
 
 async def test_a_farewell_that_was_not_read_yet_is_told_before_the_end(hold: Callable[..., Any]) -> None:
     held = await hold()
-    held.session._lane._loop.remove_reader(held.session._lane._socket)  # the loop is busy
+    lane = held.session._steps.lane
+    lane._loop.remove_reader(lane._socket)  # the loop is busy
     held.end.send(b"\3" + b"\x08\x0a\x12\x02no")
     held.end.close()
     with pytest.raises(KvkeeperError, match="ABORTED: no"):

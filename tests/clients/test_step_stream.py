@@ -53,7 +53,7 @@ async def test_a_broken_stream_repeats_the_same_bytes(
 async def test_a_stream_that_ended_between_steps_is_opened_again(fake: FakeCache, session: AsyncCacheSession) -> None:
     fake.script["StreamSteps"] = [pb.StepResponse(step_id=1), Fault.LEAVE, pb.StepResponse(step_id=2)]
     await session.step(ITEMS)
-    assert await session._steps._call.code() is grpc.StatusCode.OK  # type: ignore[union-attr]
+    assert await session._steps._stream._call.code() is grpc.StatusCode.OK  # type: ignore[union-attr]
     assert (await session.step(ITEMS)).step_id == 2
     assert fake.num_streams == 2
 
@@ -95,7 +95,7 @@ async def test_closing_the_session_ends_the_stream(fake: FakeCache, session: Asy
     fake.script["StreamSteps"] = [pb.StepResponse(step_id=1)]
     fake.script["CloseSession"] = [pb.CloseSessionResponse(num_released_sequences=2)]
     await session.step(ITEMS)
-    call = session._steps._call  # type: ignore[union-attr]
+    call = session._steps._stream._call  # type: ignore[union-attr]
     assert (await session.close()).num_released_sequences == 2
     assert call.cancelled()
     assert pb.CloseSessionRequest.FromString(fake.requests["CloseSession"][0]).drained

@@ -9,9 +9,10 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client import AsyncCacheClient, CacheClient, CallOptions, KvkeeperError
+from kvkeeper.client.backends import ASYNCIO, BLOCKING, Backend, run
 from kvkeeper.client.engine.calls import stream_options
 from kvkeeper.client.retry import Patience
-from kvkeeper.client.transport import AsyncTransport, Transport
+from kvkeeper.client.transport import AsyncTransport, Stream
 from tests.support.stand_ins.fake_cache import FakeCache, Fault, Refusal
 
 QUICK = CallOptions(timeout_s=5, retry_s=5, first_pause_s=0.001, longest_pause_s=0.002)
@@ -74,16 +75,16 @@ async def test_a_call_that_met_a_server_as_it_stopped_is_repeated(fake: FakeCach
 @pytest.mark.parametrize("ends", ["stream", "transport"])
 async def test_what_is_cancelled_here_is_cancelled(fake: FakeCache, ends: str) -> None:
     fake.script["ReadKv"] = [pb.ReadKvResponse(), Fault.SILENCE]
-    transport = Transport(fake.target, QUICK, pb_grpc.CacheServiceStub)
-    stream = transport.stream(transport.stub.ReadKv, pb.ReadKvRequest())
+    transport = AsyncTransport(fake.target, QUICK, pb_grpc.CacheServiceStub, backend=BLOCKING)
+    stream = Stream(transport.stream(transport.stub.ReadKv, pb.ReadKvRequest()))
     await asyncio.to_thread(next, stream)
     reading = asyncio.create_task(asyncio.to_thread(next, stream))
     await asyncio.wait_for(fake.waits.wait(), 5)
-    stream.cancel() if ends == "stream" else transport.close()
+    stream.cancel() if ends == "stream" else run(transport.close())
     with pytest.raises(KvkeeperError) as caught:
         await reading
     assert caught.value.code is grpc.StatusCode.CANCELLED
-    transport.close()
+    run(transport.close())
 
 
 async def test_an_address_without_a_listener_is_a_service_that_is_down(fake: FakeCache, unused_tcp_port: int) -> None:
@@ -126,11 +127,12 @@ async def test_an_abandoned_server_stream_is_cancelled_at_the_service(fake: Fake
         await asyncio.wait_for(fake.cancelled.wait(), 5)
 
 
-async def test_a_server_stream_is_repeated_until_its_first_message_and_not_after(fake: FakeCache) -> None:
-    script = [DRAINING, DRAINING, pb.ReadKvResponse(num_tokens=1), pb.ReadKvResponse(num_tokens=2), DRAINING]
+@pytest.mark.parametrize("backend", [ASYNCIO, BLOCKING], ids=["async", "sync"])
+async def test_a_server_stream_is_repeated_until_its_first_message_and_not_after(fake: FakeCache, backend: Backend) -> None:
+    fake.script["ReadKv"] = [DRAINING, DRAINING, pb.ReadKvResponse(num_tokens=1), pb.ReadKvResponse(num_tokens=2), DRAINING]
 
     async def received() -> list[int]:
-        transport = AsyncTransport(fake.target, QUICK, pb_grpc.CacheServiceStub)
+        transport = AsyncTransport(fake.target, QUICK, pb_grpc.CacheServiceStub, backend=backend)
         stream = transport.stream(transport.stub.ReadKv, pb.ReadKvRequest())
         numbers = [(await anext(stream)).num_tokens, (await anext(stream)).num_tokens]
         with pytest.raises(KvkeeperError, match="DRAINING"):
@@ -138,20 +140,13 @@ async def test_a_server_stream_is_repeated_until_its_first_message_and_not_after
         await transport.close()
         return numbers
 
-    def received_in_thread() -> list[int]:
-        transport = Transport(fake.target, QUICK, pb_grpc.CacheServiceStub)
-        stream = transport.stream(transport.stub.ReadKv, pb.ReadKvRequest())
-        numbers = [next(stream).num_tokens, next(stream).num_tokens]
-        with pytest.raises(KvkeeperError, match="DRAINING"):
-            next(stream)
-        transport.close()
-        return numbers
-
-    fake.script["ReadKv"] = list(script)
-    assert await received() == [1, 2]
-    fake.script["ReadKv"] = list(script)
-    assert await asyncio.to_thread(received_in_thread) == [1, 2]
+    assert await (received() if backend.has_loop else asyncio.to_thread(run, received())) == [1, 2]
     assert len(set(fake.requests["ReadKv"])) == 1
+
+
+async def test_a_blocking_call_that_waits_for_a_loop_is_a_mistake_of_ours() -> None:
+    with pytest.raises(AssertionError, match="waited for an event loop"):
+        run(asyncio.sleep(60))
 
 
 def test_patience_grows_its_pauses_up_to_the_deadline() -> None:

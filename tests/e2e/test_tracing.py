@@ -10,7 +10,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.client import EngineClient, GenerateOptions, KvkeeperError
-from kvkeeper.client.step_stream import StepStream
+from kvkeeper.client.step_carriers import StepCarriers
 from kvkeeper.common import tracing
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
@@ -175,13 +175,13 @@ async def test_a_lost_session_ends_its_steps_spans(world: Services, spans: Spans
 
 async def test_what_is_not_traced_sends_nothing_of_it(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
-    exchange = StepStream.exchange
+    exchange = StepCarriers.exchange
 
-    async def noted(stream: StepStream, request: bytes) -> bytes:
+    async def noted(carriers: StepCarriers, request: bytes) -> bytes:
         sent.append(cache_pb.StepRequest.FromString(request).traceparent)
-        return await exchange(stream, request)
+        return await exchange(carriers, request)
 
-    monkeypatch.setattr(StepStream, "exchange", noted)
+    monkeypatch.setattr(StepCarriers, "exchange", noted)
     await world.start_cache()
     untraced = await world.client(await world.start_engine())
     await generate(untraced, [1, 2, 3])

@@ -31,10 +31,11 @@ from kvkeeper.cache_service.core.values.types import (
 )
 from kvkeeper.cache_service.core.values.views import PoolStats, SequenceView
 from kvkeeper.client.arena import Arena
-from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
+from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.kv_chunks import KvTokens
-from kvkeeper.client.session_calls import NewSequence
+from kvkeeper.client.new_sequence import NewSequence
+from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.client.steps import StepItems, StepResult, decode, encode
 from tests.support.reference.shadow_memory import ShadowMemory
 from tests.support.worlds.cache_api import Api, ManualClock, serving

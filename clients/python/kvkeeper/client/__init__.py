@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvkeeper.client.arena import Arena
-    from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
+    from kvkeeper.client.cache import AsyncCacheClient
     from kvkeeper.client.cache_sync import CacheClient
     from kvkeeper.client.credentials import Credentials
     from kvkeeper.client.engine.calls import (
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
         TokenLogprobs,
         Usage,
     )
-    from kvkeeper.client.engine.client import AsyncEngineClient, AsyncGeneration, EngineClient, Generation
+    from kvkeeper.client.engine.client import AsyncEngineClient, AsyncGeneration
+    from kvkeeper.client.engine.client_sync import EngineClient, Generation
     from kvkeeper.client.errors import KvkeeperError
     from kvkeeper.client.kv_chunks import KvTokens
+    from kvkeeper.client.new_sequence import NewSequence
     from kvkeeper.client.retry import CallOptions
-    from kvkeeper.client.session_calls import NewSequence
+    from kvkeeper.client.session import AsyncCacheSession
     from kvkeeper.client.session_sync import CacheSession
     from kvkeeper.client.steps import StepItems, StepResult, decode, encode
 
@@ -63,10 +65,11 @@ __all__ = [
 
 _HOMES = {
     "arena": ("Arena",),
-    "cache": ("AsyncCacheClient", "AsyncCacheSession"),
+    "cache": ("AsyncCacheClient",),
     "cache_sync": ("CacheClient",),
     "credentials": ("Credentials",),
-    "engine.client": ("AsyncEngineClient", "AsyncGeneration", "EngineClient", "Generation"),
+    "engine.client": ("AsyncEngineClient", "AsyncGeneration"),
+    "engine.client_sync": ("EngineClient", "Generation"),
     "engine.calls": (
         "BeamSearch",
         "GenerateOptions",
@@ -79,8 +82,9 @@ _HOMES = {
     ),
     "errors": ("KvkeeperError",),
     "kv_chunks": ("KvTokens",),
+    "new_sequence": ("NewSequence",),
     "retry": ("CallOptions",),
-    "session_calls": ("NewSequence",),
+    "session": ("AsyncCacheSession",),
     "session_sync": ("CacheSession",),
     "steps": ("StepItems", "StepResult", "decode", "encode"),
 }

@@ -1,37 +1,30 @@
-"""The cache service for asyncio: AsyncCacheClient opens sessions, an AsyncCacheSession does the work of one.
+"""The cache service for asyncio: AsyncCacheClient makes calls to the service as a whole and opens sessions (session.py).
 
-An engine drives a session with create_sequence, step, renew and close; extend, commit, fork, truncate, release,
-write_kv and read_kv are the same operations one at a time, for a session that does not step. Every call raises
-KvkeeperError. cache_sync.py has the same for threads.
+Every call raises KvkeeperError. cache_sync.py has the same for threads. Nothing here needs numpy, which takes longer to import
+than most of these calls take.
 """
 
-import asyncio
-import contextlib
-import socket
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 import grpc
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
-from kvkeeper.client import cache_calls
-from kvkeeper.client.arena import Arena, attach_arena, attach_arena_and_lane
-from kvkeeper.client.cache_calls import Call
+from kvkeeper.client.backends import ASYNCIO, Backend
 from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.retry import CallOptions
-from kvkeeper.client.session_calls import WATCH_TIMEOUT_S, Created, Logits, NewSequence, SessionCalls, TokenIds
-from kvkeeper.client.step_lane import StepLane, attach_lane
-from kvkeeper.client.step_stream import StepStream
-from kvkeeper.client.steps import StepItems, StepResult, decode, encode
 from kvkeeper.client.targets import cache_address
-from kvkeeper.client.transport import AsyncStream, AsyncTransport
+from kvkeeper.client.transport import AsyncTransport
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from kvkeeper.client.session import AsyncCacheSession
+
+# Of the cache service's protocol; docs/protocol.md says what needs a new number.
+PROTOCOL_VERSION = 1
+OLDEST_PROTOCOL_VERSION = 1  # that this client can speak
+
+SLICED_TIMEOUT_S = 300.0  # of calls that let others pass: millions of blocks take a minute
 
 
 class AsyncCacheClient:
@@ -45,10 +38,15 @@ class AsyncCacheClient:
         target: str | None = None,
         options: CallOptions | None = None,
         credentials: Credentials | None = None,
+        *,
+        backend: Backend = ASYNCIO,
     ) -> None:
-        """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
+        """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used.
+
+        backend: how calls wait; CacheClient gives another one.
+        """
         self._transport = AsyncTransport(
-            target or cache_address(), options or CallOptions(), pb_grpc.CacheServiceStub, credentials
+            target or cache_address(), options or CallOptions(), pb_grpc.CacheServiceStub, credentials, backend
         )
 
     async def __aenter__(self) -> "AsyncCacheClient":
@@ -72,364 +70,54 @@ class AsyncCacheClient:
         read_only_memory: attach() maps the memory to be read alone. packs_host_blocks: transfer orders are run here, and blocks
         are converted as PoolInfo.host_kv_dtype says.
         """
-        opened = await self._do(
-            cache_calls.open_session(spec, executor, ttl_ms, client_name, read_only_memory, packs_host_blocks)
+        request = pb.OpenSessionRequest(
+            spec=spec,
+            executor=executor,
+            ttl_ms=ttl_ms,
+            client_name=client_name,
+            protocol_version=PROTOCOL_VERSION,
+            read_only_memory=read_only_memory,
+            packs_host_blocks=packs_host_blocks,
         )
+        opened = await self._transport.call_by_name("OpenSession", request)
+        _require_spoken(opened.protocol_version or 1)  # a service of before there were versions
+        from kvkeeper.client.session import AsyncCacheSession  # with numpy
+
         return AsyncCacheSession(self._transport, opened)
 
     async def capabilities(self) -> pb.GetCapabilitiesResponse:
-        return await self._do(cache_calls.capabilities())
+        return await self._transport.call_by_name("GetCapabilities", pb.GetCapabilitiesRequest())
 
     async def stats(self) -> pb.GetStatsResponse:
-        return await self._do(cache_calls.stats())
+        return await self._transport.call_by_name("GetStats", pb.GetStatsRequest())
 
     async def check_invariants(self) -> pb.CheckInvariantsResponse:
-        return await self._do(cache_calls.check_invariants())
+        return await self._transport.call_by_name("CheckInvariants", pb.CheckInvariantsRequest(), SLICED_TIMEOUT_S)
 
     async def list_sequences(self, session_id: str = "") -> tuple[pb.SequenceInfo, ...]:
         """Sequences of one session, or of all, without tables."""
-        return await _all_sequences(self._transport, session_id)
+        return await list_sequences(self._transport, session_id)
 
     async def close(self) -> None:
         await self._transport.close()
 
-    async def _do(self, call: Call[T]) -> T:
-        return await _do(self._transport, call)
 
-
-class AsyncCacheSession:
-    """A lease on a pool. Every step renews it; in between, the client calls renew()."""
-
-    def __init__(self, transport: AsyncTransport, opened: pb.OpenSessionResponse) -> None:
-        self.session_id: str = opened.session_id
-        self.epoch: int = opened.epoch
-        self.pool: pb.PoolInfo = opened.pool
-        self.ttl_ms: int = opened.ttl_ms
-        self.step_id = 0  # the last one answered
-        self._transport = transport
-        self._opened = opened
-        self._calls = SessionCalls(opened.session_id, opened.epoch, opened.pool.spec)
-        self._steps: StepStream | None = None
-        self._lane: StepLane | None = None  # until the first step
-
-    async def __aenter__(self) -> "AsyncCacheSession":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    @property
-    def has_step_lane(self) -> bool:
-        """Whether steps go over a socket of this host beside gRPC."""
-        return self._lane is not None if self._steps is None else self._steps.has_lane
-
-    @property
-    def attach_point(self) -> tuple[str, str]:
-        """Path and token of the attach socket, for the processes of other ranks: see arena.attach_arena."""
-        return self._opened.attach_socket_path, self._opened.attach_token
-
-    async def attach(self, *, step_lane: bool = True) -> Arena:
-        """Map the pool's memory; once per session, before its first step.
-
-        step_lane: also have a socket for steps, where the service offers one.
-        """
-        opened, pool, timeout_s = self._opened, self.pool, self._transport.options.timeout_s
-        arguments = opened.attach_socket_path, opened.attach_token, pool.arena_bytes, timeout_s, pool.host_arena_bytes
-        if not (step_lane and opened.offers_step_lane):
-            return await _in_thread(lambda: attach_arena(*arguments), Arena.close)
-        arena, lane = await _in_thread(lambda: attach_arena_and_lane(*arguments), _close_both)
-        self._use_lane(lane)
-        return arena
-
-    async def attach_step_lane(self) -> bool:
-        """Have a socket for steps without mapping the memory, instead of attach(). Whether there is one now.
-
-        There is none where the service is on another host, or does not trust this process; steps then go over gRPC.
-        """
-        opened, timeout_s = self._opened, self._transport.options.timeout_s
-        if opened.offers_step_lane:
-            attach = partial(attach_lane, opened.attach_socket_path, opened.attach_token, timeout_s)
-            with contextlib.suppress(KvkeeperError):
-                self._use_lane(await _in_thread(attach, _close_lane))
-        return self.has_step_lane
-
-    def _use_lane(self, lane: socket.socket | None) -> None:
-        if lane is not None:
-            self._lane = StepLane(lane)
-
-    async def step(self, items: StepItems, completed_step_id: int | None = None, traceparent: str = "") -> StepResult:
-        """Apply one iteration. completed_step_id None says that the device work of all earlier steps is done.
-
-        After a broken stream the same bytes are sent again, which the service applies exactly once. After a failure the step
-        id is not used up; after a cancellation or a deadline it is not known whether the step was applied.
-        """
-        step_id = self.step_id + 1
-        completed = self.step_id if completed_step_id is None else completed_step_id
-        request = encode(items, self.session_id, self.epoch, step_id, completed, traceparent)
-        if self._steps is None:
-            self._steps, self._lane = StepStream(self._transport.channel, self._transport.options, self._lane), None
-        answer = decode(await self._steps.exchange(request))
-        self.step_id = step_id
-        return answer
-
-    async def renew(
-        self, completed_step_id: int = 0, completed_transfers: Sequence[int] = (), failed_transfers: Sequence[int] = ()
-    ) -> pb.RenewSessionResponse:
-        """Renew the lease; completed_step_id 0 reports nothing. Transfer orders may be reported, too, by their ids."""
-        return await self._do(self._calls.renew(completed_step_id, completed_transfers, failed_transfers))
-
-    async def close(self, drained: bool = True) -> pb.CloseSessionResponse:
-        """End the session. drained says that nothing of it will write to the arena any more."""
-        try:
-            return await self._do(self._calls.close(drained))
-        finally:
-            self.disconnect()
-
-    def disconnect(self) -> None:
-        """Drop the stream of steps without a word to the service, as after its end; the session lives on for a short grace."""
-        if self._steps is not None:
-            self._steps.cancel()
-        if self._lane is not None:
-            self._lane.close()
-            self._lane = None
-
-    async def create_sequence(
-        self,
-        sequence_id: int,
-        token_ids: TokenIds,
-        max_tokens: int = 0,
-        tenant: str = "",
-        priority: int = 0,
-        retention: pb.Retention | None = None,
-        start_number: int = 0,
-        reuse_hint: pb.ReuseHint = pb.REUSE_HINT_UNSPECIFIED,
-    ) -> pb.CreateSequenceResponse:
-        """Store a prompt. No retention keeps everything; start_number is a place in the order of arrivals, 0 draws the next.
-
-        reuse_hint: what is known of the next use of its blocks, once it has ended.
-        """
-        call = self._calls.create_sequence(
-            sequence_id, token_ids, max_tokens, tenant, priority, retention, start_number, reuse_hint
-        )
-        return await self._do(call)
-
-    async def create_sequences(self, sequences: Sequence[NewSequence]) -> list[Created]:
-        """Store several prompts, in order. Each has an answer of its own, or the error for which it was refused.
-
-        One that is refused leaves the others be. A service of before there was this call raises UNIMPLEMENTED without a reason.
-        """
-        return await self._do(self._calls.create_sequences(sequences))
-
-    async def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:
-        """Start the sequence if it waits, and reserve slots up to an absolute length, all or nothing."""
-        return await self._do(self._calls.extend(sequence_id, num_tokens, look_up))
-
-    async def commit(
-        self, sequence_id: int, num_tokens: int, first_token_idx: int = 0, token_ids: TokenIds = ()
-    ) -> pb.SequenceInfo:
-        """Append token_ids at first_token_idx, and declare K and V written up to an absolute length."""
-        return await self._do(self._calls.commit(sequence_id, num_tokens, first_token_idx, token_ids))
-
-    async def fork(self, parent_id: int, child_id: int, num_tokens: int = 0) -> pb.SequenceInfo:
-        """Make a child that shares the parent's first tokens; 0 is all committed ones."""
-        return await self._do(self._calls.fork(parent_id, child_id, num_tokens))
-
-    async def truncate(self, sequence_id: int, num_tokens: int) -> pb.SequenceInfo:
-        """Cut to an absolute length."""
-        return await self._do(self._calls.truncate(sequence_id, num_tokens))
-
-    async def update(
-        self,
-        sequence_id: int,
-        priority: int | None = None,
-        retention: pb.Retention | None = None,
-        reuse_hint: pb.ReuseHint | None = None,
-    ) -> pb.SequenceInfo:
-        """Change its priority, its retention or its reuse hint; None leaves it as it is."""
-        return await self._do(self._calls.update(sequence_id, priority, retention, reuse_hint))
-
-    async def release(self, sequence_id: int) -> int:
-        """Give the sequence's blocks back; the number that nothing else holds."""
-        return await self._do(self._calls.release(sequence_id))
-
-    async def hand_off(self, sequence_id: int) -> bytes:
-        """Offer a running sequence to another session of the pool, which takes it with the bytes that this answers.
-
-        The sequence is this session's until then. No step that works on it may be in flight.
-        """
-        return await self._do(self._calls.hand_off(sequence_id))
-
-    async def take(self, offer: bytes, sequence_id: int) -> pb.SequenceInfo:
-        """Take a sequence that another session offers; it has this id from now on. No byte is copied."""
-        return await self._do(self._calls.take(offer, sequence_id))
-
-    async def withdraw(self, sequence_id: int) -> None:
-        """End the offer of a sequence. Raises KvkeeperError UNKNOWN_SEQUENCE where it was taken."""
-        await self._do(self._calls.withdraw(sequence_id))
-
-    async def swap_out(self, sequence_id: int) -> pb.SequenceInfo:
-        """Move the sequence with its bytes to the host tier; does nothing to one that is there."""
-        return await self._do(self._calls.swap_out(sequence_id))
-
-    async def swap_in(self, sequence_id: int) -> pb.SequenceInfo:
-        """Move the sequence back to the device; does nothing to one that is there."""
-        return await self._do(self._calls.swap_in(sequence_id))
-
-    async def get(self, sequence_id: int, include_tokens: bool = False) -> pb.SequenceInfo:
-        """One sequence with its block table."""
-        return await self._do(self._calls.get(sequence_id, include_tokens))
-
-    async def get_block(self, block_id: int) -> pb.GetBlockResponse:
-        """The state of one block of the pool, and the numbers of its holders."""
-        return await self._do(self._calls.get_block(block_id))
-
-    async def match_prefix(self, token_ids: TokenIds, tenant: str = "") -> pb.MatchPrefixResponse:
-        """Leading tokens that are cached now, by tier, as far as that is known without asking a disk or a server."""
-        return await self._do(self._calls.match_prefix(token_ids, tenant))
-
-    async def explain_match(self, token_ids: TokenIds, tenant: str = "") -> pb.ExplainMatchResponse:
-        """Leading tokens that are cached now, by tier, and why what a start would take of them ends where it does."""
-        return await self._do(self._calls.explain_match(token_ids, tenant))
-
-    def watch_events(
-        self, tenant: str = "", timeout_s: float = WATCH_TIMEOUT_S, include_token_ids: bool = False
-    ) -> AsyncStream:
-        """Iterate over the blocks cached for the tenant, then every change of them; cancel() ends the watch.
-
-        The messages are pb.WatchEventsResponse. A reader that falls behind gets WATCH_LAGGED and has to watch again.
-        include_token_ids: of the blocks that are new to the reader, as LE32.
-        """
-        options = replace(self._transport.options, timeout_s=timeout_s)
-        return self._transport.stream(
-            self._transport.stub.WatchEvents, self._calls.watch_events(tenant, include_token_ids), options
-        )
-
-    async def check_admission(
-        self,
-        token_ids: TokenIds = (),
-        num_prompt_tokens: int = 0,
-        num_new_tokens: int = 0,
-        tenant: str = "",
-        retention: pb.Retention | None = None,
-    ) -> pb.CheckAdmissionResponse:
-        """Whether a prompt could start now, later or never."""
-        return await self._do(self._calls.check_admission(token_ids, num_prompt_tokens, num_new_tokens, tenant, retention))
-
-    async def pin_prefix(self, token_ids: TokenIds, ttl_ms: int, tenant: str = "") -> pb.PinPrefixResponse:
-        """Keep the cached blocks of a prefix from eviction for a time."""
-        return await self._do(self._calls.pin_prefix(token_ids, ttl_ms, tenant))
-
-    async def unpin_prefix(self, pin_id: str) -> None:
-        """End a pin of this session."""
-        await self._do(self._calls.unpin_prefix(pin_id))
-
-    async def store_logits(self, sequence_id: int, num_tokens: int, logits: Logits) -> None:
-        """Store the logits that follow a cached prefix of whole blocks, so that a prompt of just these tokens needs no pass."""
-        await self._do(self._calls.store_logits(sequence_id, num_tokens, logits))
-
-    async def read_logits(self, sequence_id: int) -> Logits:
-        """The logits that a start with a full hit promised, until its step is completed."""
-        return await self._do(self._calls.read_logits(sequence_id))
-
-    async def clear_prefix_cache(self) -> pb.ClearPrefixCacheResponse:
-        """Forget all cached blocks of the pool that nothing holds."""
-        return await self._do(self._calls.clear_prefix_cache())
-
-    async def evict_blocks(
-        self, num_free_blocks: int = 0, num_blocks: int = 0, max_utilization: float | None = None
-    ) -> pb.EvictBlocksResponse:
-        """Evict until so many blocks are free, so many cached blocks, or until this share of the pool is held or cached."""
-        return await self._do(self._calls.evict_blocks(num_free_blocks, num_blocks, max_utilization))
-
-    async def select_victims(
-        self,
-        policy: "pb.VictimPolicy" = pb.VICTIM_POLICY_PRIORITY,
-        num_blocks: int = 0,
-        max_utilization: float | None = None,
-    ) -> pb.SelectVictimsResponse:
-        """The session's sequences to preempt so that so many blocks come free; without a number, one victim."""
-        return await self._do(self._calls.select_victims(policy, num_blocks, max_utilization))
-
-    async def collect_garbage(self) -> pb.CollectGarbageResponse:
-        """Free blocks that nothing can use any more."""
-        return await self._do(self._calls.collect_garbage())
-
-    async def write_kv(
-        self,
-        sequence_id: int,
-        first_token_idx: int,
-        kv: KvTokens,
-        layers: Sequence[int] = (),
-        kv_dtype: "pb.KvDtype" = pb.KV_DTYPE_UNSPECIFIED,
-    ) -> pb.WriteKvResponse:
-        """Write K and V into reserved, uncommitted slots; no layers are all layers. kv_dtype: theirs, if not the spec's."""
-        return await self._do(self._calls.write_kv(sequence_id, first_token_idx, kv, layers, kv_dtype))
-
-    async def read_kv(
-        self,
-        sequence_id: int,
-        first_token_idx: int = 0,
-        num_tokens: int = 0,
-        layers: Sequence[int] = (),
-        kv_dtype: "pb.KvDtype" = pb.KV_DTYPE_UNSPECIFIED,
-    ) -> KvTokens:
-        """K and V of committed tokens; 0 tokens are all from the first on, no layers are all layers.
-
-        kv_dtype: to be told in, if not in the spec's: needed where that has scales.
-        """
-        return await self._do(self._calls.read_kv(sequence_id, first_token_idx, num_tokens, layers, kv_dtype))
-
-    async def list(self) -> tuple[pb.SequenceInfo, ...]:
-        """The session's sequences, without tables."""
-        return await _all_sequences(self._transport, self.session_id)
-
-    async def _do(self, call: Call[T]) -> T:
-        return await _do(self._transport, call)
-
-
-async def _do(transport: AsyncTransport, call: Call[T]) -> T:
-    method = getattr(transport.stub, call.method)
-    make = transport.collect if call.streams_answers else transport.call
-    return call.result(await make(method, call.request, transport.options.for_at_least(call.least_timeout_s)))
-
-
-async def _all_sequences(transport: AsyncTransport, session_id: str) -> tuple[pb.SequenceInfo, ...]:
+async def list_sequences(transport: AsyncTransport, session_id: str) -> tuple[pb.SequenceInfo, ...]:
+    """Page by page; an empty session_id is all sessions."""
     rows: list[pb.SequenceInfo] = []
     page_token = ""
     while True:
-        page = await _do(transport, cache_calls.list_page(session_id, page_token))
+        request = pb.ListSequencesRequest(session_id=session_id, page_size=1000, page_token=page_token)
+        page = await transport.call_by_name("ListSequences", request)
         rows += page.sequences
         page_token = page.next_page_token
         if not page_token:
             return tuple(rows)
 
 
-async def _in_thread(attach: Callable[[], T], give_up: Callable[[T], object]) -> T:
-    """The result of a blocking attach. When this call is cancelled the thread goes on, and its result is given up.
-
-    Raises KvkeeperError where the host gives no thread.
-    """
-    try:
-        attaching = asyncio.get_running_loop().run_in_executor(None, attach)
-    except RuntimeError as error:
-        raise KvkeeperError(grpc.StatusCode.UNAVAILABLE, "HOST_EXHAUSTED", f"no thread to attach in: {error}") from None
-
-    def close_unwanted(ended: "asyncio.Future[T]") -> None:
-        if not ended.cancelled() and ended.exception() is None:
-            give_up(ended.result())
-
-    try:
-        return await asyncio.shield(attaching)
-    except asyncio.CancelledError:
-        attaching.add_done_callback(close_unwanted)
-        raise
-
-
-def _close_lane(lane: socket.socket | None) -> None:
-    if lane is not None:
-        lane.close()
-
-
-def _close_both(attached: tuple[Arena, socket.socket | None]) -> None:
-    attached[0].close()
-    _close_lane(attached[1])
+def _require_spoken(version: int) -> None:
+    """Raises KvkeeperError for a service that this client does not understand. What it opened ends with its lease."""
+    if version < OLDEST_PROTOCOL_VERSION:
+        mine = f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+        text = f"the service speaks version {version} of the protocol, and this client {mine}: upgrade the cache service"
+        raise KvkeeperError(grpc.StatusCode.FAILED_PRECONDITION, "PROTOCOL_VERSION_UNSUPPORTED", text)

@@ -1,27 +1,19 @@
-"""The cache service for threads: CacheClient makes calls to the service as a whole and opens sessions (session_sync.py)."""
+"""The cache service for threads: the calls of cache.py, blocking. Its sessions are in session_sync.py."""
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
-from kvkeeper.client import cache_calls
-from kvkeeper.client.cache_calls import Call
+from kvkeeper.client.backends import BLOCKING, blocking, run
+from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.retry import CallOptions
-from kvkeeper.client.targets import cache_address
-from kvkeeper.client.transport import Transport
 
 if TYPE_CHECKING:
     from kvkeeper.client.session_sync import CacheSession
 
-T = TypeVar("T")
-
 
 class CacheClient:
-    """One channel to a cache service. target is host:port or unix:/path; connects with the first call.
-
-    Without one it is KVKEEPER_CACHE_LISTEN, or else the default of the service.
-    """
+    __doc__ = AsyncCacheClient.__doc__
 
     def __init__(
         self,
@@ -30,8 +22,7 @@ class CacheClient:
         credentials: Credentials | None = None,
     ) -> None:
         """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
-        target = target or cache_address()
-        self._transport = Transport(target, options or CallOptions(), pb_grpc.CacheServiceStub, credentials)
+        self._inner = AsyncCacheClient(target, options, credentials, backend=BLOCKING)
 
     def __enter__(self) -> "CacheClient":
         return self
@@ -54,47 +45,13 @@ class CacheClient:
         read_only_memory: attach() maps the memory to be read alone. packs_host_blocks: transfer orders are run here, and blocks
         are converted as PoolInfo.host_kv_dtype says.
         """
-        from kvkeeper.client.session_sync import CacheSession  # numpy, which the calls without a session do not need
+        from kvkeeper.client.session_sync import CacheSession  # with numpy
 
-        return CacheSession(
-            self._transport,
-            self._do(cache_calls.open_session(spec, executor, ttl_ms, client_name, read_only_memory, packs_host_blocks)),
-        )
+        flags = {"read_only_memory": read_only_memory, "packs_host_blocks": packs_host_blocks}
+        return CacheSession(run(self._inner.open_session(spec, executor, ttl_ms, client_name, **flags)))
 
-    def capabilities(self) -> pb.GetCapabilitiesResponse:
-        return self._do(cache_calls.capabilities())
-
-    def stats(self) -> pb.GetStatsResponse:
-        return self._do(cache_calls.stats())
-
-    def check_invariants(self) -> pb.CheckInvariantsResponse:
-        return self._do(cache_calls.check_invariants())
-
-    def list_sequences(self, session_id: str = "") -> tuple[pb.SequenceInfo, ...]:
-        """Sequences of one session, or of all, without tables."""
-        return all_sequences(self._transport, session_id)
-
-    def close(self) -> None:
-        self._transport.close()
-
-    def _do(self, call: Call[T]) -> T:
-        return do(self._transport, call)
-
-
-def do(transport: Transport, call: Call[T]) -> T:
-    """Make the call."""
-    method = getattr(transport.stub, call.method)
-    make = transport.collect if call.streams_answers else transport.call
-    return call.result(make(method, call.request, transport.options.for_at_least(call.least_timeout_s)))
-
-
-def all_sequences(transport: Transport, session_id: str) -> tuple[pb.SequenceInfo, ...]:
-    """Page by page; an empty session_id is all sessions."""
-    rows: list[pb.SequenceInfo] = []
-    page_token = ""
-    while True:
-        page = do(transport, cache_calls.list_page(session_id, page_token))
-        rows += page.sequences
-        page_token = page.next_page_token
-        if not page_token:
-            return tuple(rows)
+    capabilities = blocking(AsyncCacheClient.capabilities)
+    stats = blocking(AsyncCacheClient.stats)
+    check_invariants = blocking(AsyncCacheClient.check_invariants)
+    list_sequences = blocking(AsyncCacheClient.list_sequences)
+    close = blocking(AsyncCacheClient.close)

@@ -24,7 +24,7 @@ class CallOptions:
 
     def for_at_least(self, seconds: float) -> "CallOptions":
         """The same for a call that may take so long."""
-        return replace(self, timeout_s=max(self.timeout_s, seconds))
+        return self if seconds <= self.timeout_s else replace(self, timeout_s=seconds)
 
 
 class Patience:

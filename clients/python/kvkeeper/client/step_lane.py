@@ -1,12 +1,17 @@
 """The client's end of a step lane: a socket that the attach socket handed over, for steps on the same host.
 
-A frame is a kind byte and the unchanged bytes of a StepRequest, StepResponse or Status. Knows no repeats and no deadlines: a
-lane that broke stays broken, and its session goes on over gRPC. Sending never waits, and answers are read by the loop.
+A frame is a kind byte and the unchanged bytes of a StepRequest, StepResponse or Status. Knows no repeats: a lane that broke
+stays broken, and its session goes on over gRPC. StepLane sends without waiting, and its answers are read by the loop;
+BlockingStepLane waits in its caller's thread, within a time. Every end of a step but a refusal and MessageTooLarge ends the
+lane: an answer that came late would be taken for that of the next step.
 """
 
 import asyncio
+import contextlib
 import errno
 import socket
+
+import grpc
 
 from kvkeeper.client.attaching import attaching
 from kvkeeper.client.errors import KvkeeperError, error_of_status
@@ -29,8 +34,7 @@ class StepLane:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        # Both ends have the same size, and no frame is larger than it.
-        self._frame = bytearray(connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+        self._frame = _frame_of(connection)
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[bytes] | None = None
         self._farewell: KvkeeperError | None = None  # that the service ended the lane with, between two steps
@@ -57,6 +61,9 @@ class StepLane:
             raise self._end() from None
         try:
             return await waiter
+        except asyncio.CancelledError:
+            self.close()
+            raise
         finally:
             self._waiter = None
 
@@ -73,12 +80,12 @@ class StepLane:
             num_bytes = self._socket.recv_into(self._frame, 0, socket.MSG_TRUNC)
         except BlockingIOError:
             return False
-        except ConnectionResetError:  # told before the frames that were sent before it
+        except ConnectionResetError:  # reported before the frames that were sent before it
             return True
         except OSError:
             num_bytes = 0
         try:
-            self._finish(answer_of(self._frame, num_bytes))
+            self._finish(_parse_answer(self._frame, num_bytes))
         except LaneBroken:
             self.close()
         except (KvkeeperError, MessageTooLarge) as error:
@@ -103,7 +110,57 @@ class StepLane:
             waiter.set_exception(outcome)
 
 
-def answer_of(frame: bytearray, num_bytes: int) -> bytes:
+class BlockingStepLane:
+    """Takes the socket over. Not for use from two threads at once."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        """timeout_s: for the answer to a step."""
+        connection.settimeout(timeout_s)
+        self._socket = connection
+        self._frame = _frame_of(connection)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this side has not ended it."""
+        return self._socket.fileno() != -1
+
+    async def exchange(self, request: bytes) -> bytes:
+        """As that of StepLane. Raises KvkeeperError also where the answer is late."""
+        if not self.is_open:
+            raise LaneBroken
+        try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the service's last frame may say why
+                self._socket.send(STEP_REQUEST + request)
+            return _parse_answer(self._frame, self._read_frame())
+        except (KvkeeperError, MessageTooLarge):
+            raise
+        except OSError as error:
+            if error.errno == errno.EMSGSIZE:
+                raise MessageTooLarge from None
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="no answer to a step in time") from None
+            raise LaneBroken from None
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the lane. Idempotent."""
+        self._socket.close()
+
+    def _read_frame(self) -> int:
+        while True:
+            with contextlib.suppress(ConnectionResetError):  # reported before the frames that were sent before it
+                return self._socket.recv_into(self._frame, 0, socket.MSG_TRUNC)
+
+
+def _frame_of(connection: socket.socket) -> bytearray:
+    """Room for any frame: both ends have a buffer of the same size, and no frame is larger than that."""
+    return bytearray(connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+
+
+def _parse_answer(frame: bytearray, num_bytes: int) -> bytes:
     """The StepResponse in the first bytes of frame; num_bytes may be more than it holds.
 
     Raises KvkeeperError for a Status, MessageTooLarge, and LaneBroken for the end and for what no service sends.

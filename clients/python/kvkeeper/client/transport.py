@@ -1,18 +1,16 @@
 """The one place that makes calls: one channel to one target, an explicit deadline on each call, repeats of UNAVAILABLE.
 
-Transport is for threads, AsyncTransport for asyncio; a call that is abandoned is cancelled explicitly, because grpcio leaves it
-running. Failures come out as KvkeeperError.
+Whether a call waits on an event loop or in its caller's thread is the backend's. Failures come out as KvkeeperError.
 """
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from functools import cached_property
 from typing import Any
 
 import grpc
-import grpc.aio
 
+from kvkeeper.client.backends import ASYNCIO, Backend, run
 from kvkeeper.client.credentials import Credentials, TokenChannel
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.reach import Reach
@@ -32,108 +30,35 @@ _CHANNEL_OPTIONS = (
 )
 
 
-class Transport:
-    """Calls to one service of one target from threads. Connects with the first call."""
+class AsyncTransport:
+    """Calls to one service of one target. Connects with the first call.
 
-    def __init__(self, target: str, options: CallOptions, stub_class: Any, credentials: Credentials | None = None) -> None:
-        """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
-        self.target = target
-        self.options = options
-        self.credentials = Credentials.of_environment() if credentials is None else credentials
-        tls = self.credentials.tls_to(target)
-        if tls is None:
-            channel = grpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
-        else:
-            channel = grpc.secure_channel(target, tls, options=_CHANNEL_OPTIONS)
-        self.channel: Any = TokenChannel(channel, self.credentials) if self.credentials.has_token else channel
-        self.reach = Reach.by_stub(stub_class, target, uses_tls=tls is not None)
-        self.stub = stub_class(self.channel)
-        self.is_closed = False
-
-    def close(self) -> None:
-        self.is_closed = True
-        self.channel.close()
-
-    def call(self, method: Any, request: Any, options: CallOptions | None = None) -> Any:
-        """The answer to a unary request, or to a list of them where the method takes a stream."""
-        return self._repeat(options, lambda left: method(_requests(request), timeout=left, metadata=tracing.outgoing()))
-
-    def collect(self, method: Any, request: Any, options: CallOptions | None = None) -> list[Any]:
-        """All answers of a server stream; a repeat starts it over."""
-        return self._repeat(options, lambda left: list(method(request, timeout=left, metadata=tracing.outgoing())))
-
-    def stream(
-        self, method: Any, request: Any, options: CallOptions | None = None, metadata: tracing.Metadata | None = None
-    ) -> "Stream":
-        return Stream(self, method, request, options or self.options, metadata)
-
-    def _repeat(self, options: CallOptions | None, attempt: Callable[[float | None], Any]) -> Any:
-        patience = Patience(options or self.options, time.monotonic())
-        while True:
-            try:
-                return attempt(patience.left(time.monotonic()))
-            except grpc.RpcError as failure:
-                error = self.reach.error_of(failure, is_ours=self.is_closed)
-                pause = patience.pause_after(error, time.monotonic())
-                if pause is None:
-                    raise error from None
-            time.sleep(pause)
-
-
-class Stream:
-    """Answers of a server stream, one by one. Repeated only while nothing has been received."""
+    With an event loop it is for one loop, and may be built before that runs; without one it is for threads.
+    """
 
     def __init__(
-        self, transport: Transport, method: Any, request: Any, options: CallOptions, metadata: tracing.Metadata | None = None
+        self,
+        target: str,
+        options: CallOptions,
+        stub_class: Any,
+        credentials: Credentials | None = None,
+        backend: Backend = ASYNCIO,
     ) -> None:
-        self._transport = transport
-        self._patience = Patience(options, time.monotonic())
-        self._start = lambda: method(request, timeout=self._patience.left(time.monotonic()), metadata=metadata)
-        self._call = self._start()
-        self._received = self._is_cancelled = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        while True:
-            try:
-                message = next(self._call)
-            except grpc.RpcError as failure:
-                is_ours = self._is_cancelled or self._transport.is_closed
-                error = self._transport.reach.error_of(failure, is_ours=is_ours)
-                pause = None if self._received else self._patience.pause_after(error, time.monotonic())
-                if pause is None:
-                    raise error from None
-                time.sleep(pause)
-                self._call = self._start()
-            else:
-                self._received = True
-                return message
-
-    def cancel(self) -> None:
-        self._is_cancelled = True
-        self._call.cancel()
-
-
-class AsyncTransport:
-    """Calls to one service of one target from one event loop. May be built before the loop runs."""
-
-    def __init__(self, target: str, options: CallOptions, stub_class: Any, credentials: Credentials | None = None) -> None:
         """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
         self.target = target
         self.options = options
+        self.backend = backend
         self.credentials = Credentials.of_environment() if credentials is None else credentials
         self._tls = self.credentials.tls_to(target)
         self._stub_class = stub_class
         self.reach = Reach.by_stub(stub_class, target, uses_tls=self._tls is not None)
+        self.is_closed = False
+        if not backend.has_loop:
+            _ = self.stub  # threads share it
 
     @cached_property
     def channel(self) -> Any:
-        if self._tls is None:
-            channel = grpc.aio.insecure_channel(self.target, options=_CHANNEL_OPTIONS)
-        else:
-            channel = grpc.aio.secure_channel(self.target, self._tls, options=_CHANNEL_OPTIONS)
+        channel = self.backend.channel(self.target, self._tls, _CHANNEL_OPTIONS)
         return TokenChannel(channel, self.credentials) if self.credentials.has_token else channel
 
     @cached_property
@@ -141,58 +66,62 @@ class AsyncTransport:
         return self._stub_class(self.channel)
 
     async def close(self) -> None:
+        self.is_closed = True
         if "channel" in self.__dict__:
-            await self.channel.close(None)
+            await self.backend.close(self.channel)
 
     async def call(self, method: Any, request: Any, options: CallOptions | None = None) -> Any:
         """The answer to a unary request, or to a list of them where the method takes a stream."""
+        return await self._repeat(options, self.backend.call, method, request)
 
-        async def attempt(left: float | None) -> Any:
-            call = method(_requests(request), timeout=left, metadata=tracing.outgoing())
-            try:
-                return await call
-            finally:
-                call.cancel()  # does nothing to a call that has ended
-
-        return await self._repeat(options, attempt)
+    async def call_by_name(self, method: str, request: Any, least_timeout_s: float = 0.0) -> Any:
+        """The answer of a method of the stub. least_timeout_s: that it is waited for, whatever the options are."""
+        return await self.call(getattr(self.stub, method), request, self.options.for_at_least(least_timeout_s))
 
     async def collect(self, method: Any, request: Any, options: CallOptions | None = None) -> list[Any]:
         """All answers of a server stream; a repeat starts it over."""
+        answers: list[Any] = await self._repeat(options, self.backend.collect, method, request)
+        return answers
 
-        async def attempt(left: float | None) -> list[Any]:
-            call = method(request, timeout=left, metadata=tracing.outgoing())
-            try:
-                return [message async for message in call]
-            finally:
-                call.cancel()
-
-        return await self._repeat(options, attempt)
+    async def call_once(self, method: Any, request: Any, timeout_s: float) -> Any:
+        """The answer to a request that is not repeated here."""
+        return await self._attempt(self.backend.call, method, request, timeout_s)
 
     def stream(
         self, method: Any, request: Any, options: CallOptions | None = None, metadata: tracing.Metadata | None = None
     ) -> "AsyncStream":
-        return AsyncStream(self.reach, method, request, options or self.options, metadata)
+        return AsyncStream(self, method, request, options or self.options, metadata)
 
-    async def _repeat(self, options: CallOptions | None, attempt: Callable[[float | None], Any]) -> Any:
+    async def _attempt(self, make: Any, method: Any, request: Any, timeout_s: float | None) -> Any:
+        try:
+            return await make(method, _requests(request), timeout_s, tracing.outgoing())
+        except grpc.RpcError as failure:
+            raise self.reach.error_of(failure, is_ours=self.is_closed) from None
+
+    async def _repeat(self, options: CallOptions | None, make: Any, method: Any, request: Any) -> Any:
         patience = Patience(options or self.options, time.monotonic())
         while True:
             try:
-                return await attempt(patience.left(time.monotonic()))
-            except grpc.RpcError as failure:
-                error = self.reach.error_of(failure)
+                return await self._attempt(make, method, request, patience.left(time.monotonic()))
+            except KvkeeperError as error:
                 pause = patience.pause_after(error, time.monotonic())
                 if pause is None:
-                    raise error from None
-            await asyncio.sleep(pause)
+                    raise
+            await self.backend.sleep(pause)
 
 
 class AsyncStream:
     """Answers of a server stream, one by one. Repeated only while nothing has been received."""
 
     def __init__(
-        self, reach: Reach, method: Any, request: Any, options: CallOptions, metadata: tracing.Metadata | None = None
+        self,
+        transport: AsyncTransport,
+        method: Any,
+        request: Any,
+        options: CallOptions,
+        metadata: tracing.Metadata | None = None,
     ) -> None:
-        self._reach = reach
+        self._transport = transport
         self._patience = Patience(options, time.monotonic())
         self._make_call = lambda: method(request, timeout=self._patience.left(time.monotonic()), metadata=metadata)
         self._received = self._is_cancelled = False
@@ -203,12 +132,12 @@ class AsyncStream:
         pause = None if self._received else self._patience.pause_after(error, time.monotonic())
         if pause is None:
             raise error from None
-        await asyncio.sleep(pause)
+        await self._transport.backend.sleep(pause)
         self._start()
 
     def _start(self) -> None:
         self._call = self._make_call()
-        self._messages = self._call.__aiter__()  # not read(), which skips messages that came before an error status
+        self._read = self._transport.backend.reader(self._call)
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
@@ -216,9 +145,10 @@ class AsyncStream:
     async def __anext__(self) -> Any:
         while True:
             try:
-                message = await self._messages.__anext__()
+                message = await self._read()
             except grpc.RpcError as failure:
-                await self._start_again(self._reach.error_of(failure, is_ours=self._is_cancelled))
+                is_ours = self._is_cancelled or self._transport.is_closed
+                await self._start_again(self._transport.reach.error_of(failure, is_ours=is_ours))
             except KvkeeperError as error:  # of a call that shares one with others
                 await self._start_again(error)
             except BaseException:
@@ -231,6 +161,28 @@ class AsyncStream:
     def cancel(self) -> None:
         self._is_cancelled = True
         self._call.cancel()
+
+
+class Stream:
+    """An AsyncStream of a blocking transport, for threads. cancel() is for any thread."""
+
+    def __init__(self, stream: AsyncStream) -> None:
+        self._inner = stream
+        self.cancel = stream.cancel
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return run_next(self._inner)
+
+
+def run_next(iterator: Any) -> Any:
+    """The next item of an asynchronous iterator that waits through a BlockingBackend alone. Raises StopIteration."""
+    try:
+        return run(iterator.__anext__())
+    except StopAsyncIteration:
+        raise StopIteration from None
 
 
 def _requests(request: Any) -> Any:

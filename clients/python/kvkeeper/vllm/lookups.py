@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
+from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.retry import CallOptions
+from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.vllm.backoff import Backoff
 from kvkeeper.vllm.orders import TokenIds
 

@@ -9,11 +9,11 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.engine_service.cache_session.kv_spec import kv_spec_of
 from kvkeeper.engine_service.compute.served_model import load_served_model
-from kvkeeper.engine_service.compute.stored import kv_quality
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.parallel.split import Split
+from tests.benchmarks import kv_errors
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
 
 BY_NAME = {model.name: model for model in TINY_MODELS}
@@ -68,6 +68,6 @@ def test_it_is_not_split_over_ranks(folder: Path) -> None:
 
 
 def test_its_quality_is_not_measured(folder: Path) -> None:
-    found = kv_quality.measure(folder, [], [np.arange(4)], [], [4])
+    found = kv_errors.measure(folder, [], [np.arange(4)], [], [4])
     with pytest.raises(UnsupportedModelError, match=r"the quality of model type 'qwen3_next' .* without recurrent layers"):
         next(found)

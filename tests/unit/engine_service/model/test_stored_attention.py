@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
-from kvkeeper.engine_service.compute.stored.stored_model import stored_layout
+from kvkeeper.engine_service.compute.stored_model import stored_layout
 from kvkeeper.engine_service.model import decoder
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.stored_attention import MOST_TAILS, tail_layers_of

@@ -14,7 +14,7 @@ import torch
 
 from kvkeeper.engine_service.compute.graphs import graphed_decode
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, kv_layout_of
-from kvkeeper.engine_service.compute.stored.stored_model import stored_layout
+from kvkeeper.engine_service.compute.stored_model import stored_layout
 from kvkeeper.engine_service.model.layer_groups import group_layers
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.batch import BatchRetention

@@ -17,7 +17,7 @@ from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds
 from kvkeeper.engine_service.compute.sampler import sample
 from kvkeeper.engine_service.compute.self_check import load_checked_model
 from kvkeeper.engine_service.compute.served_model import _ready_on_device, _refuses_retention, load_served_model
-from kvkeeper.engine_service.compute.stored.stored_model import stored_layout
+from kvkeeper.engine_service.compute.stored_model import stored_layout
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.ranks import move_blocks

@@ -1,5 +1,5 @@
-"""`bench`: what a trace of requests hits in the cache, and in each tier below it; what fewer bits of K and V cost.
+"""`bench`: what a trace of requests hits in the cache.
 
-Owns reading and generating traces, the replay against a running service, and the plots. May import console,
-kvkeeper.client and, inside a function, replays of the cache service and measurements of the engine.
+Owns reading and generating traces, and the replay against a running service. May import console, kvkeeper.client and, inside a
+function, the replay of the cache service.
 """

@@ -6,7 +6,8 @@ Imports the core only when it runs.
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,19 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from kvkeeper.cli.benchmark import live, plot, quality, tiers
-from kvkeeper.cli.benchmark.arguments import add_trace_flags, described, least, read_trace, reported
+from kvkeeper.cli.benchmark import live, traces
 from kvkeeper.cli.benchmark.traces import Requests
 from kvkeeper.cli.console.addresses import add_cache_flag
-from kvkeeper.cli.console.problems import EXIT_OK, UsageFailure
+from kvkeeper.cli.console.problems import EXIT_OK, EXIT_USAGE, UsageFailure
 
 _BLOCKS = 5000
 _BLOCK_SIZE = 16
-_PLOTTED = 14  # capacities
 _ALL = "all"
 
 
 def add_parser(commands: Any, text: str) -> None:
     bench = commands.add_parser("bench", help=text, allow_abbrev=False)
     names = bench.add_subparsers(title="benchmarks", metavar="NAME", required=True)
-    tiers.add_parser(names)
-    quality.add_parser(names)
     parser = names.add_parser(
         "trace",
         help="hit rate, evictions and time per step of a trace",
@@ -45,33 +42,79 @@ def add_parser(commands: Any, text: str) -> None:
     parser.add_argument(
         "--block-size", type=least(1), default=_BLOCK_SIZE, help="tokens that stand for a block (default: %(default)s)"
     )
-    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw hit rate by capacity beside lru and the optimum")
     parser.add_argument("--live", action="store_true", help="replay against the cache service at --cache, not the core alone")
     add_cache_flag(parser)
     parser.set_defaults(run=reported(_run), asks="cache")
 
 
+Run = Callable[[argparse.Namespace], int]
+
+
+def add_trace_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="Mooncake-format trace; without it: a generated one")
+    parser.add_argument("--seed", type=least(0), default=0, help="of the generated trace (default: %(default)s)")
+
+
+def read_trace(args: argparse.Namespace) -> tuple[str, Requests]:
+    """Its name and its requests. Raises UsageFailure."""
+    if args.file:
+        return str(args.file), traces.read(args.file)
+    return f"generated, seed {args.seed}", traces.generate(args.seed)
+
+
+def described(name: str, requests: Requests) -> dict[str, Any]:
+    return {
+        "trace": name,
+        "requests": len(requests),
+        "blocks_asked": sum(map(len, requests)),
+        "distinct_blocks": len(set().union(*requests)),
+    }
+
+
+def reported(run: Run) -> Run:
+    """run, with a UsageFailure reported in one line."""
+
+    def checked(args: argparse.Namespace) -> int:
+        try:
+            return run(args)
+        except UsageFailure as failure:
+            print(f"kvkeeper: {failure}", file=sys.stderr)
+            return EXIT_USAGE
+
+    return checked
+
+
+def least(least: int) -> Callable[[str], int]:
+    """A type of argument: a whole number of at least this."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"not a whole number: {text!r}") from None
+        if not least <= number <= 2**31 - 1:
+            raise argparse.ArgumentTypeError(f"{number} is not {least} to 2^31 - 1")
+        return number
+
+    return parse
+
+
 def _run(args: argparse.Namespace) -> int:
-    if args.plot is not None:
-        plot.require()
-    if args.live and (args.policy or args.blocks or args.plot):
-        raise UsageFailure("a running service has its policy and size: --policy, --blocks and --plot are not for --live")
-    policies = _policies(args.policy or ["adaptive"])
+    if args.live and (args.policy or args.blocks):
+        raise UsageFailure("a running service has its policy and size: --policy and --blocks are not for --live")
+    policies = checked_policies(args.policy or ["adaptive"])
     name, requests = read_trace(args)
     report = {**described(name, requests), "block_size": args.block_size}
     if args.live:
         report["results"] = [_live(args, requests)]
     else:
         report["results"] = _core(policies, args.blocks or [_BLOCKS], requests, args.block_size)
-    if args.plot is not None:
-        curves = _curves(policies, requests)
-        plot.draw(curves, f"Prefix hit rate by capacity ({Path(name).name})", args.plot)
-        report["curves"] = curves
     print(json.dumps(report))
     return EXIT_OK
 
 
-def _policies(asked: Sequence[str]) -> list[str]:
+def checked_policies(asked: Sequence[str]) -> list[str]:
+    """Raises UsageFailure."""
     from kvkeeper.cache_service.core.eviction import POLICY_NAMES
 
     if unknown := set(asked) - {*POLICY_NAMES, _ALL}:
@@ -116,20 +159,6 @@ def _figures(num_asked: int, num_hits: int, num_evicted: int, step_seconds: npt.
         "step_p50_us": p50,
         "step_p99_us": p99,
     }
-
-
-def _curves(policies: Sequence[str], requests: Requests) -> plot.Curves:
-    """Hit rates at capacities from the longest request to all of the trace; replayed against the policies alone."""
-    from kvkeeper.cache_service.replay import replay_optimum, replay_policy
-
-    longest, distinct = max(map(len, requests)), len(set().union(*requests))
-    sizes = sorted({round(size) for size in np.geomspace(longest, max(distinct, longest), _PLOTTED).tolist()})
-    curves: plot.Curves = {name: [] for name in dict.fromkeys([*policies, "lru", plot.OPTIMUM])}
-    for policy, num_blocks in tqdm([(p, n) for p in curves for n in sizes], "curves", leave=False, disable=None):
-        optimal = policy == plot.OPTIMUM
-        done = replay_optimum(requests, num_blocks) if optimal else replay_policy(requests, num_blocks, policy)
-        curves[policy].append((num_blocks, round(done.hit_rate, 4)))
-    return curves
 
 
 def _bar(requests: Requests, name: str) -> "tqdm[list[int]]":

@@ -5,7 +5,8 @@ import asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvkeeper.client import CallOptions, KvkeeperError
-from kvkeeper.client.transport import AsyncTransport, Transport
+from kvkeeper.client.backends import BLOCKING, run
+from kvkeeper.client.transport import AsyncTransport
 
 _POLL_S = 0.05
 _NAMES = {"cache": "kvkeeper.cache.v1.CacheService", "engine": "kvkeeper.engine.v1.EngineService"}
@@ -14,11 +15,11 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 def is_serving(service: str, address: str, options: CallOptions) -> bool:
     """Whether the service, "cache" or "engine", takes requests now. Raises KvkeeperError where it does not answer."""
-    transport = Transport(address, options, health_pb2_grpc.HealthStub)
+    transport = AsyncTransport(address, options, health_pb2_grpc.HealthStub, backend=BLOCKING)
     try:
-        answer = transport.call(transport.stub.Check, health_pb2.HealthCheckRequest(service=_NAMES[service]))
+        answer = run(transport.call_by_name("Check", health_pb2.HealthCheckRequest(service=_NAMES[service])))
     finally:
-        transport.close()
+        run(transport.close())
     return bool(answer.status == _SERVING)
 
 

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.stored.attention_alone import AttentionInputs, error_alone
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.quantised.attention import plan_rows, quantised_decode
 from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
 from kvkeeper.kernels.quantised.store import plan_slots, store_quantised
+from tests.benchmarks.attention_alone import AttentionInputs, error_alone
 
 LENGTH, SIZE, HEADS, DIM = 22, 4, 2, 8
 

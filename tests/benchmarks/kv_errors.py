@@ -15,17 +15,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvkeeper.engine_service.compute.model_runner import AnyLayout, ModelRunner, kv_layout_of
+from kvkeeper.engine_service.compute.recurrent_model import has_states
+from kvkeeper.engine_service.compute.stored_model import format_for, stored_layout
+from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
+from kvkeeper.engine_service.model.dtype_name import DtypeChoice
+from kvkeeper.engine_service.model.layer_groups import LayerGroup
+from kvkeeper.engine_service.model.loader import load_model
+from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.kernels.layout import KvLayout
-
-from ...model.checkpoint.errors import UnsupportedModelError
-from ...model.dtype_name import DtypeChoice
-from ...model.layer_groups import LayerGroup
-from ...model.loader import load_model
-from ...values.batch import Batch
-from ..model_runner import AnyLayout, ModelRunner, kv_layout_of
-from ..recurrent_model import has_states
-from .attention_alone import AloneError, AttentionInputs, error_alone
-from .stored_model import format_for, stored_layout
+from tests.benchmarks.attention_alone import AloneError, AttentionInputs, error_alone
 
 Tokens = npt.NDArray[np.int64]
 _BLOCK_SIZE = 16

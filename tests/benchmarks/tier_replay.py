@@ -1,8 +1,8 @@
 """Replays requests in order against a pool with tiers below the device, what each tier hits, and what is moved.
 
-As in `replay`, a request is the list of its blocks, and ends before the next begins. Here the executor runs all copies of a
-step before the next one, and the disk has done what it was asked before it is asked again: hits are those of tiers that are
-fast enough, and exact. A hit counts for the tier that the block lay in when the request came.
+As in `kvkeeper.cache_service.replay`, a request is the list of its blocks, and ends before the next begins. Here the executor
+runs all copies of a step before the next one, and the disk has done what it was asked before it is asked again: hits are those
+of tiers that are fast enough, and exact. A hit counts for the tier that the block lay in when the request came.
 """
 
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .core.manager import PoolManager
-from .core.tiers.orders import TierRules
-from .core.values.copies import TierResult
-from .core.values.pool_config import PoolConfig
-from .core.values.sequence_args import SequenceArgs
-from .core.values.step_columns import StepBatch, StepReply
-from .core.values.types import NO_INT64, Executor, SequenceId, SessionId, StartResult, TransferKind
+from kvkeeper.cache_service.core.manager import PoolManager
+from kvkeeper.cache_service.core.tiers.orders import TierRules
+from kvkeeper.cache_service.core.values.copies import TierResult
+from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
+from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
+from kvkeeper.cache_service.core.values.types import NO_INT64, Executor, SequenceId, SessionId, StartResult, TransferKind
 
 _SESSION = SessionId("replay")
 _COMPUTED_TOKEN = 2**31 - 1  # ends each prompt, so that all of the request before it can hit

@@ -1,12 +1,12 @@
-"""`kvkeeper bench quality`: rows of each way and length against the exact one, from a model and texts of a folder."""
+"""`tests.benchmarks.kv_quality`: rows of each way and length against the exact one, from a model and texts of a folder."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from kvkeeper.cli import main
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from tests.benchmarks.kv_quality import main
 
 ARGUMENTS = ("--length", "96", "--length", "64", "--way", "int8", "--way", "int4:1000", "--texts", "1", "--needles", "1")
 BESIDE_BFLOAT16 = (
@@ -27,7 +27,7 @@ BESIDE_BFLOAT16 = (
 
 def test_each_way_is_told_at_each_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "quality.png"
-    assert main(["bench", "quality", *ARGUMENTS, "--json", "--plot", str(picture)]) == 0
+    assert main([*ARGUMENTS, "--json", "--plot", str(picture)]) == 0
     found = {(row["way"], row["length"]): row for row in json.loads(capsys.readouterr().out)}
     assert found.keys() == {(way, length) for way in ("exact", "int8", "int4, tail 1000") for length in (64, 96)}
     for length in (64, 96):
@@ -45,7 +45,7 @@ def test_each_way_is_told_at_each_length(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_with_a_tail_int8_takes_less_than_a_third_of_the_error_that_bfloat16_makes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "quality", *BESIDE_BFLOAT16, "--needles", "0", "--json"]) == 0
+    assert main([*BESIDE_BFLOAT16, "--needles", "0", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     whole, tail, bfloat16 = (row["attention_error"] for row in rows if row["length"] == 128 and row["way"] != "exact")
     assert 0 < tail < bfloat16 / 3 < whole
@@ -64,7 +64,7 @@ def test_with_a_tail_int8_takes_less_than_a_third_of_the_error_that_bfloat16_mak
 def test_what_cannot_be_measured_is_told_in_a_line(
     arguments: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "quality", *arguments]) == 2
+    assert main([*arguments]) == 2
     assert problem in capsys.readouterr().err
 
 
@@ -72,7 +72,7 @@ def test_a_table_is_printed_for_people(tmp_path: Path, capsys: pytest.CaptureFix
     text = tmp_path / "text.py"
     text.write_text("def add(a, b):\n    return a + b\n" * 40)
     arguments = ("--length", "64", "--way", "int4", "--texts", "1", "--needles", "0")
-    assert main(["bench", "quality", "--model", str(DEMO_MODEL_DIR), "--text", str(text), *arguments]) == 0
+    assert main(["--model", str(DEMO_MODEL_DIR), "--text", str(text), *arguments]) == 0
     head, _, exact, int4 = capsys.readouterr().out.splitlines()
     assert head.split()[0] == "way"
     assert "+0.000 %" in exact

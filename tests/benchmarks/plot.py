@@ -1,12 +1,10 @@
-"""Draws hit rates by capacity and by tier. Needs matplotlib, which is the extra `plot`."""
+"""Draws hit rates by capacity and by tier, and what storing K and V in fewer bits costs."""
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeeper.cli.console.problems import UsageFailure
-from kvkeeper.common.service.extras import install_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,12 +13,6 @@ if TYPE_CHECKING:
 OPTIMUM = "optimum"
 
 Curves = dict[str, list[tuple[int, float]]]  # by policy: capacity in blocks, hit rate
-
-
-def require() -> None:
-    """Raises UsageFailure with the command that installs the missing packages."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageFailure(f"--plot needs matplotlib: {install_command('plot')}")
 
 
 def draw(curves: Curves, title: str, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`kvkeeper bench tiers`: each hit counts for the tier that the block lay in, and everything that moves is told."""
+"""`tests.benchmarks.tier_hits`: each hit counts for the tier that the block lay in, and everything that moves is reported."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvkeeper.cli import main
 from kvkeeper.cli.benchmark import traces
+from tests.benchmarks.tier_hits import main
 
 # A device of three blocks holds one request with its computed token, and the host tier two.
 REQUESTS = [[1, 2], [1, 3], [4, 5], [1, 3], [6, 7], [8, 9], [10, 11], [4, 5]]
@@ -20,7 +20,7 @@ def write(path: Path, requests: list[list[int]]) -> str:
 
 
 def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
-    assert main(["bench", "tiers", *argv]) == 0
+    assert main([*argv]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     report = json.loads(line)
     return {**report, "results": {row["tiers"]: row for row in report["results"]}}
@@ -67,7 +67,7 @@ def test_bytes_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_wrong_usage_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "tiers", *argv]) == 2
+    assert main([*argv]) == 2
     told = capsys.readouterr()
     assert (told.out, told.err.count("\n")) == ("", 1)
     assert told.err.startswith(f"kvkeeper: {said}")

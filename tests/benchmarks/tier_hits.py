@@ -1,4 +1,4 @@
-"""`kvkeeper bench tiers`: what a trace of requests hits on the device, in host memory and on the disk, and what moves.
+"""`python -m tests.benchmarks.tier_hits`: what a trace hits on the device, in host memory and on the disk, and what moves.
 
 Replays in this process against the core with the device alone, then with each further tier, and prints one JSON object. Hits
 are those of tiers that are fast enough; what a real disk does to the time to the first token is for a running service.
@@ -6,26 +6,28 @@ are those of tiers that are fast enough; what a real disk does to the time to th
 
 import argparse
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
-from kvkeeper.cli.benchmark import plot
-from kvkeeper.cli.benchmark.arguments import add_trace_flags, described, least, read_trace, reported
+from kvkeeper.cache_service.core.eviction import POLICY_NAMES
+from kvkeeper.cache_service.replay import replay_policy
+from kvkeeper.cli.benchmark.bench import add_trace_flags, described, least, read_trace, reported
 from kvkeeper.cli.console.problems import EXIT_OK, UsageFailure
 from kvkeeper.common.service.sizes import parse_size, size
-
-if TYPE_CHECKING:
-    from kvkeeper.cache_service.tier_replay import TierSizes, TierSums
+from tests.benchmarks import plot
+from tests.benchmarks.tier_replay import TierSizes, TierSums, replay_tiers
 
 _BLOCKS, _HOST_BLOCKS, _DISK_BLOCKS = 2000, 5000, 50_000
 
 
-def add_parser(names: Any) -> None:
-    parser = names.add_parser(
-        "tiers",
-        help="hit rate by tier of a trace, and what is moved",
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.tier_hits",
         description="Replays a trace against a pool with the device alone, with a host tier, and with a disk behind it.",
         allow_abbrev=False,
     )
@@ -37,16 +39,10 @@ def add_parser(names: Any) -> None:
     parser.add_argument("--disk-admit", choices=("all", "second-use"), default="all", help="what is stored (%(default)s)")
     parser.add_argument("--block-memory", type=_memory, metavar="SIZE", help="of one block, such as 2MiB: tells bytes too")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the hits by tier")
-    parser.set_defaults(run=reported(_run), asks="cache")
+    return reported(_run)(parser.parse_args(argv))
 
 
 def _run(args: argparse.Namespace) -> int:
-    from kvkeeper.cache_service.core.eviction import POLICY_NAMES
-    from kvkeeper.cache_service.replay import replay_policy
-    from kvkeeper.cache_service.tier_replay import TierSizes, replay_tiers
-
-    if args.plot is not None:
-        plot.require()
     if args.policy not in POLICY_NAMES:
         raise UsageFailure(f"--policy: one of {', '.join(POLICY_NAMES)}; not {args.policy}")
     name, requests = read_trace(args)
@@ -73,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _row(sizes: "TierSizes", sums: "TierSums", infinite: float, block_bytes: int | None) -> dict[str, Any]:
+def _row(sizes: TierSizes, sums: TierSums, infinite: float, block_bytes: int | None) -> dict[str, Any]:
     asked = max(sums.num_blocks, 1)
     hits = {"device": sums.num_device_hits, "host": sums.num_host_hits, "disk": sums.num_disk_hits}
     moved = {
@@ -99,3 +95,7 @@ def _memory(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,15 +15,15 @@ from kvkeeper.kernels.errors import KernelArgumentError
 from kvkeeper.kernels.quantised.formats import FORMATS, KvFormat
 from kvkeeper.kernels.quantised.layout import QuantisedLayout
 
-from ...config import EngineConfig
-from ...model.checkpoint.errors import UnsupportedModelError
-from ...model.decoder import Decoder
-from ...model.layer_groups import LayerGroup
-from ...model.stored_attention import tail_layers_of
-from ..model_runner import ModelRunner
+from ..config import EngineConfig
+from ..model.checkpoint.errors import UnsupportedModelError
+from ..model.decoder import Decoder
+from ..model.layer_groups import LayerGroup
+from ..model.stored_attention import tail_layers_of
+from .model_runner import ModelRunner
 
 if TYPE_CHECKING:
-    from ..served_model import ServedModel
+    from .served_model import ServedModel
 
 log = structlog.get_logger()
 

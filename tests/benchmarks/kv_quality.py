@@ -1,27 +1,27 @@
-"""`kvkeeper bench quality`: what fewer bits of K and V cost a model, by the length of the context.
+"""`python -m tests.benchmarks.kv_quality`: what fewer bits of K and V cost a model, by the length of the context.
 
-Reads texts with the model in this process, without a service. Owns the texts and needles, the table and the plot. Imports the
-engine only when it runs.
+Reads texts with the model in this process, without a service. Owns the texts and needles, the table and the plot.
 """
 
 import argparse
 import json
 import math
 import random
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from kvkeeper.cli.benchmark import plot
-from kvkeeper.cli.benchmark.arguments import least, reported
+from kvkeeper.cli.benchmark.bench import least, reported
 from kvkeeper.cli.console.problems import EXIT_OK, UsageFailure
 from kvkeeper.cli.console.tables import table
+from tests.benchmarks import plot
 
 if TYPE_CHECKING:
-    from kvkeeper.engine_service.compute.stored.kv_quality import Measured, Needle, Tokens, Way
     from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
+    from tests.benchmarks.kv_errors import Measured, Needle, Tokens, Way
 
 _LENGTHS = (512, 1024, 2048)
 _WAYS = ("int8", "int8:256", "fp8", "fp8:256", "int4", "int4:256", "bfloat16")
@@ -30,10 +30,10 @@ _DTYPES = ("bfloat16", "float16")
 _ALONE = ("attention_error_alone", "greatest_attention_error_alone")
 
 
-def add_parser(names: Any) -> None:
-    parser = names.add_parser(
-        "quality",
-        help="what storing K and V in fewer bits costs a model",
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.kv_quality",
         description="Perplexity, needles found again and the error of attention, by length of the context, against the model"
         " with K and V as it computes them.",
         allow_abbrev=False,
@@ -54,7 +54,7 @@ def add_parser(names: Any) -> None:
     parser.add_argument("--seed", type=least(0), default=0, help="of the needles (%(default)s)")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw what it costs by length")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=reported(_run), asks="cache")
+    return reported(_run)(parser.parse_args(argv))
 
 
 def _told(values: Sequence[object]) -> str:
@@ -62,13 +62,11 @@ def _told(values: Sequence[object]) -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.plot is not None:
-        plot.require()
-    from kvkeeper.engine_service.compute.stored import kv_quality
     from kvkeeper.engine_service.model.checkpoint.errors import ModelError
     from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
     from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
     from kvkeeper.kernels.cpu import compiled
+    from tests.benchmarks import kv_errors
 
     compiled.switch(on=compiled.is_installed())
     folder, lengths = args.model or DEMO_MODEL_DIR, sorted(set(args.length or _LENGTHS))
@@ -79,7 +77,7 @@ def _run(args: argparse.Namespace) -> int:
         needles = _needles(tokenizer, texts, lengths, args.needles, args.seed)
         num_read = (1 + len(ways)) * (len(texts) + len(needles))
         with tqdm(total=num_read, desc="quality", unit="text", leave=False, disable=None) as bar:
-            found = list(kv_quality.measure(folder, ways, texts, needles, lengths, bar.update))
+            found = list(kv_errors.measure(folder, ways, texts, needles, lengths, bar.update))
     except ModelError as error:
         raise UsageFailure(f"--model {folder}: {error}") from None
     rows = _rows(found)
@@ -91,8 +89,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def _way(text: str) -> "Way":
     """Raises UsageFailure."""
-    from kvkeeper.engine_service.compute.stored.kv_quality import Way
     from kvkeeper.kernels.quantised.formats import FORMATS
+    from tests.benchmarks.kv_errors import Way
 
     name, _, tail = text.partition(":")
     if name in _DTYPES and not tail:
@@ -130,7 +128,7 @@ def _needles(
     """Assignments of a random word, at all depths of texts of each length, that are asked for again at their end."""
     import numpy as np
 
-    from kvkeeper.engine_service.compute.stored.kv_quality import Needle
+    from tests.benchmarks.kv_errors import Needle
 
     drawn, needles = random.Random(seed), []
     for length in lengths:
@@ -202,3 +200,7 @@ def _curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[tuple[int, float]]
         if row["way"] != "exact":
             curves.setdefault(row["way"], []).append((row["length"], row["perplexity_percent"]))
     return curves
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What sequences are created from: their token ids, checked before they leave, and NewSequence, one of several."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.client.errors import KvkeeperError
+
+TokenIds = Sequence[int] | npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence to create together with others; CacheSession.create_sequence says what each field means."""
+
+    sequence_id: int
+    token_ids: TokenIds
+    max_tokens: int = 0
+    tenant: str = ""
+    priority: int = 0
+    retention: pb.Retention | None = None
+    start_number: int = 0
+    reuse_hint: pb.ReuseHint = pb.REUSE_HINT_UNSPECIFIED
+
+    def message(self) -> pb.NewSequence:
+        return pb.NewSequence(
+            sequence_id=self.sequence_id,
+            packed_token_ids=pack(self.token_ids),
+            max_tokens=self.max_tokens,
+            tenant=self.tenant,
+            priority=self.priority,
+            retention=self.retention,
+            start_number=self.start_number,
+            reuse_hint=self.reuse_hint,
+        )
+
+
+Created = pb.CreateSequenceResponse | KvkeeperError  # what became of one of them
+
+
+def pack(token_ids: TokenIds) -> bytes:
+    """The ids as LE32. Raises TypeError and ValueError."""
+    return _check(token_ids).astype("<i4", copy=False).tobytes()
+
+
+def listed(token_ids: TokenIds) -> list[int]:
+    """The ids as a list. Raises TypeError and ValueError."""
+    return _check(token_ids).tolist()
+
+
+def _check(token_ids: TokenIds) -> npt.NDArray[Any]:
+    """The ids as an integer array; a cast on the way to the wire must not turn a wrong id into a valid one."""
+    array = np.asarray(token_ids)
+    if array.size == 0:
+        return np.empty(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TypeError("token ids must be a one-dimensional sequence of integers")
+    if array.min() < 0 or array.max() >= 1 << 31:
+        raise ValueError("token ids are 0 to 2^31 - 1")
+    return array

@@ -1,0 +1,135 @@
+"""What carries the steps of one session: its step lane where it has one, and gRPC otherwise.
+
+Steps pass as raw bytes, at most one of them unanswered. A lane that broke is not used again, and a step that is too large for
+it goes as a call of its own. Whatever broke, the unanswered step is repeated with the same bytes, which the service applies
+exactly once. No task is made per step. Without an event loop there is no stream: each step over gRPC is a call.
+"""
+
+import asyncio
+import time
+from functools import cached_property
+from typing import Any
+
+import grpc
+
+from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.client.retry import Patience
+from kvkeeper.client.step_lane import BlockingStepLane, LaneBroken, MessageTooLarge, StepLane
+from kvkeeper.client.step_stream import StepStream
+from kvkeeper.client.transport import AsyncTransport
+
+_METHOD = "/kvkeeper.cache.v1.CacheService/Step"
+
+
+class StepCarriers:
+    """Not for use from two tasks or threads at once."""
+
+    def __init__(self, transport: AsyncTransport) -> None:
+        self.lane: StepLane | BlockingStepLane | None = None
+        self._transport = transport
+        self._stream = StepStream(transport) if transport.backend.has_loop else None
+        self._busy = False
+        self._deadline = 0.0  # of the exchange that waits, or of the last one
+        self._is_late = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def exchange(self, request: bytes) -> bytes:
+        """The answer to a step. Raises KvkeeperError; the step's outcome is then known only if the service refused it."""
+        if self._busy:
+            raise RuntimeError("a session has one unanswered step at a time")
+        self._busy = True
+        self._watch()
+        try:
+            return await self._send(request)
+        except KvkeeperError as error:
+            return await self._repeat(request, error)
+        finally:
+            self._busy = False
+
+    async def _send(self, request: bytes) -> bytes:
+        try:
+            if self.lane is not None:
+                try:
+                    return await self.lane.exchange(request)
+                except MessageTooLarge:
+                    return await self._call(request)
+                except LaneBroken:
+                    self.lane = None
+            if self._is_late:
+                raise _late()
+            if self._stream is None:
+                return await self._call(request)
+            return await self._stream.exchange(request)
+        except BaseException:
+            if self._is_late and not _is_cancelled():
+                raise _late() from None
+            raise
+
+    async def _repeat(self, request: bytes, error: KvkeeperError) -> bytes:
+        """The answer after the first try has failed."""
+        patience = Patience(self._transport.options, time.monotonic())
+        while True:
+            pause = patience.pause_after(error, time.monotonic())
+            if pause is None:
+                raise error
+            await self._transport.backend.sleep(pause)
+            if self._is_late:
+                raise _late()
+            try:
+                return await self._send(request)
+            except KvkeeperError as again:
+                error = again
+
+    async def _call(self, request: bytes) -> bytes:
+        """The step as a call of its own."""
+        left = max(self._deadline - time.monotonic(), 0.001)
+        answer: bytes = await self._transport.call_once(self._unary, request, left)
+        return answer
+
+    @cached_property
+    def _unary(self) -> Any:
+        return self._transport.channel.unary_unary(_METHOD, request_serializer=None, response_deserializer=None)
+
+    def _watch(self) -> None:
+        """Makes the exchange end by its deadline. On a loop one timer runs at a time, and checks when it fires whether the
+        deadline has moved: a timer for each step, almost none of which would fire, costs more than the rest of this class.
+        """
+        self._is_late = False
+        self._deadline = time.monotonic() + self._transport.options.timeout_s
+        if self._timer is None and self._stream is not None:
+            self._timer = asyncio.get_running_loop().call_at(self._deadline, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if not self._busy:
+            return
+        if time.monotonic() < self._deadline:
+            self._timer = asyncio.get_running_loop().call_at(self._deadline, self._on_timer)
+        else:
+            self._is_late = True
+            self.cancel()
+
+    @property
+    def has_lane(self) -> bool:
+        """Whether the next step goes over the lane, if it is not too large for it."""
+        return self.lane is not None and self.lane.is_open
+
+    def cancel(self) -> None:
+        """End the lane and the stream. A session whose stream ends has a short grace to open another."""
+        if self._stream is not None:
+            self._stream.cancel()
+        if self.lane is not None:
+            self.lane.close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _late() -> KvkeeperError:
+    return KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="no answer to a step in time")
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task is being cancelled; a call that is cancelled here ends in the same exception."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
