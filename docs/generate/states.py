@@ -1,4 +1,4 @@
-"""docs/states.md: the states of a sequence in each service, drawn from the tables of transitions that the services check."""
+"""docs/inside/states.md: the states of a sequence in each service, drawn from the transitions that the services check."""
 
 from collections.abc import Collection, Mapping
 from enum import Enum

@@ -13,7 +13,7 @@ import grpc
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.errors import KvkeeperError
 
-# Of the cache service's protocol; docs/protocol.md says what needs a new number.
+# Of the cache service's protocol; docs/api/protocol.md says what needs a new number.
 PROTOCOL_VERSION = 1
 OLDEST_PROTOCOL_VERSION = 1  # that this client can speak
 
