@@ -7,10 +7,11 @@ but its test.
 
 from collections.abc import Callable, Mapping
 
-from docs.generate import api, configuration, imports, models, states
+from docs.generate import api, configuration, fork_picture, imports, models, states
 
 # By path in docs/.
 PAGES: Mapping[str, Callable[[], str]] = {
+    "fork.svg": fork_picture.page,
     "api/api.md": api.page,
     "operate/configuration.md": configuration.page,
     "inside/imports.md": imports.page,

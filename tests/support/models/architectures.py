@@ -1,4 +1,4 @@
-"""Any architecture of language model that transformers knows, tiny and random, in a folder; docs/operate/models.md lists them."""
+"""Any architecture of language model that transformers knows, tiny and random, in a folder; docs/operate/models.md has them."""
 
 from pathlib import Path
 from typing import Any

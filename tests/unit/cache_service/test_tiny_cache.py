@@ -12,6 +12,7 @@ import pytest
 from kvkeeper.cache_service.core.values.step_columns import StepReply
 from kvkeeper.cache_service.tiny_cache import Commit, Fork, OutOfSequences, Reserve, Start, TinyCache, story
 from kvkeeper.engine_service.scheduler.plan import Plan
+from tests.support.documents.markdown import page
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request
 from tests.support.worlds.tiny_columns import TinyColumns
@@ -106,3 +107,11 @@ def test_the_core_gives_the_same() -> None:
         num_hits, num_copies = num_hits + world.cache.num_hits, num_copies + world.cache.num_copies
         num_forks, num_evicting = num_forks + world.cache.num_forks, num_evicting + world.cache.num_evicting
     assert min(num_hits, num_copies, num_forks, num_evicting) > 50, "what a cache is for was seen"
+
+
+def test_the_example_of_the_tour_hits_a_block_and_copies_one(capsys: pytest.CaptureFixture[str]) -> None:
+    (fence,) = [fence for fence in page("docs/tour.md").fences() if fence.language == "python"]
+    exec(fence.body, {})
+    _, forked, hit = capsys.readouterr().out.splitlines()
+    assert "copies=[(2, 3)]" in forked
+    assert "starts=[2]" in hit
