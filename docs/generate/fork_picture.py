@@ -1,4 +1,4 @@
-"""docs/fork.svg: block tables before a fork, after it, and with the first token that each writes, as the story of tiny_cache.py has them."""
+"""docs/fork.svg: block tables before a fork, after it, and with the next token of each, as tiny_cache.py plays it."""
 
 from dataclasses import dataclass
 

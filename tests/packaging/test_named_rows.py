@@ -26,7 +26,7 @@ def _names(enum: Any) -> list[str]:
 
 @pytest.mark.parametrize("heading", ENUMS)
 def test_every_reason_has_one_row_with_what_to_do(heading: str) -> None:
-    rows = page("docs/operate/operations.md").table(heading)
+    rows = page("docs/operate/watch.md").table(heading)
     assert sorted(row[0] for row in rows) == sorted(f"`{name}`" for name in _names(ENUMS[heading]))
     assert all(len(row) == len(rows[0]) and all(row) for row in rows)
 
