@@ -1,7 +1,7 @@
 """One declaration per setting: a field of a service's config that carries its help, its unit and what its value may be.
 
 Owns that declaration, and the checks that services share. Flags, environment variables, `--help`, checks at start and
-docs/configuration.md are derived from it. Does not read the command line or the environment: see config.py.
+docs/operate/configuration.md are derived from it. Does not read the command line or the environment: see config.py.
 """
 
 import ipaddress

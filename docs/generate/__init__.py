@@ -7,13 +7,14 @@ but its test.
 
 from collections.abc import Callable, Mapping
 
-from docs.generate import api, configuration, imports, models, states
+from docs.generate import api, configuration, fork_picture, imports, models, states
 
-# By file name in docs/.
+# By path in docs/.
 PAGES: Mapping[str, Callable[[], str]] = {
-    "api.md": api.page,
-    "configuration.md": configuration.page,
-    "imports.md": imports.page,
-    "models.md": models.page,
-    "states.md": states.page,
+    "fork.svg": fork_picture.page,
+    "api/api.md": api.page,
+    "operate/configuration.md": configuration.page,
+    "inside/imports.md": imports.page,
+    "operate/models.md": models.page,
+    "inside/states.md": states.page,
 }

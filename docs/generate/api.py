@@ -1,4 +1,4 @@
-"""docs/api.md: both services' contract, from the comments of the protos."""
+"""docs/api/api.md: both services' contract, from the comments of the protos."""
 
 import re
 import tempfile
@@ -18,7 +18,7 @@ from docs.generate.markdown import code_span, head, prose, slug, table
 
 _PROTOS = Path(__file__).resolve().parents[2] / "protos"
 _INTRO = """\
-Every method, message and error of both services, from the comments of the files in [protos/](../protos). In headings,
+Every method, message and error of both services, from the comments of the files in [protos/](../../protos). In headings,
 `cache.v1` is short for the package `kvkeeper.cache.v1`, and `engine.v1` for `kvkeeper.engine.v1`."""
 # Numbers of fields in the descriptors of files, messages, enums and services, of which paths to comments are made.
 _FILE_MESSAGE, _FILE_ENUM, _FILE_SERVICE, _FILE_SYNTAX = 4, 5, 6, 12

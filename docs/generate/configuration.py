@@ -1,4 +1,4 @@
-"""docs/configuration.md: every setting of both services and of the holder, from the fields of their configs."""
+"""docs/operate/configuration.md: every setting of both services and of the holder, from the fields of their configs."""
 
 from itertools import groupby
 from typing import Any

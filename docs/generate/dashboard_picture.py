@@ -1,7 +1,7 @@
 """`python -m docs.generate.dashboard_picture PROMETHEUS PICTURE MINUTES`: the dashboard's panels as a picture, without Grafana.
 
-Each panel of deploy/monitoring/dashboard.json is drawn where it stands there, from what the Prometheus server at PROMETHEUS
-(http://127.0.0.1:9090) answers to the panel's own queries about the last MINUTES.
+Each open panel of deploy/monitoring/dashboard.json is drawn where it stands there, from what the Prometheus server at
+PROMETHEUS (http://127.0.0.1:9090) returns to the panel's own queries about the last MINUTES.
 """
 
 import json
@@ -29,7 +29,7 @@ _UNITS = {"s": (1e3, "ms"), "bytes": (1 / (1 << 20), "MiB"), "percentunit": (100
 
 def picture(prometheus: str, minutes: float) -> Figure:
     """Raises OSError where the server does not answer."""
-    panels = json.loads(_DASHBOARD.read_text())["panels"]
+    panels = [panel for panel in json.loads(_DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
     places = [panel["gridPos"] for panel in panels]
     num_rows = max(place["y"] + place["h"] for place in places)
     figure = Figure(figsize=(_COLUMNS * _INCHES, num_rows * _INCHES / 2), layout="constrained")

@@ -1,4 +1,4 @@
-"""docs/imports.md: which folder imports which, from the import statements themselves."""
+"""docs/inside/imports.md: which folder imports which, from the import statements themselves."""
 
 import tomllib
 from collections.abc import Iterable

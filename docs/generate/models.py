@@ -1,4 +1,4 @@
-"""docs/models.md: the lists of its sections and the table over them, from what the tests found; all else is written by hand.
+"""docs/operate/models.md: the lists of its sections and the table over them, from what the tests found; the rest is by hand.
 
 The test of architectures keeps its results in a file beside it, from a tiny random model of each type that transformers knows.
 What becomes of a type is there by the heading of its section.
@@ -14,7 +14,7 @@ from docs.generate.markdown import slug, table
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RESULTS = _ROOT / "tests/unit/engine_service/model/verdicts.json"
-_PAGE = _ROOT / "docs/models.md"
+_PAGE = _ROOT / "docs/operate/models.md"
 _BEGIN = "<!-- Written by `make docs`, as all lists of model types here; edits are lost. -->"
 _END = "<!-- Written by hand again. -->"
 _LINE_LEN = 128
@@ -31,7 +31,7 @@ def page() -> str:
         names = textwrap.fill(", ".join(f"`{name}`" for name in members), _LINE_LEN, break_on_hyphens=False)
         until_list = rf"({re.escape(f'## {section}')}\n(?:(?!\n## |\n`).)*\n)(?:`[^\n]*\n)+"
         text, count = re.subn(until_list, rf"\1{names}\n", text, count=1, flags=re.DOTALL)
-        assert count, f"docs/models.md has no list of model types below {section!r}"
+        assert count, f"docs/operate/models.md has no list of model types below {section!r}"
     return text
 
 

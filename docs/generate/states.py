@@ -1,4 +1,4 @@
-"""docs/states.md: the states of a sequence in each service, and of a request between two engines.
+"""docs/inside/states.md: the states of a sequence in each service, and of a request between two engines.
 
 They are drawn from the tables of transitions that the services check.
 """

@@ -4,7 +4,7 @@ The library's own modules compute everything but attention: an attention functio
 and V in the arena and attends through the block tables, as the native decoder does. One dry run finds out what a model needs of
 that function; what the arena cannot hold (layers of different shapes, recurrent states, attention sinks) is refused then. What
 the dry run cannot show is found by the check that is handed in (compute/self_check.py), which computes prompts in both ways.
-docs/models.md says what came of it for each architecture. Slower than a native family, because its projections are not fused.
+docs/operate/models.md says what came of it for each architecture. Slower than a native family: its projections are not fused.
 Needs the extra `transformers`.
 """
 

@@ -1,4 +1,4 @@
-"""Calls by hand, as docs/api-by-hand.md shows them: one table, rendered for grpcurl and for `buf curl`.
+"""Calls by hand, as docs/api/api-by-hand.md shows them: one table, rendered for grpcurl and for `buf curl`.
 
 `python tests/api/curl_examples.py` prints the block of the page. A session's id and epoch go from the answer of OpenSession
 into the shell variable S, which the later lines put into their bodies.

@@ -1,4 +1,4 @@
-"""Calls that the documents show: those of docs/api-by-hand.md are the table's, and they and the README's example work."""
+"""Calls that the documents show: those of docs/api/api-by-hand.md are the table's, and they and the README's example work."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from tests.api.curl_examples import CACHE, ENGINE, EXAMPLES, Example, block
 from tests.support.documents.markdown import page
 from tests.support.processes.services import Services, environment, free_ports, services_up, short_folder
 
-PAGE = Path(__file__).parents[2] / "docs" / "api-by-hand.md"
+PAGE = Path(__file__).parents[2] / "docs" / "api" / "api-by-hand.md"
 
 
 @pytest.fixture(scope="module")

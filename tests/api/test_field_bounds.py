@@ -1,4 +1,4 @@
-"""Every field of every request, below, at and beyond its range (docs/reliability.md, promise 35), found by the descriptors.
+"""Every field of every request, below, at and beyond its range (docs/inside/reliability.md, promise 35), by the descriptors.
 
 Each value gets a typed refusal with the documented code, or a lawful answer; a refusal changes nothing; and the whole matrix
 leaves next to no memory behind.

@@ -1,4 +1,4 @@
-"""The machine that drives the core, on a live service (docs/reliability.md, promise 1): both ways to step, real memory."""
+"""The machine that drives the core, on a live service (docs/inside/reliability.md, promise 1): both ways to step."""
 
 from hypothesis import HealthCheck, settings
 

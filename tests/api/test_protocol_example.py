@@ -1,4 +1,4 @@
-"""The worked example of docs/protocol.md, replayed against a live service: each answer is what the page shows."""
+"""The worked example of docs/api/protocol.md, replayed against a live service: each answer is what the page shows."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ import pytest
 from tests.support.worlds.cache_api import DEADLINE, Api, refusal
 from tests.support.worlds.messages import Exchange, differences, exchanges, parse, show
 
-PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+PAGE = Path(__file__).parents[2] / "docs" / "api" / "protocol.md"
 
 
 def _attach(path: str, token: str) -> tuple[socket.socket, dict[str, Any], list[int]]:

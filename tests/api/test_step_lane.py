@@ -323,7 +323,7 @@ async def test_a_released_sequence_is_told_alike(api: Api, carriers: StepCarrier
 
 
 async def test_the_example_of_the_page_is_what_a_service_answers(api: Api, carriers: StepCarriers) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "api" / "protocol.md").read_text()
     shown = re.findall(r"^lane -> ([0-9a-f ]+)\nlane <- (\d\d) (.*)$", page, re.MULTILINE)
     assert len(shown) == 2
     session = await api.open()
@@ -344,7 +344,7 @@ async def test_the_example_of_the_page_is_what_a_service_answers(api: Api, carri
 
 
 def test_kinds_of_frames_are_those_of_the_page() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text().split("### Step lanes")[1]
+    page = (Path(__file__).parents[2] / "docs" / "api" / "protocol.md").read_text().split("### Step lanes")[1]
     for kind, name in (
         (step_lane.STEP_REQUEST, "StepRequest"),
         (STEP_RESPONSE, "StepResponse"),

@@ -8,6 +8,7 @@ import sys
 NAMES = (
     "step_core",
     "keep",
+    "kills",
     "tiers",
     "tier_faults",
     "evict",

@@ -1,7 +1,7 @@
 """Which settings of the services the shared support of tests sets for tests that do not name them: all of them are told.
 
-docs/development.md has the table, with what runs at the default. Settings are found in the sources: fields of a config in a
-call that makes one or starts a service, in a dict of such fields, and flags of a command line.
+docs/inside/development.md has the table, with what runs at the default. Settings are found in the sources: fields of a config
+in a call that makes one or starts a service, in a dict of such fields, and flags of a command line.
 """
 
 import ast
@@ -37,7 +37,7 @@ def _set_in(source: str) -> Iterator[str]:
 
 def _rows() -> list[list[str]]:
     """The cells of the table's rows."""
-    page = (ROOT / "docs/development.md").read_text()
+    page = (ROOT / "docs/inside/development.md").read_text()
     section = page.partition("### Settings that tests change")[2].partition("###")[0]
     return [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
 

@@ -38,7 +38,7 @@ def test_links_within_a_page_lead_to_a_heading_and_tables_are_whole(name: str) -
 
 @pytest.mark.parametrize("source", [CACHE, ENGINE, HOLD], ids=["cache", "engine", "hold"])
 def test_every_flag_and_variable_is_told(source) -> None:
-    page = written("configuration.md")
+    page = written("operate/configuration.md")
     for one in settings_of(source.config):
         assert f"| `{one.flag}`" in page
         assert f"| `{source.variable(one)}` |" in page

@@ -1,6 +1,6 @@
 """Pools on a device outlive the cache service: real processes, killed with SIGKILL, on stand-ins of CUDA made of memfds.
 
-What a device adds to it has run on none: see docs/status.md. The stand-ins keep the rules of the driver that matter here.
+What a device adds to it has run on none: see docs/start/status.md. The stand-ins keep the rules of the driver that matter here.
 """
 
 import asyncio

@@ -7,6 +7,7 @@ import re
 import tomllib
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import promql_parser
 import pytest
@@ -27,11 +28,21 @@ def alerts() -> list[dict[str, str]]:
     return list(group["rules"])
 
 
+def open_panels() -> list[dict[str, Any]]:
+    """What the dashboard shows at first."""
+    return [panel for panel in json.loads((FOLDER / "dashboard.json").read_text())["panels"] if panel["type"] != "row"]
+
+
+def rows() -> list[dict[str, Any]]:
+    """Its folded rows."""
+    return [panel for panel in json.loads((FOLDER / "dashboard.json").read_text())["panels"] if panel["type"] == "row"]
+
+
 def queries() -> Iterator[tuple[str, str]]:
     """Of alerts and dashboard: a name, and the expression."""
     for rule in alerts():
         yield rule["alert"], rule["expr"]
-    for panel in json.loads((FOLDER / "dashboard.json").read_text())["panels"]:
+    for panel in [*open_panels(), *(panel for row in rows() for panel in row["panels"])]:
         for target in panel["targets"]:
             # What Grafana fills in.
             yield panel["title"], target["expr"].replace("$__rate_interval", "1m").replace("$model", ".*")
@@ -80,9 +91,16 @@ def test_every_alert_says_what_is_the_matter_and_what_to_do() -> None:
 
 
 def test_panels_lie_beside_each_other() -> None:
-    places = [tuple(panel["gridPos"].values()) for panel in json.loads((FOLDER / "dashboard.json").read_text())["panels"]]
+    folded = [panel for row in rows() for panel in row["panels"]]
+    places = [tuple(panel["gridPos"].values()) for panel in (*open_panels(), *folded)]
     assert len(set(places)) == len(places)
     assert all(x + width <= 24 for _, width, x, _ in places)
+
+
+def test_six_panels_are_open_and_each_says_what_to_do() -> None:
+    assert len(open_panels()) == 6
+    assert all(len(panel["description"]) > 60 for panel in open_panels())
+    assert [row["collapsed"] for row in rows()] == [True]
 
 
 def test_what_is_scraped_is_where_the_units_serve_it() -> None:

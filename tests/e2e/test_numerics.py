@@ -2,7 +2,7 @@
 
 Scheduler, client, cache service, arena and model are the real ones; only the sampler is replaced by a teacher that says
 each next token. Chunks, prefix hits, forks and preemptions happen on the way, and every logits row that was computed is
-compared. The bound is that of docs/reliability.md: 1e-5, and 5 times transformers' own difference between eager and SDPA
+compared. The bound is that of docs/inside/reliability.md: 1e-5, and 5 times transformers' own difference between eager and SDPA
 attention in the same run.
 """
 

@@ -1,4 +1,4 @@
-"""Metrics under vLLM's names: only where asked for, with the numbers of ours; docs/operations.md has the same table.
+"""Metrics under vLLM's names: only where asked for, with the numbers of ours; docs/operate/watch.md has the same table.
 
 Also what holds for every metric: a help text, and a unit or the counted thing as the last word of its name.
 """
@@ -117,7 +117,7 @@ async def test_every_metric_has_a_help_text_and_a_unit_and_vllm_s_names_are_not_
 
 
 def test_the_table_of_the_documents_is_that_of_the_code() -> None:
-    page = (ROOT / "docs/operations.md").read_text()
+    page = (ROOT / "docs/operate/watch.md").read_text()
     rows = re.findall(r"^\| `(vllm:\w+)` \| (.*?) \|", page, re.MULTILINE)
     assert [(name, tuple(re.findall(r"`kvkeeper_engine_(\w+?)(?:_total)?`", own))) for name, own in rows] == [
         (same.name, same.own) for same in SAME

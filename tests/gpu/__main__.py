@@ -27,8 +27,8 @@ _COMMAND = (sys.executable, "-m", "tests.gpu")
 
 # name -> (module with run(is_dry), seconds it may take, what it is)
 # A limit is for a machine whose cache of compiled kernels is empty. Most of b is Triton's compiler: some 200 kernels of
-# attention, each of them a second of a processor. All limits together are more than a command has, so docs/gpu.md runs all
-# parts in two: m, a, b and g take 540 s at most, and m, c, d and e as well.
+# attention, each of them a second of a processor. All limits together are more than a command has, so docs/operate/gpu.md
+# runs all parts in two: m, a, b and g take 540 s at most, and m, c, d and e as well.
 PARTS: dict[str, tuple[str, int, str]] = {
     MACHINE: ("tests.gpu.part_machine", 60, "the machine"),
     "a": ("tests.gpu.part_ipc", 90, "CUDA memory between processes"),

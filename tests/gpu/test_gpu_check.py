@@ -244,7 +244,7 @@ def test_every_part_exists() -> None:
 
 
 def test_the_commands_of_the_page_run_all_parts_within_ten_minutes_each() -> None:
-    page = (ROOT / "docs" / "gpu.md").read_text()
+    page = (ROOT / "docs" / "operate" / "gpu.md").read_text()
     limits = {name: int(seconds) for name, seconds in re.findall(r"^\| ([a-z]) \| (\d+) \|", page, re.MULTILINE)}
     assert limits == {name: limit_s for name, (_, limit_s, _) in PARTS.items()}
     commands = re.findall(r"^make gpu-check \S+ PARTS=(\w+) ", page, re.MULTILINE)

@@ -320,7 +320,7 @@ def test_the_build_sees_the_sources_of_the_wheel_and_nothing_else() -> None:
     needed = {f"{folder}/x.py" for folder in folders} | {"pyproject.toml", "constraints.txt"}
     needed |= {settings["project"]["readme"], *settings["project"]["license-files"], "protos/build_backend.py"}
     assert {path for path in needed if not is_sent(path)} == set()
-    others = {".git/config", ".venv/bin/python", "tests/gpu/checks.py", "docs/api.md", "clients/node/index.js", ".env"}
+    others = {".git/config", ".venv/bin/python", "tests/gpu/checks.py", "docs/api/api.md", "clients/node/index.js", ".env"}
     others |= {"deploy/compose/compose.yaml", "cache_service/__pycache__/a.pyc", "protos/kvkeeper/cache/v1/a_pb2.py"}
     assert [path for path in others if is_sent(path)] == []
 

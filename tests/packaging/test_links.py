@@ -11,7 +11,7 @@ PAGES = pages()
 IDS = [found.name for found in PAGES]
 _TOP = "cache_service|engine_service|kernels|common|clients|tests|protos|docs|deploy"
 _PATH = re.compile(rf"(?:{_TOP})/[\w./-]*|\.ci/run|Makefile|pyproject\.toml|constraints\.txt")
-_CITED = re.compile(r"docs/(\w+)\.md,? (?:section|promise) (\d+)")
+_CITED = re.compile(r"docs/(\w+/\w+)\.md,? (?:section|promise) (\d+)")
 
 
 @pytest.mark.parametrize("found", PAGES, ids=IDS)
@@ -50,15 +50,16 @@ def _folders(top: str) -> set[str]:
 
 
 def test_every_folder_has_a_sentence() -> None:
-    told = set(re.findall(r"^\| `([\w/]+/)` \|", page("docs/architecture.md").text, re.MULTILINE))
+    told = set(re.findall(r"^\| `([\w/]+/)` \|", page("docs/inside/architecture.md").text, re.MULTILINE))
     assert {"protos/", "tests/", "docs/"} <= told
     assert (_folders("cache_service") | _folders("engine_service") | _folders("kernels") | _folders("common")) - told == set()
 
 
 def test_the_index_of_pages_is_whole() -> None:
-    linked = {link.partition("#")[0] for link in page("README.md").links()}
-    others = {f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")}
-    assert others - linked == set(), "a page that the README does not lead to"
+    linked = {link.partition("#")[0] for link in page("docs/README.md").links()}
+    others = {str(file.relative_to(ROOT / "docs")) for file in (ROOT / "docs").rglob("*.md")}
+    assert others - linked == {"README.md"}, "a page that docs/README.md does not lead to"
+    assert "docs/README.md" in page("README.md").links()
 
 
 def _sources() -> list[Path]:
@@ -70,21 +71,21 @@ def _sources() -> list[Path]:
 def test_sections_that_the_code_cites_exist() -> None:
     texts = {path: path.read_text() for path in _sources()}
     cited = {match for text in texts.values() for match in _CITED.findall(text)}
-    assert {name for name, _ in cited} == {"protocol", "reliability"}
+    assert {name for name, _ in cited} == {"api/protocol", "inside/reliability"}
     for name, number in cited:
         text = page(f"docs/{name}.md").text
-        pattern = rf"^## {number}\. " if name == "protocol" else rf"^\| {number} \|"
+        pattern = rf"^## {number}\. " if name == "api/protocol" else rf"^\| {number} \|"
         assert re.search(pattern, text, re.MULTILINE), f"docs/{name}.md has no {number}"
     rules = {int(n) for path, text in texts.items() if "core" in path.parts for n in re.findall(r"\bR([1-9])\b", text)}
-    assert {2, 5, 6} <= rules <= {int(n) for n in re.findall(r"^## R(\d):", page("docs/rules.md").text, re.MULTILINE)}
+    assert {2, 5, 6} <= rules <= {int(n) for n in re.findall(r"^## R(\d):", page("docs/inside/rules.md").text, re.MULTILINE)}
 
 
 def test_no_document_is_cited_that_is_not_there() -> None:
-    names = {path.name for path in (ROOT / "docs").glob("*.md")}
+    names = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     gone = re.compile(r"\b(?:PROTOCOL|DESIGN|RELIABILITY|FEATURES)\b(?!\.)[' s]*(?:\d|section|[CE]\d|rule|R\d)")
     for path in _sources():
         text = path.read_text()
-        assert set(re.findall(r"docs/([\w-]+\.md)", text)) <= names, path
+        assert set(re.findall(r"docs/([\w/-]+\.md)", text)) <= names, path
         if path != Path(__file__):
             assert gone.search(text) is None, path
 

@@ -26,20 +26,20 @@ def _names(enum: Any) -> list[str]:
 
 @pytest.mark.parametrize("heading", ENUMS)
 def test_every_reason_has_one_row_with_what_to_do(heading: str) -> None:
-    rows = page("docs/operations.md").table(heading)
+    rows = page("docs/operate/watch.md").table(heading)
     assert sorted(row[0] for row in rows) == sorted(f"`{name}`" for name in _names(ENUMS[heading]))
     assert all(len(row) == len(rows[0]) and all(row) for row in rows)
 
 
 def test_every_row_of_the_soak_is_a_promise_that_is_told() -> None:
-    told = {int(row[0]) for row in page("docs/reliability.md").table("What is promised, and the test that proves it")}
+    told = {int(row[0]) for row in page("docs/inside/reliability.md").table("What is promised, and the test that proves it")}
     rows = {int(row) for row in re.findall(r"^    Row\((\d+),", (ROOT / "tests/soak/rows.py").read_text(), re.MULTILINE)}
     assert len(rows) > 20
     assert rows <= told
 
 
 def test_every_eviction_policy_has_one_row_and_the_default_is_told() -> None:
-    names = [row[0] for row in page("docs/eviction.md").table("The policies")]
+    names = [row[0] for row in page("docs/operate/eviction.md").table("The policies")]
     assert sorted(name.split("`")[1] for name in names) == sorted(POLICY_NAMES)
     assert [name.split("`")[1] for name in names if "(default)" in name] == [
         PoolConfig(num_blocks=2, block_size=1).eviction_policy

@@ -8,7 +8,7 @@ import pytest
 from kvkeeper.common.service import VERSION
 from tests.support.documents.markdown import ROOT, Fence, page, pages
 
-MOST_LINES = 130
+MOST_LINES = 110
 SNIPPETS = [fence for found in pages() for fence in found.fences() if fence.language == "python"]
 
 

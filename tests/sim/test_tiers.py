@@ -1,4 +1,4 @@
-"""Both tiers under seeded simulation (docs/reliability.md, promise 9 and 10), a short slice of what a long run does."""
+"""Both tiers under seeded simulation (docs/inside/reliability.md, promise 9 and 10), a short slice of what a long run does."""
 
 from tests.support.tiers.tier_engine import TierCounts
 from tests.support.tiers.tier_simulation import TierSimulation, simulate_tiers

@@ -1,6 +1,6 @@
 """The versions of the protocol that this service speaks, and which one a session speaks.
 
-docs/protocol.md says what needs a new number. The range is handed in, so that tests can be services of other times.
+docs/api/protocol.md says what needs a new number. The range is handed in, so that tests can be services of other times.
 """
 
 from dataclasses import dataclass

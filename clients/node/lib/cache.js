@@ -6,7 +6,7 @@ import { Transport } from './transport.js';
 import { CacheService } from './protos.js';
 import { SessionCalls } from './session_calls.js';
 
-/** Of the cache service's protocol; docs/protocol.md says what needs a new number. */
+/** Of the cache service's protocol; docs/api/protocol.md says what needs a new number. */
 export const PROTOCOL_VERSION = 1;
 const OLDEST_PROTOCOL_VERSION = 1; // that this client can speak
 

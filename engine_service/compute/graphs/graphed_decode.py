@@ -8,7 +8,7 @@ tokens instead; a third one penalises the logits before, by counts that stay on 
 place: apart, those of forty sizes of a large vocabulary are gigabytes.
 
 A graph keeps no memory but what its capture made. All else that it reads is held by GraphReads, or by the runner that holds the
-GraphedDecode: docs/gpu.md has the list.
+GraphedDecode: docs/operate/gpu.md has the list.
 """
 
 import sys

@@ -2,6 +2,6 @@
 
 Owns what a family may be made of (family.py), the one table of them (table.py), and what keeps a model of the transformers
 library from being computed (unpaged.py). A new family is a row of the table, as long as its parts are known;
-docs/development.md shows it.
+docs/inside/development.md shows it.
 May import: the standard library.
 """

@@ -70,7 +70,7 @@ class Page:
 
 def pages() -> list[Page]:
     """The README and every page of docs/."""
-    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [Page(str(file.relative_to(ROOT)), file.read_text()) for file in files]
 
 

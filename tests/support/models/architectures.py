@@ -1,4 +1,4 @@
-"""Any architecture of language model that transformers knows, tiny and random, in a folder; docs/models.md is held to them."""
+"""Any architecture of language model that transformers knows, tiny and random, in a folder; docs/operate/models.md has them."""
 
 from pathlib import Path
 from typing import Any

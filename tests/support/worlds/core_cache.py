@@ -1,4 +1,4 @@
-"""CoreCache: the real pure core behind the interface of NaiveCache, so that scheduler and core are tested as one."""
+"""CoreCache: the real pure core behind the interface of TinyColumns, so that scheduler and core are tested as one."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import Retention, SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
+from kvkeeper.cache_service.tiny_cache import OutOfSequences as TinyOutOfSequences
 from kvkeeper.engine_service.scheduler.plan import Plan
 from kvkeeper.engine_service.values.retention import Retention as EngineRetention
-from tests.support.reference.scheduler_cache import OutOfSequencesError
 
 _COLUMNS = set(StepBatch._fields) & Plan.__dataclass_fields__.keys()
 
@@ -34,7 +34,7 @@ class CoreCache:
         self.manager = manager or PoolManager(PoolConfig(num_blocks, block_size, max_sequences, 10_000, watermark, **config))
         self.session = session
         self.manager.open_session(session, Executor.ENGINE)
-        self.num_refused_forks_to_come = 0
+        self.num_reclaim_hint = 0  # in every reply, beside what the pool asks for
         self.has_step_in_flight = False  # the last one's device work has not ended
         self.ended_orders: tuple[list[int], list[int]] = ([], [])  # completed and failed ones, to be reported
         self._step_id = 0
@@ -54,6 +54,13 @@ class CoreCache:
         stats = self.manager.stats()
         return stats.num_free_blocks + stats.num_cached_blocks
 
+    @property
+    def num_cached_blocks(self) -> int:
+        return self.manager.stats().num_cached_blocks
+
+    def num_blocks_in_table(self, sequence_id: int) -> int:
+        return len(self.manager.view(self.session, SequenceId(sequence_id)).block_table)
+
     def create(
         self,
         sequence_id: int,
@@ -69,7 +76,7 @@ class CoreCache:
         try:
             self.manager.create_sequence(self.session, args)
         except OutOfSequences:
-            raise OutOfSequencesError from None
+            raise TinyOutOfSequences from None
         return self.manager.start_number(self.session, sequence_id)
 
     def step(self, plan: Plan) -> StepReply:
@@ -87,7 +94,7 @@ class CoreCache:
         self._audit()
         self.manager.publish_pending()
         self._audit()
-        return reply
+        return reply._replace(num_reclaim_hint=max(reply.num_reclaim_hint, self.num_reclaim_hint))
 
     def report(self) -> None:
         """The last step's device work has ended, and no other step follows for now."""

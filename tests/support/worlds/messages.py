@@ -1,4 +1,4 @@
-"""Messages of the cache protocol as docs/protocol.md shows them: JSON, with the columns of a step as lists of numbers.
+"""Messages of the cache protocol as docs/api/protocol.md shows them: JSON, with the columns of a step as lists of numbers.
 
 Owns the form and nothing else: a column of sequence ids or transfer ids holds int64, every other one int32; session, epoch and
 attach token, which differ from run to run, are written $S, $E and $T.

@@ -1,4 +1,4 @@
-"""A scheduler driven against NaiveCache and a shadow memory, step by step, without a loop or a model.
+"""A scheduler driven against a cache and a shadow memory, step by step, without a loop or a model.
 
 The oracle is content: every slot holds the prefix that wrote it, and before a row computes, its table is read back and
 must spell its tokens. The next token is a function of (tokens, continuation), so outputs are known beforehand.
@@ -7,12 +7,15 @@ must spell its tokens. The next token is a function of (tokens, continuation), s
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan as CoreSpan
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.step_columns import StepBatch
+from kvkeeper.cache_service.core.values.types import NO_INT32, NO_INT64
+from kvkeeper.cache_service.tiny_cache import OutOfSequences
 from kvkeeper.engine_service.scheduler.plan import Plan
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from kvkeeper.engine_service.scheduler.state.limits import Limits
@@ -22,13 +25,14 @@ from kvkeeper.engine_service.scheduler.work import Work
 from kvkeeper.engine_service.values.read_span import WHOLE, ReadSpan
 from kvkeeper.engine_service.values.request import Request, Sequence, SequenceState
 from kvkeeper.engine_service.values.retention import Retention
-from tests.support.reference.scheduler_cache import NaiveCache, OutOfSequencesError
 from tests.support.worlds.core_cache import CoreCache
+from tests.support.worlds.tiny_columns import TinyColumns
 
 NUM_TOKENS = 3
 STEP_S = 0.01
 _SWAP_OUT = 1  # TransferKind of the protocol
 MAX_RETAINED_LEN = 1000
+_ELSEWHERE = 1 << 40  # ids of sequences that are not the scheduler's
 
 
 def next_token(tokens: tuple[int, ...], index: int) -> int:
@@ -60,6 +64,14 @@ def content(tokens: tuple[int, ...], retention: Retention | None) -> tuple[objec
     return tokens if retention is None or len(tokens) <= retention.num_tokens else (*tokens, retention)
 
 
+def make_plan(**columns: Any) -> Plan:
+    """A step of these columns alone."""
+    empty: dict[str, Any] = {name: NO_INT64 if name.endswith("ids") else NO_INT32 for name in StepBatch._fields[2:]}
+    empty |= {"fork_parents": NO_INT64, "fork_children": NO_INT64, "commit_rows": NO_INT64, "reserve_rows": NO_INT64}
+    empty |= {"guesses": {}, "forked": (), "released": (), "swapped_out": (), "swapped_in": (), "started": ()}
+    return Plan(**{name: columns.get(name, empty[name]) for name in Plan.__dataclass_fields__ if name in empty})
+
+
 Slots = dict[int, tuple[int, ...]]
 
 
@@ -79,6 +91,8 @@ class Flight:
 
 
 class World:
+    default_cache: ClassVar[type[TinyColumns] | type[CoreCache]] = TinyColumns
+
     def __init__(
         self,
         num_blocks: int = 64,
@@ -87,7 +101,7 @@ class World:
         token_budget: int = 64,
         chunk_size: int = 8,
         max_running: int = 32,
-        make_cache: Callable[..., NaiveCache | CoreCache] = NaiveCache,
+        make_cache: Callable[..., TinyColumns | CoreCache] | None = None,
         guess: Callable[[tuple[int, ...], int], list[int]] = lambda tokens, index: [],
         overlap: bool = False,
         ahead: bool = False,
@@ -118,7 +132,7 @@ class World:
             own = tuple(CoreSpan(span.num_tokens, span.is_chunk, span.checkpoint_blocks) for span in group_spans)
             limit = PoolConfig(num_blocks, block_size, max_sequences, 10_000, group_spans=own).limit_tokens
             host["group_spans"] = own
-        self.cache: Any = make_cache(num_blocks, block_size, max_sequences, **host)
+        self.cache: Any = (make_cache or self.default_cache)(num_blocks, block_size, max_sequences, **host)
         limits = Limits(
             *(block_size, limit, max_sequences, max_running, token_budget, chunk_size, prefill_budget, decode_budget),
             num_usable_blocks=num_blocks - 1,
@@ -178,7 +192,7 @@ class World:
                     *(request.priority, request.start_number),
                     **options,
                 )
-            except OutOfSequencesError:
+            except OutOfSequences:
                 self.scheduler.waiting.create_refused(sequence, try_again=True)
                 return
             self.scheduler.waiting.created(sequence)
@@ -316,6 +330,19 @@ class World:
     @property
     def has_step_in_flight(self) -> bool:
         return self._in_flight is not None and self._in_flight.work.batch is not None
+
+    def hold_blocks(self, count: int) -> None:
+        """As another engine does, with one sequence for each block; they are not the scheduler's."""
+        ids = np.arange(_ELSEWHERE, _ELSEWHERE + count)
+        for sequence_id in ids.tolist():
+            self.cache.create(sequence_id, [0], 2)
+        one, none = np.ones(len(ids), np.int32), np.zeros(len(ids), np.int32)
+        reply = self.cache.step(make_plan(start_ids=ids, start_max_new=one, start_max_hit=none, start_may_wait=none))
+        assert len(reply.start_block_ids) == count
+
+    def release_held_blocks(self) -> None:
+        held = [sequence_id for sequence_id in self.cache.sequences if sequence_id >= _ELSEWHERE]
+        self.cache.step(make_plan(release_ids=np.array(held)))
 
     def lose_session(self, make_cache: Callable[[int, int, int], CoreCache]) -> None:
         """As an engine does after the end of its session: on a new one all requests start again, from the tokens they hold."""

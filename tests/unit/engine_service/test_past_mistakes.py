@@ -38,7 +38,7 @@ def test_no_sequence_holds_more_blocks_than_its_tokens_need(block_size: int, num
             sequence_id = int(running.sequence_ids[row])
             most = -(-(int(running.num_tokens[row]) + num_guessed) // block_size)
             assert running.num_blocks[row] <= most
-            assert len(world.cache.sequences[sequence_id].table) == running.num_blocks[row]
+            assert world.cache.num_blocks_in_table(sequence_id) == running.num_blocks[row]
             seen += 1
     assert seen > 20
     world.run()
@@ -55,14 +55,14 @@ def test_equals_do_not_take_turns() -> None:
 
 def test_a_refused_start_stays_first_in_the_queue() -> None:
     world = World(num_blocks=9, block_size=2)
-    blocks, world.cache.blocks = world.cache.blocks, set()  # another engine's
+    world.hold_blocks(8)  # all of them
     big = world.submit(make_request([2] * 12, 2))
     small = world.submit(make_request([0], 2))
     for _ in range(3):
         world.step()
         assert [sequence.request for sequence in world.scheduler.waiting.sequences] == [big, small]
         assert world.scheduler.schedule(world.now).started == (big.sequences[0],), "no later request tries meanwhile"
-    world.cache.blocks = blocks
+    world.release_held_blocks()
     world.run()
     world.check_outputs()
     assert [sequence.request for sequence in world.started] == [big, small]

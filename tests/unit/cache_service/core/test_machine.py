@@ -1,4 +1,4 @@
-"""The core under the Hypothesis machine: rules R1 to R8 after every rule (docs/reliability.md, promise 1, 4 to 7, 9)."""
+"""The core under the Hypothesis machine: rules R1 to R8 after every rule (docs/inside/reliability.md, promise 1, 4 to 7, 9)."""
 
 from hypothesis import HealthCheck, settings
 

@@ -1,4 +1,4 @@
-"""Sharing, copy-on-write, fences, eviction (docs/protocol.md, section 4), and progress (docs/protocol.md, section 5).
+"""Sharing, copy-on-write, fences, eviction (docs/api/protocol.md, section 4), and progress (docs/api/protocol.md, section 5).
 
 Also the hit that a hash collision cannot make.
 """

@@ -1,4 +1,4 @@
-"""The rules R1 to R9 of docs/rules.md, each told once by hand.
+"""The rules R1 to R9 of docs/inside/rules.md, each told once by hand.
 
 The machine and the simulation hold the core to all of them at once.
 """

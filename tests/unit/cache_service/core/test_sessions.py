@@ -1,4 +1,4 @@
-"""Exactly once (docs/protocol.md, section 3) and sessions (docs/protocol.md, section 6), in the core.
+"""Exactly once (docs/api/protocol.md, section 3) and sessions (docs/api/protocol.md, section 6), in the core.
 
 Gates, leases, epochs, death and quarantine.
 """

@@ -1,4 +1,4 @@
-"""The table behind docs/models.md: an architecture, tiny and random, has the library's logits or is refused for that reason."""
+"""The table behind docs/operate/models.md: an architecture, tiny and random, has the library's logits or is refused."""
 
 import itertools
 from pathlib import Path

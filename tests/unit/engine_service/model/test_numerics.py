@@ -1,8 +1,8 @@
 """Teacher-forced logits through the paged cache against transformers, with hand-made block tables.
 
 The arena is NaN wherever nothing was written, block ids are shuffled, and prefix hits, forks with a copied tail and
-preemptions happen on the way. The bound is that of docs/reliability.md: 1e-5, and 5 times transformers' own eager-against-SDPA
-difference in the same run; a dropped token must exceed it 1,000 times.
+preemptions happen on the way. The bound is that of docs/inside/reliability.md: 1e-5, and 5 times transformers' own
+eager-against-SDPA difference in the same run; a dropped token must exceed it 1,000 times.
 """
 
 import dataclasses

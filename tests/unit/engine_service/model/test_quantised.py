@@ -20,7 +20,7 @@ from tests.support.models.tiny_models import TINY_MODELS, NumericsCase, TinyMode
 from tests.unit.engine_service.model.test_numerics import HandTables
 
 torch.set_num_threads(1)
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "operate" / "models.md"
 MODELS = {model.name: model for model in TINY_MODELS}
 BY_NAME = {each.name: each for each in (*FORMATS, MXFP4)}
 CASES = [(each, MODELS["llama"]) for each in FORMATS] + [(MXFP4, MODELS["gpt_oss"])]

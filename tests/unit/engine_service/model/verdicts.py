@@ -1,7 +1,7 @@
 """What becomes of each architecture that transformers knows: native, through the library, or refused, and by which words.
 
 `python -m tests.unit.engine_service.model.verdicts > tests/unit/engine_service/model/verdicts.json` writes the table anew, from
-tiny random models; the test beside it holds it to what comes of them, and `make docs` writes it into docs/models.md.
+tiny random models; the test beside it holds it to what comes of them, and `make docs` writes it into docs/operate/models.md.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.support.models.architectures import build_architecture
 
 TABLE_FILE = Path(__file__).with_name("verdicts.json")
 
-# By section of docs/models.md what the reason of a refusal says; None: the model is served.
+# By section of docs/operate/models.md what the reason of a refusal says; None: the model is served.
 SECTIONS: Mapping[str, str | None] = {
     "Native families": None,
     "Served through transformers": None,

@@ -8,10 +8,10 @@ from kvkeeper.engine_service.outputs.beam_search import BeamOptions
 from kvkeeper.engine_service.scheduler.state.fair_share import NEW_TOKEN_WEIGHT, FairShare
 from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
 from kvkeeper.engine_service.values.request import RequestState, SequenceState
-from tests.support.reference.scheduler_cache import NaiveCache
 from tests.support.worlds.beam_world import BeamWorld
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import make_request
+from tests.support.worlds.tiny_columns import TinyColumns
 
 PROMPT = [1, 2, 0, 1, 2]
 
@@ -67,9 +67,9 @@ def test_the_lists_of_a_search_compute_in_one_step(overlap: bool) -> None:
     check(world)
 
 
-@pytest.mark.parametrize("make_cache", [NaiveCache, CoreCache])
+@pytest.mark.parametrize("make_cache", [TinyColumns, CoreCache])
 @pytest.mark.parametrize("num_spare", [0, 1, 3])
-def test_in_a_pool_for_one_list_they_take_turns(num_spare: int, make_cache: type[NaiveCache] | type[CoreCache]) -> None:
+def test_in_a_pool_for_one_list_they_take_turns(num_spare: int, make_cache: type[TinyColumns] | type[CoreCache]) -> None:
     world = BeamWorld(num_blocks=1 + 6 + num_spare, block_size=2, make_cache=make_cache)
     request = world.submit_search(PROMPT, 7, BeamOptions(4), 4)
     check(world)
@@ -121,7 +121,7 @@ def test_slots_for_little_more_than_one_search(max_sequences: int) -> None:
 
 @pytest.mark.parametrize("num_refused", [1, 2, 5])
 def test_a_list_with_a_refused_fork_starts_by_itself(num_refused: int) -> None:
-    world = BeamWorld(block_size=4)
+    world = BeamWorld(block_size=4, make_cache=TinyColumns)
     world.cache.num_refused_forks_to_come = num_refused
     request = world.submit_search(PROMPT, 6, BeamOptions(3), 3)
     check(world)
@@ -130,7 +130,7 @@ def test_a_list_with_a_refused_fork_starts_by_itself(num_refused: int) -> None:
 
 def test_a_list_that_gave_way_while_it_waited_is_not_computed_again() -> None:
     """One list is held back, the others rest; one of these gives its blocks back, and its continuations start by themselves."""
-    world = BeamWorld(num_blocks=40, block_size=2)
+    world = BeamWorld(num_blocks=40, block_size=2, make_cache=TinyColumns)
     request = world.submit_search(PROMPT, 8, BeamOptions(3), 3)
     while len(request.sequences) < 3:
         world.step()
@@ -164,7 +164,7 @@ def test_a_lost_session_in_the_middle_of_a_search(num_steps: int) -> None:
 
 def test_a_list_that_rested_when_its_session_was_lost_has_ended() -> None:
     """What the model said of it is known: it neither waits nor is computed again, and its search ends as it would have."""
-    world = BeamWorld(num_blocks=40, block_size=2)
+    world = BeamWorld(num_blocks=40, block_size=2, make_cache=TinyColumns)
     request = world.submit_search(PROMPT, 8, BeamOptions(3), 3)
     while len(request.sequences) < 3:
         world.step()
@@ -226,7 +226,7 @@ def test_a_cancelled_search_gives_everything_back(num_steps: int) -> None:
     max_sequences=st.sampled_from([3, 4, 6, 64]),
     refused_forks=st.integers(0, 3),
     clears=st.sampled_from([None, None, 1, 2, 3, 7]),  # the cache is, before every so many steps
-    kind=st.sampled_from([(NaiveCache, False), (CoreCache, False), (CoreCache, True)]),
+    kind=st.sampled_from([(TinyColumns, False), (CoreCache, False), (CoreCache, True)]),
 )
 def test_any_searches_in_any_pool_give_what_a_search_in_one_place_gives(
     searches: list[tuple[list[int], int, int, float, bool, int, int, int | None]],
@@ -239,13 +239,14 @@ def test_any_searches_in_any_pool_give_what_a_search_in_one_place_gives(
     max_sequences: int,
     refused_forks: int,
     clears: int | None,
-    kind: tuple[type[NaiveCache] | type[CoreCache], bool],
+    kind: tuple[type[TinyColumns] | type[CoreCache], bool],
 ) -> None:
     longest = max(9, *(len(prompt) + max_new for prompt, max_new, *_ in searches))
     num_blocks = 1 + -(-longest // block_size) + spare_blocks
     make_cache, overlap = kind
     world = BeamWorld(num_blocks, block_size, max_sequences, token_budget, chunk_size, max_running, make_cache, overlap=overlap)
-    world.cache.num_refused_forks_to_come = refused_forks
+    if make_cache is TinyColumns:
+        world.cache.num_refused_forks_to_come = refused_forks
     world.clears = lambda: clears is not None and world.num_steps % clears == 0
     for place in range(num_plain):
         world.submit(make_request([place % 3] * (place + 1), 1 + place, n=1 + place % 3))

@@ -9,6 +9,8 @@ from kvkeeper.engine_service.scheduler.state.preemption_cost import Moved
 from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
 from tests.support.worlds.scheduler_world import World, make_request
 
+pytestmark = pytest.mark.usefixtures("each_cache")
+
 
 @pytest.mark.parametrize("prefill_budget", [1, 3, 7, 8])
 def test_prompts_together_stay_within_their_budget_and_every_token_is_computed_once(prefill_budget: int) -> None:

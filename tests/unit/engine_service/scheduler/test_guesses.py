@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request, next_token
 
+pytestmark = pytest.mark.usefixtures("each_cache")
+
 
 def right_guess(tokens: tuple[int, ...], index: int, count: int) -> list[int]:
     """What really follows."""

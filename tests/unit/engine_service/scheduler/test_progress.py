@@ -1,4 +1,4 @@
-"""Engines that share one small pool: every one gets on, and none take turns (docs/reliability.md, promise 11)."""
+"""Engines that share one small pool: every one gets on, and none take turns (docs/inside/reliability.md, promise 11)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The scheduler alone, against a naive cache and a shadow memory."""
+"""The scheduler alone, against each cache and a shadow memory."""
 
 import pytest
 from hypothesis import given, settings
@@ -8,9 +8,11 @@ from kvkeeper.engine_service.scheduler.state.fair_share import FairShare
 from kvkeeper.engine_service.scheduler.state.policies import POLICY_NAMES, make_ordering
 from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
 from kvkeeper.engine_service.values.request import RequestState, SequenceState
-from tests.support.reference.scheduler_cache import NaiveCache
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, expected_output, make_request
+from tests.support.worlds.tiny_columns import TinyColumns
+
+pytestmark = pytest.mark.usefixtures("each_cache")
 
 
 def test_one_request_is_prefilled_in_chunks_and_decoded() -> None:
@@ -82,7 +84,7 @@ def test_continuations_of_a_whole_block_prompt_copy_nothing() -> None:
 
 
 def test_a_child_of_a_refused_fork_starts_by_itself() -> None:
-    world = World(block_size=4)
+    world = World(block_size=4, make_cache=TinyColumns)
     world.cache.num_refused_forks_to_come = 1
     request = world.submit(make_request([1, 2, 0, 1, 2], 9, n=3))
     world.run()
@@ -137,12 +139,12 @@ def test_the_lowest_priority_gives_way_first() -> None:
 
 def test_the_only_running_one_is_never_preempted() -> None:
     world = World(num_blocks=5, block_size=2)
-    world.cache.blocks -= {1, 2}  # held elsewhere
+    world.hold_blocks(2)
     request = world.submit(make_request([1, 2, 0], 4))
     for _ in range(10):
         world.step()
     assert request.state is RequestState.RUNNING
-    world.cache.blocks |= {1, 2}
+    world.release_held_blocks()
     world.run()
     world.check_outputs()
     assert request.num_preemptions == 0
@@ -248,7 +250,7 @@ def test_discarded_work_is_not_committed() -> None:
     world.step()
     world.scheduler.end_sequence(request.sequences[0], discard=True)
     world.step()
-    assert not world.cache.index
+    assert not world.cache.num_cached_blocks
     assert request.sequences[0].state is SequenceState.ENDED
 
 
@@ -278,7 +280,7 @@ arrivals = st.lists(
     refused_forks=st.integers(0, 3),
     policy=st.tuples(st.sampled_from(POLICY_NAMES), st.sampled_from([None, FairShare])),
     budgets=st.tuples(st.sampled_from([1, 3, 64]), st.sampled_from([1, 2, 64])),
-    make_cache=st.sampled_from([NaiveCache, CoreCache]),
+    make_cache=st.sampled_from([TinyColumns, CoreCache]),
 )
 def test_any_arrivals_in_any_pool_end_with_the_right_tokens(
     arrivals: list[tuple[list[int], int, int, int, int, int | None]],
@@ -291,7 +293,7 @@ def test_any_arrivals_in_any_pool_end_with_the_right_tokens(
     refused_forks: int,
     policy: tuple[str, type[FairShare] | None],
     budgets: tuple[int, int],
-    make_cache: type[NaiveCache] | type[CoreCache],
+    make_cache: type[TinyColumns] | type[CoreCache],
 ) -> None:
     longest = max(len(prompt) + max_new for prompt, max_new, *_ in arrivals)
     num_blocks = 1 + -(-longest // block_size) + spare_blocks
@@ -299,7 +301,8 @@ def test_any_arrivals_in_any_pool_end_with_the_right_tokens(
     waiting = WaitingSequences(make_ordering(name), make_shares() if make_shares else None)
     sizes = (num_blocks, block_size, max_sequences, token_budget, chunk_size, max_running)
     world = World(*sizes, make_cache, waiting=waiting, prefill_budget=budgets[0], decode_budget=budgets[1])
-    world.cache.num_refused_forks_to_come = refused_forks
+    if make_cache is TinyColumns:
+        world.cache.num_refused_forks_to_come = refused_forks
     for prompt, max_new, n, priority, delay, cancel_after in arrivals:
         for _ in range(delay):
             world.step()

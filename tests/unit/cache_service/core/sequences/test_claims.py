@@ -1,4 +1,4 @@
-"""Claims (docs/protocol.md, section 5), by hand: which sequence waits for blocks, and which gets those that come free.
+"""Claims (docs/api/protocol.md, section 5), by hand: which sequence waits for blocks, and which gets those that come free.
 
 The machine holds the core to all of it.
 """

@@ -1,4 +1,4 @@
-"""The one-item calls of the core (docs/protocol.md, section 3). Retry-safe by form, all or nothing, each complete at once."""
+"""The one-item calls of the core (docs/api/protocol.md, section 3). Safe to repeat, all or nothing, each complete at once."""
 
 import pytest
 

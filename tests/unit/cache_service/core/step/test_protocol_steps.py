@@ -1,4 +1,4 @@
-"""Counters, the life of a sequence, one step: docs/protocol.md, section 1 to 3. Each test is one sentence of it."""
+"""Counters, the life of a sequence, one step: docs/api/protocol.md, section 1 to 3. Each test is one sentence of it."""
 
 import pytest
 

@@ -9,6 +9,8 @@ from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
 from kvkeeper.engine_service.values.request import Request
 from tests.support.worlds.scheduler_world import World
 
+pytestmark = pytest.mark.usefixtures("each_cache")
+
 
 def request_of(tenant: str, length: int, max_new_tokens: int = 2, priority: int = 0) -> Request:
     return Request(tenant, np.ones(length, np.int32), max_new_tokens, tenant=tenant, priority=priority, look_up=False)
@@ -108,7 +110,7 @@ def test_a_refused_start_of_a_tenant_that_is_served_more_keeps_its_place() -> No
     world = world_of("sjf", num_blocks=9, max_running=8, block_size=16)
     world.submit(request_of("a", 1, 12))
     world.step()
-    blocks, world.cache.blocks = world.cache.blocks, set()  # held elsewhere
+    world.hold_blocks(7)  # all others
     world.submit(request_of("a", 12))
     world.step()
     world.submit(request_of("b", 1))
@@ -117,7 +119,7 @@ def test_a_refused_start_of_a_tenant_that_is_served_more_keeps_its_place() -> No
     shares = world.scheduler.waiting.shares
     assert shares is not None
     assert shares.served("b") < shares.served("a")
-    world.cache.blocks = blocks
+    world.release_held_blocks()
     world.run()
     assert tenants(world) == "aab"
 

@@ -1,11 +1,13 @@
 """What the scheduler concludes from answers of no room: which gives way, and for how many answers blocks count as coming."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvkeeper.engine_service.scheduler.state.headroom import CRITICAL, Headroom
 from kvkeeper.engine_service.values.request import Request, Sequence
-from tests.support.reference.scheduler_cache import FakeAnswer
 from tests.support.worlds.scheduler_world import make_request, tiered
 
 
@@ -13,8 +15,8 @@ def running(*priorities: int) -> list[Sequence]:
     return [Request("r", np.array([1], np.int32), 2, priority=priority).sequences[0] for priority in priorities]
 
 
-def short(num_reclaim_hint: int = 0, num_fenced: int = 0) -> FakeAnswer:
-    return FakeAnswer(num_reclaim_hint=num_reclaim_hint, num_fenced=num_fenced)
+def short(num_reclaim_hint: int = 0, num_fenced: int = 0) -> Any:
+    return SimpleNamespace(num_free=0, num_evictable=0, num_reclaim_hint=num_reclaim_hint, num_fenced=num_fenced)
 
 
 @pytest.mark.parametrize("num_reclaim_hint", [0, 2])

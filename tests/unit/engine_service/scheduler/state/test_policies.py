@@ -9,6 +9,8 @@ from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
 from kvkeeper.engine_service.values.request import Request
 from tests.support.worlds.scheduler_world import World, make_request
 
+pytestmark = pytest.mark.usefixtures("each_cache")
+
 
 def world_of(policy: str, **options: int) -> World:
     """One sequence runs at a time unless told otherwise, so that starts have an order."""
@@ -66,24 +68,24 @@ def test_no_request_starves_however_many_come_later(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_refused_start_keeps_its_place_before_all_that_come(policy: str) -> None:
     world = world_of(policy, num_blocks=9)
-    blocks, world.cache.blocks = world.cache.blocks, set()  # held elsewhere
+    world.hold_blocks(8)  # all of them
     big = world.submit(make_request([2] * 12, 2))
     world.step()
     small = [world.submit(make_request([0], 2)) for _ in range(5)]
     for _ in range(3):
         world.step()
-    world.cache.blocks = blocks
+    world.release_held_blocks()
     assert starts(world) == [big, *small]
 
 
 def test_only_a_more_important_request_goes_before_a_refused_start() -> None:
     world = world_of("priority", num_blocks=9, max_running=8)
-    blocks, world.cache.blocks = world.cache.blocks, set()  # held elsewhere
+    world.hold_blocks(8)  # all of them
     refused = world.submit(make_request([2] * 12, 2))
     world.step()
     equal, high = (world.submit(make_request([1], 2, priority=priority)) for priority in (0, 100))
     world.step()
-    world.cache.blocks = blocks
+    world.release_held_blocks()
     assert starts(world) == [high, refused, equal]
 
 
