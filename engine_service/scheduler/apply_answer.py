@@ -7,6 +7,7 @@ with it; or it is still computed, and the one that is planned runs ahead behind 
 import numpy as np
 
 from ..values.request import Int32Array, Sequence, SequenceState
+from ..values.step_wait import StepWait
 from .batch_builder import assemble_work, rows_to_compute
 from .forks import Forks
 from .plan import Plan, StepAnswer
@@ -28,17 +29,22 @@ class AnswerApplier:
         self._forks = forks
         self._preemptor = preemptor
 
-    def may_run_ahead(self, plan: Plan, answer: StepAnswer) -> bool:
-        """Whether this may be applied while the step before is still computed.
+    def find_wait(self, plan: Plan, answer: StepAnswer) -> StepWait | None:
+        """Why this may not be applied while the step before is still computed; None: it may.
 
-        Not where blocks are short: what the step before says may spare a sequence that would give way. Nor where sequences
-        move between tiers, because an order may fail; nor beside beam searches and guesses, whose tokens decide what follows.
+        Where blocks are short, what the step before says may spare a sequence that would give way. Where sequences move between
+        tiers, an order may fail. The tokens of beam searches and guesses decide what follows.
         """
-        if answer.num_reclaim_hint or plan.guesses or len(plan.swap_out_ids) or len(plan.swap_in_ids):
-            return False
-        if self._state.running.num_searching or np.count_nonzero(answer.reserve_reserved != plan.reserve_max):
-            return False
-        return not (len(answer.ready_ids) or self._state.loads_have_failed)
+        state = self._state
+        if len(plan.swap_out_ids) or len(plan.swap_in_ids) or len(answer.ready_ids) or state.loads_have_failed:
+            return StepWait.TRANSFERS
+        if plan.guesses:
+            return StepWait.GUESSES
+        if state.running.num_searching:
+            return StepWait.BEAM_SEARCHES
+        if answer.num_reclaim_hint:
+            return StepWait.CLAIMS
+        return StepWait.BLOCKS if np.count_nonzero(answer.reserve_reserved != plan.reserve_max) else None
 
     def apply(self, plan: Plan, answer: StepAnswer) -> Work:
         """Apply the cache service's decisions, in the order of the protocol. Returns the work that can be computed now."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from ..values.request import NO_TOKENS, Int32Array, Sequence
+from ..values.step_wait import StepWait
 from .state.running import NO_IDS, IndexArray, Int64Array
 
 
@@ -39,6 +40,7 @@ class Plan(NamedTuple):
     swapped_out: tuple[Sequence, ...] = ()
     swapped_in: tuple[Sequence, ...] = ()
     started: tuple[Sequence, ...] = ()
+    waits: tuple[StepWait, ...] = ()  # why sequences that could compute are left out
 
     @property
     def is_empty(self) -> bool:

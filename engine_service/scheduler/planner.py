@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..values.request import Int32Array, Request, Sequence, SequenceState
+from ..values.step_wait import StepWait
 from .forks import Forks
 from .plan import Plan
 from .state.client_shares import out_of_share
@@ -65,6 +66,7 @@ class Planner:
             guesses=guesses,
             **self._releases(ended_rows, swap_rows, releases),
             **_columns_of_starts(starts, swapped_in),
+            waits=tuple(budget.waits),
         )
 
     def _note_time(self, now: float) -> None:
@@ -92,10 +94,10 @@ class Planner:
         computed = running.num_computed[live] + running.num_computing[live]
         remaining = running.num_tokens[live] + num_drawing - computed
         num_new, budget = self._share_budget(live, computed, remaining, num_forks, may_start=may_start)
-        if limits.has_states:
-            self._compute_all_granted(live, num_new)
-        if running.num_retaining or running.num_groups > 1:
-            self._hold_back(live, num_new)
+        if limits.has_states and self._compute_all_granted(live, num_new):
+            budget.waits.append(StepWait.FORKS)
+        if (running.num_retaining or running.num_groups > 1) and self._hold_back(live, num_new):
+            budget.waits.append(StepWait.BLOCKS)
         return *choose(num_new > 0, live, computed, num_new), budget
 
     def _share_budget(
@@ -107,14 +109,16 @@ class Planner:
         num_decodes = int(np.count_nonzero(decodes))
         has_prompts = num_decodes < len(live)
         prompts = np.where(decodes, 0, np.minimum(remaining, limits.chunk_size)) if has_prompts else None
-        if limits.client_shares and running.num_clients > 1:
-            self._keep_to_shares(live, decodes)
-            num_decodes = int(np.count_nonzero(decodes))
+        waits: list[StepWait] = []
+        if limits.client_shares and running.num_clients > 1 and (num_left_out := self._keep_to_shares(live, decodes)):
+            num_decodes -= num_left_out
+            waits.append(StepWait.SHARES)
         if num_decodes > limits.decode_budget:
             decodes[self._out_of_turn(decodes)] = False
             num_decodes = limits.decode_budget
+            waits.append(StepWait.TURNS)
         num_new, left = decodes.astype(np.int32), limits.token_budget - num_forks - num_decodes
-        budget = _Budget(left, min(limits.prefill_budget, left))
+        budget = _Budget(left, min(limits.prefill_budget, left), waits)
         if has_prompts or may_start:
             budget.room = self._prompt_room(live[decodes])
         if prompts is not None:
@@ -125,7 +129,7 @@ class Planner:
         """What the budget has for these prompt tokens of each row; takes it from there."""
         if budget.room is not None:
             for at in np.flatnonzero(prompts).tolist():
-                prompts[at] = budget.room.take(self._state.running.client_of(live[at]), int(prompts[at]))
+                prompts[at] = budget.take_room(self._state.running.client_of(live[at]), int(prompts[at]))
         before = np.cumsum(prompts) - prompts
         prompts = np.clip(budget.num_prompt_tokens - before, 0, prompts).astype(np.int32)
         num_prompt = int(prompts.sum())
@@ -145,12 +149,15 @@ class Planner:
             else PromptRoom(state.prompt_shares, decode_seconds, state.running.clients_of(decoding))
         )
 
-    def _keep_to_shares(self, live: IndexArray, decodes: npt.NDArray[np.bool_]) -> None:
-        """Take those off that wait for other clients' sequences."""
+    def _keep_to_shares(self, live: IndexArray, decodes: npt.NDArray[np.bool_]) -> int:
+        """Take those off that wait for other clients' sequences. Returns how many these are."""
         state = self._state
-        if (fixed := state.decode_costs.fixed_sequences) is not None:
-            at = np.flatnonzero(decodes)
-            decodes[at[out_of_share(state.running.clients[live[at]], fixed, state.num_plans)]] = False
+        if (fixed := state.decode_costs.fixed_sequences) is None:
+            return 0
+        at = np.flatnonzero(decodes)
+        waiting = at[out_of_share(state.running.clients[live[at]], fixed, state.num_plans)]
+        decodes[waiting] = False
+        return len(waiting)
 
     def _out_of_turn(self, decodes: npt.NDArray[np.bool_]) -> IndexArray:
         """The decodes that have to wait when there are too many. Each step, the turn advances by the number that may run."""
@@ -175,12 +182,13 @@ class Planner:
                     budget -= len(kept)
         return fitting, num_guessed
 
-    def _hold_back(self, live: IndexArray, num_new: Int32Array) -> None:
+    def _hold_back(self, live: IndexArray, num_new: Int32Array) -> bool:
         """Bound the blocks that sequences with holes take, because those that they give back show only in the next step.
 
         Beside other sequences, a chunk takes at most half of the blocks that are left, so that no other sequence has to give
         way for blocks that come back at once. A sequence is left out if the pool cannot hold its next token beside the tokens
-        that the device computes for it now. It fits in the next step, because the tokens that it keeps fit the pool.
+        that the device computes for it now. It fits in the next step, because the tokens that it keeps fit the pool. Returns
+        whether one is left out.
         """
         state = self._state
         running, size = state.running, state.limits.block_size
@@ -191,23 +199,28 @@ class Planner:
             np.minimum(num_new, np.maximum(most, 1), out=num_new, where=windows > 0)
         num_usable = state.limits.num_usable_blocks
         num_holes = np.maximum((computed - windows) // size + -running.num_sink[live] // size, 0)
+        num_before = np.count_nonzero(num_new)
         num_new[(windows > 0) & (computing >= (num_usable + num_holes) * size)] = 0
         if running.num_groups > 1:
             num_new[state.limits.num_held(computed, computing + 1) > num_usable] = 0
+        return bool(np.count_nonzero(num_new) < num_before)
 
-    def _compute_all_granted(self, live: IndexArray, num_new: Int32Array) -> None:
+    def _compute_all_granted(self, live: IndexArray, num_new: Int32Array) -> bool:
         """Have steps end where a grant ends, because states are kept of its last token, and of no token before it.
 
-        Sequences that are about to be forked wait for that: behind the fork their state is another one.
+        Sequences that are about to be forked wait for that: behind the fork their state is another one. Returns whether one
+        does.
         """
         running = self._state.running
         granted = running.num_reserved[live] - running.num_computed[live] - running.num_computing[live]
         np.maximum(num_new, granted, out=num_new, where=num_new > 0)
+        num_before = np.count_nonzero(num_new)
         is_first = (running.num_drawing[live] > 0) & (running.num_tokens[live] == running.num_prompt[live])
         for at in is_first.nonzero()[0].tolist():
             sequence = running.sequences[live[at]]
             if sequence is not None and not sequence.index and sequence.request.unforked:
                 num_new[at] = 0
+        return bool(np.count_nonzero(num_new) < num_before)
 
     def _has_room(self, live: IndexArray, rows: IndexArray, lens: Int32Array, num_forks: int) -> bool:
         """Whether sequences may start beside these rows, which grow to so many tokens."""
@@ -235,8 +248,8 @@ class Planner:
                 break
             request = sequence.request
             num_new = min(chunk_size, len(sequence.token_ids), num_left)
-            if budget.room is not None and not promised[request] and sequence.state is not SequenceState.SWAPPED:
-                num_new = budget.room.take(request.client, num_new)
+            if not promised[request] and sequence.state is not SequenceState.SWAPPED:
+                num_new = budget.take_room(request.client, num_new)
             if not num_new:
                 passed_over.add(request.client)
                 continue
@@ -324,7 +337,15 @@ class _Budget:
 
     num_tokens: int
     num_prompt_tokens: int  # at most, of these
+    waits: list[StepWait]  # of what gets nothing
     room: PromptRoom | None = None
+
+    def take_room(self, client: str, num_tokens: int) -> int:
+        """As PromptRoom.take."""
+        taken = num_tokens if self.room is None else self.room.take(client, num_tokens)
+        if not taken and StepWait.SHARES not in self.waits:
+            self.waits.append(StepWait.SHARES)
+        return taken
 
 
 def _columns_of_starts(starts: Mapping[Sequence, int], swapped_in: list[Sequence]) -> dict[str, Any]:

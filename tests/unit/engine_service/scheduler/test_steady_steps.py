@@ -9,7 +9,7 @@ from kvkeeper.engine_service.values.request import Sequence
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request
 
-_OF_A_STEP = ("schedule", "may_run_ahead", "apply", "advance")
+_OF_A_STEP = ("schedule", "find_wait", "apply", "advance")
 
 
 class CountedSequences(list[Sequence | None]):
