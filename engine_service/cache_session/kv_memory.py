@@ -47,7 +47,7 @@ log = structlog.get_logger()
 
 _MAX_NAME_PART = 100  # of the 256 characters of a session's name; an address has at most 112
 _RENEWALS = 3  # in the time of a lease
-_COLUMNS = tuple(StepItems.__dataclass_fields__.keys() & Plan.__dataclass_fields__.keys())
+_COLUMNS = tuple(StepItems.__dataclass_fields__.keys() & set(Plan._fields))
 
 
 class KvMemory:

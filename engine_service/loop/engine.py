@@ -30,12 +30,13 @@ from ..scheduler.state.waiting import WaitingSequences
 from ..speculation.speculator import Proposer, Speculator
 from ..values.errors import CacheServiceDown, Draining, NeverFits
 from ..values.request import Int32Array
+from ..values.step_wait import StepWait
 from .between_steps import BetweenSteps
 from .iteration import Iteration
 from .open_requests import OpenRequests, with_bound
 from .sequence_creator import SequenceCreator
 from .stats import EngineStats
-from .step_worker import StepWorker
+from .step_worker import InFlight, StepWorker
 from .tracing import EngineTracing
 from .wake import Wake, wait_for
 
@@ -176,33 +177,42 @@ class Engine:
                 raise lost
 
     async def step(self, memory: KvMemory) -> None:
-        """One turn: schedule, reserve; emit what was computed meanwhile; copy, forward, sample go on during the next."""
+        """One turn: plan a step, reserve its blocks, start it, and finish the one before.
+
+        Two things go on while a step is computed. The cache service decides on the next one, so that the device does not wait
+        for blocks. And where nothing about the next one depends on the tokens that are drawn now, it is started behind the one
+        that is computed, so that the device does not wait for this loop. Else, for the reason that StepWait gives, the loop
+        finishes the step before first. Streams get their text last, while the device computes.
+        """
         worker = self._step_worker
-        if (is_guessing := self._is_guessing()) or self._changes.is_due:
-            await self._finish(memory)  # guesses start from the tokens that are computed now
+        if (wait := self._wait_before_plan()) is not None:
+            await self._finish(memory, worker.in_flight, wait)
+        is_guessing = wait is StepWait.GUESSES
         await worker.wait_until_due(memory.lease.renew_s)
         self._note_changes()
         plan = self._schedule(await self._guess(memory) if is_guessing else NO_GUESSES)
-        wants_step = not plan.is_empty or (bool(self.scheduler.loading) and worker.in_flight is None)
-        if not wants_step and worker.in_flight is None:
-            self.on_turn(False)
-            return await self._idle(memory)
-        self.on_turn(True)
-        answer = await self._reserve(memory, plan) if wants_step else None
-        if answer is not None:
-            self._changes.note_reported()
-        goes_on = True
-        if answer is not None and self._may_run_ahead(plan, answer):
-            goes_on = self._start(memory, plan, answer, is_guessing=False)
-            await self._finish(memory)
+        before = worker.in_flight
+        wants_step = not plan.is_empty or (before is None and bool(self.scheduler.loading))
+        self.on_turn(wants_step or before is not None)
+        if wants_step:
+            await self._begin(memory, plan, before, is_guessing=is_guessing)
+        elif before is not None:
+            await self._finish(memory, before, StepWait.BEAM_SEARCHES if self.scheduler.running.num_searching else None)
         else:
-            await self._finish(memory)
-            if answer is not None:
-                goes_on = self._start(memory, plan, answer, is_guessing=is_guessing)
-        if not goes_on:
+            return await self._idle(memory)
+        return self.requests.deliver()
+
+    async def _begin(self, memory: KvMemory, plan: Plan, before: InFlight | None, *, is_guessing: bool) -> None:
+        """Reserve and start the planned step, and finish the one before: afterwards, where nothing speaks against it."""
+        answer = await self._reserve(memory, plan)
+        if before is not None and (wait := self._wait_before_start(before, plan, answer)) is not None:
+            await self._finish(memory, before, wait)
+            before = None
+        is_granted = self._start(memory, plan, answer, is_guessing=is_guessing)
+        await self._finish(memory, before)
+        if not is_granted:
+            self.stats.num_waits[StepWait.NOTHING_GRANTED] += 1
             await wait_for(self._wake.loop, _PACE_S)
-        self.requests.deliver()
-        return None
 
     def _note_changes(self) -> None:
         """Apply the changes that other tasks made since the last step."""
@@ -226,30 +236,50 @@ class Engine:
         """The cache service's answer to the plan."""
         step_id = memory.session.step_id
         traceparent = self._tracing.begin_step(step_id + 1, plan, self.scheduler.running)
-        return await self._step_worker.time_reply(memory.step(plan, self._step_worker.last_completed(step_id), traceparent))
+        self.stats.num_waits.update(plan.waits)
+        reply = memory.step(plan, self._step_worker.last_completed(step_id), traceparent)
+        answer = await self._step_worker.time_reply(reply)
+        self._changes.note_reported()
+        return answer
 
-    def _may_run_ahead(self, plan: Plan, answer: StepResult) -> bool:
-        """Whether the planned step can be launched before the tokens of the one that is computed are known."""
-        flight = self._step_worker.in_flight
-        if not self._runs_ahead or flight is None or flight.has_transfers or len(answer.transfer_ids):
-            return False
-        return self.scheduler.may_run_ahead(plan, answer) and self.requests.may_run_ahead(plan)
+    def _wait_before_plan(self) -> StepWait | None:
+        """Why the step that is computed has to be finished before the next one is planned; None: it need not."""
+        if self._is_guessing():
+            return StepWait.GUESSES  # they start from the tokens that are computed now
+        # Requests leave between two steps.
+        return StepWait.LEAVING_REQUESTS if self._changes.is_due else None
+
+    def _wait_before_start(self, before: InFlight, plan: Plan, answer: StepResult) -> StepWait | None:
+        """Why the step before has to be finished before the planned one is started; None: it need not."""
+        if not self._runs_ahead:
+            return StepWait.OVERLAP_OFF
+        if before.has_transfers or len(answer.transfer_ids):
+            return StepWait.TRANSFERS
+        if (wait := self.scheduler.find_wait(plan, answer)) is not None:
+            return wait
+        return None if self.requests.may_run_ahead(plan) else StepWait.CONSTRAINTS
 
     def _start(self, memory: KvMemory, plan: Plan, answer: StepResult, *, is_guessing: bool) -> bool:
         """Copy, forward, sample, in the worker thread from now on. False where nothing was granted."""
         assert self._compute is not None
         work = self.scheduler.apply(plan, answer)
+        if work.copies:
+            self.stats.num_waits[StepWait.COPIES] += 1
         self._tracing.note_computing(work.sequences)
         rows = self.requests.rows(work)
         moves, step_id = memory.transfers.moves_of(answer), memory.session.step_id
         self._step_worker.start(step_id, work, self._compute, rows, moves, is_guessing=is_guessing)
         return not (work.batch is None and plan.only_asks and not len(answer.transfer_ids) and not len(answer.ready_ids))
 
-    async def _finish(self, memory: KvMemory) -> None:
-        """Wait for the step that is computed, the first of two, and emit its tokens."""
-        if (step := self._step_worker.in_flight) is None:
+    async def _finish(self, memory: KvMemory, step: InFlight | None, wait: StepWait | None = None) -> None:
+        """Wait for this step, the first of those that are computed, and emit its tokens. wait: why the next one does so."""
+        if step is None:
             return
+        if wait is not None:
+            self.stats.num_waits[wait] += 1
         computed = await self._while_renewing(memory, step.computing)
+        if not memory.lease.is_certain:
+            self.stats.num_waits[StepWait.LEASE] += 1
         await memory.require_lease()  # if the lease is lost, blocks may hold other engines' K and V: computed again
         self._step_worker.take_step()
         work = step.work

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from ..outputs.generation import Generation
 from ..scheduler.work import NewTokens, Work
 from ..values.request import FinishReason, RequestState
+from ..values.step_wait import StepWait
 from .timings import TOKEN_BOUNDS, Histogram, Timings
 
 _NUM_STEPS = 256
@@ -30,6 +31,7 @@ class EngineStats:
         self.num_new_tokens = 0
         self.num_steps = 0
         self.num_copied_blocks = 0
+        self.num_waits: Counter[StepWait] = Counter()
         self.first_token = Timings()
         self.between_tokens = Timings()
         self.requests = Timings()

@@ -19,6 +19,7 @@ from ..loop.engine_counts import engine_counts
 from ..loop.timings import Histogram
 from ..scheduler.state.policies import POLICIES
 from ..values.request import FinishReason
+from ..values.step_wait import StepWait
 
 _GAUGES = (
     "num_waiting_requests",
@@ -77,6 +78,14 @@ def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) ->
     for reason in FinishReason:
         ended.add_metric([model.name, reason.name.lower()], stats.num_ended[reason])
     yield ended
+    waits = CounterMetricFamily(
+        PREFIX + "step_waits",
+        "Steps that waited where they could have run, or left sequences out, by cause; see docs/operate/why-a-step-waits.md.",
+        labels=[*label, "reason"],
+    )
+    for wait in StepWait:
+        waits.add_metric([model.name, wait.value], stats.num_waits[wait])
+    yield waits
     for name, text, lens in (
         ("prompt_length_tokens", "Prompt tokens of a request that ended.", stats.prompt_lens),
         ("output_length_tokens", "New tokens of a request that ended, of all its continuations.", stats.output_lens),

@@ -5,18 +5,17 @@ with it; or it is still computed, and the one that is planned runs ahead behind 
 """
 
 import numpy as np
-import numpy.typing as npt
 
-from ..values.request import Sequence, SequenceState
-from .batch_builder import assemble_work
+from ..values.request import Int32Array, Sequence, SequenceState
+from ..values.step_wait import StepWait
+from .batch_builder import assemble_work, rows_to_compute
 from .forks import Forks
-from .plain_steps import apply_plain
 from .plan import Plan, StepAnswer
 from .preemption import Preemptor
-from .state.running import IndexArray
+from .state.running import NO_ROWS, IndexArray, choose
 from .state.scheduler_state import SchedulerState
 from .state.transitions import move_to
-from .work import StepChanges, Work
+from .work import NO_CHANGES, StepChanges, Work
 
 _STARTED, _LOADING, _NO_ROOM = 1, 2, 4  # StartResult of the protocol; COMPUTING waits, and asks again with the next step
 _FORKED = 1  # ItemResult.OK of the protocol
@@ -30,89 +29,83 @@ class AnswerApplier:
         self._forks = forks
         self._preemptor = preemptor
 
-    def may_run_ahead(self, plan: Plan, answer: StepAnswer) -> bool:
-        """Whether this may be applied while the step before is still computed.
+    def find_wait(self, plan: Plan, answer: StepAnswer) -> StepWait | None:
+        """Why this may not be applied while the step before is still computed; None: it may.
 
-        Not where blocks are short: what the step before says may spare a sequence that would give way. Nor where sequences
-        move between tiers, because an order may fail; nor beside beam searches and guesses, whose tokens decide what follows.
+        Where blocks are short, what the step before says may spare a sequence that would give way. Where sequences move between
+        tiers, an order may fail. The tokens of beam searches and guesses decide what follows.
         """
-        if answer.num_reclaim_hint or plan.guesses or len(plan.swap_out_ids) or len(plan.swap_in_ids):
-            return False
-        if self._state.running.num_searching or not np.array_equal(answer.reserve_reserved, plan.reserve_max):
-            return False
-        return not (len(answer.ready_ids) or self._state.loads_have_failed)
+        state = self._state
+        if len(plan.swap_out_ids) or len(plan.swap_in_ids) or len(answer.ready_ids) or state.loads_have_failed:
+            return StepWait.TRANSFERS
+        if plan.guesses:
+            return StepWait.GUESSES
+        if state.running.num_searching:
+            return StepWait.BEAM_SEARCHES
+        if answer.num_reclaim_hint:
+            return StepWait.CLAIMS
+        return StepWait.BLOCKS if np.count_nonzero(answer.reserve_reserved != plan.reserve_max) else None
 
     def apply(self, plan: Plan, answer: StepAnswer) -> Work:
-        """Apply the cache service's decisions. Answers the work that can be computed now."""
-        if plan.is_plain and (plain := apply_plain(self._state, plan, answer)) is not None:
-            return plain
+        """Apply the cache service's decisions, in the order of the protocol. Returns the work that can be computed now."""
         state, preemptor = self._state, self._preemptor
         running, headroom = state.running, state.headroom
         running.num_committed[plan.commit_rows] = plan.commit_lens
         running.num_known[plan.commit_rows] += plan.commit_num_new
         headroom.note_answer(answer)
-        # Duplicates were adopted by the commits, before the forks; copies were made for the reservations, after them: these are
-        # the last, one for each copy that does not just clear its destination.
-        num_adopted = len(answer.update_ids) - np.count_nonzero(answer.copy_sources)
-        copied = np.arange(len(answer.update_ids)) >= num_adopted
-        self._update_tables(answer, ~copied)
-        swapped_out, not_swapped = preemptor.take_swap_outs(plan, answer)  # forks and starts may get these rows
+        self._update_tables(answer, are_copies=False)
+        swapped_out, preempted = preemptor.take_swap_outs(plan, answer)  # forks and starts may get these rows
         child_rows = self._take_releases_and_forks(plan, answer)
-        self._update_tables(answer, copied)
-        self._count_copies(answer, copied)
-        reserve_rows, there = self._take_reservations(plan, answer, child_rows)
+        self._update_tables(answer, are_copies=True)
+        rows, targets, is_all = self._take_reservations(plan, answer, child_rows)
         swapped_in, refused = preemptor.take_swap_ins(plan, answer)
         self._take_ready(answer)
         start_rows = self._take_starts(plan, answer, refused)
-        granted = answer.reserve_reserved[there] >= plan.reserve_min[there]
-        rows = np.concatenate((reserve_rows[granted], start_rows))
-        targets = np.concatenate((plan.reserve_max[there][granted], running.num_reserved[start_rows]))
-        preempted = not_swapped
-        if granted.all() and not answer.num_reclaim_hint:
+        if len(start_rows):
+            rows = np.concatenate((rows, start_rows))
+            targets = np.concatenate((targets, running.num_reserved[start_rows]))
+        if is_all and not answer.num_reclaim_hint:
             headroom.note_growth()
         elif victim := headroom.choose_victim(preemptor.by_importance(), answer, is_stuck=not len(rows)):
-            rows, targets = rows[rows != victim.row], targets[rows != victim.row]
+            rows, targets = choose(rows != victim.row, rows, targets)
             if not preemptor.preempt(victim):
                 preempted += (victim,)
-        # Since the plan was made, a step may have ended: sequences with it, or short of what was counted on when it failed.
-        rows, targets = rows[~running.ended[rows]], targets[~running.ended[rows]]
-        computed = running.num_computed[rows] + running.num_computing[rows]
-        num_new = np.minimum(targets, running.num_reserved[rows]) - computed
-        if not plan.guesses:
-            num_new = np.minimum(num_new, running.num_tokens[rows] + running.num_drawing[rows] - computed)
-        rows, num_new = rows[num_new > 0], num_new[num_new > 0]
+        part = rows_to_compute(running, rows, targets, has_guesses=bool(plan.guesses))
         running.put_guesses(plan.guesses)
-        if not len(rows) and (plan.started or plan.swapped_in) and headroom.refused_start:
+        if not len(part.rows) and (plan.started or plan.swapped_in) and headroom.refused_start:
             for resting in state.resting()[-1:]:  # a start found no room and nothing is computed: a list that rests gives way
                 preemptor.preempt(resting)
                 preempted += (resting,)
-        changes = StepChanges(tuple(running.at(start_rows)), preempted, swapped_out, swapped_in)
-        work = assemble_work(running, rows, num_new, plan.guesses, answer, changes)
-        running.num_computing[rows] += num_new
+        changes = NO_CHANGES
+        if len(start_rows) or preempted or swapped_out or swapped_in:
+            changes = StepChanges(tuple(running.at(start_rows)), preempted, swapped_out, swapped_in)
+        work = assemble_work(running, part, plan.guesses, answer, changes)
+        running.num_computing[part.rows] += part.num_new
         running.num_drawing[work.sample_rows] += 1
         state.num_plans += 1
         return work
 
-    def _update_tables(self, answer: StepAnswer, chosen: npt.NDArray[np.bool_]) -> None:
-        running = self._state.running
+    def _update_tables(self, answer: StepAnswer, *, are_copies: bool) -> None:
+        """Take over the blocks that tables now name in place of others.
+
+        Duplicates were adopted by the commits, before the forks; copies were made for the reservations, after them: these are
+        the last, one for each copy that does not just clear its destination.
+        """
+        if not len(answer.update_ids):
+            return
+        num_adopted, running = len(answer.update_ids) - np.count_nonzero(answer.copy_sources), self._state.running
+        chosen = slice(num_adopted, None) if are_copies else slice(num_adopted)
         places = answer.update_table_idx
         if len(answer.update_groups):
             places = answer.update_groups * np.int32(running.table_width) + places
-        columns = (answer.update_ids, places, answer.update_block_ids)
-        for sequence_id, table_idx, block_id in zip(*(column[chosen].tolist() for column in columns), strict=True):
-            row = running.by_id.get(sequence_id)  # a sequence released in this step has none any more
-            if row is not None:
+        for sequence_id, table_idx, block_id in zip(
+            answer.update_ids[chosen].tolist(), places[chosen].tolist(), answer.update_block_ids[chosen].tolist(), strict=True
+        ):
+            # A sequence released in this step has no row any more: a copy for it has another owner by now, and was cleared.
+            if (row := running.by_id.get(sequence_id)) is not None:
                 running.tables[row, table_idx] = block_id
-
-    def _count_copies(self, answer: StepAnswer, copied: npt.NDArray[np.bool_]) -> None:
-        running = self._state.running
-        for sequence_id in answer.update_ids[copied].tolist():
-            row = running.by_id.get(sequence_id)
-            if row is None:  # it was released: its block has another owner by now, and was cleared
-                continue
-            sequence = running.sequences[row]
-            assert sequence is not None
-            sequence.request.num_copied_blocks += 1
+                if are_copies and (sequence := running.sequences[row]) is not None:
+                    sequence.request.num_copied_blocks += 1
 
     def _take_releases_and_forks(self, plan: Plan, answer: StepAnswer) -> IndexArray:
         """Rows of plan.forked, -1 for a child without a row.
@@ -121,6 +114,9 @@ class AnswerApplier:
         """
         state, forks = self._state, self._forks
         running, waiting = state.running, state.waiting
+        if not (plan.forked or len(plan.release_ids)):
+            forks.start_unforkable_alone()
+            return NO_ROWS
         # Where states have gone on behind a fork, fewer tokens are committed than are known.
         lens = (answer.fork_committed if len(answer.fork_committed) else plan.fork_lens).tolist()
         tables = [forks.shared_table(child, length) for child, length in zip(plan.forked, lens, strict=True)]
@@ -153,27 +149,28 @@ class AnswerApplier:
         forks.start_unforkable_alone()
         return rows
 
-    def _take_reservations(
-        self, plan: Plan, answer: StepAnswer, child_rows: IndexArray
-    ) -> tuple[IndexArray, npt.NDArray[np.bool_]]:
-        """The reservations' rows, and a mask of those that exist: a child may have no row."""
-        running = self._state.running
-        rows, item_idx, block_ids = plan.reserve_rows, answer.new_block_item_idx, answer.new_block_ids
-        groups = answer.new_block_groups
+    def _take_reservations(self, plan: Plan, answer: StepAnswer, child_rows: IndexArray) -> tuple[IndexArray, Int32Array, bool]:
+        """The rows that got what they need at least, up to which token each may compute, and whether these are all."""
+        running, rows, reserved = self._state.running, plan.reserve_rows, answer.reserve_reserved
+        least, most = plan.reserve_min, plan.reserve_max
+        items, block_ids, groups = answer.new_block_item_idx, answer.new_block_ids, answer.new_block_groups
         if len(child_rows):
-            rows = np.concatenate((rows, child_rows))
-        there = rows >= 0
-        if not there.all():
-            kept = there[item_idx]
-            rows, item_idx, block_ids = rows[there], (np.cumsum(there) - 1)[item_idx[kept]], block_ids[kept]
+            there = np.concatenate((rows, child_rows)) >= 0  # a child may have no row
+            kept = there[items]
+            items, block_ids = (np.cumsum(there) - 1)[items[kept]], block_ids[kept]
             groups = groups[kept] if len(groups) else groups
-        running.append_blocks(rows, item_idx, block_ids, groups)
-        running.num_reserved[rows] = answer.reserve_reserved[there]
-        return rows, there
+            rows, reserved, least, most = choose(there, np.concatenate((rows, child_rows)), reserved, least, most)
+        running.append_blocks(rows, items, block_ids, groups)
+        running.num_reserved[rows] = reserved
+        is_granted = reserved >= least
+        granted, targets = choose(is_granted, rows, np.minimum(most, reserved))
+        return granted, targets, len(granted) == len(rows)
 
     def _take_starts(self, plan: Plan, answer: StepAnswer, refused: list[Sequence]) -> IndexArray:
         """Rows of the sequences that started. refused: swap-ins for which there was no room."""
         state = self._state
+        if not (plan.started or plan.swapped_in):
+            return NO_ROWS
         waiting, rows = state.waiting, []
         counts = answer.start_num_blocks * np.int32(state.limits.num_groups)
         ends = np.cumsum(counts).tolist()
@@ -197,13 +194,14 @@ class AnswerApplier:
             elif result == _NO_ROOM:
                 refused.append(sequence)
                 waiting.start_refused(sequence)
-        if plan.started or plan.swapped_in:
-            state.headroom.note_starts(refused)
+        state.headroom.note_starts(refused)
         return np.array(rows, np.intp)
 
     def _take_ready(self, answer: StepAnswer) -> None:
         """The loads of these sequences have ended: they compute from the next step on."""
         state = self._state
+        if not len(answer.ready_ids):
+            return
         counts = answer.ready_num_blocks * np.int32(state.limits.num_groups)
         ends = counts.cumsum().tolist()
         columns = (answer.ready_ids, answer.ready_hits, answer.ready_reserved, counts)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..values.request import NO_TOKENS, Int32Array, Sequence, SequenceState
 from .state.fair_share import FairShare
-from .state.running import RunningSequences
+from .state.running import RunningSequences, choose
 from .state.scheduler_state import SchedulerState
 from .work import NewTokens, Work
 
@@ -44,19 +44,20 @@ class DrawnTokens:
         state = self._state
         running, shares = state.running, state.waiting.shares
         counts = self._settle(work)
-        running.num_computed[work.rows[counts]] += work.num_new[counts]
+        rows, num_new = choose(counts, work.rows, work.num_new)
+        running.num_computed[rows] += num_new
         num_rows = len(work.sample_rows)
         taken: NewTokens
-        if len(drawn) == len(work.sampled) and counts.all():
+        if len(drawn) == len(work.sampled) and rows is work.rows:
             running.append_tokens(work.sample_rows, drawn[:num_rows])
             running.num_left[work.sample_rows] -= 1
-            taken, num_new = drawn[:, None], np.ones(len(drawn), np.int64)
+            taken, num_taken = drawn[:, None], np.ones(len(drawn), np.int64)
         else:
             has_ended = set(work.rows[~counts].tolist())
             taken = self._append_runs(work, drawn, has_ended)
-            num_new = np.fromiter(map(len, taken), np.int64, len(taken))
+            num_taken = np.fromiter(map(len, taken), np.int64, len(taken))
         if shares is not None:
-            self._lanes.charge(shares, running, work, num_new)
+            self._lanes.charge(shares, running, work, num_taken)
         for child, token_ids in zip(work.sampled[num_rows:], taken[num_rows:], strict=True):
             child.token_ids = np.append(child.request.prompt, token_ids).astype(np.int32)
             if child.state is not SequenceState.ENDED:  # it may have ended while this was computed
@@ -67,10 +68,10 @@ class DrawnTokens:
         """The device is at this work no more. Of which of its rows it counts: that have the sequence still, and not ended."""
         running = self._state.running
         is_same = running.serials[work.rows] == work.serials
-        rows, num_new = work.rows[is_same], work.num_new[is_same]
+        rows, num_new = choose(is_same, work.rows, work.num_new)
         running.num_computing[rows] -= num_new
         drawing = work.sample_rows
-        if not is_same.all():
+        if rows is not work.rows:
             drawing = np.intersect1d(drawing, rows, assume_unique=True)
         running.num_drawing[drawing] -= 1
         return is_same & ~running.discarded[work.rows]

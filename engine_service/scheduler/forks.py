@@ -62,7 +62,7 @@ class Forks:
     def start_unforkable_alone(self) -> None:
         """Children start alone if their parent has committed beyond the window that a fork would read."""
         state = self._state
-        if state.running.num_retaining or state.limits.num_groups > 1:
+        if state.unforked and (state.running.num_retaining or state.limits.num_groups > 1):
             for child in [child for child in state.unforked if not self._may_fork(child, state.running.num_committed)]:
                 self.start_alone(child)
 

@@ -1,46 +1,46 @@
 """Plan and StepAnswer: what a step asks of the cache service, and what the scheduler learns from the answer.
 
-Frozen values of numpy columns. Plan's columns carry the names and the order of the protocol's StepRequest. Pure.
+Frozen values of numpy columns. Plan's columns carry the names of the protocol's StepRequest. Pure.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from ..values.request import Int32Array, Sequence
-from .state.running import IndexArray, Int64Array
+from ..values.request import NO_TOKENS, Int32Array, Sequence
+from ..values.step_wait import StepWait
+from .state.running import NO_IDS, IndexArray, Int64Array
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """One step's items for the cache service, and the sequences that they are about."""
 
     commit_ids: Int64Array
     commit_lens: Int32Array
     commit_num_new: Int32Array
     commit_tokens: Int32Array
-    fork_parents: Int64Array
-    fork_children: Int64Array
-    fork_lens: Int32Array
-    release_ids: Int64Array
-    swap_out_ids: Int64Array
-    swap_in_ids: Int64Array
-    start_ids: Int64Array
-    start_max_new: Int32Array
-    start_max_hit: Int32Array
-    start_may_wait: Int32Array
+    commit_rows: IndexArray
     reserve_ids: Int64Array
     reserve_min: Int32Array
     reserve_max: Int32Array
-    guesses: Mapping[int, Int32Array]  # by row: tokens that may follow; reserve_max counts them
-    commit_rows: IndexArray
-    forked: tuple[Sequence, ...]  # each computes its last token: the last reservations are theirs
-    released: tuple[Sequence, ...]  # of sequences with a row; release_ids names others too
-    swapped_out: tuple[Sequence, ...]
-    swapped_in: tuple[Sequence, ...]
-    started: tuple[Sequence, ...]
     reserve_rows: IndexArray
-    is_plain: bool = False  # see plain_steps.py
+    guesses: Mapping[int, Int32Array]  # by row: tokens that may follow; reserve_max counts them
+    # What comes and goes. Most steps have none of it.
+    fork_parents: Int64Array = NO_IDS
+    fork_children: Int64Array = NO_IDS
+    fork_lens: Int32Array = NO_TOKENS
+    release_ids: Int64Array = NO_IDS
+    swap_out_ids: Int64Array = NO_IDS
+    swap_in_ids: Int64Array = NO_IDS
+    start_ids: Int64Array = NO_IDS
+    start_max_new: Int32Array = NO_TOKENS
+    start_max_hit: Int32Array = NO_TOKENS
+    start_may_wait: Int32Array = NO_TOKENS
+    forked: tuple[Sequence, ...] = ()  # each computes its last token: the last reservations are theirs
+    released: tuple[Sequence, ...] = ()  # of sequences with a row; release_ids names others too
+    swapped_out: tuple[Sequence, ...] = ()
+    swapped_in: tuple[Sequence, ...] = ()
+    started: tuple[Sequence, ...] = ()
+    waits: tuple[StepWait, ...] = ()  # why sequences that could compute are left out
 
     @property
     def is_empty(self) -> bool:

@@ -6,18 +6,20 @@ rules for a shortage of blocks. The next step is planned while one is computed, 
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..values.request import Int32Array, Request, Sequence, SequenceState
+from ..values.step_wait import StepWait
 from .forks import Forks
-from .plain_steps import plain_plan
 from .plan import Plan
 from .state.client_shares import out_of_share
 from .state.prompt_shares import PromptRoom
-from .state.running import IndexArray, Int64Array
+from .state.running import NO_ROWS, IndexArray, Int64Array, choose
 from .state.scheduler_state import SchedulerState
 
 NO_GUESSES: Mapping[int, Int32Array] = MappingProxyType({})
@@ -37,109 +39,103 @@ class Planner:
         guesses: by row of a decoding sequence, tokens that may follow; as many are checked as fit the budget.
         """
         state = self._state
-        running, waiting, limits = state.running, state.waiting, state.limits
-        state.loads_have_failed = False
-        waiting.now = max(now, waiting.now)
-        waiting.measure(min(limits.prefill_budget, limits.token_budget))
-        if not guesses and (plain := plain_plan(state)) is not None:
-            return plain
-        order = running.order
-        commit_rows = order[running.num_computed[order] > running.num_committed[order]]
-        first_new, num_tokens = running.num_known[commit_rows], running.num_tokens[commit_rows]
-        live = running.live
-        num_live, num_free_rows = len(live), running.num_rows - len(live) - len(state.loading)
-        promised = self.promised_rows()
-        live = live[running.num_left[live] > running.num_drawing[live]]
+        running, limits, live = state.running, state.limits, state.running.live
+        self._note_time(now)
         # What ended comes first of what a step has few of: its rows are free for all that follows.
-        ended_rows = order[running.ended[order] & ~running.kept[order]][: limits.max_step_items]
-        num_items = limits.max_step_items - len(ended_rows)
-        swap_rows = ended_rows[running.swapping[ended_rows]]
-        if len(swap_rows):
-            ended_rows = ended_rows[~running.swapping[ended_rows]]
+        ended_rows, swap_rows = self._ends(live)
+        num_items = limits.max_step_items - len(ended_rows) - len(swap_rows)
+        num_free_rows, promised = running.num_rows - len(live) - len(state.loading), self.promised_rows()
         forks = self._forks.plan(num_free_rows - promised.total(), num_items)
-        num_items -= len(forks)
-        releases = waiting.releases[:num_items]
-        num_items -= len(releases)
-        fork_lens = _column(len(child.token_ids) - 1 for child in forks)
-        fork_children = np.array([waiting.draw_id() for _ in forks], np.int64)
-        num_new, budget, prompt_budget, room = self._share_budget(live, len(forks))
-        if limits.has_states:
-            self._compute_all_granted(live, num_new)
-        if running.num_retaining or running.num_groups > 1:
-            self._hold_back(live, num_new)
-        reserve_rows, num_new = live[num_new > 0], num_new[num_new > 0]
-        computed = running.num_computed[reserve_rows] + running.num_computing[reserve_rows]
-        if guesses:
-            guesses, num_guessed = self._fit_guesses(guesses, reserve_rows, num_new, budget)
-            num_new, budget = num_new + num_guessed, budget - int(num_guessed.sum())
-        num_growing = self._num_new_blocks(reserve_rows, computed + num_new) + len(forks)
         for child in forks:
             if child.request in promised:
                 promised[child.request] -= 1
+        releases = state.waiting.releases[: num_items - len(forks)]
+        num_free_rows, num_items = num_free_rows - len(forks), num_items - len(forks) - len(releases)
+        may_start = bool(state.waiting.sequences) and (num_free_rows > 0 or promised.total() > 0)
+        rows, computed, num_new, budget = self._go_on(live, len(forks), may_start=may_start)
+        if guesses:
+            guesses, num_guessed = self._fit_guesses(guesses, rows, num_new, budget.num_tokens)
+            num_new, budget.num_tokens = num_new + num_guessed, budget.num_tokens - int(num_guessed.sum())
         starts: dict[Sequence, int] = {}
         swapped_in: list[Sequence] = []
-        nothing_runs = not state.loading and num_live == len(state.resting())  # but lists that rest
-        if nothing_runs or state.headroom.allows_starts(num_growing):
-            prompt_budget = min(budget, prompt_budget)
-            starts, swapped_in = self._plan_starts(prompt_budget, num_free_rows - len(forks), promised, room, num_items)
-        start_lens = _column(len(sequence.token_ids) for sequence in starts)
+        if may_start and self._has_room(live, rows, computed + num_new, len(forks)):
+            starts, swapped_in = self._plan_starts(budget, num_free_rows, promised, num_items)
         return Plan(
-            commit_ids=running.sequence_ids[commit_rows],
-            commit_lens=running.num_computed[commit_rows],
-            commit_num_new=num_tokens - first_new,
-            commit_tokens=running.gather_tokens(commit_rows, first_new, num_tokens - first_new),
-            fork_parents=_ids(child.parent for child in forks if child.parent is not None),
-            fork_children=fork_children,
-            fork_lens=fork_lens,
-            release_ids=np.concatenate((running.sequence_ids[ended_rows], np.array(releases, np.int64))),
-            swap_out_ids=running.sequence_ids[swap_rows],
-            swap_in_ids=_ids(swapped_in),
-            start_ids=_ids(starts),
-            start_max_new=_column(starts.values()),
-            # One token is left to compute, also where stored logits could follow the whole prompt: the sampler wants a pass.
-            start_max_hit=(start_lens - 1) * _column(sequence.request.look_up for sequence in starts),
-            # A sequence that computes the same prefix now shares it when it has, which costs less than computing it twice.
-            start_may_wait=_column(sequence.request.look_up for sequence in starts),
-            reserve_ids=np.concatenate((running.sequence_ids[reserve_rows], fork_children)),
-            reserve_min=np.concatenate((computed + 1, fork_lens + 1)),
-            reserve_max=np.concatenate((computed + num_new, fork_lens + 1)),
+            **self._commits(),
+            **self._reservations(rows, computed, num_new, forks),
             guesses=guesses,
-            commit_rows=commit_rows,
-            forked=tuple(forks),
-            released=tuple(running.at(ended_rows)),
-            swapped_out=tuple(running.at(swap_rows)),
-            swapped_in=tuple(swapped_in),
-            started=tuple(starts),
-            reserve_rows=reserve_rows,
+            **self._releases(ended_rows, swap_rows, releases),
+            **_columns_of_starts(starts, swapped_in),
+            waits=tuple(budget.waits),
         )
 
-    def _share_budget(self, live: IndexArray, num_forks: int) -> tuple[Int32Array, int, int, PromptRoom | None]:
-        """Tokens to compute for each live row, decodes before prompts; then the budget left over, in all and for prompts.
+    def _note_time(self, now: float) -> None:
+        state = self._state
+        state.loads_have_failed = False
+        state.waiting.now = max(now, state.waiting.now)
+        state.waiting.measure(min(state.limits.prefill_budget, state.limits.token_budget))
 
-        Last the room for prompts of each client; None: there is room for all.
-        """
-        limits, running = self._state.limits, self._state.running
+    def _ends(self, live: IndexArray) -> tuple[IndexArray, IndexArray]:
+        """Rows to release, and rows to swap out."""
+        running, order = self._state.running, self._state.running.order
+        if live is order:
+            return NO_ROWS, NO_ROWS
+        rows = order[running.ended[order] & ~running.kept[order]][: self._state.limits.max_step_items]
+        is_swap = running.swapping[rows]
+        return rows[~is_swap], rows[is_swap]
+
+    def _go_on(
+        self, live: IndexArray, num_forks: int, *, may_start: bool
+    ) -> tuple[IndexArray, Int32Array, Int32Array, "_Budget"]:
+        """The live rows that compute in this step; the tokens that each has computed by then, and computes now."""
+        running, limits = self._state.running, self._state.limits
+        num_drawing = running.num_drawing[live]
+        live, num_drawing = choose(running.num_left[live] > num_drawing, live, num_drawing)
         computed = running.num_computed[live] + running.num_computing[live]
-        remaining = running.num_tokens[live] + running.num_drawing[live] - computed
+        remaining = running.num_tokens[live] + num_drawing - computed
+        num_new, budget = self._share_budget(live, computed, remaining, num_forks, may_start=may_start)
+        if limits.has_states and self._compute_all_granted(live, num_new):
+            budget.waits.append(StepWait.FORKS)
+        if (running.num_retaining or running.num_groups > 1) and self._hold_back(live, num_new):
+            budget.waits.append(StepWait.BLOCKS)
+        return *choose(num_new > 0, live, computed, num_new), budget
+
+    def _share_budget(
+        self, live: IndexArray, computed: Int32Array, remaining: Int32Array, num_forks: int, *, may_start: bool
+    ) -> tuple[Int32Array, "_Budget"]:
+        """Tokens to compute for each live row, of those that remain, decodes before prompts; then the budget left over."""
+        limits, running = self._state.limits, self._state.running
         decodes = (remaining == 1) & (computed >= running.num_prompt[live])
-        prompts = np.where(decodes, 0, np.minimum(remaining, limits.chunk_size))
-        if limits.client_shares and running.num_clients > 1:
-            self._keep_to_shares(live, decodes)
-        if (num_decodes := int(np.count_nonzero(decodes))) > limits.decode_budget:
+        num_decodes = int(np.count_nonzero(decodes))
+        has_prompts = num_decodes < len(live)
+        prompts = np.where(decodes, 0, np.minimum(remaining, limits.chunk_size)) if has_prompts else None
+        waits: list[StepWait] = []
+        if limits.client_shares and running.num_clients > 1 and (num_left_out := self._keep_to_shares(live, decodes)):
+            num_decodes -= num_left_out
+            waits.append(StepWait.SHARES)
+        if num_decodes > limits.decode_budget:
             decodes[self._out_of_turn(decodes)] = False
             num_decodes = limits.decode_budget
-        room = self._prompt_room(live[decodes])
-        if room is not None:
+            waits.append(StepWait.TURNS)
+        num_new, left = decodes.astype(np.int32), limits.token_budget - num_forks - num_decodes
+        budget = _Budget(left, min(limits.prefill_budget, left), waits)
+        if has_prompts or may_start:
+            budget.room = self._prompt_room(live[decodes])
+        if prompts is not None:
+            num_new += self._share_prompts(live, prompts, budget)
+        return num_new, budget
+
+    def _share_prompts(self, live: IndexArray, prompts: Int32Array, budget: "_Budget") -> Int32Array:
+        """What the budget has for these prompt tokens of each row; takes it from there."""
+        if budget.room is not None:
             for at in np.flatnonzero(prompts).tolist():
-                prompts[at] = room.take(running.client_of(live[at]), int(prompts[at]))
-        left = limits.token_budget - num_forks - num_decodes
-        prompt_left = min(limits.prefill_budget, left)
+                prompts[at] = budget.take_room(self._state.running.client_of(live[at]), int(prompts[at]))
+        before = np.cumsum(prompts) - prompts
+        prompts = np.clip(budget.num_prompt_tokens - before, 0, prompts).astype(np.int32)
         num_prompt = int(prompts.sum())
-        if num_prompt > prompt_left:
-            before = np.cumsum(prompts) - prompts
-            prompts = np.clip(prompt_left - before, 0, prompts)
-            num_prompt = prompt_left
-        return (prompts + decodes).astype(np.int32), left - num_prompt, prompt_left - num_prompt, room
+        budget.num_tokens -= num_prompt
+        budget.num_prompt_tokens -= num_prompt
+        return prompts
 
     def _prompt_room(self, decoding: IndexArray) -> PromptRoom | None:
         """The room for prompts beside the decodes of these rows; None: for all."""
@@ -153,12 +149,15 @@ class Planner:
             else PromptRoom(state.prompt_shares, decode_seconds, state.running.clients_of(decoding))
         )
 
-    def _keep_to_shares(self, live: IndexArray, decodes: npt.NDArray[np.bool_]) -> None:
-        """Take those off that wait for other clients' sequences."""
+    def _keep_to_shares(self, live: IndexArray, decodes: npt.NDArray[np.bool_]) -> int:
+        """Take those off that wait for other clients' sequences. Returns how many these are."""
         state = self._state
-        if (fixed := state.decode_costs.fixed_sequences) is not None:
-            at = np.flatnonzero(decodes)
-            decodes[at[out_of_share(state.running.clients[live[at]], fixed, state.num_plans)]] = False
+        if (fixed := state.decode_costs.fixed_sequences) is None:
+            return 0
+        at = np.flatnonzero(decodes)
+        waiting = at[out_of_share(state.running.clients[live[at]], fixed, state.num_plans)]
+        decodes[waiting] = False
+        return len(waiting)
 
     def _out_of_turn(self, decodes: npt.NDArray[np.bool_]) -> IndexArray:
         """The decodes that have to wait when there are too many. Each step, the turn advances by the number that may run."""
@@ -183,12 +182,13 @@ class Planner:
                     budget -= len(kept)
         return fitting, num_guessed
 
-    def _hold_back(self, live: IndexArray, num_new: Int32Array) -> None:
+    def _hold_back(self, live: IndexArray, num_new: Int32Array) -> bool:
         """Bound the blocks that sequences with holes take, because those that they give back show only in the next step.
 
         Beside other sequences, a chunk takes at most half of the blocks that are left, so that no other sequence has to give
         way for blocks that come back at once. A sequence is left out if the pool cannot hold its next token beside the tokens
-        that the device computes for it now. It fits in the next step, because the tokens that it keeps fit the pool.
+        that the device computes for it now. It fits in the next step, because the tokens that it keeps fit the pool. Returns
+        whether one is left out.
         """
         state = self._state
         running, size = state.running, state.limits.block_size
@@ -199,45 +199,57 @@ class Planner:
             np.minimum(num_new, np.maximum(most, 1), out=num_new, where=windows > 0)
         num_usable = state.limits.num_usable_blocks
         num_holes = np.maximum((computed - windows) // size + -running.num_sink[live] // size, 0)
+        num_before = np.count_nonzero(num_new)
         num_new[(windows > 0) & (computing >= (num_usable + num_holes) * size)] = 0
         if running.num_groups > 1:
             num_new[state.limits.num_held(computed, computing + 1) > num_usable] = 0
+        return bool(np.count_nonzero(num_new) < num_before)
 
-    def _compute_all_granted(self, live: IndexArray, num_new: Int32Array) -> None:
+    def _compute_all_granted(self, live: IndexArray, num_new: Int32Array) -> bool:
         """Have steps end where a grant ends, because states are kept of its last token, and of no token before it.
 
-        Sequences that are about to be forked wait for that: behind the fork their state is another one.
+        Sequences that are about to be forked wait for that: behind the fork their state is another one. Returns whether one
+        does.
         """
         running = self._state.running
         granted = running.num_reserved[live] - running.num_computed[live] - running.num_computing[live]
         np.maximum(num_new, granted, out=num_new, where=num_new > 0)
+        num_before = np.count_nonzero(num_new)
         is_first = (running.num_drawing[live] > 0) & (running.num_tokens[live] == running.num_prompt[live])
         for at in is_first.nonzero()[0].tolist():
             sequence = running.sequences[live[at]]
             if sequence is not None and not sequence.index and sequence.request.unforked:
                 num_new[at] = 0
+        return bool(np.count_nonzero(num_new) < num_before)
+
+    def _has_room(self, live: IndexArray, rows: IndexArray, lens: Int32Array, num_forks: int) -> bool:
+        """Whether sequences may start beside these rows, which grow to so many tokens."""
+        state = self._state
+        if not state.loading and len(live) == len(state.resting()):
+            return True  # nothing runs but lists that rest
+        return state.headroom.allows_starts(state.limits.num_granted(state.running.num_blocks[rows], lens) + num_forks)
 
     def _plan_starts(
-        self, budget: int, num_free_rows: int, promised: Counter[Request], room: PromptRoom | None, most: int
+        self, budget: "_Budget", num_free_rows: int, promised: Counter[Request], most: int
     ) -> tuple[dict[Sequence, int], list[Sequence]]:
         """The waiting sequences that may start, with the most new tokens of each, and those that may be swapped in; at most so
         many.
 
         A beam search starts when there are rows for all of its lists. Sequences without room for their prompts are passed over.
         """
-        state = self._state
+        state, num_left = self._state, min(budget.num_tokens, budget.num_prompt_tokens)
         chunk_size, headroom = state.limits.chunk_size, state.headroom
         starts: dict[Sequence, int] = {}
         swapped_in: list[Sequence] = []
         num_free_rows -= promised.total()
         passed_over: set[str] = set()
         for sequence in state.waiting.in_order(passed_over):
-            if not budget or len(starts) + len(swapped_in) >= most or (num_free_rows <= 0 and not promised.total()):
+            if not num_left or len(starts) + len(swapped_in) >= most or (num_free_rows <= 0 and not promised.total()):
                 break
             request = sequence.request
-            num_new = min(chunk_size, len(sequence.token_ids), budget)
-            if room is not None and not promised[request] and sequence.state is not SequenceState.SWAPPED:
-                num_new = room.take(request.client, num_new)
+            num_new = min(chunk_size, len(sequence.token_ids), num_left)
+            if not promised[request] and sequence.state is not SequenceState.SWAPPED:
+                num_new = budget.take_room(request.client, num_new)
             if not num_new:
                 passed_over.add(request.client)
                 continue
@@ -253,15 +265,14 @@ class Planner:
                 swapped_in.append(sequence)
             else:
                 starts[sequence] = num_new
-                budget -= starts[sequence]
+                num_left -= num_new
             if headroom.was_refused(sequence):
                 break
         return starts, swapped_in
 
     def promised_rows(self) -> Counter[Request]:
         """Rows reserved for lists of running searches that do not exist yet."""
-        promised: Counter[Request] = Counter()
-        running, loading = self._state.running, self._state.loading
+        running, loading, promised = self._state.running, self._state.loading, Counter[Request]()
         if not running.num_searching and not loading:
             return promised
         starting = (sequence for sequence in loading.values() if sequence.request.num_beams is not None)
@@ -270,13 +281,94 @@ class Planner:
             promised[request] = request.num_rows - num_held
         return promised
 
-    def _num_new_blocks(self, rows: IndexArray, lens: Int32Array) -> int:
-        return self._state.limits.num_granted(self._state.running.num_blocks[rows], lens)
+    # -- the columns of what was decided; none of what a step does not have
+
+    def _commits(self) -> dict[str, Any]:
+        """The tokens that were computed since the last step, and those of which the cache service does not know the ids."""
+        running, order = self._state.running, self._state.running.order
+        lens = running.num_computed[order]
+        rows, lens = choose(lens > running.num_committed[order], order, lens)
+        first_new = running.num_known[rows]
+        num_new = running.num_tokens[rows] - first_new
+        return {
+            "commit_ids": running.sequence_ids[rows],
+            "commit_lens": lens,
+            "commit_num_new": num_new,
+            "commit_tokens": running.gather_tokens(rows, first_new, num_new),
+            "commit_rows": rows,
+        }
+
+    def _reservations(
+        self, rows: IndexArray, computed: Int32Array, num_new: Int32Array, forks: list[Sequence]
+    ) -> dict[str, Any]:
+        """Of rows, which compute num_new tokens behind those that are computed, and of forks, which compute their last."""
+        ids, least, most = self._state.running.sequence_ids[rows], computed + 1, computed + num_new
+        if not forks:
+            return {"reserve_ids": ids, "reserve_min": least, "reserve_max": most, "reserve_rows": rows}
+        child_ids = np.array([self._state.waiting.draw_id() for _ in forks], np.int64)
+        lens = _column([len(child.token_ids) for child in forks])
+        return {
+            "fork_parents": _ids(child.parent for child in forks if child.parent is not None),
+            "fork_children": child_ids,
+            "fork_lens": lens - 1,
+            "forked": tuple(forks),
+            "reserve_ids": np.concatenate((ids, child_ids)),
+            "reserve_min": np.concatenate((least, lens)),
+            "reserve_max": np.concatenate((most, lens)),
+            "reserve_rows": rows,
+        }
+
+    def _releases(self, ended: IndexArray, swapped: IndexArray, ids: list[int]) -> dict[str, Any]:
+        """Of rows that are released and swapped out, and of ids without a row that are released."""
+        if not (len(ended) or len(swapped) or ids):
+            return {}
+        running = self._state.running
+        return {
+            "release_ids": np.concatenate((running.sequence_ids[ended], np.array(ids, np.int64))),
+            "swap_out_ids": running.sequence_ids[swapped],
+            "released": tuple(running.at(ended)),
+            "swapped_out": tuple(running.at(swapped)),
+        }
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Tokens that a step may compute yet. room: for the prompts of each client; None: there is room for all."""
+
+    num_tokens: int
+    num_prompt_tokens: int  # at most, of these
+    waits: list[StepWait]  # of what gets nothing
+    room: PromptRoom | None = None
+
+    def take_room(self, client: str, num_tokens: int) -> int:
+        """As PromptRoom.take."""
+        taken = num_tokens if self.room is None else self.room.take(client, num_tokens)
+        if not taken and StepWait.SHARES not in self.waits:
+            self.waits.append(StepWait.SHARES)
+        return taken
+
+
+def _columns_of_starts(starts: Mapping[Sequence, int], swapped_in: list[Sequence]) -> dict[str, Any]:
+    """starts: with the most new tokens of each."""
+    if not (starts or swapped_in):
+        return {}
+    looks_up = _column([sequence.request.look_up for sequence in starts])
+    return {
+        "swap_in_ids": _ids(swapped_in),
+        "start_ids": _ids(starts),
+        "start_max_new": _column(list(starts.values())),
+        # One token is left to compute, also where stored logits could follow the whole prompt: the sampler wants a pass.
+        "start_max_hit": _column([len(sequence.token_ids) - 1 for sequence in starts]) * looks_up,
+        # A sequence that computes the same prefix now shares it when it has, which costs less than computing it twice.
+        "start_may_wait": looks_up,
+        "swapped_in": tuple(swapped_in),
+        "started": tuple(starts),
+    }
 
 
 def _ids(sequences: Iterable[Sequence]) -> Int64Array:
     return np.array([sequence.sequence_id for sequence in sequences], np.int64)
 
 
-def _column(values: Iterable[int]) -> Int32Array:
-    return np.array(list(values), np.int32)
+def _column(values: list[int]) -> Int32Array:
+    return np.array(values, np.int32)

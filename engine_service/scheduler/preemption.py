@@ -85,6 +85,8 @@ class Preemptor:
 
     def take_swap_outs(self, plan: Plan, answer: StepAnswer) -> tuple[tuple[Task, ...], tuple[Sequence, ...]]:
         """The sequences swapped out now, and those for which there was no room. All of them leave their rows."""
+        if not plan.swapped_out:
+            return (), ()
         state, done, refused = self._state, [], []
         for sequence, result in zip(plan.swapped_out, answer.swap_out_results.tolist(), strict=True):
             assert sequence.row is not None
@@ -104,6 +106,8 @@ class Preemptor:
 
     def take_swap_ins(self, plan: Plan, answer: StepAnswer) -> tuple[tuple[Task, ...], list[Sequence]]:
         """The sequences now RETURNING, until an answer says that they are ready, and those for which there was no room."""
+        if not plan.swapped_in:
+            return (), []
         state, done, refused = self._state, [], []
         for sequence, result in zip(plan.swapped_in, answer.swap_in_results.tolist(), strict=True):
             if sequence.state is SequenceState.ENDED:

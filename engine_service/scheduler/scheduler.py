@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from ..values.beam_values import Branch
 from ..values.request import HeldTokens, Int32Array, Request, Sequence, SequenceState, TakenBlocks
+from ..values.step_wait import StepWait
 from .apply_answer import AnswerApplier
 from .beam_forks import BeamForks
 from .drawn_tokens import DrawnTokens
@@ -69,9 +70,9 @@ class Scheduler:
             plan = self.planner.plan(now, guesses)
         return plan
 
-    def may_run_ahead(self, plan: Plan, answer: StepAnswer) -> bool:
-        """Whether this may be applied while the step before is still computed. Otherwise advance comes first."""
-        return self.applier.may_run_ahead(plan, answer)
+    def find_wait(self, plan: Plan, answer: StepAnswer) -> StepWait | None:
+        """Why advance has to come before apply; None: this may be applied while the step before is still computed."""
+        return self.applier.find_wait(plan, answer)
 
     def apply(self, plan: Plan, answer: StepAnswer) -> Work:
         """Apply the cache service's decisions. Answers the work that can be computed now."""

@@ -7,6 +7,7 @@ import urllib.request
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kvkeeper.common.service.process import StartError
 from kvkeeper.engine_service.loop.stats import EngineStats
@@ -22,17 +23,23 @@ Samples = dict[str, float]
 
 async def scrape(address: str) -> Samples:
     """Value by name, and for buckets by name and bound."""
+    return {
+        sample.name + (f"|{sample.labels['le']}" if "le" in sample.labels else ""): sample.value
+        for sample in await fetch(address)
+    }
 
-    def fetch() -> str:
+
+async def scrape_labels(address: str, name: str, label: str) -> Samples:
+    """Value by a label, of one metric."""
+    return {sample.labels[label]: sample.value for sample in await fetch(address) if sample.name == name}
+
+
+async def fetch(address: str) -> list[Sample]:
+    def read() -> str:
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
             return answer.read().decode()
 
-    families = text_string_to_metric_families(await asyncio.to_thread(fetch))
-    return {
-        sample.name + (f"|{sample.labels['le']}" if "le" in sample.labels else ""): sample.value
-        for family in families
-        for sample in family.samples
-    }
+    return [sample for family in text_string_to_metric_families(await asyncio.to_thread(read)) for sample in family.samples]
 
 
 async def test_both_services_tell_what_happened(world: Services) -> None:

@@ -9,6 +9,7 @@ import pytest
 from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, Retention, Sampling
 from kvkeeper.engine_service.compute import step_compute
 from kvkeeper.engine_service.loop.engine import Engine
+from kvkeeper.engine_service.values.step_wait import StepWait
 from tests.support.processes.service_pair import GREEDY, Services, generate, services, toy_output
 from tests.support.stand_ins.late_queue import LateQueue
 
@@ -20,21 +21,20 @@ STOP = toy_output(ENDING, 9)[-1]
 
 class Counts:
     def __init__(self) -> None:
-        self.ahead = self.waited = 0
+        self.ahead = 0
         self.queues: list[LateQueue] = []
 
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
-    found, may = Counts(), Engine._may_run_ahead
+    found, find_wait = Counts(), Engine._wait_before_start
 
-    def count(engine: Engine, *args: object) -> bool:
-        runs_ahead: bool = may(engine, *args)  # type: ignore[arg-type]
-        found.ahead += runs_ahead
-        found.waited += not runs_ahead
-        return runs_ahead
+    def count(engine: Engine, *args: object) -> StepWait | None:
+        wait: StepWait | None = find_wait(engine, *args)  # type: ignore[arg-type]
+        found.ahead += wait is None
+        return wait
 
-    monkeypatch.setattr(Engine, "_may_run_ahead", count)
+    monkeypatch.setattr(Engine, "_wait_before_start", count)
     return found
 
 

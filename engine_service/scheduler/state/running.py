@@ -6,6 +6,8 @@ use by priority, then arrival, which is the order of reservations and, from its 
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +16,13 @@ from kvkeeper.common.service.rows import untouched
 
 from ...values.request import Int32Array, Sequence
 
+T = TypeVar("T", bound=np.integer)
 IndexArray = npt.NDArray[np.intp]
 Int64Array = npt.NDArray[np.int64]
+
+NO_ROWS: IndexArray = np.empty(0, np.intp)
+NO_IDS: Int64Array = np.empty(0, np.int64)
+NO_ROWS.flags.writeable = NO_IDS.flags.writeable = False
 
 
 class RunningSequences:
@@ -77,17 +84,10 @@ class RunningSequences:
         return self._order
 
     @property
-    def in_order(self) -> list[Sequence]:
-        """The sequences in order; not to be changed."""
-        if self._in_order is None:
-            self._in_order = self.at(self.order)
-        return self._in_order
-
-    @property
     def live(self) -> IndexArray:
         """Rows in order whose sequences have neither ended nor been preempted."""
         order = self.order
-        return order[~self.ended[order]]
+        return choose(~self.ended[order], order)[0]
 
     @property
     def searching(self) -> IndexArray:
@@ -96,8 +96,12 @@ class RunningSequences:
         return live[self.searches[live]]
 
     def at(self, rows: IndexArray) -> list[Sequence]:
-        """The sequences of rows in use."""
-        return [sequence for row in rows.tolist() if (sequence := self.sequences[row]) is not None]
+        """The sequences of rows in use; not to be changed, because that of `order` is made once."""
+        if rows is not self._order:
+            return [sequence for row in rows.tolist() if (sequence := self.sequences[row]) is not None]
+        if self._in_order is None:
+            self._in_order = [sequence for row in rows.tolist() if (sequence := self.sequences[row]) is not None]
+        return self._in_order
 
     def add(self, sequence: Sequence, num_computed: int, num_known: int, num_reserved: int, table: Int32Array) -> int:
         """Give a sequence with a sequence id a row."""
@@ -184,17 +188,13 @@ class RunningSequences:
 
         item_idx ascends within each group, and is the same in all; groups is empty where there is one.
         """
-        if len(groups):
-            for group in range(self.num_groups):
-                of_group = groups == group
-                items = item_idx[of_group]
-                counts, owners = np.bincount(items, minlength=len(rows)).astype(np.int32), rows[items]
-                self.group_tables[owners, group, self.num_blocks[owners] + ranks(counts)] = block_ids[of_group]
-            self.num_blocks[rows] += counts
+        if not len(block_ids):
             return
-        counts = np.bincount(item_idx, minlength=len(rows)).astype(np.int32)
-        owners = rows[item_idx]
-        self.tables[owners, self.num_blocks[owners] + ranks(counts)] = block_ids
+        for group in range(self.num_groups):
+            of_group = groups == group if len(groups) else slice(None)
+            items = item_idx[of_group]
+            counts, owners = np.bincount(items, minlength=len(rows)).astype(np.int32), rows[items]
+            self.group_tables[owners, group, self.num_blocks[owners] + Runs(counts).ranks] = block_ids[of_group]
         self.num_blocks[rows] += counts
 
     def put_guesses(self, guesses: Mapping[int, Int32Array]) -> None:
@@ -216,10 +216,50 @@ class RunningSequences:
 
     def gather_tokens(self, rows: IndexArray, first: Int32Array, counts: Int32Array) -> Int32Array:
         """Tokens [first, first + count) of each row, concatenated."""
-        return self.tokens[np.repeat(rows, counts), np.repeat(first, counts) + ranks(counts)]
+        runs = Runs(counts)
+        return self.tokens[runs.repeat(rows), runs.expand(first)]
 
 
-def ranks(counts: Int32Array) -> IndexArray:
-    """0 .. count - 1 for each of the counts, concatenated."""
-    starts = np.cumsum(counts) - counts
-    return np.arange(counts.sum()) - np.repeat(starts, counts)
+def choose(mask: npt.NDArray[np.bool_], *columns: Any) -> tuple[Any, ...]:
+    """Each column [n] where the mask [n] is set; the columns themselves where it is set everywhere, as in most steps."""
+    if np.count_nonzero(mask) == len(mask):  # a fraction of what all() costs for so few
+        return columns
+    return tuple(column[mask] for column in columns)
+
+
+class Runs:
+    """Runs of things that follow each other, one run for each of n rows: tokens, logits or blocks.
+
+    Most steps have one token for each row. Then nothing is repeated, and columns come back as they are: a step is a few dozen
+    calls of numpy, and with hundreds of rows each call less shows.
+    """
+
+    def __init__(self, counts: Int32Array) -> None:
+        """counts [n]: the length of each run."""
+        self.counts = counts
+        self.are_single = np.count_nonzero(counts == 1) == len(counts)
+
+    @cached_property
+    def start_loc(self) -> Int32Array:
+        """int32 [n + 1]: run i is at [start_loc[i], start_loc[i + 1])."""
+        if self.are_single:
+            return np.arange(len(self.counts) + 1, dtype=np.int32)
+        start_loc = np.zeros(len(self.counts) + 1, np.int32)
+        np.cumsum(self.counts, out=start_loc[1:])
+        return start_loc
+
+    @property
+    def ranks(self) -> Int32Array:
+        """0 .. count - 1 for each run, concatenated."""
+        return self.expand(np.zeros_like(self.counts))
+
+    def repeat(self, column: npt.NDArray[T]) -> npt.NDArray[T]:
+        """A row's value [n] for each thing of its run."""
+        return column if self.are_single else np.repeat(column, self.counts)
+
+    def expand(self, first: npt.NDArray[T]) -> npt.NDArray[T]:
+        """first .. first + count - 1 for each run, concatenated."""
+        if self.are_single:
+            return first
+        starts = np.cumsum(self.counts) - self.counts
+        return np.arange(self.counts.sum(), dtype=first.dtype) + np.repeat(first - starts, self.counts).astype(first.dtype)

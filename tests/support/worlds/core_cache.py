@@ -14,7 +14,7 @@ from kvkeeper.cache_service.tiny_cache import OutOfSequences as TinyOutOfSequenc
 from kvkeeper.engine_service.scheduler.plan import Plan
 from kvkeeper.engine_service.values.retention import Retention as EngineRetention
 
-_COLUMNS = set(StepBatch._fields) & Plan.__dataclass_fields__.keys()
+_COLUMNS = set(StepBatch._fields) & set(Plan._fields)
 
 
 class CoreCache:

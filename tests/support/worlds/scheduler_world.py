@@ -234,7 +234,7 @@ class World:
 
     def _may_run_ahead(self, before: Flight, plan: Plan, answer: Any) -> bool:
         moves = len(before.answer.transfer_ids) or len(answer.transfer_ids)
-        return not moves and self.scheduler.may_run_ahead(plan, answer)
+        return not moves and self.scheduler.find_wait(plan, answer) is None
 
     def _launch(self, work: Work, answer: Any) -> Flight:
         histories = [tuple(history.tolist()) for history in self.scheduler.histories(work)]

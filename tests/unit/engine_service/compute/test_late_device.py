@@ -81,7 +81,7 @@ class Decoding:
             plan = self.scheduler.schedule(0.0)
             self.cache.has_step_in_flight = before is not None
             answer = self.cache.step(plan)
-            is_ahead = ahead and before is not None and self.scheduler.may_run_ahead(plan, answer)
+            is_ahead = ahead and before is not None and self.scheduler.find_wait(plan, answer) is None
             if before is not None and not is_ahead:
                 self.read(*before)
             work = self.scheduler.apply(plan, answer)

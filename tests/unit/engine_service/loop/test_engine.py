@@ -234,7 +234,7 @@ def test_neighbouring_chunks_of_a_continuation_become_one() -> None:
 def test_every_column_of_a_plan_is_sent() -> None:
     from kvkeeper.engine_service.scheduler.plan import Plan
 
-    sent = set(StepItems.__dataclass_fields__) & set(Plan.__dataclass_fields__)
+    sent = set(StepItems.__dataclass_fields__) & set(Plan._fields)
     unused = {"truncate_ids", "truncate_lens"}
     added_by_memory = {"completed_transfers", "failed_transfers"}
     assert set(StepItems.__dataclass_fields__) - sent == unused | added_by_memory

@@ -52,7 +52,7 @@ class World:
         plan = self.scheduler.schedule(0.0)
         self.cache.has_step_in_flight = is_ahead
         answer = self.cache.step(plan)
-        assert not is_ahead or self.scheduler.may_run_ahead(plan, answer)
+        assert not is_ahead or self.scheduler.find_wait(plan, answer) is None
         return self.scheduler.apply(plan, answer)
 
     def read(self, work: Work, *token_ids: int, has_failed: bool = False) -> None:

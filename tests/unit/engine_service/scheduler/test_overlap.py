@@ -130,7 +130,7 @@ def test_what_is_drawn_for_a_sequence_that_has_ended_is_not_its() -> None:
     for _ in range(2):
         plan = scheduler.schedule(0.0)
         answer = cache.step(plan)
-        assert not works or scheduler.may_run_ahead(plan, answer)
+        assert not works or scheduler.find_wait(plan, answer) is None
         works.append(scheduler.apply(plan, answer))
         cache.has_step_in_flight = True
     assert [own.tolist() for own in scheduler.advance(works[0], np.array([2], np.int32))] == [[2]]

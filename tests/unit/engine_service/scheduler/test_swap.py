@@ -206,7 +206,7 @@ def test_a_refused_swap_in_keeps_its_place() -> None:
 
     def refuse(plan: Plan) -> StepReply:
         asked.append((plan.swapped_in, plan.started))
-        nothing = dataclasses.replace(plan, swap_in_ids=plan.swap_in_ids[:0])
+        nothing = plan._replace(swap_in_ids=plan.swap_in_ids[:0])
         return step(nothing)._replace(swap_in_results=np.full(len(plan.swap_in_ids), 2, np.int32))  # type: ignore[no-any-return]
 
     world.cache.step = refuse
