@@ -14,7 +14,8 @@ import torch
 
 from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.cpu.penalties import penalise as compiled_penalise
-from kvkeeper.kernels.penalise_counted import CountedTensors, penalise_counted
+from kvkeeper.kernels.penalise_counted import penalise_counted
+from kvkeeper.kernels.types import CountedTensors
 
 from ..values.penalised_rows import NOTHING_AWAITED, PenalisedRows
 from ..values.sampling_params import SamplingRow

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvkeeper.kernels.attention.paged_rows import Int64Array
-from kvkeeper.kernels.penalise_counted import CountedTensors
+from kvkeeper.kernels.types import CountedTensors, Int64Array
 
 from ...values.batch import Batch
 from ...values.penalised_rows import penalties_of
