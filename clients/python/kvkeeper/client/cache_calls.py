@@ -1,4 +1,4 @@
-"""Calls to the cache service as a whole, with request and answer: pure, shared by the synchronous and the asyncio client.
+"""Calls to the cache service as a whole, with request and answer: shared by the synchronous and the asyncio client.
 
 A Call names a method, holds its request, and turns the answer into what the caller wants; the transport makes it. The calls of
 one session are in session_calls.py. Nothing here needs numpy, which takes longer to import than most of these calls take.
@@ -12,6 +12,7 @@ import grpc
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.client.transport import Transport
 
 # Of the cache service's protocol; docs/protocol.md says what needs a new number.
 PROTOCOL_VERSION = 1
@@ -82,3 +83,22 @@ def list_page(session_id: str, page_token: str) -> Call[pb.ListSequencesResponse
 def whole(answer: Any) -> Any:
     """The answer itself."""
     return answer
+
+
+def do(transport: Transport, call: Call[T]) -> T:
+    """Make the call."""
+    method = getattr(transport.stub, call.method)
+    make = transport.collect if call.streams_answers else transport.call
+    return call.result(make(method, call.request, transport.options.for_at_least(call.least_timeout_s)))
+
+
+def all_sequences(transport: Transport, session_id: str) -> tuple[pb.SequenceInfo, ...]:
+    """Page by page; an empty session_id is all sessions."""
+    rows: list[pb.SequenceInfo] = []
+    page_token = ""
+    while True:
+        page = do(transport, list_page(session_id, page_token))
+        rows += page.sequences
+        page_token = page.next_page_token
+        if not page_token:
+            return tuple(rows)

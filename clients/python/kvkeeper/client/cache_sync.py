@@ -72,29 +72,10 @@ class CacheClient:
 
     def list_sequences(self, session_id: str = "") -> tuple[pb.SequenceInfo, ...]:
         """Sequences of one session, or of all, without tables."""
-        return all_sequences(self._transport, session_id)
+        return cache_calls.all_sequences(self._transport, session_id)
 
     def close(self) -> None:
         self._transport.close()
 
     def _do(self, call: Call[T]) -> T:
-        return do(self._transport, call)
-
-
-def do(transport: Transport, call: Call[T]) -> T:
-    """Make the call."""
-    method = getattr(transport.stub, call.method)
-    make = transport.collect if call.streams_answers else transport.call
-    return call.result(make(method, call.request, transport.options.for_at_least(call.least_timeout_s)))
-
-
-def all_sequences(transport: Transport, session_id: str) -> tuple[pb.SequenceInfo, ...]:
-    """Page by page; an empty session_id is all sessions."""
-    rows: list[pb.SequenceInfo] = []
-    page_token = ""
-    while True:
-        page = do(transport, cache_calls.list_page(session_id, page_token))
-        rows += page.sequences
-        page_token = page.next_page_token
-        if not page_token:
-            return tuple(rows)
+        return cache_calls.do(self._transport, call)

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.arena import Arena, attach_arena, attach_arena_and_lane
-from kvkeeper.client.cache_calls import Call
-from kvkeeper.client.cache_sync import all_sequences, do
+from kvkeeper.client.cache_calls import Call, all_sequences, do
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.session_calls import WATCH_TIMEOUT_S, Created, Logits, NewSequence, SessionCalls, TokenIds
