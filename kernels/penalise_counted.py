@@ -4,32 +4,17 @@ Counts stay where they are from step to step: a row's history is never read agai
 token is in the output, and one more where it is in the prompt.
 """
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
 from .checks import on_cuda, require
+from .types import CountedTensors
 
 _OP: Final = "penalise_counted"
 ONE_MORE: Final = 2  # what a token of the output adds to its cell
 IN_PROMPT: Final = 1
 COUNT_DTYPES: Final = (torch.int16, torch.int32)
-
-
-class CountedTensors(NamedTuple):
-    """What is counted of R rows, and how they are penalised.
-
-    Attributes:
-        slots: int64 [R], each row's counts. Rows that count a token have slots of their own.
-        tokens: int64 [R], what is counted, in the vocabulary.
-        addends: int64 [R], ONE_MORE, or 0 where nothing is counted.
-        penalties: float64 [3, R], repetition, frequency and presence; 1, 0 and 0 change nothing. Values of float32.
-    """
-
-    slots: torch.Tensor
-    tokens: torch.Tensor
-    addends: torch.Tensor
-    penalties: torch.Tensor
 
 
 def penalise_counted(logits: torch.Tensor, counts: torch.Tensor, rows: CountedTensors) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from .activations.linear_weight import LinearWeight
 from .attention.retention import Retention
-from .penalise_counted import CountedTensors
+from .types import CountedTensors
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> None:

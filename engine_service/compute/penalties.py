@@ -14,10 +14,10 @@ import torch
 
 from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.cpu.penalties import penalise as compiled_penalise
-from kvkeeper.kernels.penalise_counted import CountedTensors, penalise_counted
+from kvkeeper.kernels.penalise_counted import penalise_counted
+from kvkeeper.kernels.types import CountedTensors
 
-from ..values.penalised_rows import NOTHING_AWAITED, PenalisedRows
-from ..values.sampling_params import SamplingRow
+from ..values.sampling_params import NOTHING_AWAITED, PenalisedRows, SamplingRow
 from .device.last_tokens import LastTokens
 from .device.token_counts import Counted
 from .device.upload import at_device

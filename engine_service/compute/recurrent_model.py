@@ -3,18 +3,11 @@
 What is refused would need a state that is not there: a state can be neither taken back by a token, nor split, nor rounded.
 """
 
-import dataclasses
-from typing import TYPE_CHECKING
-
 from ..config import EngineConfig
 from ..model.checkpoint.errors import UnsupportedModelError
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup, group_states
-from .model_runner import ModelRunner, kv_layout_of
-
-if TYPE_CHECKING:
-    from .served_model import ServedModel
 
 _WHAT = "models without recurrent layers"
 
@@ -38,20 +31,8 @@ def state_groups(model: Decoder, block_size: int, checkpoint_blocks: int) -> tup
     )
 
 
-def recurrent_model(served: "ServedModel", model: Decoder, config: EngineConfig) -> "ServedModel":
-    """The same with groups of its layers. Raises UnsupportedModelError for a setting that it cannot be served with."""
-    _refuse(config)
-    dtype, checkpoint_blocks = model.dtype, max(config.checkpoint_tokens // config.block_size, 1)
-    groups = state_groups(model, config.block_size, checkpoint_blocks)
-    return dataclasses.replace(
-        served,
-        layout=lambda block_size: kv_layout_of(model.config, dtype, block_size, groups),
-        make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout, groups),
-        groups=groups,
-    )
-
-
-def _refuse(config: EngineConfig) -> None:
+def refuse_settings(config: EngineConfig) -> None:
+    """Raise UnsupportedModelError for a setting that such a model cannot be served with."""
     if not config.groups:
         raise UnsupportedModelError("--no-groups", "of recurrent layers", f"{_WHAT}: a state has a block table of its own")
     if config.speculation != "off":

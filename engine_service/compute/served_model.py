@@ -16,6 +16,8 @@ from typing import Any, cast
 import structlog
 import torch
 
+from kvkeeper.kernels.quantised.formats import KvFormat
+
 from ..config import HASH_TOY, MAX_TOKENS, EngineConfig
 from ..model.checkpoint.digest import weights_digest
 from ..model.checkpoint.errors import ModelError, NoDeviceError
@@ -36,10 +38,10 @@ from ..outputs.tokenizer import Tokenizer
 from ..values.sampling_params import NEUTRAL, SamplingParams
 from .graphs.graph_api import CudaGraphs
 from .model_runner import AnyLayout, Model, ModelRunner, Runner, StepBounds, Warmed, kv_layout_of
-from .recurrent_model import has_states, recurrent_model
+from .recurrent_model import has_states, refuse_settings, state_groups
 from .sampling_defaults import read_sampling_defaults
 from .self_check import load_checked_model
-from .stored_model import format_for, refuse_stored, stored_model
+from .stored_model import format_for, prepare_for, refuse_stored, stored_layout
 
 log = structlog.get_logger()
 
@@ -132,27 +134,52 @@ def most_tokens(config: EngineConfig) -> int:
 def _by_kind(served: ServedModel, model: Decoder, config: EngineConfig) -> ServedModel:
     """The same, as its kind of cache wants it. Raises UnsupportedModelError where the configuration does not go with it."""
     if has_states(model.config):
-        return recurrent_model(served, model, config)
+        refuse_settings(config)
+        checkpoint_blocks = max(config.checkpoint_tokens // config.block_size, 1)
+        return _in_groups(served, model, state_groups(model, config.block_size, checkpoint_blocks))
     if (kv_format := format_for(config.kv_dtype, model.dtype)) is not None:
         if model.config.is_latent:
             refuse_stored(config.kv_dtype, "models with latent attention")
         if any(model.config.chunks):
             refuse_stored(config.kv_dtype, "models with chunked attention")
-        return stored_model(served, model, kv_format, config)
-    return _in_groups(served, model, config)
+        return _as_stored(served, model, kv_format, config)
+    groups = group_layers(model.config.windows, model.config.chunks) if config.groups else ()
+    return dataclasses.replace(_in_groups(served, model, groups), whole=served) if groups else served
 
 
-def _in_groups(served: ServedModel, model: Decoder, config: EngineConfig) -> ServedModel:
-    """The same with groups of its layers, where it has windows or chunks beside full layers and the configuration lets it."""
-    groups, dtype = group_layers(model.config.windows, model.config.chunks), model.dtype
-    if not groups or not config.groups:
-        return served
+def _in_groups(served: ServedModel, model: Decoder, groups: tuple[LayerGroup, ...]) -> ServedModel:
+    """The same with groups of its layers."""
+    dtype = model.dtype
     return dataclasses.replace(
         served,
         layout=lambda block_size: kv_layout_of(model.config, dtype, block_size, groups),
         make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout, groups),
         groups=groups,
-        whole=served,
+    )
+
+
+def _as_stored(served: ServedModel, model: Decoder, kv_format: KvFormat, config: EngineConfig) -> ServedModel:
+    """The same with K and V in this format. Raises UnsupportedModelError for heads that the format cannot hold."""
+    if any(model.config.windows):
+        log.info("kv_windows_kept", message="layers with windows keep all tokens, because K and V are stored by --kv-dtype")
+    prepare_for(model, kv_format)
+    _, groups = stored_layout(model, kv_format, config.block_size, config.kv_tail_tokens)
+    whole = dataclasses.replace(
+        served,
+        layout=lambda block_size: stored_layout(model, kv_format, block_size, 0)[0],
+        make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout),
+        refuses_retention=f"a model whose K and V are stored in {kv_format.name}",
+        kv_format=kv_format.name,
+    )
+    if not groups or config.role != "both":
+        return whole
+    return dataclasses.replace(
+        whole,
+        layout=lambda block_size: stored_layout(model, kv_format, block_size, config.kv_tail_tokens)[0],
+        make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout, groups),
+        groups=groups,
+        whole=whole,
+        kv_format=f"{kv_format.name} with a tail of {config.kv_tail_tokens} tokens",
     )
 
 

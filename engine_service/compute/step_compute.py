@@ -19,8 +19,7 @@ from ..scheduler.work import PromptScore, Work
 from ..values.batch import Batch
 from ..values.beam_values import Candidates, SearchRow
 from ..values.errors import DeviceLost
-from ..values.penalised_rows import NOTHING_AWAITED
-from ..values.sampling_params import PlainDraws, SampledRows, are_likeliest
+from ..values.sampling_params import NOTHING_AWAITED, PlainDraws, SampledRows, are_likeliest
 from ..values.token_logprobs import TokenLogprobs
 from .beam_candidates import find_candidates
 from .device.device_errors import fault_of, keep_until_end, lost_by

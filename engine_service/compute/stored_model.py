@@ -4,9 +4,7 @@ Owns which format that is, what is refused, and how the layers are cut into grou
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
 
-import structlog
 import torch
 
 from kvkeeper.kernels.cpu import compiled
@@ -15,17 +13,10 @@ from kvkeeper.kernels.errors import KernelArgumentError
 from kvkeeper.kernels.quantised.formats import FORMATS, KvFormat
 from kvkeeper.kernels.quantised.layout import QuantisedLayout
 
-from ..config import EngineConfig
 from ..model.checkpoint.errors import UnsupportedModelError
 from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup
 from ..model.stored_attention import tail_layers_of
-from .model_runner import ModelRunner
-
-if TYPE_CHECKING:
-    from .served_model import ServedModel
-
-log = structlog.get_logger()
 
 
 def format_for(kv_dtype: str, dtype: torch.dtype) -> KvFormat | None:
@@ -66,28 +57,3 @@ def prepare_for(model: Decoder, kv_format: KvFormat) -> None:
     """Compile what computes with this format on a CPU, before a request waits for it."""
     if compiled.serves(torch.empty(0, dtype=model.dtype, device=model.device)):
         prepare(kv_format)
-
-
-def stored_model(served: "ServedModel", model: Decoder, kv_format: KvFormat, config: EngineConfig) -> "ServedModel":
-    """The same with K and V in this format. Raises UnsupportedModelError for heads that the format cannot hold."""
-    if any(model.config.windows):
-        log.info("kv_windows_kept", message="layers with windows keep all tokens, because K and V are stored by --kv-dtype")
-    prepare_for(model, kv_format)
-    _, groups = stored_layout(model, kv_format, config.block_size, config.kv_tail_tokens)
-    whole = dataclasses.replace(
-        served,
-        layout=lambda block_size: stored_layout(model, kv_format, block_size, 0)[0],
-        make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout),
-        refuses_retention=f"a model whose K and V are stored in {kv_format.name}",
-        kv_format=kv_format.name,
-    )
-    if not groups or config.role != "both":
-        return whole
-    return dataclasses.replace(
-        whole,
-        layout=lambda block_size: stored_layout(model, kv_format, block_size, config.kv_tail_tokens)[0],
-        make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout, groups),
-        groups=groups,
-        whole=whole,
-        kv_format=f"{kv_format.name} with a tail of {config.kv_tail_tokens} tokens",
-    )

@@ -8,7 +8,8 @@ import torch
 
 from kvkeeper.kernels.attention.latent_attention import latent_layer
 from kvkeeper.kernels.attention.paged_attention_decode import DecodePlan, paged_attention_decode, plan_decode
-from kvkeeper.kernels.attention.paged_attention_prefill import PrefillPlan, paged_attention_prefill, plan_prefill
+from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill, plan_prefill
+from kvkeeper.kernels.attention.paged_rows import GatherPlan
 from kvkeeper.kernels.attention.retention import Retention
 from kvkeeper.kernels.scratch import Scratch
 from kvkeeper.kernels.store_kv import StorePlan, plan_store, store_kv
@@ -38,7 +39,7 @@ class PrefillRows:
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
-    plans: Mapping[int | None, PrefillPlan]
+    plans: Mapping[int | None, GatherPlan]
     retention: Retention | None
 
 

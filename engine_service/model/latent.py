@@ -115,7 +115,7 @@ def _prefill(
     rows: PrefillRows,
 ) -> torch.Tensor:
     plan = rows.plans[None]
-    sizes = [(chunk.last - chunk.first, len(chunk.kv_rows) // 2) for chunk in plan.chunks]  # none on CUDA
+    sizes = [(each.last - each.first, len(each.positions)) for each in plan.sequences]  # none on CUDA
     if sizes and widths.prefers_expanded(sizes):
         return expanded_prefill(torch.cat((q, q_rope), 2), kv_layer, weights.up, widths, scale=scale, plan=plan)
     found = latent_attention_prefill(

@@ -12,9 +12,10 @@ from typing import TypedDict
 
 import torch
 
-from kvkeeper.kernels.quantised.attention import QuantisedRows, plan_rows, quantised_decode, quantised_prefill
+from kvkeeper.kernels.quantised.attention import plan_rows, quantised_decode, quantised_prefill
 from kvkeeper.kernels.quantised.layout import QuantisedLayer, QuantisedLayout
-from kvkeeper.kernels.quantised.store import QuantisedSlots, plan_slots
+from kvkeeper.kernels.quantised.store import plan_slots
+from kvkeeper.kernels.types import QuantisedRows, QuantisedSlots
 
 MOST_TAILS = 12  # groups of layers: each has a table of every sequence, which a step has to handle
 _USUAL_TOKENS = 4096  # of a sequence that the tail's groups are cut for

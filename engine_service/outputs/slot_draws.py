@@ -10,8 +10,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..values.penalised_rows import NOTHING_AWAITED, PenalisedRows, penalties_of
-from ..values.sampling_params import LIKELIEST, PlainDraws, SampledRows, SamplingParams, draw_params
+from ..values.sampling_params import (
+    LIKELIEST,
+    NOTHING_AWAITED,
+    PenalisedRows,
+    PlainDraws,
+    SampledRows,
+    SamplingParams,
+    draw_params,
+    penalties_of,
+)
 
 
 class _Kind(IntEnum):

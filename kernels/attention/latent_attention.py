@@ -10,13 +10,16 @@ Prefill may go the other way: expanded_prefill makes keys and values of each hea
 product per token of the sequence, and saves the difference between a latent and a head's key for each pair of query and key.
 """
 
+from collections.abc import Iterator
+
 import torch
 
-from ..checks import on_cuda, require, slot_rows
-from .dense_attention import dense_attention
+from ..checks import on_cuda, require
+from .gathered import Gathered, attend_gathered
 from .latent_widths import LatentWidths
 from .paged_attention_decode import DecodePlan, paged_attention_decode, plan_decode
-from .paged_attention_prefill import PrefillPlan, calls_of, paged_attention_prefill
+from .paged_attention_prefill import paged_attention_prefill
+from .paged_rows import GatherPlan
 
 _OP = "latent_attention"
 
@@ -71,7 +74,7 @@ def latent_attention_prefill(
     *,
     scale: float,
     latent: int,
-    plan: PrefillPlan | None = None,
+    plan: GatherPlan | None = None,
 ) -> torch.Tensor:
     """Attend absorbed queries [T, num_heads, latent + rope] causally; arguments as in latent_attention_decode and
     paged_attention_prefill.
@@ -90,7 +93,7 @@ def latent_attention_prefill(
 
 
 def expanded_prefill(
-    q: torch.Tensor, kv_layer: torch.Tensor, up: torch.Tensor, widths: LatentWidths, *, scale: float, plan: PrefillPlan
+    q: torch.Tensor, kv_layer: torch.Tensor, up: torch.Tensor, widths: LatentWidths, *, scale: float, plan: GatherPlan
 ) -> torch.Tensor:
     """The same attention, with keys and values of each head made from the latents; on a CPU.
 
@@ -102,28 +105,16 @@ def expanded_prefill(
     Returns:
         [T, num_heads, value].
     """
+    return attend_gathered(q, _expanded(plan, kv_layer, up, widths), up.shape[0], scale=scale, value_size=widths.value)
+
+
+def _expanded(plan: GatherPlan, kv_layer: torch.Tensor, up: torch.Tensor, widths: LatentWidths) -> Iterator[Gathered]:
+    """Keys and values of each head, of each sequence's latents."""
     num_heads = up.shape[0]
-    rows = slot_rows(kv_layer, kv_layer.shape[4])
-    out = q.new_empty(len(q), num_heads, widths.value)
-    for chunk in plan.chunks:
-        latents = rows.index_select(0, chunk.kv_rows[: len(chunk.kv_rows) // 2])
-        made = torch.nn.functional.linear(latents[:, : widths.latent], up.flatten(0, 1)).unflatten(1, (num_heads, -1))
-        shared = latents[:, None, widths.latent :].expand(-1, num_heads, -1)
-        k = torch.cat((made[..., : widths.key], shared), 2).transpose(0, 1)
-        v = made[..., widths.key :].transpose(0, 1)
-        heads = q[chunk.first : chunk.last].transpose(0, 1)
-        for own, num_keys in calls_of(chunk.last - chunk.first, k.shape[1]):
-            attended = dense_attention(
-                heads[None, :, own],
-                k[None, :, :num_keys],
-                v[None, :, :num_keys],
-                None if chunk.mask is None else chunk.mask[own, :num_keys],
-                is_causal=chunk.mask is None,
-                scale=scale,
-                soft_cap=None,
-            )
-            out[chunk.first : chunk.last][own] = attended[0].transpose(0, 1)
-    return out
+    for each, keys, _ in plan.read(kv_layer):
+        latents, shared = keys[:, 0, : widths.latent], keys[..., widths.latent :].expand(-1, num_heads, -1)
+        made = torch.nn.functional.linear(latents, up.flatten(0, 1)).unflatten(1, (num_heads, -1))
+        yield each, torch.cat((made[..., : widths.key], shared), 2), made[..., widths.key :]
 
 
 def _require_latents(q: torch.Tensor, kv_layer: torch.Tensor, latent: int) -> None:

@@ -1,78 +1,42 @@
 """paged_attention_decode: one query per sequence over its block table, with grouped-query heads.
 
-On a CPU, sparse_decode.py computes float32. For other dtypes, the keys and values of a group of sequences are gathered with one
-index_select per layer, and torch's fused attention runs on them, the query heads of one KV head as the rows of one small
-matrix. The slots to read are the same for all layers and are planned once per step. Sequences of similar length share a group,
-because a group is padded to its longest.
+On a CPU the compiled kernel reads float32 in place. Where it does not serve, keys and values are gathered, as for a prefill of
+one query each (gathered.py).
 """
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ..checks import on_cuda, require, require_index, require_kv_layer, require_sink_logits, slot_rows
+from ..checks import on_cuda, require, require_index, require_kv_layer, require_sink_logits
 from ..cpu import compiled
 from ..cpu.attention import DirectDecode, direct_decode
-from ..layout import NULL_BLOCK_ID
 from ..scratch import Scratch
-from .dense_attention import dense_attention
-from .paged_rows import Int64Array, kv_slot_rows, require_tables
-from .retention import Retention, kept_of, require_retention
-from .sparse_decode import SparseDecode, sparse_decode
+from ..types import Int64Array
+from .gathered import attend_gathered, plan_sequences
+from .paged_rows import GatherPlan, plan_gather, require_tables
+from .retention import Kept, Retention, kept_of, require_retention
 
 if TYPE_CHECKING:
     from ..gpu.decode_work import DecodeWork
 
 _OP = "paged_attention_decode"
 
-# Measured at 16 to 64 sequences. A further group is three more torch calls in every layer: padding of this many
-# elements of K and V costs the same. A group of more than a few megabytes leaves the caches between gather and use.
-_PADDING_ELEMENTS = 1 << 17
-_GROUP_ELEMENTS = 1 << 20
-_MOST_SPARSE_TOKENS = 1 << 17  # of all sequences: the index of a sparse product has an entry for each of them and each head
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """n sequences of similar length, first <= position in DecodePlan.order < last, padded to T tokens.
-
-    Attributes:
-        kv_rows: int64 [2 * n * T], slots of a layer: all keys, then all values. Padding repeats the sequence's last
-            slot, so that every slot that is read was written before.
-        mask: [n, 1, 1, T], 0 or -inf, the query's dtype; None: no padding.
-        sinks: bool [n, 1, 1, most sinks], True for first keys that are sinks that the window has left; None: none.
-    """
-
-    first: int
-    last: int
-    kv_rows: torch.Tensor
-    mask: torch.Tensor | None
-    sinks: torch.Tensor | None = None
-
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """The slots that a step's decode attention reads, for one window; the same for all layers.
+    """What a step's decode attention reads, for one window; the same for all layers.
 
     Attributes:
-        groups: together they cover every sequence once.
-        order, inverse: int64 [S], the sequences by length and back, or None where their order is kept.
-        empty: int64 indices of sequences of length 0, whose output is zero, or None.
-        scratch: memory to gather into.
-        sparse, direct: read instead of groups, which are empty then; None: groups are read.
-        work: on CUDA, where there are no groups: which program takes what; None: each sequence has its own.
+        scratch: memory that the op may use.
+        read: on a CPU the tables as the compiled kernel reads them, or the slots to gather; None on CUDA.
+        work: on CUDA, which program takes what; None: each sequence has its own.
     """
 
-    groups: tuple[DecodeGroup, ...]
-    order: torch.Tensor | None
-    inverse: torch.Tensor | None
-    empty: torch.Tensor | None
     scratch: Scratch
-    sparse: SparseDecode | None = None
-    direct: DirectDecode | None = None
+    read: DirectDecode | GatherPlan | None = None
     work: "DecodeWork | None" = None
 
 
@@ -85,10 +49,9 @@ def plan_decode(
     scratch: Scratch | None = None,
     retention: Retention | None = None,
 ) -> DecodePlan:
-    """Plan the gather for block_tables [S, max_blocks] and seq_lens [S]; `dtype` is the queries'.
+    """Plan decode for block_tables [S, max_blocks] and seq_lens [S]; `dtype` is the queries'.
 
-    With retention, sequences that do not see all their keys have groups of their own, sinks before window, at no cost to the
-    others. On CUDA nothing is gathered: the plan has the work list, which the device makes, and the scratch.
+    On CUDA the plan has the work list, which the device makes, and the scratch.
     """
     require_index(_OP, "block_tables", block_tables, 2)
     require_index(_OP, "seq_lens", seq_lens, 1)
@@ -98,61 +61,26 @@ def plan_decode(
 
         is_latent = kv_layer.stride(1) == 0  # of latent_attention, whose kernel reads each sequence by itself
         work = plan_work(block_tables, seq_lens, kv_layer, window, retention, may_share=not is_latent)
-        return DecodePlan((), None, None, None, scratch or Scratch(seq_lens.device), work=work)
+        return DecodePlan(scratch or Scratch(seq_lens.device), work=work)
     tables, lens = block_tables.numpy().astype(np.int64), seq_lens.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)
-    kept = kept_of(_OP, retention, lens)
-    if kept is None and dtype is torch.float32 and compiled.serves(kv_layer):
-        num_keys = int((lens if window is None else np.minimum(lens, window)).sum())
-        direct = DirectDecode(block_tables.int().contiguous(), seq_lens.int().contiguous(), window, num_keys)
-        return DecodePlan((), None, None, None, scratch or Scratch(), direct=direct)
-    starts = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0)
-    spans = lens - starts
+    kept, scratch = kept_of(_OP, retention, lens), scratch or Scratch()
+    if dtype is torch.float32 and compiled.serves(kv_layer):
+        return DecodePlan(scratch, _plan_direct(block_tables, seq_lens, lens, window, kept))
+    sequences = plan_sequences(lens, np.arange(len(lens) + 1), dtype, window, kept)
+    return DecodePlan(scratch, plan_gather(sequences, tables, kv_layer, scratch))
+
+
+def _plan_direct(
+    block_tables: torch.Tensor, seq_lens: torch.Tensor, lens: Int64Array, window: int | None, kept: Kept | None
+) -> DirectDecode:
+    starts = np.zeros(len(lens), np.int64) if window is None else np.maximum(lens - window, 0)
+    sinks = np.zeros(len(lens), np.int64)
     if kept is not None:
-        starts = np.where(kept.windows > 0, lens - kept.windows, starts)
-        spans = kept.sinks + lens - starts
-    if dtype is torch.float32 and spans.sum() <= _MOST_SPARSE_TOKENS:
-        own_sinks = kept.sinks if kept is not None and kept.sinks.any() else None
-        sparse = SparseDecode(tables, starts, lens, kv_layer, own_sinks)
-        return DecodePlan((), None, None, None, scratch or Scratch(), sparse)
-    empty = np.flatnonzero(lens == 0)
-    if len(empty):  # one slot is read for them and thrown away: let it be the null block's
-        tables = np.pad(tables, ((0, 0), (0, 1)))
-        tables[empty] = NULL_BLOCK_ID
-    slot_elements = 2 * kv_layer.shape[3] * kv_layer.shape[4]
-    spans = np.maximum(spans, 1)
-    if kept is None:
-        order = np.argsort(-spans, kind="stable")
-        bounds = _group_bounds(spans[order], slot_elements)
-    else:
-        order = np.lexsort((-spans, kept.windows > 0))
-        num_whole = int(np.count_nonzero(kept.windows == 0))
-        bounds = _group_bounds(spans[order[:num_whole]], slot_elements) if num_whole else [0]
-        bounds += [num_whole + bound for bound in _group_bounds(spans[order[num_whole:]], slot_elements)[1:]]
-    if reordered := len(bounds) > 2:
-        inverse = np.argsort(order)
-    else:  # one group: no reason to reorder queries and outputs in every layer
-        order = np.arange(len(lens))
-    groups = []
-    for first, last in itertools.pairwise(bounds):
-        members = order[first:last]
-        steps, last_steps = np.arange(spans[members].max()), spans[members, None] - 1
-        places, sinks = np.minimum(steps, last_steps), None
-        positions = starts[members, None] + places
-        if kept is not None and (num_sinks := int(kept.sinks[members].max())):
-            own = kept.sinks[members, None]
-            positions = np.where(places < own, places, positions - own)
-            sinks = torch.from_numpy(steps[:num_sinks] < own)[:, None, None]
-        dead = torch.from_numpy(steps > last_steps)
-        mask = torch.zeros(dead.shape, dtype=dtype).masked_fill_(dead, -torch.inf)[:, None, None] if dead.any() else None
-        groups.append(DecodeGroup(first, last, kv_slot_rows(tables[members], positions, kv_layer), mask, sinks))
-    return DecodePlan(
-        groups=tuple(groups),
-        order=torch.from_numpy(order) if reordered else None,
-        inverse=torch.from_numpy(inverse) if reordered else None,
-        empty=torch.from_numpy(empty) if len(empty) else None,
-        scratch=scratch or Scratch(),
-    )
+        starts, sinks = np.where(kept.windows > 0, lens - kept.windows, starts), kept.sinks
+    columns = torch.from_numpy(np.stack((starts, sinks)).astype(np.int32))
+    num_keys = int((lens - starts + sinks).sum())
+    return DirectDecode(block_tables.int().contiguous(), seq_lens.int().contiguous(), columns[0], columns[1], num_keys)
 
 
 def paged_attention_decode(
@@ -210,56 +138,16 @@ def paged_attention_decode(
         require(block_tables.stride(1) == 1, _OP, "block_tables", "must be contiguous in their last dimension")
         options = Options(scale, window, soft_cap, retention, q_sink, sink_logits)
         return gpu.paged_attention_decode(q, kv_layer, block_tables, seq_lens, options, plan.scratch, plan.work)
-    if plan.direct is not None:
-        q = q if q.stride()[1:] == (head_dim, 1) else q.contiguous()
-        return direct_decode(q, kv_layer, plan.direct, scale=scale, soft_cap=soft_cap, sink_logits=sink_logits)
-    if plan.sparse is not None:
-        return sparse_decode(q, kv_layer, plan.sparse, scale=scale, soft_cap=soft_cap, q_sink=q_sink, sink_logits=sink_logits)
-    if plan.order is not None:
-        q = q.index_select(0, plan.order)
-        q_sink = None if q_sink is None else q_sink.index_select(0, plan.order)
-    slot_len = num_kv_heads * head_dim
-    rows = slot_rows(kv_layer, slot_len)
-    grouped = q.unflatten(1, (num_kv_heads, -1))  # [S, num_kv_heads, group, head_dim]
-    grouped_sink = None if q_sink is None else q_sink.unflatten(1, (num_kv_heads, -1))
-    head_logits = None if sink_logits is None else sink_logits.view(num_kv_heads, -1, 1)
-    outs = []
-    for group in plan.groups:
-        gathered = plan.scratch.take(group.kv_rows.numel() * slot_len, q.dtype).view(-1, slot_len)
-        torch.index_select(rows, 0, group.kv_rows, out=gathered)
-        kv = gathered.view(2, group.last - group.first, -1, num_kv_heads, head_dim).transpose(2, 3)
-        part = slice(group.first, group.last)
-        outs.append(
-            dense_attention(
-                grouped[part],
-                kv[0],
-                kv[1],
-                group.mask,
-                is_causal=False,
-                scale=scale,
-                soft_cap=soft_cap,
-                q_sink=None if grouped_sink is None else grouped_sink[part],
-                sinks=group.sinks,
-                sink_logits=head_logits,
-            )
-        )
-    out = (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1, 2)
-    if plan.inverse is not None:
-        out = out.index_select(0, plan.inverse)
-    return out if plan.empty is None else out.index_fill_(0, plan.empty, 0)
-
-
-def _group_bounds(spans: Int64Array, slot_elements: int) -> list[int]:
-    """Cut spans, longest first, where a group would grow too large or pad too much: beyond the allowance, and beyond
-    an eighth of its use.
-    """
-    most_padding, most_tokens = _PADDING_ELEMENTS // slot_elements, _GROUP_ELEMENTS // slot_elements
-    bounds, first, used = [0], 0, 0
-    for index, span in enumerate(spans.tolist()):
-        used += span
-        padded = (index + 1 - first) * int(spans[first])
-        if index > first and (padded > most_tokens or padded - used > max(most_padding, used // 8)):
-            bounds.append(index)
-            first, used = index, span
-    bounds.append(len(spans))
-    return bounds
+    if isinstance(plan.read, DirectDecode):
+        return direct_decode(q, kv_layer, plan.read, scale=scale, soft_cap=soft_cap, q_sink=q_sink, sink_logits=sink_logits)
+    assert plan.read is not None, "planned on a CPU"
+    return attend_gathered(
+        q,
+        plan.read.read(kv_layer),
+        num_kv_heads,
+        scale=scale,
+        value_size=head_dim,
+        soft_cap=soft_cap,
+        q_sink=q_sink,
+        sink_logits=sink_logits,
+    )

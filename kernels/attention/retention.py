@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..checks import require, require_index
-from .paged_rows import Int64Array
+from ..types import Int64Array
 
 Retention = tuple[torch.Tensor, torch.Tensor]  # sink_lens, window_lens: int32 [S], 0 or more; window 0: all is kept
 

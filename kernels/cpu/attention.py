@@ -6,20 +6,25 @@ import torch
 
 from .launch import Launcher
 
-_ALL_KEYS = 1 << 62
-_attend = Launcher("attend_decode", "q" * 14 + "ddqq")
+_attend = Launcher("attend_decode", "q" * 17 + "ddqq")
 
 
 @dataclass(frozen=True, slots=True)
 class DirectDecode:
-    """The block tables as the kernel reads them: int32 [S, max_blocks] and [S], proved to stay in the arena.
+    """What the kernel reads, proved to stay in the arena.
 
-    num_keys: that all queries see together.
+    Sequence s sees its tokens [0, sinks[s]) and [starts[s], seq_lens[s]).
+
+    Attributes:
+        block_tables: int32 [S, max_blocks].
+        seq_lens, starts, sinks: int32 [S], contiguous.
+        num_keys: that all queries see together.
     """
 
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
-    window: int | None
+    starts: torch.Tensor
+    sinks: torch.Tensor
     num_keys: int
 
 
@@ -30,23 +35,29 @@ def direct_decode(
     *,
     scale: float,
     soft_cap: float | None,
+    q_sink: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend q [S, num_heads, head_dim], float32, as paged_attention_decode does. A sequence that sees nothing gets zeros."""
     num_seqs, num_heads, size = q.shape
     _, _, block_size, num_kv_heads, _ = kv_layer.shape
+    q = _with_whole_rows(q)
+    q_sink = q if q_sink is None else _with_whole_rows(q_sink)
     out = torch.empty(q.shape)
     _attend(
         plan.num_keys * num_heads * size,
         q.data_ptr(),
         q.stride(0),
+        q_sink.data_ptr(),
+        q_sink.stride(0),
         kv_layer.data_ptr(),
         kv_layer.stride(0),
         kv_layer.stride(1),
         plan.block_tables.data_ptr(),
         plan.block_tables.stride(0),
         plan.seq_lens.data_ptr(),
-        plan.window or _ALL_KEYS,
+        plan.starts.data_ptr(),
+        plan.sinks.data_ptr(),
         num_seqs,
         num_heads,
         num_kv_heads,
@@ -58,3 +69,8 @@ def direct_decode(
         0 if sink_logits is None else sink_logits.data_ptr(),
     )
     return out
+
+
+def _with_whole_rows(q: torch.Tensor) -> torch.Tensor:
+    """q, with the heads of a row behind each other."""
+    return q if q.stride()[1:] == (q.shape[2], 1) else q.contiguous()

@@ -442,38 +442,48 @@ def _end_rows(totals, row_at, num_rows, size):
 
 @_kernel
 def attend_decode(data):
-    """out [S, N, D]: one query each, q [S, N, D], over the last `window` keys of its block table; see the launcher."""
-    args, numbers = carray(data, (20,), np.int64), carray(data, (20,), np.float64)
-    q_at, q_stride, layer_at, block_stride, kv_stride = args[2], args[3], args[4], args[5], args[6]
-    tables_at, table_stride, lens_at, window = args[7], args[8], args[9], args[10]
-    num_seqs, num_heads, num_kv_heads, size, block_size = args[11], args[12], args[13], args[14], args[15]
-    scale, cap, out_at, logits_at = np.float32(numbers[16]), np.float32(numbers[17]), args[18], args[19]
+    """out [S, N, D]: one query each, over its first keys, the sinks, and those from `starts` on; see the launcher.
+
+    q [S, N, D] scores the latter, and another query like it the sinks.
+    """
+    args, numbers = carray(data, (23,), np.int64), carray(data, (23,), np.float64)
+    q_at, q_stride, sink_q_at, sink_q_stride = args[2], args[3], args[4], args[5]
+    layer_at, block_stride, kv_stride, tables_at, table_stride = args[6], args[7], args[8], args[9], args[10]
+    num_seqs, num_heads, num_kv_heads, size, block_size = args[14], args[15], args[16], args[17], args[18]
+    scale, cap, out_at, logits_at = np.float32(numbers[19]), np.float32(numbers[20]), args[21], args[22]
     group, slot = num_heads // num_kv_heads, num_kv_heads * size
-    lens = _int32s(lens_at, num_seqs)
-    share_first, share_last = _share_of_keys(args, _count_keys(lens, window) * num_kv_heads)
+    lens, starts, sinks = _int32s(args[11], num_seqs), _int32s(args[12], num_seqs), _int32s(args[13], num_seqs)
+    num_keys = np.int64(0)
+    for seq in range(num_seqs):
+        num_keys += np.int64(lens[seq]) - starts[seq] + sinks[seq]
+    share_first, share_last = _share_of_keys(args, num_keys * num_kv_heads)
     scores = np.empty(num_heads * _TILE, np.float32)
     highest, totals = np.empty(num_heads, np.float32), np.empty(num_heads, np.float32)
     begin = np.int64(0)
     for seq in range(num_seqs):
-        length = np.int64(lens[seq])
-        start = max(np.int64(0), length - window)
-        first_head, heads = _own_heads(begin, length - start, num_kv_heads, share_first, share_last)
-        begin += (length - start) * num_kv_heads
+        length, start, sink = np.int64(lens[seq]), np.int64(starts[seq]), np.int64(sinks[seq])
+        first_head, heads = _own_heads(begin, length - start + sink, num_kv_heads, share_first, share_last)
+        begin += (length - start + sink) * num_kv_heads
         if heads == 0:
             continue
-        first_row = seq * num_heads + first_head * group
-        query_at, row_at = q_at + (seq * q_stride + first_head * group * size) * 4, out_at + first_row * size * 4
-        keys_at = layer_at + first_head * size * 4
+        own_heads = first_head * group
+        row_at, keys_at = out_at + (seq * num_heads + own_heads) * size * 4, layer_at + first_head * size * 4
+        values_at = keys_at + kv_stride * 4
         table = _int32s(tables_at + seq * table_stride * 4, (length + block_size - 1) // block_size)
-        own_logits_at = logits_at + first_head * group * 4 if logits_at != 0 else logits_at
+        own_logits_at = logits_at + own_heads * 4 if logits_at != 0 else logits_at
         _begin_rows(highest, totals, own_logits_at, row_at, heads * group, size)
-        for first in range(start, length, _TILE):
-            last = min(first + _TILE, length)
-            _scores(scores, query_at, keys_at, table, first, last, block_stride, block_size, slot, size, heads, group)
-            have_seen = first > start or logits_at != 0
-            _weights(scores, last - first, highest, totals, row_at, heads * group, size, scale, cap, have_seen)
-            values_at = keys_at + kv_stride * 4
-            _weigh(scores, row_at, values_at, table, first, last, block_stride, block_size, slot, size, heads, group)
+        have_seen = logits_at != 0
+        for part in range(2):
+            if part == 0:
+                query_at, position, end = sink_q_at + (seq * sink_q_stride + own_heads * size) * 4, np.int64(0), sink
+            else:
+                query_at, position, end = q_at + (seq * q_stride + own_heads * size) * 4, start, length
+            for first in range(position, end, _TILE):
+                last = min(first + _TILE, end)
+                _scores(scores, query_at, keys_at, table, first, last, block_stride, block_size, slot, size, heads, group)
+                _weights(scores, last - first, highest, totals, row_at, heads * group, size, scale, cap, have_seen)
+                _weigh(scores, row_at, values_at, table, first, last, block_stride, block_size, slot, size, heads, group)
+                have_seen = True
         if length > start:
             _end_rows(totals, row_at, heads * group, size)
 

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..penalise_counted import CountedTensors
+from ..types import CountedTensors
 from .sizes import cdiv
 
 _COLS = 1024

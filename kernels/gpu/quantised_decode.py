@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..quantised.attention import QuantisedRows
 from ..quantised.layout import QuantisedLayer
+from ..types import QuantisedRows
 from .attention_tiles import NO_WINDOW, Options, begin_rows
 from .decode_work import DecodeWork, plan_work, visible_tiles
 from .paged_attention_decode import merge_items

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..quantised.formats import FP8
 from ..quantised.layout import QuantisedLayer
-from ..quantised.store import QuantisedSlots
+from ..types import QuantisedSlots
 from .sizes import power_of_2, warps_for
 
 _ROUND: tl.constexpr = tl.constexpr(12582912.0)

@@ -2,52 +2,26 @@
 
 One call reads both: each block of a sequence is read from its page of the tail if the tail's table names one, else as it is
 stored. On a CPU, compiled kernels read stored elements in place for decode; all else makes numbers of a sequence's K and V
-first and runs torch's fused attention on them. Windows, soft caps and sink logits are those of paged_attention_decode;
-retention is not served.
+first (see attention/gathered.py). Windows, soft caps and sink logits are those of paged_attention_decode; retention is not
+served.
 """
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from ..attention.dense_attention import dense_attention
+from ..attention.gathered import Gathered, attend_gathered, plan_sequences, require_starts
 from ..attention.paged_rows import require_tables
 from ..checks import on_cuda, require, require_index, require_sink_logits
 from ..cpu import compiled
 from ..cpu import quantised as fast
 from ..cpu.quantised import DirectTables
+from ..types import QuantisedRows
 from .layout import QuantisedLayer
 from .read_kv import read_kv
 
-if TYPE_CHECKING:
-    from ..gpu.decode_work import DecodeWork
-
 _OP = "quantised_attention"
-_MOST_QUERIES = 64  # of one call of torch's attention, see paged_attention_prefill
-
-
-@dataclass(frozen=True, slots=True)
-class QuantisedRows:
-    """The tables of a step's rows, checked once for all layers; made by plan_rows.
-
-    Attributes:
-        block_tables: int32 [S, max_blocks] of stored blocks.
-        tail_tables: int32 [S, max_blocks] of pages, 0 where there is none; None: there is no tail.
-        seq_lens: int32 [S].
-        query_start_loc: int32 [S + 1]; None: each row has one query.
-        lens, locs: seq_lens and query_start_loc as numbers, on a CPU.
-        works: by window the work list of decode on a device, once a layer has made it.
-    """
-
-    block_tables: torch.Tensor
-    tail_tables: torch.Tensor | None
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor | None
-    lens: tuple[int, ...] = ()
-    locs: tuple[int, ...] = ()
-    works: "dict[int | None, DecodeWork | None]" = field(default_factory=dict)
 
 
 def plan_rows(
@@ -69,25 +43,20 @@ def plan_rows(
         fits = tail_tables.shape == block_tables.shape
         require(fits, _OP, "tail_tables", "must be {} like block_tables, are {}", block_tables.shape, tail_tables.shape)
         tail_tables = tail_tables.int().contiguous()
-    rows = QuantisedRows(block_tables.int().contiguous(), tail_tables, seq_lens.int().contiguous(), query_start_loc)
+    lens_there = seq_lens.int().contiguous()
+    tables = block_tables.int().contiguous()
     if on_cuda(_OP, seq_lens):
-        return rows
+        return QuantisedRows(tables, tail_tables, lens_there, query_start_loc)
     lens = seq_lens.numpy().astype(np.int64)
-    for tables in (block_tables, tail_tables):
-        if tables is not None:
-            require_tables(_OP, tables.numpy().astype(np.int64), lens, layer.elements)
-    locs: tuple[int, ...] = ()
+    for each in (block_tables, tail_tables):
+        if each is not None:
+            require_tables(_OP, each.numpy().astype(np.int64), lens, layer.elements)
+    locs = np.arange(len(lens) + 1)
     if query_start_loc is not None:
         require_index(_OP, "query_start_loc", query_start_loc, 1)
-        starts = query_start_loc.numpy().astype(np.int64)
-        counts = np.diff(starts)
-        fits = len(starts) == len(lens) + 1 and starts[0] == 0 and bool((counts >= 0).all())
-        require(fits, _OP, "query_start_loc", "must rise from 0, with one entry more than there are sequences")
-        require(bool((counts <= lens).all()), _OP, "seq_lens", "must count the queries in")
-        locs = tuple(starts.tolist())
-    return QuantisedRows(
-        rows.block_tables, tail_tables, rows.seq_lens, query_start_loc, tuple(int(length) for length in lens), locs
-    )
+        locs = query_start_loc.numpy().astype(np.int64)
+        require_starts(_OP, locs, lens)
+    return QuantisedRows(tables, tail_tables, lens_there, query_start_loc, lens, locs)
 
 
 def quantised_decode(
@@ -115,27 +84,19 @@ def quantised_decode(
 
         return gpu.quantised_decode(q, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sink_logits=sink_logits)
     if compiled.serves(q):
-        num_keys = sum(rows.lens) if window is None else sum(min(length, window) for length in rows.lens)
+        assert rows.lens is not None, "planned on a CPU"
+        num_keys = int((rows.lens if window is None else np.minimum(rows.lens, window)).sum())
         tables = DirectTables(rows.block_tables, rows.tail_tables, rows.seq_lens, num_keys)
         return fast.decode(q, layer, tables, scale=scale, window=window, soft_cap=soft_cap, sink_logits=sink_logits)
-    out = torch.zeros_like(q)
-    for seq, length in enumerate(rows.lens):
-        if length:
-            first = 0 if window is None else max(length - window, 0)
-            k, v = _read(layer, rows, seq, first, length)
-            heads = q[seq].unflatten(0, (layer.layout.num_kv_heads, -1))  # [num_kv_heads, group, head_dim]
-            attended = dense_attention(
-                heads,
-                k.transpose(0, 1),
-                v.transpose(0, 1),
-                None,
-                is_causal=False,
-                scale=scale,
-                soft_cap=soft_cap,
-                sink_logits=None if sink_logits is None else sink_logits.view(layer.layout.num_kv_heads, -1, 1),
-            )
-            out[seq] = attended.flatten(0, 1)
-    return out
+    return attend_gathered(
+        q,
+        _read(layer, rows, window),
+        layer.layout.num_kv_heads,
+        scale=scale,
+        value_size=q.shape[2],
+        soft_cap=soft_cap,
+        sink_logits=sink_logits,
+    )
 
 
 def quantised_prefill(
@@ -162,45 +123,32 @@ def quantised_prefill(
         from ..gpu import quantised_prefill as gpu
 
         return gpu.quantised_prefill(q, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sink_logits=sink_logits)
+    assert rows.locs is not None, "planned on a CPU"
     require(rows.locs[-1] <= q.shape[0], _OP, "query_start_loc", "names {} queries of {}", rows.locs[-1], q.shape[0])
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    num_kv_heads = layer.layout.num_kv_heads
-    group = q.shape[1] // num_kv_heads
-    for seq, length in enumerate(rows.lens):
-        begin, end = rows.locs[seq], rows.locs[seq + 1]
-        if begin == end:
-            continue
-        position = length - (end - begin)  # of the first query
-        first = 0 if window is None else max(position - window + 1, 0)
-        k, v = (side.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for side in _read(layer, rows, seq, first, length))
-        heads = q[begin:end].unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
-        for at in range(0, end - begin, _MOST_QUERIES):
-            last = min(at + _MOST_QUERIES, end - begin)
-            num_keys = position + last - first  # that the last of these queries sees
-            ahead = torch.arange(first, first + num_keys) - torch.arange(position + at, position + last)[:, None]
-            dead = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
-            mask = torch.zeros(dead.shape, dtype=q.dtype).masked_fill_(dead, -torch.inf)
-            attended = dense_attention(
-                heads[:, :, at:last],
-                k[:, :, :num_keys],
-                v[:, :, :num_keys],
-                mask,
-                is_causal=False,
-                scale=scale,
-                soft_cap=soft_cap,
-                sink_logits=None if sink_logits is None else sink_logits.view(num_kv_heads, group, 1, 1),
-            )
-            out[begin + at : begin + last] = attended.permute(2, 0, 1, 3).flatten(1, 2)
-    return out
+    return attend_gathered(
+        q,
+        _read(layer, rows, window),
+        layer.layout.num_kv_heads,
+        scale=scale,
+        value_size=q.shape[2],
+        soft_cap=soft_cap,
+        sink_logits=sink_logits,
+    )
 
 
-def _read(layer: QuantisedLayer, rows: QuantisedRows, seq: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V [end - first, num_kv_heads, head_dim] of a row's tokens, in the layout's dtype."""
-    tails = None if rows.tail_tables is None else rows.tail_tables[seq]
-    if layer.layout.dtype is torch.float32 and compiled.serves(torch.empty(0)):
-        k, v = fast.read(layer, rows.block_tables[seq], tails, first, end - first)
-        return k, v
-    return read_kv(layer, rows.block_tables[seq], tails, torch.arange(first, end), layer.layout.dtype)
+def _read(layer: QuantisedLayer, rows: QuantisedRows, window: int | None) -> Iterator[Gathered]:
+    """K and V that each row's queries see, in the layout's dtype."""
+    dtype = layer.layout.dtype
+    if window not in rows.gathers:
+        assert rows.lens is not None, "planned on a CPU"
+        assert rows.locs is not None, "planned on a CPU"
+        rows.gathers[window] = plan_sequences(rows.lens, rows.locs, dtype, window)
+    for each in rows.gathers[window]:
+        table, tails = rows.block_tables[each.seq], None if rows.tail_tables is None else rows.tail_tables[each.seq]
+        if dtype is torch.float32 and compiled.serves(torch.empty(0)):
+            yield each, *fast.read(layer, table, tails, int(each.positions[0]), len(each.positions))
+        else:
+            yield each, *read_kv(layer, table, tails, torch.from_numpy(each.positions), dtype)
 
 
 def _require_queries(q: torch.Tensor, layer: QuantisedLayer, num_seqs: int | None) -> None:

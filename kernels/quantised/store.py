@@ -5,8 +5,6 @@ skipped. Each token goes into its slot of the stored blocks, and as it was compu
 one.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from ..activations.rms_norm import rms_norm
@@ -14,23 +12,11 @@ from ..activations.rotary import require_tables, rotary
 from ..checks import on_cuda, require, require_index
 from ..cpu import compiled
 from ..cpu import quantised as fast
+from ..types import QuantisedSlots
 from .formats import quantise
 from .layout import QuantisedLayer
 
 _OP = "store_quantised"
-
-
-@dataclass(frozen=True, slots=True)
-class QuantisedSlots:
-    """Where a step's tokens go, the same for all layers; made by plan_slots.
-
-    Attributes:
-        stored: int64 [T], slots of stored blocks; negative: not written. No slot twice.
-        tail: int64 [T], slots of the tail's pages, likewise; None: there is no tail.
-    """
-
-    stored: torch.Tensor
-    tail: torch.Tensor | None
 
 
 def plan_slots(stored: torch.Tensor, tail: torch.Tensor | None, layer: QuantisedLayer) -> QuantisedSlots:

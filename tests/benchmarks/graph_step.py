@@ -25,8 +25,14 @@ from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, c
 from kvkeeper.engine_service.compute.model_runner import ModelRunner
 from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
 from kvkeeper.engine_service.scheduler.work import Work
-from kvkeeper.engine_service.values.penalised_rows import PenalisedRows
-from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, PlainDraws, SamplingParams, SamplingRow
+from kvkeeper.engine_service.values.sampling_params import (
+    GREEDY,
+    LIKELIEST,
+    PenalisedRows,
+    PlainDraws,
+    SamplingParams,
+    SamplingRow,
+)
 from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.scratch import Scratch

@@ -23,11 +23,12 @@ from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks
-from kvkeeper.kernels.penalise_counted import CountedTensors, penalise_counted
+from kvkeeper.kernels.penalise_counted import penalise_counted
 from kvkeeper.kernels.philox import uniforms_there
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
+from kvkeeper.kernels.types import CountedTensors
 from tests.gpu import family_kernels, stored_kernels
 from tests.gpu.checks import Check, text_of
 from tests.gpu.far import far_pool

@@ -28,8 +28,7 @@ from kvkeeper.engine_service.model.decoder import Decoder
 from kvkeeper.engine_service.model.layer_groups import LayerGroup, group_layers
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.batch import Batch
-from kvkeeper.engine_service.values.penalised_rows import PenalisedRows
-from kvkeeper.engine_service.values.sampling_params import PlainDraws, SamplingParams, SamplingRow
+from kvkeeper.engine_service.values.sampling_params import PenalisedRows, PlainDraws, SamplingParams, SamplingRow
 from kvkeeper.kernels.attention.paged_attention_decode import plan_decode
 from tests.gpu.checks import Check, keep_text, text_of
 from tests.gpu.family_models import FAMILIES, write_family

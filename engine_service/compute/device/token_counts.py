@@ -18,7 +18,7 @@ import torch
 
 from kvkeeper.kernels.penalise_counted import IN_PROMPT, ONE_MORE
 
-from ...values.penalised_rows import NOTHING_AWAITED, PenalisedRows
+from ...values.sampling_params import NOTHING_AWAITED, PenalisedRows
 from .upload import at_device
 
 _MOST_BYTES = 1 << 27  # on the device: 256 slots of a vocabulary of 131,072, or 512 where sequences are short

@@ -13,12 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvkeeper.kernels.attention.paged_rows import Int64Array
-from kvkeeper.kernels.penalise_counted import CountedTensors
+from kvkeeper.kernels.types import CountedTensors, Int64Array
 
 from ...values.batch import Batch
-from ...values.penalised_rows import penalties_of
-from ...values.sampling_params import GREEDY, PlainDraws, draw_params
+from ...values.sampling_params import GREEDY, PlainDraws, draw_params, penalties_of
 from ..device.device_queue import DeviceQueue
 from ..device.token_counts import CountedRows
 from ..device.upload import Stage, Staged

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from ...values.batch import Batch, BatchRetention
-from ...values.penalised_rows import PenalisedRows
-from ...values.sampling_params import GREEDY, PlainDraws, SamplingParams, SamplingRow
+from ...values.sampling_params import GREEDY, PenalisedRows, PlainDraws, SamplingParams, SamplingRow
 from ..device.last_tokens import LastTokens
 from ..device.token_counts import TokenCounts
 from ..sampler import draw, sample

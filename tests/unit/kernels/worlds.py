@@ -6,7 +6,8 @@ import torch
 
 from kvkeeper.kernels.attention.latent_attention import latent_layer
 from kvkeeper.kernels.layout import KvLayout
-from kvkeeper.kernels.penalise_counted import ONE_MORE, CountedTensors
+from kvkeeper.kernels.penalise_counted import ONE_MORE
+from kvkeeper.kernels.types import CountedTensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvkeeper.engine_service.compute.device.token_counts import Counted, TokenCounts
-from kvkeeper.engine_service.values.penalised_rows import NOTHING_AWAITED, PenalisedRows
+from kvkeeper.engine_service.values.sampling_params import NOTHING_AWAITED, PenalisedRows
 from kvkeeper.kernels.penalise_counted import IN_PROMPT, ONE_MORE
 
 VOCAB, NUM_ROWS, MOST = 7, 6, 40

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode, plan_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
-from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
 from tests.unit.kernels.worlds import edge_lengths, make_world, random_queries
 
@@ -55,26 +54,12 @@ def test_both_in_each_dtype_and_block_size(dtype, block_size):
     check_prefill(make_world(lengths, block_size=block_size, dtype=dtype), [-(-n // 2) for n in lengths], 4)
 
 
-@pytest.fixture
-def gathering(monkeypatch):
-    """Lets no step be small enough for sparse products, and no compiled kernel read keys in place."""
-    monkeypatch.setattr(compiled, "_kernels", None)
-    monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_decode._MOST_SPARSE_TOKENS", -1)
-
-
-@pytest.mark.parametrize("group", [1, 2, 5])
-@pytest.mark.parametrize("window", [None, 1, 5])
-def test_decode_by_gathering(gathering, group, window):
-    check_decode(make_world([1, *edge_lengths(4)]), 2 * group, window)
-    check_decode(make_world([1, *edge_lengths(4)]), 2 * group, window, soft_cap=0.5)
-
-
 def test_decode_without_any_token_is_zero():
     check_decode(make_world([0, 0]), 4)
 
 
 def test_one_plan_serves_every_layer_and_number_of_heads():
-    """The next layer reads nothing of the layer before, though they share the memory of their scores."""
+    """The next layer reads nothing of the layer before, though they share memory."""
     one, other = make_world([9, 4, 13], seed=1), make_world([9, 4, 13], seed=2)
     other.block_tables.copy_(one.block_tables)
     plan = plan_decode(one.block_tables, one.seq_lens, one.layer, torch.float32, None)
@@ -83,16 +68,6 @@ def test_one_plan_serves_every_layer_and_number_of_heads():
         args = (random_queries(3, num_heads, 8), world.layer, one.block_tables, one.seq_lens)
         expected = reference.paged_attention_decode(*args, scale=SCALE)
         torch.testing.assert_close(paged_attention_decode(*args, scale=SCALE, plan=plan), expected, rtol=0, atol=2e-6)
-
-
-def test_decode_groups_sequences_of_unlike_length(monkeypatch, gathering):
-    monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_decode._PADDING_ELEMENTS", 64)
-    world = make_world([3, 40, 1, 38, 0, 4, 39])
-    plan = plan_decode(world.block_tables, world.seq_lens, world.layer, torch.float32, None)
-    assert len(plan.groups) > 1
-    assert plan.order is not None
-    check_decode(world, 4)
-    check_decode(world, 4, window=3)
 
 
 def test_decode_of_an_empty_sequence_is_zero_and_reads_nothing():
@@ -149,7 +124,7 @@ def test_block_ids_do_not_matter():
 @pytest.mark.parametrize("num_queries", [7, 8, 9, 16, 17])
 @pytest.mark.parametrize("window", [None, 3, 12])
 def test_prefill_in_several_calls(monkeypatch, num_queries, window):
-    monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_prefill._MOST_QUERIES", 8)
+    monkeypatch.setattr("kvkeeper.kernels.attention.gathered._MOST_QUERIES", 8)
     for context in (0, 1, 11):
         check_prefill(make_world([num_queries + context, 3]), [num_queries, 3], 4, window)
     check_prefill(make_world([num_queries + 5]), [num_queries], 4, window, soft_cap=0.5)

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode, plan_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
+from kvkeeper.kernels.attention.paged_rows import GatherPlan
+from kvkeeper.kernels.cpu.attention import DirectDecode
 from kvkeeper.kernels.errors import KernelArgumentError
 from tests.unit.kernels.worlds import World, edge_lengths, make_world, random_queries
 
@@ -72,14 +74,6 @@ def check_prefill(world: World, kept: list[tuple[int, int]], num_queries: list[i
     return num_holes
 
 
-@pytest.fixture(params=["sparse", "gathering"])
-def decode_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways in which float32 is computed, by the size of the step."""
-    if request.param == "gathering":
-        monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_decode._MOST_SPARSE_TOKENS", -1)
-
-
-@pytest.mark.usefixtures("decode_path")
 @pytest.mark.parametrize(("sink", "window"), KEPT)
 def test_decode_reads_sinks_and_window_and_no_hole(sink: int, window: int) -> None:
     lengths = sorted({1, sink + window, sink + window + 1, *edge_lengths(4, 7)})
@@ -100,7 +94,7 @@ def test_a_whole_prompt_longer_than_sink_and_window() -> None:
 
 @pytest.mark.parametrize(("sink", "window"), [(9, 3), (2, 12)])
 def test_prefill_in_calls_of_fewer_queries_than_sinks(monkeypatch: pytest.MonkeyPatch, sink: int, window: int) -> None:
-    monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_prefill._MOST_QUERIES", 4)
+    monkeypatch.setattr("kvkeeper.kernels.attention.gathered._MOST_QUERIES", 4)
     lengths = edge_lengths(4, 6)
     check_prefill(make_world(lengths), [(sink, window)] * len(lengths), lengths)
     check_prefill(make_world(lengths), [(sink, window)] * len(lengths), [-(-n // 2) for n in lengths])
@@ -115,48 +109,27 @@ def test_dtypes_and_block_sizes(dtype: torch.dtype, block_size: int) -> None:
     check_prefill(make_world(lengths, block_size=block_size, dtype=dtype), kept, [-(-n // 3) for n in lengths])
 
 
-@pytest.mark.usefixtures("decode_path")
 def test_capped_scores() -> None:
     lengths = edge_lengths(4, 5)
     check_decode(make_world(lengths), [(3, 4)] * len(lengths), soft_cap=0.5)
     check_prefill(make_world(lengths), [(3, 4)] * len(lengths), [2] * len(lengths), soft_cap=0.5)
 
 
-def test_decode_keeps_retained_sequences_out_of_the_groups_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_decode._PADDING_ELEMENTS", 64)
-    monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_decode._MOST_SPARSE_TOKENS", -1)
-    kept = [(0, 0), (2, 5), (0, 0), (0, 3), (4, 4), (2, 30), (0, 0)]
-    world = make_world([3, 40, 30, 38, 33, 31, 0])
-    plan = plan_decode(world.block_tables, world.seq_lens, world.layer, torch.float32, None, retention=columns(kept))
-    assert plan.order is not None
-    members = [plan.order[group.first : group.last].tolist() for group in plan.groups]
-    assert all(len({seq in (1, 3, 4) for seq in group}) == 1 for group in members)
-    assert sum(group.sinks is not None for group in plan.groups) > 0
-    assert sum(group.kv_rows.numel() for group in plan.groups) < 2 * (3 + 30 + 31 + 3 * 10 + 4 * 31)
-    check_decode(world, kept)
-
-
-def test_sequences_that_keep_everything_are_computed_as_without_the_others() -> None:
-    """Each of the others is computed from only the keys that it sees."""
-    kept = [(0, 0), (2, 5), (0, 3)]
-    world = make_world([30, 40, 38])
-    plan = plan_decode(world.block_tables, world.seq_lens, world.layer, torch.float32, None, retention=columns(kept))
-    assert plan.sparse is not None
-    assert plan.sparse.pattern(2).kv_rows.shape == (2 * (30 + 7 + 3),)
-    check_decode(world, kept)
-
-
-def test_a_sequence_that_sees_all_its_keys_costs_nothing_more(kernel_path: str) -> None:
-    world = make_world([9, 12])
+def test_each_sequence_is_computed_from_only_the_keys_that_it_sees(kernel_path: str) -> None:
+    """One that sees all its keys costs nothing more than without the others."""
+    kept = [(0, 0), (2, 5), (0, 3), (4, 8)]
+    world = make_world([30, 40, 38, 12])
     args = (world.block_tables, world.seq_lens, world.layer)
-    gathered = plan_decode(*args, torch.float16, None, retention=columns([(4, 8), (0, 0)]))
-    assert [group.sinks for group in gathered.groups] == [None]
-    plan = plan_decode(*args, torch.float32, None, retention=columns([(4, 8), (0, 0)]))
+    plan = plan_decode(*args, torch.float32, None, retention=columns(kept)).read
     if kernel_path == "compiled":
-        assert plan.direct is not None
+        assert isinstance(plan, DirectDecode)
+        assert plan.num_keys == 30 + 7 + 3 + 12
+        assert plan.sinks.tolist() == [0, 2, 0, 0]
     else:
-        assert plan.sparse is not None
-        assert plan.sparse.sinks is None
+        assert isinstance(plan, GatherPlan)
+        assert [len(each.positions) for each in plan.sequences] == [30, 7, 3, 12]
+        assert [each.sinks is not None for each in plan.sequences] == [False, True, False, False]
+    check_decode(world, kept)
 
 
 @settings(max_examples=40, deadline=None)
@@ -170,7 +143,6 @@ def test_mixed_batches_in_any_blocks(data: st.DataObject) -> None:
     check_prefill(make_world(lengths, block_size=size, seed=seed), kept, queries)
 
 
-@pytest.mark.usefixtures("decode_path")
 def test_chunks_give_what_one_prefill_and_decodes_give() -> None:
     world, kept = make_world([23]), columns([(3, 6)])
     q, q_sink = both_queries(world, [(3, 6)], [23])

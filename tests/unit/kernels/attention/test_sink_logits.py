@@ -6,7 +6,6 @@ import torch
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
-from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.errors import KernelArgumentError
 from tests.unit.kernels.worlds import edge_lengths, make_world, random_queries
 
@@ -37,11 +36,8 @@ def test_at_edge_lengths(window, soft_cap):
     check_both(make_world(lengths), [-(-n // 2) for n in lengths], window=window, soft_cap=soft_cap)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_by_gathering(monkeypatch, dtype):
-    monkeypatch.setattr(compiled, "_kernels", None)
-    monkeypatch.setattr("kvkeeper.kernels.attention.paged_attention_decode._MOST_SPARSE_TOKENS", -1)
-    check_both(make_world([3, 9, 12], dtype=dtype), [3, 1, 7])
+def test_another_dtype():
+    check_both(make_world([3, 9, 12], dtype=torch.bfloat16), [3, 1, 7])
 
 
 def test_the_sum_of_weights_is_less_than_one_by_its_share():

@@ -14,7 +14,9 @@ from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode, plan_decode
+from kvkeeper.kernels.attention.paged_rows import GatherPlan
 from kvkeeper.kernels.cpu import compiled
+from kvkeeper.kernels.cpu.attention import DirectDecode
 from kvkeeper.kernels.cpu.of_format import of_format
 from kvkeeper.kernels.quantised.formats import FP8, INT4, INT8
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
@@ -61,9 +63,9 @@ def test_they_serve_float32_on_a_cpu_and_nothing_else():
     assert compiled.serves(x)
     assert not any(compiled.serves(other) for other in (x.half(), x.bfloat16(), x.double(), x.to("meta")))
     world = make_world([5])
-    assert plan_decode(world.block_tables, world.seq_lens, world.layer, torch.float32, None).direct is not None
+    assert isinstance(plan_decode(world.block_tables, world.seq_lens, world.layer, torch.float32, None).read, DirectDecode)
     world = make_world([5], dtype=torch.bfloat16)
-    assert plan_decode(world.block_tables, world.seq_lens, world.layer, torch.bfloat16, None).direct is None
+    assert isinstance(plan_decode(world.block_tables, world.seq_lens, world.layer, torch.bfloat16, None).read, GatherPlan)
 
 
 @pytest.mark.parametrize("seq_lens", [[1], [700], [0, 3, 0, 900, 129, 128, 0], [0, 0], [5] * 9, [257, 1]])

@@ -20,16 +20,17 @@ from kvkeeper.kernels.copy_blocks import copy_blocks, move_blocks
 from kvkeeper.kernels.gpu import decode_work
 from kvkeeper.kernels.gpu import paged_attention_prefill as paged_attention_prefill_kernels
 from kvkeeper.kernels.layout import KvLayout
-from kvkeeper.kernels.penalise_counted import CountedTensors, penalise_counted
+from kvkeeper.kernels.penalise_counted import penalise_counted
 from kvkeeper.kernels.philox import uniforms_there
-from kvkeeper.kernels.quantised.attention import QuantisedRows, quantised_decode, quantised_prefill
+from kvkeeper.kernels.quantised.attention import quantised_decode, quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
-from kvkeeper.kernels.quantised.store import QuantisedSlots, store_quantised
+from kvkeeper.kernels.quantised.store import store_quantised
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
 from kvkeeper.kernels.store_latent import store_latent
+from kvkeeper.kernels.types import CountedTensors, QuantisedRows, QuantisedSlots
 from tests.unit.kernels.gpu.pretend import nowhere
 
 LAUNCHES: dict[str, Callable[[], object]] = {}

@@ -9,8 +9,8 @@ from kvkeeper.engine_service.compute.device.upload import PackedUpload, Staged
 from kvkeeper.engine_service.compute.graphs import graphed_decode
 from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
 from kvkeeper.engine_service.model import decoder, experts, latent
-from kvkeeper.kernels.penalise_counted import CountedTensors
 from kvkeeper.kernels.quantised import store as quantised_store
+from kvkeeper.kernels.types import CountedTensors
 
 
 class PretendCuda(torch.Tensor):

@@ -9,8 +9,7 @@ import torch
 from kvkeeper.engine_service.compute.sampler import draw
 from kvkeeper.engine_service.compute.step_logits import StepLogits
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.values.penalised_rows import PenalisedRows
-from kvkeeper.engine_service.values.sampling_params import LIKELIEST, PlainDraws, SamplingParams, SamplingRow
+from kvkeeper.engine_service.values.sampling_params import LIKELIEST, PenalisedRows, PlainDraws, SamplingParams, SamplingRow
 from tests.support.models.tiny_models import build_model_folder
 from tests.unit.kernels.gpu.captured import (
     CONTEXTS,

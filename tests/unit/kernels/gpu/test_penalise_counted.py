@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kvkeeper.kernels.penalise_counted import CountedTensors, penalise_counted
+from kvkeeper.kernels.penalise_counted import penalise_counted
+from kvkeeper.kernels.types import CountedTensors
 from tests.unit.kernels.gpu.pretend import on_cuda
 from tests.unit.kernels.worlds import make_counted
 

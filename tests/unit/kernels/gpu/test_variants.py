@@ -11,10 +11,11 @@ from kvkeeper.kernels.attention.latent_attention import latent_attention_prefill
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.gpu.variants import MANY_STORED, group_tokens, prefill_lens
 from kvkeeper.kernels.layout import KvLayout
-from kvkeeper.kernels.quantised.attention import QuantisedRows, quantised_prefill
+from kvkeeper.kernels.quantised.attention import quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
 from kvkeeper.kernels.store_kv import store_kv
+from kvkeeper.kernels.types import QuantisedRows
 from tests.unit.kernels.gpu.pretend import nowhere
 from tests.unit.kernels.gpu.specialised import note_launches
 

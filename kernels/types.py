@@ -1,0 +1,88 @@
+"""What wrappers, kernels and references of several files are given: columns of a step, as tensors.
+
+Owns no checks and no arithmetic. Imports none of the ops, so that an op and its kernels need nothing of each other for a type.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from .gpu.decode_work import DecodeWork
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceQueries:
+    """One sequence's queries, first <= row < last, and the keys that they see together.
+
+    Attributes:
+        seq: its row of the block tables.
+        positions: int64 [T], of the keys.
+        mask: [Q, T], 0 or -inf, the query's dtype; None: plainly causal, Q == T, in one call, or one query that sees all.
+        sinks: bool [Q, sinks], True for first keys that are sinks that a query's window has left; None: none.
+    """
+
+    seq: int
+    first: int
+    last: int
+    positions: Int64Array
+    mask: torch.Tensor | None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedRows:
+    """The tables of a step's rows, checked once for all layers; made by plan_rows.
+
+    Attributes:
+        block_tables: int32 [S, max_blocks] of stored blocks.
+        tail_tables: int32 [S, max_blocks] of pages, 0 where there is none; None: there is no tail.
+        seq_lens: int32 [S].
+        query_start_loc: int32 [S + 1]; None: each row has one query.
+        lens, locs: seq_lens and where each row's queries start, as numbers; None on a device.
+        works: by window the work list of decode on a device, once a layer has made it.
+        gathers: by window what each sequence's queries see, on a CPU, once a layer has asked for it.
+    """
+
+    block_tables: torch.Tensor
+    tail_tables: torch.Tensor | None
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor | None
+    lens: Int64Array | None = None
+    locs: Int64Array | None = None
+    works: "dict[int | None, DecodeWork | None]" = field(default_factory=dict)
+    gathers: dict[int | None, tuple[SequenceQueries, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedSlots:
+    """Where a step's tokens go, the same for all layers; made by plan_slots.
+
+    Attributes:
+        stored: int64 [T], slots of stored blocks; negative: not written. No slot twice.
+        tail: int64 [T], slots of the tail's pages, likewise; None: there is no tail.
+    """
+
+    stored: torch.Tensor
+    tail: torch.Tensor | None
+
+
+class CountedTensors(NamedTuple):
+    """What is counted of R rows, and how they are penalised.
+
+    Attributes:
+        slots: int64 [R], each row's counts. Rows that count a token have slots of their own.
+        tokens: int64 [R], what is counted, in the vocabulary.
+        addends: int64 [R], ONE_MORE, or 0 where nothing is counted.
+        penalties: float64 [3, R], repetition, frequency and presence; 1, 0 and 0 change nothing. Values of float32.
+    """
+
+    slots: torch.Tensor
+    tokens: torch.Tensor
+    addends: torch.Tensor
+    penalties: torch.Tensor
