@@ -1,11 +1,10 @@
 """EngineService's methods: messages in, messages out, on the engine and the model.
 
-The task of a Generate call reads its own stream buffer and waits for its client alone; the loop never waits for it. Its end,
-however it comes, ends the request. Limits of fields are in decode_request.py, the status of each error in status.py.
+Streams of tokens are a front's to serve. Limits of fields are in decode_request.py, the status of each error in status.py.
 """
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 
 from prometheus_client import Metric
@@ -14,7 +13,6 @@ from kvkeeper.client.credentials import Credentials
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service import VERSION
 from kvkeeper.service.methods import peer
-from kvkeeper.service.turns import Turns
 
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
@@ -23,7 +21,7 @@ from ..loop.engine_counts import engine_counts
 from ..outputs.generation import Generation
 from ..outputs.model_text import ModelText
 from ..text_workers.text_work import TextWork
-from ..values.errors import EngineError, InvalidField
+from ..values.errors import InvalidField
 from ..values.request import Int32Array
 from ..values.sampling_params import SamplingParams
 from .admission import Admission
@@ -39,13 +37,11 @@ from .encode_response import iteration_plan, request_info, results_of
 from .hand_over.giver import HandOvers
 from .hand_over.taker import Taker, take_over
 from .identity import identity
-from .methods import CONTRACT
 from .metrics import engine_metrics
 from .ownership import is_own, known_id, require_all_tenants
 from .prefill.by_others import PromptsByOthers
 from .prefill.for_others import PromptsForOthers
-from .streams.many import Read, Write
-from .streams.serving import Streams, responses
+from .streams.serving import OpenStreams, responses
 from .streams.stream_pace import StreamPace
 from .streams.streamed import Send
 from .submission import SubmissionReader
@@ -54,7 +50,7 @@ from .vllm_metrics import vllm_metrics
 
 
 class EngineService:
-    """One method per call, in snake case; the server finds them by name."""
+    """One method per call that fronts forward, in snake case; found by name."""
 
     def __init__(
         self,
@@ -62,14 +58,11 @@ class EngineService:
         model: ServedModel,
         engine: Engine,
         text_work: TextWork,
-        turns: Turns,
         leave: Callable[[], Awaitable[None]],
         credentials: Credentials,
         message_bytes: int,
     ) -> None:
-        """turns: of calls, in which the requests of a GenerateMany call begin, too.
-
-        leave: stops the engine once its last request has ended; another one has taken its place.
+        """leave: stops the engine once its last request has ended; another one has taken its place.
         credentials: that this engine shows other engines. message_bytes: of a message with a prompt.
         """
         self.message_bytes = message_bytes
@@ -85,7 +78,7 @@ class EngineService:
         self._prompts_for_others = PromptsForOthers(config.role, model, engine, self._admission)
         self._hand_overs = HandOvers(model, engine, self._admission, self._submissions, self._settle_prompts, leave)
         self.pace = StreamPace(config.stream_interval_ms / 1000)
-        self.streams = Streams(self._admission.admit, turns, self.pace, config.many_calls, message_bytes, hide_bug)
+        self.streams = OpenStreams()
 
     @property
     def model_name(self) -> str:
@@ -133,9 +126,6 @@ class EngineService:
         await self.streams.wait_none()
         await self._submissions.wait_fetched()
 
-    def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
-        return self.streams.generate(request)
-
     async def admit_for_front(self, message: pb.GenerateRequest, send: Send, *, makes_text: bool) -> Generation:
         """Queue a request whose stream is in a front. Raises EngineError."""
         return await self._admission.admit(message, send, makes_text=makes_text)
@@ -143,9 +133,6 @@ class EngineService:
     def stop_at(self, generation: Generation, index: int, num_tokens: int) -> None:
         """A continuation of such a request met a stop string with so many tokens."""
         self._engine.requests.stop_at(generation, index, num_tokens)
-
-    async def generate_many(self, read: Read, write: Write) -> None:
-        await self.streams.generate_many(read, write)
 
     async def stream_request(self, request: pb.StreamRequestRequest) -> AsyncIterator[pb.GenerateResponse]:
         received = received_of(request)
@@ -259,13 +246,6 @@ class EngineService:
             cache_session_id=engine.memory.session.session_id if engine.memory else "",
             **counts,  # type: ignore[arg-type]  # names and numbers are the protocol's
         )
-
-
-def hide_bug() -> EngineError:
-    """Logs the exception that is being handled, a bug; the refusal that the client of a stream gets."""
-    error = CONTRACT.hide_bug("GenerateMany")
-    assert isinstance(error, EngineError)
-    return error
 
 
 def _as_list(ids: list[int] | Int32Array) -> list[int]:

@@ -8,7 +8,6 @@ counted here as well, a few of them would keep the messages of all others out.
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -21,7 +20,7 @@ from kvkeeper.trust.caller import calling
 
 from ...values.errors import EngineError
 from ..fronts.frames import Kind, parts_of
-from ..fronts.lane import Lane, open_lane
+from ..fronts.lane import Lane
 from ..fronts.told import FrontSetUp, FrontState, Told, error_of
 from ..methods import too_many_waiting
 
@@ -62,10 +61,11 @@ class Asked:
 
 
 class EngineLink:
-    """The lane, and the calls that were asked for on it. Made by open_link."""
+    """The lane, and the calls that were asked for on it."""
 
     def __init__(self, on_state: Callable[[FrontState], None], on_stop: Callable[[float], None]) -> None:
-        self.lane: Lane
+        """on_state: told each state of the engine; on_stop: told the seconds in which to end."""
+        self.lane = Lane(self.take, self._note_loss)  # to be joined to the engine's
         self.set_up: asyncio.Future[FrontSetUp] = asyncio.get_running_loop().create_future()
         self.lost = asyncio.Event()
         self.max_unanswered = 0  # bytes of messages that hold no place
@@ -158,20 +158,10 @@ class EngineLink:
         elif kind is Kind.STOP:
             self._on_stop(float(body))
 
-    def note_loss(self) -> None:
+    def _note_loss(self) -> None:
         self.lost.set()
 
 
 def refusal_of(kind: Kind, body: bytes) -> EngineError:
     """What FULL and ERROR stand for."""
     return too_many_waiting(int(body)) if kind is Kind.FULL else error_of(body)
-
-
-async def open_link(end: socket.socket, on_state: Callable[[FrontState], None], on_stop: Callable[[float], None]) -> EngineLink:
-    """The link over one end of a pair of sockets.
-
-    on_state: told each state of the engine; on_stop: told the seconds in which to end.
-    """
-    link = EngineLink(on_state, on_stop)
-    link.lane = await open_lane(end, link.take, link.note_loss)
-    return link

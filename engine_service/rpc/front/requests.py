@@ -220,14 +220,13 @@ class FrontRequest:
 class FrontRequests:
     """Takes requests to the engine."""
 
-    def __init__(self, link: EngineLink) -> None:
-        self._link = link
-        self.text = ModelText(None)
+    def __init__(self, link: EngineLink, text: ModelText) -> None:
+        self._link, self._text = link, text
 
     async def admit(self, message: pb.GenerateRequest, send: Send) -> FrontRequest:
         """Queue what the message asks for. Raises EngineError."""
         asked = self._link.ask()
-        request = FrontRequest(asked, message, send, self.text)
+        request = FrontRequest(asked, message, send, self._text)
         try:
             asked.send(GENERATE_PATH, message.SerializeToString())
             await request.admitted

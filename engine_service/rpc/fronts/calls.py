@@ -23,9 +23,10 @@ from kvkeeper.service.turns import Turns
 from kvkeeper.trust.caller import note_caller
 
 from ...outputs.generation import Generation
+from ...outputs.model_text import ModelText
 from ...outputs.plain_reader import PlainReader
 from ...values.errors import EngineError
-from ..methods import CONTRACT
+from ..methods import CONTRACT, FRONTS_OWN
 from ..streams.encode_chunk import response_of
 from ..streams.stream_buffer import StreamBuffer
 from ..streams.stream_pace import HasUnread, StreamPace
@@ -55,13 +56,13 @@ class ServedMethod:
 
 
 def served_methods(contract: Contract, service: Any) -> dict[str, ServedMethod]:
-    """By path; the service has a method for each, in snake case."""
+    """By path, those that fronts forward; the service has a method for each, in snake case."""
     return {
         f"/{contract.service.full_name}/{method.name}": ServedMethod(
             contract, method, getattr(service, snake_case(method.name))
         )
         for method in contract.service.methods
-        if method.name not in contract.unimplemented and not method.client_streaming
+        if method.name not in contract.unimplemented and method.name not in FRONTS_OWN
     }
 
 
@@ -76,6 +77,7 @@ class FrontServices:
     counted: Callable[[], AbstractContextManager[None]]  # for as long as a stream is not answered to its end
     pace: StreamPace
     note_foreign: Callable[[str, str], None]  # path, name of the caller: it named a tenant that is not its
+    text: ModelText
     contract: Contract = CONTRACT  # our own, with limits
 
 

@@ -1,4 +1,4 @@
-"""Frames between an engine and a front, over one socket: a head of fixed size, then bytes.
+"""Frames between an engine and a front; over a socket each is a head of fixed size, then bytes.
 
 Nothing is pickled. Numbers are a front's, one for each call, and are not used again. A call begins with MESSAGE;
 Generate is a call, too, with answers of its own. An engine answers a call with FULL; or with ANSWER, each confirmed by TAKEN,
@@ -49,6 +49,9 @@ class Kind(IntEnum):
     PONG = 47  # with the number of the PING
 
 
+Frame = tuple[Kind, int, bytes]  # kind, number, body
+
+
 def frame(kind: Kind, number: int = 0, body: bytes = b"") -> bytes:
     """One frame."""
     return HEAD.pack(kind, number, len(body)) + body
@@ -60,7 +63,7 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def add(self, data: bytes) -> Iterator[tuple[Kind, int, bytes]]:
+    def add(self, data: bytes) -> Iterator[Frame]:
         """Kind, number and body of each frame that is complete. Raises ValueError for a kind that is none."""
         buffer, start = self._buffer, 0
         buffer += data

@@ -8,13 +8,10 @@ rounds. An error ends its request alone. A client that does not read is dealt wi
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service.fair_queue import TooManyWaiting
-from kvkeeper.service.methods import peer
-from kvkeeper.service.turns import TakesTurns
 from kvkeeper.trust.caller import is_still_known
 
 from ...outputs.plain_columns import PlainColumns
@@ -37,19 +34,16 @@ Write = Callable[[pb.GenerateManyResponse], Awaitable[None]]
 class _Numbered:
     """One request of the call, from its message to the last that is written of it."""
 
-    def __init__(self, number: int, asked_id: str, tell: Callable[..., None], counted: AbstractContextManager[None]) -> None:
+    def __init__(self, number: int, asked_id: str, tell: Callable[..., None]) -> None:
         """asked_id: that its client gave it, or empty. tell: called with the request and as Tell of its buffer."""
         self.number = number
         self.buffer = StreamBuffer(partial(tell, self))
         self.starting: asyncio.Task[None] | None = None
         self.generation: Streamed | None = None
         self.asked_id, self.has_told_id = asked_id, False
-        self._counted = ExitStack()
-        self._counted.enter_context(counted)
 
     def end(self) -> None:
         """Nothing more is written of it. One that goes on is cancelled."""
-        self._counted.close()
         if self.starting is not None:
             self.starting.cancel()
         if self.generation is not None:
@@ -62,19 +56,15 @@ class ManyRequests:
     def __init__(
         self,
         admit: Admit,
-        turns: TakesTurns,
         pace: StreamPace,
         message_bytes: int,
-        counted: Callable[[], AbstractContextManager[None]],
         hide_bug: Callable[[], EngineError],
     ) -> None:
         """message_bytes: of the largest message; the requests that are about to begin have as many together.
 
-        counted: a context for as long as a request is not answered to its end.
-
         hide_bug: logs the exception that is being handled, a bug; the refusal that its client gets.
         """
-        self._admit, self._turns, self._counted, self._hide_bug = admit, turns, counted, hide_bug
+        self._admit, self._hide_bug = admit, hide_bug
         self._requests: dict[int, _Numbered] = {}
         self._urgent: dict[int, None] = {}  # numbers of those that do not wait for a round, in order
         self._unread: dict[int, None] = {}  # of those that do
@@ -122,7 +112,7 @@ class ManyRequests:
         while self._starting_bytes and self._starting_bytes + size > self._most_starting_bytes:
             self._has_started.clear()
             await self._has_started.wait()
-        request = self._requests[number] = _Numbered(number, message.request_id, self._tell, self._counted())
+        request = self._requests[number] = _Numbered(number, message.request_id, self._tell)
         self._starting_bytes += size
         request.starting = asyncio.create_task(self._start(request, message))
         request.starting.add_done_callback(lambda _: self._note_start(size))
@@ -133,14 +123,10 @@ class ManyRequests:
 
     async def _start(self, request: _Numbered, message: pb.GenerateRequest) -> None:
         try:
-            async with self._turns.turn(peer.get()):
-                request.generation = await self._admit(message, request.buffer.put)
+            request.generation = await self._admit(message, request.buffer.put)
             request.buffer.read(request.generation, self._reader if self._reads_parts else None, request.number)
         except EngineError as error:
             request.buffer.put(error)
-        except TooManyWaiting as error:
-            text = f"{error.limit} calls wait for their turn, the most that may"
-            request.buffer.put(QueueFull(text, limit=error.limit, flag="--connection-calls"))
         except Exception:
             request.buffer.put(self._hide_bug())
         finally:

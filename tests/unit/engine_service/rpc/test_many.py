@@ -1,7 +1,6 @@
 """What one call writes of its many requests: the tokens of each in order and once, and what can wait not beside what cannot."""
 
 import asyncio
-import contextlib
 import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
@@ -45,12 +44,6 @@ class Timers:
             work()
 
 
-class Turns:
-    @contextlib.asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[Any]:
-        yield None
-
-
 class Call:
     """A GenerateMany call with so many requests, whose tokens are put by hand; and what was written."""
 
@@ -61,7 +54,7 @@ class Call:
         self.may_write = asyncio.Event()
         self.may_write.set()
         pace = StreamPace(1.0, lambda: cast(Any, self.timers))
-        self.many = ManyRequests(self._admit, Turns(), pace, 4 << 20, contextlib.nullcontext, lambda: RequestFailed("a bug"))
+        self.many = ManyRequests(self._admit, pace, 4 << 20, lambda: RequestFailed("a bug"))
         self._num_requests = num_requests
         self.serving = asyncio.create_task(self.many.serve(self._read(), self._write))
 

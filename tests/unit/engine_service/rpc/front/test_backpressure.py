@@ -13,12 +13,13 @@ import pytest
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.outputs.generation import Generation
-from kvkeeper.engine_service.rpc.front.engine_link import EngineLink, open_link
+from kvkeeper.engine_service.outputs.model_text import ModelText
+from kvkeeper.engine_service.rpc.front.engine_link import EngineLink
 from kvkeeper.engine_service.rpc.front.requests import GENERATE_PATH, FrontRequests
 from kvkeeper.engine_service.rpc.front.server import LinkTurns
 from kvkeeper.engine_service.rpc.fronts.calls import FrontCalls, FrontServices
 from kvkeeper.engine_service.rpc.fronts.frames import FrameReader, Kind, frame, parts_of
-from kvkeeper.engine_service.rpc.fronts.lane import Lane, open_lane
+from kvkeeper.engine_service.rpc.fronts.lane import Lane, join_by_socket
 from kvkeeper.engine_service.rpc.fronts.told import Admitted, Told
 from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
 from kvkeeper.service.turns import TurnLimits, Turns
@@ -69,7 +70,8 @@ Taken = list[tuple[Kind, int, bytes]]
 async def lane_and_other() -> AsyncIterator[tuple[Lane, OtherEnd, Taken]]:
     own, other = socket.socketpair()
     taken: Taken = []
-    lane = await open_lane(own, lambda *each: taken.append(each), lambda: None)
+    lane = Lane(lambda *each: taken.append(each), lambda: None)
+    await join_by_socket(lane, own)
     try:
         yield lane, OtherEnd(other), taken
     finally:
@@ -115,7 +117,7 @@ async def test_tokens_wait_while_a_front_does_not_read_and_come_once_it_does() -
     message = Told(GENERATE_PATH, Caller("a", "", Role.CLIENT), "peer").with_message(pb.GenerateRequest().SerializeToString())
     nothing: Any = None
     services = FrontServices(
-        {}, Turns(TurnLimits(1, 1)), admit, nothing, nullcontext, StreamPace(0.0001), lambda path, caller: None
+        {}, Turns(TurnLimits(1, 1)), admit, nothing, nullcontext, StreamPace(0.0001), lambda path, caller: None, nothing
     )
     async with lane_and_other() as (lane, other, taken):
         calls = FrontCalls(services, lane)
@@ -124,8 +126,8 @@ async def test_tokens_wait_while_a_front_does_not_read_and_come_once_it_does() -
         await fill(lane)
 
         def unsent() -> int:
-            assert lane._transport is not None
-            return lane._transport.get_write_buffer_size() + sum(map(len, lane._unsent))
+            carrier: Any = lane._carrier
+            return int(carrier._transport.get_write_buffer_size()) + sum(len(body) for *_, body in lane._unsent)
 
         most = unsent()
         for _ in range(MAX_TOKENS):
@@ -162,8 +164,10 @@ async def link_and_engine(max_unanswered: int) -> AsyncIterator[tuple[EngineLink
     """The engine answers when a test has it answer; what came to it."""
     own, other = socket.socketpair()
     taken: Taken = []
-    engine = await open_lane(other, lambda *each: taken.append(each), lambda: None)
-    link = await open_link(own, lambda state: None, lambda seconds: None)
+    engine = Lane(lambda *each: taken.append(each), lambda: None)
+    link = EngineLink(lambda state: None, lambda seconds: None)
+    await join_by_socket(engine, other)
+    await join_by_socket(link.lane, own)
     link.max_unanswered = max_unanswered
     try:
         yield link, engine, taken
@@ -239,7 +243,9 @@ async def test_what_has_a_bound_of_its_own_keeps_no_other_message_out() -> None:
     """A large message holds its place, and GenerateMany has its calls: neither is counted a second time."""
     async with link_and_engine(100) as (link, engine, taken):
         turns = LinkTurns(own := Turns(TurnLimits(8, 64)), link)
-        many = asyncio.create_task(FrontRequests(link).admit(pb.GenerateRequest(text="x" * 500), lambda output: None))
+        many = asyncio.create_task(
+            FrontRequests(link, ModelText(None)).admit(pb.GenerateRequest(text="x" * 500), lambda output: None)
+        )
 
         async def call(num_bytes: int, *, leaves: bool) -> bytes:
             async with turns.turn(f"client of {num_bytes}") as place:

@@ -124,13 +124,12 @@ async def through_a_front(
 
     nothing: Any = None
     calls = FrontCalls(
-        FrontServices({}, Turns(TurnLimits(1, 1)), admit, stop_at, nullcontext, pace, lambda path, caller: None),
+        FrontServices({}, Turns(TurnLimits(1, 1)), admit, stop_at, nullcontext, pace, lambda path, caller: None, nothing),
         down,  # type: ignore[arg-type]
     )
     link = EngineLink(nothing, nothing)
     link.lane = up  # type: ignore[assignment]
-    front = FrontRequests(link)
-    front.text = LettersText()  # type: ignore[assignment]
+    front = FrontRequests(link, LettersText())  # type: ignore[arg-type]
     buffer = StreamBuffer(lambda *, at_once: None, merges=dice.random() < 0.8)
     message = pb.GenerateRequest(n=len(drawn), sampling=pb.SamplingParams(stop=stops))
     admitting = asyncio.create_task(front.admit(message, buffer.put))

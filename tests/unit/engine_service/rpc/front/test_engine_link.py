@@ -7,10 +7,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.engine_service.rpc.front.engine_link import EngineLink, open_link
+from kvkeeper.engine_service.outputs.model_text import ModelText
+from kvkeeper.engine_service.rpc.front.engine_link import EngineLink
 from kvkeeper.engine_service.rpc.front.requests import FrontRequests
 from kvkeeper.engine_service.rpc.fronts.frames import Kind
-from kvkeeper.engine_service.rpc.fronts.lane import Lane, open_lane
+from kvkeeper.engine_service.rpc.fronts.lane import Lane, join_by_socket
 from kvkeeper.engine_service.rpc.fronts.told import Admitted
 from kvkeeper.engine_service.values.errors import QueueFull
 from kvkeeper.service.turns import TurnLimits, Turns
@@ -27,8 +28,9 @@ async def linked(answer: Answer) -> AsyncIterator[EngineLink]:
         if kind is Kind.MESSAGE:
             answer(engine, number)
 
-    engine = await open_lane(other, take, lambda: None)
-    link = await open_link(own, lambda state: None, lambda seconds: None)
+    engine, link = Lane(take, lambda: None), EngineLink(lambda state: None, lambda seconds: None)
+    await join_by_socket(engine, other)
+    await join_by_socket(link.lane, own)
     try:
         yield link
     finally:
@@ -44,7 +46,7 @@ async def test_a_request_whose_tokens_come_holds_no_place_for_its_message() -> N
         engine.send(Kind.ADMITTED, number, Admitted("id", False, []).to_bytes())
 
     async with linked(admit) as link, turns.turn("client"):
-        request = await FrontRequests(link).admit(pb.GenerateRequest(), lambda chunk: None)
+        request = await FrontRequests(link, ModelText(None)).admit(pb.GenerateRequest(), lambda chunk: None)
         assert places == [1], "until the engine has it, the message counts here"
         assert turns.num_taken == 0
         request.cancel()
@@ -53,7 +55,7 @@ async def test_a_request_whose_tokens_come_holds_no_place_for_its_message() -> N
 async def test_an_engine_whose_calls_wait_refuses_further_ones_as_it_does_without_fronts() -> None:
     async with linked(lambda engine, number: engine.send(Kind.FULL, number, b"3")) as link:
         with pytest.raises(QueueFull) as refused:
-            await FrontRequests(link).admit(pb.GenerateRequest(), lambda chunk: None)
+            await FrontRequests(link, ModelText(None)).admit(pb.GenerateRequest(), lambda chunk: None)
         assert refused.value.metadata["limit"] == "3"
         with pytest.raises(QueueFull):
             await link.call("/any", b"")
