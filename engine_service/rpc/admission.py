@@ -23,12 +23,11 @@ from ..outputs.generation import Generation
 from ..outputs.stopping import StopRules
 from ..text_workers.text_work import TextWork
 from ..values.errors import EngineError, InvalidField, NeverFits, WrongRole
-from ..values.output_chunk import OutputChunk
+from ..values.output_chunk import OutputChunk, Send
 from ..values.request import Int32Array, Request
 from .decode_request import DEFAULT_MAX_TOKENS, MAX_CHAT_MESSAGES, RequestOptions, options_of, token_array
 from .prefill.by_others import PromptsByOthers
 from .request_memory import RequestMemory
-from .streams.streamed import Send
 
 BringOn = Callable[[Generation], Awaitable[None]]
 

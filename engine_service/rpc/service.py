@@ -20,8 +20,10 @@ from ..loop.engine import Engine
 from ..loop.engine_counts import engine_counts
 from ..outputs.generation import Generation
 from ..outputs.model_text import ModelText
+from ..outputs.unread_tokens import UnreadTokens
 from ..text_workers.text_work import TextWork
 from ..values.errors import InvalidField
+from ..values.output_chunk import Send
 from ..values.request import Int32Array
 from ..values.sampling_params import SamplingParams
 from .admission import Admission
@@ -43,7 +45,6 @@ from .prefill.by_others import PromptsByOthers
 from .prefill.for_others import PromptsForOthers
 from .streams.serving import OpenStreams, responses
 from .streams.stream_pace import StreamPace
-from .streams.streamed import Send
 from .submission import SubmissionReader
 from .submissions import Submissions
 from .vllm_metrics import vllm_metrics
@@ -93,6 +94,11 @@ class EngineService:
     def sampling_defaults(self) -> SamplingParams:
         """The model's own, where a request names no field."""
         return self._model.sampling_defaults
+
+    @property
+    def unread(self) -> UnreadTokens:
+        """Of all requests."""
+        return self._engine.requests.unread
 
     @property
     def num_streams(self) -> int:

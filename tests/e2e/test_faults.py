@@ -160,6 +160,8 @@ async def test_guesses_that_cannot_be_had_are_gone_without(
 
 async def test_text_that_fails_when_it_is_cancelled_is_cancelled_all_the_same(world: Services) -> None:
     class Broken:
+        has_text = True
+
         def push(self, token_id: int) -> tuple[str, bool]:
             return "", False
 

@@ -19,7 +19,8 @@ from kvkeeper.service.turns import has_left_place
 from kvkeeper.trust.caller import calling
 
 from ...values.errors import EngineError
-from ..fronts.frames import Kind, parts_of
+from ...values.token_columns import TokenColumns
+from ..fronts.frames import Kind
 from ..fronts.lane import Lane
 from ..fronts.told import FrontSetUp, FrontState, Told, error_of
 from ..methods import too_many_waiting
@@ -45,7 +46,7 @@ class Asked:
         self.num_bytes = 0  # of its message, until the engine answers; 0 where another bound holds it
         self.answers = asyncio.Queue[tuple[Kind, bytes]]()
         self.take: Callable[[Kind, bytes], None] = lambda kind, body: self.answers.put_nowait((kind, body))
-        self.take_plain: Callable[[list[int]], None] = lambda token_ids: None  # the tokens of a request
+        self.take_tokens: Callable[[list[int]], None] = lambda token_ids: None  # the tokens of a request
 
     def send(self, path: str, raw: bytes) -> None:
         """Send the call's message, in the name of the running call's caller."""
@@ -141,10 +142,13 @@ class EngineLink:
     # -- for the lane
 
     def take(self, kind: Kind, number: int, body: bytes) -> None:
-        if kind is Kind.PARTS:
-            for each, token_ids in parts_of(body):
+        if kind is Kind.TOKENS:
+            columns, first = TokenColumns.from_bytes(body), 0
+            token_ids = columns.token_ids.tolist()
+            for each, count in zip(columns.numbers.tolist(), columns.counts.tolist(), strict=True):
                 if (asked := self._calls.get(each)) is not None:
-                    asked.take_plain(token_ids)
+                    asked.take_tokens(token_ids[first : first + count])
+                first += count
         elif number:
             if (asked := self._calls.get(number)) is not None:
                 self._note_answer(asked)

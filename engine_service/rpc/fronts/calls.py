@@ -24,14 +24,13 @@ from kvkeeper.trust.caller import note_caller
 
 from ...outputs.generation import Generation
 from ...outputs.model_text import ModelText
-from ...outputs.plain_reader import PlainReader
+from ...outputs.unread_tokens import UnreadTokens
 from ...values.errors import EngineError
+from ...values.output_chunk import OutputChunk, Send, coalesce
 from ..methods import CONTRACT, FRONTS_OWN
 from ..streams.encode_chunk import response_of
-from ..streams.stream_buffer import StreamBuffer
 from ..streams.stream_pace import HasUnread, StreamPace
-from ..streams.streamed import Send
-from .frames import Kind, PartColumns
+from .frames import Kind
 from .lane import Lane
 from .told import Admitted, Told, error_of, error_to_bytes, stopped_of
 
@@ -78,17 +77,18 @@ class FrontServices:
     pace: StreamPace
     note_foreign: Callable[[str, str], None]  # path, name of the caller: it named a tenant that is not its
     text: ModelText
+    unread: UnreadTokens  # of all requests
     contract: Contract = CONTRACT  # our own, with limits
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
     number: int
-    buffer: StreamBuffer = field(init=False)
+    unsent: list[OutputChunk] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
     taken: asyncio.Event = field(default_factory=asyncio.Event)  # its last answer was written
     over: asyncio.Event = field(default_factory=asyncio.Event)  # its last was sent, or the front dropped it
-    refusal: EngineError | None = None  # with which its request ended
+    refusal: EngineError | None = None  # with which its request has ended
     generation: Generation | None = None
     has_begun: bool = False  # something of its output was told
     is_dropped: bool = False
@@ -113,7 +113,6 @@ class FrontCalls:
         self._urgent: dict[_Call, None] = {}  # those that do not wait for a round, in order
         self._unread: dict[_Call, None] = {}  # those that do
         self._has_unread = HasUnread(services.pace)
-        self._reader = PlainReader(partial(self._has_unread.tell, at_once=False))
         self._has_room = asyncio.Event()
         lane.on_room = self._has_room.set
         self._telling = asyncio.create_task(self._tell_rounds())
@@ -143,14 +142,13 @@ class FrontCalls:
     def end(self) -> None:
         """The front is gone."""
         self._telling.cancel()
-        self._reader.close()
+        self._services.unread.drop_reader(self)
         calls, self._calls = list(self._calls.values()), {}
         for call in calls:
             call.end()
 
     def _begin(self, number: int, told: Told, raw: bytes) -> None:
         call = self._calls[number] = _Call(number)
-        call.buffer = StreamBuffer(partial(self._tell, call), merges=self._services.pace.merges)
         call.task = asyncio.create_task(self._serve(call, told, raw))
 
     async def _serve(self, call: _Call, told: Told, raw: bytes) -> None:
@@ -202,22 +200,34 @@ class FrontCalls:
     async def _generate(self, call: _Call, raw: bytes) -> None:
         message = self._services.contract.parse(_GENERATE, raw)
         assert isinstance(message, pb.GenerateRequest)
-        generation = await self._services.admit(message, call.buffer.put, makes_text=False)
+        generation = await self._services.admit(message, partial(self._put, call), makes_text=False)
         call.generation = generation
         call.counted.enter_context(self._services.counted())
         context = generation.request.prompt[-_NUM_CONTEXT_TOKENS:].tolist()
         admitted = Admitted(generation.request_id, not generation.outputs[0].has_text, context)
         self._lane.send(Kind.ADMITTED, call.number, admitted.to_bytes())
-        call.buffer.read(generation, self._reader, call.number)
-        self._tell(call, at_once=True)
+        generation.let_read(self, call.number)
+        if call.unsent or call.refusal is not None:
+            self._tell(call, at_once=True)
 
     # -- tokens
 
-    def _tell(self, call: _Call, *, at_once: bool) -> None:
+    def notify(self) -> None:
+        """There are columns of tokens to take, see UnreadTokens."""
+        self._has_unread.tell(at_once=False)
+
+    def _put(self, call: _Call, output: OutputChunk | EngineError) -> None:
+        if isinstance(output, EngineError):
+            call.refusal = output
+        else:
+            call.unsent.append(output)
         if call.generation is not None:
-            at_once = at_once or not call.has_begun
-            (self._urgent if at_once else self._unread)[call] = None
-            self._has_unread.tell(at_once=at_once)
+            is_last = isinstance(output, EngineError) or output.usage is not None
+            self._tell(call, at_once=is_last or not call.has_begun)
+
+    def _tell(self, call: _Call, *, at_once: bool) -> None:
+        (self._urgent if at_once else self._unread)[call] = None
+        self._has_unread.tell(at_once=at_once)
 
     async def _tell_rounds(self) -> None:
         while True:
@@ -228,27 +238,19 @@ class FrontCalls:
             self._send_unread(has_round=has_round)
 
     def _send_unread(self, *, has_round: bool) -> None:
-        """What is new and does not wait for a round; has_round: of all calls. What the reader has came behind the rest."""
+        """What is new and does not wait for a round; has_round: of all calls. Columns hold what came behind the rest."""
         unread, self._urgent = self._urgent, {}
         if has_round:
             unread, self._unread = unread | self._unread, {}
-        parts = PartColumns()
         for call in unread:
             if call.is_dropped:
                 continue
-            if call.has_begun and (plain := call.buffer.take_plain()) is not None:
-                parts.add(call.number, plain.token_ids)
-                continue
-            chunks, error = call.buffer.take()
-            for chunk in chunks:
-                call.has_begun = True
+            call.has_begun, chunks, call.unsent = True, call.unsent, []
+            for chunk in coalesce(chunks) if self._services.pace.merges else chunks:
                 self._lane.send(Kind.CHUNK, call.number, response_of("", chunk).SerializeToString())
-            if error is not None:
-                call.refusal = error
-                self._lane.send(Kind.ERROR, call.number, error_to_bytes(error))
-            if error is not None or (chunks and chunks[-1].usage is not None):
+            if call.refusal is not None:
+                self._lane.send(Kind.ERROR, call.number, error_to_bytes(call.refusal))
+            if call.refusal is not None or (chunks and chunks[-1].usage is not None):
                 call.over.set()
-        if has_round:
-            parts.add_columns(self._reader.take())
-        if parts.num_tokens:
-            self._lane.send(Kind.PARTS, 0, parts.to_bytes())
+        if has_round and len((columns := self._services.unread.take_of(self)).numbers):
+            self._lane.send(Kind.TOKENS, 0, columns.to_bytes())

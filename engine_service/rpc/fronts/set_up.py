@@ -43,6 +43,7 @@ def _front_services(service: EngineService, turns: Turns, guard: Guard, others: 
         service.pace,
         lambda path, caller: guard.refused.note("TENANT_NOT_ALLOWED", path, caller),
         service.text,
+        service.unread,
         own,
     )
 

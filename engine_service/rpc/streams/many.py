@@ -10,23 +10,33 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.trust.caller import is_still_known
 
-from ...outputs.plain_columns import PlainColumns
-from ...outputs.plain_reader import PlainReader
 from ...values.errors import EngineError, InvalidField, QueueFull, WrongCredential
-from ...values.output_chunk import PlainTokens
 from ..ownership import shown_id
 from ..status import REFUSALS
 from .encode_chunk import response_of
 from .stream_buffer import StreamBuffer
 from .stream_pace import HasUnread, StreamPace
-from .streamed import Admit, Streamed
 
 _MOST_UNITS = 1 << 14  # tokens and log probabilities in one message, about a megabyte; one request may bring more
 
+
+class Streamed(Protocol):
+    """One request under way; its output is put into the buffer that it was admitted with."""
+
+    @property
+    def request_id(self) -> str:
+        """The id under which it is known."""
+
+    def cancel(self) -> None:
+        """Nothing more of it is wanted. Idempotent."""
+
+
+Admit = Callable[[pb.GenerateRequest, StreamBuffer], Awaitable[Streamed]]
 Read = AsyncIterator[pb.GenerateManyRequest]
 Write = Callable[[pb.GenerateManyResponse], Awaitable[None]]
 
@@ -69,8 +79,6 @@ class ManyRequests:
         self._urgent: dict[int, None] = {}  # numbers of those that do not wait for a round, in order
         self._unread: dict[int, None] = {}  # of those that do
         self._has_unread = HasUnread(pace)
-        self._owes_round = False  # what is new came while the last round was written
-        self._reader = PlainReader(partial(self._has_unread.tell, at_once=False))
         self._reads_parts = False  # whether its client does
         self._most_starting_bytes, self._starting_bytes = message_bytes, 0
         self._has_started = asyncio.Event()  # set when a request is no longer about to begin
@@ -82,7 +90,7 @@ class ManyRequests:
         try:
             while True:
                 has_round = await self._has_unread.wait()
-                for message in self._take(has_round=has_round or self._owes_round):
+                for message in self._take(has_round=has_round):
                     await write(message)
                 if reading.done():
                     reading.result()
@@ -90,7 +98,6 @@ class ManyRequests:
                         return
         finally:
             reading.cancel()
-            self._reader.close()
             for request in self._requests.values():
                 request.end()
 
@@ -123,8 +130,7 @@ class ManyRequests:
 
     async def _start(self, request: _Numbered, message: pb.GenerateRequest) -> None:
         try:
-            request.generation = await self._admit(message, request.buffer.put)
-            request.buffer.read(request.generation, self._reader if self._reads_parts else None, request.number)
+            request.generation = await self._admit(message, request.buffer)
         except EngineError as error:
             request.buffer.put(error)
         except Exception:
@@ -151,21 +157,13 @@ class ManyRequests:
         for number in unread:
             if (request := self._requests.get(number)) is None:
                 continue
-            if self._reads_parts and request.has_told_id and (plain := request.buffer.take_plain()) is not None:
-                num_units += parts.add(number, plain)
+            if self._reads_parts and request.has_told_id and (tokens := request.buffer.take_tokens()) is not None:
+                num_units += parts.add(number, *tokens)
             else:
                 num_units += self._add_responses(message, number, request, ended)
             if num_units >= _MOST_UNITS:
                 yield parts.added_to(message)
                 parts, message, num_units = _Parts(), pb.GenerateManyResponse(), 0
-        # What the reader has of a request came behind what the request has sent, which has to be told first.
-        self._owes_round = has_round and bool(self._urgent or self._unread)
-        if has_round and not self._owes_round:
-            for columns in self._reader.take().split(_MOST_UNITS):
-                if num_units + len(columns.token_ids) > _MOST_UNITS:
-                    yield parts.added_to(message)
-                    parts, message, num_units = _Parts(), pb.GenerateManyResponse(), 0
-                num_units += parts.add_columns(columns)
         if num_units or message.responses:
             yield parts.added_to(message)
         for number in ended:
@@ -200,21 +198,13 @@ class _Parts:
         self._token_ids: list[int] = []
         self._texts: list[str] = []
 
-    def add(self, number: int, plain: PlainTokens) -> int:
+    def add(self, number: int, token_ids: list[int], text: str) -> int:
         """One part. How much it is."""
         self._numbers.append(number)
-        self._num_tokens.append(len(plain.token_ids))
-        self._token_ids += plain.token_ids
-        self._texts.append(plain.text)
-        return len(plain.token_ids)
-
-    def add_columns(self, columns: PlainColumns) -> int:
-        """Parts without text. How much they are."""
-        self._numbers += columns.numbers.tolist()
-        self._num_tokens += columns.counts.tolist()
-        self._token_ids += columns.token_ids.tolist()
-        self._texts += [""] * len(columns.counts)
-        return len(columns.token_ids)
+        self._num_tokens.append(len(token_ids))
+        self._token_ids += token_ids
+        self._texts.append(text)
+        return len(token_ids)
 
     def added_to(self, message: pb.GenerateManyResponse) -> pb.GenerateManyResponse:
         if self._numbers:

@@ -15,10 +15,9 @@ from ...values.errors import EngineError
 from ...values.output_chunk import OutputChunk
 from ..ownership import shown_id
 from .encode_chunk import response_of
-from .many import ManyCalls, ManyRequests, Read, Write
+from .many import Admit, ManyCalls, ManyRequests, Read, Write
 from .stream_buffer import PacedBuffer
 from .stream_pace import StreamPace
-from .streamed import Admit
 
 
 class TakesUnread(Protocol):
@@ -47,8 +46,7 @@ class Streams:
     async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The answer to Generate. The request ends with it."""
         unread = PacedBuffer(self._pace)
-        generation = await self._admit(request, unread.buffer.put)
-        unread.buffer.read(generation)
+        generation = await self._admit(request, unread.buffer)
         try:
             async for response in responses(request.request_id or shown_id(generation.request_id), unread):
                 yield response

@@ -14,14 +14,16 @@ import pytest
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.engine_service.outputs.model_text import ModelText
+from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
 from kvkeeper.engine_service.rpc.front.engine_link import EngineLink
 from kvkeeper.engine_service.rpc.front.requests import GENERATE_PATH, FrontRequests
 from kvkeeper.engine_service.rpc.front.server import LinkTurns
 from kvkeeper.engine_service.rpc.fronts.calls import FrontCalls, FrontServices
-from kvkeeper.engine_service.rpc.fronts.frames import FrameReader, Kind, frame, parts_of
+from kvkeeper.engine_service.rpc.fronts.frames import FrameReader, Kind, frame
 from kvkeeper.engine_service.rpc.fronts.lane import Lane, join_by_socket
 from kvkeeper.engine_service.rpc.fronts.told import Admitted, Told
 from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
+from kvkeeper.engine_service.values.token_columns import TokenColumns
 from kvkeeper.service.turns import TurnLimits, Turns
 from kvkeeper.trust.caller import Caller, Role
 from tests.unit.engine_service.rpc.front.test_both_ends import MAX_TOKENS, Engine
@@ -111,13 +113,14 @@ async def test_tokens_wait_while_a_front_does_not_read_and_come_once_it_does() -
     engines: list[Engine] = []
 
     async def admit(message: pb.GenerateRequest, send: Any, *, makes_text: bool) -> Generation:
-        engines.append(Engine([tokens], (), 128))
+        engines.append(Engine([tokens], (), unread))
         return engines[-1].make(send, makes_text=makes_text)
 
     message = Told(GENERATE_PATH, Caller("a", "", Role.CLIENT), "peer").with_message(pb.GenerateRequest().SerializeToString())
     nothing: Any = None
+    unread = UnreadTokens()
     services = FrontServices(
-        {}, Turns(TurnLimits(1, 1)), admit, nothing, nullcontext, StreamPace(0.0001), lambda path, caller: None, nothing
+        {}, Turns(TurnLimits(1, 1)), admit, nothing, nullcontext, StreamPace(0.0001), lambda path, caller: None, nothing, unread
     )
     async with lane_and_other() as (lane, other, taken):
         calls = FrontCalls(services, lane)
@@ -134,6 +137,7 @@ async def test_tokens_wait_while_a_front_does_not_read_and_come_once_it_does() -
             engines[0].draw()
             assert engines[0].generation is not None
             engines[0].generation.deliver()
+            unread.notify_readers()
             await settle()
         assert unsent() == most, "tokens wait where a later one joins them"
         await other.write(Kind.MESSAGE, 2, message)
@@ -146,15 +150,17 @@ async def test_tokens_wait_while_a_front_does_not_read_and_come_once_it_does() -
             nonlocal found
             found = []
             for kind, number, body in other.frames:
-                if kind is Kind.PARTS:
-                    found += [token for of, token_ids in parts_of(body) if of == 1 for token in token_ids]
+                if kind is Kind.TOKENS:
+                    columns = TokenColumns.from_bytes(body)
+                    assert columns.numbers.tolist() == [1]
+                    found += columns.token_ids.tolist()
                 elif (kind, number) == (Kind.CHUNK, 1):
                     found += pb.GenerateResponse.FromString(body).token_ids
             return any(pb.GenerateResponse.FromString(body).HasField("usage") for body in other.bodies(Kind.CHUNK, 1))
 
         await other.read_until(is_over)
         assert found == tokens
-        assert len(other.bodies(Kind.CHUNK, 1)) + sum(kind is Kind.PARTS for kind, *_ in other.frames) < MAX_TOKENS, "as few"
+        assert len(other.bodies(Kind.CHUNK, 1)) + sum(kind is Kind.TOKENS for kind, *_ in other.frames) < MAX_TOKENS, "as few"
         assert other.bodies(Kind.ANSWER, FILLING) == [*map(piece, range(NUM_PIECES))]
         calls.end()
 

@@ -13,6 +13,7 @@ from kvkeeper.engine_service.rpc.front.requests import FrontRequests
 from kvkeeper.engine_service.rpc.fronts.frames import Kind
 from kvkeeper.engine_service.rpc.fronts.lane import Lane, join_by_socket
 from kvkeeper.engine_service.rpc.fronts.told import Admitted
+from kvkeeper.engine_service.rpc.streams.stream_buffer import StreamBuffer
 from kvkeeper.engine_service.values.errors import QueueFull
 from kvkeeper.service.turns import TurnLimits, Turns
 
@@ -46,7 +47,7 @@ async def test_a_request_whose_tokens_come_holds_no_place_for_its_message() -> N
         engine.send(Kind.ADMITTED, number, Admitted("id", False, []).to_bytes())
 
     async with linked(admit) as link, turns.turn("client"):
-        request = await FrontRequests(link, ModelText(None)).admit(pb.GenerateRequest(), lambda chunk: None)
+        request = await FrontRequests(link, ModelText(None)).admit(pb.GenerateRequest(), StreamBuffer(lambda *, at_once: None))
         assert places == [1], "until the engine has it, the message counts here"
         assert turns.num_taken == 0
         request.cancel()
@@ -55,7 +56,7 @@ async def test_a_request_whose_tokens_come_holds_no_place_for_its_message() -> N
 async def test_an_engine_whose_calls_wait_refuses_further_ones_as_it_does_without_fronts() -> None:
     async with linked(lambda engine, number: engine.send(Kind.FULL, number, b"3")) as link:
         with pytest.raises(QueueFull) as refused:
-            await FrontRequests(link, ModelText(None)).admit(pb.GenerateRequest(), lambda chunk: None)
+            await FrontRequests(link, ModelText(None)).admit(pb.GenerateRequest(), StreamBuffer(lambda *, at_once: None))
         assert refused.value.metadata["limit"] == "3"
         with pytest.raises(QueueFull):
             await link.call("/any", b"")

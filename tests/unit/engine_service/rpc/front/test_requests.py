@@ -1,5 +1,6 @@
 """A front's request: text, stop strings and counts come out as the engine would have made them itself."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -7,10 +8,11 @@ import pytest
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.outputs.stopping import TextOutput
 from kvkeeper.engine_service.outputs.tokenizer import StopStrings
-from kvkeeper.engine_service.rpc.front import requests
 from kvkeeper.engine_service.rpc.front.requests import FrontRequest
 from kvkeeper.engine_service.rpc.fronts.frames import Kind
 from kvkeeper.engine_service.rpc.fronts.told import Admitted, error_of, error_to_bytes, stopped_of
+from kvkeeper.engine_service.rpc.streams import stream_buffer
+from kvkeeper.engine_service.rpc.streams.stream_buffer import StreamBuffer
 from kvkeeper.engine_service.values.errors import EngineError, NotRead, RequestMoved
 from kvkeeper.engine_service.values.output_chunk import OutputChunk
 from kvkeeper.engine_service.values.request import FinishReason
@@ -26,7 +28,6 @@ class Letters:
     has_text = True
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self.may_stop = bool(stops)
         self.pushed: list[int] = []
         self._stops = StopStrings(stops) if stops else None
 
@@ -70,11 +71,12 @@ class Asked:
 
 class World:
     def __init__(self, *stops: str, makes_text: bool = True) -> None:
-        self.asked, self.sent = Asked(), list[OutputChunk | EngineError]()
+        self.asked, self.got = Asked(), list[OutputChunk | EngineError]()
+        self.unread = StreamBuffer(lambda *, at_once: None)
         message = pb.GenerateRequest(sampling=pb.SamplingParams(stop=stops))
         asked: Any = self.asked
         text: Any = LettersText()
-        self.request = FrontRequest(asked, message, self.sent.append, text)
+        self.request = FrontRequest(asked, message, self.unread, text)
         self.request.take(Kind.ADMITTED, Admitted("id", makes_text, []).to_bytes())
 
     def chunk(self, token_ids: str | list[int], **fields: Any) -> None:
@@ -82,8 +84,15 @@ class World:
         ids = [ord(letter) - ord("a") + 1 for letter in token_ids] if isinstance(token_ids, str) else token_ids
         self.request.take(Kind.CHUNK, pb.GenerateResponse(token_ids=ids, **fields).SerializeToString())
 
-    def plain(self, letters: str) -> None:
-        self.request.take_plain([ord(letter) - ord("a") + 1 for letter in letters])
+    def tokens(self, letters: str) -> None:
+        self.request.take_tokens([ord(letter) - ord("a") + 1 for letter in letters])
+
+    @property
+    def sent(self) -> list[OutputChunk | EngineError]:
+        """All that is there to be read, what was read before first."""
+        chunks, error = self.unread.take()
+        self.got += [*chunks, *([error] if error is not None and error not in self.got else [])]
+        return self.got
 
     @property
     def chunks(self) -> list[OutputChunk]:
@@ -94,19 +103,15 @@ class World:
         return "".join(each.text for each in self.chunks)
 
 
-async def test_plain_tokens_wait_for_their_reader_and_keep_their_place() -> None:
-    world, told = World(), list[int]()
-    world.request.let_take_more(lambda: told.append(1))
+async def test_tokens_keep_their_place_between_chunks() -> None:
+    world = World()
     world.chunk("a")
-    world.plain("bc")
-    world.plain("d")
-    assert told == [1], "a reader is told once until it asks"
-    more = world.request.take_more()
-    assert more is not None
-    assert more.text == "bcd"
-    world.plain("e")
+    world.tokens("bc")
+    world.tokens("d")
+    assert world.text == "abcd"
+    world.tokens("e")
     world.chunk("f", finish_reason="FINISH_REASON_LENGTH", usage=USAGE)
-    assert (world.text, len(told)) == ("aef", 2)
+    assert world.text == "abcdef"
     assert world.chunks[-1].usage is not None
     assert world.chunks[-1].usage.new_tokens == 50, "without stop strings the engine's count is right"
 
@@ -114,10 +119,10 @@ async def test_plain_tokens_wait_for_their_reader_and_keep_their_place() -> None
 async def test_a_stop_string_ends_the_output_once_the_engine_has_confirmed_it() -> None:
     world = World("de")
     world.chunk("ab")
-    world.plain("cdexyw")
+    world.tokens("cdexyw")
     assert (world.text, len(world.chunks)) == ("ab", 1), "its last chunk waits for the counts"
     assert [(kind, stopped_of(body)) for kind, body in world.asked.told] == [(Kind.STOPPED, (0, 5))]
-    world.plain("more")
+    world.tokens("more")
     world.chunk("still")
     world.chunk("", finish_reason="FINISH_REASON_STOP", usage=USAGE)
     last = world.chunks[-1]
@@ -192,13 +197,11 @@ async def test_an_error_ends_it_also_while_a_stop_waits() -> None:
     assert (error.reason, error.metadata) == (moved.reason, moved.metadata)
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
-async def test_tokens_that_cannot_be_made_text_end_the_request(is_plain: bool) -> None:
+@pytest.mark.parametrize("is_chunk", [False, True])
+async def test_tokens_that_cannot_be_made_text_end_the_request(is_chunk: bool) -> None:
     world = World()
-    world.request.let_take_more(lambda: None)
-    if is_plain:
-        world.request.take_plain([1, BROKEN_TOKEN])
-        assert world.request.take_more() is None
+    if not is_chunk:
+        world.request.take_tokens([1, BROKEN_TOKEN])
         assert world.text == "a", "what came before it is told"
     else:
         world.chunk([1, BROKEN_TOKEN])
@@ -212,22 +215,21 @@ async def test_tokens_that_cannot_be_made_text_end_the_request(is_plain: bool) -
 
 
 async def test_a_client_that_does_not_read_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "_MOST_PLAIN", 3)
+    monkeypatch.setattr(stream_buffer, "MAX_UNREAD", 3)
     world = World()
-    world.request.let_take_more(lambda: None)
-    world.plain("abcd")
-    assert world.text == "abcd", "what is not asked for is sent, and so counted"
-    world.plain("e")
-    world.request.fail(NotRead("much is unread", limit=3))
+    world.tokens("abcd")
+    await asyncio.sleep(0)
     ((kind, body),) = world.asked.told
     assert (kind, error_of(body).reason) == (Kind.BROKEN, "NOT_READ")
-    assert world.request.take_more() is None, "a token that comes behind those that were dropped"
+    world.tokens("e")
+    (error,) = world.sent
+    assert isinstance(error, NotRead), "nothing else, neither before nor behind it"
 
 
 async def test_a_client_that_went_away_drops_the_call() -> None:
     world = World()
     world.request.cancel()
     assert world.asked.is_dropped
-    world.plain("abc")
+    world.tokens("abc")
     world.chunk("d")
     assert world.sent == []

@@ -1,8 +1,8 @@
-"""Frames come out as they went in, wherever the bytes were cut; columns that do not fit together are refused."""
+"""Frames come out as they went in, wherever the bytes were cut."""
 
 import pytest
 
-from kvkeeper.engine_service.rpc.fronts.frames import FrameReader, Kind, PartColumns, frame, parts_of
+from kvkeeper.engine_service.rpc.fronts.frames import FrameReader, Kind, frame
 from kvkeeper.engine_service.rpc.fronts.told import Admitted, FrontState, Told, error_of, error_to_bytes
 from kvkeeper.engine_service.values.errors import NeverFits
 from kvkeeper.trust.caller import Caller, Role
@@ -21,23 +21,6 @@ def test_frames_come_out_whole_wherever_bytes_are_cut(step: int) -> None:
 def test_a_kind_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="99"):
         list(FrameReader().add(frame(99, 1, b"")))  # type: ignore[arg-type]
-
-
-def test_columns_of_plain_tokens() -> None:
-    parts = PartColumns()
-    sent = [(1, [5, 6, 7]), (2**40, [2**31]), (3, [])]
-    for number, token_ids in sent:
-        parts.add(number, token_ids)
-    assert parts.num_tokens == 4
-    assert list(parts_of(parts.to_bytes())) == sent
-
-
-@pytest.mark.parametrize("cut", [4, 8])
-def test_columns_that_do_not_fit_together_are_refused(cut: int) -> None:
-    parts = PartColumns()
-    parts.add(1, [5, 6, 7])
-    with pytest.raises(ValueError, match="different lengths"):
-        list(parts_of(parts.to_bytes()[:-cut]))
 
 
 def test_a_call_is_told_with_its_caller_and_trace() -> None:

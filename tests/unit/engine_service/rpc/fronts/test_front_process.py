@@ -10,6 +10,7 @@ import pytest
 
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.outputs.model_text import ModelText
+from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
 from kvkeeper.engine_service.rpc.front.config import FrontConfig
 from kvkeeper.engine_service.rpc.fronts import front_handle
 from kvkeeper.engine_service.rpc.fronts.calls import FrontServices
@@ -27,7 +28,7 @@ STATE = FrontState(is_serving=False, is_leaving=False, max_len=0)
 
 def services() -> FrontServices:
     turns = Turns(TurnLimits(1, 1))
-    return FrontServices({}, turns, NOBODY, NOBODY, nullcontext, StreamPace(0), NOBODY, ModelText(None))
+    return FrontServices({}, turns, NOBODY, NOBODY, nullcontext, StreamPace(0), NOBODY, ModelText(None), UnreadTokens())
 
 
 def set_up(address: str) -> FrontConfig:
