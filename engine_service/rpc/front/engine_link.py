@@ -20,9 +20,8 @@ from kvkeeper.trust.caller import calling
 
 from ...values.errors import EngineError
 from ...values.token_columns import TokenColumns
-from ..fronts.frames import Kind
+from ..fronts.frames import FrontSetUp, FrontState, Kind, Message
 from ..fronts.lane import Lane
-from ..fronts.told import FrontSetUp, FrontState, Told, error_of
 from ..methods import too_many_waiting
 
 _TRACE_KEYS = ("traceparent", "tracestate")
@@ -44,16 +43,15 @@ class Asked:
     def __init__(self, link: "EngineLink", number: int) -> None:
         self._link, self.number = link, number
         self.num_bytes = 0  # of its message, until the engine answers; 0 where another bound holds it
-        self.answers = asyncio.Queue[tuple[Kind, bytes]]()
-        self.take: Callable[[Kind, bytes], None] = lambda kind, body: self.answers.put_nowait((kind, body))
+        self.answers = asyncio.Queue[tuple[Kind, Any]]()
+        self.take: Callable[[Kind, Any], None] = lambda kind, body: self.answers.put_nowait((kind, body))
         self.take_tokens: Callable[[list[int]], None] = lambda token_ids: None  # the tokens of a request
 
     def send(self, path: str, raw: bytes) -> None:
         """Send the call's message, in the name of the running call's caller."""
-        told = Told(path, calling(), peer.get(), _trace.get())
-        self._link.send_message(self, told.with_message(raw))
+        self._link.send_message(self, Message(path, calling(), peer.get(), raw, _trace.get()))
 
-    def tell(self, kind: Kind, body: bytes = b"") -> None:
+    def tell(self, kind: Kind, body: Any = None) -> None:
         self._link.lane.send(kind, self.number, body)
 
     def drop(self) -> None:
@@ -84,11 +82,11 @@ class EngineLink:
         asked = self._calls[self._last_number] = Asked(self, self._last_number)
         return asked
 
-    def send_message(self, asked: Asked, body: bytes) -> None:
+    def send_message(self, asked: Asked, message: Message) -> None:
         if has_left_place():
-            asked.num_bytes = len(body)
-            self._num_unanswered += len(body)
-        self.lane.send(Kind.MESSAGE, asked.number, body)
+            asked.num_bytes = len(message.raw)
+            self._num_unanswered += len(message.raw)
+        self.lane.send(Kind.MESSAGE, asked.number, message)
 
     async def wait_room(self) -> None:
         """Until another message may be read: those that the engine has not answered are few."""
@@ -141,14 +139,14 @@ class EngineLink:
 
     # -- for the lane
 
-    def take(self, kind: Kind, number: int, body: bytes) -> None:
+    def take(self, kind: Kind, number: int, body: Any) -> None:
         if kind is Kind.TOKENS:
-            columns, first = TokenColumns.from_bytes(body), 0
-            token_ids = columns.token_ids.tolist()
-            for each, count in zip(columns.numbers.tolist(), columns.counts.tolist(), strict=True):
-                if (asked := self._calls.get(each)) is not None:
-                    asked.take_tokens(token_ids[first : first + count])
-                first += count
+            columns: TokenColumns = body
+            calls, first, token_ids = self._calls, 0, columns.token_ids.tolist()
+            for each, end in zip(columns.numbers.tolist(), columns.counts.cumsum().tolist(), strict=True):
+                if each in calls:
+                    calls[each].take_tokens(token_ids[first:end])
+                first = end
         elif number:
             if (asked := self._calls.get(number)) is not None:
                 self._note_answer(asked)
@@ -156,16 +154,17 @@ class EngineLink:
         elif kind is Kind.PING:
             self.lane.send(Kind.PONG)
         elif kind is Kind.SET_UP:
-            self.set_up.set_result(FrontSetUp.of(body))
+            self.set_up.set_result(body)
         elif kind is Kind.STATE:
-            self._on_state(FrontState.of(body))
+            self._on_state(body)
         elif kind is Kind.STOP:
-            self._on_stop(float(body))
+            self._on_stop(body)
 
     def _note_loss(self) -> None:
         self.lost.set()
 
 
-def refusal_of(kind: Kind, body: bytes) -> EngineError:
+def refusal_of(kind: Kind, body: Any) -> EngineError:
     """What FULL and ERROR stand for."""
-    return too_many_waiting(int(body)) if kind is Kind.FULL else error_of(body)
+    refusal: EngineError = too_many_waiting(body) if kind is Kind.FULL else body
+    return refusal

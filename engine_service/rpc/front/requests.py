@@ -7,6 +7,7 @@ stop is dropped. The end of a continuation is told once the engine has confirmed
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import structlog
 
@@ -18,8 +19,7 @@ from ...outputs.stopping import TextOutput
 from ...values.errors import EngineError, RequestFailed
 from ...values.output_chunk import OutputChunk, Usage
 from ...values.request import FinishReason
-from ..fronts.frames import Kind
-from ..fronts.told import Admitted, error_of, error_to_bytes, stopped_to_bytes
+from ..fronts.frames import Admitted, Kind, Stopped
 from ..streams.stream_buffer import StreamBuffer
 from .engine_link import Asked, EngineLink, refusal_of
 
@@ -27,7 +27,6 @@ log = structlog.get_logger()
 
 GENERATE_PATH = "/kvkeeper.engine.v1.EngineService/Generate"
 _CUT_SHORT = (FinishReason.CANCELLED, FinishReason.TIMED_OUT, FinishReason.STALLED)
-_REASONS = {pb.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
 
 
 class FrontRequest:
@@ -49,23 +48,24 @@ class FrontRequest:
 
     def cancel(self) -> None:
         """Nothing more of it is wanted. Idempotent."""
-        self._is_over = True
+        self._note_end()
         self._asked.drop()
 
     def fail(self, refusal: EngineError) -> None:
         """End it with an error. One that has ended is left alone."""
         if not self._is_over:
-            self._is_over = True
-            self._asked.tell(Kind.BROKEN, error_to_bytes(refusal))
+            self._note_end()
+            self._asked.tell(Kind.BROKEN, refusal)
             self._unread.put(refusal)
 
     # -- for the link
 
-    def take(self, kind: Kind, body: bytes) -> None:
+    def take(self, kind: Kind, body: Any) -> None:
         """What the engine says of it."""
         if kind is Kind.ADMITTED:
-            told = Admitted.of(body)
-            self.request_id, self._makes_text, self._context = told.request_id, told.makes_text, told.context
+            admitted: Admitted = body
+            self.request_id, self._context = admitted.request_id, admitted.context
+            self._makes_text = admitted.makes_text
             if not self.admitted.done():
                 self.admitted.set_result(None)
         elif not self.admitted.done():
@@ -73,20 +73,26 @@ class FrontRequest:
         elif self._is_over:
             return
         elif kind is Kind.ERROR:
-            self._is_over = True
-            self._unread.put(error_of(body))
+            self._note_end()
+            self._unread.put(body)
         elif kind is Kind.CHUNK:
-            self._take_chunk(pb.GenerateResponse.FromString(body))
+            self._take_chunk(body)
+
+    def _note_end(self) -> None:
+        """Nothing more of it is read."""
+        self._is_over = True
+        self._asked.take_tokens = lambda token_ids: None
 
     def take_tokens(self, token_ids: list[int]) -> None:
         """The next tokens of continuation 0, of which there is nothing more to tell but their text."""
-        if self._is_over:
-            return
         if self._stops:
-            self._take_chunk(pb.GenerateResponse(token_ids=token_ids))
-            return
+            self._take_chunk(OutputChunk(0, "", tuple(token_ids)))
+            return None
         texts = list[str]()
         try:
+            if not self._output(0).has_text:
+                self._asked.take_tokens = self._unread.add
+                return self._unread.add(token_ids)
             self._push(0, token_ids, texts)
         except Exception:
             if texts:
@@ -99,41 +105,36 @@ class FrontRequest:
         log.exception("text_failed", request_id=self.request_id)
         self.fail(RequestFailed("the tokens could not be turned into text"))
 
-    def _take_chunk(self, message: pb.GenerateResponse) -> None:
+    def _take_chunk(self, chunk: OutputChunk) -> None:
         try:
-            self._add_chunk(message)
+            self._add_chunk(chunk)
         except Exception:
             self._fail_text()
 
-    def _add_chunk(self, message: pb.GenerateResponse) -> None:
-        index = message.index
+    def _add_chunk(self, chunk: OutputChunk) -> None:
+        index, reason = chunk.index, chunk.finish_reason
         if index in self._stopped:
-            if message.finish_reason:
-                self._end(replace(self._stopped.pop(index), usage=self._usage_of(message)))
+            if reason is not None:
+                self._end(replace(self._stopped.pop(index), usage=self._usage(chunk.usage)))
             return
-        reason = _REASONS.get(message.finish_reason)
-        text, num_tokens, is_stopped = message.text, len(message.token_ids), False
-        if self._makes_text:
-            texts = list[str]()
-            is_stopped = self._push(index, message.token_ids, texts)
-            text, num_tokens = "".join(texts), len(texts)
-            if reason is not None and not is_stopped:
-                text += self._rest(index, reason)
-        self._num_taken[index] = self._num_taken.get(index, 0) + num_tokens
-        chunk = OutputChunk(
-            index,
-            text,
-            tuple(message.token_ids[:num_tokens]),
-            FinishReason.STOP if is_stopped else reason,
-            logprobs=tuple(message.logprobs[:num_tokens]),  # type: ignore[arg-type]  # messages with the same fields
-            prompt_logprobs=tuple(message.prompt_logprobs),  # type: ignore[arg-type]
-            cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
-        )
+        if not self._makes_text:
+            self._end(chunk)
+            return
+        texts = list[str]()
+        is_stopped = self._push(index, chunk.token_ids, texts)
+        num_tokens = self._num_taken[index] = self._num_taken.get(index, 0) + len(texts)
+        if is_stopped:
+            logprobs = chunk.logprobs[: len(texts)]
+            token_ids = chunk.token_ids[: len(texts)]
+            chunk = replace(chunk, token_ids=token_ids, logprobs=logprobs, finish_reason=FinishReason.STOP)
+        elif reason is not None:
+            texts.append(self._rest(index, reason))
+        chunk = replace(chunk, text="".join(texts), usage=self._usage(chunk.usage))
         if is_stopped and reason is None:
             self._stopped[index] = chunk
-            self._asked.tell(Kind.STOPPED, stopped_to_bytes(index, self._num_taken[index]))
+            self._asked.tell(Kind.STOPPED, Stopped(index, num_tokens))
         else:
-            self._end(replace(chunk, usage=self._usage_of(message)))
+            self._end(chunk)
 
     def _end(self, chunk: OutputChunk) -> None:
         self._is_over = chunk.usage is not None
@@ -142,9 +143,6 @@ class FrontRequest:
     def _push(self, index: int, token_ids: Sequence[int], texts: list[str]) -> bool:
         """Add the text of each token to texts. Whether one of them completed a stop string; it is the last."""
         output = self._output(index)
-        if not output.has_text:
-            texts += [""] * len(token_ids)
-            return False
         for token_id in token_ids:
             text, is_stopped = output.push(token_id)
             texts.append(text)
@@ -168,14 +166,11 @@ class FrontRequest:
             output = self._outputs[index] = self._text.output(self._context, self._stops)
         return output
 
-    def _usage_of(self, message: pb.GenerateResponse) -> Usage | None:
+    def _usage(self, usage: Usage | None) -> Usage | None:
         """The engine may have counted tokens behind a stop string that were computed before it heard of it."""
-        if not message.HasField("usage"):
-            return None
-        told = message.usage
-        counts_here = self._stops and self._makes_text
-        new_tokens = sum(self._num_taken.values()) if counts_here else told.new_tokens
-        return Usage(told.prompt_tokens, told.cached_tokens, new_tokens, told.copied_blocks, told.num_preemptions)
+        if usage is None or not self._stops:
+            return usage
+        return replace(usage, new_tokens=sum(self._num_taken.values()))
 
 
 class FrontRequests:

@@ -1,7 +1,6 @@
 """Puts a front together, and takes it apart when its engine says so, or is gone."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,8 +16,7 @@ from kvkeeper.trust.guard import Guard
 from ...outputs.model_text import ModelText
 from ...outputs.tokenizer import Tokenizer
 from ...values.errors import EngineError
-from ..fronts.frames import Kind
-from ..fronts.told import FrontState
+from ..fronts.frames import FrontState, Kind
 from ..methods import CONTRACT, intake_of
 from ..streams.serving import Streams
 from ..streams.stream_pace import StreamPace
@@ -86,7 +84,7 @@ class Front:
             try:
                 guard = await self._start()
             except (AddressInUse, StartError) as error:
-                self.lane.send(Kind.FAILED, body=str(error).encode())
+                self.lane.send(Kind.FAILED, body=str(error))
                 return
             self.lane.send(Kind.READY)
             tasks += [asyncio.create_task(self._apply_states()), asyncio.create_task(self._tell_refused(guard))]
@@ -153,7 +151,7 @@ class Front:
             await asyncio.sleep(_TELL_REFUSED_S)
             if guard.refused.counts != told:
                 told = dict(guard.refused.counts)
-                self.lane.send(Kind.REFUSED, body=json.dumps(told).encode())
+                self.lane.send(Kind.REFUSED, body=told)
 
 
 def _hide_bug() -> EngineError:

@@ -28,11 +28,9 @@ from ...outputs.unread_tokens import UnreadTokens
 from ...values.errors import EngineError
 from ...values.output_chunk import OutputChunk, Send, coalesce
 from ..methods import CONTRACT, FRONTS_OWN
-from ..streams.encode_chunk import response_of
 from ..streams.stream_pace import HasUnread, StreamPace
-from .frames import Kind
+from .frames import Admitted, Kind, Message
 from .lane import Lane
-from .told import Admitted, Told, error_of, error_to_bytes, stopped_of
 
 _GENERATE = CONTRACT.service.methods_by_name["Generate"]
 GENERATE_PATH = f"/{CONTRACT.service.full_name}/Generate"
@@ -122,19 +120,19 @@ class FrontCalls:
         """Calls that are not over."""
         return len(self._calls)
 
-    def take(self, kind: Kind, number: int, body: bytes) -> None:
+    def take(self, kind: Kind, number: int, body: Any) -> None:
         """A frame that says something of a call."""
         if kind is Kind.MESSAGE:
-            self._begin(number, *Told.split(body))
+            self._begin(number, body)
             return
         if (call := self._calls.get(number)) is None:
             return
         if kind is Kind.TAKEN:
             call.taken.set()
         elif kind is Kind.STOPPED and call.generation is not None:
-            self._services.stop_at(call.generation, *stopped_of(body))
+            self._services.stop_at(call.generation, body.index, body.num_tokens)
         elif kind is Kind.BROKEN and call.generation is not None:
-            call.generation.fail(error_of(body))
+            call.generation.fail(body)
         elif kind is Kind.DROPPED:
             del self._calls[number]
             call.end()
@@ -147,47 +145,47 @@ class FrontCalls:
         for call in calls:
             call.end()
 
-    def _begin(self, number: int, told: Told, raw: bytes) -> None:
+    def _begin(self, number: int, message: Message) -> None:
         call = self._calls[number] = _Call(number)
-        call.task = asyncio.create_task(self._serve(call, told, raw))
+        call.task = asyncio.create_task(self._serve(call, message))
 
-    async def _serve(self, call: _Call, told: Told, raw: bytes) -> None:
-        peer.set(told.peer)
-        note_caller(told.caller, partial(self._services.note_foreign, told.path, told.caller.name))
+    async def _serve(self, call: _Call, message: Message) -> None:
+        peer.set(message.peer)
+        note_caller(message.caller, partial(self._services.note_foreign, message.path, message.caller.name))
         try:
-            async with self._services.turns.turn(told.peer) as place:
-                if len(raw) <= SMALL_BYTES:
+            async with self._services.turns.turn(message.peer) as place:
+                if len(message.raw) <= SMALL_BYTES:
                     place.leave()
-                await self._serve_turn(call, told, raw)
+                await self._serve_turn(call, message)
         except TooManyWaiting as error:
-            self._lane.send(Kind.FULL, call.number, str(error.limit).encode())
+            self._lane.send(Kind.FULL, call.number, error.limit)
 
-    async def _serve_turn(self, call: _Call, told: Told, raw: bytes) -> None:
-        with tracing.serving(told.path[1:], told.trace) as span:
+    async def _serve_turn(self, call: _Call, message: Message) -> None:
+        with tracing.serving(message.path[1:], message.trace) as span:
             try:
-                await (self._generate(call, raw) if told.path == GENERATE_PATH else self._answer(call, told.path, raw))
+                await (self._generate(call, message.raw) if message.path == GENERATE_PATH else self._answer(call, message))
             except EngineError as error:
                 tracing.fail(span, error.reason)
-                self._lane.send(Kind.ERROR, call.number, error_to_bytes(error))
+                self._lane.send(Kind.ERROR, call.number, error)
                 forget_frames(error)  # what made it may refer to it, and it to the call's message
             except Exception:
-                bug = CONTRACT.hide_bug(told.path)
+                bug = CONTRACT.hide_bug(message.path)
                 assert isinstance(bug, EngineError)
                 tracing.fail(span, bug.reason)
-                self._lane.send(Kind.ERROR, call.number, error_to_bytes(bug))
+                self._lane.send(Kind.ERROR, call.number, bug)
             else:
                 if span is not None and call.generation is not None:
                     await call.over.wait()  # the span is that of the whole stream
                     if call.refusal is not None:
                         tracing.fail(span, call.refusal.reason)
 
-    async def _answer(self, call: _Call, path: str, raw: bytes) -> None:
-        served = self._services.methods[path]
-        message = served.contract.parse(served.method, raw)
+    async def _answer(self, call: _Call, message: Message) -> None:
+        served = self._services.methods[message.path]
+        request = served.contract.parse(served.method, message.raw)
         if not served.method.server_streaming:
-            self._lane.send(Kind.ANSWER, call.number, (await served.function(message)).SerializeToString())
+            self._lane.send(Kind.ANSWER, call.number, (await served.function(request)).SerializeToString())
         else:
-            responses = served.function(message)
+            responses = served.function(request)
             try:
                 async for response in responses:
                     call.taken.clear()
@@ -205,7 +203,7 @@ class FrontCalls:
         call.counted.enter_context(self._services.counted())
         context = generation.request.prompt[-_NUM_CONTEXT_TOKENS:].tolist()
         admitted = Admitted(generation.request_id, not generation.outputs[0].has_text, context)
-        self._lane.send(Kind.ADMITTED, call.number, admitted.to_bytes())
+        self._lane.send(Kind.ADMITTED, call.number, admitted)
         generation.let_read(self, call.number)
         if call.unsent or call.refusal is not None:
             self._tell(call, at_once=True)
@@ -247,10 +245,10 @@ class FrontCalls:
                 continue
             call.has_begun, chunks, call.unsent = True, call.unsent, []
             for chunk in coalesce(chunks) if self._services.pace.merges else chunks:
-                self._lane.send(Kind.CHUNK, call.number, response_of("", chunk).SerializeToString())
+                self._lane.send(Kind.CHUNK, call.number, chunk)
             if call.refusal is not None:
-                self._lane.send(Kind.ERROR, call.number, error_to_bytes(call.refusal))
+                self._lane.send(Kind.ERROR, call.number, call.refusal)
             if call.refusal is not None or (chunks and chunks[-1].usage is not None):
                 call.over.set()
         if has_round and len((columns := self._services.unread.take_of(self)).numbers):
-            self._lane.send(Kind.TOKENS, 0, columns.to_bytes())
+            self._lane.send(Kind.TOKENS, 0, columns)

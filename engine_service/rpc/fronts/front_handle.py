@@ -5,7 +5,6 @@ killed: the kernel would go on giving it connections.
 """
 
 import asyncio
-import json
 from collections import Counter
 from contextlib import suppress
 from typing import Any, Protocol
@@ -15,9 +14,8 @@ import structlog
 from ...outputs.model_text import ModelText
 from ..front.config import FrontConfig
 from .calls import FrontCalls, FrontServices
-from .frames import Kind
+from .frames import FrontSetUp, FrontState, Kind
 from .lane import Lane
-from .told import FrontSetUp, FrontState
 
 log = structlog.get_logger()
 
@@ -73,16 +71,16 @@ class FrontHandle:
             return
         self._calls = FrontCalls(services, self.lane)
         set_up = FrontSetUp(config.to_json(), self.runner.share(services.text))
-        self.lane.send(Kind.SET_UP, body=set_up.to_bytes())
+        self.lane.send(Kind.SET_UP, body=set_up)
         self.tell_state(state)
         self._watching = asyncio.create_task(self._watch())
 
     def tell_state(self, state: FrontState) -> None:
-        self.lane.send(Kind.STATE, body=state.to_bytes())
+        self.lane.send(Kind.STATE, body=state)
 
     def ask_stop(self, seconds: float) -> None:
         """It ends its calls after so many seconds at most, then itself."""
-        self.lane.send(Kind.STOP, body=str(seconds).encode())
+        self.lane.send(Kind.STOP, body=seconds)
 
     @property
     def num_calls(self) -> int:
@@ -108,16 +106,16 @@ class FrontHandle:
         self._note_loss()
         await self.wait_end()
 
-    def _take(self, kind: Kind, number: int, body: bytes) -> None:
+    def _take(self, kind: Kind, number: int, body: Any) -> None:
         """A frame of the front."""
         self._num_silent = 0
         if kind is Kind.READY:
             if not self.ready.done():
                 self.ready.set_result(None)
         elif kind is Kind.FAILED:
-            self._fail(body.decode())
+            self._fail(body)
         elif kind is Kind.REFUSED:
-            self.refused = Counter(json.loads(body))
+            self.refused = Counter(body)
         elif kind is Kind.PING:
             self.lane.send(Kind.PONG, number)
         elif kind is not Kind.PONG and self._calls is not None:

@@ -24,9 +24,9 @@ from kvkeeper.service.shared_address import SharedAddress
 from ..front.config import FrontConfig
 from ..methods import CONTRACT
 from .calls import FrontServices
+from .frames import FrontState
 from .front_handle import FrontFailed, FrontHandle
 from .front_process import start_front_process, start_front_task
-from .told import FrontState
 
 log = structlog.get_logger()
 

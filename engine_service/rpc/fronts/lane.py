@@ -8,13 +8,14 @@ import asyncio
 import socket
 from collections.abc import Callable
 from contextvars import Context
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-from .frames import Frame, FrameReader, Kind, frame
+from .codec import FrameReader, frame
+from .frames import Frame, Kind
 
 _MOST_UNSENT = 1 << 20  # bytes, beyond which what can wait is to wait
 
-Take = Callable[[Kind, int, bytes], None]
+Take = Callable[[Kind, int, Any], None]
 
 
 class _Carrier(Protocol):
@@ -37,7 +38,7 @@ class Lane:
         self.is_full = False  # much is unsent
         self.on_room: Callable[[], None] = lambda: None  # called when is_full ends
 
-    def send(self, kind: Kind, number: int = 0, body: bytes = b"") -> None:
+    def send(self, kind: Kind, number: int = 0, body: Any = None) -> None:
         """Never waits. Nothing happens where the other end is gone."""
         if self._carrier is None:
             return
@@ -62,7 +63,7 @@ class Lane:
     def open(self, carrier: _Carrier) -> None:
         self._carrier = carrier
 
-    def take(self, kind: Kind, number: int, body: bytes) -> None:
+    def take(self, kind: Kind, number: int, body: Any) -> None:
         self._take(kind, number, body)
 
     def note_loss(self) -> None:

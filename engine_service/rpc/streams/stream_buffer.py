@@ -35,7 +35,7 @@ class StreamBuffer:
         self._tell = tell
         self._chunks: list[OutputChunk] = []
         self._token_ids: list[int] = []  # of continuation 0, behind the chunks
-        self._texts: list[str] = []  # of each of them
+        self._texts: list[str] = []  # of each of them, or none where they have none
         self._num_unread = 0
         self._error: EngineError | None = None
         self._is_checked = False
@@ -51,13 +51,16 @@ class StreamBuffer:
         is_last = isinstance(output, EngineError) or output.usage is not None
         self._note_more(at_once=is_last)
 
-    def add(self, token_ids: Sequence[int], texts: Sequence[str]) -> None:
-        """Tokens of continuation 0, with the text of each, of which there is nothing more to tell."""
+    def add(self, token_ids: Sequence[int], texts: Sequence[str] = ()) -> None:
+        """Tokens of continuation 0, of which there is nothing more to tell than the text of each, if they have any."""
         if not self._is_full:
             self._token_ids += token_ids
             self._texts += texts
             self._num_unread += len(token_ids)
-            self._note_more(at_once=False)
+            if self._num_unread <= MAX_UNREAD:
+                self._tell(at_once=False)
+            else:
+                self._note_more(at_once=False)
 
     @property
     def has_unread(self) -> bool:
@@ -84,7 +87,7 @@ class StreamBuffer:
         if self._merges:
             self._chunks.append(OutputChunk(0, "".join(self._texts), tuple(self._token_ids)))
         else:
-            each = zip(self._token_ids, self._texts, strict=True)
+            each = zip(self._token_ids, self._texts or [""] * len(self._token_ids), strict=True)
             self._chunks += [OutputChunk(0, text, (token_id,)) for token_id, text in each]
         self._token_ids, self._texts = [], []
 

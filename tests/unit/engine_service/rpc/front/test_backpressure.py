@@ -19,11 +19,10 @@ from kvkeeper.engine_service.rpc.front.engine_link import EngineLink
 from kvkeeper.engine_service.rpc.front.requests import GENERATE_PATH, FrontRequests
 from kvkeeper.engine_service.rpc.front.server import LinkTurns
 from kvkeeper.engine_service.rpc.fronts.calls import FrontCalls, FrontServices
-from kvkeeper.engine_service.rpc.fronts.frames import FrameReader, Kind, frame
+from kvkeeper.engine_service.rpc.fronts.codec import FrameReader, frame
+from kvkeeper.engine_service.rpc.fronts.frames import Admitted, Frame, Kind, Message
 from kvkeeper.engine_service.rpc.fronts.lane import Lane, join_by_socket
-from kvkeeper.engine_service.rpc.fronts.told import Admitted, Told
 from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
-from kvkeeper.engine_service.values.token_columns import TokenColumns
 from kvkeeper.service.turns import TurnLimits, Turns
 from kvkeeper.trust.caller import Caller, Role
 from tests.unit.engine_service.rpc.front.test_both_ends import MAX_TOKENS, Engine
@@ -51,9 +50,9 @@ class OtherEnd:
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._end, self._reader = end, FrameReader()
-        self.frames: list[tuple[Kind, int, bytes]] = []
+        self.frames: list[Frame] = []
 
-    async def write(self, kind: Kind, number: int, body: bytes = b"") -> None:
+    async def write(self, kind: Kind, number: int, body: Any = None) -> None:
         await asyncio.get_running_loop().sock_sendall(self._end, frame(kind, number, body))
 
     async def read_until(self, condition: Callable[[], bool]) -> None:
@@ -61,11 +60,11 @@ class OtherEnd:
             while not condition():
                 self.frames += self._reader.add(await asyncio.get_running_loop().sock_recv(self._end, 1 << 20))
 
-    def bodies(self, kind: Kind, number: int) -> list[bytes]:
+    def bodies(self, kind: Kind, number: int) -> list[Any]:
         return [body for each, of, body in self.frames if (each, of) == (kind, number)]
 
 
-Taken = list[tuple[Kind, int, bytes]]
+Taken = list[Frame]
 
 
 @asynccontextmanager
@@ -97,9 +96,9 @@ async def test_a_full_lane_says_so_reads_on_and_loses_nothing() -> None:
         lane.on_room = lambda: had_room.append(lane.is_full)
         await fill(lane)
         lane.send(Kind.ANSWER, FILLING, b"behind it")
-        await other.write(Kind.MESSAGE, 1, b"meanwhile")
+        await other.write(Kind.TAKEN, 1)
         await until(lambda: bool(taken))
-        assert taken == [(Kind.MESSAGE, 1, b"meanwhile")]
+        assert taken == [(Kind.TAKEN, 1, None)]
         assert (lane.is_full, had_room) == (True, []), "the other end has not read"
         await other.read_until(lambda: len(other.frames) == NUM_PIECES + 1)
         assert other.bodies(Kind.ANSWER, FILLING) == [*map(piece, range(NUM_PIECES)), b"behind it"]
@@ -116,7 +115,7 @@ async def test_tokens_wait_while_a_front_does_not_read_and_come_once_it_does() -
         engines.append(Engine([tokens], (), unread))
         return engines[-1].make(send, makes_text=makes_text)
 
-    message = Told(GENERATE_PATH, Caller("a", "", Role.CLIENT), "peer").with_message(pb.GenerateRequest().SerializeToString())
+    message = Message(GENERATE_PATH, Caller("a", "", Role.CLIENT), "peer", pb.GenerateRequest().SerializeToString())
     nothing: Any = None
     unread = UnreadTokens()
     services = FrontServices(
@@ -130,7 +129,7 @@ async def test_tokens_wait_while_a_front_does_not_read_and_come_once_it_does() -
 
         def unsent() -> int:
             carrier: Any = lane._carrier
-            return int(carrier._transport.get_write_buffer_size()) + sum(len(body) for *_, body in lane._unsent)
+            return int(carrier._transport.get_write_buffer_size()) + len(lane._unsent)
 
         most = unsent()
         for _ in range(MAX_TOKENS):
@@ -151,12 +150,11 @@ async def test_tokens_wait_while_a_front_does_not_read_and_come_once_it_does() -
             found = []
             for kind, number, body in other.frames:
                 if kind is Kind.TOKENS:
-                    columns = TokenColumns.from_bytes(body)
-                    assert columns.numbers.tolist() == [1]
-                    found += columns.token_ids.tolist()
+                    assert body.numbers.tolist() == [1]
+                    found += body.token_ids.tolist()
                 elif (kind, number) == (Kind.CHUNK, 1):
-                    found += pb.GenerateResponse.FromString(body).token_ids
-            return any(pb.GenerateResponse.FromString(body).HasField("usage") for body in other.bodies(Kind.CHUNK, 1))
+                    found += body.token_ids
+            return any(body.usage is not None for body in other.bodies(Kind.CHUNK, 1))
 
         await other.read_until(is_over)
         assert found == tokens
@@ -183,7 +181,7 @@ async def link_and_engine(max_unanswered: int) -> AsyncIterator[tuple[EngineLink
 
 
 def messages(taken: Taken) -> list[tuple[int, bytes]]:
-    return [(number, Told.split(body)[1]) for kind, number, body in taken if kind is Kind.MESSAGE]
+    return [(number, body.raw) for kind, number, body in taken if kind is Kind.MESSAGE]
 
 
 def answer(engine: Lane, number: int, body: bytes) -> None:
@@ -211,8 +209,8 @@ async def test_no_message_is_read_while_those_without_a_place_are_unanswered_and
             # Eight have a place, and have looked before the first of them was sent: none but those goes beyond the bound.
             assert len(came) - num_answered <= 8
             engine.send(Kind.PING)
-            await until(lambda: (Kind.PONG, 0, b"") in taken)
-            taken.remove((Kind.PONG, 0, b""))
+            await until(lambda: (Kind.PONG, 0, None) in taken)
+            taken.remove((Kind.PONG, 0, None))
             number, body = came[num_answered]
             answer(engine, number, body)
             num_answered += 1
@@ -222,7 +220,7 @@ async def test_no_message_is_read_while_those_without_a_place_are_unanswered_and
 
 @pytest.mark.parametrize("how", ["answered", "refused", "given up"])
 async def test_a_message_that_is_over_makes_room(how: str) -> None:
-    async with link_and_engine(100) as (link, engine, taken):
+    async with link_and_engine(99) as (link, engine, taken):
         turns = LinkTurns(Turns(TurnLimits(8, 64)), link)
 
         async def call() -> bytes:
@@ -238,7 +236,7 @@ async def test_a_message_that_is_over_makes_room(how: str) -> None:
         if how == "given up":
             first.cancel()
         else:
-            engine.send(*(Kind.FULL, 1, b"3") if how == "refused" else (Kind.ANSWER, 1, b""))
+            engine.send(*(Kind.FULL, 1, 3) if how == "refused" else (Kind.ANSWER, 1, b""))
         await until(lambda: len(messages(taken)) == 2)
         second.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
@@ -267,5 +265,5 @@ async def test_what_has_a_bound_of_its_own_keeps_no_other_message_out() -> None:
         for number, body in messages(taken)[1:]:
             answer(engine, number, body)
         assert await asyncio.gather(large, small) == [bytes(1000), bytes(10)]
-        engine.send(Kind.ADMITTED, messages(taken)[0][0], Admitted("id", False, []).to_bytes())
+        engine.send(Kind.ADMITTED, messages(taken)[0][0], Admitted("id", False, []))
         (await many).cancel()

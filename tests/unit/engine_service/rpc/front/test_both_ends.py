@@ -21,7 +21,7 @@ from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
 from kvkeeper.engine_service.rpc.front.engine_link import EngineLink
 from kvkeeper.engine_service.rpc.front.requests import FrontRequests
 from kvkeeper.engine_service.rpc.fronts.calls import FrontCalls, FrontServices
-from kvkeeper.engine_service.rpc.fronts.frames import Kind
+from kvkeeper.engine_service.rpc.fronts.frames import Frame, Kind
 from kvkeeper.engine_service.rpc.streams.stream_buffer import StreamBuffer
 from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
 from kvkeeper.engine_service.values.errors import EngineError
@@ -47,10 +47,10 @@ class Queue:
     is_full = False
 
     def __init__(self) -> None:
-        self.frames = deque[tuple[Kind, int, bytes]]()
+        self.frames = deque[Frame]()
         self.on_room: Any = None
 
-    def send(self, kind: Kind, number: int = 0, body: bytes = b"") -> None:
+    def send(self, kind: Kind, number: int = 0, body: Any = None) -> None:
         self.frames.append((kind, number, body))
 
 

@@ -14,11 +14,10 @@ from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
 from kvkeeper.engine_service.rpc.front.config import FrontConfig
 from kvkeeper.engine_service.rpc.fronts import front_handle
 from kvkeeper.engine_service.rpc.fronts.calls import FrontServices
-from kvkeeper.engine_service.rpc.fronts.frames import Kind
+from kvkeeper.engine_service.rpc.fronts.frames import FrontState, Kind
 from kvkeeper.engine_service.rpc.fronts.front_handle import FrontFailed
 from kvkeeper.engine_service.rpc.fronts.front_process import start_front_process
 from kvkeeper.engine_service.rpc.fronts.set_up import front_config
-from kvkeeper.engine_service.rpc.fronts.told import FrontState
 from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
 from kvkeeper.service.turns import TurnLimits, Turns
 
@@ -71,7 +70,7 @@ async def test_one_that_hangs_is_killed_and_one_that_answers_is_not(monkeypatch:
     front, answered = await start_front_process("info"), asyncio.Event()
     take = front.lane._take
 
-    def noting(kind: Kind, number: int, body: bytes) -> None:
+    def noting(kind: Kind, number: int, body: Any) -> None:
         take(kind, number, body)
         if kind is Kind.PONG and front.ready.done():
             assert front._num_silent == 0
