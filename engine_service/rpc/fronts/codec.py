@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any, Final
 
+from kvkeeper.common.trust.caller import Caller, Role
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.trust.caller import Caller, Role
 
 from ...values.errors import EngineError
 from ...values.output_chunk import OutputChunk, Usage

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from kvkeeper.service.log import passing_on
+from kvkeeper.common.service.log import passing_on
 
 from ...outputs.model_text import ModelText
 from ..front.server import Front

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
+from kvkeeper.common.trust.caller import is_still_known
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.trust.caller import is_still_known
 
 from ...values.errors import EngineError, InvalidField, QueueFull, WrongCredential
 from ..ownership import shown_id

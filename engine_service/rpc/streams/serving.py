@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from kvkeeper.common.service.methods import peer
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service.methods import peer
 
 from ...values.errors import EngineError
 from ...values.output_chunk import OutputChunk

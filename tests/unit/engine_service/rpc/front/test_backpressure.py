@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvkeeper.common.service.turns import TurnLimits, Turns
+from kvkeeper.common.trust.caller import Caller, Role
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.engine_service.outputs.model_text import ModelText
@@ -23,8 +25,6 @@ from kvkeeper.engine_service.rpc.fronts.codec import FrameReader, frame
 from kvkeeper.engine_service.rpc.fronts.frames import Admitted, Frame, Kind, Message
 from kvkeeper.engine_service.rpc.fronts.lane import Lane, join_by_socket
 from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
-from kvkeeper.service.turns import TurnLimits, Turns
-from kvkeeper.trust.caller import Caller, Role
 from tests.unit.engine_service.rpc.front.test_both_ends import MAX_TOKENS, Engine
 
 DEADLINE_S = 20.0
