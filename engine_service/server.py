@@ -20,14 +20,13 @@ from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.common import tracing
-from kvkeeper.common.service.endpoint import Endpoint
 from kvkeeper.common.service.extras import missing
-from kvkeeper.common.service.intake import Intake
 from kvkeeper.common.service.listen import AddressInUse
 from kvkeeper.common.service.methods import Contract, max_prompt_message_bytes
 from kvkeeper.common.service.metrics import MetricsServer
 from kvkeeper.common.service.process import ServiceLost, StartError
 from kvkeeper.common.service.threads import in_thread, in_thread_or_here
+from kvkeeper.common.service.turns import Turns
 from kvkeeper.common.trust.guard import Guard
 
 from .compute.cpu_kernels import switch_kernels
@@ -44,9 +43,9 @@ from .movement.take_over import TakeOverRefused
 from .ranks.failures import RankLost
 from .ranks.ranks import Ranks
 from .rpc.admission import connection_of
-from .rpc.fronts.fronts import Fronts
-from .rpc.fronts.public_address import metrics_at, open_address, serve_at
-from .rpc.methods import intake_of
+from .rpc.fronts.fronts import Fronts, open_fronts
+from .rpc.fronts.set_up import metrics_at, serve_at
+from .rpc.methods import turn_limits
 from .rpc.service import EngineService
 from .scheduler.state.fair_share import FairShare
 from .scheduler.state.policies import make_ordering
@@ -72,11 +71,11 @@ class RunningServer:
     config: EngineConfig
     service: EngineService
     text_work: TextWork
-    intake: Intake
+    turns: Turns  # of calls, whichever front they come by
     guard: Guard
     _serving: asyncio.Task[None]
     _ready: asyncio.Event
-    _endpoint: Endpoint | Fronts
+    _fronts: Fronts
     _client: AsyncCacheClient
     metrics: MetricsServer | None = None
     _stalls: asyncio.Task[None] | None = None
@@ -86,7 +85,7 @@ class RunningServer:
 
     @property
     def address(self) -> str:
-        return self._endpoint.address
+        return self._fronts.address
 
     @property
     def has_ended_requests(self) -> bool:
@@ -120,7 +119,7 @@ class RunningServer:
 
     async def drain(self) -> None:
         """Take no more requests; let the live ones end and their clients read the end, but no longer than configured."""
-        await self._endpoint.drain()
+        await self._fronts.drain()
         self.engine.stop()
         await self.text_work.close()  # what is still text there would be refused when it comes out of there
         try:
@@ -132,7 +131,7 @@ class RunningServer:
 
     async def _tell_lost(self) -> None:
         """Let clients read that their requests have ended, and health that this engine serves no more."""
-        await self._endpoint.drain()
+        await self._fronts.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self.service.streams.wait_none()
@@ -157,12 +156,12 @@ class RunningServer:
             stopping = in_thread_or_here(self.ranks.stop)  # a step that waits for them ends with them
             await asyncio.gather(self._serving, stopping, return_exceptions=True)
         await asyncio.gather(self._serving, return_exceptions=True)
-        await self._endpoint.stop()
+        await self._fronts.stop()
         await self.service.close()
         await self._client.close()
         await self.text_work.close()
         self.engine.close()
-        self._endpoint.release()
+        self._fronts.release()
         log.info("stopped")
 
 
@@ -173,16 +172,16 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     ranks: Ranks | None = None
-    endpoint: Endpoint | Fronts | None = None
+    fronts: Fronts | None = None
     metrics: MetricsServer | None = None
     credentials = credentials_of(config)
     try:
         # Before the long load, so that a taken address is refused at once.
         message_bytes = max_prompt_message_bytes(most_tokens(config) if model is None else model.max_len)
-        guard, intake = Guard(config), intake_of(config, message_bytes)
-        opened = endpoint = await open_address(config, guard, intake, message_bytes)
+        guard, turns = Guard(config), Turns(turn_limits(config, message_bytes))
+        opened = fronts = await open_fronts(config.listen, config.fronts, config.log_level)
         if config.health_address:
-            endpoint.open_health(config.health_address)
+            fronts.open_health(config.health_address)
         await in_thread(switch_kernels, config)
         name = config.model_name or own_name(Path(config.model))
         log.info("starting", doing="loading the model", model=name, device=config.device)
@@ -200,7 +199,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         engine_tracing = EngineTracing(tracing.tracer(), served.name)
         engine = make_engine(config.max_waiting, proposer, engine_tracing, waiting, runs_ahead=config.overlap)
         share = config.intake_percent / 100
-        engine.on_turn = lambda is_computing: intake.turns.open_window(share if is_computing else 1.0)
+        engine.on_turn = lambda is_computing: turns.open_window(share if is_computing else 1.0)
         limits = Limits(config.text_seconds, config.text_memory)
         text_work = await in_thread(
             TextWork, served.text, served.vocab_size, config.text_workers, limits, config.input_limits, config.max_waiting
@@ -210,19 +209,19 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
             engine.stop()
             await opened.drain()
 
-        service = EngineService(config, served, engine, text_work, intake.turns, leave, credentials, message_bytes)
+        service = EngineService(config, served, engine, text_work, leave, credentials, message_bytes)
         if config.metrics_listen:
             metrics = await MetricsServer.open(config.metrics_listen, partial(metrics_at, opened, service, guard))
         gateway = _gateway(config, service, engine, served)
-        await serve_at(endpoint, config, service, intake.turns, guard, gateway)
+        await serve_at(fronts, config, service, turns, guard, gateway)
     except BaseException as error:
         if ranks is not None:
             ranks.stop()
         if metrics is not None:
             await metrics.stop()
-        if endpoint is not None:
-            await endpoint.stop(grace=None)
-            endpoint.release()
+        if fronts is not None:
+            await fronts.stop(grace=None)
+            fronts.release()
         if isinstance(error, RankLost):
             raise StartError(f"--tensor-parallel {config.tensor_parallel}: {error}") from None
         if (fault := fault_of(error)) is not None:
@@ -238,15 +237,15 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
 
     async def on_session(is_there: bool) -> None:
         has_session.set() if is_there else has_session.clear()
-        await endpoint.set_serving(is_there and has_taken_over.is_set())
+        await fronts.set_serving(is_there and has_taken_over.is_set())
         if is_there and has_taken_over.is_set():
-            log.info("ready", address=endpoint.address, model=served.name)
+            log.info("ready", address=fronts.address, model=served.name)
             ready.set()
 
     async def take_over() -> None:
         await has_session.wait()
         try:
-            await service.take_over(config.take_over, endpoint.address)
+            await service.take_over(config.take_over, fronts.address)
         except TakeOverRefused:
             engine.stop()
             raise
@@ -261,11 +260,11 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
     if ranks is not None:
         loop = asyncio.get_running_loop()
         ranks.on_lost = lambda: _wake_from_a_thread(loop, engine)
-    serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, endpoint.address, ranks))
+    serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, fronts.address, ranks))
     stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
     taking = asyncio.create_task(take_over()) if config.take_over else None
     return RunningServer(
-        engine, config, service, text_work, intake, guard, serving, ready, endpoint, client, metrics, stalls, taking, ranks
+        engine, config, service, text_work, turns, guard, serving, ready, fronts, client, metrics, stalls, taking, ranks
     )
 
 

@@ -58,6 +58,7 @@ class Contract:
     refusals: Refusals
     max_message_bytes: int = MAX_MESSAGE_BYTES  # of those without a prompt
     prompt_limit: Callable[[str], int] = lambda method: MAX_PROMPT_MESSAGE_BYTES  # of those with one, by method
+    has_spans: bool = True  # of its calls; else what it forwards them to has them
 
     def with_prompts_of(self, num_bytes: int) -> "Contract":
         """The same with messages of so many bytes where they bring prompts."""
@@ -86,7 +87,8 @@ class Contract:
     async def guard(self, method: str, context: Context, call: Awaitable[Any]) -> Any:
         """The call's result. An exception ends the RPC with its Status."""
         peer.set(context.peer())
-        with tracing.serving(f"{self.service.full_name}/{method}", context.invocation_metadata()) as span:
+        metadata = context.invocation_metadata() if self.has_spans else ()
+        with tracing.serving(f"{self.service.full_name}/{method}", metadata) as span:
             try:
                 return await call
             except self.refusals.base as refusal:

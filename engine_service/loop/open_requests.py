@@ -16,7 +16,7 @@ from ..compute.sampler import SampledTokens
 from ..compute.step_compute import Computed, StepRows
 from ..outputs.generation import Generation
 from ..outputs.slot_draws import Histories, SlotDraws
-from ..outputs.unread_tokens import Slots, UnreadTokens
+from ..outputs.unread_tokens import UnreadTokens
 from ..scheduler.plan import Plan
 from ..scheduler.scheduler import NO_BLOCKS, Scheduler
 from ..scheduler.state.limits import Limits
@@ -44,8 +44,7 @@ class OpenRequests:
         self._closed: list[Generation] = []
         self._stopped: list[tuple[Request, int]] = []  # continuations that ended outside of a step, of requests that go on
         self._undelivered: dict[Generation, None] = {}  # those with chunks that their streams do not have yet
-        self._unread, self._draws = UnreadTokens[Generation](), SlotDraws()
-        self._untold: list[Slots] = []  # with tokens that their readers do not know of
+        self.unread, self._draws = UnreadTokens(), SlotDraws()
         self._num_constrained = 0  # of the open ones
         self._num_completed = 0  # when have_got_on was called last
         self._num_taken: dict[str, int] = {}  # tokens of each open one, then
@@ -82,7 +81,7 @@ class OpenRequests:
     def _queue(self, generation: Generation, taken: Mapping[int, TakenBlocks] = NO_BLOCKS) -> None:
         request = generation.request
         generation.on_close = self._note_close
-        generation.take_slot(self._unread)
+        generation.take_slot(self.unread)
         self._draws.set(request.slot, generation.plain_params if request.slot != NO_SLOT else None, generation.seed)
         self.generations[request.request_id] = self._by_request[request] = generation
         self._num_constrained += bool(generation.constraints)
@@ -248,9 +247,8 @@ class OpenRequests:
             slots[[not len(own) for own in taken[:num_rows]]] = NO_SLOT
         if troubled := [row for row in (*sampled.bad_rows, *sampled.stuck_rows) if row < num_rows]:
             slots[troubled] = NO_SLOT
-        added = self._unread.add(slots, sampled.token_ids[:num_rows], time.monotonic())
+        added = self.unread.add(slots, sampled.token_ids[:num_rows], time.monotonic())
         self._stats.time_next_tokens(added.gaps)
-        self._untold.append(added.untold)
         others = np.flatnonzero(~added.is_added)
         return others if num_rows == len(work.sampled) else np.append(others, np.arange(num_rows, len(work.sampled)))
 
@@ -295,10 +293,7 @@ class OpenRequests:
         for generation in self._undelivered:
             generation.deliver()
         self._undelivered.clear()
-        for slots in self._untold:
-            for reader in self._unread.tell(slots):
-                reader.tell_more()
-        self._untold.clear()
+        self.unread.notify_readers()
 
     def end_closed(self) -> None:
         """End the sequences of requests that ended. The last K and V of a failed request must not be shared."""
@@ -312,7 +307,7 @@ class OpenRequests:
                 if sequence.state is not SequenceState.ENDED:
                     self._scheduler.end_sequence(sequence, discard=generation.has_failed)
             self._by_request.pop(generation.request, None)  # one that was taken out is not there
-            generation.give_back_slot(self._unread)
+            generation.give_back_slot(self.unread)
         self._closed.clear()
 
     def fail(self, request: Request, error: EngineError) -> None:

@@ -3,8 +3,8 @@
 Owns when a continuation ends (length, end-of-sequence, stop ids, stop strings), the request's counts, and that the stream gets
 its end exactly once. Knows no wire: chunks and a refusal are handed to `send`.
 
-Most tokens are plain: they neither end their continuation nor bring more than their text. Where a reader asks for what is new,
-they stay in the request's slot of UnreadTokens until it does, and text is made once for all that are read.
+Most tokens are plain: they neither end their continuation nor bring more than themselves. Where a front makes text of them,
+they go into the request's slot of UnreadTokens, from which the front's reader takes them.
 """
 
 import time
@@ -19,15 +19,14 @@ import structlog
 
 from ..values.beam_values import Branch, Candidates, SearchRow
 from ..values.errors import EngineError, RequestFailed, RequestMoved
-from ..values.output_chunk import OutputChunk, PlainTokens, Usage
+from ..values.output_chunk import OutputChunk, Send, Usage
 from ..values.request import NO_SLOT, FinishReason, Int32Array, Request, RequestState
 from ..values.sampling_params import LIKELIEST, SamplingParams, SamplingRow
 from ..values.token_logprobs import TokenLogprobs
 from .beam_search import BeamSearch, Finished
 from .best_of import BestOf
-from .plain_reader import PlainReader
 from .stopping import StopRules, TextOutput
-from .unread_tokens import UnreadSlot, UnreadTokens
+from .unread_tokens import Reader, UnreadSlot, UnreadTokens
 
 log = structlog.get_logger()
 
@@ -64,7 +63,7 @@ class Generation:
     seed: int  # 64 bits
     stop: StopRules
     outputs: list[TextOutput]  # one per continuation
-    send: Callable[[OutputChunk | EngineError], None]
+    send: Send
     on_close: Callable[["Generation"], None] = lambda generation: None
     num_logprobs: int | None = None  # likeliest tokens told beside each one drawn; None: nothing is told
     constraints: Sequence[Constraint] = ()  # one per continuation, or none at all
@@ -85,8 +84,8 @@ class Generation:
     _told_prompt: bool = False
     _undelivered: list[OutputChunk | EngineError] = field(default_factory=list)
     plain_params: SamplingParams | None = field(init=False)  # its draws hang on these, and nothing else is told of them
-    _on_more: Callable[[], None] | None = None  # tells a reader that asks by take_more
     _slot: UnreadSlot | None = None  # of plain tokens of the only continuation, behind the chunks
+    _is_read: bool = False  # a reader takes what is in the slot
 
     def __post_init__(self) -> None:
         tells_or_ranks = self.num_logprobs is not None or self.best_of is not None
@@ -217,13 +216,13 @@ class Generation:
         """The tokens of a continuation so far, also one that ended it."""
         return self._num_taken[index] + self._num_plain  # these are of the only one
 
-    def take_slot(self, unread: UnreadTokens["Generation"]) -> None:
+    def take_slot(self, unread: UnreadTokens) -> None:
         """A slot for plain tokens, until give_back_slot. None where there are no such tokens."""
         if self.request.n == 1 and self.search is None:
-            self._slot = unread.give(self, self.stop.ids, self.last_token_at.get(0, 0.0))
+            self._slot = unread.give(self.stop.ids, self.last_token_at.get(0, 0.0))
             self.request.slot = self._slot.at
 
-    def give_back_slot(self, unread: UnreadTokens["Generation"]) -> None:
+    def give_back_slot(self, unread: UnreadTokens) -> None:
         """It has ended, and nothing is drawn for it any more."""
         if self._slot is not None:
             assert not self._slot.num_unread, "they were sent before its end"
@@ -242,54 +241,18 @@ class Generation:
         if self._slot is not None:
             self._slot.note_time(now)
 
-    def let_take_more(self, on_more: Callable[[], None]) -> None:
-        """A reader asks by take_more for what is new. on_more: tells it that there is something; called by deliver."""
-        self._on_more = on_more
-
-    def let_read(self, reader: PlainReader, number: int) -> bool:
-        """A reader of many requests asks for what is new. False: it cannot, because there is text to make."""
-        if self._slot is None or self.outputs[0].has_text:
-            return False
-        reader.join(self._slot, number)
-        self._on_more = reader.tell_more
-        return True
-
-    def take_more(self) -> PlainTokens | None:
-        """The plain tokens since the last call. Behind all that was sent, and all that this call sends."""
-        if self._undelivered:
-            self.deliver()
-        return self._take_plain()
-
-    def tell_more(self) -> None:
-        """There is something to ask for."""
-        if self._on_more is not None:
-            self._on_more()
+    def let_read(self, reader: Reader, number: int) -> None:
+        """Have a reader take its plain tokens, which knows it by the number. Where text is made here, each token is a chunk."""
+        if self._slot is not None and not self.outputs[0].has_text:
+            self._slot.join(reader, number)
+            self._is_read = True
 
     def take_plain(self, token_id: int) -> bool:
         """Add the only continuation's next token, if it is a plain one. False: take_token is to add it.
 
-        Behind a chunk that is not sent yet none is plain, because a reader of many requests asks for plain tokens alone.
+        Behind a chunk that is not sent yet none is plain, because the reader may take the slot's before the chunk is sent.
         """
         return self._slot is not None and not self._undelivered and self._slot.put(token_id)
-
-    def _take_plain(self) -> PlainTokens | None:
-        """The plain tokens with their text. If one cannot be made text, those before it are sent, and the request ends."""
-        if self._slot is None or not (token_ids := self._slot.take()):
-            return None
-        output = self.outputs[0]
-        if not output.has_text:
-            return PlainTokens(token_ids, "")
-        texts = list[str]()
-        try:
-            for token_id in token_ids:
-                texts.append(output.push(token_id)[0])
-        except Exception:
-            log.exception("text_failed", request_id=self.request.request_id)
-            if texts:
-                self._put(PlainTokens(token_ids[: len(texts)], "".join(texts)).chunk())
-            self.fail(RequestFailed("the tokens could not be turned into text"))
-            return None
-        return PlainTokens(token_ids, "".join(texts))
 
     def _count_plain(self) -> None:
         """Count the plain tokens with the others."""
@@ -300,15 +263,13 @@ class Generation:
     def _settle(self) -> None:
         """Make the plain tokens a chunk to deliver, because something else follows."""
         self._count_plain()
-        if (taken := self._take_plain()) is not None:
-            self._put(taken.chunk())
+        if self._slot is not None and (token_ids := self._slot.take()):
+            self._put(OutputChunk(0, "", tuple(token_ids)))
 
     def _note_plain_room(self) -> None:
         """A token was taken that did not end the request: what may follow as plain tokens."""
-        asks_more = self.num_logprobs is not None or self.request.num_prompt_logprobs is not None or self.constraints
-        if self._slot is None or self._on_more is None or asks_more or self.best_of is not None:
-            return
-        if not self.outputs[0].may_stop:
+        brings_more = self.num_logprobs is not None or self.request.num_prompt_logprobs is not None or self.constraints
+        if self._slot is not None and self._is_read and not brings_more and self.best_of is None:
             self._slot.open(self.request.max_new_tokens - self.num_taken_of(0) - 1)
 
     def take_token(self, index: int, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
@@ -361,13 +322,10 @@ class Generation:
         self._undelivered.append(chunk)
 
     def deliver(self) -> None:
-        """Send the chunks that were added since the last call, and tell of plain tokens."""
-        if self._undelivered:
-            for chunk in self._undelivered:
-                self.send(chunk)
-            self._undelivered.clear()
-        if self._slot is not None and self._on_more is not None and self._slot.tell():
-            self._on_more()
+        """Send the chunks that were added since the last call."""
+        for chunk in self._undelivered:
+            self.send(chunk)
+        self._undelivered.clear()
 
     def cancel(self) -> None:
         """End the continuations that are still under way. A request that has ended is left alone."""

@@ -65,10 +65,6 @@ class _Text:
     stops: StopStrings | None
     has_text: ClassVar = True
 
-    @property
-    def may_stop(self) -> bool:
-        return self.stops is not None
-
     def push(self, token_id: int) -> tuple[str, bool]:
         text = self.detokenizer.add_token(token_id)
         if self.stops is None or not text:
@@ -88,7 +84,7 @@ class _Text:
 
 
 class _NoText:
-    has_text = may_stop = False
+    has_text = False
 
     def copy(self) -> "_NoText":
         return self

@@ -13,10 +13,6 @@ class TextOutput(Protocol):
     def has_text(self) -> bool:
         """Whether tokens have text at all."""
 
-    @property
-    def may_stop(self) -> bool:
-        """Whether there are stop strings."""
-
     def push(self, token_id: int) -> tuple[str, bool]:
         """The text that is complete now, and whether a stop string was found; the text holds no part of it."""
 

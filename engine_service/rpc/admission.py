@@ -25,11 +25,10 @@ from ..outputs.generation import Generation
 from ..outputs.stopping import StopRules
 from ..text_workers.text_work import TextWork
 from ..values.errors import EngineError, InvalidField, NeverFits, WrongRole
-from ..values.output_chunk import OutputChunk
+from ..values.output_chunk import OutputChunk, Send
 from ..values.request import Int32Array, Request
 from .decode_request import MAX_CHAT_MESSAGES, RequestOptions, options_of
 from .request_memory import RequestMemory
-from .streams.streamed import Send
 
 Queue = Callable[[Generation], Awaitable[None]]
 

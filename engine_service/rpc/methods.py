@@ -25,6 +25,7 @@ CONTRACT = Contract(
     refusals=REFUSALS,
 )
 
+FRONTS_OWN = frozenset({"Generate", "GenerateMany"})  # methods that fronts answer themselves, of all protocols
 
 _GENERATE_MANY = CONTRACT.service.methods_by_name["GenerateMany"]
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read answers when the client has ended its side
@@ -65,8 +66,13 @@ class IntakeConfig(Protocol):
 
 def intake_of(config: IntakeConfig, message_bytes: int) -> Intake:
     """The turns of calls, and the bounds of messages on their way in, which have so many bytes at most."""
-    num_at_once = max(config.receive_memory // message_bytes, 1)
-    return Intake(TurnLimits(num_at_once, config.connection_calls), config.receive_seconds, REFUSALS, too_many_waiting, _late)
+    limits = turn_limits(config, message_bytes)
+    return Intake(limits, config.receive_seconds, REFUSALS, too_many_waiting, _late)
+
+
+def turn_limits(config: IntakeConfig, message_bytes: int) -> TurnLimits:
+    """Limits of calls whose messages have so many bytes at most."""
+    return TurnLimits(max(config.receive_memory // message_bytes, 1), config.connection_calls)
 
 
 def too_many_waiting(limit: int) -> QueueFull:

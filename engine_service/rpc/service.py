@@ -1,11 +1,10 @@
 """EngineService's methods: messages in, messages out, on the engine and the model.
 
-The task of a Generate call reads its own stream buffer and waits for its client alone; the loop never waits for it. Its end,
-however it comes, ends the request. Limits of fields are in decode_request.py, the status of each error in status.py.
+Streams of tokens are a front's to serve. Limits of fields are in decode_request.py, the status of each error in status.py.
 """
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 
 from prometheus_client import Metric
@@ -13,7 +12,6 @@ from prometheus_client import Metric
 from kvkeeper.client.credentials import Credentials
 from kvkeeper.common.service import VERSION
 from kvkeeper.common.service.methods import peer
-from kvkeeper.common.service.turns import Turns
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 from ..compute.served_model import ServedModel
@@ -26,8 +24,10 @@ from ..movement.prefill import PrefillServer, RemotePrefill
 from ..movement.take_over import Queue, RequestHandover, TakeOver
 from ..outputs.generation import Generation
 from ..outputs.model_text import ModelText
+from ..outputs.unread_tokens import UnreadTokens
 from ..text_workers.text_work import TextWork
-from ..values.errors import EngineError, InvalidField
+from ..values.errors import InvalidField
+from ..values.output_chunk import Send
 from ..values.request import Int32Array
 from ..values.sampling_params import SamplingParams
 from .admission import Admission
@@ -38,20 +38,17 @@ from .decode_request import (
     wait_of,
 )
 from .encode_response import iteration_plan, request_info, results_of
-from .methods import CONTRACT
 from .metrics import engine_metrics
 from .ownership import is_own, known_id, require_all_tenants
-from .streams.many import Read, Write
-from .streams.serving import Streams, responses
+from .streams.serving import OpenStreams, responses
 from .streams.stream_pace import StreamPace
-from .streams.streamed import Send
 from .submission import SubmissionReader
 from .submissions import Submissions
 from .vllm_metrics import vllm_metrics
 
 
 class EngineService:
-    """One method per call, in snake case; the server finds them by name."""
+    """One method per call that fronts forward, in snake case; found by name."""
 
     def __init__(
         self,
@@ -59,14 +56,11 @@ class EngineService:
         model: ServedModel,
         engine: Engine,
         text_work: TextWork,
-        turns: Turns,
         leave: Callable[[], Awaitable[None]],
         credentials: Credentials,
         message_bytes: int,
     ) -> None:
-        """turns: of calls, in which the requests of a GenerateMany call begin, too.
-
-        leave: stops the engine once its last request has ended; another one has taken its place.
+        """leave: stops the engine once its last request has ended; another one has taken its place.
         credentials: that this engine shows other engines. message_bytes: of a message with a prompt.
         """
         self.message_bytes = message_bytes
@@ -83,7 +77,7 @@ class EngineService:
         self._handover = RequestHandover(model, engine, movement, self._handed, self._settle_prompts, leave)
         self._take_over = TakeOver(model, movement, self._adopt, self._submissions.drop)
         self.pace = StreamPace(config.stream_interval_ms / 1000)
-        self.streams = Streams(self._admission.admit, turns, self.pace, config.many_calls, message_bytes, hide_bug)
+        self.streams = OpenStreams()
 
     @property
     def model_name(self) -> str:
@@ -98,6 +92,11 @@ class EngineService:
     def sampling_defaults(self) -> SamplingParams:
         """The model's own, where a request names no field."""
         return self._model.sampling_defaults
+
+    @property
+    def unread(self) -> UnreadTokens:
+        """Of all requests."""
+        return self._engine.requests.unread
 
     @property
     def num_streams(self) -> int:
@@ -129,9 +128,6 @@ class EngineService:
         await self.streams.wait_none()
         await self._submissions.wait_fetched()
 
-    def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
-        return self.streams.generate(request)
-
     async def admit_for_front(self, message: pb.GenerateRequest, send: Send, *, makes_text: bool) -> Generation:
         """Queue a request whose stream is in a front. Raises EngineError."""
         return await self._admission.admit(message, send, makes_text=makes_text)
@@ -139,9 +135,6 @@ class EngineService:
     def stop_at(self, generation: Generation, index: int, num_tokens: int) -> None:
         """A continuation of such a request met a stop string with so many tokens."""
         self._engine.requests.stop_at(generation, index, num_tokens)
-
-    async def generate_many(self, read: Read, write: Write) -> None:
-        await self.streams.generate_many(read, write)
 
     async def stream_request(self, request: pb.StreamRequestRequest) -> AsyncIterator[pb.GenerateResponse]:
         received = received_of(request)
@@ -267,13 +260,6 @@ class EngineService:
             cache_session_id=engine.memory.session.session_id if engine.memory else "",
             **counts,  # type: ignore[arg-type]  # names and numbers are the protocol's
         )
-
-
-def hide_bug() -> EngineError:
-    """Logs the exception that is being handled, a bug; the refusal that the client of a stream gets."""
-    error = CONTRACT.hide_bug("GenerateMany")
-    assert isinstance(error, EngineError)
-    return error
 
 
 def _as_list(ids: list[int] | Int32Array) -> list[int]:

@@ -1,10 +1,10 @@
 """Output chunks: what a request's client is told, value by value. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple
 
+from .errors import EngineError
 from .request import FinishReason
 from .token_logprobs import TokenLogprobs
 
@@ -44,15 +44,7 @@ class OutputChunk:
     cumulative_logprob: float | None = None  # with the last, of continuations that were ranked
 
 
-class PlainTokens(NamedTuple):
-    """A part of continuation 0's output that is nothing but tokens and text."""
-
-    token_ids: list[int]
-    text: str
-
-    def chunk(self) -> OutputChunk:
-        """The same as a chunk."""
-        return OutputChunk(0, self.text, tuple(self.token_ids))
+Send = Callable[[OutputChunk | EngineError], None]  # takes the output of a request, chunk by chunk, or the error that ends it
 
 
 def joined(chunks: Sequence[OutputChunk]) -> OutputChunk:

@@ -15,6 +15,7 @@ from kvkeeper.engine_service import server
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.outputs.model_text import ModelText
 from kvkeeper.engine_service.rpc.streams import stream_buffer
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from tests.support.models.odd_models import NAN_TOKEN, odd_model
@@ -159,6 +160,8 @@ async def test_guesses_that_cannot_be_had_are_gone_without(
 
 async def test_text_that_fails_when_it_is_cancelled_is_cancelled_all_the_same(world: Services) -> None:
     class Broken:
+        has_text = True
+
         def push(self, token_id: int) -> tuple[str, bool]:
             return "", False
 
@@ -167,6 +170,8 @@ async def test_text_that_fails_when_it_is_cancelled_is_cancelled_all_the_same(wo
 
     class Text:
         tokenizer = None
+
+        no_output = staticmethod(ModelText(None).no_output)
 
         def output(self, prompt: list[int], stops: tuple[str, ...]) -> Broken:
             return Broken()

@@ -106,9 +106,7 @@ async def test_output_is_the_same_however_many_fronts_there_are(world: Services)
 
 
 def fronts_of(engine: RunningServer) -> Fronts:
-    fronts = engine._endpoint
-    assert isinstance(fronts, Fronts)
-    return fronts
+    return engine._fronts
 
 
 async def test_a_front_that_dies_ends_its_streams_and_no_submitted_request(world: Services) -> None:

@@ -14,6 +14,8 @@ from kvkeeper.client.engine import many
 from kvkeeper.client.errors import error_of, error_of_status
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
+from kvkeeper.engine_service.rpc.front.server import Front
+from kvkeeper.engine_service.rpc.fronts.front_process import FrontTask
 from kvkeeper.engine_service.rpc.streams import stream_buffer
 from kvkeeper.engine_service.server import RunningServer
 from tests.support.models.odd_models import GATE_TOKEN
@@ -59,6 +61,13 @@ async def ended(call: Any) -> KvkeeperError:
     with pytest.raises(grpc.RpcError) as failed:
         await rest(call)
     return error_of(failed.value)
+
+
+def front_of(engine: RunningServer) -> Front:
+    """The one in this process."""
+    (handle,) = engine._fronts._fronts
+    assert isinstance(handle.runner, FrontTask)
+    return handle.runner._front
 
 
 async def is_running(engine: RunningServer, count: int) -> bool:
@@ -223,7 +232,7 @@ async def test_a_client_sends_its_requests_over_one_call_and_ends_it_when_it_has
     await world.start_cache(num_blocks=256)
     engine = await world.start_engine(fronts=0)  # whose calls are counted here
     client = await world.client(engine)
-    peers = engine.service.streams._many_calls._num_of
+    peers = front_of(engine)._streams._many_calls._num_of
 
     async def has_calls(count: int) -> bool:
         return peers.total() == count

@@ -245,7 +245,7 @@ async def test_calls_are_let_in_by_windows_while_steps_are_computed(world: Servi
     await world.start_cache()
     engine, gate = await world.start_gated_engine(intake_percent=1)
     client, stub = await world.client(engine), await stub_of(world)
-    turns = engine.intake.turns
+    turns = engine.turns
     assert turns.is_always_open, "nothing is computed"
     sampling = pb.SamplingParams(max_tokens=20)
     running = pb.GenerateRequest(request_id="a", token_ids=pb.TokenIds(ids=[GATE_TOKEN]), sampling=sampling)

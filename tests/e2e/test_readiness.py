@@ -68,8 +68,8 @@ async def test_status_follows_what_generate_is_told_and_not_a_late_health(
 async def test_an_engine_s_health_address_follows_its_own(world: Services) -> None:
     await world.start_cache()
     engine = await world.start_engine(lease_ms=500, health_address="127.0.0.1:0")
-    assert engine._endpoint.health_listener is not None
-    probed = engine._endpoint.health_listener.address
+    assert engine._fronts.health_listener is not None
+    probed = engine._fronts.health_listener.address
     assert await health(probed, SERVICE) == await health(probed, "") == SERVING
     await world.stop_cache()
 
@@ -85,7 +85,7 @@ async def test_an_engine_s_health_address_follows_its_own(world: Services) -> No
 async def test_an_engine_that_drains_is_not_ready(world: Services, capsys: pytest.CaptureFixture[str]) -> None:
     cache = await world.start_cache()
     engine = await world.start_engine()
-    await engine._endpoint.drain()
+    await engine._fronts.drain()
     assert await health(engine.address, SERVICE) == await health(engine.address, "") == NOT_SERVING
     code, report = await command(capsys, "status", "--cache", cache.address, "--engine", engine.address)
     assert (code, report["engine"]["state"], report["engine"]["detail"]) == (3, "not ready", "it is starting or stopping")

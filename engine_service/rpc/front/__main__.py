@@ -1,6 +1,7 @@
-"""`python -m kvkeeper.engine_service.rpc.front DESCRIPTOR`: one front, on the end of a lane that its engine gave it.
+"""`python -m kvkeeper.engine_service.rpc.front DESCRIPTOR LEVEL`: one front, on the end of a lane that its engine gave it.
 
-It ends with its engine, whose lane it reads; signals of a terminal or of a service manager are for the engine.
+LEVEL is that of its log. It ends with its engine, whose lane it reads; signals of a terminal or of a service manager are for
+the engine.
 """
 
 import asyncio
@@ -9,14 +10,17 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 
 from kvkeeper.common.service import grpc_runtime, output
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: the service itself reports each failure in one line
 grpc_runtime.choose(os.environ)
 
-from kvkeeper.common.service.pollers import add_pollers  # noqa: E402 - grpc reads its settings once, when it is loaded
+from kvkeeper.common.service.log import configure  # noqa: E402 - grpc reads its settings once, when it is loaded
+from kvkeeper.common.service.pollers import add_pollers  # noqa: E402
 
+from ..fronts.lane import join_by_socket  # noqa: E402
 from .server import Front  # noqa: E402
 
 _REST_S = 0.5
@@ -26,13 +30,16 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with output.queued():
+        configure(sys.argv[2], "front")
         asyncio.run(_run(socket.socket(fileno=int(sys.argv[1]))))
 
 
 async def _run(end: socket.socket) -> None:
     add_pollers()
     gc.freeze()
-    await Front().run(end)
+    front = Front(on_lost=partial(os._exit, 0))  # at once: the address is the next engine's
+    await join_by_socket(front.lane, end)
+    await front.run()
     # gRPC's own tasks of calls that were cut off end by themselves; cancelled, each says so on the terminal.
     if rest := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(rest, timeout=_REST_S)

@@ -25,7 +25,6 @@ class FrontConfig:
     auth_tokens: Path | None
     reflection: bool
     has_gateway: bool
-    log_level: str
 
     def to_json(self) -> dict[str, Any]:
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}

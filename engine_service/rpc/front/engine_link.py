@@ -8,7 +8,6 @@ counted here as well, a few of them would keep the messages of all others out.
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -20,9 +19,9 @@ from kvkeeper.common.service.turns import has_left_place
 from kvkeeper.common.trust.caller import calling
 
 from ...values.errors import EngineError
-from ..fronts.frames import Kind, parts_of
-from ..fronts.lane import Lane, open_lane
-from ..fronts.told import FrontSetUp, FrontState, Told, error_of
+from ...values.token_columns import TokenColumns
+from ..fronts.frames import FrontSetUp, FrontState, Kind, Message
+from ..fronts.lane import Lane
 from ..methods import too_many_waiting
 
 _TRACE_KEYS = ("traceparent", "tracestate")
@@ -44,16 +43,15 @@ class Asked:
     def __init__(self, link: "EngineLink", number: int) -> None:
         self._link, self.number = link, number
         self.num_bytes = 0  # of its message, until the engine answers; 0 where another bound holds it
-        self.answers = asyncio.Queue[tuple[Kind, bytes]]()
-        self.take: Callable[[Kind, bytes], None] = lambda kind, body: self.answers.put_nowait((kind, body))
-        self.take_plain: Callable[[list[int]], None] = lambda token_ids: None  # the tokens of a request
+        self.answers = asyncio.Queue[tuple[Kind, Any]]()
+        self.take: Callable[[Kind, Any], None] = lambda kind, body: self.answers.put_nowait((kind, body))
+        self.take_tokens: Callable[[list[int]], None] = lambda token_ids: None  # the tokens of a request
 
     def send(self, path: str, raw: bytes) -> None:
         """Send the call's message, in the name of the running call's caller."""
-        told = Told(path, calling(), peer.get(), _trace.get())
-        self._link.send_message(self, told.with_message(raw))
+        self._link.send_message(self, Message(path, calling(), peer.get(), raw, _trace.get()))
 
-    def tell(self, kind: Kind, body: bytes = b"") -> None:
+    def tell(self, kind: Kind, body: Any = None) -> None:
         self._link.lane.send(kind, self.number, body)
 
     def drop(self) -> None:
@@ -62,10 +60,11 @@ class Asked:
 
 
 class EngineLink:
-    """The lane, and the calls that were asked for on it. Made by open_link."""
+    """The lane, and the calls that were asked for on it."""
 
     def __init__(self, on_state: Callable[[FrontState], None], on_stop: Callable[[float], None]) -> None:
-        self.lane: Lane
+        """on_state: told each state of the engine; on_stop: told the seconds in which to end."""
+        self.lane = Lane(self.take, self._note_loss)  # to be joined to the engine's
         self.set_up: asyncio.Future[FrontSetUp] = asyncio.get_running_loop().create_future()
         self.lost = asyncio.Event()
         self.max_unanswered = 0  # bytes of messages that hold no place
@@ -83,11 +82,11 @@ class EngineLink:
         asked = self._calls[self._last_number] = Asked(self, self._last_number)
         return asked
 
-    def send_message(self, asked: Asked, body: bytes) -> None:
+    def send_message(self, asked: Asked, message: Message) -> None:
         if has_left_place():
-            asked.num_bytes = len(body)
-            self._num_unanswered += len(body)
-        self.lane.send(Kind.MESSAGE, asked.number, body)
+            asked.num_bytes = len(message.raw)
+            self._num_unanswered += len(message.raw)
+        self.lane.send(Kind.MESSAGE, asked.number, message)
 
     async def wait_room(self) -> None:
         """Until another message may be read: those that the engine has not answered are few."""
@@ -140,11 +139,14 @@ class EngineLink:
 
     # -- for the lane
 
-    def take(self, kind: Kind, number: int, body: bytes) -> None:
-        if kind is Kind.PARTS:
-            for each, token_ids in parts_of(body):
-                if (asked := self._calls.get(each)) is not None:
-                    asked.take_plain(token_ids)
+    def take(self, kind: Kind, number: int, body: Any) -> None:
+        if kind is Kind.TOKENS:
+            columns: TokenColumns = body
+            calls, first, token_ids = self._calls, 0, columns.token_ids.tolist()
+            for each, end in zip(columns.numbers.tolist(), columns.counts.cumsum().tolist(), strict=True):
+                if each in calls:
+                    calls[each].take_tokens(token_ids[first:end])
+                first = end
         elif number:
             if (asked := self._calls.get(number)) is not None:
                 self._note_answer(asked)
@@ -152,26 +154,17 @@ class EngineLink:
         elif kind is Kind.PING:
             self.lane.send(Kind.PONG)
         elif kind is Kind.SET_UP:
-            self.set_up.set_result(FrontSetUp.of(body))
+            self.set_up.set_result(body)
         elif kind is Kind.STATE:
-            self._on_state(FrontState.of(body))
+            self._on_state(body)
         elif kind is Kind.STOP:
-            self._on_stop(float(body))
+            self._on_stop(body)
 
-    def note_loss(self) -> None:
+    def _note_loss(self) -> None:
         self.lost.set()
 
 
-def refusal_of(kind: Kind, body: bytes) -> EngineError:
+def refusal_of(kind: Kind, body: Any) -> EngineError:
     """What FULL and ERROR stand for."""
-    return too_many_waiting(int(body)) if kind is Kind.FULL else error_of(body)
-
-
-async def open_link(end: socket.socket, on_state: Callable[[FrontState], None], on_stop: Callable[[float], None]) -> EngineLink:
-    """The link over one end of a pair of sockets.
-
-    on_state: told each state of the engine; on_stop: told the seconds in which to end.
-    """
-    link = EngineLink(on_state, on_stop)
-    link.lane = await open_lane(end, link.take, link.note_loss)
-    return link
+    refusal: EngineError = too_many_waiting(body) if kind is Kind.FULL else body
+    return refusal

@@ -1,10 +1,7 @@
 """Puts a front together, and takes it apart when its engine says so, or is gone."""
 
 import asyncio
-import json
-import os
-import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,7 +9,6 @@ from grpc_health.v1 import health_pb2
 
 from kvkeeper.common.service.endpoint import Admission, Endpoint, HealthServicer
 from kvkeeper.common.service.listen import AddressInUse
-from kvkeeper.common.service.log import configure
 from kvkeeper.common.service.process import StartError
 from kvkeeper.common.service.turns import TakesPlace, Turns
 from kvkeeper.common.trust.guard import Guard
@@ -20,13 +16,12 @@ from kvkeeper.common.trust.guard import Guard
 from ...outputs.model_text import ModelText
 from ...outputs.tokenizer import Tokenizer
 from ...values.errors import EngineError
-from ..fronts.frames import Kind
-from ..fronts.told import FrontState
+from ..fronts.frames import FrontState, Kind
 from ..methods import CONTRACT, intake_of
 from ..streams.serving import Streams
 from ..streams.stream_pace import StreamPace
 from .config import FrontConfig
-from .engine_link import EngineLink, TraceNote, open_link
+from .engine_link import EngineLink, TraceNote
 from .requests import FrontRequests
 from .service import FrontGateway, gateway_router, own_router
 
@@ -62,31 +57,24 @@ class LinkTurns:
             yield place
 
 
-class _AtOnce:
-    """Turns of requests that come by a call of many: their turn is the engine's to grant."""
-
-    @asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[TakesPlace]:
-        yield self
-
-    def leave(self) -> None:
-        """There is no place."""
-
-
 class Front:
-    """One front, in its process."""
+    """One front, in a process of its own or in the engine's. lane: to be joined to the engine's before run."""
 
-    def __init__(self) -> None:
-        self._link: EngineLink
+    def __init__(self, on_lost: Callable[[], None] = lambda: None) -> None:
+        """on_lost: called when the engine is gone."""
+        self._link = EngineLink(self._note_state, self._note_stop)
+        self.lane = self._link.lane
+        self.text: ModelText | None = None  # the engine's, where that is in this process
+        self._on_lost = on_lost
+        self._streams: Streams
         self._endpoint: Endpoint | None = None
         self._gateway: FrontGateway | None = None
         self._state = FrontState(is_serving=False, is_leaving=False, max_len=0)
         self._has_state = asyncio.Event()
         self._stop: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
-    async def run(self, end: socket.socket) -> None:
-        """Serve until the engine says stop, or is gone. end: of the lane."""
-        self._link = await open_link(end, self._note_state, self._note_stop)
+    async def run(self) -> None:
+        """Serve until the engine says stop, or is gone."""
         lost = asyncio.create_task(self._link.lost.wait())
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -96,29 +84,29 @@ class Front:
             try:
                 guard = await self._start()
             except (AddressInUse, StartError) as error:
-                self._link.lane.send(Kind.FAILED, body=str(error).encode())
+                self.lane.send(Kind.FAILED, body=str(error))
                 return
-            self._link.lane.send(Kind.READY)
+            self.lane.send(Kind.READY)
             tasks += [asyncio.create_task(self._apply_states()), asyncio.create_task(self._tell_refused(guard))]
             await asyncio.wait((lost, self._stop), return_when=asyncio.FIRST_COMPLETED)
             if not self._stop.done():
-                os._exit(0)  # at once: the address is the next engine's
-            if self._endpoint is not None:
-                await self._endpoint.stop(self._stop.result())
+                self._on_lost()
         finally:
             for task in (lost, *tasks):
                 task.cancel()
-            self._link.lane.close()
+            if self._endpoint is not None:
+                await self._endpoint.stop(self._stop.result() if self._stop.done() else None)
+            self.lane.close()
 
     async def _start(self) -> Guard:
         set_up = self._link.set_up.result()
         config = FrontConfig.of_json(set_up.config)
-        configure(config.log_level, "front")
         guard = Guard(config)
         self._link.max_unanswered = config.receive_memory
         intake = intake_of(config, config.message_bytes)
         intake.taken = LinkTurns(intake.turns, self._link)
-        requests = FrontRequests(self._link)
+        text = self.text or ModelText(Tokenizer.from_state(set_up.tokenizer) if set_up.tokenizer is not None else None)
+        requests = FrontRequests(self._link, text)
         self._endpoint = await Endpoint.open(
             config.listen,
             config.message_bytes,
@@ -127,10 +115,8 @@ class Front:
             health=PingedHealth(self._link),
             is_shared=True,
         )
-        if set_up.tokenizer is not None:
-            requests.text = ModelText(Tokenizer.from_state(set_up.tokenizer))
         pace = StreamPace(min(config.stream_interval_ms / 1000, _SHORTEST_PACE_S))
-        streams = Streams(requests.admit, _AtOnce(), pace, config.many_calls, config.message_bytes, _hide_bug)
+        self._streams = streams = Streams(requests.admit, pace, config.many_calls, config.message_bytes, _hide_bug)
         routers = [own_router(streams, self._link, config.message_bytes)]
         if config.has_gateway:
             self._gateway = FrontGateway(streams, self._link)
@@ -165,7 +151,7 @@ class Front:
             await asyncio.sleep(_TELL_REFUSED_S)
             if guard.refused.counts != told:
                 told = dict(guard.refused.counts)
-                self._link.lane.send(Kind.REFUSED, body=json.dumps(told).encode())
+                self.lane.send(Kind.REFUSED, body=told)
 
 
 def _hide_bug() -> EngineError:

@@ -1,6 +1,7 @@
 """What a front answers itself, streams of tokens, and how it forwards all other calls to its engine, as bytes."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -10,7 +11,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from kvkeeper.common.service.methods import Context, Contract, MethodRouter
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ..methods import CONTRACT, router_of
+from ..methods import CONTRACT, FRONTS_OWN, router_of
 from ..streams.many import Read, Write
 from ..streams.serving import Streams
 from .engine_link import EngineLink
@@ -57,21 +58,22 @@ class _OwnCalls:
 
 def own_router(streams: Streams, link: EngineLink, message_bytes: int) -> MethodRouter:
     """All methods of the engine's own service. message_bytes: of a message with a prompt."""
-    forwarded = _forwarded(CONTRACT, link, {"Generate", "GenerateMany"})
-    return router_of(FrontService(streams), CONTRACT.with_prompts_of(message_bytes), forwarded)
+    contract = replace(CONTRACT.with_prompts_of(message_bytes), has_spans=False)  # the engine's end has them
+    return router_of(FrontService(streams), contract, _forwarded(contract, link))
 
 
 def gateway_router(gateway: FrontGateway, link: EngineLink, message_bytes: int) -> MethodRouter:
     """All methods of the gateway's protocol."""
     from ..gateway.methods import CONTRACT as GATEWAY_CONTRACT
 
-    contract = GATEWAY_CONTRACT.with_prompts_of(message_bytes)
-    return MethodRouter(contract, gateway, _forwarded(contract, link, {"Generate"}))
+    contract = replace(GATEWAY_CONTRACT.with_prompts_of(message_bytes), has_spans=False)
+    return MethodRouter(contract, gateway, _forwarded(contract, link))
 
 
-def _forwarded(contract: Contract, link: EngineLink, own: set[str]) -> dict[str, grpc.RpcMethodHandler]:
-    """Handlers of all methods but the own ones."""
-    methods = [each for each in contract.service.methods if each.name not in own and each.name not in contract.unimplemented]
+def _forwarded(contract: Contract, link: EngineLink) -> dict[str, grpc.RpcMethodHandler]:
+    """Handlers of all methods but a front's own."""
+    kept = {*FRONTS_OWN, *contract.unimplemented}
+    methods = [each for each in contract.service.methods if each.name not in kept]
     return {method.name: _forward(contract, link, method) for method in methods}
 
 

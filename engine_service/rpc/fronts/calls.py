@@ -23,16 +23,14 @@ from kvkeeper.common.trust.caller import note_caller
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 from ...outputs.generation import Generation
-from ...outputs.plain_reader import PlainReader
+from ...outputs.model_text import ModelText
+from ...outputs.unread_tokens import UnreadTokens
 from ...values.errors import EngineError
-from ..methods import CONTRACT
-from ..streams.encode_chunk import response_of
-from ..streams.stream_buffer import StreamBuffer
+from ...values.output_chunk import OutputChunk, Send, coalesce
+from ..methods import CONTRACT, FRONTS_OWN
 from ..streams.stream_pace import HasUnread, StreamPace
-from ..streams.streamed import Send
-from .frames import Kind, PartColumns
+from .frames import Admitted, Kind, Message
 from .lane import Lane
-from .told import Admitted, Told, error_of, error_to_bytes, stopped_of
 
 _GENERATE = CONTRACT.service.methods_by_name["Generate"]
 GENERATE_PATH = f"/{CONTRACT.service.full_name}/Generate"
@@ -55,13 +53,13 @@ class ServedMethod:
 
 
 def served_methods(contract: Contract, service: Any) -> dict[str, ServedMethod]:
-    """By path; the service has a method for each, in snake case."""
+    """By path, those that fronts forward; the service has a method for each, in snake case."""
     return {
         f"/{contract.service.full_name}/{method.name}": ServedMethod(
             contract, method, getattr(service, snake_case(method.name))
         )
         for method in contract.service.methods
-        if method.name not in contract.unimplemented and not method.client_streaming
+        if method.name not in contract.unimplemented and method.name not in FRONTS_OWN
     }
 
 
@@ -76,17 +74,19 @@ class FrontServices:
     counted: Callable[[], AbstractContextManager[None]]  # for as long as a stream is not answered to its end
     pace: StreamPace
     note_foreign: Callable[[str, str], None]  # path, name of the caller: it named a tenant that is not its
+    text: ModelText
+    unread: UnreadTokens  # of all requests
     contract: Contract = CONTRACT  # our own, with limits
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
     number: int
-    buffer: StreamBuffer = field(init=False)
+    unsent: list[OutputChunk] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
     taken: asyncio.Event = field(default_factory=asyncio.Event)  # its last answer was written
     over: asyncio.Event = field(default_factory=asyncio.Event)  # its last was sent, or the front dropped it
-    refusal: EngineError | None = None  # with which its request ended
+    refusal: EngineError | None = None  # with which its request has ended
     generation: Generation | None = None
     has_begun: bool = False  # something of its output was told
     is_dropped: bool = False
@@ -111,7 +111,6 @@ class FrontCalls:
         self._urgent: dict[_Call, None] = {}  # those that do not wait for a round, in order
         self._unread: dict[_Call, None] = {}  # those that do
         self._has_unread = HasUnread(services.pace)
-        self._reader = PlainReader(partial(self._has_unread.tell, at_once=False))
         self._has_room = asyncio.Event()
         lane.on_room = self._has_room.set
         self._telling = asyncio.create_task(self._tell_rounds())
@@ -121,19 +120,19 @@ class FrontCalls:
         """Calls that are not over."""
         return len(self._calls)
 
-    def take(self, kind: Kind, number: int, body: bytes) -> None:
+    def take(self, kind: Kind, number: int, body: Any) -> None:
         """A frame that says something of a call."""
         if kind is Kind.MESSAGE:
-            self._begin(number, *Told.split(body))
+            self._begin(number, body)
             return
         if (call := self._calls.get(number)) is None:
             return
         if kind is Kind.TAKEN:
             call.taken.set()
         elif kind is Kind.STOPPED and call.generation is not None:
-            self._services.stop_at(call.generation, *stopped_of(body))
+            self._services.stop_at(call.generation, body.index, body.num_tokens)
         elif kind is Kind.BROKEN and call.generation is not None:
-            call.generation.fail(error_of(body))
+            call.generation.fail(body)
         elif kind is Kind.DROPPED:
             del self._calls[number]
             call.end()
@@ -141,53 +140,52 @@ class FrontCalls:
     def end(self) -> None:
         """The front is gone."""
         self._telling.cancel()
-        self._reader.close()
+        self._services.unread.drop_reader(self)
         calls, self._calls = list(self._calls.values()), {}
         for call in calls:
             call.end()
 
-    def _begin(self, number: int, told: Told, raw: bytes) -> None:
+    def _begin(self, number: int, message: Message) -> None:
         call = self._calls[number] = _Call(number)
-        call.buffer = StreamBuffer(partial(self._tell, call), merges=self._services.pace.merges)
-        call.task = asyncio.create_task(self._serve(call, told, raw))
+        call.task = asyncio.create_task(self._serve(call, message))
 
-    async def _serve(self, call: _Call, told: Told, raw: bytes) -> None:
-        peer.set(told.peer)
-        note_caller(told.caller, partial(self._services.note_foreign, told.path, told.caller.name))
+    async def _serve(self, call: _Call, message: Message) -> None:
+        peer.set(message.peer)
+        note_caller(message.caller, partial(self._services.note_foreign, message.path, message.caller.name))
         try:
-            async with self._services.turns.turn(told.peer) as place:
-                if len(raw) <= SMALL_BYTES:
+            async with self._services.turns.turn(message.peer) as place:
+                if len(message.raw) <= SMALL_BYTES:
                     place.leave()
-                await self._serve_turn(call, told, raw)
+                await self._serve_turn(call, message)
         except TooManyWaiting as error:
-            self._lane.send(Kind.FULL, call.number, str(error.limit).encode())
+            self._lane.send(Kind.FULL, call.number, error.limit)
 
-    async def _serve_turn(self, call: _Call, told: Told, raw: bytes) -> None:
-        with tracing.serving(told.path[1:], told.trace) as span:
+    async def _serve_turn(self, call: _Call, message: Message) -> None:
+        with tracing.serving(message.path[1:], message.trace) as span:
             try:
-                await (self._generate(call, raw) if told.path == GENERATE_PATH else self._answer(call, told.path, raw))
+                await (self._generate(call, message.raw) if message.path == GENERATE_PATH else self._answer(call, message))
             except EngineError as error:
                 tracing.fail(span, error.reason)
-                self._lane.send(Kind.ERROR, call.number, error_to_bytes(error))
+                self._lane.send(Kind.ERROR, call.number, error)
                 forget_frames(error)  # what made it may refer to it, and it to the call's message
             except Exception:
-                bug = CONTRACT.hide_bug(told.path)
+                bug = CONTRACT.hide_bug(message.path)
                 assert isinstance(bug, EngineError)
                 tracing.fail(span, bug.reason)
-                self._lane.send(Kind.ERROR, call.number, error_to_bytes(bug))
+                self._lane.send(Kind.ERROR, call.number, bug)
             else:
                 if span is not None and call.generation is not None:
                     await call.over.wait()  # the span is that of the whole stream
                     if call.refusal is not None:
                         tracing.fail(span, call.refusal.reason)
 
-    async def _answer(self, call: _Call, path: str, raw: bytes) -> None:
-        served = self._services.methods[path]
-        message = served.contract.parse(served.method, raw)
+    async def _answer(self, call: _Call, message: Message) -> None:
+        served = self._services.methods[message.path]
+        request = served.contract.parse(served.method, message.raw)
         if not served.method.server_streaming:
-            self._lane.send(Kind.ANSWER, call.number, (await served.function(message)).SerializeToString())
+            self._lane.send(Kind.ANSWER, call.number, (await served.function(request)).SerializeToString())
         else:
-            responses = served.function(message)
+            responses = served.function(request)
             try:
                 async for response in responses:
                     call.taken.clear()
@@ -200,22 +198,34 @@ class FrontCalls:
     async def _generate(self, call: _Call, raw: bytes) -> None:
         message = self._services.contract.parse(_GENERATE, raw)
         assert isinstance(message, pb.GenerateRequest)
-        generation = await self._services.admit(message, call.buffer.put, makes_text=False)
+        generation = await self._services.admit(message, partial(self._put, call), makes_text=False)
         call.generation = generation
         call.counted.enter_context(self._services.counted())
         context = generation.request.prompt[-_NUM_CONTEXT_TOKENS:].tolist()
         admitted = Admitted(generation.request_id, not generation.outputs[0].has_text, context)
-        self._lane.send(Kind.ADMITTED, call.number, admitted.to_bytes())
-        call.buffer.read(generation, self._reader, call.number)
-        self._tell(call, at_once=True)
+        self._lane.send(Kind.ADMITTED, call.number, admitted)
+        generation.let_read(self, call.number)
+        if call.unsent or call.refusal is not None:
+            self._tell(call, at_once=True)
 
     # -- tokens
 
-    def _tell(self, call: _Call, *, at_once: bool) -> None:
+    def notify(self) -> None:
+        """There are columns of tokens to take, see UnreadTokens."""
+        self._has_unread.tell(at_once=False)
+
+    def _put(self, call: _Call, output: OutputChunk | EngineError) -> None:
+        if isinstance(output, EngineError):
+            call.refusal = output
+        else:
+            call.unsent.append(output)
         if call.generation is not None:
-            at_once = at_once or not call.has_begun
-            (self._urgent if at_once else self._unread)[call] = None
-            self._has_unread.tell(at_once=at_once)
+            is_last = isinstance(output, EngineError) or output.usage is not None
+            self._tell(call, at_once=is_last or not call.has_begun)
+
+    def _tell(self, call: _Call, *, at_once: bool) -> None:
+        (self._urgent if at_once else self._unread)[call] = None
+        self._has_unread.tell(at_once=at_once)
 
     async def _tell_rounds(self) -> None:
         while True:
@@ -226,27 +236,19 @@ class FrontCalls:
             self._send_unread(has_round=has_round)
 
     def _send_unread(self, *, has_round: bool) -> None:
-        """What is new and does not wait for a round; has_round: of all calls. What the reader has came behind the rest."""
+        """What is new and does not wait for a round; has_round: of all calls. Columns hold what came behind the rest."""
         unread, self._urgent = self._urgent, {}
         if has_round:
             unread, self._unread = unread | self._unread, {}
-        parts = PartColumns()
         for call in unread:
             if call.is_dropped:
                 continue
-            if call.has_begun and (plain := call.buffer.take_plain()) is not None:
-                parts.add(call.number, plain.token_ids)
-                continue
-            chunks, error = call.buffer.take()
-            for chunk in chunks:
-                call.has_begun = True
-                self._lane.send(Kind.CHUNK, call.number, response_of("", chunk).SerializeToString())
-            if error is not None:
-                call.refusal = error
-                self._lane.send(Kind.ERROR, call.number, error_to_bytes(error))
-            if error is not None or (chunks and chunks[-1].usage is not None):
+            call.has_begun, chunks, call.unsent = True, call.unsent, []
+            for chunk in coalesce(chunks) if self._services.pace.merges else chunks:
+                self._lane.send(Kind.CHUNK, call.number, chunk)
+            if call.refusal is not None:
+                self._lane.send(Kind.ERROR, call.number, call.refusal)
+            if call.refusal is not None or (chunks and chunks[-1].usage is not None):
                 call.over.set()
-        if has_round:
-            parts.add_columns(self._reader.take())
-        if parts.num_tokens:
-            self._lane.send(Kind.PARTS, 0, parts.to_bytes())
+        if has_round and len((columns := self._services.unread.take_of(self)).numbers):
+            self._lane.send(Kind.TOKENS, 0, columns)

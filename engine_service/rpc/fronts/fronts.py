@@ -1,14 +1,15 @@
-"""Fronts: the address of an engine whose streams are served by processes of their own.
+"""Fronts: the address of an engine, whose calls and streams are served by fronts.
 
-It is what an Endpoint is to an engine that answers by itself: it takes the address, is told the state of the service, drains,
-stops and gives the address back. A front that dies is started again; its streams end, and their requests with them. Health on
-an address of its own is answered here, because it is about the engine.
+Owns the address, and which fronts there are: so many processes, or one in the engine's own. It takes the state of the service,
+drains, stops and gives the address back. A front that dies is started again; its streams end, and their requests with them.
+Health on an address of its own is answered here, because it is about the engine.
 """
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 import structlog
 from grpc_health.v1 import health_pb2
@@ -20,10 +21,12 @@ from kvkeeper.common.service.health_listener import HealthListener
 from kvkeeper.common.service.process import StartError
 from kvkeeper.common.service.shared_address import SharedAddress
 
+from ..front.config import FrontConfig
 from ..methods import CONTRACT
 from .calls import FrontServices
-from .front_process import FrontFailed, FrontProcess, start_front
-from .told import FrontSetUp, FrontState
+from .frames import FrontState
+from .front_handle import FrontFailed, FrontHandle
+from .front_process import start_front_process, start_front_task
 
 log = structlog.get_logger()
 
@@ -32,16 +35,19 @@ _SOUND_S = 10.0  # after which a front's end counts as its first
 _STOP_S = 5.0  # beyond the grace of its calls, for a front to end
 
 
+StartFront = Callable[[], Awaitable[FrontHandle]]
+
+
 class Fronts:
     """Made by open_fronts."""
 
-    def __init__(self, address: SharedAddress, fronts: list[FrontProcess]) -> None:
+    def __init__(self, address: SharedAddress, fronts: list[FrontHandle], start_front: StartFront) -> None:
         self.address = address.address
-        self._held, self._fronts = address, fronts
+        self._held, self._fronts, self._start_front = address, fronts, start_front
         self.health_listener: HealthListener | None = None
         self._health = HealthServicer()
         self._services: FrontServices
-        self._set_up: FrontSetUp
+        self._config: FrontConfig
         self._max_len: Callable[[], int] = lambda: 0
         self._is_serving = self._is_leaving = self._is_stopped = False
         self._keeping: list[asyncio.Task[None]] = []
@@ -49,11 +55,11 @@ class Fronts:
         self._past_refused: Counter[str] = Counter()  # of fronts that have ended
         self._past_processor_s = 0.0
 
-    async def start(self, services: FrontServices, set_up: FrontSetUp, max_len: Callable[[], int]) -> None:
+    async def start(self, services: FrontServices, config: FrontConfig, max_len: Callable[[], int]) -> None:
         """Answer calls from now on. max_len: most tokens of a sequence. Raises StartError."""
-        self._services, self._set_up, self._max_len = services, set_up, max_len
+        self._services, self._config, self._max_len = services, config, max_len
         for front in self._fronts:
-            front.set_up(set_up, self._state(), services)
+            front.set_up(config, self._state(), services)
         try:
             await asyncio.gather(*(front.ready for front in self._fronts))
         except FrontFailed as error:
@@ -97,8 +103,8 @@ class Fronts:
 
     @property
     def processes(self) -> list[int]:
-        """Ids of the fronts."""
-        return [front.process.pid for front in self._fronts]
+        """Ids of the front processes."""
+        return [front.runner.pid for front in self._fronts if front.runner.pid is not None]
 
     @property
     def refused(self) -> Counter[str]:
@@ -109,7 +115,7 @@ class Fronts:
         """Of the fronts together."""
         label = {"model": model}
         for family, name, text, value in (
-            (GaugeMetricFamily, "fronts", "Front processes.", float(len(self._fronts))),
+            (GaugeMetricFamily, "fronts", "Front processes.", float(len(self.processes))),
             (CounterMetricFamily, "front_restarts", "Front processes that were started again.", float(self.num_restarts)),
             (GaugeMetricFamily, "front_calls", "Calls and requests of clients that fronts have open.", self._num_calls()),
             (CounterMetricFamily, "front_cpu_seconds", "Processor time of the front processes.", self._processor_s()),
@@ -140,52 +146,55 @@ class Fronts:
             lived_s = time.monotonic() - began
             pause = _FIRST_PAUSE_S if lived_s > _SOUND_S else min(2 * pause, _LONGEST_PAUSE_S)
             log.warning("front_ended", code=code, seconds=round(lived_s, 3))
-            following = await _start_again(pause)
+            following = await self._start_again(pause)
             self._past_refused += front.refused
             self._past_processor_s += front.processor_s
             front = self._fronts[place] = following
             self.num_restarts += 1
-            front.set_up(self._set_up, self._state(), self._services)
+            front.set_up(self._config, self._state(), self._services)
             try:
                 await front.ready
             except FrontFailed as error:
                 log.warning("front_failed", message=str(error))
             else:
-                log.info("front_started", process=front.process.pid)
+                log.info("front_started", process=front.runner.pid)
+
+    async def _start_again(self, pause: float) -> FrontHandle:
+        """After so many seconds, and again after longer ones while the machine has no process, descriptor or thread to give."""
+        while True:
+            await asyncio.sleep(pause)
+            try:
+                return await self._start_front()
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread
+                log.warning("front_failed", message=f"no process could be started: {error}")
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-async def _start_again(pause: float) -> FrontProcess:
-    """After so many seconds, and again after longer ones while the machine has no process, descriptor or thread to give."""
-    while True:
-        await asyncio.sleep(pause)
-        try:
-            return await start_front()
-        except (OSError, RuntimeError) as error:  # RuntimeError: no thread
-            log.warning("front_failed", message=f"no process could be started: {error}")
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-
-async def _end(front: FrontProcess, grace: float | None) -> None:
+async def _end(front: FrontHandle, grace: float | None) -> None:
     if grace is not None:
         front.ask_stop(grace)
         try:
             async with asyncio.timeout(grace + _STOP_S):
                 await front.lost.wait()
         except TimeoutError:
-            log.warning("front_killed", process=front.process.pid)
+            log.warning("front_killed", process=front.runner.pid)
     await front.close()
 
 
-async def open_fronts(listen: str, num_fronts: int) -> Fronts:
-    """Takes the address, and starts the processes; no call is answered yet. Raises StartError, AddressInUse."""
+async def open_fronts(listen: str, num_processes: int, log_level: str) -> Fronts:
+    """Takes the address, and starts the fronts; no call is answered yet. Raises StartError, AddressInUse.
+
+    num_processes: 0: one front, in this process.
+    """
     address = SharedAddress(listen)
-    fronts: list[FrontProcess] = []
+    start_front = partial(start_front_process, log_level) if num_processes else start_front_task
+    fronts: list[FrontHandle] = []
     try:
-        for _ in range(num_fronts):
+        for _ in range(max(num_processes, 1)):
             fronts.append(await start_front())
     except BaseException:
         for front in fronts:
             await front.close()
         address.release()
         raise
-    return Fronts(address, fronts)
+    return Fronts(address, fronts, start_front)

@@ -1,8 +1,10 @@
-"""What fronts are given at their start, made from an engine's parts."""
+"""Joins an engine's service to its fronts: what they are given at their start, and what is told of them in a scrape."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
+
+from prometheus_client import Metric
 
 from kvkeeper.common.service.methods import Contract
 from kvkeeper.common.service.turns import Turns
@@ -11,14 +13,23 @@ from kvkeeper.common.trust.guard import Guard
 from ...config import EngineConfig
 from ..front.config import FrontConfig
 from ..methods import CONTRACT
+from ..metrics import PREFIX
 from ..service import EngineService
 from .calls import FrontServices, served_methods
 from .fronts import Fronts
-from .told import FrontSetUp
+
+Protocols = Sequence[tuple[Contract, Any]]  # beside our own, each with what answers
 
 
-def front_services(service: EngineService, turns: Turns, guard: Guard, others: Sequence[tuple[Contract, Any]]) -> FrontServices:
-    """others: contracts beside our own, each with what answers."""
+async def serve_at(
+    fronts: Fronts, config: EngineConfig, service: EngineService, turns: Turns, guard: Guard, others: Protocols
+) -> None:
+    """Answers calls from now on. Raises StartError."""
+    own = front_config(config, fronts.address, service.message_bytes, has_gateway=bool(others))
+    await fronts.start(_front_services(service, turns, guard, others), own, lambda: service.max_len)
+
+
+def _front_services(service: EngineService, turns: Turns, guard: Guard, others: Protocols) -> FrontServices:
     own = CONTRACT.with_prompts_of(service.message_bytes)
     methods = served_methods(own, service)
     for contract, answering in others:
@@ -31,17 +42,10 @@ def front_services(service: EngineService, turns: Turns, guard: Guard, others: S
         service.streams.counted,
         service.pace,
         lambda path, caller: guard.refused.note("TENANT_NOT_ALLOWED", path, caller),
+        service.text,
+        service.unread,
         own,
     )
-
-
-def front_set_up(
-    config: EngineConfig, fronts: Fronts, service: EngineService, others: Sequence[tuple[Contract, Any]]
-) -> FrontSetUp:
-    """What each of the fronts needs to serve at their address."""
-    own = front_config(config, fronts.address, service.message_bytes, has_gateway=bool(others))
-    tokenizer = service.text.tokenizer
-    return FrontSetUp(own.to_json(), None if tokenizer is None else tokenizer.state())
 
 
 def front_config(config: EngineConfig, address: str, message_bytes: int, *, has_gateway: bool) -> FrontConfig:
@@ -50,7 +54,15 @@ def front_config(config: EngineConfig, address: str, message_bytes: int, *, has_
     message_bytes: of a message with a prompt.
     """
     own = {each.name: getattr(config, each.name) for each in fields(FrontConfig) if hasattr(config, each.name)}
-    shared = {name: -(-own[name] // config.fronts) for name in ("connections", "many_calls")}
-    shared["receive_memory"] = max(message_bytes, own["receive_memory"] // config.fronts)
+    num_fronts = max(config.fronts, 1)
+    shared = {name: -(-own[name] // num_fronts) for name in ("connections", "many_calls")}
+    shared["receive_memory"] = max(message_bytes, own["receive_memory"] // num_fronts)
     given = {"listen": address, "message_bytes": message_bytes, "has_gateway": has_gateway}
     return FrontConfig(**{**own, **shared, **given})
+
+
+def metrics_at(fronts: Fronts, service: EngineService, guard: Guard) -> Iterator[Metric]:
+    """Of a scrape."""
+    yield from service.metrics()
+    yield from fronts.metrics(PREFIX, service.model_name)
+    yield from guard.metrics(PREFIX, fronts.refused, model=service.model_name)

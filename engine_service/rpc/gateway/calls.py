@@ -24,7 +24,6 @@ from ...values.sampling_params import NEUTRAL, SamplingParams
 from ..ownership import known_id, own_tenant
 from ..service import EngineService
 from . import kv_events
-from .generating import generate
 from .requests import own_id, require_only_rank
 from .tokenizer_files import Archive, archive_of
 
@@ -36,7 +35,7 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # 
 
 
 class VllmEngine:
-    """One method per call, in snake case; the server finds them by name."""
+    """One method per call that fronts forward, in snake case; their engine finds them by name."""
 
     def __init__(self, config: EngineConfig, service: EngineService, engine: Engine, *, has_tokenizer: bool) -> None:
         self._config = config
@@ -44,10 +43,6 @@ class VllmEngine:
         self._engine = engine
         self._has_tokenizer = has_tokenizer
         self._archive: Archive | None = None
-
-    async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        async for told in generate(request, self._service.max_len, self._service):
-            yield told
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
         for request_id in request.request_ids:

@@ -8,28 +8,35 @@ rounds. An error ends its request alone. A client that does not read is dealt wi
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
-from kvkeeper.common.service.fair_queue import TooManyWaiting
-from kvkeeper.common.service.methods import peer
-from kvkeeper.common.service.turns import TakesTurns
 from kvkeeper.common.trust.caller import is_still_known
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ...outputs.plain_columns import PlainColumns
-from ...outputs.plain_reader import PlainReader
 from ...values.errors import EngineError, InvalidField, QueueFull, WrongCredential
-from ...values.output_chunk import PlainTokens
 from ..ownership import shown_id
 from ..status import REFUSALS
 from .encode_chunk import response_of
 from .stream_buffer import StreamBuffer
 from .stream_pace import HasUnread, StreamPace
-from .streamed import Admit, Streamed
 
 _MOST_UNITS = 1 << 14  # tokens and log probabilities in one message, about a megabyte; one request may bring more
 
+
+class Streamed(Protocol):
+    """One request under way; its output is put into the buffer that it was admitted with."""
+
+    @property
+    def request_id(self) -> str:
+        """The id under which it is known."""
+
+    def cancel(self) -> None:
+        """Nothing more of it is wanted. Idempotent."""
+
+
+Admit = Callable[[pb.GenerateRequest, StreamBuffer], Awaitable[Streamed]]
 Read = AsyncIterator[pb.GenerateManyRequest]
 Write = Callable[[pb.GenerateManyResponse], Awaitable[None]]
 
@@ -37,19 +44,16 @@ Write = Callable[[pb.GenerateManyResponse], Awaitable[None]]
 class _Numbered:
     """One request of the call, from its message to the last that is written of it."""
 
-    def __init__(self, number: int, asked_id: str, tell: Callable[..., None], counted: AbstractContextManager[None]) -> None:
+    def __init__(self, number: int, asked_id: str, tell: Callable[..., None]) -> None:
         """asked_id: that its client gave it, or empty. tell: called with the request and as Tell of its buffer."""
         self.number = number
         self.buffer = StreamBuffer(partial(tell, self))
         self.starting: asyncio.Task[None] | None = None
         self.generation: Streamed | None = None
         self.asked_id, self.has_told_id = asked_id, False
-        self._counted = ExitStack()
-        self._counted.enter_context(counted)
 
     def end(self) -> None:
         """Nothing more is written of it. One that goes on is cancelled."""
-        self._counted.close()
         if self.starting is not None:
             self.starting.cancel()
         if self.generation is not None:
@@ -62,25 +66,19 @@ class ManyRequests:
     def __init__(
         self,
         admit: Admit,
-        turns: TakesTurns,
         pace: StreamPace,
         message_bytes: int,
-        counted: Callable[[], AbstractContextManager[None]],
         hide_bug: Callable[[], EngineError],
     ) -> None:
         """message_bytes: of the largest message; the requests that are about to begin have as many together.
 
-        counted: a context for as long as a request is not answered to its end.
-
         hide_bug: logs the exception that is being handled, a bug; the refusal that its client gets.
         """
-        self._admit, self._turns, self._counted, self._hide_bug = admit, turns, counted, hide_bug
+        self._admit, self._hide_bug = admit, hide_bug
         self._requests: dict[int, _Numbered] = {}
         self._urgent: dict[int, None] = {}  # numbers of those that do not wait for a round, in order
         self._unread: dict[int, None] = {}  # of those that do
         self._has_unread = HasUnread(pace)
-        self._owes_round = False  # what is new came while the last round was written
-        self._reader = PlainReader(partial(self._has_unread.tell, at_once=False))
         self._reads_parts = False  # whether its client does
         self._most_starting_bytes, self._starting_bytes = message_bytes, 0
         self._has_started = asyncio.Event()  # set when a request is no longer about to begin
@@ -92,7 +90,7 @@ class ManyRequests:
         try:
             while True:
                 has_round = await self._has_unread.wait()
-                for message in self._take(has_round=has_round or self._owes_round):
+                for message in self._take(has_round=has_round):
                     await write(message)
                 if reading.done():
                     reading.result()
@@ -100,7 +98,6 @@ class ManyRequests:
                         return
         finally:
             reading.cancel()
-            self._reader.close()
             for request in self._requests.values():
                 request.end()
 
@@ -122,7 +119,7 @@ class ManyRequests:
         while self._starting_bytes and self._starting_bytes + size > self._most_starting_bytes:
             self._has_started.clear()
             await self._has_started.wait()
-        request = self._requests[number] = _Numbered(number, message.request_id, self._tell, self._counted())
+        request = self._requests[number] = _Numbered(number, message.request_id, self._tell)
         self._starting_bytes += size
         request.starting = asyncio.create_task(self._start(request, message))
         request.starting.add_done_callback(lambda _: self._note_start(size))
@@ -133,14 +130,9 @@ class ManyRequests:
 
     async def _start(self, request: _Numbered, message: pb.GenerateRequest) -> None:
         try:
-            async with self._turns.turn(peer.get()):
-                request.generation = await self._admit(message, request.buffer.put)
-            request.buffer.read(request.generation, self._reader if self._reads_parts else None, request.number)
+            request.generation = await self._admit(message, request.buffer)
         except EngineError as error:
             request.buffer.put(error)
-        except TooManyWaiting as error:
-            text = f"{error.limit} calls wait for their turn, the most that may"
-            request.buffer.put(QueueFull(text, limit=error.limit, flag="--connection-calls"))
         except Exception:
             request.buffer.put(self._hide_bug())
         finally:
@@ -165,21 +157,13 @@ class ManyRequests:
         for number in unread:
             if (request := self._requests.get(number)) is None:
                 continue
-            if self._reads_parts and request.has_told_id and (plain := request.buffer.take_plain()) is not None:
-                num_units += parts.add(number, plain)
+            if self._reads_parts and request.has_told_id and (tokens := request.buffer.take_tokens()) is not None:
+                num_units += parts.add(number, *tokens)
             else:
                 num_units += self._add_responses(message, number, request, ended)
             if num_units >= _MOST_UNITS:
                 yield parts.added_to(message)
                 parts, message, num_units = _Parts(), pb.GenerateManyResponse(), 0
-        # What the reader has of a request came behind what the request has sent, which has to be told first.
-        self._owes_round = has_round and bool(self._urgent or self._unread)
-        if has_round and not self._owes_round:
-            for columns in self._reader.take().split(_MOST_UNITS):
-                if num_units + len(columns.token_ids) > _MOST_UNITS:
-                    yield parts.added_to(message)
-                    parts, message, num_units = _Parts(), pb.GenerateManyResponse(), 0
-                num_units += parts.add_columns(columns)
         if num_units or message.responses:
             yield parts.added_to(message)
         for number in ended:
@@ -214,21 +198,13 @@ class _Parts:
         self._token_ids: list[int] = []
         self._texts: list[str] = []
 
-    def add(self, number: int, plain: PlainTokens) -> int:
+    def add(self, number: int, token_ids: list[int], text: str) -> int:
         """One part. How much it is."""
         self._numbers.append(number)
-        self._num_tokens.append(len(plain.token_ids))
-        self._token_ids += plain.token_ids
-        self._texts.append(plain.text)
-        return len(plain.token_ids)
-
-    def add_columns(self, columns: PlainColumns) -> int:
-        """Parts without text. How much they are."""
-        self._numbers += columns.numbers.tolist()
-        self._num_tokens += columns.counts.tolist()
-        self._token_ids += columns.token_ids.tolist()
-        self._texts += [""] * len(columns.counts)
-        return len(columns.token_ids)
+        self._num_tokens.append(len(token_ids))
+        self._token_ids += token_ids
+        self._texts.append(text)
+        return len(token_ids)
 
     def added_to(self, message: pb.GenerateManyResponse) -> pb.GenerateManyResponse:
         if self._numbers:

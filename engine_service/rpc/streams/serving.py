@@ -9,17 +9,15 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from kvkeeper.common.service.methods import peer
-from kvkeeper.common.service.turns import TakesTurns
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 from ...values.errors import EngineError
 from ...values.output_chunk import OutputChunk
 from ..ownership import shown_id
 from .encode_chunk import response_of
-from .many import ManyCalls, ManyRequests, Read, Write
+from .many import Admit, ManyCalls, ManyRequests, Read, Write
 from .stream_buffer import PacedBuffer
 from .stream_pace import StreamPace
-from .streamed import Admit
 
 
 class TakesUnread(Protocol):
@@ -35,37 +33,40 @@ class Streams:
     def __init__(
         self,
         admit: Admit,
-        turns: TakesTurns,
         pace: StreamPace,
         max_many_calls: int,
         message_bytes: int,
         hide_bug: Callable[[], EngineError],
     ) -> None:
-        """turns: in which the requests of a GenerateMany call begin. message_bytes, hide_bug: as of ManyRequests."""
-        self._admit, self._turns, self._pace, self._hide_bug = admit, turns, pace, hide_bug
+        """message_bytes, hide_bug: as of ManyRequests."""
+        self._admit, self._pace, self._hide_bug = admit, pace, hide_bug
         self._message_bytes = message_bytes
         self._many_calls = ManyCalls(max_many_calls)
-        self.num_open = 0  # streams that have not been answered to their end
-        self._has_none = asyncio.Event()
-        self._has_none.set()
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The answer to Generate. The request ends with it."""
         unread = PacedBuffer(self._pace)
-        generation = await self._admit(request, unread.buffer.put)
-        unread.buffer.read(generation)
-        with self.counted():
-            try:
-                async for response in responses(request.request_id or shown_id(generation.request_id), unread):
-                    yield response
-            finally:
-                generation.cancel()
+        generation = await self._admit(request, unread.buffer)
+        try:
+            async for response in responses(request.request_id or shown_id(generation.request_id), unread):
+                yield response
+        finally:
+            generation.cancel()
 
     async def generate_many(self, read: Read, write: Write) -> None:
         """A GenerateMany call to its end."""
         with self._many_calls.opened(peer.get()):
-            many = ManyRequests(self._admit, self._turns, self._pace, self._message_bytes, self.counted, self._hide_bug)
+            many = ManyRequests(self._admit, self._pace, self._message_bytes, self._hide_bug)
             await many.serve(read, write)
+
+
+class OpenStreams:
+    """How many streams have not been answered to their end."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self._has_none = asyncio.Event()
+        self._has_none.set()
 
     async def wait_none(self) -> None:
         """Until each stream has been answered to its end."""

@@ -2,7 +2,7 @@
 
 
 class NoText:
-    has_text = may_stop = False
+    has_text = False
 
     def push(self, token_id: int) -> tuple[str, bool]:
         return "", False

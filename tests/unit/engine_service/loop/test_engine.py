@@ -123,7 +123,12 @@ async def until_true(condition: Callable[[], bool]) -> None:
 
 
 async def test_text_that_fails_ends_its_request_alone() -> None:
+    model = odd_model()
+    good_text = model.text
+
     class Broken:
+        has_text = True
+
         def push(self, token_id: int) -> tuple[str, bool]:
             raise ValueError("no such token")
 
@@ -132,12 +137,11 @@ async def test_text_that_fails_ends_its_request_alone() -> None:
 
     class Text:
         tokenizer = None
+        no_output = staticmethod(good_text.no_output)
 
         def output(self, prompt: list[int], stops: tuple[str, ...]) -> Any:
             return Broken() if prompt[0] == 7 else good_text.output(prompt, stops)
 
-    model = odd_model()
-    good_text = model.text
     async with services() as world:
         await world.start_cache()
         engine = await world.start_engine(dataclasses.replace(model, text=Text()))
@@ -258,7 +262,7 @@ async def test_text_is_delivered_once_the_next_step_is_started(overlap: bool, mo
         return emit(requests, work, *args)
 
     def note_deliver(requests: OpenRequests) -> None:
-        if requests._undelivered or requests._untold:
+        if requests._undelivered or requests.unread._with_more:
             num_begun.setdefault(num_emitted, num_started)
         deliver(requests)
 

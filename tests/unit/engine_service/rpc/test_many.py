@@ -1,29 +1,23 @@
 """What one call writes of its many requests: the tokens of each in order and once, and what can wait not beside what cannot."""
 
 import asyncio
-import contextlib
 import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.engine_service.outputs.generation import Generation
-from kvkeeper.engine_service.outputs.model_text import ModelText
-from kvkeeper.engine_service.outputs.stopping import StopRules
-from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
 from kvkeeper.engine_service.rpc.streams import many
 from kvkeeper.engine_service.rpc.streams.many import ManyRequests
+from kvkeeper.engine_service.rpc.streams.stream_buffer import StreamBuffer
 from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
-from kvkeeper.engine_service.rpc.streams.streamed import Send
 from kvkeeper.engine_service.values.errors import RequestFailed
-from kvkeeper.engine_service.values.request import Request
-from kvkeeper.engine_service.values.sampling_params import GREEDY
+from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
+from kvkeeper.engine_service.values.request import FinishReason
 
-EOS, MAX_TOKENS = 0, 60
+END, MAX_TOKENS = 0, 60  # a token that stands for the end, and most tokens of a request
 
 
 class Timers:
@@ -45,23 +39,27 @@ class Timers:
             work()
 
 
-class Turns:
-    @contextlib.asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[Any]:
-        yield None
+class Asked:
+    """A request of which a test puts the output."""
+
+    def __init__(self, request_id: str, unread: StreamBuffer) -> None:
+        self.request_id, self.unread = request_id, unread
+        self.num_tokens = 0
+
+    def cancel(self) -> None: ...
 
 
 class Call:
     """A GenerateMany call with so many requests, whose tokens are put by hand; and what was written."""
 
-    def __init__(self, num_requests: int, width: int) -> None:
-        self.timers, self.unread = Timers(), UnreadTokens[Generation](width)
-        self.generations: list[Generation] = []
+    def __init__(self, num_requests: int) -> None:
+        self.timers = Timers()
+        self.asked: list[Asked] = []
         self.written: list[pb.GenerateManyResponse] = []
         self.may_write = asyncio.Event()
         self.may_write.set()
         pace = StreamPace(1.0, lambda: cast(Any, self.timers))
-        self.many = ManyRequests(self._admit, Turns(), pace, 4 << 20, contextlib.nullcontext, lambda: RequestFailed("a bug"))
+        self.many = ManyRequests(self._admit, pace, 4 << 20, lambda: RequestFailed("a bug"))
         self._num_requests = num_requests
         self.serving = asyncio.create_task(self.many.serve(self._read(), self._write))
 
@@ -69,24 +67,24 @@ class Call:
         begin = [pb.NumberedRequest(number=number) for number in range(self._num_requests)]
         yield pb.GenerateManyRequest(begin=begin, reads_parts=True)
 
-    async def _admit(self, message: pb.GenerateRequest, send: Send) -> Generation:
-        request = Request(f"r{len(self.generations)}", np.arange(3, dtype=np.int32), MAX_TOKENS)
-        output = ModelText(None).output([], ())
-        generation = Generation(request, GREEDY, 0, StopRules(frozenset({EOS})), [output], send)
-        generation.take_slot(self.unread)
-        self.generations.append(generation)
-        return generation
+    async def _admit(self, message: pb.GenerateRequest, unread: StreamBuffer) -> Asked:
+        self.asked.append(Asked(f"r{len(self.asked)}", unread))
+        return self.asked[-1]
 
     async def _write(self, message: pb.GenerateManyResponse) -> None:
         await self.may_write.wait()
         self.written.append(message)
 
     async def put(self, number: int, token_id: int) -> None:
-        """The next token of a request, which is delivered with it."""
-        generation = self.generations[number]
-        if not generation.take_plain(token_id):
-            generation.take_token(0, token_id)
-        generation.deliver()
+        """The next token of a request: the first as a chunk, the end as one without tokens, others alone."""
+        asked = self.asked[number]
+        if token_id == END:
+            asked.unread.put(OutputChunk(0, "", (), FinishReason.STOP, Usage(3, 0, asked.num_tokens, 0, 0)))
+        elif not asked.num_tokens:
+            asked.unread.put(OutputChunk(0, "", (token_id,)))
+        else:
+            asked.unread.add([token_id], [""])
+        asked.num_tokens += 1
 
     async def settle(self) -> None:
         for _ in range(8):
@@ -108,7 +106,7 @@ class Call:
 
 
 async def test_a_first_token_and_an_end_are_written_without_what_waits_for_a_round() -> None:
-    call = Call(3, width=8)
+    call = Call(3)
     await call.settle()
     for number in (0, 1):
         await call.put(number, 5)
@@ -117,7 +115,7 @@ async def test_a_first_token_and_an_end_are_written_without_what_waits_for_a_rou
     for _ in range(3):
         await call.put(0, 6)
     await call.put(2, 7)
-    await call.put(1, EOS)
+    await call.put(1, END)
     await call.settle()
     assert call.tokens() == {0: [5], 1: [5], 2: [7]}
     assert [one.number for one in call.written[-1].responses if one.response.HasField("usage")] == [1]
@@ -126,24 +124,24 @@ async def test_a_first_token_and_an_end_are_written_without_what_waits_for_a_rou
     assert call.tokens() == {0: [5, 6, 6, 6], 1: [5], 2: [7]}
     assert list(call.written[-1].parts.numbers) == [0]
     for number in (0, 2):
-        await call.put(number, EOS)
+        await call.put(number, END)
     await call.serving
 
 
 class TokensFirst(Call):
     """Its requests give tokens before their admission is heard of, as one of another process may."""
 
-    async def _admit(self, message: pb.GenerateRequest, send: Send) -> Generation:
-        generation = await super()._admit(message, send)
-        number = len(self.generations) - 1
-        for token_id in (5, 6, EOS):
+    async def _admit(self, message: pb.GenerateRequest, unread: StreamBuffer) -> Asked:
+        asked = await super()._admit(message, unread)
+        number = len(self.asked) - 1
+        for token_id in (5, 6, END):
             await self.put(number, token_id)
             await self.settle()
-        return generation
+        return asked
 
 
 async def test_tokens_may_come_before_the_admission_is_heard_of() -> None:
-    call = TokensFirst(3, width=8)
+    call = TokensFirst(3)
     await call.serving
     assert call.tokens() == {number: [5, 6] for number in range(3)}
     assert {one.response.request_id for message in call.written for one in message.responses} == {"r0", "r1", "r2"}
@@ -155,7 +153,7 @@ async def test_tokens_come_in_order_and_once_however_slowly_they_are_written(
 ) -> None:
     monkeypatch.setattr(many, "_MOST_UNITS", 4)
     dice, count = random.Random(seed), 4
-    call, expected = Call(count, width=3), defaultdict[int, list[int]](list)
+    call, expected = Call(count), defaultdict[int, list[int]](list)
     await call.settle()
     for token_id in range(1, 150):
         for _ in range(dice.randrange(6)):
@@ -170,7 +168,7 @@ async def test_tokens_come_in_order_and_once_however_slowly_they_are_written(
             await asyncio.sleep(0)
     call.may_write.set()
     for number in range(count):
-        await call.put(number, EOS)
+        await call.put(number, END)
     await call.serving
     assert call.tokens() == expected
     assert any(message.parts.numbers for message in call.written)

@@ -50,6 +50,35 @@ async def test_without_an_interval_each_token_is_taken_as_it_came() -> None:
     assert box.take() == ([token(1), token(2)], None)
 
 
+@pytest.mark.parametrize("interval_s", [1e-6, 0])
+async def test_tokens_keep_their_place_between_chunks(interval_s: float) -> None:
+    box = PacedBuffer(StreamPace(interval_s)).buffer
+    box.put(OutputChunk(1, "a", (1,)))
+    box.add([2, 3], ["b", "c"])
+    box.put(OutputChunk(1, "d", (4,)))
+    box.add([5], ["e"])
+    assert box.take_tokens() is None, "there are chunks"
+    chunks, _ = box.take()
+    singly = [OutputChunk(0, "b", (2,)), OutputChunk(0, "c", (3,))]
+    between = [OutputChunk(0, "bc", (2, 3))] if interval_s else singly
+    assert chunks == [OutputChunk(1, "a", (1,)), *between, OutputChunk(1, "d", (4,)), OutputChunk(0, "e", (5,))]
+    box.add([6, 7], ["f", "g"])
+    box.add([8], ["h"])
+    assert box.take_tokens() == ([6, 7, 8], "fgh")
+    assert box.take_tokens() is None
+
+
+async def test_tokens_that_are_not_read_count_and_are_dropped_too(box: StreamBuffer) -> None:
+    told: list[EngineError] = []
+    box.on_full = told.append
+    for place in range(LIMIT + 1):
+        box.add([place], [""])
+    await turns()
+    box.add([1], [""])
+    assert box.take_tokens() is None
+    assert box.take() == ([], told[0])
+
+
 async def test_too_much_that_is_not_read_ends_the_request_once(box: StreamBuffer) -> None:
     told: list[EngineError] = []
     box.on_full = told.append

@@ -15,13 +15,15 @@ from kvkeeper.common.service.turns import TurnLimits, Turns
 from kvkeeper.common.trust.caller import Caller, Role
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.outputs.generation import Generation
-from kvkeeper.engine_service.rpc.front.engine_link import EngineLink, open_link
+from kvkeeper.engine_service.outputs.model_text import ModelText
+from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
+from kvkeeper.engine_service.rpc.front.engine_link import EngineLink
 from kvkeeper.engine_service.rpc.front.requests import GENERATE_PATH, FrontRequests
 from kvkeeper.engine_service.rpc.front.server import LinkTurns
 from kvkeeper.engine_service.rpc.fronts.calls import FrontCalls, FrontServices
-from kvkeeper.engine_service.rpc.fronts.frames import FrameReader, Kind, frame, parts_of
-from kvkeeper.engine_service.rpc.fronts.lane import Lane, open_lane
-from kvkeeper.engine_service.rpc.fronts.told import Admitted, Told
+from kvkeeper.engine_service.rpc.fronts.codec import FrameReader, frame
+from kvkeeper.engine_service.rpc.fronts.frames import Admitted, Frame, Kind, Message
+from kvkeeper.engine_service.rpc.fronts.lane import Lane, join_by_socket
 from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
 from tests.unit.engine_service.rpc.front.test_both_ends import MAX_TOKENS, Engine
 
@@ -48,9 +50,9 @@ class OtherEnd:
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._end, self._reader = end, FrameReader()
-        self.frames: list[tuple[Kind, int, bytes]] = []
+        self.frames: list[Frame] = []
 
-    async def write(self, kind: Kind, number: int, body: bytes = b"") -> None:
+    async def write(self, kind: Kind, number: int, body: Any = None) -> None:
         await asyncio.get_running_loop().sock_sendall(self._end, frame(kind, number, body))
 
     async def read_until(self, condition: Callable[[], bool]) -> None:
@@ -58,18 +60,19 @@ class OtherEnd:
             while not condition():
                 self.frames += self._reader.add(await asyncio.get_running_loop().sock_recv(self._end, 1 << 20))
 
-    def bodies(self, kind: Kind, number: int) -> list[bytes]:
+    def bodies(self, kind: Kind, number: int) -> list[Any]:
         return [body for each, of, body in self.frames if (each, of) == (kind, number)]
 
 
-Taken = list[tuple[Kind, int, bytes]]
+Taken = list[Frame]
 
 
 @asynccontextmanager
 async def lane_and_other() -> AsyncIterator[tuple[Lane, OtherEnd, Taken]]:
     own, other = socket.socketpair()
     taken: Taken = []
-    lane = await open_lane(own, lambda *each: taken.append(each), lambda: None)
+    lane = Lane(lambda *each: taken.append(each), lambda: None)
+    await join_by_socket(lane, own)
     try:
         yield lane, OtherEnd(other), taken
     finally:
@@ -93,9 +96,9 @@ async def test_a_full_lane_says_so_reads_on_and_loses_nothing() -> None:
         lane.on_room = lambda: had_room.append(lane.is_full)
         await fill(lane)
         lane.send(Kind.ANSWER, FILLING, b"behind it")
-        await other.write(Kind.MESSAGE, 1, b"meanwhile")
+        await other.write(Kind.TAKEN, 1)
         await until(lambda: bool(taken))
-        assert taken == [(Kind.MESSAGE, 1, b"meanwhile")]
+        assert taken == [(Kind.TAKEN, 1, None)]
         assert (lane.is_full, had_room) == (True, []), "the other end has not read"
         await other.read_until(lambda: len(other.frames) == NUM_PIECES + 1)
         assert other.bodies(Kind.ANSWER, FILLING) == [*map(piece, range(NUM_PIECES)), b"behind it"]
@@ -109,13 +112,14 @@ async def test_tokens_wait_while_a_front_does_not_read_and_come_once_it_does() -
     engines: list[Engine] = []
 
     async def admit(message: pb.GenerateRequest, send: Any, *, makes_text: bool) -> Generation:
-        engines.append(Engine([tokens], (), 128))
+        engines.append(Engine([tokens], (), unread))
         return engines[-1].make(send, makes_text=makes_text)
 
-    message = Told(GENERATE_PATH, Caller("a", "", Role.CLIENT), "peer").with_message(pb.GenerateRequest().SerializeToString())
+    message = Message(GENERATE_PATH, Caller("a", "", Role.CLIENT), "peer", pb.GenerateRequest().SerializeToString())
     nothing: Any = None
+    unread = UnreadTokens()
     services = FrontServices(
-        {}, Turns(TurnLimits(1, 1)), admit, nothing, nullcontext, StreamPace(0.0001), lambda path, caller: None
+        {}, Turns(TurnLimits(1, 1)), admit, nothing, nullcontext, StreamPace(0.0001), lambda path, caller: None, nothing, unread
     )
     async with lane_and_other() as (lane, other, taken):
         calls = FrontCalls(services, lane)
@@ -124,14 +128,15 @@ async def test_tokens_wait_while_a_front_does_not_read_and_come_once_it_does() -
         await fill(lane)
 
         def unsent() -> int:
-            assert lane._transport is not None
-            return lane._transport.get_write_buffer_size() + sum(map(len, lane._unsent))
+            carrier: Any = lane._carrier
+            return int(carrier._transport.get_write_buffer_size()) + len(lane._unsent)
 
         most = unsent()
         for _ in range(MAX_TOKENS):
             engines[0].draw()
             assert engines[0].generation is not None
             engines[0].generation.deliver()
+            unread.notify_readers()
             await settle()
         assert unsent() == most, "tokens wait where a later one joins them"
         await other.write(Kind.MESSAGE, 2, message)
@@ -144,15 +149,16 @@ async def test_tokens_wait_while_a_front_does_not_read_and_come_once_it_does() -
             nonlocal found
             found = []
             for kind, number, body in other.frames:
-                if kind is Kind.PARTS:
-                    found += [token for of, token_ids in parts_of(body) if of == 1 for token in token_ids]
+                if kind is Kind.TOKENS:
+                    assert body.numbers.tolist() == [1]
+                    found += body.token_ids.tolist()
                 elif (kind, number) == (Kind.CHUNK, 1):
-                    found += pb.GenerateResponse.FromString(body).token_ids
-            return any(pb.GenerateResponse.FromString(body).HasField("usage") for body in other.bodies(Kind.CHUNK, 1))
+                    found += body.token_ids
+            return any(body.usage is not None for body in other.bodies(Kind.CHUNK, 1))
 
         await other.read_until(is_over)
         assert found == tokens
-        assert len(other.bodies(Kind.CHUNK, 1)) + sum(kind is Kind.PARTS for kind, *_ in other.frames) < MAX_TOKENS, "as few"
+        assert len(other.bodies(Kind.CHUNK, 1)) + sum(kind is Kind.TOKENS for kind, *_ in other.frames) < MAX_TOKENS, "as few"
         assert other.bodies(Kind.ANSWER, FILLING) == [*map(piece, range(NUM_PIECES))]
         calls.end()
 
@@ -162,8 +168,10 @@ async def link_and_engine(max_unanswered: int) -> AsyncIterator[tuple[EngineLink
     """The engine answers when a test has it answer; what came to it."""
     own, other = socket.socketpair()
     taken: Taken = []
-    engine = await open_lane(other, lambda *each: taken.append(each), lambda: None)
-    link = await open_link(own, lambda state: None, lambda seconds: None)
+    engine = Lane(lambda *each: taken.append(each), lambda: None)
+    link = EngineLink(lambda state: None, lambda seconds: None)
+    await join_by_socket(engine, other)
+    await join_by_socket(link.lane, own)
     link.max_unanswered = max_unanswered
     try:
         yield link, engine, taken
@@ -173,7 +181,7 @@ async def link_and_engine(max_unanswered: int) -> AsyncIterator[tuple[EngineLink
 
 
 def messages(taken: Taken) -> list[tuple[int, bytes]]:
-    return [(number, Told.split(body)[1]) for kind, number, body in taken if kind is Kind.MESSAGE]
+    return [(number, body.raw) for kind, number, body in taken if kind is Kind.MESSAGE]
 
 
 def answer(engine: Lane, number: int, body: bytes) -> None:
@@ -201,8 +209,8 @@ async def test_no_message_is_read_while_those_without_a_place_are_unanswered_and
             # Eight have a place, and have looked before the first of them was sent: none but those goes beyond the bound.
             assert len(came) - num_answered <= 8
             engine.send(Kind.PING)
-            await until(lambda: (Kind.PONG, 0, b"") in taken)
-            taken.remove((Kind.PONG, 0, b""))
+            await until(lambda: (Kind.PONG, 0, None) in taken)
+            taken.remove((Kind.PONG, 0, None))
             number, body = came[num_answered]
             answer(engine, number, body)
             num_answered += 1
@@ -212,7 +220,7 @@ async def test_no_message_is_read_while_those_without_a_place_are_unanswered_and
 
 @pytest.mark.parametrize("how", ["answered", "refused", "given up"])
 async def test_a_message_that_is_over_makes_room(how: str) -> None:
-    async with link_and_engine(100) as (link, engine, taken):
+    async with link_and_engine(99) as (link, engine, taken):
         turns = LinkTurns(Turns(TurnLimits(8, 64)), link)
 
         async def call() -> bytes:
@@ -228,7 +236,7 @@ async def test_a_message_that_is_over_makes_room(how: str) -> None:
         if how == "given up":
             first.cancel()
         else:
-            engine.send(*(Kind.FULL, 1, b"3") if how == "refused" else (Kind.ANSWER, 1, b""))
+            engine.send(*(Kind.FULL, 1, 3) if how == "refused" else (Kind.ANSWER, 1, b""))
         await until(lambda: len(messages(taken)) == 2)
         second.cancel()
         await asyncio.gather(first, second, return_exceptions=True)
@@ -239,7 +247,9 @@ async def test_what_has_a_bound_of_its_own_keeps_no_other_message_out() -> None:
     """A large message holds its place, and GenerateMany has its calls: neither is counted a second time."""
     async with link_and_engine(100) as (link, engine, taken):
         turns = LinkTurns(own := Turns(TurnLimits(8, 64)), link)
-        many = asyncio.create_task(FrontRequests(link).admit(pb.GenerateRequest(text="x" * 500), lambda output: None))
+        many = asyncio.create_task(
+            FrontRequests(link, ModelText(None)).admit(pb.GenerateRequest(text="x" * 500), lambda output: None)
+        )
 
         async def call(num_bytes: int, *, leaves: bool) -> bytes:
             async with turns.turn(f"client of {num_bytes}") as place:
@@ -255,5 +265,5 @@ async def test_what_has_a_bound_of_its_own_keeps_no_other_message_out() -> None:
         for number, body in messages(taken)[1:]:
             answer(engine, number, body)
         assert await asyncio.gather(large, small) == [bytes(1000), bytes(10)]
-        engine.send(Kind.ADMITTED, messages(taken)[0][0], Admitted("id", False, []).to_bytes())
+        engine.send(Kind.ADMITTED, messages(taken)[0][0], Admitted("id", False, []))
         (await many).cancel()

@@ -22,7 +22,7 @@ from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
 from kvkeeper.engine_service.rpc.front.engine_link import EngineLink
 from kvkeeper.engine_service.rpc.front.requests import FrontRequests
 from kvkeeper.engine_service.rpc.fronts.calls import FrontCalls, FrontServices
-from kvkeeper.engine_service.rpc.fronts.frames import Kind
+from kvkeeper.engine_service.rpc.fronts.frames import Frame, Kind
 from kvkeeper.engine_service.rpc.streams.stream_buffer import StreamBuffer
 from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
 from kvkeeper.engine_service.values.errors import EngineError
@@ -47,18 +47,18 @@ class Queue:
     is_full = False
 
     def __init__(self) -> None:
-        self.frames = deque[tuple[Kind, int, bytes]]()
+        self.frames = deque[Frame]()
         self.on_room: Any = None
 
-    def send(self, kind: Kind, number: int = 0, body: bytes = b"") -> None:
+    def send(self, kind: Kind, number: int = 0, body: Any = None) -> None:
         self.frames.append((kind, number, body))
 
 
 class Engine:
     """What draws, of one request."""
 
-    def __init__(self, drawn: list[list[int]], stops: tuple[str, ...], width: int) -> None:
-        self.drawn, self.stops, self.unread = drawn, stops, UnreadTokens[Generation](width)
+    def __init__(self, drawn: list[list[int]], stops: tuple[str, ...], unread: UnreadTokens) -> None:
+        self.drawn, self.stops, self.unread = drawn, stops, unread
         self.places = [0] * len(drawn)
         self.generation: Generation | None = None
 
@@ -101,7 +101,7 @@ def collected(outputs: list[OutputChunk | EngineError]) -> tuple[Outputs, int | 
 
 def expected(drawn: list[list[int]], stops: tuple[str, ...]) -> tuple[Outputs, int | None]:
     got: list[OutputChunk | EngineError] = []
-    engine = Engine(drawn, stops, 128)
+    engine = Engine(drawn, stops, UnreadTokens())
     generation = engine.make(got.append, makes_text=True)
     while generation.is_open:
         engine.draw()
@@ -113,7 +113,7 @@ async def through_a_front(
     drawn: list[list[int]], stops: tuple[str, ...], dice: random.Random, *, cancels: bool
 ) -> tuple[Outputs, int | None]:
     down, up, got = Queue(), Queue(), list[OutputChunk | EngineError]()
-    engine = Engine(drawn, stops, dice.choice([1, 2, 128]))
+    engine = Engine(drawn, stops, UnreadTokens(dice.choice([1, 2, 128])))
     pace = StreamPace(dice.choice([0.0, 60.0]))
 
     async def admit(message: pb.GenerateRequest, send: Any, *, makes_text: bool) -> Generation:
@@ -123,17 +123,15 @@ async def through_a_front(
         generation.stop_at(index, num_tokens)
 
     nothing: Any = None
-    calls = FrontCalls(
-        FrontServices({}, Turns(TurnLimits(1, 1)), admit, stop_at, nullcontext, pace, lambda path, caller: None),
-        down,  # type: ignore[arg-type]
-    )
+    turns = Turns(TurnLimits(1, 1))
+    services = FrontServices({}, turns, admit, stop_at, nullcontext, pace, lambda path, caller: None, nothing, engine.unread)
+    calls = FrontCalls(services, down)  # type: ignore[arg-type]
     link = EngineLink(nothing, nothing)
     link.lane = up  # type: ignore[assignment]
-    front = FrontRequests(link)
-    front.text = LettersText()  # type: ignore[assignment]
+    front = FrontRequests(link, LettersText())  # type: ignore[arg-type]
     buffer = StreamBuffer(lambda *, at_once: None, merges=dice.random() < 0.8)
     message = pb.GenerateRequest(n=len(drawn), sampling=pb.SamplingParams(stop=stops))
-    admitting = asyncio.create_task(front.admit(message, buffer.put))
+    admitting = asyncio.create_task(front.admit(message, buffer))
 
     def pump(queue: Queue, take: Any) -> None:
         if queue.frames:
@@ -146,6 +144,7 @@ async def through_a_front(
     def flush() -> None:
         if engine.generation is not None:
             engine.generation.deliver()
+            engine.unread.notify_readers()
         if any(call.generation is not None for call in calls._calls.values()):
             calls._send_unread(has_round=dice.random() < 0.7)
 
@@ -153,8 +152,7 @@ async def through_a_front(
         pump(up, calls.take)
         await asyncio.sleep(0)
         pump(down, link.take)
-    request = admitting.result()
-    buffer.read(request)
+    admitting.result()
     moves: list[Any] = [engine.draw, flush, read, lambda: pump(down, link.take), lambda: pump(up, calls.take)]
     weights = [dice.random() + 0.05 for _ in moves]
     for turn in range(400):

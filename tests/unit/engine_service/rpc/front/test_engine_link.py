@@ -3,16 +3,18 @@
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from kvkeeper.common.service.turns import TurnLimits, Turns
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.engine_service.rpc.front.engine_link import EngineLink, open_link
+from kvkeeper.engine_service.outputs.model_text import ModelText
+from kvkeeper.engine_service.rpc.front.engine_link import EngineLink
 from kvkeeper.engine_service.rpc.front.requests import FrontRequests
-from kvkeeper.engine_service.rpc.fronts.frames import Kind
-from kvkeeper.engine_service.rpc.fronts.lane import Lane, open_lane
-from kvkeeper.engine_service.rpc.fronts.told import Admitted
+from kvkeeper.engine_service.rpc.fronts.frames import Admitted, Kind
+from kvkeeper.engine_service.rpc.fronts.lane import Lane, join_by_socket
+from kvkeeper.engine_service.rpc.streams.stream_buffer import StreamBuffer
 from kvkeeper.engine_service.values.errors import QueueFull
 
 Answer = Callable[[Lane, int], None]
@@ -23,12 +25,13 @@ async def linked(answer: Answer) -> AsyncIterator[EngineLink]:
     """A front's end of a lane on whose other end each message gets this answer."""
     own, other = socket.socketpair()
 
-    def take(kind: Kind, number: int, body: bytes) -> None:
+    def take(kind: Kind, number: int, body: Any) -> None:
         if kind is Kind.MESSAGE:
             answer(engine, number)
 
-    engine = await open_lane(other, take, lambda: None)
-    link = await open_link(own, lambda state: None, lambda seconds: None)
+    engine, link = Lane(take, lambda: None), EngineLink(lambda state: None, lambda seconds: None)
+    await join_by_socket(engine, other)
+    await join_by_socket(link.lane, own)
     try:
         yield link
     finally:
@@ -41,19 +44,19 @@ async def test_a_request_whose_tokens_come_holds_no_place_for_its_message() -> N
 
     def admit(engine: Lane, number: int) -> None:
         places.append(turns.num_taken)
-        engine.send(Kind.ADMITTED, number, Admitted("id", False, []).to_bytes())
+        engine.send(Kind.ADMITTED, number, Admitted("id", False, []))
 
     async with linked(admit) as link, turns.turn("client"):
-        request = await FrontRequests(link).admit(pb.GenerateRequest(), lambda chunk: None)
+        request = await FrontRequests(link, ModelText(None)).admit(pb.GenerateRequest(), StreamBuffer(lambda *, at_once: None))
         assert places == [1], "until the engine has it, the message counts here"
         assert turns.num_taken == 0
         request.cancel()
 
 
 async def test_an_engine_whose_calls_wait_refuses_further_ones_as_it_does_without_fronts() -> None:
-    async with linked(lambda engine, number: engine.send(Kind.FULL, number, b"3")) as link:
+    async with linked(lambda engine, number: engine.send(Kind.FULL, number, 3)) as link:
         with pytest.raises(QueueFull) as refused:
-            await FrontRequests(link).admit(pb.GenerateRequest(), lambda chunk: None)
+            await FrontRequests(link, ModelText(None)).admit(pb.GenerateRequest(), StreamBuffer(lambda *, at_once: None))
         assert refused.value.metadata["limit"] == "3"
         with pytest.raises(QueueFull):
             await link.call("/any", b"")

@@ -1,5 +1,6 @@
 """A front's request: text, stop strings and counts come out as the engine would have made them itself."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -7,17 +8,18 @@ import pytest
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.outputs.stopping import TextOutput
 from kvkeeper.engine_service.outputs.tokenizer import StopStrings
-from kvkeeper.engine_service.rpc.front import requests
 from kvkeeper.engine_service.rpc.front.requests import FrontRequest
-from kvkeeper.engine_service.rpc.fronts.frames import Kind
-from kvkeeper.engine_service.rpc.fronts.told import Admitted, error_of, error_to_bytes, stopped_of
+from kvkeeper.engine_service.rpc.fronts.frames import Admitted, Kind, Stopped
+from kvkeeper.engine_service.rpc.streams import stream_buffer
+from kvkeeper.engine_service.rpc.streams.stream_buffer import StreamBuffer
 from kvkeeper.engine_service.values.errors import EngineError, NotRead, RequestMoved
-from kvkeeper.engine_service.values.output_chunk import OutputChunk
+from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
 from kvkeeper.engine_service.values.request import FinishReason
+from kvkeeper.engine_service.values.token_logprobs import TokenLogprobs
 
 BROKEN_TOKEN = 0
 HALF_A_CHARACTER = 26  # z: what is held back behind it cannot be made text
-USAGE = pb.Usage(prompt_tokens=3, cached_tokens=1, new_tokens=50)
+USAGE = Usage(3, 1, 50, 0, 0)
 
 
 class Letters:
@@ -26,7 +28,6 @@ class Letters:
     has_text = True
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self.may_stop = bool(stops)
         self.pushed: list[int] = []
         self._stops = StopStrings(stops) if stops else None
 
@@ -58,10 +59,11 @@ class Asked:
     """What the engine is told."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Kind, bytes]] = []
+        self.told: list[tuple[Kind, Any]] = []
         self.is_dropped = False
+        self.take_tokens: Any = None
 
-    def tell(self, kind: Kind, body: bytes = b"") -> None:
+    def tell(self, kind: Kind, body: Any = None) -> None:
         self.told.append((kind, body))
 
     def drop(self) -> None:
@@ -70,20 +72,28 @@ class Asked:
 
 class World:
     def __init__(self, *stops: str, makes_text: bool = True) -> None:
-        self.asked, self.sent = Asked(), list[OutputChunk | EngineError]()
+        self.asked, self.got = Asked(), list[OutputChunk | EngineError]()
+        self.unread = StreamBuffer(lambda *, at_once: None)
         message = pb.GenerateRequest(sampling=pb.SamplingParams(stop=stops))
         asked: Any = self.asked
         text: Any = LettersText()
-        self.request = FrontRequest(asked, message, self.sent.append, text)
-        self.request.take(Kind.ADMITTED, Admitted("id", makes_text, []).to_bytes())
+        self.request = FrontRequest(asked, message, self.unread, text)
+        self.request.take(Kind.ADMITTED, Admitted("id", makes_text, []))
 
-    def chunk(self, token_ids: str | list[int], **fields: Any) -> None:
+    def chunk(self, token_ids: str | list[int], index: int = 0, text: str = "", **fields: Any) -> None:
         """Tokens, as the letters that they stand for."""
         ids = [ord(letter) - ord("a") + 1 for letter in token_ids] if isinstance(token_ids, str) else token_ids
-        self.request.take(Kind.CHUNK, pb.GenerateResponse(token_ids=ids, **fields).SerializeToString())
+        self.request.take(Kind.CHUNK, OutputChunk(index, text, tuple(ids), **fields))
 
-    def plain(self, letters: str) -> None:
-        self.request.take_plain([ord(letter) - ord("a") + 1 for letter in letters])
+    def tokens(self, letters: str) -> None:
+        self.asked.take_tokens([ord(letter) - ord("a") + 1 for letter in letters])
+
+    @property
+    def sent(self) -> list[OutputChunk | EngineError]:
+        """All that is there to be read, what was read before first."""
+        chunks, error = self.unread.take()
+        self.got += [*chunks, *([error] if error is not None and error not in self.got else [])]
+        return self.got
 
     @property
     def chunks(self) -> list[OutputChunk]:
@@ -94,19 +104,15 @@ class World:
         return "".join(each.text for each in self.chunks)
 
 
-async def test_plain_tokens_wait_for_their_reader_and_keep_their_place() -> None:
-    world, told = World(), list[int]()
-    world.request.let_take_more(lambda: told.append(1))
+async def test_tokens_keep_their_place_between_chunks() -> None:
+    world = World()
     world.chunk("a")
-    world.plain("bc")
-    world.plain("d")
-    assert told == [1], "a reader is told once until it asks"
-    more = world.request.take_more()
-    assert more is not None
-    assert more.text == "bcd"
-    world.plain("e")
-    world.chunk("f", finish_reason="FINISH_REASON_LENGTH", usage=USAGE)
-    assert (world.text, len(told)) == ("aef", 2)
+    world.tokens("bc")
+    world.tokens("d")
+    assert world.text == "abcd"
+    world.tokens("e")
+    world.chunk("f", finish_reason=FinishReason.LENGTH, usage=USAGE)
+    assert world.text == "abcdef"
     assert world.chunks[-1].usage is not None
     assert world.chunks[-1].usage.new_tokens == 50, "without stop strings the engine's count is right"
 
@@ -114,12 +120,12 @@ async def test_plain_tokens_wait_for_their_reader_and_keep_their_place() -> None
 async def test_a_stop_string_ends_the_output_once_the_engine_has_confirmed_it() -> None:
     world = World("de")
     world.chunk("ab")
-    world.plain("cdexyw")
+    world.tokens("cdexyw")
     assert (world.text, len(world.chunks)) == ("ab", 1), "its last chunk waits for the counts"
-    assert [(kind, stopped_of(body)) for kind, body in world.asked.told] == [(Kind.STOPPED, (0, 5))]
-    world.plain("more")
+    assert world.asked.told == [(Kind.STOPPED, Stopped(0, 5))]
+    world.tokens("more")
     world.chunk("still")
-    world.chunk("", finish_reason="FINISH_REASON_STOP", usage=USAGE)
+    world.chunk("", finish_reason=FinishReason.STOP, usage=USAGE)
     last = world.chunks[-1]
     assert (world.text, last.finish_reason, len(last.token_ids)) == ("abc", FinishReason.STOP, 3)
     assert last.usage is not None
@@ -128,7 +134,7 @@ async def test_a_stop_string_ends_the_output_once_the_engine_has_confirmed_it() 
 
 async def test_a_stop_string_in_the_engines_last_chunk_needs_no_confirmation() -> None:
     world = World("cd")
-    world.chunk("abcd", finish_reason="FINISH_REASON_LENGTH", usage=USAGE)
+    world.chunk("abcd", finish_reason=FinishReason.LENGTH, usage=USAGE)
     (last,) = world.chunks
     assert (last.text, last.finish_reason, world.asked.told) == ("ab", FinishReason.STOP, [])
 
@@ -137,7 +143,7 @@ async def test_text_that_was_held_back_comes_with_the_end() -> None:
     world = World("cx")
     world.chunk("abc")
     assert world.text == "ab"
-    world.chunk("", finish_reason="FINISH_REASON_CANCELLED", usage=USAGE)
+    world.chunk("", finish_reason=FinishReason.CANCELLED, usage=USAGE)
     assert (world.text, world.chunks[-1].finish_reason) == ("abc", FinishReason.CANCELLED)
 
 
@@ -145,7 +151,7 @@ async def test_text_that_was_held_back_comes_with_the_end() -> None:
 async def test_a_request_that_is_cut_short_ends_also_where_its_rest_cannot_be_made_text(reason: str, is_told: bool) -> None:
     world = World()
     world.chunk("az")
-    world.chunk("", finish_reason=f"FINISH_REASON_{reason}", usage=USAGE)
+    world.chunk("", finish_reason=FinishReason[reason], usage=USAGE)
     last = world.sent[-1]
     if is_told:
         assert isinstance(last, OutputChunk)
@@ -159,8 +165,8 @@ async def test_continuations_stop_apart() -> None:
     world = World("b")
     world.chunk("ab", index=1)
     world.chunk("ac", index=0)
-    world.chunk("", index=1, finish_reason="FINISH_REASON_STOP")
-    world.chunk("d", index=0, finish_reason="FINISH_REASON_LENGTH", usage=USAGE)
+    world.chunk("", index=1, finish_reason=FinishReason.STOP)
+    world.chunk("d", index=0, finish_reason=FinishReason.LENGTH, usage=USAGE)
     ends = [(each.index, each.text, each.finish_reason) for each in world.chunks if each.finish_reason is not None]
     assert ends == [(1, "a", FinishReason.STOP), (0, "d", FinishReason.LENGTH)]
     assert world.chunks[-1].usage is not None
@@ -169,15 +175,15 @@ async def test_continuations_stop_apart() -> None:
 
 async def test_log_probabilities_behind_a_stop_are_dropped() -> None:
     world = World("b")
-    told = [pb.TokenLogprobs(token_id=token, logprob=-1.0) for token in (1, 2, 3)]
+    told = tuple(TokenLogprobs(token, -1.0, 1, (), ()) for token in (1, 2, 3))
     world.chunk("abc", logprobs=told)
-    world.chunk("", finish_reason="FINISH_REASON_STOP", usage=USAGE)
+    world.chunk("", finish_reason=FinishReason.STOP, usage=USAGE)
     assert [one.token_id for one in world.chunks[-1].logprobs] == [1, 2]
 
 
 async def test_an_engine_that_made_the_text_is_believed() -> None:
     world = World("ab", makes_text=False)
-    world.chunk("ab", text="xy", finish_reason="FINISH_REASON_STOP", usage=USAGE, cumulative_logprob=-2.0)
+    world.chunk("ab", text="xy", finish_reason=FinishReason.STOP, usage=USAGE, cumulative_logprob=-2.0)
     (last,) = world.chunks
     assert (last.text, last.cumulative_logprob, last.usage and last.usage.new_tokens) == ("xy", -2.0, 50)
 
@@ -186,24 +192,22 @@ async def test_an_error_ends_it_also_while_a_stop_waits() -> None:
     world = World("b")
     world.chunk("ab")
     moved = RequestMoved("elsewhere", address="there", request_id="id")
-    world.request.take(Kind.ERROR, error_to_bytes(moved))
+    world.request.take(Kind.ERROR, moved)
     (error,) = world.sent
     assert isinstance(error, EngineError)
     assert (error.reason, error.metadata) == (moved.reason, moved.metadata)
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
-async def test_tokens_that_cannot_be_made_text_end_the_request(is_plain: bool) -> None:
+@pytest.mark.parametrize("is_chunk", [False, True])
+async def test_tokens_that_cannot_be_made_text_end_the_request(is_chunk: bool) -> None:
     world = World()
-    world.request.let_take_more(lambda: None)
-    if is_plain:
-        world.request.take_plain([1, BROKEN_TOKEN])
-        assert world.request.take_more() is None
+    if not is_chunk:
+        world.asked.take_tokens([1, BROKEN_TOKEN])
         assert world.text == "a", "what came before it is told"
     else:
         world.chunk([1, BROKEN_TOKEN])
     ((kind, body),) = world.asked.told
-    assert (kind, error_of(body).reason) == (Kind.BROKEN, "REQUEST_FAILED")
+    assert (kind, body.reason) == (Kind.BROKEN, "REQUEST_FAILED")
     last = world.sent[-1]
     assert isinstance(last, EngineError)
     assert last.reason == "REQUEST_FAILED"
@@ -212,22 +216,21 @@ async def test_tokens_that_cannot_be_made_text_end_the_request(is_plain: bool) -
 
 
 async def test_a_client_that_does_not_read_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "_MOST_PLAIN", 3)
+    monkeypatch.setattr(stream_buffer, "MAX_UNREAD", 3)
     world = World()
-    world.request.let_take_more(lambda: None)
-    world.plain("abcd")
-    assert world.text == "abcd", "what is not asked for is sent, and so counted"
-    world.plain("e")
-    world.request.fail(NotRead("much is unread", limit=3))
+    world.tokens("abcd")
+    await asyncio.sleep(0)
     ((kind, body),) = world.asked.told
-    assert (kind, error_of(body).reason) == (Kind.BROKEN, "NOT_READ")
-    assert world.request.take_more() is None, "a token that comes behind those that were dropped"
+    assert (kind, body.reason) == (Kind.BROKEN, "NOT_READ")
+    world.tokens("e")
+    (error,) = world.sent
+    assert isinstance(error, NotRead), "nothing else, neither before nor behind it"
 
 
 async def test_a_client_that_went_away_drops_the_call() -> None:
     world = World()
     world.request.cancel()
     assert world.asked.is_dropped
-    world.plain("abc")
+    world.tokens("abc")
     world.chunk("d")
     assert world.sent == []

@@ -1,13 +1,37 @@
-"""Frames come out as they went in, wherever the bytes were cut; columns that do not fit together are refused."""
+"""Frames come out of bytes as they went in, wherever the bytes were cut."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from kvkeeper.common.trust.caller import Caller, Role
-from kvkeeper.engine_service.rpc.fronts.frames import FrameReader, Kind, PartColumns, frame, parts_of
-from kvkeeper.engine_service.rpc.fronts.told import Admitted, FrontState, Told, error_of, error_to_bytes
+from kvkeeper.engine_service.rpc.fronts.codec import HEAD, FrameReader, frame
+from kvkeeper.engine_service.rpc.fronts.frames import Admitted, Frame, FrontSetUp, FrontState, Kind, Message, Stopped
 from kvkeeper.engine_service.values.errors import NeverFits
+from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
+from kvkeeper.engine_service.values.request import FinishReason
+from kvkeeper.engine_service.values.token_columns import TokenColumns
 
-SENT = [(Kind.STOPPED, 1, b"12345678"), (Kind.MESSAGE, 2**63, b"x" * 300), (Kind.END, 7, b"")]
+SENT: list[Frame] = [
+    (Kind.STOPPED, 1, Stopped(2, 7)),
+    (Kind.ANSWER, 2**63, b"x" * 300),
+    (Kind.END, 7, None),
+    (
+        Kind.MESSAGE,
+        8,
+        Message("/s/M", Caller("näme", "tenant", Role.CLIENT), "ipv4:1.2.3.4:5", b"\0m", (("traceparent", "00-1"),)),
+    ),
+    (Kind.STATE, 0, FrontState(is_serving=True, is_leaving=False, max_len=9)),
+    (Kind.SET_UP, 0, FrontSetUp({"listen": "a"}, None)),
+    (Kind.STOP, 0, 0.25),
+    (Kind.FULL, 9, 3),
+    (Kind.ADMITTED, 9, Admitted("id", True, [1, 2])),
+    (Kind.CHUNK, 9, OutputChunk(1, "ä", (3, 4), FinishReason.STOP, Usage(1, 2, 3, 4, 5), cumulative_logprob=-0.5)),
+    (Kind.CHUNK, 9, OutputChunk(0, "", (3,))),
+    (Kind.FAILED, 0, "an address"),
+    (Kind.REFUSED, 0, {"WRONG": 3}),
+]
 
 
 @pytest.mark.parametrize("step", [1, 2, 13, 1000])
@@ -18,36 +42,20 @@ def test_frames_come_out_whole_wherever_bytes_are_cut(step: int) -> None:
     assert found == SENT
 
 
+def through_bytes(kind: Kind, body: Any) -> Any:
+    ((found, number, read),) = FrameReader().add(frame(kind, 5, body))
+    assert (found, number) == (kind, 5)
+    return read
+
+
+def test_errors_and_columns_are_sent_whole() -> None:
+    for kind in (Kind.ERROR, Kind.BROKEN):
+        error = through_bytes(kind, NeverFits("too long", requested=9, limit=8))
+        assert (error.reason, str(error), error.metadata) == ("NEVER_FITS", "too long", {"requested": "9", "limit": "8"})
+    sent = TokenColumns(np.array([7], np.uint64), np.array([2]), np.array([1, 2], np.int32))
+    assert [column.tolist() for column in through_bytes(Kind.TOKENS, sent)] == [[7], [2], [1, 2]]
+
+
 def test_a_kind_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="99"):
-        list(FrameReader().add(frame(99, 1, b"")))  # type: ignore[arg-type]
-
-
-def test_columns_of_plain_tokens() -> None:
-    parts = PartColumns()
-    sent = [(1, [5, 6, 7]), (2**40, [2**31]), (3, [])]
-    for number, token_ids in sent:
-        parts.add(number, token_ids)
-    assert parts.num_tokens == 4
-    assert list(parts_of(parts.to_bytes())) == sent
-
-
-@pytest.mark.parametrize("cut", [4, 8])
-def test_columns_that_do_not_fit_together_are_refused(cut: int) -> None:
-    parts = PartColumns()
-    parts.add(1, [5, 6, 7])
-    with pytest.raises(ValueError, match="different lengths"):
-        list(parts_of(parts.to_bytes()[:-cut]))
-
-
-def test_a_call_is_told_with_its_caller_and_trace() -> None:
-    told = Told("/service/Method", Caller("näme", "tenant", Role.CLIENT), "ipv4:1.2.3.4:5", (("traceparent", "00-1"),))
-    assert Told.split(told.with_message(b"\0message")) == (told, b"\0message")
-
-
-def test_states_admissions_and_errors_are_told_whole() -> None:
-    state, admitted = FrontState(is_serving=True, is_leaving=False, max_len=9), Admitted("id", True, [1, 2])
-    assert FrontState.of(state.to_bytes()) == state
-    assert Admitted.of(admitted.to_bytes()) == admitted
-    told = error_of(error_to_bytes(NeverFits("too long", requested=9, limit=8)))
-    assert (told.reason, str(told), told.metadata) == ("NEVER_FITS", "too long", {"requested": "9", "limit": "8"})
+        list(FrameReader().add(HEAD.pack(99, 1, 0)))

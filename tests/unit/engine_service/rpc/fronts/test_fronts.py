@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvkeeper.engine_service.rpc.fronts import front_process, fronts
-from kvkeeper.engine_service.rpc.fronts.front_process import start_front
+from kvkeeper.engine_service.rpc.fronts.front_process import FrontProcess, start_front_process
 
 
 class Front(SimpleNamespace):
@@ -21,7 +21,7 @@ class Front(SimpleNamespace):
         if has_ended:
             lost.set()
         super().__init__(lost=lost, ready=ready, refused=Counter(), processor_s=0.0)
-        self.process, self.is_set_up = SimpleNamespace(pid=1), asyncio.Event()
+        self.runner, self.is_set_up = SimpleNamespace(pid=1), asyncio.Event()
 
     async def wait_end(self) -> int:
         await self.lost.wait()
@@ -40,13 +40,12 @@ async def test_a_front_is_started_again_once_the_machine_has_a_process_for_it(mo
             raise errors.pop(0)
         return front
 
-    monkeypatch.setattr(fronts, "start_front", start)
     monkeypatch.setattr(fronts, "_FIRST_PAUSE_S", 0.0)
     address: Any = SimpleNamespace(address="x")
     ended: Any = Front(has_ended=True)
-    kept = fronts.Fronts(address, [ended])
+    kept = fronts.Fronts(address, [ended], start)  # type: ignore[arg-type]
     unused: Any = None
-    kept._services = kept._set_up = unused
+    kept._services = kept._config = unused
     with capture_logs() as told:
         keeping = asyncio.create_task(kept._keep(0))
         async with asyncio.timeout(20):
@@ -66,8 +65,8 @@ async def test_a_start_that_fails_leaves_nothing_in_the_way_of_the_next(monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(front_process.asyncio, "create_subprocess_exec", no_process)
         with pytest.raises(BlockingIOError):
-            await start_front()
-    front = await start_front()  # its lane has the descriptors of the one before
+            await start_front_process("info")
+    front = await start_front_process("info")  # its lane has the descriptors of the one before
     await front.close()
 
 
@@ -80,14 +79,13 @@ async def test_what_an_ended_front_has_counted_is_told_once_and_never_less(monke
         await may_start.wait()
         return front
 
-    monkeypatch.setattr(fronts, "start_front", start)
     monkeypatch.setattr(fronts, "_FIRST_PAUSE_S", 0.0)
     address: Any = SimpleNamespace(address="x")
     ended: Any = Front(has_ended=True)
     ended.refused, ended.processor_s = Counter(ROLE_NOT_ALLOWED=3), 7.0
-    kept = fronts.Fronts(address, [ended])
+    kept = fronts.Fronts(address, [ended], start)  # type: ignore[arg-type]
     unused: Any = None
-    kept._services = kept._set_up = unused
+    kept._services = kept._config = unused
     keeping = asyncio.create_task(kept._keep(0))
     async with asyncio.timeout(20):
         for moment in (asyncio.sleep(0), starting.wait(), front.is_set_up.wait()):
@@ -99,8 +97,9 @@ async def test_what_an_ended_front_has_counted_is_told_once_and_never_less(monke
 
 
 async def test_the_time_of_a_process_is_known_once_it_has_ended() -> None:
-    front = await start_front()
-    front._spent_s = 9.0  # as was read while it ran
-    front.process.kill()
+    front = await start_front_process("info")
+    assert isinstance(front.runner, FrontProcess)
+    front.runner._spent_s = 9.0  # as was read while it ran
+    front.runner.kill()
     await front.wait_end()
     assert front.processor_s == 9.0
