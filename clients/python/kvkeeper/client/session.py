@@ -17,10 +17,11 @@ import numpy.typing as npt
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import kv_chunks
 from kvkeeper.client.arena import Arena, attach_arena, attach_arena_and_lane
-from kvkeeper.client.cache import SLICED_TIMEOUT_S, list_sequences
 from kvkeeper.client.errors import KvkeeperError, error_of_status
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.new_sequence import Created, NewSequence, TokenIds, listed, pack
+from kvkeeper.client.retry import SLICED_TIMEOUT_S
+from kvkeeper.client.sequence_pages import list_sequences
 from kvkeeper.client.step_carriers import StepCarriers
 from kvkeeper.client.step_lane import attach_lane
 from kvkeeper.client.steps import StepItems, StepResult, decode, encode
