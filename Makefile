@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 BUNDLE := gpu-bundle
-.PHONY: help install proto up demo lint format docs check test test-serving test-computing test-core test-lint test-fast bench soak gpu-check gpu-bundle vllm-check clean
+.PHONY: help install install-core proto up demo lint format docs check test test-serving test-computing test-core test-core-alone test-lint test-whole test-fast bench soak gpu-check gpu-bundle vllm-check clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s '	'
@@ -81,6 +81,9 @@ docs: $(VENV)/.dev $(GENERATED)  ## write the generated pages of docs/
 test: $(TEST_NEEDS)  ## all tests, in three lanes; of one folder: .venv/bin/pytest tests/unit/cache_service/core/index
 	$(MAKE) --no-print-directory -j3 test-serving test-computing test-core
 
+test-whole: export KVKEEPER_TESTS := whole
+test-whole: test  ## all tests, with the whole of what `make test` runs a slice of
+
 check: $(TEST_NEEDS)  ## what has to pass before a merge: lint and all tests, side by side
 	$(MAKE) --no-print-directory -j4 test-serving test-computing test-core test-lint
 
@@ -88,6 +91,8 @@ check: $(TEST_NEEDS)  ## what has to pass before a merge: lint and all tests, si
 CORE := tests/unit/cache_service/core tests/sim
 COMPUTING := tests/unit/kernels tests/unit/engine_service/model tests/unit/engine_service/scheduler tests/unit/engine_service/compute \
     tests/contracts tests/packaging
+# What the core's tests need: neither torch nor gRPC nor npm.
+CORE_ALONE := numpy pytest pytest-asyncio hypothesis xxhash
 # Behind all else that wants a processor; shown when it has ended.
 define in_background
 	@mkdir -p build
@@ -102,6 +107,16 @@ test-computing: $(TEST_NEEDS)  ## the lane of kernels, models, the scheduler, do
 
 test-core: $(TEST_NEEDS)  ## the lane of the cache service's core, with its simulations
 	$(call in_background,$(BIN)/python -m pytest $(CORE))
+
+install-core: .venv-core/.installed  ## a small virtual environment, in which `make test-core-alone` runs
+
+.venv-core/.installed: constraints.txt
+	$(PYTHON) -m venv .venv-core
+	.venv-core/bin/pip install --disable-pip-version-check -c constraints.txt $(CORE_ALONE)
+	touch $@
+
+test-core-alone: .venv-core/.installed  ## the tests of the core without torch, gRPC or npm
+	PYTHONPATH=clients/python .venv-core/bin/python -m pytest $(CORE) tests/unit/cache_service/test_tiny_cache.py
 
 test-lint: $(TEST_NEEDS)  ## lint, behind the tests
 	$(call in_background,$(MAKE) --no-print-directory lint)
@@ -126,7 +141,7 @@ test-fast: $(VENV)/.dev $(GENERATED)  ## the contracts and the unit tests but fo
 bench: $(VENV)/.dev $(GENERATED)  ## one JSON line per figure; ONLY=step runs one
 	$(BIN)/python -m tests.benchmarks $(ONLY)
 
-soak: $(VENV)/.dev $(GENERATED)  ## what both services promise, against its figures: ROWS=1,5 MINUTES=10 STATE=.soak.json; SEED=7 replays
+soak: $(if $(ROWS),$(VENV)/.dev $(GENERATED),test-whole)  ## what both services promise, against its figures: ROWS=1,5 MINUTES=10 STATE=.soak.json; SEED=7 replays
 	$(BIN)/python -m tests.soak --rows "$(ROWS)" --minutes $(or $(MINUTES),10) --state $(or $(STATE),.soak.json) \
 	    $(if $(SEED),--seed $(SEED))
 

@@ -3,7 +3,6 @@
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,7 @@ class Twins(CoreCache):
         return super().create(*args, **options)
 
     def step(self, plan: Plan) -> StepReply:
-        plan = replace(plan, start_may_wait=np.zeros_like(plan.start_may_wait))
+        plan = plan._replace(start_may_wait=np.zeros_like(plan.start_may_wait))
         num_free, num_cached = len(self.tiny.free), self.tiny.num_cached_blocks
         reply, tiny = super().step(plan), self.tiny.step(plan)
         # The core finds out after its reply that a block has a twin. Until then both take room, and it may evict one more.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[3]
-PAST = "unit/cache_service/core/test_past_mistakes.py"
+PAST = "unit/cache_service/test_past_mistakes.py"
 SWAP = "unit/cache_service/core/tiers/test_swap.py"
 RETENTION = "unit/cache_service/core/sequences/test_retention.py"
 
