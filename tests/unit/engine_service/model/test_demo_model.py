@@ -17,6 +17,7 @@ from tokenizers import pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR, corpus, evaluate, train
+from tests.support.slices import scaled
 
 # A part of the held-out modules that one core scores in seconds; the training script measures all of them.
 MEASURED_MODULES = ("csv", "gzip", "heapq", "queue", "shelve", "textwrap")
@@ -78,7 +79,7 @@ def test_fp16_arithmetic_stays_close_to_fp32(model: PreTrainedModel, tokenizer: 
 # --- The tokenizer
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=scaled(200))
 @given(st.one_of(st.text(), st.text(alphabet=" \t\r\n\v\f\u00a0\u2003x_.9"), st.text(alphabet="é😀\u0301\x00中 \n")))
 @example("def f(x):\r\n\tif x :   \n\n        return ' '  # tail  ")
 @example(" " * 300 + "\n" * 300)

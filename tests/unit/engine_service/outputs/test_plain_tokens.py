@@ -15,6 +15,7 @@ from kvkeeper.engine_service.values.errors import EngineError, RequestFailed
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, joined
 from kvkeeper.engine_service.values.request import FinishReason, Request
 from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, SamplingParams
+from tests.support.slices import scaled
 from tests.support.stand_ins.no_text import NoText
 
 EOS = 9
@@ -79,7 +80,7 @@ ENDS = {
 actions = st.one_of(st.integers(0, EOS), st.sampled_from(["deliver", "read", *ENDS]))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=scaled(400), deadline=None)
 @given(st.lists(actions, max_size=30), st.sampled_from([2, 128]))
 def test_the_output_is_the_same_whenever_it_is_taken(script: list[int | str], width: int) -> None:
     taking, pushed = Reader(takes=True, width=width), Reader(takes=False)

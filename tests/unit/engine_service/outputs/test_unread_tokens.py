@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvkeeper.engine_service.outputs.unread_tokens import UnreadSlot, UnreadTokens
 from kvkeeper.engine_service.values.request import NO_SLOT
 from kvkeeper.engine_service.values.token_columns import TokenColumns
+from tests.support.slices import scaled
 
 WIDTH = 3
 
@@ -52,7 +53,7 @@ def by_number(columns: TokenColumns) -> dict[int, list[int]]:
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100), deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 60))
 def test_each_reader_gets_its_own_tokens(seed: int, num_actions: int) -> None:
     dice = random.Random(seed)

@@ -8,6 +8,7 @@ from kvkeeper.engine_service.outputs.beam_search import BeamOptions
 from kvkeeper.engine_service.scheduler.state.fair_share import NEW_TOKEN_WEIGHT, FairShare
 from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
 from kvkeeper.engine_service.values.request import RequestState, SequenceState
+from tests.support.slices import scaled
 from tests.support.worlds.beam_world import BeamWorld
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import make_request
@@ -201,7 +202,7 @@ def test_a_cancelled_search_gives_everything_back(num_steps: int) -> None:
     check(world)
 
 
-@settings(max_examples=400, deadline=None, phases=[Phase.generate])
+@settings(max_examples=scaled(400), deadline=None, phases=[Phase.generate])
 @given(
     searches=st.lists(
         st.tuples(

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeeper.engine_service.values.request import SequenceState
+from tests.support.slices import scaled
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request
 
@@ -91,7 +92,7 @@ def test_an_unforeseen_end_costs_a_reservation_and_no_more() -> None:
     assert sum(count for (arrival, _, _), count in world.computed.items() if arrival == 0) == 3 + 3 - 1
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=scaled(120), deadline=None)
 @given(
     ahead=st.booleans(),
     seed=st.integers(0, 2**32),

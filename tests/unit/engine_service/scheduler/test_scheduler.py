@@ -8,6 +8,7 @@ from kvkeeper.engine_service.scheduler.state.fair_share import FairShare
 from kvkeeper.engine_service.scheduler.state.policies import POLICY_NAMES, make_ordering
 from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
 from kvkeeper.engine_service.values.request import RequestState, SequenceState
+from tests.support.slices import scaled
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, expected_output, make_request
 from tests.support.worlds.tiny_columns import TinyColumns
@@ -268,7 +269,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(300), deadline=None)
 @given(
     arrivals=arrivals,
     block_size=st.sampled_from([1, 2, 3, 4]),
