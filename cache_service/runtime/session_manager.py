@@ -91,9 +91,9 @@ class SessionManager:
             raise NotImplementedYet(text, feature="host_kv_dtype")
         pool = await self.registry.obtain(spec, may_replace=tenant == ANY_TENANT)
         session_id, attach_token = SessionId(secrets.token_hex(16)), secrets.token_hex(16)
-        pool.manager.tick(self.now())  # what falls due may fail, and then there is no session
+        pool.manager.state.tick(self.now())  # what falls due may fail, and then there is no session
         core = self.table.open(session_id, executor, ttl, client_name, self.now(), caller)
-        pool.manager.open_session(session_id, executor, caller)
+        pool.manager.sessions.open(session_id, executor, caller)
         live = LiveSession(core, pool, attach_token, tenant, read_only_memory)
         pool.sessions.add(session_id)
         self._live[session_id] = live
@@ -115,9 +115,9 @@ class SessionManager:
         core = self.table.require(SessionId(session_id), epoch, now)
         self.table.renew(core, now)
         live = self._live[core.id]
-        live.pool.manager.tick(now)
+        live.pool.manager.state.tick(now)
         if published:
-            live.pool.manager.publish_pending()
+            live.pool.manager.maintenance.publish_pending()
         return live
 
     def find(self, session_id: str) -> LiveSession | None:
@@ -216,8 +216,8 @@ class SessionManager:
         session_id = live.core.id
         may_still_write = self._ended.may_still_write(live, drained=drained)
         self.table.end_session(live.core)
-        live.pool.manager.tick(self.now())
-        result = live.pool.manager.close_session(session_id, may_still_write=may_still_write)
+        live.pool.manager.state.tick(self.now())
+        result = live.pool.manager.sessions.close(session_id, may_still_write=may_still_write)
         live.pool.reclaim_soon()
         del self._live[session_id]
         self._tokens.pop(live.attach_token, None)
@@ -263,8 +263,8 @@ class SessionManager:
         now, self._ticker = self.now(), None
         is_left = False
         for pool in self.registry.pools:
-            pool.manager.tick(now)
-            is_left |= pool.manager.do_due_work()
+            pool.manager.state.tick(now)
+            is_left |= pool.manager.maintenance.do_due_work()
         if self.registry.pools:
             self._ticker = self._clock.call_at(now + (_TICK_AGAIN if is_left else _TICK), self._tick_pools)
 

@@ -22,7 +22,7 @@ class CreateCalls:
         self._lookup = lookup
         self._reclaim = reclaim
 
-    def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
+    def create(self, session: SessionId, args: SequenceArgs) -> int:
         """Stores a prompt, to wait without blocks. Answers the tokens cached right now. Equal arguments again: no change."""
         state, owner = self._state, self._state.session(session)
         sequence_id = check_id(args.sequence_id, "sequence_id")

@@ -37,7 +37,7 @@ class GarbageCalls:
         self._maintenance = maintenance
         self._swapper = swapper
 
-    def collect_garbage(self, session: SessionId) -> Garbage:
+    def collect(self, session: SessionId) -> Garbage:
         """Frees what is due, and blocks behind the known tokens of sequences that no step writes."""
         state, pool = self._state, self._state.pool
         caller = state.session(session)

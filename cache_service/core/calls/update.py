@@ -24,7 +24,7 @@ class SequenceUpdates:
     def __init__(self, state: PoolState) -> None:
         self._state = state
 
-    def update_sequence(
+    def update(
         self,
         session: SessionId,
         sequence_id: int,

@@ -76,7 +76,7 @@ class VictimCalls:
     def __init__(self, state: PoolState) -> None:
         self._state = state
 
-    def select_victims(self, session: SessionId, policy: str, num_blocks: int, max_utilization: float | None = None) -> Victims:
+    def select(self, session: SessionId, policy: str, num_blocks: int, max_utilization: float | None = None) -> Victims:
         """Which of the session's sequences to preempt until num_blocks come free (0: one victim), or until so much is held.
 
         As few as are enough; all that are of use where that is not enough. Raises UnknownSession, InvalidField.

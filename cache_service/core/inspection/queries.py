@@ -131,6 +131,10 @@ class Queries:
         if self._swapper is not None and is_whole:
             yield from tier_invariants.audit(self._state, self._swapper)
 
+    def check_invariants(self) -> list[str]:
+        """The whole audit in one go; empty when all invariants hold."""
+        return [text for wrong in self.audit() for text in wrong]
+
     def _view(self, owner: SessionState, slot: int, table: Int32Array) -> SequenceView:
         seqs = self._sequences
         return SequenceView(
