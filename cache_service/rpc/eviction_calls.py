@@ -63,7 +63,7 @@ class EvictionCalls:
         require_all_tenants()
         pool = own_session(self._session_manager, request).pool
         checks.check_one_target(request)
-        num_left, num_evicted, num_demoted = pool.stats().num_cached_blocks, 0, 0
+        num_left, num_evicted, num_demoted = pool.manager.queries.stats().num_cached_blocks, 0, 0
         turns = Turns()
         while True:
             await self._one_item.wait_for_copies(request)
@@ -77,7 +77,7 @@ class EvictionCalls:
             await turns.offer()
         return pb.EvictBlocksResponse(
             num_evicted_blocks=num_evicted,
-            num_free_blocks=pool.stats().num_free_blocks,
+            num_free_blocks=pool.manager.queries.stats().num_free_blocks,
             num_demoted_blocks=num_demoted,
         )
 

@@ -29,7 +29,7 @@ class InspectionCalls:
         session_manager, own = self._session_manager, calling()
         for pool in session_manager.registry.pools:
             await pool.published()
-        now = session_manager.now()
+        now = session_manager.clock.time()
         return pb.GetStatsResponse(
             epoch=session_manager.epoch,
             uptime_seconds=self._time() - self._started,

@@ -18,7 +18,6 @@ from ..core.values.kv_spec import KvSpec
 from ..core.values.pool_config import PoolConfig
 from ..core.values.step_columns import MAX_STEP_ITEMS
 from ..core.values.types import SessionId
-from ..core.values.views import PoolStats
 from ..memory.arena import Arena, ByteArray
 from ..memory.host_packing import HostPacking
 from ..memory.shared_memory import SharedMemoryArena
@@ -151,9 +150,6 @@ class Pool:
             await turns.offer()
         if self.keeper is not None:
             await self.keeper.written()
-
-    def stats(self) -> PoolStats:
-        return self.manager.queries.stats()
 
     def copy(self, copies: Copies) -> Awaitable[None] | None:
         """Runs a call's copies, in order; awaitable when they are large, so that only this pool waits for them.

@@ -93,5 +93,5 @@ class CreateCalls:
             and seqs.reuse_hints[slot] == args.reuse_hint
             and args.start_number in (0, seqs.start_numbers[slot])
             and seqs.roots[slot] == self._state.index.find_root(args.tenant)
-            and np.array_equal(seqs.known_tokens(slot)[: len(args.token_ids)], args.token_ids)
+            and np.array_equal(seqs.tokens.known(slot)[: len(args.token_ids)], args.token_ids)
         )

@@ -66,7 +66,7 @@ class GarbageCalls:
         for slot in owner.ids.items()[1].tolist():
             if seqs.states[slot] != SequenceState.RUNNING:
                 continue
-            if owner is not caller and state.now - seqs.last_access[slot] < GARBAGE_IDLE:
+            if owner is not caller and state.now - seqs.accesses.last[slot] < GARBAGE_IDLE:
                 continue
             blocks = self._surplus(slot)
             if len(blocks):

@@ -68,7 +68,7 @@ class SessionCalls:
     def end_quarantine(self, session: SessionId) -> int:
         """The ended session can write no more: blocks that came free; 0 for a session not in quarantine."""
         if self._swapper is not None:
-            self._swapper.end_quarantine(session)
+            self._swapper.host.end_quarantine(session)
         for owner in self._state.ended_sessions:
             if owner.session == session:
                 owner.may_still_write = False

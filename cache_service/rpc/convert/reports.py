@@ -72,7 +72,7 @@ def pool_info(info: PoolInfo) -> pb.PoolInfo:
 
 def pool_stats(pool: Pool) -> pb.PoolStats:
     """Field names are the same on both sides; bytes and watches are added to the core's counts."""
-    stats, info = pool.stats(), pool.info
+    stats, info = pool.manager.queries.stats(), pool.info
     values = {name: getattr(stats, name) for name in PoolStats.__slots__}
     groups = [pb.GroupStats(**each._asdict()) for each in pool.manager.queries.group_stats()]
     bytes_of_ranks = info.spec.num_ranks * info.block_bytes

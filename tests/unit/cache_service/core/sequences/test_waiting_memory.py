@@ -47,7 +47,7 @@ def test_the_tokens_of_a_sequence_are_told_in_each_of_its_states() -> None:
     pool.create(1, [5])  # in the slot of the one that has gone
     assert pool.manager.queries.tokens(A, 1).tolist() == [5]
     pool.step(releases=[1])
-    assert not pool.manager.state.sequences.slots_with_prompt, "one that never started leaves nothing"
+    assert not pool.manager.state.sequences.tokens.waiting_slots, "one that never started leaves nothing"
 
 
 def test_one_that_waits_cannot_be_committed_whatever_its_row_holds() -> None:
