@@ -70,7 +70,7 @@ class CoreReplay:
     def __init__(self, num_blocks: int, policy: str, block_size: int = 1) -> None:
         most_tokens = (num_blocks + 1) * block_size
         self.manager = PoolManager(PoolConfig(num_blocks + 2, block_size, 1, most_tokens, watermark=0, eviction_policy=policy))
-        self.manager.open_session(_SESSION, Executor.CACHE)
+        self.manager.sessions.open(_SESSION, Executor.CACHE)
         self._block_size = block_size
         self._num_requests = self._num_blocks = self._num_hits = 0
         self._step_seconds: list[float] = []
@@ -81,7 +81,7 @@ class CoreReplay:
         self._num_blocks += len(request)
         ids = np.array([self._num_requests])
         tokens = np.array([*np.repeat(request, self._block_size), _COMPUTED_TOKEN], np.int32)
-        self.manager.create_sequence(_SESSION, SequenceArgs(SequenceId(self._num_requests), tokens, reuse_hint=hint))
+        self.manager.creation.create(_SESSION, SequenceArgs(SequenceId(self._num_requests), tokens, reuse_hint=hint))
         whole, none = np.array([len(tokens) - 1], np.int32), np.zeros(1, np.int32)
         hits = int(self._step(start_ids=ids, start_max_new=whole + 1, start_max_hit=whole).start_hits[0]) // self._block_size
         self._step(commit_ids=ids, commit_lens=whole, commit_num_new=none)
@@ -90,16 +90,16 @@ class CoreReplay:
         return hits
 
     def sums(self) -> Replayed:
-        evicted = self.manager.stats().num_evicted_blocks
+        evicted = self.manager.queries.stats().num_evicted_blocks
         return Replayed(self._num_requests, self._num_blocks, self._num_hits, evicted, np.array(self._step_seconds))
 
     def _step(self, **columns: np.ndarray):  # type: ignore[no-untyped-def]
         step_id = len(self._step_seconds) + 1
         batch = StepBatch(step_id, step_id - 1, **columns)
         begin = time.perf_counter()
-        reply = self.manager.step(_SESSION, batch)
+        reply = self.manager.steps.step(_SESSION, batch)
         self._step_seconds.append(time.perf_counter() - begin)
-        self.manager.publish_pending()
+        self.manager.maintenance.publish_pending()
         return reply
 
 

@@ -27,7 +27,7 @@ class EvictionCalls:
         if tokens is None:
             check_range("num_prompt_tokens", request.num_prompt_tokens, 1, MAX_INT32)
         check_range("num_new_tokens", request.num_new_tokens, 0, MAX_INT32)
-        answer = live.pool.manager.check_admission(
+        answer = live.pool.manager.admission.check(
             checks.tenant(request.tenant),
             tokens,
             request.num_prompt_tokens,
@@ -49,26 +49,26 @@ class EvictionCalls:
         checks.check_one_target(request)
         policy = checks.victim_policy(request.policy)
         share = request.max_utilization if request.HasField("max_utilization") else None
-        victims = live.pool.manager.select_victims(live.core.id, policy, request.num_blocks, share)
+        victims = live.pool.manager.victims.select(live.core.id, policy, request.num_blocks, share)
         ids = live.pool.manager.state.sequences.ids[victims.slots].tolist() if victims.slots else []
         return pb.SelectVictimsResponse(sequence_ids=ids, num_freed_blocks=victims.num_freed)
 
     async def collect_garbage(self, request: pb.CollectGarbageRequest) -> pb.CollectGarbageResponse:
         require_all_tenants()
         live = own_session(self._session_manager, request)
-        return pb.CollectGarbageResponse(**live.pool.manager.collect_garbage(live.core.id)._asdict())
+        return pb.CollectGarbageResponse(**live.pool.manager.garbage.collect(live.core.id)._asdict())
 
     async def evict_blocks(self, request: pb.EvictBlocksRequest) -> pb.EvictBlocksResponse:
         """In slices, each with the copies of what it demotes; at most as many blocks as could be evicted at the beginning."""
         require_all_tenants()
         pool = own_session(self._session_manager, request).pool
         checks.check_one_target(request)
-        num_left, num_evicted, num_demoted = pool.stats().num_cached_blocks, 0, 0
+        num_left, num_evicted, num_demoted = pool.manager.queries.stats().num_cached_blocks, 0, 0
         turns = Turns()
         while True:
             await self._one_item.wait_for_copies(request)
             manager = pool.manager
-            with manager.demoting(SessionId(request.session_id)) as moved:
+            with manager.evictions.demoting(SessionId(request.session_id)) as moved:
                 count = _evict(manager, request, num_evicted, at_most=min(num_left, _SLICE_BLOCKS))
             await run_copies(pool, moved.copies)
             num_left, num_evicted, num_demoted = num_left - count, num_evicted + count, num_demoted + moved.num_blocks
@@ -77,7 +77,7 @@ class EvictionCalls:
             await turns.offer()
         return pb.EvictBlocksResponse(
             num_evicted_blocks=num_evicted,
-            num_free_blocks=pool.stats().num_free_blocks,
+            num_free_blocks=pool.manager.queries.stats().num_free_blocks,
             num_demoted_blocks=num_demoted,
         )
 
@@ -85,7 +85,7 @@ class EvictionCalls:
 def _evict(manager: PoolManager, request: pb.EvictBlocksRequest, num_evicted: int, at_most: int) -> int:
     """A slice towards the request's target, after num_evicted of it."""
     if request.HasField("max_utilization"):
-        return manager.evict_to(request.max_utilization, at_most)
+        return manager.evictions.evict_to(request.max_utilization, at_most)
     if request.num_blocks:
-        return manager.evict_count(min(request.num_blocks - num_evicted, at_most))
-    return manager.evict_blocks(request.num_free_blocks, at_most)
+        return manager.evictions.evict_count(min(request.num_blocks - num_evicted, at_most))
+    return manager.evictions.evict_blocks(request.num_free_blocks, at_most)

@@ -26,28 +26,28 @@ class InspectionCalls:
         self._started = time()
 
     async def get_stats(self, _: pb.GetStatsRequest) -> pb.GetStatsResponse:
-        manager, own = self._session_manager, calling()
-        for pool in manager.registry.pools:
+        session_manager, own = self._session_manager, calling()
+        for pool in session_manager.registry.pools:
             await pool.published()
-        now = manager.now()
+        now = session_manager.clock.time()
         return pb.GetStatsResponse(
-            epoch=manager.epoch,
+            epoch=session_manager.epoch,
             uptime_seconds=self._time() - self._started,
-            pools=[reports.pool_stats(pool) for pool in manager.registry.pools],
+            pools=[reports.pool_stats(pool) for pool in session_manager.registry.pools],
             sessions=[
                 reports.session_info(
                     live.core,
                     now,
-                    live.pool.manager.num_sequences(live.core.id),
+                    live.pool.manager.queries.num_sequences(live.core.id),
                     len(live.mapped),
                     None if live.stream is None else live.stream.kind,
                 )
-                for live in manager.sessions
+                for live in session_manager.sessions
                 if own.owns(live.tenant)
             ],
-            num_opened_sessions=manager.num_opened,
-            num_reaped_sessions=manager.num_reaped,
-            num_replaced_pools=manager.registry.num_replaced,
+            num_opened_sessions=session_manager.num_opened,
+            num_reaped_sessions=session_manager.num_reaped,
+            num_replaced_pools=session_manager.registry.num_replaced,
             num_dropped_log_lines=num_dropped_lines(),
         )
 
@@ -55,18 +55,18 @@ class InspectionCalls:
         require_all_tenants()
         response, turns = pb.CheckInvariantsResponse(), Turns()
         for pool in self._session_manager.registry.pools:
-            for wrong in pool.manager.audit():
+            for wrong in pool.manager.queries.audit():
                 response.violations.extend(wrong)
                 await turns.offer()
             response.num_checked_blocks += pool.info.num_blocks
-            response.num_checked_sequences += pool.manager.num_sequences(None)
+            response.num_checked_sequences += pool.manager.queries.num_sequences(None)
         return response
 
     async def get_block(self, request: pb.GetBlockRequest) -> pb.GetBlockResponse:
         require_all_tenants()
         live = readable_session(self._session_manager, request)
         check_range("block_id", request.block_id, 1, MAX_INT32)
-        return reports.block_info(live.pool.manager.block_view(request.block_id))
+        return reports.block_info(live.pool.manager.queries.block_view(request.block_id))
 
     def watch_events(self, request: pb.WatchEventsRequest) -> AsyncIterator[pb.WatchEventsResponse]:
         live = readable_session(self._session_manager, request)

@@ -47,7 +47,7 @@ class KvCalls:
             raise InvalidField("each layer is read once", field="layer_idx", limit=num_layers)
         for layer_idx in request.layer_idx:
             check_range("layer_idx", layer_idx, 0, num_layers - 1)
-        readable = live.pool.manager.readable(live.core.id, sequence_id)
+        readable = live.pool.manager.queries.readable(live.core.id, sequence_id)
         committed, first = readable.view.num_committed_tokens, request.first_token_idx
         check_range("first_token_idx", first, 0, committed)
         check_range("num_tokens", request.num_tokens, 0, committed - first)
@@ -60,11 +60,11 @@ class KvCalls:
                 text = f"layer {layer_idx} is recurrent: it has a state, and no K and V"
                 raise NotImplementedYet(text, feature="layer_group_kind")
             _table(live.pool, readable.view, layer_idx, first, count)
-        live.pool.manager.note_read(live.core.id, sequence_id)
+        live.pool.manager.updates.note_read(live.core.id, sequence_id)
         for layer_idx in layers:
             for token_idx, num_tokens in _chunks(rows, first, count):
                 await self._one_item.wait_for_copies(request)  # a copy may fill the block that is read
-                readable = live.pool.manager.readable(live.core.id, sequence_id)
+                readable = live.pool.manager.queries.readable(live.core.id, sequence_id)
                 key, value = _read(live.pool, rows, readable, layer_idx, token_idx, num_tokens)
                 yield pb.ReadKvResponse(
                     layer_idx=layer_idx,
@@ -156,11 +156,11 @@ def _write(
     if not key or len(key) % row_bytes or len(key) != len(value):
         raise InvalidField(f"key and value hold {row_bytes} bytes a token, 1 token or more", field="key", limit=row_bytes)
     num_tokens = len(key) // row_bytes
-    low, high = pool.manager.writable_slots(session, sequence)
+    low, high = pool.manager.queries.writable_slots(session, sequence)
     if not (low <= first_token_idx and first_token_idx + num_tokens <= high):
         limit = low if first_token_idx < low else high
         raise InvalidField(f"slots {low} to {high} may be written", field="first_token_idx", limit=limit)
-    view = pool.manager.view(session, sequence)
+    view = pool.manager.queries.view(session, sequence)
     tables = [_table(pool, view, layer_idx, first_token_idx, num_tokens), *view.group_tables]
     rows.write(tables, layer_idx, first_token_idx, (key, value))
 

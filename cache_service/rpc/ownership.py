@@ -63,7 +63,7 @@ def check_sequence(live: LiveSession, sequence_id: SequenceId) -> None:
     """Raises UnknownSequence for a sequence of another tenant in a session of a caller for all."""
     calling = caller.calling()
     if calling.tenant != ANY_TENANT:
-        live.pool.manager.check_tenant(live.core.id, sequence_id, calling.tenant)
+        live.pool.manager.queries.check_tenant(live.core.id, sequence_id, calling.tenant)
 
 
 def own_tenant(named: str) -> str:

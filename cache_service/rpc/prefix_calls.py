@@ -25,7 +25,7 @@ class PrefixCalls:
 
     async def match_prefix(self, request: pb.MatchPrefixRequest) -> pb.MatchPrefixResponse:
         live = readable_session(self._session_manager, request)
-        found = live.pool.manager.match_prefix(checks.tenant(request.tenant), sequences.token_ids(request.token_ids))
+        found = live.pool.manager.queries.match_prefix(checks.tenant(request.tenant), sequences.token_ids(request.token_ids))
         return pb.MatchPrefixResponse(
             num_matched_tokens=found.num_tokens,
             block_ids=found.blocks[found.blocks > 0].tolist(),
@@ -38,37 +38,37 @@ class PrefixCalls:
     async def explain_match(self, request: pb.ExplainMatchRequest) -> pb.ExplainMatchResponse:
         live = readable_session(self._session_manager, request)
         tenant, tokens = checks.tenant(request.tenant), sequences.token_ids(request.token_ids)
-        return explanation(live.pool.manager.explain_match(tenant, tokens), live.pool.info.host_kv_dtype)
+        return explanation(live.pool.manager.queries.explain_match(tenant, tokens), live.pool.info.host_kv_dtype)
 
     async def pin_prefix(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
         live = own_session(self._session_manager, request)
         check_range("ttl_ms", request.ttl_ms, 1, round(MAX_PIN_TTL * 1000))
         tenant, tokens = checks.tenant(request.tenant), sequences.token_ids(request.token_ids)
         ttl = request.ttl_ms / 1000
-        result = live.pool.manager.pin_prefix(live.core.id, secrets.token_hex(16), tenant, tokens, ttl)
+        result = live.pool.manager.prefixes.pin(live.core.id, secrets.token_hex(16), tenant, tokens, ttl)
         return pb.PinPrefixResponse(pin_id=result.pin_id, num_pinned_tokens=result.num_tokens)
 
     async def unpin_prefix(self, request: pb.UnpinPrefixRequest) -> pb.UnpinPrefixResponse:
         live = own_session(self._session_manager, request)
-        live.pool.manager.unpin_prefix(live.core.id, request.pin_id)
+        live.pool.manager.prefixes.unpin(live.core.id, request.pin_id)
         return pb.UnpinPrefixResponse()
 
     async def store_logits(self, request: pb.StoreLogitsRequest) -> pb.StoreLogitsResponse:
         live = own_session(self._session_manager, request)
         sequence_id = checks.sequence_id(request.sequence_id)
-        live.pool.manager.store_logits(live.core.id, sequence_id, request.num_tokens, request.logits)
+        live.pool.manager.prefixes.store_logits(live.core.id, sequence_id, request.num_tokens, request.logits)
         return pb.StoreLogitsResponse()
 
     async def read_logits(self, request: pb.ReadLogitsRequest) -> pb.ReadLogitsResponse:
         live = readable_session(self._session_manager, request)
         sequence_id = checks.sequence_id(request.sequence_id)
         check_sequence(live, sequence_id)
-        return pb.ReadLogitsResponse(logits=live.pool.manager.read_logits(live.core.id, sequence_id))
+        return pb.ReadLogitsResponse(logits=live.pool.manager.prefixes.read_logits(live.core.id, sequence_id))
 
     async def clear_prefix_cache(self, request: pb.ClearPrefixCacheRequest) -> pb.ClearPrefixCacheResponse:
         require_all_tenants()
         live = own_session(self._session_manager, request)
-        clearing, turns = live.pool.manager.begin_clearing(), Turns()
+        clearing, turns = live.pool.manager.prefixes.begin_clearing(), Turns()
         try:
             while clearing.clear_some(_SLICE_BLOCKS):
                 await turns.offer()

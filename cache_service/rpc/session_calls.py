@@ -96,13 +96,13 @@ class SessionCalls:
         live = self._session_manager.require(request.session_id, request.epoch, published=False)
         live.core.check_complete(request.completed_step_id)
         if request.completed_step_id or len(report[0]) or len(report[1]):
-            live.pool.manager.complete(live.core.id, request.completed_step_id, *report)
+            live.pool.manager.steps.complete(live.core.id, request.completed_step_id, *report)
             live.core.complete(request.completed_step_id)
             live.pool.publish_soon()  # what waited for a copy
         return pb.RenewSessionResponse(
             ttl_ms=_ms(live.core.ttl),
             expected_step_id=live.core.step_id + 1,
-            num_reclaim_hint_blocks=live.pool.manager.reclaim_hint(live.core.id),
+            num_reclaim_hint_blocks=live.pool.manager.sessions.reclaim_hint(live.core.id),
         )
 
     async def close_session(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:

@@ -91,7 +91,7 @@ class StepHandler:
         mode = session.mode
         session.use_mode(SessionMode.STEPS)
         try:
-            reply = live.pool.manager.step(session.id, batch)
+            reply = live.pool.manager.steps.step(session.id, batch)
         except Exception:
             session.mode = mode
             raise

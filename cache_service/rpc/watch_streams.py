@@ -114,7 +114,7 @@ class _PoolFeed:
         self._pool = pool
         self._next_slice: asyncio.TimerHandle | None = None
         state = pool.manager.state
-        self._feed = EventFeed(state.index, pool.key, pool.manager.pressure, self.wake, below=state.below_blocks)
+        self._feed = EventFeed(state.index, pool.key, pool.manager.state.gauge.level, self.wake, below=state.below_blocks)
 
     def add(self, tenant: str, *, wants_tokens: bool) -> WatchReader:
         reader = WatchReader(self, self._feed.open(tenant, wants_tokens=wants_tokens))

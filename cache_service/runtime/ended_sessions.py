@@ -100,7 +100,7 @@ class EndedSessions:
         if live.pool.copying is not None:  # perhaps a later copy, which began when the first was done
             live.pool.copying.add_done_callback(lambda _: self._end_when_safe(ended))
             return
-        num_blocks = live.pool.manager.end_quarantine(live.core.id)
+        num_blocks = live.pool.manager.sessions.end_quarantine(live.core.id)
         ended.live = None
         live.pool.quarantines.discard(live.core.id)
         log.info("quarantine_ended", client_name=live.core.client_name, num_blocks=num_blocks)

@@ -18,7 +18,6 @@ from ..core.values.kv_spec import KvSpec
 from ..core.values.pool_config import PoolConfig
 from ..core.values.step_columns import MAX_STEP_ITEMS
 from ..core.values.types import SessionId
-from ..core.values.views import PoolStats
 from ..memory.arena import Arena, ByteArray
 from ..memory.host_packing import HostPacking
 from ..memory.shared_memory import SharedMemoryArena
@@ -147,13 +146,10 @@ class Pool:
     async def published(self) -> None:
         """Publishes what steps have committed until now, slice by slice; so that counts told after it have it in them."""
         turns = Turns()
-        while self.manager.publish_pending(_SLICE_BLOCKS):
+        while self.manager.maintenance.publish_pending(_SLICE_BLOCKS):
             await turns.offer()
         if self.keeper is not None:
             await self.keeper.written()
-
-    def stats(self) -> PoolStats:
-        return self.manager.stats()
 
     def copy(self, copies: Copies) -> Awaitable[None] | None:
         """Runs a call's copies, in order; awaitable when they are large, so that only this pool waits for them.
@@ -204,16 +200,18 @@ class Pool:
             asyncio.get_running_loop().call_later(PAUSE, self._reclaim_slice)
 
     def _publish_slice(self) -> None:
-        is_left = self.manager.publish_pending(_SLICE_BLOCKS) or self.manager.end_some_transfers(_SLICE_ORDERS)
+        is_left = self.manager.maintenance.publish_pending(_SLICE_BLOCKS) or self.manager.maintenance.end_reported_orders(
+            _SLICE_ORDERS
+        )
         if not is_left:
-            num_evicted = self.manager.evict_excess(_SLICE_BLOCKS) + self.manager.evict_ahead(_SLICE_BLOCKS)
+            num_evicted = self.manager.evictions.evict_excess(_SLICE_BLOCKS) + self.manager.evictions.evict_ahead(_SLICE_BLOCKS)
             is_left = num_evicted >= _SLICE_BLOCKS
         self._is_publishing = is_left
         if self._is_publishing:
             asyncio.get_running_loop().call_later(PAUSE, self._publish_slice)
 
     def _reclaim_slice(self) -> None:
-        self._is_reclaiming = self.manager.reclaim_some(_SLICE_BLOCKS)
+        self._is_reclaiming = self.manager.sessions.reclaim_blocks(_SLICE_BLOCKS)
         if self._is_reclaiming:
             asyncio.get_running_loop().call_later(PAUSE, self._reclaim_slice)
 
@@ -230,7 +228,7 @@ class Pool:
         return [arena.read_only_descriptor for arena in arenas if isinstance(arena, SharedMemoryArena)]
 
     def _end_earlier_quarantine(self) -> None:
-        num_blocks = self.manager.end_quarantine(EARLIER_RUN)
+        num_blocks = self.manager.sessions.end_quarantine(EARLIER_RUN)
         self.quarantines.discard(EARLIER_RUN)
         log.info("quarantine_ended", client_name=EARLIER_RUN, num_blocks=num_blocks)
 
@@ -250,8 +248,8 @@ class Pool:
                 tier.close()
         if self.keeper is not None:
             if keep:
-                self.manager.publish_pending()
-                while self.manager.end_some_transfers(_SLICE_ORDERS):
+                self.manager.maintenance.publish_pending()
+                while self.manager.maintenance.end_reported_orders(_SLICE_ORDERS):
                     pass
                 self.keeper.write_all()
             self.keeper.close(remove=not keep)

@@ -150,8 +150,8 @@ class PoolKeeper:
             return
         if self._digesting is not None and self._taken is not None and self._digests is not None:
             self._digesting.cancel()
-            self._manager.write_taken(self._taken, self._digests.of(self._taken.tier, self._taken.blocks))
-        while self._manager.write_record(_SLICE_BLOCKS, self._digests.of if self._digests is not None else None):
+            self._manager.record.write_taken(self._taken, self._digests.of(self._taken.tier, self._taken.blocks))
+        while self._manager.record.write(_SLICE_BLOCKS, self._digests.of if self._digests is not None else None):
             pass
 
     def close(self, *, remove: bool) -> None:
@@ -182,10 +182,10 @@ class PoolKeeper:
         """Writes down some of what the record lacks, or has it digested first. Whether more is left to begin with."""
         digests = self._digests
         if digests is None:
-            return self._manager.write_record(_SLICE_BLOCKS)
-        taken = self._manager.take_record(min(_SLICE_BLOCKS, max(1, _SLICE_BYTES // digests.block_bytes)))
+            return self._manager.record.write(_SLICE_BLOCKS)
+        taken = self._manager.record.take(min(_SLICE_BLOCKS, max(1, _SLICE_BYTES // digests.block_bytes)))
         if len(taken) * digests.block_bytes <= _INLINE_BYTES:
-            return self._manager.write_taken(taken, digests.of(taken.tier, taken.blocks))
+            return self._manager.record.write_taken(taken, digests.of(taken.tier, taken.blocks))
         self._taken = taken
         self._digesting = self._loop.create_task(self._write_digested(digests, taken))
         return False
@@ -193,7 +193,7 @@ class PoolKeeper:
     async def _write_digested(self, digests: BlockDigests, taken: Unwritten) -> None:
         try:
             made = await in_thread_or_here(digests.of, taken.tier, taken.blocks)
-            if self._manager.write_taken(taken, made):
+            if self._manager.record.write_taken(taken, made):
                 self._write_in(PAUSE)
         finally:
             self._digesting = None

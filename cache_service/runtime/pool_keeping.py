@@ -41,7 +41,7 @@ class PoolKeeping:
         """The files of a new pool. Raises OutOfPools."""
         assert isinstance(arena, KeptArena), "the directory has allocated it"
         try:
-            kept = await in_thread(self._directory.make_pool, arena, spec, manager.config.num_blocks)
+            kept = await in_thread(self._directory.make_pool, arena, spec, manager.state.config.num_blocks)
             try:
                 await self._keep_hosts(kept, host_arena, spec, manager)
             except BaseException:
@@ -90,7 +90,7 @@ class PoolKeeping:
     ) -> SharedMemoryArena | None:
         """What an earlier run has left of the host tier, where the configuration has a place for it, or a new one."""
         if kept.hosts is not None:
-            found, sizes = kept.hosts, (manager.config.num_host_blocks, num_bytes)
+            found, sizes = kept.hosts, (manager.state.config.num_host_blocks, num_bytes)
             if (found.num_blocks, found.arena.num_bytes) == sizes and found.index.description.spec == spec:
                 assert isinstance(found.arena, SharedMemoryArena), "of a host tier"
                 return found.arena
@@ -108,7 +108,7 @@ class PoolKeeping:
     ) -> None:
         """The files of a new host tier. Raises OutOfMemory."""
         if host_arena is not None:
-            await in_thread(self._directory.add_hosts, kept, host_arena, spec, manager.config.num_host_blocks)
+            await in_thread(self._directory.add_hosts, kept, host_arena, spec, manager.state.config.num_host_blocks)
 
     def _keeper(self, manager: PoolManager, kept: KeptPool) -> PoolKeeper:
         quiet = self._config.quarantine_quiet if self._config.device != "cpu" else 0.0

@@ -62,7 +62,7 @@ class PoolRegistry:
         self.num_replaced = 0
         self._config = config
         self._owns_process = owns_process
-        self._sizes = PoolSizes(config)
+        self.sizes = PoolSizes(config)
         self._arenas = ArenaSupply(config, memory, directory, now)
         self._tiers = LowerTiers(config, disks, remote, now)
         self._keeping = None if directory is None else PoolKeeping(config, directory, self._arenas)
@@ -87,10 +87,6 @@ class PoolRegistry:
         """Whether blocks are in CUDA memory."""
         return self._config.device != "cpu"
 
-    def stored(self, spec: KvSpec) -> KvSpec:
-        """The spec, with what this service keeps its blocks in below the device."""
-        return self._sizes.stored(spec)
-
     async def reserve(self) -> None:
         """Takes over what earlier runs have left, and allocates the memory whose size is known now.
 
@@ -102,9 +98,9 @@ class PoolRegistry:
                 for kept in await self._keeping.left():
                     await self._restore(self._keeping, kept)
                 self._keeping.settle()
-            if self._sizes.is_known_ahead:
+            if self.sizes.is_known_ahead:
                 num_pools = self._config.num_pools - len(self._pools)
-                await self._arenas.reserve(num_pools, self._config.pool_memory, self._sizes.host_memory)
+                await self._arenas.reserve(num_pools, self._config.pool_memory, self.sizes.host_memory)
             else:
                 self._arenas.forget_left()
         except OutOfMemory as error:
@@ -119,7 +115,7 @@ class PoolRegistry:
         """
         if not self._is_ready:
             raise PoolNotReady("the memory of the pools is being reserved")
-        spec = self.stored(spec)
+        spec = self.sizes.stored(spec)
         async with self._making:
             pool = self._pools.get(spec.key)
             if pool is None:
@@ -146,7 +142,7 @@ class PoolRegistry:
     async def _make(self, spec: KvSpec, *, may_replace: bool) -> Pool:
         if self._keeping is not None:
             self._keeping.check(spec)
-        config, num_bytes = self._sizes.of(spec)
+        config, num_bytes = self.sizes.of(spec)
         is_full = not self._arenas.has_spare and len(self._pools) >= self._config.num_pools
         replaced = self._replaceable(may_replace=may_replace) if is_full else None
         # In a thread: writing the arrays of a large pool takes as long as many steps of other pools.
@@ -166,7 +162,7 @@ class PoolRegistry:
         try:
             for rank in range(1, spec.num_ranks):
                 further.append(await self._arenas.take(num_bytes, rank))
-            host_arena = await self._arenas.take_host(self._sizes.host_bytes(config, spec))
+            host_arena = await self._arenas.take_host(self.sizes.host_bytes(config, spec))
             disk = await self._tiers.disk_of(spec, manager)
             remote = self._tiers.remote_of(spec, manager)
             keeper = None if self._keeping is None else await self._keeping.keep(arena, host_arena, spec, manager)
@@ -187,13 +183,13 @@ class PoolRegistry:
 
         Raises OutOfMemory where its host tier cannot be had.
         """
-        spec, arena = self.stored(kept.spec), kept.device.arena
+        spec, arena = self.sizes.stored(kept.spec), kept.device.arena
         config = self._config_for(kept, spec)
         if config is None:
             keeping.refuse(kept)
             return
         manager = await in_thread(PoolManager, config, self._start_numbers, spec.key)
-        host_arena, keeper = await keeping.take_over(kept, spec, manager, self._sizes.host_bytes(config, spec))
+        host_arena, keeper = await keeping.take_over(kept, spec, manager, self.sizes.host_bytes(config, spec))
         disk = await self._tiers.disk_of(spec, manager)
         remote = self._tiers.remote_of(spec, manager)
         self._pools[spec.key] = Pool(spec, config, manager, arena, host_arena, keeper, disk, remote)
@@ -203,7 +199,7 @@ class PoolRegistry:
         if len(self._pools) >= self._config.num_pools or spec.key in self._pools:
             return None
         try:
-            config, num_bytes = self._sizes.of(spec)
+            config, num_bytes = self.sizes.of(spec)
         except OutOfPools:
             return None
         found = kept.device
@@ -224,7 +220,7 @@ class PoolRegistry:
 
     async def _replace(self, key: bytes, spec: KvSpec) -> None:
         """Closes an idle pool, to make room for one of another spec."""
-        info, num_cached_blocks = self._pools[key].info, self._pools[key].stats().num_cached_blocks
+        info, num_cached_blocks = self._pools[key].info, self._pools[key].manager.queries.stats().num_cached_blocks
         pool = self._pools.pop(key)
         self.num_replaced += 1
         asyncio.get_running_loop().call_soon(self._on_replaced, info)  # not here, where its failure would be the call's

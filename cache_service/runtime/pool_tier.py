@@ -176,7 +176,7 @@ class PoolTier:
         if self._is_closed:
             return
         manager = self._manager
-        manager.tick(self._now())
+        manager.state.tick(self._now())
         tier, part = self._tier, max(_PART_BYTES // self.place.slot_bytes, 1)
         if tier.flight.era != self._era:
             self._era = tier.flight.era
@@ -218,7 +218,7 @@ class PoolTier:
             return
         del self._jobs[id(job.what)]
         manager = self._manager
-        manager.tick(self._now())
+        manager.state.tick(self._now())
         all_results = [result for part in job.results for result in part]
         if isinstance(job.what, Load):
             self._tier.loads.complete(job.what, all_results)
@@ -236,7 +236,7 @@ class PoolTier:
         self._threads.fill()
         manager = self._manager
         now = self._now()
-        manager.tick(now)
+        manager.state.tick(now)
         for job in self._jobs.values():
             job.is_cancelled |= job.what.deadline <= now
         for question in self._tier.flight.questions.values():
@@ -281,7 +281,7 @@ class PoolTier:
         if self._is_closed:
             return
         manager = self._manager
-        manager.tick(self._now())
+        manager.state.tick(self._now())
         self._tier.complete_question(question, num_stored)
         self._tell_rests()
         self._wake()

@@ -48,16 +48,13 @@ class SessionManager:
         self.num_reaped = 0
         self.no_session = asyncio.Event()  # set while no session is live
         self.no_session.set()
-        self._clock = clock
+        self.clock = clock
         self._live: dict[SessionId, LiveSession] = {}
         self._tokens: dict[str, LiveSession] = {}
         self._ended = EndedSessions(clock, quiet)
         self._timer: TimerHandle | None = None
         self._timer_deadline = float("inf")
         self._ticker: TimerHandle | None = None  # while there is a pool
-
-    def now(self) -> float:
-        return self._clock.time()
 
     @property
     def sessions(self) -> list[LiveSession]:
@@ -86,14 +83,14 @@ class SessionManager:
         self.table.check_room(caller)  # before a pool is made, or an idle one replaced, for a session that is then refused
         if read_only_memory and self.registry.is_on_device:
             raise InvalidField("read_only_memory: memory on a device can be written, too", field="read_only_memory")
-        if executor is Executor.ENGINE and not packs_host_blocks and self.registry.stored(spec).host_kv_dtype:
+        if executor is Executor.ENGINE and not packs_host_blocks and self.registry.sizes.stored(spec).host_kv_dtype:
             text = "the host tier keeps K and V in few bits, which this client does not convert: see --host-kv-dtype"
             raise NotImplementedYet(text, feature="host_kv_dtype")
         pool = await self.registry.obtain(spec, may_replace=tenant == ANY_TENANT)
         session_id, attach_token = SessionId(secrets.token_hex(16)), secrets.token_hex(16)
-        pool.manager.tick(self.now())  # what falls due may fail, and then there is no session
-        core = self.table.open(session_id, executor, ttl, client_name, self.now(), caller)
-        pool.manager.open_session(session_id, executor, caller)
+        pool.manager.state.tick(self.clock.time())  # what falls due may fail, and then there is no session
+        core = self.table.open(session_id, executor, ttl, client_name, self.clock.time(), caller)
+        pool.manager.sessions.open(session_id, executor, caller)
         live = LiveSession(core, pool, attach_token, tenant, read_only_memory)
         pool.sessions.add(session_id)
         self._live[session_id] = live
@@ -102,7 +99,7 @@ class SessionManager:
         self.num_opened += 1
         self._watch_deadlines()
         if self._ticker is None:
-            self._ticker = self._clock.call_at(self.now() + _TICK, self._tick_pools)
+            self._ticker = self.clock.call_at(self.clock.time() + _TICK, self._tick_pools)
         log.info("session_opened", client_name=client_name, executor=executor.value, ttl=ttl)
         return live
 
@@ -111,13 +108,13 @@ class SessionManager:
 
         By default all blocks that steps have committed are published, so that the call sees them in the index.
         """
-        now = self._clock.time()
+        now = self.clock.time()
         core = self.table.require(SessionId(session_id), epoch, now)
         self.table.renew(core, now)
         live = self._live[core.id]
-        live.pool.manager.tick(now)
+        live.pool.manager.state.tick(now)
         if published:
-            live.pool.manager.publish_pending()
+            live.pool.manager.maintenance.publish_pending()
         return live
 
     def find(self, session_id: str) -> LiveSession | None:
@@ -131,7 +128,7 @@ class SessionManager:
 
     def refuse_as_unknown(self, epoch: int) -> None:
         """Raises what a message with this epoch gets whose session is not known."""
-        self.table.require(SessionId(""), epoch, self._clock.time())
+        self.table.require(SessionId(""), epoch, self.clock.time())
 
     def close(self, session_id: str, epoch: int, *, drained: bool) -> CloseResult:
         """Ends a session; drained also ends the quarantine of a session that has ended. Idempotent with drained.
@@ -157,7 +154,7 @@ class SessionManager:
         if live.stream is stream:
             live.stream = None
             if with_grace:
-                self.table.start_grace(live.core, self._clock.time())
+                self.table.start_grace(live.core, self.clock.time())
                 self._watch_deadlines()
 
     def redeem(self, token: str, parts: frozenset[Part], rank: int) -> tuple[LiveSession, Grant]:
@@ -216,8 +213,8 @@ class SessionManager:
         session_id = live.core.id
         may_still_write = self._ended.may_still_write(live, drained=drained)
         self.table.end_session(live.core)
-        live.pool.manager.tick(self.now())
-        result = live.pool.manager.close_session(session_id, may_still_write=may_still_write)
+        live.pool.manager.state.tick(self.clock.time())
+        result = live.pool.manager.sessions.close(session_id, may_still_write=may_still_write)
         live.pool.reclaim_soon()
         del self._live[session_id]
         self._tokens.pop(live.attach_token, None)
@@ -250,23 +247,23 @@ class SessionManager:
             return
         self._stop_timer()
         self._timer_deadline = deadline
-        self._timer = self._clock.call_at(deadline, self._end_expired)
+        self._timer = self.clock.call_at(deadline, self._end_expired)
 
     def _end_expired(self) -> None:
         self._stop_timer()
-        for core in self.table.expired(self._clock.time()):
+        for core in self.table.expired(self.clock.time()):
             self._end_session(self._live[core.id], "expired")
         self._watch_deadlines()
 
     def _tick_pools(self) -> None:
         """Runs what fell due in the pools: pins, times to live, limits. Once a second while there is a pool."""
-        now, self._ticker = self.now(), None
+        now, self._ticker = self.clock.time(), None
         is_left = False
         for pool in self.registry.pools:
-            pool.manager.tick(now)
-            is_left |= pool.manager.do_due_work()
+            pool.manager.state.tick(now)
+            is_left |= pool.manager.maintenance.do_due_work()
         if self.registry.pools:
-            self._ticker = self._clock.call_at(now + (_TICK_AGAIN if is_left else _TICK), self._tick_pools)
+            self._ticker = self.clock.call_at(now + (_TICK_AGAIN if is_left else _TICK), self._tick_pools)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -14,8 +14,9 @@ import pytest
 import structlog
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.core.calls.sessions import SessionCalls
 from kvkeeper.cache_service.core.index.events.event_feed import EventFeed
-from kvkeeper.cache_service.core.manager import PoolManager
+from kvkeeper.cache_service.core.pool_state import PoolState
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.rpc import step_lane
 from kvkeeper.cache_service.rpc.step_lane import StepLane
@@ -68,7 +69,7 @@ async def test_every_call_that_logs_has_its_result(processes: Processes) -> None
 async def test_a_session_whose_pool_has_a_fault_is_not_there(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     await api.open()
     with monkeypatch.context() as patch:
-        patch.setattr(PoolManager, "tick", fail)
+        patch.setattr(PoolState, "tick", fail)
         assert (await refusal(api.open())).reason == "BROKEN_INVARIANT"
     assert len((await api.stats()).sessions) == 1
     table = api.server.session_manager.table
@@ -164,7 +165,7 @@ async def test_a_quarantine_that_cannot_end_now_ends_later(
     await session.call("CloseSession")
     assert (await api.stats()).pools[0].num_quarantined_blocks > 0
     with monkeypatch.context() as patch:
-        patch.setattr(PoolManager, "end_quarantine", fail)
+        patch.setattr(SessionCalls, "end_quarantine", fail)
         assert (await refusal(session.call("CloseSession", drained=True))).reason == "BROKEN_INVARIANT"
     await session.call("CloseSession", drained=True)
     assert (await api.stats()).pools[0].num_quarantined_blocks == 0

@@ -303,12 +303,12 @@ async def test_blocks_of_a_process_that_ended_on_a_device_stay_out_of_use_for_a_
             await api.until(lambda _: not pool.mappings)
             clock.advance(0.6)
             assert not pool.sessions
-            assert pool.stats().num_quarantined_blocks == 2
+            assert pool.manager.queries.stats().num_quarantined_blocks == 2
             clock.advance(1.3)
-            assert pool.stats().num_quarantined_blocks == 2
+            assert pool.manager.queries.stats().num_quarantined_blocks == 2
             assert not pool.is_idle
             clock.advance(0.2)
-            assert pool.stats().num_quarantined_blocks == 0
+            assert pool.manager.queries.stats().num_quarantined_blocks == 0
             assert pool.is_idle
 
 

@@ -58,8 +58,9 @@ async def test_a_bug_is_answered_without_details(api: Api, monkeypatch: pytest.M
         raise AssertionError("secret")
 
     (pool,) = api.server.session_manager.registry.pools
-    for name in ("step", "view", "readable", "writable_slots"):
-        monkeypatch.setattr(pool.manager, name, fails)
+    monkeypatch.setattr(pool.manager.steps, "step", fails)
+    for name in ("view", "readable", "writable_slots"):
+        monkeypatch.setattr(pool.manager.queries, name, fails)
     key = bytes(12)
     calls = {
         "Step": lambda: session.step(1),

@@ -193,7 +193,7 @@ async def swapped(session: Session, api: Api) -> None:
     await session.call("CommitSequence", sequence_id=1, num_tokens=10, first_token_idx=10)
     await session.call("SwapOutSequence", sequence_id=1)
     (pool,) = api.server.session_manager.registry.pools
-    free = [block for block in range(1, pool.info.num_blocks) if pool.manager.block_state(block).value == "free"]
+    free = [block for block in range(1, pool.info.num_blocks) if pool.manager.state.pool.state(block).value == "free"]
     for rank in range(NUM_RANKS):
         blocks_of(api, rank)[free] = 255
 

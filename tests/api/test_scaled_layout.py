@@ -179,7 +179,7 @@ async def test_the_tail_is_written_beside_what_is_stored(api: Api) -> None:
         found = await session.read_kv(1, kv_dtype=pb.KV_DTYPE_FLOAT32)
     (pool,) = api.server.session_manager.registry.pools
     (core,) = pool.manager.state.sessions.values()
-    view = pool.manager.view(core.session, SequenceId(1))
+    view = pool.manager.queries.view(core.session, SequenceId(1))
     layout = QuantisedLayout(5, 2, 12, SIZE, FORMATS["int8"], torch.float16, tail_layers=3)
     arena = layout.view(torch.from_numpy(blocks_of(pool).copy()).flatten())
     for layer_idx in range(5):
@@ -201,7 +201,7 @@ async def test_a_sequence_comes_back_from_the_host_tier_with_its_tail_and_a_hit_
         (pool,) = api.server.session_manager.registry.pools
 
         def content() -> list[list[bytes]]:
-            view = pool.manager.view(session.opened.session_id, SequenceId(1))
+            view = pool.manager.queries.view(session.opened.session_id, SequenceId(1))
             tables = (view.block_table, *view.group_tables)
             return [[blocks_of(pool)[block].tobytes() if block else b"" for block in table.tolist()] for table in tables]
 
@@ -224,7 +224,7 @@ async def test_a_sequence_comes_back_from_the_host_tier_with_its_tail_and_a_hit_
         assert evicted.num_demoted_blocks == 5
         assert await session.create(3, 21) == 20
         await session.call("ExtendSequence", sequence_id=3, num_tokens=21)
-        tables = pool.manager.view(session.opened.session_id, SequenceId(3)).group_tables
+        tables = pool.manager.queries.view(session.opened.session_id, SequenceId(3)).group_tables
         assert [table[:5].any() for table in tables] == [False, False]
         assert all(table[5] for table in tables)
         await api.audit()
@@ -247,7 +247,7 @@ async def test_kept_memory_has_the_tail_of_before() -> None:
                     assert float(np.abs(found.keys - exact.keys).max()) < 0.01 * float(np.abs(exact.keys).max())
                     (pool,) = api.server.session_manager.registry.pools
                     (core,) = pool.manager.state.sessions.values()
-                    tables = pool.manager.view(core.session, SequenceId(1)).group_tables
+                    tables = pool.manager.queries.view(core.session, SequenceId(1)).group_tables
                     page = int(tables[0][4])  # of the newest whole block; of its first layer the first key
                     assert page
                     key = blocks_of(pool)[page][: 2 * 12 * 2].view(np.float16).reshape(2, 12)

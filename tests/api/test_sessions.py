@@ -190,10 +190,10 @@ async def test_the_core_is_told_the_time_with_each_call_and_each_second(api: Api
     session = await api.open(ttl_ms=60_000)
     (pool,) = api.server.session_manager.registry.pools
     ticks: list[float] = []
-    pool.manager.do_due_work = lambda: ticks.append(pool.manager.now) or len(ticks) == 2  # type: ignore[method-assign,func-returns-value]
+    pool.manager.maintenance.do_due_work = lambda: ticks.append(pool.manager.state.now) or len(ticks) == 2  # type: ignore[method-assign,func-returns-value]
     clock.advance(0.25)
     await session.call("RenewSession")
-    assert (pool.manager.now, ticks) == (clock.time(), [])
+    assert (pool.manager.state.now, ticks) == (clock.time(), [])
     clock.advance(3.0)
     assert ticks == [1001.0, 1002.0, 1002.01, 1003.01]  # the second one left something to do
     await session.call("CloseSession", drained=True)

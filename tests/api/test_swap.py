@@ -47,7 +47,7 @@ def spoil(api: Api) -> None:
     """Overwrites every free block on the device."""
     (pool,) = api.server.session_manager.registry.pools
     for block in range(1, pool.info.num_blocks):
-        if pool.manager.block_state(block).value == "free":
+        if pool.manager.state.pool.state(block).value == "free":
             blocks_of(pool)[block] = 255
 
 

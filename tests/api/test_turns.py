@@ -45,8 +45,8 @@ async def test_others_step_while_blocks_are_evicted(wide: Api) -> None:
         step_id += 1
         await other.step(step_id)
         (pool,) = wide.server.session_manager.registry.pools
-        seen.add(pool.manager.stats().num_cached_blocks)
-        assert pool.manager.check_invariants() == []
+        seen.add(pool.manager.queries.stats().num_cached_blocks)
+        assert pool.manager.queries.check_invariants() == []
     await auditing
     answer = await evicting
     assert (answer.num_evicted_blocks, answer.num_free_blocks) == (30, NUM_BLOCKS - 1 - NUM_CACHED + 30)
@@ -68,11 +68,11 @@ async def test_an_eviction_ends_with_its_session(wide: Api) -> None:
     evicting = asyncio.ensure_future(refusal(session.call("EvictBlocks", num_blocks=NUM_CACHED)))
     (pool,) = wide.server.session_manager.registry.pools
     async with asyncio.timeout(DEADLINE):
-        while pool.manager.stats().num_cached_blocks == NUM_CACHED:  # noqa: ASYNC110  it has no event for a test
+        while pool.manager.queries.stats().num_cached_blocks == NUM_CACHED:  # noqa: ASYNC110  it has no event for a test
             await asyncio.sleep(0)
     await session.call("CloseSession")
     assert (await evicting).reason == "UNKNOWN_SESSION"
-    assert 0 < pool.manager.stats().num_cached_blocks < NUM_CACHED
+    assert 0 < pool.manager.queries.stats().num_cached_blocks < NUM_CACHED
     await other.step(1)
     await wide.audit()
 
@@ -86,8 +86,8 @@ async def test_others_step_while_many_sequences_are_created(wide: Api) -> None:
         step_id += 1
         await other.step(step_id)
         (pool,) = wide.server.session_manager.registry.pools
-        seen.add(pool.manager.stats().num_waiting_sequences)
-        assert pool.manager.check_invariants() == []
+        seen.add(pool.manager.queries.stats().num_waiting_sequences)
+        assert pool.manager.queries.check_invariants() == []
     created = [result.response.start_number for result in (await creating).results]
     assert created == sorted(set(created)), "they arrived in the order of the request"
     assert any(0 < num_waiting < NUM_CREATED for num_waiting in seen), "no step came between"
@@ -99,11 +99,11 @@ async def test_sequences_end_with_their_session_while_others_are_created(wide: A
     creating = asyncio.ensure_future(refusal(session.call("CreateSequences", sequences=new)))
     (pool,) = wide.server.session_manager.registry.pools
     async with asyncio.timeout(DEADLINE):
-        while not pool.manager.stats().num_waiting_sequences:  # noqa: ASYNC110  it has no event for a test
+        while not pool.manager.queries.stats().num_waiting_sequences:  # noqa: ASYNC110  it has no event for a test
             await asyncio.sleep(0)
     await session.call("CloseSession")
     assert (await creating).reason == "UNKNOWN_SESSION"
-    assert pool.manager.stats().num_waiting_sequences == 0
+    assert pool.manager.queries.stats().num_waiting_sequences == 0
     await wide.audit()
 
 
@@ -159,8 +159,8 @@ async def test_others_step_while_the_cache_is_cleared_and_what_runs_is_shared_an
         step_id += 1
         await other.step(step_id)
         (pool,) = wide.server.session_manager.registry.pools
-        seen.add(pool.manager.stats().num_cached_blocks)
-        assert pool.manager.check_invariants() == []
+        seen.add(pool.manager.queries.stats().num_cached_blocks)
+        assert pool.manager.queries.check_invariants() == []
     await auditing
     answer = await clearing
     assert (answer.num_freed_blocks, answer.num_forgotten_blocks) == (NUM_CACHED, NUM_CACHED + 2)
@@ -179,11 +179,11 @@ async def test_a_clearing_whose_caller_goes_away_leaves_the_pool_publishing(wide
     request = pb.ClearPrefixCacheRequest(**session.ids)
     call = wide.stub.ClearPrefixCache(request)
     async with asyncio.timeout(DEADLINE):
-        while pool.manager.stats().num_cached_blocks == NUM_CACHED:  # noqa: ASYNC110  it has no event for a test
+        while pool.manager.queries.stats().num_cached_blocks == NUM_CACHED:  # noqa: ASYNC110  it has no event for a test
             await asyncio.sleep(0)
     call.cancel()
     await wide.until(lambda _: not pool.manager.state.publisher.is_paused)
-    assert pool.manager.stats().num_cached_blocks > 0
+    assert pool.manager.queries.stats().num_cached_blocks > 0
     await session.create(2, 9, first=900)
     await session.api.raw_step(session.start_bytes(5, 2))
     commit = {"commit_num_tokens": le32(8), "commit_num_new_tokens": le32(0)}

@@ -42,25 +42,28 @@ def _admit(seed: int) -> dict[str, float]:
     """Milliseconds of each call."""
     config = PoolConfig(4 * NUM_TOKENS // BLOCK_SIZE, BLOCK_SIZE, max_sequences=4, max_tokens_per_sequence=NUM_TOKENS + 64)
     manager = PoolManager(config)
-    manager.open_session(_SESSION, Executor.ENGINE)
+    manager.sessions.open(_SESSION, Executor.ENGINE)
     cached, prompt = prompts(seed)
     _create(manager, 1, cached)
-    manager.step(_SESSION, _start(1, 1))
-    manager.step(_SESSION, _commit(2, 1))
-    manager.publish_pending()
-    took = {"create": _ms(lambda: _create(manager, 2, prompt)), "start": _ms(lambda: manager.step(_SESSION, _start(3, 2)))}
-    took["commit"] = _ms(lambda: manager.step(_SESSION, _commit(4, 2)))
+    manager.steps.step(_SESSION, _start(1, 1))
+    manager.steps.step(_SESSION, _commit(2, 1))
+    manager.maintenance.publish_pending()
+    took = {
+        "create": _ms(lambda: _create(manager, 2, prompt)),
+        "start": _ms(lambda: manager.steps.step(_SESSION, _start(3, 2))),
+    }
+    took["commit"] = _ms(lambda: manager.steps.step(_SESSION, _commit(4, 2)))
     slices = []
     is_left = True
     while is_left:
         begin = time.perf_counter()
-        is_left = manager.publish_pending(_SLICE)
+        is_left = manager.maintenance.publish_pending(_SLICE)
         slices.append((time.perf_counter() - begin) * 1e3)
     return {**took, "publish": sum(slices), "longest_slice": max(slices)}
 
 
 def _create(manager: PoolManager, sequence_id: int, tokens: np.ndarray) -> None:
-    manager.create_sequence(_SESSION, SequenceArgs(SequenceId(sequence_id), tokens))
+    manager.creation.create(_SESSION, SequenceArgs(SequenceId(sequence_id), tokens))
 
 
 def _start(step_id: int, sequence_id: int) -> StepBatch:

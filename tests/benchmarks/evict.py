@@ -58,7 +58,7 @@ class _FullPool:
         self._manager = PoolManager(
             PoolConfig(num_blocks, _BLOCK_SIZE, _NUM_SEQUENCES + 1, watermark=0, eviction_policy=policy)
         )
-        self._manager.open_session(_SESSION, Executor.CACHE)
+        self._manager.sessions.open(_SESSION, Executor.CACHE)
         self._step_id = self._last_id = 0
         self._ids = np.zeros(_NUM_SEQUENCES, np.int64)
         self._lens = np.zeros(_NUM_SEQUENCES, np.int32)
@@ -78,7 +78,7 @@ class _FullPool:
             step_begins = time.perf_counter()
             self._do(*job)
             took.append(time.perf_counter() - step_begins)
-            self._manager.publish_pending()
+            self._manager.maintenance.publish_pending()
         return time.process_time() - begin, took
 
     def grow(self) -> Job:
@@ -103,8 +103,8 @@ class _FullPool:
 
     def _do(self, created: SequenceArgs | None, batch: StepBatch) -> None:
         if created is not None:
-            self._manager.create_sequence(_SESSION, created)
-        reply = self._manager.step(_SESSION, batch)
+            self._manager.creation.create(_SESSION, created)
+        reply = self._manager.steps.step(_SESSION, batch)
         assert np.array_equal(reply.reserve_reserved, batch.reserve_max), "a refused step is not the one to be measured"
 
     def _new(self, at: int, prompt: np.ndarray) -> SequenceArgs:

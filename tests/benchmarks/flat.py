@@ -59,17 +59,17 @@ class _Pool:
             num_blocks + 1, BLOCK_SIZE, max_sequences=_NUM_SEQUENCES, max_tokens_per_sequence=_FILLER_TOKENS, watermark=0.0
         )
         self._manager = PoolManager(config)
-        self._manager.open_session(_SESSION, Executor.ENGINE)
+        self._manager.sessions.open(_SESSION, Executor.ENGINE)
         self._step_id = 0
         self._fill(num_blocks)
         self.bytes_per_block = (_resident_bytes() - before) / num_blocks
         for sequence_id, prompt in zip(self._load.ids.tolist(), self._load.prompts(), strict=True):
-            self._manager.create_sequence(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))
+            self._manager.creation.create(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))
         self._step(**self._load.start_columns())
 
     def stats(self) -> float:
         """Microseconds of the pool's statistics, the least of ten."""
-        return min(_timed(self._manager.stats) for _ in range(10))
+        return min(_timed(self._manager.queries.stats) for _ in range(10))
 
     def step(self, step_idx: int) -> float:
         """Microseconds of one step of all sequences; what it leaves for later is not among them."""
@@ -77,12 +77,12 @@ class _Pool:
         begin = time.perf_counter()
         self._step(**columns)
         took = (time.perf_counter() - begin) * 1e6
-        self._manager.publish_pending()
+        self._manager.maintenance.publish_pending()
         return took
 
     def _step(self, **columns: np.ndarray) -> None:
         self._step_id += 1
-        self._manager.step(_SESSION, StepBatch(self._step_id, self._step_id - 1, **columns))
+        self._manager.steps.step(_SESSION, StepBatch(self._step_id, self._step_id - 1, **columns))
 
     def _fill(self, num_blocks: int) -> None:
         """Caches so many blocks: one long sequence after the other, in the same slot."""
@@ -92,7 +92,7 @@ class _Pool:
             count = min(left, _FILLER_TOKENS)
             left -= count
             tokens, length = rng.integers(0, 32_000, count).astype(np.int32), np.array([count], np.int32)
-            self._manager.create_sequence(_SESSION, SequenceArgs(SequenceId(1), tokens))
+            self._manager.creation.create(_SESSION, SequenceArgs(SequenceId(1), tokens))
             one = np.array([1])
             self._step(start_ids=one, start_max_new=length, start_max_hit=np.zeros(1, np.int32))
             self._step(commit_ids=one, commit_lens=length, commit_num_new=np.zeros(1, np.int32))
@@ -104,23 +104,23 @@ def _crowded_session() -> dict[str, object]:
     load, num_all = Growing(1024), 10_000
     config = PoolConfig(load.num_blocks(_NUM_STEPS) + num_all, BLOCK_SIZE, max_sequences=num_all, max_tokens_per_sequence=4096)
     manager = PoolManager(config)
-    manager.open_session(_SESSION, Executor.ENGINE)
+    manager.sessions.open(_SESSION, Executor.ENGINE)
     before = _resident_bytes()
     for sequence_id, prompt in zip(load.ids.tolist(), load.prompts(), strict=True):
-        manager.create_sequence(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))
+        manager.creation.create(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))
     others = np.arange(len(load.ids) + 1, num_all + 1)
     for sequence_id in others.tolist():
-        manager.create_sequence(_SESSION, SequenceArgs(SequenceId(sequence_id), np.array([sequence_id], np.int32)))
-    manager.step(_SESSION, StepBatch(1, 0, **load.start_columns()))
+        manager.creation.create(_SESSION, SequenceArgs(SequenceId(sequence_id), np.array([sequence_id], np.int32)))
+    manager.steps.step(_SESSION, StepBatch(1, 0, **load.start_columns()))
     most = np.ones(len(others), np.int32)
-    manager.step(_SESSION, StepBatch(2, 1, start_ids=others, start_max_new=most, start_max_hit=most))
+    manager.steps.step(_SESSION, StepBatch(2, 1, start_ids=others, start_max_new=most, start_max_hit=most))
     took = []
     for step_idx in range(_NUM_STEPS):
         batch = StepBatch(step_idx + 3, step_idx + 2, **load.grow_columns(step_idx))
         begin = time.perf_counter()
-        manager.step(_SESSION, batch)
+        manager.steps.step(_SESSION, batch)
         took.append((time.perf_counter() - begin) * 1e6)
-        manager.publish_pending()
+        manager.maintenance.publish_pending()
     return {
         "live_sequences": num_all,
         "sequences": 1024,

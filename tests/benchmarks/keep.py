@@ -85,20 +85,20 @@ class _Pool:
         self._manager = PoolManager(PoolConfig(num_blocks, BLOCK_SIZE, max_sequences=load.num_sequences))
         if is_kept:
             self._manager.restore(kept_index(num_blocks), may_still_write=False)
-        self._manager.open_session(_SESSION, Executor.ENGINE)
+        self._manager.sessions.open(_SESSION, Executor.ENGINE)
         for sequence_id, prompt in zip(load.ids.tolist(), load.prompts(), strict=True):
-            self._manager.create_sequence(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))
-        self._manager.step(_SESSION, StepBatch(1, 0, **load.start_columns()))
+            self._manager.creation.create(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))
+        self._manager.steps.step(_SESSION, StepBatch(1, 0, **load.start_columns()))
 
     def step(self, step_idx: int) -> None:
         batch = StepBatch(step_idx + 2, step_idx + 1, **self._load.grow_columns(step_idx))
         begin = time.perf_counter()
-        self._manager.step(_SESSION, batch)
-        self._manager.publish_pending()
+        self._manager.steps.step(_SESSION, batch)
+        self._manager.maintenance.publish_pending()
         self.steps.append(time.perf_counter() - begin)
         if time.perf_counter() - self._written_at > _WRITE_AFTER:
             self._written_at, begin = time.perf_counter(), time.thread_time()
-            while self._manager.write_record(1024):
+            while self._manager.record.write(1024):
                 pass
             self.writing += time.thread_time() - begin
 
@@ -245,7 +245,7 @@ def _fill(
                 index.leave_device(blocks)
     digest = BlockDigests(kept).of if with_digests else None
     begin = time.perf_counter()
-    while manager.write_record(1024, digest):
+    while manager.record.write(1024, digest):
         pass
     took = time.perf_counter() - begin
     kept.close()

@@ -37,13 +37,13 @@ def _round(num_blocks: int) -> tuple[tuple[float, float], tuple[float, float]]:
         num_blocks + 8, _BLOCK_SIZE, num_host_blocks=num_blocks + 8, max_sequences=1, max_tokens_per_sequence=length
     )
     pool = _Pool(PoolManager(config))
-    pool.manager.open_session(_SESSION, Executor.ENGINE)
-    pool.manager.create_sequence(_SESSION, SequenceArgs(SequenceId(1), np.arange(length, dtype=np.int32)))
+    pool.manager.sessions.open(_SESSION, Executor.ENGINE)
+    pool.manager.creation.create(_SESSION, SequenceArgs(SequenceId(1), np.arange(length, dtype=np.int32)))
     most = np.array([length], np.int32)
     pool.step(start_ids=_ID, start_max_new=most, start_max_hit=most)
     out = pool.step(commit_ids=_ID, commit_lens=most, commit_num_new=np.array([0], np.int32), swap_out_ids=_ID)
     took_out = pool.report(out.transfer_ids)
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     return took_out, pool.report(pool.step(swap_in_ids=_ID).transfer_ids)
 
 
@@ -54,7 +54,7 @@ class _Pool:
 
     def step(self, **columns: np.ndarray) -> StepReply:
         self._step_id += 1
-        return self.manager.step(_SESSION, StepBatch(self._step_id, self._step_id - 1, **columns))
+        return self.manager.steps.step(_SESSION, StepBatch(self._step_id, self._step_id - 1, **columns))
 
     def report(self, ids: Int64Array) -> tuple[float, float]:
         begin = time.perf_counter()
@@ -63,6 +63,6 @@ class _Pool:
         longest, is_left = 0.0, True
         while is_left:
             begin = time.perf_counter()
-            is_left = self.manager.end_some_transfers(_SLICE_ORDERS)
+            is_left = self.manager.maintenance.end_reported_orders(_SLICE_ORDERS)
             longest = max(longest, (time.perf_counter() - begin) * 1e6)
         return call, longest

@@ -31,17 +31,17 @@ def _step_times(load: Growing) -> tuple[list[float], list[float]]:
     """Of each step until its answer, and of publishing after it."""
     config = PoolConfig(load.num_blocks(_NUM_STEPS), BLOCK_SIZE, max_sequences=load.num_sequences)
     manager = PoolManager(config)
-    manager.open_session(_SESSION, Executor.ENGINE)
+    manager.sessions.open(_SESSION, Executor.ENGINE)
     for sequence_id, prompt in zip(load.ids.tolist(), load.prompts(), strict=True):
-        manager.create_sequence(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))
-    manager.step(_SESSION, StepBatch(1, 0, **load.start_columns()))
+        manager.creation.create(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))
+    manager.steps.step(_SESSION, StepBatch(1, 0, **load.start_columns()))
     took, published = [], []
     for step_idx in range(_NUM_STEPS):
         batch = StepBatch(step_idx + 2, step_idx + 1, **load.grow_columns(step_idx))
         begin = time.perf_counter()
-        manager.step(_SESSION, batch)
+        manager.steps.step(_SESSION, batch)
         middle = time.perf_counter()
-        manager.publish_pending()
+        manager.maintenance.publish_pending()
         took.append((middle - begin) * 1e6)
         published.append((time.perf_counter() - middle) * 1e6)
     return took, published

@@ -72,7 +72,7 @@ class _TierReplay:
         self._manager = PoolManager(config)
         if sizes.disk:
             self._manager.add_disk(b"replay", sizes.disk, 0, (), TierRules(on_second_use=on_second_use))
-        self._manager.open_session(_SESSION, Executor.ENGINE)
+        self._manager.sessions.open(_SESSION, Executor.ENGINE)
         self._num_requests = self._num_steps = self._num_blocks = self._num_hits = 0
         self._num_to_host = self._num_from_host = 0
         self._done = NO_INT64  # orders that have been run since the last step
@@ -82,7 +82,7 @@ class _TierReplay:
         self._num_blocks += len(request)
         ids = np.array([self._num_requests])
         tokens = np.array([*request, _COMPUTED_TOKEN], np.int32)
-        self._manager.create_sequence(_SESSION, SequenceArgs(SequenceId(self._num_requests), tokens))
+        self._manager.creation.create(_SESSION, SequenceArgs(SequenceId(self._num_requests), tokens))
         self._load()
         whole, none = np.array([len(request)], np.int32), np.zeros(1, np.int32)
         reply = self._step(start_ids=ids, start_max_new=whole + 1, start_max_hit=whole)
@@ -122,8 +122,8 @@ class _TierReplay:
     def _step(self, **columns: np.ndarray) -> StepReply:
         self._num_steps += 1
         batch = StepBatch(self._num_steps, self._num_steps - 1, completed_transfers=self._done, **columns)
-        reply = self._manager.step(_SESSION, batch)
-        self._manager.publish_pending()
+        reply = self._manager.steps.step(_SESSION, batch)
+        self._manager.maintenance.publish_pending()
         self._done = reply.transfer_ids
         num_loads = int(np.count_nonzero(reply.transfer_kinds == TransferKind.SWAP_IN))
         self._num_from_host += num_loads

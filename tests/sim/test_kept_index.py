@@ -54,9 +54,9 @@ def killed(seed: int) -> tuple[int, int, int, int, int]:
         if not 22 <= event < 33 or not world.engines[session].sequences:
             act(world, session, event, choose)
         elif event < 30:
-            world.manager.write_record(1 + choose(4))
+            world.manager.record.write(1 + choose(4))
         else:
-            world.manager.publish_pending()
+            world.manager.maintenance.publish_pending()
             write_all(world.manager)
             num_whole += check_whole(world, memory)
         world.audit()
@@ -72,7 +72,7 @@ def check_kill(world: TierWorld, memory: KeptMemory) -> tuple[int, int, int, int
     Answers the device and the host blocks that are believed, and those of each that may be written.
     """
     manager, result = memory.restored(may_still_write=True)
-    assert not (wrong := manager.check_invariants()), wrong
+    assert not (wrong := manager.queries.check_invariants()), wrong
     assert manager.swapper is not None
     pools, believed = (manager.state.pool, manager.swapper.host.pool), np.zeros(2, np.int64)
     for group in range(len(world.spans)):
@@ -93,8 +93,8 @@ def check_kill(world: TierWorld, memory: KeptMemory) -> tuple[int, int, int, int
         exposed = {block for block in blocks if not pool.quarantine_counts[block] or pool.indexed[block]}
         assert not exposed, f"blocks {exposed} could be had, or are shared, while an engine writes them"
     check_residue(world, manager)
-    manager.end_quarantine(EARLIER_RUN)
-    assert not (wrong := manager.check_invariants()), wrong
+    manager.sessions.end_quarantine(EARLIER_RUN)
+    assert not (wrong := manager.queries.check_invariants()), wrong
     assert all(pool.num_available == pool.num_blocks - 1 for pool in pools)
     return (*believed.tolist(), *map(len, writes))
 

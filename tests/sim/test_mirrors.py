@@ -74,7 +74,7 @@ class Mirrors:
         elif event < 0.94:
             world.forget_remotely(choose)
         elif event < 0.96:
-            world.manager.write_record(1 + choose(8))
+            world.manager.record.write(1 + choose(8))
         elif len(self.readers) < 5:
             tenant = self.dice.choice(TENANTS)
             self.readers.append(EventReader(tenant, self.feed.open(tenant, wants_tokens=self.dice.random() < 0.5)))
@@ -112,7 +112,7 @@ class Mirrors:
 
     def _check_restart(self) -> None:
         """What the next run would tell, if this one were killed now and its memory kept."""
-        self.world.manager.publish_pending()
+        self.world.manager.maintenance.publish_pending()
         write_all(self.world.manager)
         manager, _ = self.memory.restored()
         world, disk = self.world, self.world.disk
@@ -174,7 +174,7 @@ def test_mirrors_of_two_services_on_one_store_have_what_each_was_heard_to_have()
                         assert reader.blocks == wanted, f"seed {seed}, operation {number}"
         for mirrors in readers:
             seen.update(told for reader in mirrors for told in reader.told)
-        stats = [service.manager.stats() for service in storm.services]
+        stats = [service.manager.queries.stats() for service in storm.services]
         num_damaged += sum(each.num_damaged_remote_blocks + each.num_damaged_disk_blocks for each in stats)
         num_missing += storm.num_forgotten
     assert not {(kind, tier) for kind in MOVES - {EventKind.SNAPSHOT} for tier in (Tier.DISK, Tier.REMOTE)} - seen.keys(), seen

@@ -9,7 +9,7 @@ NUM_STORMS, NUM_ORDERS = 10, 2_500
 def test_two_services_bring_no_wrong_block_from_one_store() -> None:
     storms = [store_storm(NUM_ORDERS, seed) for seed in todays(range(1, NUM_STORMS + 1), 2)]
     services = [service for storm in storms for service in storm.services]
-    stats = [service.manager.stats() for service in services]
+    stats = [service.manager.queries.stats() for service in services]
     assert sum(storm.num_orders for storm in storms) >= len(storms) * NUM_ORDERS
     assert sum(service.num_remote_orders for service in services) >= at_least(10_000)
     # The run counts only if its faults fired and its guarded paths were on, in both services.
@@ -27,4 +27,6 @@ def test_two_services_bring_no_wrong_block_from_one_store() -> None:
 def test_a_seed_replays_itself() -> None:
     first, again = (store_storm(200, 3) for _ in range(2))
     assert first.store.values == again.store.values
-    assert [each.manager.stats() for each in first.services] == [each.manager.stats() for each in again.services]
+    assert [each.manager.queries.stats() for each in first.services] == [
+        each.manager.queries.stats() for each in again.services
+    ]

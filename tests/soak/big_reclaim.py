@@ -47,10 +47,10 @@ async def _run(rng: random.Random, num_sequences: int) -> Counts:
         closing = asyncio.ensure_future(dying.call("CloseSession"))
         (pool,) = api.server.session_manager.registry.pools
         step_id, num_meanwhile, worst = _STEPS_BEFORE, 0, 0.0
-        while not closing.done() or pool.manager.stats().num_referenced_blocks or step_id < 2 * _STEPS_BEFORE:
+        while not closing.done() or pool.manager.queries.stats().num_referenced_blocks or step_id < 2 * _STEPS_BEFORE:
             worst = max(worst, await _step(stepping, step_id))
             step_id += 1
-            num_meanwhile += 0 < pool.manager.stats().num_referenced_blocks < num_held
+            num_meanwhile += 0 < pool.manager.queries.stats().num_referenced_blocks < num_held
         await closing
         await api.audit()
         assert worst <= MOST_DELAY, f"a step waited {1000 * worst:.0f} ms, {1000 * max(delays):.1f} ms at most before"
@@ -64,10 +64,10 @@ def _fill(api: Api, session: Session, num_sequences: int, length: int, rng: rand
     ids = range(1, num_sequences + 1)
     for sequence_id in ids:
         tokens = int32(range(sequence_id, sequence_id + length))
-        pool.manager.create_sequence(live.core.id, SequenceArgs(SequenceId(sequence_id), tokens))
-    pool.manager.step(live.core.id, step_batch(1, 0, starts=[(i, length, 0) for i in ids]))
+        pool.manager.creation.create(live.core.id, SequenceArgs(SequenceId(sequence_id), tokens))
+    pool.manager.steps.step(live.core.id, step_batch(1, 0, starts=[(i, length, 0) for i in ids]))
     committed = rng.choice([0, length // 2, length])
-    pool.manager.step(live.core.id, step_batch(2, 1, commits=[(i, committed, []) for i in ids]))
+    pool.manager.steps.step(live.core.id, step_batch(2, 1, commits=[(i, committed, []) for i in ids]))
 
 
 async def _step(session: Session, step_id: int) -> float:

@@ -149,7 +149,7 @@ class World:
 
     async def _audit(self) -> None:
         for pool in self.cache.session_manager.registry.pools:
-            assert pool.manager.check_invariants() == []
+            assert pool.manager.queries.check_invariants() == []
         if self._engine.engine.is_stopping:  # it has handed over
             self._engine = await self._world.start_engine(client_grace=0.05)
         if self.cache.session_manager.find(SESSION_ID) is None:

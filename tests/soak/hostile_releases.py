@@ -36,12 +36,12 @@ class _Victim:
         )
         self.step_ids = {A: 0, B: 0}
         for session in self.step_ids:
-            self.manager.open_session(session, rng.choice(list(Executor)))
+            self.manager.sessions.open(session, rng.choice(list(Executor)))
         self.ids: dict[SessionId, list[int]] = {A: [1, 2, 3, 4], B: [3, 4, 5]}
         for session, sequence_ids in self.ids.items():
             for sequence_id in sequence_ids[:-1]:
                 tokens = int32([rng.randrange(2) for _ in range(rng.choice([3, 4, 5]))])
-                self.manager.create_sequence(session, SequenceArgs(SequenceId(sequence_id), tokens))
+                self.manager.creation.create(session, SequenceArgs(SequenceId(sequence_id), tokens))
         self.step(A, starts=[(1, 9, 9), (2, 9, 9)])
         self.step(A, commits=[(1, 3, [])], forks=[(1, 4, 3)], reserves=[(4, 5, 5)])
         self.step(B, starts=[(3, 9, 9)])
@@ -49,12 +49,12 @@ class _Victim:
     def release(self, rng: random.Random, session: SessionId, wrong: list[int], batch: StepBatch) -> None:
         """As a call, or as a step of this session or of none."""
         if len(wrong) == 1 and rng.random() < 0.3:
-            self.manager.release(session, wrong[0])
+            self.manager.one_item.release(session, wrong[0])
         else:
-            self.manager.step(rng.choice([session, session, SessionId("unknown")]), batch)
+            self.manager.steps.step(rng.choice([session, session, SessionId("unknown")]), batch)
 
     def step(self, session: SessionId, **items: list) -> None:  # type: ignore[type-arg]
-        self.manager.step(session, step_batch(self.step_ids[session] + 1, self.step_ids[session], **items))
+        self.manager.steps.step(session, step_batch(self.step_ids[session] + 1, self.step_ids[session], **items))
         self.step_ids[session] += 1
 
 
@@ -75,7 +75,7 @@ def core(seed: int) -> Counts:
             victim.release(rng, session, wrong, batch)
         assert refused.value.reason in REFUSALS
         assert state_hash(victim.manager) == before, f"a refused release of {wrong} left a trace"
-    assert victim.manager.check_invariants() == []
+    assert victim.manager.queries.check_invariants() == []
     return Counts(_NUM_PER_SEED, _NUM_PER_SEED)
 
 

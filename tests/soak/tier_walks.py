@@ -53,7 +53,7 @@ class _Tiers:
         )
         self.config = config
         self.manager = PoolManager(config)
-        self.manager.open_session(_SESSION, Executor.CACHE)
+        self.manager.sessions.open(_SESSION, Executor.CACHE)
         self.device = np.zeros((config.num_blocks, self.size, _SLOT_WORDS), np.int64)
         self.host = np.zeros((config.num_host_blocks, self.size, _SLOT_WORDS), np.int64)
         self.written: dict[str, set[int]] = {tenant: {0} for tenant in _TENANTS}
@@ -86,15 +86,15 @@ class _Tiers:
         walker = _Walker(SequenceId(self._next_id), tokens, self.rng.choice(_TENANTS))
         if len(self.walkers) == self.config.max_sequences:
             return
-        self.manager.create_sequence(_SESSION, SequenceArgs(walker.sequence_id, int32(tokens), tenant=walker.tenant))
+        self.manager.creation.create(_SESSION, SequenceArgs(walker.sequence_id, int32(tokens), tenant=walker.tenant))
         self.walkers.append(walker)
         before = self.device.copy()
         try:
-            self.transfer(self.manager.extend(_SESSION, walker.sequence_id, length, look_up=True))
+            self.transfer(self.manager.one_item.extend(_SESSION, walker.sequence_id, length, look_up=True))
         except CacheError:
             self.end(walker)
             return
-        view = self.manager.view(_SESSION, walker.sequence_id)
+        view = self.manager.queries.view(_SESSION, walker.sequence_id)
         hit = view.num_hit_tokens
         self.check(walker, hit)
         for block in view.block_table[hit // self.size :].tolist():
@@ -104,23 +104,23 @@ class _Tiers:
         self.write(walker, hit)
 
     def write(self, walker: _Walker, first: int) -> None:
-        table = self.manager.view(_SESSION, walker.sequence_id).block_table.tolist()
+        table = self.manager.queries.view(_SESSION, walker.sequence_id).block_table.tolist()
         wanted = slots_of(walker)
         self.written[walker.tenant].update(wanted.flat)
         for position in range(first, len(walker.tokens)):
             self.device[table[position // self.size], position % self.size] = wanted[position]
         length = len(walker.tokens)
-        self.manager.commit(_SESSION, walker.sequence_id, length, length, int32([]))
-        self.manager.publish_pending()
+        self.manager.one_item.commit(_SESSION, walker.sequence_id, length, length, int32([]))
+        self.manager.maintenance.publish_pending()
 
     def check(self, walker: _Walker, length: int) -> None:
-        table = self.manager.view(_SESSION, walker.sequence_id).block_table
+        table = self.manager.queries.view(_SESSION, walker.sequence_id).block_table
         found = self.device[table].reshape(-1, _SLOT_WORDS)[:length]
         assert found.tobytes() == slots_of(walker)[:length].tobytes(), f"sequence {walker.sequence_id} reads other bytes"
 
     def swap(self, walker: _Walker) -> None:
         """To the other tier, if it has room."""
-        call = self.manager.swap_in if walker.is_out else self.manager.swap_out
+        call = self.manager.one_item.swap_in if walker.is_out else self.manager.one_item.swap_out
         try:
             self.transfer(call(_SESSION, walker.sequence_id))
         except CacheError:
@@ -129,12 +129,12 @@ class _Tiers:
 
     def end(self, walker: _Walker) -> None:
         self.walkers.remove(walker)
-        self.manager.release(_SESSION, walker.sequence_id)
+        self.manager.one_item.release(_SESSION, walker.sequence_id)
 
     def evict(self) -> None:
         """Cached blocks go to the host tier, as far as it has room."""
-        with self.manager.demoting(_SESSION) as moved:
-            self.manager.evict_blocks(self.rng.randint(1, self.config.num_blocks))
+        with self.manager.evictions.demoting(_SESSION) as moved:
+            self.manager.evictions.evict_blocks(self.rng.randint(1, self.config.num_blocks))
         self.transfer(moved.copies)
 
 
@@ -171,5 +171,5 @@ def _walk(rng: random.Random) -> _Tiers:
         for walker in tiers.walkers:
             if not walker.is_out:
                 tiers.check(walker, len(walker.tokens))
-        assert tiers.manager.check_invariants() == []
+        assert tiers.manager.queries.check_invariants() == []
     return tiers

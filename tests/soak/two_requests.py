@@ -110,7 +110,7 @@ def run(seed: int) -> Counts:
             who = 0 if turn in places else 1
             world.requests[who].call(next(turns[who]))
             world.check()
-        stats = world.pool.manager.stats()
+        stats = world.pool.manager.queries.stats()
         assert stats.num_referenced_blocks == stats.num_fenced_blocks == 0
         num_interleavings += 1
         num_stolen += world.num_stolen

@@ -95,12 +95,12 @@ def _abort(events: list[Event], abort: str, block_size: int, num_tokens: int, rn
     elif abort == "truncate" and is_running:
         pool.step(A, truncates=[(1, max(1, writer.committed))])
     elif abort in ("close", "die"):
-        pool.manager.close_session(A, may_still_write=abort == "die")
+        pool.manager.sessions.close(A, may_still_write=abort == "die")
     _check_hit(pool, prompt, writer, 20)
     if abort == "die" and is_running:  # the dead engine's step runs to its end
         writer.write(table, writer.reserved)
         _check_hit(pool, prompt, writer, 21)
-        pool.manager.end_quarantine(A)
+        pool.manager.sessions.end_quarantine(A)
     _check_hit(pool, prompt, writer, 22)
     _check_no_leak(pool, abort)
     return in_flight
@@ -131,6 +131,6 @@ def _check_no_leak(pool: CorePool, abort: str) -> None:
         _release(pool, A, 1)
     elif abort == "release":
         pool.step(A)
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     held = (stats.num_referenced_blocks, stats.num_fenced_blocks, stats.num_quarantined_blocks)
     assert held == (0, 0, 0), f"referenced, fenced, quarantined: {held}"

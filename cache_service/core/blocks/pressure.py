@@ -9,6 +9,7 @@ from ..values.errors import InvalidField
 from ..values.types import PressureLevel
 
 HYSTERESIS = 0.05
+_LOWEST, _HIGHEST = int(PressureLevel.LOW), int(PressureLevel.CRITICAL)
 _ROUNDING = 1e-9  # 0.8 - 0.05 is less than 0.75
 
 
@@ -28,19 +29,14 @@ class PressureGauge:
 
     def update(self, num_used: int) -> PressureLevel:
         """The level for num_used blocks that are neither free nor evictable."""
-        level = self.level_at(num_used)
-        if level is not self.level:
-            self.level = level
+        level = before = int(self.level)
+        while level < _HIGHEST and num_used >= self._enter[level + 1]:
+            level += 1
+        while level > _LOWEST and (num_used <= self._leave[level] or not num_used):
+            level -= 1
+        if level != before:
+            self.level = PressureLevel(level)
             self.num_changes += 1
             if self.on_change is not None:
-                self.on_change(level)
-        return level
-
-    def level_at(self, num_used: int) -> PressureLevel:
-        """The level that `update` would enter."""
-        level = int(self.level)
-        while level < PressureLevel.CRITICAL and num_used >= self._enter[level + 1]:
-            level += 1
-        while level > PressureLevel.LOW and (num_used <= self._leave[level] or not num_used):
-            level -= 1
-        return self.level if level == self.level else PressureLevel(level)
+                self.on_change(self.level)
+        return self.level

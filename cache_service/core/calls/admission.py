@@ -17,7 +17,7 @@ class AdmissionCalls:
         self._state = state
         self._lookup = lookup
 
-    def check_admission(
+    def check(
         self,
         tenant: str,
         token_ids: Int32Array | None,

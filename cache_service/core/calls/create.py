@@ -22,7 +22,7 @@ class CreateCalls:
         self._lookup = lookup
         self._reclaim = reclaim
 
-    def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
+    def create(self, session: SessionId, args: SequenceArgs) -> int:
         """Stores a prompt, to wait without blocks. Answers the tokens cached right now. Equal arguments again: no change."""
         state, owner = self._state, self._state.session(session)
         sequence_id = check_id(args.sequence_id, "sequence_id")
@@ -93,5 +93,5 @@ class CreateCalls:
             and seqs.reuse_hints[slot] == args.reuse_hint
             and args.start_number in (0, seqs.start_numbers[slot])
             and seqs.roots[slot] == self._state.index.find_root(args.tenant)
-            and np.array_equal(seqs.known_tokens(slot)[: len(args.token_ids)], args.token_ids)
+            and np.array_equal(seqs.tokens.known(slot)[: len(args.token_ids)], args.token_ids)
         )

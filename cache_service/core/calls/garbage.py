@@ -37,7 +37,7 @@ class GarbageCalls:
         self._maintenance = maintenance
         self._swapper = swapper
 
-    def collect_garbage(self, session: SessionId) -> Garbage:
+    def collect(self, session: SessionId) -> Garbage:
         """Frees what is due, and blocks behind the known tokens of sequences that no step writes."""
         state, pool = self._state, self._state.pool
         caller = state.session(session)
@@ -66,7 +66,7 @@ class GarbageCalls:
         for slot in owner.ids.items()[1].tolist():
             if seqs.states[slot] != SequenceState.RUNNING:
                 continue
-            if owner is not caller and state.now - seqs.last_access[slot] < GARBAGE_IDLE:
+            if owner is not caller and state.now - seqs.accesses.last[slot] < GARBAGE_IDLE:
                 continue
             blocks = self._surplus(slot)
             if len(blocks):

@@ -8,6 +8,7 @@ from ..blocks.pins import MAX_PIN_TTL, MAX_PINS, MIN_PIN_TTL, Pin
 from ..pool_state import PoolState
 from ..values.errors import InvalidField, OutOfBlocks, OutOfPins, UnknownLogits, UnknownPin, WrongState
 from ..values.types import NO_INT32, Int32Array, SequenceState, SessionId
+from .clear import Clearing, ClearResult
 
 
 class PinResult(NamedTuple):
@@ -23,7 +24,7 @@ class PrefixCalls:
     def __init__(self, state: PoolState) -> None:
         self._state = state
 
-    def pin_prefix(self, session: SessionId, pin_id: str, tenant: str, token_ids: Int32Array, ttl: float) -> PinResult:
+    def pin(self, session: SessionId, pin_id: str, tenant: str, token_ids: Int32Array, ttl: float) -> PinResult:
         """Keeps what is cached of a prefix for ttl seconds, as far as pins have room. pin_id is new and hard to guess.
 
         Raises UnknownSession, InvalidField, OutOfPins, OutOfBlocks: some of it is cached, and pins have room for no part of it.
@@ -75,7 +76,7 @@ class PrefixCalls:
             nodes = nodes[: -num_above // num_groups]  # an entry less is at most a block less of each group
         return 0, NO_INT32, num_wanted
 
-    def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
+    def unpin(self, session: SessionId, pin_id: str) -> None:
         """Raises UnknownSession, UnknownPin: no pin of the session has the id, or it has ended by itself."""
         self._state.session(session)
         pins = self._state.pins
@@ -118,3 +119,14 @@ class PrefixCalls:
         if held is None:
             raise UnknownLogits("none were promised, or the step has completed", sequence_id=sequence_id)
         return held.logits
+
+    def begin_clearing(self) -> Clearing:
+        """Forgets every cached block, slice by slice; blocks in use lose their index entry, and pins end."""
+        return Clearing(self._state)
+
+    def clear(self) -> ClearResult:
+        """The same in one go."""
+        clearing = self.begin_clearing()
+        while clearing.clear_some():
+            pass
+        return clearing.end()

@@ -33,13 +33,13 @@ class SessionCalls:
         self._swapper = swapper
         self._num_opened = 0
 
-    def open_session(self, session: SessionId, executor: Executor, caller: str = "") -> None:
+    def open(self, session: SessionId, executor: Executor, caller: str = "") -> None:
         """caller: that its sequences count for, see PoolState.slot_limit."""
         assert session not in self._state.sessions, "a session id is drawn once"
         self._num_opened += 1
         self._state.sessions[session] = SessionState(self._num_opened, session, executor, caller)
 
-    def close_session(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
+    def close(self, session: SessionId, *, may_still_write: bool) -> CloseResult:
         """Ends a session. Full committed blocks stay cached; blocks that it may still write are kept from reuse.
 
         Of a large one, a rest is left for `reclaim_blocks`, blocks that it may still write among them.
@@ -68,7 +68,7 @@ class SessionCalls:
     def end_quarantine(self, session: SessionId) -> int:
         """The ended session can write no more: blocks that came free; 0 for a session not in quarantine."""
         if self._swapper is not None:
-            self._swapper.end_quarantine(session)
+            self._swapper.host.end_quarantine(session)
         for owner in self._state.ended_sessions:
             if owner.session == session:
                 owner.may_still_write = False

@@ -24,7 +24,7 @@ class SequenceUpdates:
     def __init__(self, state: PoolState) -> None:
         self._state = state
 
-    def update_sequence(
+    def update(
         self,
         session: SessionId,
         sequence_id: int,
@@ -62,7 +62,7 @@ class SequenceUpdates:
     def note_read(self, session: SessionId, sequence_id: int) -> None:
         """K and V of the sequence are read: an access like a step that names it."""
         _, slot = self._state.find_sequence(session, sequence_id)
-        self._state.sequences.note_access(np.array([slot]), self._state.now)
+        self._state.sequences.accesses.note(np.array([slot]), self._state.now)
 
     def _change_hint(self, slot: int, hint: ReuseHint) -> None:
         """What is published of the sequence is no longer as good as forgotten; NONE and SOON count with its end."""

@@ -37,11 +37,11 @@ def _priority(state: PoolState, slots: Int64Array) -> Int64Array:
 
 
 def _lru(state: PoolState, slots: Int64Array) -> Int64Array:
-    return slots[_by(state.sequences.last_access[slots], -state.sequences.start_numbers[slots])]
+    return slots[_by(state.sequences.accesses.last[slots], -state.sequences.start_numbers[slots])]
 
 
 def _lfu(state: PoolState, slots: Int64Array) -> Int64Array:
-    return slots[_by(state.sequences.num_accesses[slots], -state.sequences.start_numbers[slots])]
+    return slots[_by(state.sequences.accesses.counts[slots], -state.sequences.start_numbers[slots])]
 
 
 def _longest_first(state: PoolState, slots: Int64Array) -> Int64Array:
@@ -57,7 +57,7 @@ def _adaptive(state: PoolState, slots: Int64Array) -> Int64Array:
     alone = np.array([state.blocks_left.num_held_once(seqs.held(slot)) for slot in slots.tolist()])
     num_published = seqs.num_published[slots] * seqs.block_size
     loss = seqs.num_committed[slots] - num_published / 2
-    idle = np.maximum(0.0, state.now - seqs.last_access[slots])
+    idle = np.maximum(0.0, state.now - seqs.accesses.last[slots])
     return slots[_by(loss / np.maximum(alone, 1) / (1 + idle), -seqs.start_numbers[slots])]
 
 
@@ -76,7 +76,7 @@ class VictimCalls:
     def __init__(self, state: PoolState) -> None:
         self._state = state
 
-    def select_victims(self, session: SessionId, policy: str, num_blocks: int, max_utilization: float | None = None) -> Victims:
+    def select(self, session: SessionId, policy: str, num_blocks: int, max_utilization: float | None = None) -> Victims:
         """Which of the session's sequences to preempt until num_blocks come free (0: one victim), or until so much is held.
 
         As few as are enough; all that are of use where that is not enough. Raises UnknownSession, InvalidField.

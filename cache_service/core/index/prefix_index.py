@@ -328,10 +328,9 @@ class PrefixIndex:
         return None if key is None else int(_UNPACK_PARENT(key)[0])
 
     def _check_totals(self) -> list[str]:
-        wrong: list[str] = []
+        wrong = self.held.check_totals()
         if any(self._keys[node] is None for node in self.logits.by_node):
             wrong.append("logits are stored for a node that is not in use")
-        wrong += self.held.check_totals()
         if len(self._unused) + len(self._nodes) != len(self._keys) - 1:
             wrong.append("used and unused node numbers do not add up")
         if len(self._nodes) <= _MOST_WALKED and self.links.num_reachable(self._roots.values()) != len(self._nodes):
@@ -347,8 +346,7 @@ class PrefixIndex:
         self.num_changes += len(alone)
         if cause is not MatchEnd.EVICTED:  # else its host copy stays
             hosts = held.hosts_of_nodes(nodes, groups)
-            hosts = hosts[hosts > 0]
-            self._take_hosts(hosts)
+            self._take_hosts(hosts := hosts[hosts > 0])
             if len(hosts):
                 self._lose_hosts(hosts)
         lost = self.forget_nodes(self.node_of_block[blocks[with_node]], cause)
@@ -370,10 +368,9 @@ class PrefixIndex:
 
     def _tell_tier(self, nodes: Int32Array, groups: GroupArray | None, tier: Tier) -> None:
         """The tier of a node is that of its first group's block."""
-        if self.change_log is not None:
-            nodes = nodes if groups is None else nodes[groups == 0]
-            if len(nodes):
-                self.change_log.tier_changed(nodes, tier)
+        nodes = nodes if groups is None else nodes[groups == 0]
+        if self.change_log is not None and len(nodes):
+            self.change_log.tier_changed(nodes, tier)
 
     def parent(self, node: int) -> int:
         """A node or a root. The node is in use."""

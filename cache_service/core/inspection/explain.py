@@ -157,8 +157,8 @@ def _is_held(seqs: SequenceTable, root: int, needed: Int32Array, which: np.ndarr
     if not len(slots):  # as with tokens that are more than a sequence can have
         return False
     start = len(needed) - seqs.block_size
-    same = (seqs.tokens[slots, start : len(needed)] == needed[start:]).all(axis=1)
-    return any(np.array_equal(seqs.tokens[slot, :start], needed[:start]) for slot in slots[same].tolist())
+    same = (seqs.tokens.all[slots, start : len(needed)] == needed[start:]).all(axis=1)
+    return any(np.array_equal(seqs.tokens.all[slot, :start], needed[:start]) for slot in slots[same].tolist())
 
 
 def _num_common(index: PrefixIndex, node: int, tokens: Int32Array, block_size: int) -> int:

@@ -73,7 +73,7 @@ def _check_counters(state: PoolState) -> list[str]:
         wrong.append("the number of sequences with retention is wrong")
     if seqs.num_active != np.count_nonzero(np.isin(seqs.states, (SequenceState.RUNNING, SequenceState.LOADING))):
         wrong.append("the number of active sequences is wrong")
-    if seqs.slots_with_prompt != set(np.flatnonzero(seqs.states == SequenceState.WAITING).tolist()):
+    if seqs.tokens.waiting_slots != set(np.flatnonzero(seqs.states == SequenceState.WAITING).tolist()):
         wrong.append("prompts are kept of others than the sequences that wait")
     if seqs.num_free_slots + len(live) != len(seqs.ids):
         wrong.append("free and used sequence slots do not add up")
@@ -196,7 +196,7 @@ def _check_published(state: PoolState, slot: int) -> Iterator[list[str]]:
         name, end = f"sequence {int(seqs.ids[slot])}", min(start + _SLICE_PLACES, int(seqs.num_published[slot]))
         above = index.node_of_block[seqs.tables[slot, start - 1]] if start else seqs.roots[slot]
         nodes = [int(above), *index.node_of_block[seqs.tables[slot, start:end]].tolist()]
-        tokens = seqs.tokens[slot, start * seqs.block_size : end * seqs.block_size].reshape(-1, seqs.block_size)
+        tokens = seqs.tokens.all[slot, start * seqs.block_size : end * seqs.block_size].reshape(-1, seqs.block_size)
         wrong: list[str] = []
         for parent, node, inside in zip(nodes, nodes[1:], tokens, strict=False):
             if node == 0:

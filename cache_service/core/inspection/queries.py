@@ -64,7 +64,7 @@ class Queries:
     def tokens(self, session: SessionId, sequence_id: int) -> Int32Array:
         """[num_tokens] token ids."""
         _, slot = self._state.find_sequence(session, sequence_id)
-        return self._sequences.known_tokens(slot).copy()
+        return self._sequences.tokens.known(slot).copy()
 
     def readable(self, session: SessionId, sequence_id: int) -> Readable:
         """One sequence, to read K and V through its table. Raises WrongState where they are not on the device."""
@@ -131,6 +131,10 @@ class Queries:
         if self._swapper is not None and is_whole:
             yield from tier_invariants.audit(self._state, self._swapper)
 
+    def check_invariants(self) -> list[str]:
+        """The whole audit in one go; empty when all invariants hold."""
+        return [text for wrong in self.audit() for text in wrong]
+
     def _view(self, owner: SessionState, slot: int, table: Int32Array) -> SequenceView:
         seqs = self._sequences
         return SequenceView(
@@ -143,12 +147,12 @@ class Queries:
             max_tokens=int(seqs.max_tokens[slot]),
             priority=int(seqs.priorities[slot]),
             num_hit_tokens=int(seqs.num_hit[slot]),
-            num_accesses=int(seqs.num_accesses[slot]),
+            num_accesses=int(seqs.accesses.counts[slot]),
             block_table=table,
             num_host_blocks=self._swapper.host.num_blocks_of(slot) if self._swapper is not None else 0,
             retention=seqs.retention(slot),
             start_number=int(seqs.start_numbers[slot]),
             reuse_hint=ReuseHint(int(seqs.reuse_hints[slot])),
             group_tables=tuple(table.copy() for table in seqs.shown_group_tables(slot)) if len(table) else (),
-            idle_seconds=max(0.0, self._state.now - float(seqs.last_access[slot])),
+            idle_seconds=max(0.0, self._state.now - float(seqs.accesses.last[slot])),
         )

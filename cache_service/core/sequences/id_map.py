@@ -8,6 +8,7 @@ import numpy as np
 from ..values.errors import InvalidField, UnknownSequence
 from ..values.types import Int64Array
 
+_NO_ID = 2**63 - 1  # behind the ids, so that a look-up ends there; no id is as large
 _FEW = 8  # ids that are found one by one sooner than by the column
 
 
@@ -19,7 +20,7 @@ class IdMap:
     """
 
     def __init__(self) -> None:
-        self._ids: Int64Array = np.zeros(16, np.int64)
+        self._ids: Int64Array = np.full(16, _NO_ID, np.int64)
         self._slots: Int64Array = np.zeros(16, np.int64)
         self._size = 0
         self._by_id: dict[int, int] = {}
@@ -42,13 +43,13 @@ class IdMap:
         key = ids.tobytes()
         if key == self._last_key:
             return self._last_slots
-        at = np.searchsorted(self._ids[: self._size], ids)
-        there = self._ids.take(at, mode="clip") == ids
-        there &= at < self._size
-        if not there.all():
+        at = self._ids[: self._size + 1].searchsorted(ids)
+        counts, there = np.bincount(at), self._ids[at] == ids
+        if np.count_nonzero(there) < len(ids) or len(counts) > self._size:
+            there &= at < self._size
             unknown = int(ids[int(np.argmin(there))])
             raise UnknownSequence(f"no sequence {unknown} in this session", sequence_id=unknown)
-        if len(ids) > 1 and int(np.bincount(at).max()) > 1:
+        if int(counts.max()) > 1:
             raise InvalidField(f"{field} names a sequence twice", field=field)
         self._last_key, self._last_slots = key, self._slots[at]
         return self._last_slots
@@ -66,8 +67,8 @@ class IdMap:
         return self._by_id.get(sequence_id)
 
     def add(self, sequence_id: int, slot: int) -> None:
-        if self._size == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+        if self._size + 1 == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.full_like(self._ids, _NO_ID)])
             self._slots = np.concatenate([self._slots, np.zeros_like(self._slots)])
         at = int(np.searchsorted(self._ids[: self._size], sequence_id))
         self._ids[at + 1 : self._size + 1] = self._ids[at : self._size]
@@ -81,6 +82,7 @@ class IdMap:
         self._ids[at : self._size - 1] = self._ids[at + 1 : self._size]
         self._slots[at : self._size - 1] = self._slots[at + 1 : self._size]
         self._size -= 1
+        self._ids[self._size] = _NO_ID
         del self._by_id[sequence_id]
         self._last_key, self._last_slots = b"", np.zeros(0, np.int64)
 

@@ -212,7 +212,7 @@ class Publisher:
         """One block of each sequence, the one at its table index places[i]."""
         if len(slots):
             seqs = self._sequences
-            tokens = seqs.tokens_of(slots)[slots[:, None], (places * self._block_size)[:, None] + self._offsets]
+            tokens = seqs.tokens.rows(slots)[slots[:, None], (places * self._block_size)[:, None] + self._offsets]
             nodes = self._index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables[slots, places])
             self._settle(owner, until, slots, places, nodes)
             seqs.note_last_nodes(slots, nodes)
@@ -220,7 +220,7 @@ class Publisher:
     def _publish_run(self, owner: SessionState, until: int, slot: int, start: int, end: int) -> None:
         """Consecutive blocks of one sequence."""
         seqs, size = self._sequences, self._block_size
-        tokens = seqs.tokens_of(slot)[slot, start * size : end * size]
+        tokens = seqs.tokens.rows(slot)[slot, start * size : end * size]
         nodes = self._index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
         self._settle(owner, until, np.full(end - start, slot), np.arange(start, end, dtype=np.int32), nodes)
         seqs.note_last_nodes(slot, nodes[-1])

@@ -7,19 +7,19 @@ because a step over a thousand sequences must be array work. Does not know who h
 """
 
 import numpy as np
-import numpy.typing as npt
 
-from kvkeeper.common.service.rows import untouched
+from kvkeeper.common.rows import untouched
 
 from ..values.pool_config import PoolConfig
 from ..values.sequence_args import Retention
 from ..values.types import NULL_BLOCK, Int32Array, Int64Array, ReuseHint, SequenceState
+from .late_columns import Accesses, TokenRows
 from .new_entries import NewEntries
 from .transitions import TRANSITIONS
 
 _ALL = 2**31 - 1
 _ACTIVE = frozenset({int(SequenceState.RUNNING), int(SequenceState.LOADING)})
-_MOST_NOTED = 256  # steps whose accesses may wait to be counted
+_RUNNING = np.int8(SequenceState.RUNNING)  # a comparison with the member itself takes several times as long
 
 
 class SequenceTable:
@@ -47,12 +47,8 @@ class SequenceTable:
         self.max_tokens: Int32Array = np.zeros(slots, np.int32)
         self.priorities: Int32Array = np.zeros(slots, np.int32)
         self.reuse_hints = np.zeros(slots, np.int8)  # ReuseHint
-        self._num_accesses: Int64Array = np.zeros(slots, np.int64)
-        # What steps leave for later: accesses not counted (slots, when), tokens (slots, positions, tokens) not written yet.
-        self._accessed: list[tuple[Int64Array, float]] = []
-        self._told: list[tuple[Int64Array, Int32Array, Int32Array]] = []
+        self.accesses = Accesses(slots)
         self.start_numbers: Int64Array = np.zeros(slots, np.int64)  # place in the order of arrivals: an earlier one is smaller
-        self._last_access = np.zeros(slots, np.float64)
         self.num_published: Int32Array = np.zeros(slots, np.int32)  # leading blocks that the index names
         self.last_nodes: Int32Array = np.zeros(slots, np.int32)  # node of the last of them, or the root
         # A block behind the committed length may be shared or indexed; the next reservation looks and copies.
@@ -75,84 +71,20 @@ class SequenceTable:
         self.has_states = self.new_entries.has_states
         self.hole_ends: Int32Array = np.zeros((slots, self.num_groups), np.int32)
         self.tables: Int32Array = untouched(slots, self.num_groups * self.max_blocks)
-        self._tokens: Int32Array = untouched(slots, config.max_tokens_per_sequence)
-        self._prompts: dict[int, Int32Array] = {}  # of what waits, by slot: it takes a row, pages of memory, once it starts
+        self.tokens = TokenRows(self.num_tokens, config.max_tokens_per_sequence)
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
-            *(self.num_prompt, self.parent_ids, self.num_hit, self._num_accesses, self.num_published),
+            *(self.num_prompt, self.parent_ids, self.num_hit, self.num_published),
             *(self.num_sink, self.num_window, self.num_waits, self.waited_len, self.reuse_hints),
         )
         self.num_active = 0  # running or loading
         self.num_added = 0  # sequences so far: while it stands, a slot stands for the same sequence
         self._free_slots = list(range(slots - 1, -1, -1))
 
-    @property
-    def num_accesses(self) -> Int64Array:
-        """[slots] how many steps named each sequence."""
-        self.settle()
-        return self._num_accesses
-
-    @property
-    def tokens(self) -> Int32Array:
-        """[slots, most tokens] token ids; a row holds num_tokens of them, but for a sequence that waits."""
-        if self._told:
-            self.settle()
-        return self._tokens
-
-    @property
-    def slots_with_prompt(self) -> frozenset[int]:
-        """Of which a prompt is kept: those of the sequences that wait."""
-        return frozenset(self._prompts)
-
-    def known_tokens(self, slot: int) -> Int32Array:
-        """[num_tokens] token ids of a sequence in any state; a view."""
-        prompt = self._prompts.get(slot)  # no step appends to it
-        return self.tokens[slot, : self.num_tokens[slot]] if prompt is None else prompt
-
-    def tokens_of(self, slots: Int64Array | int) -> Int32Array:
-        """[slots, most tokens] token ids, of which the rows of these sequences, none of which waits, are up to date.
-
-        For a look at a few rows on the path of a step, which need not wait for a thousand others.
-        """
-        if self._told:
-            wanted = np.zeros(len(self.ids), np.bool_)
-            wanted[slots] = True
-            for told, positions, tokens in self._told:
-                at = wanted[told].nonzero()[0]
-                if len(at):
-                    self._tokens[told[at], positions[at]] = tokens[at]
-        return self._tokens
-
-    @property
-    def last_access(self) -> npt.NDArray[np.float64]:
-        """[slots] when a step or a read last named each sequence, or made it."""
-        self.settle()
-        return self._last_access
-
-    def note_access(self, slots: Int64Array, now: float) -> None:
-        """A step names these distinct sequences."""
-        self._accessed.append((slots, now))
-        if len(self._accessed) == _MOST_NOTED:
-            self.settle()
-
-    def _note_tokens(self, slots: Int64Array, positions: Int32Array, tokens: Int32Array) -> None:
-        """Each of these distinct sequences gets one token at its position.
-
-        Written at the next look: a thousand rows are a thousand cache misses, and the engine need not wait for them.
-        """
-        self._told.append((slots, positions, tokens))
-        if len(self._told) == _MOST_NOTED:
-            self.settle()
-
     def settle(self) -> None:
         """Does what steps have left for later."""
-        for slots, now in self._accessed:
-            self._num_accesses[slots] += 1
-            self._last_access[slots] = now
-        self._accessed.clear()
-        for slots, positions, tokens in self._told:
-            self._tokens[slots, positions] = tokens
-        self._told.clear()
+        self.accesses.settle()
+        self.tokens.settle()
 
     @property
     def num_free_slots(self) -> int:
@@ -189,10 +121,11 @@ class SequenceTable:
         slot = self._take_slot()
         self._enter(slot, SequenceState.WAITING)
         self.ids[slot], self.owners[slot], self.roots[slot] = sequence_id, owner_number, root
-        self._prompts[slot] = np.array(tokens, np.int32)
+        self.tokens.wait(slot, tokens)
         self.num_tokens[slot] = self.num_prompt[slot] = len(tokens)
         self.max_tokens[slot], self.priorities[slot] = max_tokens, priority
-        self.start_numbers[slot], self._last_access[slot] = start_number, now
+        self.start_numbers[slot] = start_number
+        self.accesses.begin(slot, now)
         return slot
 
     def add_fork(self, parent: int, child_id: int, num_tokens: int, num_kept: int, now: float) -> int:
@@ -203,7 +136,7 @@ class SequenceTable:
         child, num_blocks = self._take_slot(), self.num_blocks(num_kept)
         self._enter(child, SequenceState.RUNNING)
         self.tables[child, :num_blocks] = self.tables[parent, :num_blocks]
-        self._tokens[child, :num_tokens] = self._tokens[parent, :num_tokens]
+        self.tokens.copy(parent, child, num_tokens)
         for group in range(1, self.num_groups):
             first = group * self.max_blocks
             self.tables[child, first : first + num_blocks] = self.tables[parent, first : first + num_blocks]
@@ -212,7 +145,8 @@ class SequenceTable:
         for column in (self.owners, self.roots, self.max_tokens, self.priorities, self.num_hit):
             column[child] = column[parent]
         self.reuse_hints[child] = self.reuse_hints[parent]
-        self.start_numbers[child], self._last_access[child] = self.start_numbers[parent], now
+        self.start_numbers[child] = self.start_numbers[parent]
+        self.accesses.begin(child, now)
         self.ids[child], self.parent_ids[child] = child_id, self.ids[parent]
         if self.num_window[parent]:
             self.retain(child, int(self.num_sink[parent]), int(self.num_window[parent]))
@@ -237,8 +171,7 @@ class SequenceTable:
         self.tables[slot, : len(hits)] = hits
         self.tables[slot, len(hits) : len(hits) + len(new_blocks)] = new_blocks
         self.num_hit[slot], self.num_reserved[slot], self.last_reserve_step[slot] = hit_len, num_reserved, step_id
-        self._num_accesses[slot] += 1  # at once: no step named it while it waited
-        self._last_access[slot] = now
+        self.accesses.count_start(slot, now)
 
     def place_groups(self, slot: int, start: int, blocks: Int32Array, first_holes: int = 0) -> None:
         """Entries of the groups behind the first [groups - 1, n], from table index `start` on; 0 is a hole.
@@ -294,11 +227,7 @@ class SequenceTable:
     def append_tokens(self, slots: Int64Array, num_new: Int32Array, tokens: Int32Array, *, one_each: bool) -> None:
         """Appends num_new[i] of the concatenated tokens to each sequence. one_each: every num_new is 1."""
         known = self.num_tokens[slots]
-        if one_each:
-            self._note_tokens(slots, known, tokens)
-        else:
-            within = np.arange(len(tokens)) - np.repeat(np.cumsum(num_new) - num_new, num_new)
-            self.tokens[np.repeat(slots, num_new), np.repeat(known, num_new) + within] = tokens
+        self.tokens.append(slots, known, num_new, tokens, one_each=one_each)
         self.num_tokens[slots] = known + num_new
 
     def commit(self, slots: Int64Array, lens: Int32Array) -> None:
@@ -480,7 +409,7 @@ class SequenceTable:
         return np.flatnonzero(self.states)
 
     def running_slots(self) -> Int64Array:
-        return np.flatnonzero(self.states == SequenceState.RUNNING)
+        return (self.states == _RUNNING).nonzero()[0]
 
     def holding_slots(self) -> Int64Array:
         """Sequences whose tables hold device blocks."""
@@ -493,9 +422,7 @@ class SequenceTable:
         assert (before, state) in TRANSITIONS, f"a sequence goes from {SequenceState(before).name} to {state.name}"
         self.states[slot] = state
         if before == SequenceState.WAITING:
-            prompt = self._prompts.pop(slot)
-            if state is not SequenceState.FREE_SLOT:
-                self._tokens[slot, : len(prompt)] = prompt
+            self.tokens.end_wait(slot, is_kept=state is not SequenceState.FREE_SLOT)
         self.num_active += (state in _ACTIVE) - (before in _ACTIVE)
 
     def _take_slot(self) -> int:

@@ -285,7 +285,8 @@ class StepApplier:
             else:
                 num_ready = len(log.ready)
                 results.append(self._start(owner, log, slot, max_new, max_hit))
-                for other in (slot, *log.ready[num_ready:]) if is_asked else ():
+                has_next = is_asked and len(results) < len(plan.start_slots)
+                for other in (slot, *log.ready[num_ready:]) if has_next else ():
                     if self._sequences.states[other] == SequenceState.RUNNING:
                         self._inflight.note_started(other)
         return results

@@ -91,7 +91,7 @@ class OneItemCalls:
         seqs = self._sequences
         known = int(seqs.num_tokens[slot])
         repeated = token_ids[: max(known - first_token_idx, 0)]
-        stored = seqs.known_tokens(slot)[first_token_idx : first_token_idx + len(repeated)]
+        stored = seqs.tokens.known(slot)[first_token_idx : first_token_idx + len(repeated)]
         if not 0 <= first_token_idx <= known or not np.array_equal(repeated, stored):
             raise InvalidField(f"the tokens differ from the {known} already stored", field="first_token_idx", limit=known)
         new = token_ids[len(repeated) :]
@@ -112,9 +112,9 @@ class OneItemCalls:
         num_tokens = num_tokens or int(seqs.num_committed[parent])
         child = owner.ids.get(child_id)
         if child is not None:
-            shared = seqs.known_tokens(parent)[:num_tokens]
+            shared = seqs.tokens.known(parent)[:num_tokens]
             is_same = seqs.parent_ids[child] == parent_id and seqs.num_prompt[child] == num_tokens
-            if is_same and np.array_equal(seqs.known_tokens(child)[:num_tokens], shared):
+            if is_same and np.array_equal(seqs.tokens.known(child)[:num_tokens], shared):
                 return
             raise DuplicateSequence(f"sequence {child_id} exists", sequence_id=child_id)
         reply = self._step_once(

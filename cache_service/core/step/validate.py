@@ -212,9 +212,11 @@ def check_starts(sequences: SequenceTable, owner: SessionState, batch: StepBatch
 def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBatch, commits: _Commits) -> Int64Array | None:
     """Forks, truncates, releases, swaps, then the starts and reservations they leave. Answers the reservations' slots."""
     seen: dict[int, _Seen] = {}
-    committed = dict(zip(batch.commit_ids.tolist(), range(len(commits.slots)), strict=True))
+    released: set[int] = set()
 
     def look(sequence_id: int) -> _Seen:
+        if sequence_id in released:
+            raise UnknownSequence(f"sequence {sequence_id} is released in this step", sequence_id=sequence_id)
         if sequence_id not in seen:
             slot = owner.ids.get(sequence_id)
             if slot is None:
@@ -226,16 +228,12 @@ def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBa
                 int(sequences.max_tokens[slot]),
                 find_holes(sequences, slot),
             )
-            if sequence_id in committed:
-                at = committed[sequence_id]
+            for at in (batch.commit_ids == sequence_id).nonzero()[0].tolist():
                 view.num_tokens += int(batch.commit_num_new[at])
                 view.num_committed = int(batch.commit_lens[at])
                 view.holes = view.holes.after_commit(view.num_committed, sequences.block_size)
             seen[sequence_id] = view
-        view = seen[sequence_id]
-        if view.state == SequenceState.FREE_SLOT:
-            raise UnknownSequence(f"sequence {sequence_id} is released in this step", sequence_id=sequence_id)
-        return view
+        return seen[sequence_id]
 
     for parent_id, child_id, num_tokens in zip(
         batch.fork_parents.tolist(), batch.fork_children.tolist(), batch.fork_lens.tolist(), strict=True
@@ -266,18 +264,20 @@ def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBa
         target.holes = target.holes.after_cut(num_tokens, sequences.block_size)
     _check_distinct_ids(batch.release_ids, "release_sequence_ids")
     for sequence_id in batch.release_ids.tolist():
-        look(sequence_id).state = SequenceState.FREE_SLOT
+        if sequence_id not in seen and sequence_id not in owner.ids:
+            look(sequence_id)  # refuses it
+        released.add(sequence_id)
     if has_swaps(batch):
         _check_swaps(batch, look)
-    for sequence_id in batch.start_ids.tolist():
-        look(sequence_id)
+    for sequence_id in [start_id for start_id in batch.start_ids.tolist() if start_id in released]:
+        look(sequence_id)  # refuses it
     if not len(batch.fork_children) and not len(batch.truncate_ids) and not sequences.may_have_holes:
         # The usual step in which requests end and begin: nothing above changed the limits of a reservation.
-        leaving = {*batch.release_ids.tolist(), *batch.swap_out_ids.tolist()}
-        for sequence_id in leaving.intersection(batch.reserve_ids.tolist()):
-            state = look(sequence_id).state  # refuses a released sequence
+        leaving = np.concatenate([batch.release_ids, batch.swap_out_ids])
+        for at in (leaving[:, None] == batch.reserve_ids).any(1).nonzero()[0].tolist():
+            state = look(int(leaving[at])).state  # refuses a released sequence
             if state != SequenceState.RUNNING:
-                raise wrong_state(sequence_id, state)
+                raise wrong_state(int(leaving[at]), state)
         return _check_reservations(sequences, owner, batch, commits)
     _check_distinct_ids(batch.reserve_ids, "reserve_sequence_ids")
     _check_lengths(batch)

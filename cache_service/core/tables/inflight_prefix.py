@@ -27,7 +27,7 @@ class NextBlocks:
     def __init__(self, seqs: SequenceTable, start: int, slots: Int64Array, lens: Int64Array) -> None:
         """start: tokens before the block. slots [n], lens [n]: sequences that have it, and tokens they may share."""
         self._slots, self._lens, self._roots = slots, lens, seqs.roots[slots]
-        self._blocks = seqs.tokens_of(slots)[slots, start : start + seqs.block_size]
+        self._blocks = seqs.tokens.rows(slots)[slots, start : start + seqs.block_size]
         self._firsts = self._blocks[:, 0].copy()
         self._added: dict[tuple[int, bytes], list[tuple[int, int]]] = {}
 
@@ -61,7 +61,7 @@ class InflightPrefixes:
         for start, blocks in self._next_blocks.items():
             slots, lens = self._behind(start, np.array([slot]))
             if len(slots):
-                blocks.add(int(seqs.roots[slot]), seqs.tokens_of(slot)[slot, start : start + size], slot, int(lens[0]))
+                blocks.add(int(seqs.roots[slot]), seqs.tokens.rows(slot)[slot, start : start + size], slot, int(lens[0]))
 
     def length_to_come(self, slot: int, max_hit: int, owners: Mapping[int, SessionState]) -> int:
         """Tokens, whole blocks, that the waiting sequence could hit once a running one has committed what it was granted.
@@ -81,13 +81,13 @@ class InflightPrefixes:
         longest, unit = 0, size * seqs.new_entries.common_period
         if start not in self._next_blocks:
             self._next_blocks[start] = NextBlocks(seqs, start, *self._behind(start, seqs.running_slots()))
-        next_block = seqs.known_tokens(slot)[start : start + size]
+        next_block = seqs.tokens.known(slot)[start : start + size]
         for rival, length in self._next_blocks[start].find(int(seqs.roots[slot]), next_block):
             owner = owners.get(int(seqs.owners[rival]))
             if owner is None or not self._will_publish(owner, rival, length):
                 continue
             known = min(length, end)
-            differ = np.flatnonzero(seqs.tokens_of(rival)[rival, :known] != seqs.known_tokens(slot)[:known])
+            differ = np.flatnonzero(seqs.tokens.rows(rival)[rival, :known] != seqs.tokens.known(slot)[:known])
             num_common = (int(differ[0]) if len(differ) else known) // unit * unit
             longest = max(longest, num_common)
         if longest <= start or longest < self._lookup.min_tokens:

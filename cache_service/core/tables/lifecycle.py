@@ -116,7 +116,7 @@ class SequenceLifecycle:
             num_shared = min(int(seqs.num_committed[slot]) // size, int(seqs.share_limits[slot])) * size
             num_prompt = int(seqs.num_prompt[slot])
             if num_shared >= num_prompt:
-                self._reach.note_end(int(seqs.roots[slot]), num_prompt, seqs.tokens_of(slot)[slot, :num_shared].copy())
+                self._reach.note_end(int(seqs.roots[slot]), num_prompt, seqs.tokens.rows(slot)[slot, :num_shared].copy())
 
     def release_end(self, owner: SessionState, slot: int, num_kept: int) -> None:
         """Gives back the blocks of a running sequence behind the first num_kept; its release is to follow."""
@@ -144,7 +144,7 @@ class SequenceLifecycle:
         num_published = int(seqs.num_published[slot])
         return Use(
             blocks=seqs.tables[slot, :num_published],
-            tokens=seqs.tokens_of(slot)[slot, : num_published * self._block_size],
+            tokens=seqs.tokens.rows(slot)[slot, : num_published * self._block_size],
             root=int(seqs.roots[slot]),
             priority=int(seqs.priorities[slot]),
             num_blocks=len(seqs.table(slot)),

@@ -50,7 +50,7 @@ class PrefixLookup:
         if len(nodes) == num_most or not len(rivals):
             return False
         start = len(nodes) * size
-        tokens, prompt = seqs.tokens_of(rivals), seqs.known_tokens(slot)[: start + size]
+        tokens, prompt = seqs.tokens.rows(rivals), seqs.tokens.known(slot)[: start + size]
         rivals = rivals[(tokens[rivals, start : start + size] == prompt[start:]).all(1)]
         last = nodes[-1] if len(nodes) else seqs.roots[slot]
         return any(
@@ -69,7 +69,7 @@ class PrefixLookup:
         key = (slot, num_most, self._index.num_changes, seqs.num_added)
         if key == self._last_key and self._host is None and not self.have_outlived():
             return self._last_match
-        tokens = seqs.known_tokens(slot)[: num_most * self._block_size]
+        tokens = seqs.tokens.known(slot)[: num_most * self._block_size]
         found = self.match_tokens(int(seqs.roots[slot]), tokens, num_most)
         self._last_key, self._last_match = key, self.usable(found)
         return self._last_match
@@ -129,7 +129,7 @@ class PrefixLookup:
         num_blocks, rest = divmod(known, self._block_size)
         if rest or max_hit < known or known < self.min_tokens or num_blocks > seqs.share_limits[slot]:
             return None
-        nodes = self.in_time(self._index.match(int(seqs.roots[slot]), seqs.known_tokens(slot), num_blocks))
+        nodes = self.in_time(self._index.match(int(seqs.roots[slot]), seqs.tokens.known(slot), num_blocks))
         if np.count_nonzero(self._index.block_of_node[nodes]) < num_blocks or len(self._index.held.usable(nodes)) < num_blocks:
             return None
         logits = self._index.logits.get(int(nodes[-1]))

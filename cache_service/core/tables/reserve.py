@@ -42,7 +42,7 @@ class Reservations:
         if seqs.has_states and total:
             starts = table_lens[growing]
             total = int(seqs.new_entries.num_blocks_of(starts, starts + num_new[growing]).sum())
-        seqs.note_access(slots, self._clock.now)
+        seqs.accesses.note(slots, self._clock.now)
         if total > pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
             return self._reserve_in_order(owner, log, slots, least, wanted)
         if claims.claims:

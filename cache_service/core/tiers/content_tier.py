@@ -78,7 +78,7 @@ class ContentTier:
             return False
         seqs = self._sequences
         num_most = min((int(seqs.num_tokens[slot]) - 1) // self._block_size, int(seqs.share_limits[slot]))
-        root, tokens = int(seqs.roots[slot]), seqs.known_tokens(slot)[: num_most * self._block_size]
+        root, tokens = int(seqs.roots[slot]), seqs.tokens.known(slot)[: num_most * self._block_size]
         if self.rules.most_asked:
             question = self.questions.ask(slot, root, tokens)
             if question is not None:

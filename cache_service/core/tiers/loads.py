@@ -57,7 +57,7 @@ class TierQuestions:
         Returns None where that is not worth it.
         """
         size, now = self._block_size, self._clock.now
-        most = self._lookup.num_known(root, tokens) + self._rules.most_asked // self._lookup.num_full
+        most = self._lookup.num_known(root, tokens) + self._rules.most_asked // len(self._lookup.full_groups)
         up_to = self._lookup.lookups(root, tokens[: most * size], lambda name: 0)
         found = up_to(min(most, len(tokens) // size))
         if not found.orders or not self._flight.may_begin():
@@ -75,8 +75,10 @@ class TierQuestions:
 
     def _in_order(self, orders: list[TierOrder]) -> tuple[list[bytes], int]:
         """Their names, first those of the groups that read all tokens, whose number is returned; windows, the last first."""
-        full = [order.name for order in orders if self._lookup.is_full(order)]
-        return full + [order.name for order in reversed(orders) if not self._lookup.is_full(order)], len(full)
+        full, windows = list[bytes](), list[bytes]()
+        for order in orders:
+            (full if order.group in self._lookup.full_groups else windows).append(order.name)
+        return full + windows[::-1], len(full)
 
     def _put(self, question: Question) -> None:
         self._flight.questions[id(question)] = question
@@ -123,6 +125,8 @@ class TierQuestions:
             if at >= question.first and (name := chain[at - question.first]) in stored:
                 known[name] = Content(name, block_name, parent, piece)
             parent = block_name
+            if len(known) == len(stored):  # what is behind them is not asked for
+                break
         return [known.get(name) or Content(name) for name in names]
 
     def take(self) -> list[Question]:
@@ -200,7 +204,7 @@ class TierLoads:
     ) -> Load:
         """Gives the orders their host blocks. held: ends of transfers that end with the load."""
         blocks = self._host.take_blocks(len(wanted), held=False).tolist()
-        orders = [replace(order, host=host) for order, host in zip(wanted, blocks, strict=True)]
+        orders = [order._replace(host=host) for order, host in zip(wanted, blocks, strict=True)]
         deadline = self._clock.now + self._rules.deadline
         load = Load(root, np.array(tokens, np.int32), orders, held, wanted_at, deadline, num_entries)
         for order in orders:

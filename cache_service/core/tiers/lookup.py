@@ -73,12 +73,7 @@ class TierLookup:
     def __init__(self, index: PrefixIndex, host: HostTier, names: ContentNames, flight: InFlight) -> None:
         self._index, self._host, self._names, self._flight = index, host, names, flight
         self._spans = index.held.spans[:1] if index.held.has_tail else index.held.spans
-        self._full = [group for group, span in enumerate(self._spans) if span.is_whole]
-        self.num_full = len(self._full)  # groups that read all tokens
-
-    def is_full(self, order: TierOrder) -> bool:
-        """Whether the order is of a group that reads all tokens."""
-        return self._spans[order.group].is_whole
+        self.full_groups = [group for group, span in enumerate(self._spans) if span.is_whole]  # that read all tokens
 
     def lookups(self, root: int, tokens: Int32Array, find: Find, tenant: str | None = None) -> Callable[[int], Found]:
         """What is found of a start of these tokens, by its number of entries, while the index stays as it is.
@@ -89,24 +84,21 @@ class TierLookup:
         num_most = len(tokens) // size
         nodes = index.match(root, tokens, num_most)
         num_nodes = len(nodes)
-        raw, width = np.ascontiguousarray(tokens, "<i4").tobytes(), 4 * size
+        raw, width, era = np.ascontiguousarray(tokens, "<i4").tobytes(), 4 * size, self._flight.era
         behind: list[tuple[bytes, bytes, list[TierOrder]]] = []  # entries that the index lacks: names of block and parent
-
-        def order(at: int, group: int, name: bytes, parent: bytes) -> TierOrder | None:
-            of_group = self._names.of_group(name, group)
-            slot = find(of_group)
-            if slot is None:
-                return None
-            return TierOrder(slot, 0, of_group, parent, raw[at * width : (at + 1) * width], 0, self._flight.era, group, at)
-
-        if num_nodes or tenant is None:
-            name = self._names.of(int(nodes[-1]) if num_nodes else root)
-        else:
-            name = self._names.first(tenant)
+        last = int(nodes[-1]) if num_nodes else root
+        name = self._names.of(last) if num_nodes or tenant is None else self._names.first(tenant)
         for at in range(num_nodes, num_most):
-            parent, name = name, self._names.child(name, raw[at * width : (at + 1) * width])
-            own = [made for group in self._full if (made := order(at, group, name, parent)) is not None]
-            if len(own) < self.num_full:
+            piece = raw[at * width : (at + 1) * width]
+            parent, name = name, self._names.child(name, piece)
+            own = list[TierOrder]()
+            for group in self.full_groups:
+                of_group = self._names.of_group(name, group) if group else name
+                slot = find(of_group)
+                if slot is None:
+                    break
+                own.append(TierOrder(slot, 0, of_group, parent, piece, 0, era, group, at))
+            if len(own) < len(self.full_groups):
                 break
             behind.append((name, parent, own))
         windows: dict[tuple[int, int], TierOrder | None] = {}
@@ -119,10 +111,12 @@ class TierLookup:
                     return True
             if (at, group) not in windows:
                 if at < num_nodes:
-                    names = self._names.of(node), self._names.of(index.parent(node))
+                    name, parent = self._names.of(node), self._names.of(index.parent(node))
                 else:
-                    names = behind[at - num_nodes][:2]
-                windows[at, group] = order(at, group, *names)
+                    name, parent, _ = behind[at - num_nodes]
+                slot, piece = find(of_group := self._names.of_group(name, group)), raw[at * width : (at + 1) * width]
+                made = None if slot is None else TierOrder(slot, 0, of_group, parent, piece, 0, era, group, at)
+                windows[at, group] = made
             return windows[at, group] is not None
 
         def up_to(most: int) -> Found:
@@ -134,7 +128,8 @@ class TierLookup:
             orders = [each for _, _, own in behind[: max(end - len(known), 0)] for each in own]
             firsts = [index.held.first_entry(end, group) for group in range(len(self._spans))]
             orders += [made for (at, group), made in windows.items() if made is not None and firsts[group] <= at < end]
-            orders.sort(key=lambda each: (each.entry, each.group))
+            if windows:
+                orders.sort(key=lambda each: (each.entry, each.group))
             return Found(orders, num_above, end, len(known), self._held(known[:end], firsts))
 
         return up_to
@@ -162,7 +157,7 @@ class TierLookup:
             done.setdefault(order.entry, []).extend([order] if result is TierResult.DONE else [])
         for at, of_entry in done.items():
             is_new = at >= len(path)
-            if is_new and (at > len(path) or not {order.group for order in of_entry}.issuperset(self._full)):
+            if is_new and (at > len(path) or not {order.group for order in of_entry}.issuperset(self.full_groups)):
                 break  # without its parent, or without what a hit reads of it
             for order in of_entry:
                 if order.group == 0:

@@ -13,7 +13,7 @@ import numpy as np
 from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
 from ..sequences.spans import can_leave
-from ..values.types import Executor, Int32Array, Int64Array, SequenceState, SessionId
+from ..values.types import Executor, Int32Array, Int64Array, SequenceState
 from .offload import Offloader
 from .transfers import Move, TransferOrder
 
@@ -253,9 +253,6 @@ class SequenceSwapper:
         blocks, orders = self.offloader.end_session(owner, may_still_write=may_still_write)
         self._tell_waiters(orders, ok=False)
         return blocks
-
-    def end_quarantine(self, session: SessionId) -> None:
-        self.host.end_quarantine(session)
 
     def _end_orders(self, orders: list[TransferOrder], *, ok: bool) -> None:
         self.offloader.end_orders(orders, ok=ok)

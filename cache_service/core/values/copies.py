@@ -34,8 +34,7 @@ class TierResult(IntEnum):
     MISSING = 5  # a shared store has no such block any more
 
 
-@dataclass(frozen=True, slots=True)
-class TierOrder:
+class TierOrder(NamedTuple):
     """Moves one whole block between a tier asked by name and a block of the host tier.
 
     slot: of a slab; 0 in a shared store. name, parent: of the content and of what leads to it, NAME_BYTES each. tokens: of the

@@ -23,5 +23,7 @@ def distinct(numbers: npt.NDArray[_Integer]) -> npt.NDArray[_Integer]:
 
 def has_repeats(numbers: npt.NDArray[_Integer]) -> bool:
     """Whether a number occurs twice."""
+    if len(numbers) < 2:
+        return False
     result = np.sort(numbers)
     return bool((result[1:] == result[:-1]).any())

@@ -72,9 +72,9 @@ def pool_info(info: PoolInfo) -> pb.PoolInfo:
 
 def pool_stats(pool: Pool) -> pb.PoolStats:
     """Field names are the same on both sides; bytes and watches are added to the core's counts."""
-    stats, info = pool.stats(), pool.info
+    stats, info = pool.manager.queries.stats(), pool.info
     values = {name: getattr(stats, name) for name in PoolStats.__slots__}
-    groups = [pb.GroupStats(**each._asdict()) for each in pool.manager.group_stats()]
+    groups = [pb.GroupStats(**each._asdict()) for each in pool.manager.queries.group_stats()]
     bytes_of_ranks = info.spec.num_ranks * info.block_bytes
     num_used = info.num_blocks - 1 - stats.num_free_blocks - stats.num_cached_blocks
     return pb.PoolStats(

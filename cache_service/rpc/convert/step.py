@@ -6,7 +6,7 @@ are not copied on the way in, and once on the way out. This is the hot path of a
 
 from collections.abc import Callable
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -42,13 +42,15 @@ _WALKED = tuple(
 _WALKED_BYTES = MAX_STEP_ITEMS * _INT64.itemsize
 
 
-def _with_first_of_list(length: Length) -> tuple[tuple[int, int], ...]:
-    """(place, place of the first column of its list) of the columns whose length is declared so."""
-    first = {name: BATCH_COLUMNS.index(members[0]) for name, members in by_list(BATCH_COLUMNS).items()}
-    return tuple((place, first[column.list]) for place, column in enumerate(BATCH_COLUMNS) if column.length is length)
-
-
-_AS_LONG, _AS_LONG_OR_EMPTY = _with_first_of_list(Length.ITEM), _with_first_of_list(Length.OPTIONAL)
+_FIRST_OF_LIST = {name: BATCH_COLUMNS.index(members[0]) for name, members in by_list(BATCH_COLUMNS).items()}
+# (place, place of the first column of its list) of the columns that are as long as their list, the optional ones behind.
+_AS_LONG = tuple(
+    (place, _FIRST_OF_LIST[column.list])
+    for length in (Length.ITEM, Length.OPTIONAL)
+    for place, column in enumerate(BATCH_COLUMNS)
+    if column.length is length
+)
+_lens_of_columns, _lens_of_lists = (itemgetter(*places) for places in zip(*_AS_LONG, strict=True))
 
 
 def _fields_of_list(members: tuple[Column, ...]) -> tuple[int, tuple[tuple[str, int], ...]]:
@@ -77,12 +79,11 @@ def step_batch(request: pb.StepRequest) -> StepBatch:
     except ValueError:
         column = BATCH_COLUMNS[place]
         raise _ragged(column.field, column.dtype) from None
-    for place, first in _AS_LONG:
-        if len(columns[place]) != len(columns[first]):
-            raise _unequal(place, first, columns)
-    for place, first in _AS_LONG_OR_EMPTY:
-        if raws[place] and len(columns[place]) != len(columns[first]):
-            raise _unequal(place, first, columns)
+    lens = tuple(map(len, columns))
+    if _lens_of_columns(lens) != _lens_of_lists(lens):
+        for place, first in _AS_LONG:
+            if lens[place] != lens[first] and (raws[place] or BATCH_COLUMNS[place].length is Length.ITEM):
+                raise _unequal(place, first, columns)
     return StepBatch(request.step_id, request.completed_step_id, *columns)
 
 

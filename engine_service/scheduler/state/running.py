@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvkeeper.common.service.rows import untouched
+from kvkeeper.common.rows import untouched
 
 from ...values.request import Int32Array, Sequence
 

@@ -99,7 +99,7 @@ class DiskSimulation:
         return self.counts
 
     def _add_up(self, world: DiskWorld) -> None:
-        stats, counts = world.manager.stats(), world.disk_counts
+        stats, counts = world.manager.queries.stats(), world.disk_counts
         counts.late, counts.evicted = stats.num_late_disk_loads, stats.num_evicted_disk_blocks
         counts.rests, counts.damaged = stats.num_disk_rests, stats.num_damaged_disk_blocks
         counts.waits = stats.num_computing_answers

@@ -74,7 +74,7 @@ class DiskStorm:
             self.slab[slot] = block, era, None
         elif event < 0.99925:
             self.num_clears += 1
-            self.manager.clear_prefix_cache()
+            self.manager.prefixes.clear()
             self.stored.clear()
         else:
             self._kill()
@@ -85,10 +85,10 @@ class DiskStorm:
         while self.jobs:
             self._run(self.jobs.pop())
             self._check()
-        self.manager.clear_prefix_cache()
-        wrong = self.manager.check_invariants()
+        self.manager.prefixes.clear()
+        wrong = self.manager.queries.check_invariants()
         assert not wrong, wrong
-        stats = self.manager.stats()
+        stats = self.manager.queries.stats()
         self.num_rests += stats.num_disk_rests
         assert stats.num_free_disk_blocks == self.num_slots, stats
         assert stats.num_free_host_blocks == self.config.num_host_blocks - 1, stats
@@ -163,7 +163,7 @@ class DiskStorm:
 
     def _advance(self, seconds: float) -> None:
         self.now += seconds
-        self.manager.tick(self.now)
+        self.manager.state.tick(self.now)
         self.disk.flight.tend()
 
     def _kill(self) -> None:
@@ -177,7 +177,7 @@ class DiskStorm:
         self.num_rests += self.disk.flight.breaker.num_rests
         self.hosts.clear()
         self._open(self.disk.flight.era)
-        self.manager.tick(self.now)
+        self.manager.state.tick(self.now)
 
     def _check(self) -> None:
         known = self.disk.directory.names()

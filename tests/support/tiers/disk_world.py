@@ -109,7 +109,7 @@ class DiskWorld(TierWorld):
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self.manager.tick(self.now)
+        self.manager.state.tick(self.now)
         self.disk.flight.tend()
 
     def store_some(self, max_blocks: int) -> None:
@@ -161,7 +161,7 @@ class DiskWorld(TierWorld):
                 break
             self.finish_disk()
             self.audit()
-        stats = self.manager.stats()
+        stats = self.manager.queries.stats()
         counts = self.disk_counts
         counts.late, counts.evicted = stats.num_late_disk_loads, stats.num_evicted_disk_blocks
         counts.rests, counts.damaged = stats.num_disk_rests, stats.num_damaged_disk_blocks
@@ -170,7 +170,7 @@ class DiskWorld(TierWorld):
 
     def kill(self, choose: Choose) -> None:
         """The service is gone, and with it all but the slab."""
-        self.manager.check_invariants()
+        self.manager.queries.check_invariants()
         for job in self._jobs:
             order = job.next_order
             if isinstance(job.what, Store) and order is not None and choose(2):

@@ -46,7 +46,7 @@ class Service:
         config = PoolConfig(rng.choice([4, 7]), size, max_sequences=16, num_host_blocks=num_hosts)
         self.manager = PoolManager(config, spec_key=SPEC_KEY)
         self.ever: Ever = {Tier.DISK: {}, Tier.REMOTE: store.ever}
-        self.manager.open_session(SESSION, Executor.CACHE)
+        self.manager.sessions.open(SESSION, Executor.CACHE)
         rules = TierRules(deadline=5.0, most_loading=rng.choice([2, 64]), weighs=rng.random() < 0.5)
         self.tiers: list[ContentTier] = []
         self.slab: dict[int, tuple[bytes, Content | None]] = {}
@@ -72,11 +72,11 @@ class Service:
     def ask(self, tenant: str, tokens: Int32Array) -> None:
         """A sequence is created, so that what it lacks is looked for below."""
         if len(self.sequences) == _MOST_SEQUENCES:
-            self.manager.release(SESSION, self.sequences.pop(self.rng.randrange(_MOST_SEQUENCES)))
+            self.manager.one_item.release(SESSION, self.sequences.pop(self.rng.randrange(_MOST_SEQUENCES)))
         self.num_created += 1
         self.sequences.append(self.num_created)
-        most = self.manager.config.limit_tokens
-        self.manager.create_sequence(SESSION, SequenceArgs(SequenceId(self.num_created), tokens[:most], tenant=tenant))
+        most = self.manager.state.config.limit_tokens
+        self.manager.creation.create(SESSION, SequenceArgs(SequenceId(self.num_created), tokens[:most], tenant=tenant))
         slot = self.manager.state.session(SESSION).ids.get(self.num_created)
         assert slot is not None
         self.manager.state.below.length_to_come(slot, len(tokens))  # type: ignore[union-attr]
@@ -179,11 +179,11 @@ class Service:
         while self.jobs:
             self.work(1_000_000)
         for sequence_id in self.sequences:
-            self.manager.release(SESSION, sequence_id)
-        self.manager.clear_prefix_cache()
-        wrong = self.manager.check_invariants()
+            self.manager.one_item.release(SESSION, sequence_id)
+        self.manager.prefixes.clear()
+        wrong = self.manager.queries.check_invariants()
         assert not wrong, wrong
-        assert self.manager.stats().num_free_host_blocks == self.host.num_blocks - 1
+        assert self.manager.queries.stats().num_free_host_blocks == self.host.num_blocks - 1
 
 
 class StoreStorm:
@@ -214,7 +214,7 @@ class StoreStorm:
         elif event < 0.97:
             self.now += rng.choice([0.1, 1.0, 6.0, 70.0])
             for each in self.services:
-                each.manager.tick(self.now)
+                each.manager.state.tick(self.now)
                 # so that loads pay now and then
                 each.manager._prompts.seconds.add(rng.randint(1, 9), rng.choice([0.001, 30.0]))
                 for tier in each.tiers:
@@ -227,7 +227,7 @@ class StoreStorm:
             self.num_forgotten += 1
         elif event >= 0.999:
             self.store.clear()
-            service.manager.clear_prefix_cache()
+            service.manager.prefixes.clear()
         if not rng.randrange(16):
             service.check()
 

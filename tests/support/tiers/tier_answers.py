@@ -116,7 +116,7 @@ class TierAnswers:
                 assert granted <= max(most, q.reserved)
                 q.reserved = granted
         for q in engine.sequences.values():
-            view = self.manager.view(engine.session, SequenceId(q.id))
+            view = self.manager.queries.view(engine.session, SequenceId(q.id))
             assert view.state == q.state, (q, view)
             others = view.group_tables or (NO_INT32,) * (len(self.spans) - 1)  # none are shown of a sequence without blocks
             q.tables = [view.block_table.tolist(), *(table.tolist() for table in others)]
@@ -199,7 +199,7 @@ class TierAnswers:
         for q in engine.sequences.values():
             # The load of a swap-in failed, and an engine learns it only by asking again.
             if before.get(q.id) is SequenceState.LOADING and not q.is_start and q.id not in ready and q.id not in items.ins:
-                q.state = self.manager.view(engine.session, SequenceId(q.id)).state
+                q.state = self.manager.queries.view(engine.session, SequenceId(q.id)).state
                 assert q.state in (SequenceState.LOADING, SequenceState.SWAPPED)
                 self.counts.back_in_host += q.state is SequenceState.SWAPPED
 

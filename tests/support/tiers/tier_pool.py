@@ -37,7 +37,7 @@ class TierPool(CorePool):
     ) -> StepReply:
         step_id = self.step_ids[session] + 1
         batch = step_batch(step_id, step_id - 1 - lag, **items)  # type: ignore[arg-type]
-        reply = self.manager.step(
+        reply = self.manager.steps.step(
             session,
             batch._replace(
                 swap_out_ids=int64(outs),
@@ -48,7 +48,7 @@ class TierPool(CorePool):
         )
         self.step_ids[session] = step_id
         self.audit()
-        self.manager.publish_pending()
+        self.manager.maintenance.publish_pending()
         self.audit()
         return reply
 

@@ -46,7 +46,7 @@ class TierWorld(TierAnswers):
     def open(self, executor: Executor) -> SessionId:
         self._num_opened += 1
         session = SessionId(f"{self._num_opened:032x}")
-        self.manager.open_session(session, executor)
+        self.manager.sessions.open(session, executor)
         spans = self.config.group_spans
         told = ToldTables(self.config.block_size, len(spans))
         sizes = {"spans": spans, "num_usable_blocks": self.config.num_usable_blocks, "has_tail": self.has_tail}
@@ -58,7 +58,7 @@ class TierWorld(TierAnswers):
         del self.engines[session]
         self.counts.deaths += may_still_write
         self.counts.closes += not may_still_write
-        self.manager.close_session(session, may_still_write=may_still_write)
+        self.manager.sessions.close(session, may_still_write=may_still_write)
         if may_still_write:
             self.ended.append(session)
         else:
@@ -77,7 +77,7 @@ class TierWorld(TierAnswers):
         while self.memory.in_flight.get(session):
             self.run_ended(session)
         self.ended.remove(session)
-        self.manager.end_quarantine(session)
+        self.manager.sessions.end_quarantine(session)
 
     def create(self, session: SessionId, choose: Choose) -> None:
         engine, limit = self.engines[session], self.config.limit_tokens
@@ -91,7 +91,7 @@ class TierWorld(TierAnswers):
         q.retention = self._retention(choose) if choose(4) == 3 and len(self.spans) == 1 else None
         engine.next_id += 1
         args = SequenceArgs(SequenceId(q.id), np.array(tokens, np.int32), 0, q.tenant, retention=q.retention)
-        self.manager.create_sequence(session, args)
+        self.manager.creation.create(session, args)
         engine.sequences[q.id] = q
 
     def narrow(self, session: SessionId, choose: Choose) -> None:
@@ -101,7 +101,7 @@ class TierWorld(TierAnswers):
         if whole and len(self.spans) == 1:
             q = whole[choose(len(whole))]
             q.retention = self._retention(choose)
-            self.manager.update_sequence(session, q.id, retention=q.retention)
+            self.manager.updates.update(session, q.id, retention=q.retention)
             self.counts.narrowed += 1
 
     def _retention(self, choose: Choose) -> Retention:
@@ -120,7 +120,7 @@ class TierWorld(TierAnswers):
         items.commits = commits
         batch = self._batch(engine, items, *engine.reports(choose, self.counts))
         before = {q.id: q.state for q in engine.sequences.values()}
-        reply = self.manager.step(session, batch)
+        reply = self.manager.steps.step(session, batch)
         engine.step_id = step_id
         self.counts.steps += 1
         self.apply(engine, items, before, reply, choose)
@@ -129,8 +129,8 @@ class TierWorld(TierAnswers):
         told = {i: [table, *engine.told.groups.get(i, [])] for i, table in engine.told.tables.items()}
         assert told == {q.id: q.tables for q in running}, "tables as they are told"
         if choose(2):
-            self.manager.publish_pending(1 + choose(4))
-            self.manager.end_some_transfers(1 + choose(4))
+            self.manager.maintenance.publish_pending(1 + choose(4))
+            self.manager.maintenance.end_reported_orders(1 + choose(4))
         return reply
 
     def refuse_step(self, session: SessionId, choose: Choose) -> None:
@@ -143,7 +143,7 @@ class TierWorld(TierAnswers):
         none = np.array([], np.int64)
         before = self._snapshot()
         try:
-            self.manager.step(session, self._batch(engine, items, none, none))
+            self.manager.steps.step(session, self._batch(engine, items, none, none))
         except WrongState:
             self.counts.refused_steps += 1
         else:
@@ -151,15 +151,19 @@ class TierWorld(TierAnswers):
         assert self._snapshot() == before, "a refused step leaves no trace"
 
     def clear(self) -> None:
-        self.manager.clear_prefix_cache()
+        self.manager.prefixes.clear()
         self.counts.clears += 1
 
     def _snapshot(self) -> tuple[object, ...]:
         """All that a client can see."""
         ids = [(engine.session, q) for engine in self.engines.values() for q in engine.sequences]
-        views = [self.manager.view(session, SequenceId(q)) for session, q in ids]
+        views = [self.manager.queries.view(session, SequenceId(q)) for session, q in ids]
         shown = [repr(view) for view in views]
-        return shown, self.manager.stats(), [self.manager.block_state(BlockId(b)) for b in range(self.config.num_blocks)]
+        return (
+            shown,
+            self.manager.queries.stats(),
+            [self.manager.state.pool.state(BlockId(b)) for b in range(self.config.num_blocks)],
+        )
 
     def _batch(self, engine: TierEngine, items: TierItems, done: Int64Array, failed: Int64Array) -> StepBatch:
         """The engine's next step."""
@@ -189,12 +193,12 @@ class TierWorld(TierAnswers):
         """A renewal: orders and steps are reported without a step."""
         engine = self.engines[session]
         self._complete(engine, engine.completed + choose(engine.step_id - engine.completed + 1))
-        self.manager.complete(session, engine.completed, *engine.reports(choose, self.counts))
+        self.manager.steps.complete(session, engine.completed, *engine.reports(choose, self.counts))
 
     def evict(self, session: SessionId, count: int) -> None:
         """Evicts cached blocks outside of a step: to the host tier where this session's orders are run at once."""
-        with self.manager.demoting(session) as moved:
-            self.manager.evict_blocks(count)
+        with self.manager.evictions.demoting(session) as moved:
+            self.manager.evictions.evict_blocks(count)
         copies = moved.copies
         columns = (copies.transfer_kinds.tolist(), copies.transfer_sources.tolist(), copies.transfer_destinations.tolist())
         for kind, source, destination in zip(*columns, strict=True):
@@ -202,7 +206,7 @@ class TierWorld(TierAnswers):
 
     def audit(self) -> None:
         """The pool's own audit, and the content oracle."""
-        wrong = self.manager.check_invariants() + self.memory.faults
+        wrong = self.manager.queries.check_invariants() + self.memory.faults
         assert not wrong, wrong
         swapper = self.manager.swapper
         assert swapper is not None
@@ -217,9 +221,9 @@ class TierWorld(TierAnswers):
         for session in list(self.ended):
             self.end_quarantine(session)
         self.audit()
-        self.manager.clear_prefix_cache()
+        self.manager.prefixes.clear()
         self.audit()
-        stats, config = self.manager.stats(), self.config
+        stats, config = self.manager.queries.stats(), self.config
         assert stats.num_free_blocks == config.num_usable_blocks, stats
         assert stats.num_free_host_blocks == max(config.num_host_blocks - 1, 0), stats
         counts = self.counts

@@ -33,7 +33,7 @@ class CoreCache:
     ) -> None:
         self.manager = manager or PoolManager(PoolConfig(num_blocks, block_size, max_sequences, 10_000, watermark, **config))
         self.session = session
-        self.manager.open_session(session, Executor.ENGINE)
+        self.manager.sessions.open(session, Executor.ENGINE)
         self.num_reclaim_hint = 0  # in every reply, beside what the pool asks for
         self.has_step_in_flight = False  # the last one's device work has not ended
         self.ended_orders: tuple[list[int], list[int]] = ([], [])  # completed and failed ones, to be reported
@@ -42,24 +42,24 @@ class CoreCache:
 
     @property
     def sequences(self) -> list[int]:
-        return self.manager.sequence_ids(self.session).tolist()
+        return self.manager.queries.sequence_ids(self.session).tolist()
 
     @property
     def num_reusable_blocks(self) -> int:
         self._step_id += 1
         done, failed = (np.array(ids, np.int64) for ids in self.ended_orders)
         batch = StepBatch(self._step_id, self._step_id - 1, completed_transfers=done, failed_transfers=failed)
-        self.manager.step(self.session, batch)
-        self.manager.complete(self.session, self._step_id)
-        stats = self.manager.stats()
+        self.manager.steps.step(self.session, batch)
+        self.manager.steps.complete(self.session, self._step_id)
+        stats = self.manager.queries.stats()
         return stats.num_free_blocks + stats.num_cached_blocks
 
     @property
     def num_cached_blocks(self) -> int:
-        return self.manager.stats().num_cached_blocks
+        return self.manager.queries.stats().num_cached_blocks
 
     def num_blocks_in_table(self, sequence_id: int) -> int:
-        return len(self.manager.view(self.session, SequenceId(sequence_id)).block_table)
+        return len(self.manager.queries.view(self.session, SequenceId(sequence_id)).block_table)
 
     def create(
         self,
@@ -74,10 +74,10 @@ class CoreCache:
         kept = None if retention is None else Retention(retention.num_sink_tokens, retention.num_window_tokens)
         args = SequenceArgs(SequenceId(sequence_id), token_ids, max_len, "", priority, kept, start_number)
         try:
-            self.manager.create_sequence(self.session, args)
+            self.manager.creation.create(self.session, args)
         except OutOfSequences:
             raise TinyOutOfSequences from None
-        return self.manager.start_number(self.session, sequence_id)
+        return self.manager.queries.start_number(self.session, sequence_id)
 
     def step(self, plan: Plan) -> StepReply:
         self._step_id += 1
@@ -90,25 +90,25 @@ class CoreCache:
         done, failed = (np.array(ids, np.int64) for ids in self.ended_orders)
         self.ended_orders = ([], [])
         batch = StepBatch(self._step_id, completed, **columns, completed_transfers=done, failed_transfers=failed)
-        reply = self.manager.step(self.session, batch)
+        reply = self.manager.steps.step(self.session, batch)
         self._audit()
-        self.manager.publish_pending()
+        self.manager.maintenance.publish_pending()
         self._audit()
         return reply._replace(num_reclaim_hint=max(reply.num_reclaim_hint, self.num_reclaim_hint))
 
     def report(self) -> None:
         """The last step's device work has ended, and no other step follows for now."""
-        self.manager.complete(self.session, self._step_id)
+        self.manager.steps.complete(self.session, self._step_id)
 
     def clear(self) -> None:
         """As an operator does: all that is cached is forgotten."""
-        self.manager.clear_prefix_cache()
+        self.manager.prefixes.clear()
         self._audit()
 
     def close(self) -> None:
         """The session ends, with nothing that still writes."""
-        self.manager.close_session(self.session, may_still_write=False)
+        self.manager.sessions.close(self.session, may_still_write=False)
 
     def _audit(self) -> None:
         if self._step_id % self._audit_every == 0:
-            assert self.manager.check_invariants() == []
+            assert self.manager.queries.check_invariants() == []

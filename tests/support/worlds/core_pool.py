@@ -65,19 +65,19 @@ class CorePool:
         self.manager = PoolManager(PoolConfig(num_blocks, block_size, **config))  # type: ignore[arg-type]
         self.step_ids = {A: 0, B: 0}
         for session in self.step_ids:
-            self.manager.open_session(session, Executor.ENGINE)
+            self.manager.sessions.open(session, Executor.ENGINE)
 
     def create(self, sequence_id: int, tokens: Sequence[int], *, session: SessionId = A, **args: object) -> int:
-        return self.manager.create_sequence(session, SequenceArgs(SequenceId(sequence_id), int32(tokens), **args))  # type: ignore[arg-type]
+        return self.manager.creation.create(session, SequenceArgs(SequenceId(sequence_id), int32(tokens), **args))  # type: ignore[arg-type]
 
     def step(self, session: SessionId = A, *, lag: int = 0, publish: bool = True, **items: Sequence[object]) -> StepReply:
         """The session's next step; lag is how many steps before it are still in flight. Its commits are published after it."""
         step_id = self.step_ids[session] + 1
-        reply = self.manager.step(session, step_batch(step_id, step_id - 1 - lag, **items))  # type: ignore[arg-type]
+        reply = self.manager.steps.step(session, step_batch(step_id, step_id - 1 - lag, **items))  # type: ignore[arg-type]
         self.step_ids[session] = step_id
         self.audit()
         if publish:
-            self.manager.publish_pending()
+            self.manager.maintenance.publish_pending()
             self.audit()
         return reply
 
@@ -89,7 +89,7 @@ class CorePool:
         return self.table(sequence_id, session=session)
 
     def view(self, sequence_id: int, *, session: SessionId = A) -> SequenceView:
-        return self.manager.view(session, SequenceId(sequence_id))
+        return self.manager.queries.view(session, SequenceId(sequence_id))
 
     def table(self, sequence_id: int, *, session: SessionId = A) -> list[int]:
         return [int(block) for block in self.view(sequence_id, session=session).block_table]
@@ -100,10 +100,10 @@ class CorePool:
         return view.num_tokens, view.num_committed_tokens, view.num_reserved_tokens
 
     def state(self, block: int) -> BlockState:
-        return self.manager.block_state(BlockId(block))
+        return self.manager.state.pool.state(BlockId(block))
 
     def matched(self, tokens: Sequence[int], tenant: str = "") -> list[int]:
-        return [int(block) for block in self.manager.match_prefix(tenant, int32(tokens)).blocks]
+        return [int(block) for block in self.manager.queries.match_prefix(tenant, int32(tokens)).blocks]
 
     def audit(self) -> None:
-        assert self.manager.check_invariants() == []
+        assert self.manager.queries.check_invariants() == []

@@ -136,15 +136,15 @@ class CoreDriver:
 
     @property
     def now(self) -> float:
-        return self.manager.now
+        return self.manager.state.now
 
     @now.setter
     def now(self, seconds: float) -> None:
-        self.manager.tick(seconds)
+        self.manager.state.tick(seconds)
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
-        self.manager.do_due_work()
+        self.manager.maintenance.do_due_work()
 
     def memory(self) -> ShadowMemory:
         return ShadowMemory(self.config.num_blocks, self.config.block_size)
@@ -156,26 +156,26 @@ class CoreDriver:
         self._num_opened += 1
         session_id = SessionId(f"{self._num_opened:032x}")
         self.sessions[session_id] = self.table.open(session_id, executor, 10.0, "test", self.now)
-        self.manager.open_session(session_id, executor)
+        self.manager.sessions.open(session_id, executor)
         return session_id
 
     def close_session(self, session: SessionId, *, may_still_write: bool) -> tuple[int, int]:
         self.table.end_session(self.sessions.pop(session))
-        result = self.manager.close_session(session, may_still_write=may_still_write)
+        result = self.manager.sessions.close(session, may_still_write=may_still_write)
         return result.num_released_sequences, result.num_quarantined_blocks
 
     def end_quarantine(self, session: SessionId) -> None:
-        self.manager.end_quarantine(session)
+        self.manager.sessions.end_quarantine(session)
 
     def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
-        return self.manager.create_sequence(session, args)
+        return self.manager.creation.create(session, args)
 
     def step(self, session: SessionId, batch: StepBatch) -> StepReply:
         """A step that arrives for the first time."""
         gate, raw = self.sessions[session], encode(batch)
         assert gate.repeat_of(batch.step_id, raw) is None
         gate.check_completed(batch.step_id, batch.completed_step_id)
-        reply = self.manager.step(session, batch)
+        reply = self.manager.steps.step(session, batch)
         gate.record(batch.step_id, batch.completed_step_id, raw, encode(reply))
         self._last_raw[session] = raw
         return reply
@@ -186,46 +186,46 @@ class CoreDriver:
 
     def complete(self, session: SessionId, completed_step_id: int) -> None:
         self.sessions[session].complete(completed_step_id)
-        self.manager.complete(session, completed_step_id)
+        self.manager.steps.complete(session, completed_step_id)
 
     def extend(self, session: SessionId, sequence_id: int, num_tokens: int, *, look_up: bool) -> Copies | None:
-        return self.manager.extend(session, SequenceId(sequence_id), num_tokens, look_up=look_up)
+        return self.manager.one_item.extend(session, SequenceId(sequence_id), num_tokens, look_up=look_up)
 
     def commit(
         self, session: SessionId, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: Int32Array
     ) -> None:
-        self.manager.commit(session, SequenceId(sequence_id), num_tokens, first_token_idx, token_ids)
+        self.manager.one_item.commit(session, SequenceId(sequence_id), num_tokens, first_token_idx, token_ids)
 
     def fork(self, session: SessionId, parent_id: int, child_id: int, num_tokens: int) -> None:
-        self.manager.fork(session, SequenceId(parent_id), SequenceId(child_id), num_tokens)
+        self.manager.one_item.fork(session, SequenceId(parent_id), SequenceId(child_id), num_tokens)
 
     def truncate(self, session: SessionId, sequence_id: int, num_tokens: int) -> None:
-        self.manager.truncate(session, SequenceId(sequence_id), num_tokens)
+        self.manager.one_item.truncate(session, SequenceId(sequence_id), num_tokens)
 
     def release(self, session: SessionId, sequence_id: int) -> int:
-        return self.manager.release(session, SequenceId(sequence_id))
+        return self.manager.one_item.release(session, SequenceId(sequence_id))
 
     def update(
         self, session: SessionId, sequence_id: int, retention: Retention | None, reuse_hint: ReuseHint | None = None
     ) -> None:
-        self.manager.update_sequence(session, sequence_id, retention=retention, reuse_hint=reuse_hint)
+        self.manager.updates.update(session, sequence_id, retention=retention, reuse_hint=reuse_hint)
 
     def reuse_hint(self, block: int) -> ReuseHint:
-        return self.manager.block_view(block).reuse_hint
+        return self.manager.queries.block_view(block).reuse_hint
 
     def hand_off(self, session: SessionId, sequence_id: int) -> bytes:
         self._num_offers += 1
-        return self.manager.offer_sequence(session, sequence_id, self._num_offers.to_bytes(16))
+        return self.manager.hand_offs.offer(session, sequence_id, self._num_offers.to_bytes(16))
 
     def withdraw(self, session: SessionId, sequence_id: int) -> None:
-        self.manager.withdraw_offer(session, sequence_id)
+        self.manager.hand_offs.withdraw(session, sequence_id)
 
     def take(self, session: SessionId, offer: bytes, sequence_id: int) -> list[int]:
-        self.manager.take_sequence(session, offer, sequence_id)
+        self.manager.hand_offs.take(session, offer, sequence_id)
         return self.view(session, sequence_id).block_table.tolist()
 
     def view(self, session: SessionId, sequence_id: int) -> SequenceView:
-        return self.manager.view(session, SequenceId(sequence_id))
+        return self.manager.queries.view(session, SequenceId(sequence_id))
 
     def shown(self, sequences: list[tuple[SessionId, SequenceId]]) -> object:
         """From the columns of the core, because views of all sequences would take most of a simulation's time."""
@@ -239,42 +239,42 @@ class CoreDriver:
         return sequences, tables, [column.tobytes() for column in columns]
 
     def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]:
-        return [int(block) for block in self.manager.match_prefix(tenant, token_ids).blocks]
+        return [int(block) for block in self.manager.queries.match_prefix(tenant, token_ids).blocks]
 
     def pin_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]:
         self._num_pins += 1
-        return tuple(self.manager.pin_prefix(session, f"{self._num_pins:032x}", tenant, token_ids, ttl))
+        return tuple(self.manager.prefixes.pin(session, f"{self._num_pins:032x}", tenant, token_ids, ttl))
 
     def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
-        self.manager.unpin_prefix(session, pin_id)
+        self.manager.prefixes.unpin(session, pin_id)
 
     def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None:
-        self.manager.store_logits(session, sequence_id, num_tokens, logits)
+        self.manager.prefixes.store_logits(session, sequence_id, num_tokens, logits)
 
     def read_logits(self, session: SessionId, sequence_id: int) -> bytes:
-        return self.manager.read_logits(session, sequence_id)
+        return self.manager.prefixes.read_logits(session, sequence_id)
 
     def clear_prefix_cache(self, session: SessionId) -> tuple[int, int]:
-        result = self.manager.clear_prefix_cache()
+        result = self.manager.prefixes.clear()
         return result.num_freed_blocks, result.num_forgotten_blocks
 
     def evict_blocks(self, session: SessionId, num_free_blocks: int) -> int:
-        return self.manager.evict_blocks(num_free_blocks)
+        return self.manager.evictions.evict_blocks(num_free_blocks)
 
     def evict_excess(self) -> int:
-        return self.manager.evict_excess(1 << 30)
+        return self.manager.evictions.evict_excess(1 << 30)
 
     def stats(self) -> PoolStats:
-        return self.manager.stats()
+        return self.manager.queries.stats()
 
     def reclaim(self, max_blocks: int) -> bool:
-        return self.manager.reclaim_some(max_blocks)
+        return self.manager.sessions.reclaim_blocks(max_blocks)
 
     def publish_pending(self, max_blocks: int | None) -> bool:
-        return self.manager.publish_pending(max_blocks)
+        return self.manager.maintenance.publish_pending(max_blocks)
 
     def check_invariants(self) -> list[str]:
-        return self.manager.check_invariants()
+        return self.manager.queries.check_invariants()
 
     def block_states(self) -> list[BlockState] | None:
-        return [self.manager.block_state(BlockId(block)) for block in range(self.config.num_blocks)]
+        return [self.manager.state.pool.state(BlockId(block)) for block in range(self.config.num_blocks)]

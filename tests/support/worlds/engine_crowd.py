@@ -92,7 +92,7 @@ class EngineCrowd:
                     expected = expected_output(request, sequence.index)
                     assert output == expected or (request in world.cancelled and output == expected[: len(output)])
             assert not world.cache.sequences
-        stats = self.manager.stats()
+        stats = self.manager.queries.stats()
         assert stats.num_claimed_blocks == stats.num_held_host_blocks == stats.num_transfer_blocks == 0
         self.counts.num_refused_starts = stats.num_refused_starts
         self.counts.num_preemptions = sum(world.scheduler.num_preemptions for world in self.worlds)
@@ -101,17 +101,17 @@ class EngineCrowd:
 
     def _step(self, number: int) -> None:
         world = self.worlds[number]
-        self.manager.tick(self._next_at[number])
+        self.manager.state.tick(self._next_at[number])
         self._next_at[number] += self.rng.uniform(*_STEP_SECONDS) * self._slowness[number]
         before = sum(len(output) for output in world.outputs.values())
         was_busy = any(other.busy for other in self.worlds)
         world.step()
         self.counts.num_steps += 1
-        self.counts.num_given_back += self.manager.reclaim_hint(world.cache.session) > 0
+        self.counts.num_given_back += self.manager.sessions.reclaim_hint(world.cache.session) > 0
         num_new = sum(len(output) for output in world.outputs.values()) - before
         self.counts.num_tokens += num_new
         if num_new or not was_busy:
-            self._last_token_at = self.manager.now
-        stall = self.manager.now - self._last_token_at
+            self._last_token_at = self.manager.state.now
+        stall = self.manager.state.now - self._last_token_at
         self.counts.longest_stall = max(self.counts.longest_stall, stall)
         assert stall < STALL_SECONDS, f"no token for {stall:.1f} virtual seconds"

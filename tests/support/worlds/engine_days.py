@@ -102,7 +102,7 @@ class EngineDays:
         while arrivals or any(_has_work(world) for world in self.worlds):
             number = self._next_at.index(min(self._next_at))
             self.now = self._next_at[number]
-            self.manager.tick(self.now)
+            self.manager.state.tick(self.now)
             while arrivals and arrivals[0] <= self.now:
                 arrivals.pop(0)
                 self._arrival(self.rng.choice(self.worlds))
@@ -155,8 +155,8 @@ class EngineDays:
             if self.rng.random() < 0.05 * sequence.request.n:  # its first work is under way
                 self._cancel(world, sequence.request, after=self.rng.choice([0, 1, 2]))
         self.counts.num_steps += 1
-        self.counts.num_given_back += self.manager.reclaim_hint(world.cache.session) > 0
-        self.counts.num_full += self.manager.stats().num_free_blocks == 0
+        self.counts.num_given_back += self.manager.sessions.reclaim_hint(world.cache.session) > 0
+        self.counts.num_full += self.manager.queries.stats().num_free_blocks == 0
         num_new = _num_tokens(world) - before
         self.counts.num_tokens += num_new
         if num_new or not any(other.busy for other in self.worlds):
@@ -183,10 +183,10 @@ class EngineDays:
             self.counts.num_preemptions += sum(request.num_preemptions for request in world.requests)
             self.counts.num_swapped_out = sum(other.scheduler.num_swapped_out for other in self.worlds)
             world.forget()
-        stats = self.manager.stats()
+        stats = self.manager.queries.stats()
         assert stats.num_claimed_blocks == 0
         assert stats.num_free_blocks + stats.num_cached_blocks == self.num_blocks
-        assert self.manager.check_invariants() == []
+        assert self.manager.queries.check_invariants() == []
         self.counts.num_refused_starts = stats.num_refused_starts
 
 

@@ -93,7 +93,7 @@ class GroupedWorld:
         self.num_lacking = self.num_unwritten = 0  # tables of a tail without part of its window; tokens without a place in one
 
     def _open(self, name: str) -> Engine:
-        self.manager.open_session(SessionId(name), Executor.ENGINE)
+        self.manager.sessions.open(SessionId(name), Executor.ENGINE)
         return Engine(SessionId(name), ToldTables(self.size, len(self.spans)))
 
     # One step
@@ -116,10 +116,10 @@ class GroupedWorld:
         assert not faults, faults
         items = self._items(engine, completed)
         batch = step_batch(engine.step_id + 1, completed, **items)
-        before = self.manager.check_invariants()
+        before = self.manager.queries.check_invariants()
         assert not before, before
         try:
-            reply = self.manager.step(engine.session, batch)
+            reply = self.manager.steps.step(engine.session, batch)
         except InvalidField as error:
             cuts = () if self.states else ("truncate_num_tokens", "fork_num_tokens")
             if error.metadata["field"] not in (*cuts, "reserve_min_tokens"):
@@ -130,7 +130,7 @@ class GroupedWorld:
         self.num_items += sum(map(len, items.values()))
         self._apply(engine, items, batch, reply)
         if self.random.random() < 0.5:
-            self.manager.publish_pending(self.random.choice((1, 3, 1000)))
+            self.manager.maintenance.publish_pending(self.random.choice((1, 3, 1000)))
         self._check(engine)
 
     def _hand_over(self, giver: Engine, taker: Engine) -> None:
@@ -140,13 +140,13 @@ class GroupedWorld:
             return
         sequence_id, self._last_id = self._extra.choice(running), self._last_id + 1
         try:
-            offer = self.manager.offer_sequence(giver.session, SequenceId(sequence_id), self._last_id.to_bytes(16, "little"))
+            offer = self.manager.hand_offs.offer(giver.session, SequenceId(sequence_id), self._last_id.to_bytes(16, "little"))
         except StepNotCompleted:
             return
-        self.manager.publish_pending()
+        self.manager.maintenance.publish_pending()
         if self.manager.state.session(giver.session).updates:
             return
-        self.manager.take_sequence(taker.session, offer, SequenceId(self._last_id))
+        self.manager.hand_offs.take(taker.session, offer, SequenceId(self._last_id))
         taker.sequences[self._last_id] = each = giver.sequences.pop(sequence_id)
         each.computed, each.busy_until = each.committed, 0
         taker.told.tables[self._last_id] = giver.told.tables.pop(sequence_id)
@@ -159,11 +159,11 @@ class GroupedWorld:
             session, pin_id = self._pins.pop()
             if session in self.manager.state.sessions:
                 with contextlib.suppress(UnknownPin):  # it gave way
-                    self.manager.unpin_prefix(session, pin_id)
+                    self.manager.prefixes.unpin(session, pin_id)
             return
         self._last_id += 1
         tokens = np.array(self._extra.choice(self.prompts)[: self._extra.randrange(1, 60)], np.int32)
-        pinned = self.manager.pin_prefix(engine.session, f"pin {self._last_id}", self._extra.choice(_TENANTS), tokens, 60.0)
+        pinned = self.manager.prefixes.pin(engine.session, f"pin {self._last_id}", self._extra.choice(_TENANTS), tokens, 60.0)
         self.num_pinned += pinned.num_tokens > 0
         self._pins += [(engine.session, pinned.pin_id)] if pinned.pin_id else []
 
@@ -174,7 +174,7 @@ class GroupedWorld:
         tenant = self.random.choice(_TENANTS)
         args = SequenceArgs(SequenceId(self._last_id), np.array(tokens, np.int32), tenant=tenant)
         try:
-            self.manager.create_sequence(engine.session, args)
+            self.manager.creation.create(engine.session, args)
         except (NeverFits, OutOfSequences):
             return
         engine.sequences[self._last_id] = Sequence(tenant, tokens)
@@ -308,10 +308,10 @@ class GroupedWorld:
 
     def _reopen(self, engine: Engine) -> None:
         """The session ends without its engine; what it may still write is withheld until it has."""
-        self.manager.close_session(engine.session, may_still_write=True)
+        self.manager.sessions.close(engine.session, may_still_write=True)
         while self.memory.num_in_flight(str(engine.session)):
             self.memory.run_one(str(engine.session), ended=True)
-        self.manager.end_quarantine(engine.session)
+        self.manager.sessions.end_quarantine(engine.session)
         self.num_ended += 1
         self._last_id += 1
         self.engines[self.engines.index(engine)] = self._open(f"{engine.session}{self._last_id}")
@@ -319,11 +319,11 @@ class GroupedWorld:
     # Checks
 
     def _check(self, engine: Engine) -> None:
-        wrong = self.manager.check_invariants()
+        wrong = self.manager.queries.check_invariants()
         assert not wrong, wrong
         reads = []
         for i, each in engine.sequences.items():
-            view = self.manager.view(engine.session, i)
+            view = self.manager.queries.view(engine.session, i)
             assert (view.state == SequenceState.RUNNING) == each.is_running
             if not each.is_running:
                 continue

@@ -55,7 +55,7 @@ def _table(num_blocks: int, block_size: int, key: int) -> KeptTable:
 
 
 def write_all(manager: PoolManager) -> None:
-    while manager.write_record(2):
+    while manager.record.write(2):
         pass
 
 

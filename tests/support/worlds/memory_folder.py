@@ -60,7 +60,7 @@ def fill(
             index.add_hosts(nodes[1::2], blocks[1::2])
             index.note_filled(blocks[1::2])
             index.leave_device(blocks[3::4])
-    while manager.write_record(1024, BlockDigests(kept).of if with_digests else None):
+    while manager.record.write(1024, BlockDigests(kept).of if with_digests else None):
         pass
     kept.close()
     for tier in kept.tiers:
@@ -83,7 +83,7 @@ def taken_over(path: Path, *, num_verified_blocks: int | None = None) -> PrefixI
         manager = PoolManager(PoolConfig(kept.device.num_blocks, kept.spec.block_size, num_host_blocks=num_host_blocks))
         how = None if num_verified_blocks is None else Verification(BlockDigests(kept).of, num_verified_blocks, 0)
         manager.restore(kept.kept(), may_still_write=kept.may_be_written(), verification=how)
-        assert not (wrong := manager.check_invariants()), wrong
+        assert not (wrong := manager.queries.check_invariants()), wrong
         kept.close()
         for tier in kept.tiers:
             tier.arena.close()

@@ -19,13 +19,13 @@ def check_contents(world: TierWorld) -> None:
     for session, engine in world.engines.items():
         for q in engine.sequences.values():
             spelled = world.spell(q, 0, len(q.tokens))
-            blocks = world.manager.match_prefix(q.tenant, np.array(q.tokens, np.int32)).blocks.tolist()
+            blocks = world.manager.queries.match_prefix(q.tenant, np.array(q.tokens, np.int32)).blocks.tolist()
             there = blocks[: blocks.index(0)] if 0 in blocks else blocks
             fault = world.memory.fault(f"what is cached of {q.id}", there, spelled[: len(there) * size])
             assert not fault, fault
             if q.state is not SequenceState.RUNNING:
                 continue
-            view, num_tokens = world.manager.readable(session, SequenceId(q.id))
+            view, num_tokens = world.manager.queries.readable(session, SequenceId(q.id))
             for group, table in enumerate((view.block_table, *view.group_tables)):
                 wanted = world.read(q, group, table.tolist(), world.spell(q, group, view.num_committed_tokens))[:num_tokens]
                 fault = world.memory.fault(f"what is read of {q.id}, group {group}", table.tolist(), wanted)
@@ -38,21 +38,21 @@ def check_crash(world: TierWorld, session: SessionId) -> int:
     twin = copy.deepcopy(world.manager)
     swapper = twin.swapper
     assert swapper is not None
-    twin.close_session(session, may_still_write=True)
+    twin.sessions.close(session, may_still_write=True)
     device, host = in_flight(world, session)
     for name, pool, blocks in (("", twin.state.pool, device), ("host ", swapper.host.pool, host)):
         exposed = {block for block in blocks if not pool.quarantine_counts[block] or pool.indexed[block]}
         assert not exposed, f"{name}blocks {exposed} could be had, or are shared, while an engine that died writes them"
-    assert not (wrong := twin.check_invariants()), wrong
-    twin.end_quarantine(session)
-    assert not (wrong := twin.check_invariants()), wrong
+    assert not (wrong := twin.queries.check_invariants()), wrong
+    twin.sessions.end_quarantine(session)
+    assert not (wrong := twin.queries.check_invariants()), wrong
     return len(device) + len(host)
 
 
 def check_residue(world: TierWorld, session: SessionId) -> int:
     """Answers the number of blocks that would be cleared for their next owner."""
     twin = copy.deepcopy(world.manager)
-    twin.close_session(session, may_still_write=False)
+    twin.sessions.close(session, may_still_write=False)
     pool = twin.state.pool
     idle = (pool.ref_counts | pool.fence_counts | pool.busy_counts) == 0
     idle[0] = False

@@ -37,5 +37,5 @@ def grow(pool: CorePool, sequence_id: int, length: int, *, chunk: int = 1) -> No
 
 def all_blocks(pool: CorePool) -> list[int]:
     pool.step(B)
-    pool.create(99, range(1000, 1000 + pool.manager.config.limit_tokens), session=B)
+    pool.create(99, range(1000, 1000 + pool.manager.state.config.limit_tokens), session=B)
     return pool.step(B, starts=[(99, ALL, 0)]).start_block_ids.tolist()

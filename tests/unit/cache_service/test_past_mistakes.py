@@ -14,7 +14,7 @@ from tests.support.worlds.core_pool import ALL, A, B, CorePool, int32
 def all_blocks(pool: CorePool) -> list[int]:
     """Blocks that a new sequence of the whole pool gets: none is missing, none is there twice."""
     pool.step(B)
-    pool.create(99, range(1000, 1000 + pool.manager.config.limit_tokens), session=B)
+    pool.create(99, range(1000, 1000 + pool.manager.state.config.limit_tokens), session=B)
     return sorted(pool.step(B, starts=[(99, ALL, 0)]).start_block_ids.tolist())
 
 
@@ -35,7 +35,7 @@ def test_a_second_create_under_the_same_id_leaks_nothing() -> None:
         pool.create(1, range(3))
     assert pool.counters(1) == (6, 6, 6)
     pool.step(releases=[1])
-    assert pool.manager.stats().num_running_sequences == 0
+    assert pool.manager.queries.stats().num_running_sequences == 0
     assert all_blocks(pool) == [1, 2, 3, 4]
 
 
@@ -98,9 +98,9 @@ def test_no_half_allocation_is_left_behind_by_a_failure() -> None:
     pool.prefill(1, range(4))
     pool.create(2, range(20, 30))
     with pytest.raises(CacheError):
-        pool.manager.extend(A, SequenceId(2), 10, look_up=True)
+        pool.manager.one_item.extend(A, SequenceId(2), 10, look_up=True)
     pool.audit()
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert (stats.num_free_blocks, stats.num_referenced_blocks, pool.table(2)) == (2, 1, [])
 
 
@@ -121,14 +121,14 @@ def test_evicting_does_not_stop_at_or_run_over_blocks_that_a_fork_shares() -> No
     pool.step(forks=[(1, 2, 8), (1, 3, 8)])
     cached = pool.prefill(4, range(20, 28))
     pool.step(releases=[3, 4])
-    assert pool.manager.evict_blocks(8) == 2  # all that can be freed, and the truth about it
+    assert pool.manager.evictions.evict_blocks(8) == 2  # all that can be freed, and the truth about it
     assert {pool.state(block) for block in cached} == {BlockState.FREE}
     assert pool.table(1) == pool.table(2) == held
 
 
 def test_an_empty_pool_is_under_no_pressure() -> None:
     pool = CorePool(num_blocks=21)
-    assert pool.manager.stats().pressure is PressureLevel.LOW
+    assert pool.manager.queries.stats().pressure is PressureLevel.LOW
     pool.create(1, range(80), max_tokens=80)
     reply = pool.step(starts=[(1, 1, 0)])
     found = [reply.pressure]
@@ -143,11 +143,11 @@ def test_an_empty_pool_is_under_no_pressure() -> None:
 def test_an_eviction_that_can_free_nothing_says_so() -> None:
     pool = CorePool(num_blocks=4)
     pool.prefill(1, range(8))
-    assert pool.manager.evict_blocks(3) == 0
+    assert pool.manager.evictions.evict_blocks(3) == 0
     pool.step(releases=[1])
-    assert pool.manager.evict_blocks(1) == 0  # one is free already
-    assert pool.manager.evict_blocks(2) == 1
-    assert pool.manager.evict_blocks(1000) == 1
+    assert pool.manager.evictions.evict_blocks(1) == 0  # one is free already
+    assert pool.manager.evictions.evict_blocks(2) == 1
+    assert pool.manager.evictions.evict_blocks(1000) == 1
 
 
 def test_references_of_prefix_hits_drop() -> None:
@@ -159,7 +159,7 @@ def test_references_of_prefix_hits_drop() -> None:
         pool.step(B, releases=[2])
     pool.step(releases=[1])
     assert {pool.state(block) for block in cached} == {BlockState.CACHED}
-    assert pool.manager.evict_blocks(8) == 2
+    assert pool.manager.evictions.evict_blocks(8) == 2
 
 
 def test_the_hit_rate_knows_misses() -> None:
@@ -174,7 +174,7 @@ def test_the_hit_rate_knows_misses() -> None:
     pool.create(6, range(9))
     for _ in range(3):  # refused ones are not looked up again and again
         assert pool.step(starts=[(6, ALL, ALL)]).start_results.tolist() == [StartResult.NO_ROOM]
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert (stats.num_starts, stats.num_look_ups, stats.num_hits) == (5, 4, 1)
     assert (stats.num_look_up_tokens, stats.num_hit_tokens, stats.num_refusals) == (87, 8, 3)
 
@@ -192,9 +192,9 @@ def test_an_admission_answer_does_not_mix_up_free_blocks_and_head_room() -> None
     pool.step(releases=[1])
     pool.prefill(2, range(50, 66))
     # Ten blocks: four held, five cached, one free. Three stay free for those that run.
-    answer = pool.manager.check_admission("", int32(range(100, 112)), 0, 0)
+    answer = pool.manager.admission.check("", int32(range(100, 112)), 0, 0)
     assert (answer.num_available_blocks, answer.num_required_blocks, answer.can_now) == (3, 3, True)
-    answer = pool.manager.check_admission("", int32(range(21)), 0, 0)  # hits five of the six: nothing left above the mark
+    answer = pool.manager.admission.check("", int32(range(21)), 0, 0)  # hits five of the six: nothing left above the mark
     assert (answer.num_hit_tokens, answer.num_available_blocks, answer.can_now) == (20, 0, False)
 
 
@@ -217,7 +217,7 @@ def test_naming_a_sequence_counts_as_access() -> None:
     pool.create(2, range(6))
     pool.step(starts=[(2, ALL, ALL)])
     assert pool.view(2).num_accesses == 1
-    pool.manager.note_read(A, SequenceId(2))
+    pool.manager.updates.note_read(A, SequenceId(2))
     assert pool.view(2).num_accesses == 2
 
 
@@ -226,7 +226,7 @@ def test_the_sequence_being_extended_is_not_evicted_for_itself() -> None:
     pool.prefill(1, range(12))
     pool.step(reserves=[(1, 16, 16)])
     before = pool.table(1)
-    assert pool.manager.evict_blocks(4) == 0
+    assert pool.manager.evictions.evict_blocks(4) == 0
     pool.create(2, range(50, 54))
     assert pool.step(starts=[(2, ALL, 0)]).start_results.tolist() == [StartResult.NO_ROOM]
     assert pool.table(1) == before
@@ -264,7 +264,7 @@ def test_what_was_swapped_under_an_id_is_not_what_its_next_owner_swaps_in() -> N
     for block, content in zip(pool.table(1), second, strict=True):
         pool.device[block] = content
     pool.swap_out(1)
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     pool.scribble()
     pool.step(done=pool.run(pool.step(ins=[1])))
     assert pool.bytes(1) == second

@@ -67,7 +67,7 @@ class Twins(CoreCache):
         num_free, num_cached = len(self.tiny.free), self.tiny.num_cached_blocks
         reply, tiny = super().step(plan), self.tiny.step(plan)
         # The core finds out after its reply that a block has a twin. Until then both take room, and it may evict one more.
-        num_adopted = self.manager.stats().num_adopted_blocks
+        num_adopted = self.manager.queries.stats().num_adopted_blocks
         self.is_compared &= num_adopted == self.num_adopted or reply.num_free > 0
         self.num_adopted = num_adopted
         if not self.is_compared:

@@ -20,7 +20,7 @@ def test_4_the_index_is_a_holder_of_its_own() -> None:
     block = pool.prefill(1, range(4))[0]
     reply = pool.step(truncates=[(1, 2)], reserves=[(1, 3, 3)])
     assert reply.copy_sources.tolist() == [block]
-    assert pool.manager.stats().num_copies_on_write == 1
+    assert pool.manager.queries.stats().num_copies_on_write == 1
 
 
 def test_4_a_commit_of_known_content_takes_the_indexed_block() -> None:
@@ -37,7 +37,7 @@ def test_4_a_commit_of_known_content_takes_the_indexed_block() -> None:
     reply = pool.step(B)
     assert (reply.update_table_idx.tolist(), reply.update_block_ids.tolist()) == ([0, 1], pool.table(1))
     assert {pool.state(block) for block in own} == {BlockState.FREE}
-    assert pool.manager.stats().num_adopted_blocks == 2
+    assert pool.manager.queries.stats().num_adopted_blocks == 2
 
 
 def test_4_a_duplicate_given_up_with_a_step_in_flight_is_fenced() -> None:
@@ -135,7 +135,7 @@ def test_4_three_commits_of_the_same_new_content_in_one_step_share_one_block() -
     pool.step(commits=[(1, 4, []), (2, 4, []), (3, 4, [])])
     shared = pool.table(1)
     assert pool.table(2) == pool.table(3) == shared
-    assert pool.manager.stats().num_shared_blocks == 1
+    assert pool.manager.queries.stats().num_shared_blocks == 1
     pool.step(releases=[1, 3])
     assert pool.state(shared[0]) is BlockState.REFERENCED
     pool.step(releases=[2])
@@ -154,9 +154,9 @@ def test_4_indexed_content_is_evicted_only_when_not_fenced() -> None:
     pool.prefill(1, range(8))
     pool.step(reserves=[(1, 8, 8)])
     pool.step(lag=1, releases=[1])
-    assert pool.manager.evict_blocks(2) == 0
+    assert pool.manager.evictions.evict_blocks(2) == 0
     pool.step()
-    assert pool.manager.evict_blocks(2) == 2
+    assert pool.manager.evictions.evict_blocks(2) == 2
     pool.audit()
 
 
@@ -170,7 +170,7 @@ def test_4_leaves_are_evicted_before_parents_and_the_least_recently_used_first()
     pool.step(releases=[3])  # the first two of the old ones were used again
     order = [old[2], new[2], new[1], new[0], old[1], old[0]]
     for count, block in enumerate(order, start=3):
-        assert pool.manager.evict_blocks(count) == 1
+        assert pool.manager.evictions.evict_blocks(count) == 1
         assert pool.state(block) is BlockState.FREE
         pool.audit()
 
@@ -190,7 +190,7 @@ def test_4_forgetting_the_index_unindexes_blocks_that_are_held() -> None:
     held = pool.prefill(1, range(9))
     pool.prefill(2, range(20, 28))
     pool.step(releases=[2])
-    result = pool.manager.clear_prefix_cache()
+    result = pool.manager.prefixes.clear()
     assert (result.num_freed_blocks, result.num_forgotten_blocks) == (2, 4)
     pool.audit()
     assert pool.matched(range(9)) == []
@@ -198,15 +198,15 @@ def test_4_forgetting_the_index_unindexes_blocks_that_are_held() -> None:
     pool.step(releases=[1])  # what ran is published anew, as if it had just been committed
     assert pool.matched(range(9)) == held[:2]
     assert [pool.state(block) for block in held] == [BlockState.CACHED, BlockState.CACHED, BlockState.FREE]
-    assert pool.manager.clear_prefix_cache() == (2, 2)
-    assert pool.manager.clear_prefix_cache() == (0, 0)
+    assert pool.manager.prefixes.clear() == (2, 2)
+    assert pool.manager.prefixes.clear() == (0, 0)
     assert {pool.state(block) for block in held} == {BlockState.FREE}
 
 
 def test_4_after_forgetting_a_sequence_is_published_from_its_first_block_again() -> None:
     pool = CorePool(num_blocks=9)
     pool.prefill(1, range(8))
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     newer = pool.prefill(2, range(4), session=B)
     pool.step(reserves=[(1, 12, 12)])
     pool.step(commits=[(1, 12, [8, 9, 10, 11])])
@@ -304,7 +304,7 @@ def test_5_an_admission_answer_is_what_a_start_then_gets() -> None:
             if held:
                 pool.create(2, range(50, 50 + 4 * held))
                 pool.step(starts=[(2, ALL, 0)])
-            answer = pool.manager.check_admission("", int32(range(prompt_len)), 0, 0)
+            answer = pool.manager.admission.check("", int32(range(prompt_len)), 0, 0)
             pool.create(3, range(prompt_len), session=B)
             reply = pool.step(B, starts=[(3, ALL, ALL)])
             assert answer.can_now == (reply.start_reserved.tolist() == [prompt_len]), (held, prompt_len)
@@ -315,14 +315,14 @@ def test_5_an_admission_answer_is_what_a_start_then_gets() -> None:
 
 def test_5_never_is_never_and_later_is_not_now() -> None:
     pool = CorePool(num_blocks=5)
-    assert not pool.manager.check_admission("", None, 17, 0).can_ever
-    assert not pool.manager.check_admission("", None, 8, 9).can_ever
-    answer = pool.manager.check_admission("", None, 16, 0)
+    assert not pool.manager.admission.check("", None, 17, 0).can_ever
+    assert not pool.manager.admission.check("", None, 8, 9).can_ever
+    answer = pool.manager.admission.check("", None, 16, 0)
     assert (answer.can_ever, answer.can_now, answer.limit_tokens) == (True, True, 16)
     pool.prefill(1, range(3))
-    answer = pool.manager.check_admission("", None, 16, 0)
+    answer = pool.manager.admission.check("", None, 16, 0)
     assert (answer.can_ever, answer.can_now, answer.num_required_blocks, answer.num_available_blocks) == (True, False, 4, 3)
-    assert pool.manager.stats().num_sessions == len((A, B))
+    assert pool.manager.queries.stats().num_sessions == len((A, B))
 
 
 def test_a_start_hits_what_a_sequence_behind_its_match_has_committed() -> None:

@@ -28,13 +28,13 @@ def test_r1_every_block_is_in_exactly_one_state_and_the_sums_match() -> None:
     pool.create(4, [7], session=B)
     referenced = pool.table(3)[0]
     quarantined = int(pool.step(B, starts=[(4, 1, 0)]).start_block_ids[0])
-    pool.manager.close_session(B, may_still_write=True)
+    pool.manager.sessions.close(B, may_still_write=True)
     pool.audit()
     free = next(block for block in range(1, 9) if pool.state(block) is BlockState.FREE)
     assert [pool.state(block) for block in (0, free, cached, referenced, fenced, quarantined)] == [
         BlockState.NULL, BlockState.FREE, BlockState.CACHED, BlockState.REFERENCED, BlockState.FENCED, BlockState.QUARANTINED,
     ]  # fmt: skip
-    stats, found = pool.manager.stats(), Counter(pool.state(block) for block in range(9))
+    stats, found = pool.manager.queries.stats(), Counter(pool.state(block) for block in range(9))
     assert found == {
         BlockState.NULL: 1,
         BlockState.FREE: stats.num_free_blocks,
@@ -186,7 +186,7 @@ def test_r6_another_sessions_release_does_not_lift_a_fence() -> None:
     pool.step(B, releases=[2])
     assert pool.state(cached) is BlockState.FENCED
     assert pool.matched(range(4)) == [cached]  # committed content may be hit while fenced
-    pool.manager.complete(A, pool.step_ids[A] - 1)
+    pool.manager.steps.complete(A, pool.step_ids[A] - 1)
     assert pool.state(cached) is BlockState.CACHED
 
 
@@ -197,7 +197,7 @@ def test_r6_a_block_that_another_sessions_step_may_read_is_copied_before_a_write
     pool.step(B, starts=[(2, ALL, ALL)])
     pool.step(reserves=[(1, 5, 5)])
     pool.step(lag=1, releases=[1])
-    pool.manager.clear_prefix_cache()  # now one table alone holds it
+    pool.manager.prefixes.clear()  # now one table alone holds it
     reply = pool.step(B, truncates=[(2, 3)], reserves=[(2, 4, 4)])
     assert reply.copy_sources.tolist() == [block]
 
@@ -243,7 +243,7 @@ def test_r7_a_refused_step_leaves_no_trace(wrong: dict[str, list[object]]) -> No
 
     def all_of_it() -> object:
         views = [pool.view(i) for i in (1, 3)]
-        return [(v.state, v.num_tokens, v.block_table.tolist()) for v in views], pool.manager.stats()
+        return [(v.state, v.num_tokens, v.block_table.tolist()) for v in views], pool.manager.queries.stats()
 
     before = all_of_it()
     with pytest.raises(CacheError):
@@ -271,7 +271,7 @@ def test_r8_a_block_is_cleared_before_it_changes_tenant_and_only_then() -> None:
         assert reply.copy_destinations.tolist() == cleared
         assert reply.copy_sources.tolist() == [0] * len(cleared)
         pool.step(releases=[sequence_id])
-    assert (pool.manager.stats().num_cleared_blocks, pool.manager.stats().num_tenants) == (1, 2)
+    assert (pool.manager.queries.stats().num_cleared_blocks, pool.manager.queries.stats().num_tenants) == (1, 2)
 
 
 @pytest.mark.parametrize("is_released", [True, False])
@@ -288,8 +288,8 @@ def test_r8_a_block_is_cleared_again_when_the_engine_that_was_to_clear_it_is_gon
     if is_released:
         pool.step(B, lag=1, releases=[1])
         assert pool.state(1) is BlockState.FENCED
-    pool.manager.close_session(B, may_still_write=may_still_write)  # before its engine reported the clear
-    pool.manager.end_quarantine(B)
+    pool.manager.sessions.close(B, may_still_write=may_still_write)  # before its engine reported the clear
+    pool.manager.sessions.end_quarantine(B)
     pool.create(2, [1, 2], tenant="blue")
     reply = pool.step(starts=[(2, 2, 0)])
     assert (reply.copy_sources.tolist(), reply.copy_destinations.tolist()) == ([0], [1])
@@ -309,10 +309,10 @@ def test_r9_a_step_costs_the_same_in_a_pool_a_thousand_times_as_large() -> None:
             calls += 1
 
         sys.setprofile(count)
-        pool.manager.step(A, step_batch(6, 5, reserves=[(1, 11, 11), (2, 11, 11)]))
+        pool.manager.steps.step(A, step_batch(6, 5, reserves=[(1, 11, 11), (2, 11, 11)]))
         sys.setprofile(None)
         tracemalloc.start()
-        pool.manager.step(A, batch)
+        pool.manager.steps.step(A, batch)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         return calls, peak

@@ -176,7 +176,7 @@ def test_6_sessions_run_out_with_the_limit() -> None:
 def test_6_the_committed_cache_survives_its_session() -> None:
     pool = CorePool(num_blocks=9)
     blocks = pool.prefill(1, range(10))
-    result = pool.manager.close_session(A, may_still_write=True)
+    result = pool.manager.sessions.close(A, may_still_write=True)
     pool.audit()
     assert result.num_released_sequences == 1
     assert [pool.state(block) for block in blocks] == [BlockState.CACHED, BlockState.CACHED, BlockState.QUARANTINED]
@@ -190,14 +190,14 @@ def test_6_what_a_dead_session_may_still_write_is_not_reused_before_quarantine_e
     pool.prefill(1, range(6))
     pool.step(reserves=[(1, reserved, reserved)])
     writable = pool.table(1)[1:]
-    result = pool.manager.close_session(A, may_still_write=True)
+    result = pool.manager.sessions.close(A, may_still_write=True)
     assert result.num_quarantined_blocks == len(writable)
     pool.create(2, range(50, 66), session=B)
     granted = pool.step(B, starts=[(2, ALL, 0)]).start_block_ids.tolist()
     assert not set(granted) & set(writable)
-    assert pool.manager.end_quarantine(A) == len(writable)
+    assert pool.manager.sessions.end_quarantine(A) == len(writable)
     pool.audit()
-    assert pool.manager.end_quarantine(A) == 0
+    assert pool.manager.sessions.end_quarantine(A) == 0
     reply = pool.step(B, reserves=[(2, 1, 16)])
     assert reply.reserve_reserved.tolist() == [16]
 
@@ -209,7 +209,7 @@ def test_6_a_block_cut_short_under_a_running_step_is_quarantined() -> None:
     pool.step(reserves=[(1, 8, 8)])
     pool.step(lag=1, truncates=[(1, 5)])
     written = pool.table(1)[1]
-    pool.manager.close_session(A, may_still_write=True)
+    pool.manager.sessions.close(A, may_still_write=True)
     assert pool.state(written) is BlockState.QUARANTINED
 
 
@@ -218,7 +218,7 @@ def test_6_fenced_blocks_that_nothing_caches_are_quarantined_and_cached_ones_sta
     blocks = pool.prefill(1, range(6))
     pool.step(reserves=[(1, 8, 8)])
     pool.step(lag=1, releases=[1])
-    pool.manager.close_session(A, may_still_write=True)
+    pool.manager.sessions.close(A, may_still_write=True)
     pool.audit()
     assert [pool.state(block) for block in blocks] == [BlockState.CACHED, BlockState.QUARANTINED]
 
@@ -228,10 +228,10 @@ def test_6_a_drained_session_leaves_nothing_behind() -> None:
     pool.prefill(1, range(6))
     pool.step(reserves=[(1, 20, 20)])
     pool.step(lag=1, truncates=[(1, 7)])
-    result = pool.manager.close_session(A, may_still_write=False)
+    result = pool.manager.sessions.close(A, may_still_write=False)
     assert result.num_quarantined_blocks == 0
     pool.audit()
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert (stats.num_free_blocks, stats.num_cached_blocks, stats.num_running_sequences) == (7, 1, 0)
 
 
@@ -240,11 +240,11 @@ def test_6_one_sessions_end_is_nothing_to_another() -> None:
     pool.prefill(1, range(6))
     pool.prefill(1, range(6), session=B)
     before = pool.table(1, session=B), pool.counters(1, session=B)
-    pool.manager.close_session(A, may_still_write=True)
-    pool.manager.end_quarantine(A)
+    pool.manager.sessions.close(A, may_still_write=True)
+    pool.manager.sessions.end_quarantine(A)
     assert (pool.table(1, session=B), pool.counters(1, session=B)) == before
     manager = pool.manager
-    for call in (lambda: pool.create(2, [1]), lambda: pool.view(1), lambda: manager.close_session(A, may_still_write=True)):
+    for call in (lambda: pool.create(2, [1]), lambda: pool.view(1), lambda: manager.sessions.close(A, may_still_write=True)):
         with pytest.raises(UnknownSession):
             call()
     pool.audit()
@@ -254,12 +254,12 @@ def test_a_large_session_is_gone_at_once_and_given_back_in_slices() -> None:
     pool = CorePool(num_blocks=17)
     pool.manager.reclaim.at_once = 1
     tables = [pool.prefill(i, range(10 * i, 10 * i + 8)) for i in (1, 2, 3)]
-    assert pool.manager.close_session(A, may_still_write=False).num_released_sequences == 3
+    assert pool.manager.sessions.close(A, may_still_write=False).num_released_sequences == 3
     with pytest.raises(UnknownSession):
         pool.view(2)
     num_referenced, is_left = 5, True  # one block went with the end
     while is_left:
-        is_left = pool.manager.reclaim_some(1)
+        is_left = pool.manager.sessions.reclaim_blocks(1)
         pool.audit()
         states = [pool.state(block) for table in tables for block in table]
         assert num_referenced - states.count(BlockState.REFERENCED) <= 1
@@ -286,17 +286,17 @@ def test_a_large_session_may_write_its_blocks_until_its_quarantine_ends(num_slic
     pool = CorePool(num_blocks=17)
     pool.manager.reclaim.at_once = 1
     tables = [long_prefill(pool, 1), long_prefill(pool, 2)]
-    pool.manager.close_session(A, may_still_write=True)
+    pool.manager.sessions.close(A, may_still_write=True)
     for _ in range(num_slices):
-        pool.manager.reclaim_some(1)
+        pool.manager.sessions.reclaim_blocks(1)
         pool.audit()
         for table in tables:
             assert {pool.state(block) for block in table[:2]} <= {BlockState.REFERENCED, BlockState.CACHED}
             assert {pool.state(block) for block in table[2:]} <= {BlockState.REFERENCED, BlockState.QUARANTINED}
     if num_slices == 100:
         assert {pool.state(block) for table in tables for block in table[2:]} == {BlockState.QUARANTINED}
-    pool.manager.end_quarantine(A)
-    while pool.manager.reclaim_some(1):
+    pool.manager.sessions.end_quarantine(A)
+    while pool.manager.sessions.reclaim_blocks(1):
         pool.audit()
     pool.audit()
     assert {pool.state(block) for table in tables for block in table[2:]} == {BlockState.FREE}
@@ -309,7 +309,7 @@ def test_a_sequence_of_an_ended_session_gives_way_to_a_new_one() -> None:
     pool.prefill(1, range(8))
     pool.create(2, [1])
     pool.create(3, [1])
-    pool.manager.close_session(A, may_still_write=True)
+    pool.manager.sessions.close(A, may_still_write=True)
     for sequence_id in (1, 2, 3):
         pool.create(sequence_id, [5], session=B)
         pool.audit()

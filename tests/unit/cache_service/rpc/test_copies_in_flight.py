@@ -33,10 +33,10 @@ def copy_in_flight(pool: CorePool) -> int:
 
 def test_what_a_copy_fills_is_in_quarantine_when_its_session_ends() -> None:
     pool, destination = pool_with_a_copy_in_flight()
-    pool.manager.close_session(A, may_still_write=True)
+    pool.manager.sessions.close(A, may_still_write=True)
     pool.audit()
     assert pool.state(destination) is BlockState.QUARANTINED
-    pool.manager.end_quarantine(A)
+    pool.manager.sessions.end_quarantine(A)
     pool.audit()
     assert pool.state(destination) is BlockState.FREE
 
@@ -46,22 +46,22 @@ def test_what_a_copy_may_not_have_filled_is_cleared_for_its_next_tenant_even_the
     pool = CorePool(num_blocks=5)
     pool.prefill(1, range(50, 66), session=B, tenant="other")
     pool.step(B, releases=[1])
-    pool.manager.evict_blocks(4)
+    pool.manager.evictions.evict_blocks(4)
     pool.prefill(1, range(6))
     destination = copy_in_flight(pool)
-    cleared = pool.manager.stats().num_cleared_blocks
-    pool.manager.close_session(A, may_still_write=False)
+    cleared = pool.manager.queries.stats().num_cleared_blocks
+    pool.manager.sessions.close(A, may_still_write=False)
     pool.audit()
     pool.create(2, range(20, 36), session=B)
     reply = pool.step(B, starts=[(2, ALL, 0)])
     assert destination in reply.start_block_ids.tolist()
     assert destination in reply.copy_destinations[reply.copy_sources == 0].tolist()
-    assert pool.manager.stats().num_cleared_blocks > cleared
+    assert pool.manager.queries.stats().num_cleared_blocks > cleared
 
 
 def test_what_a_copy_fills_is_not_read() -> None:
     pool, _ = pool_with_a_copy_in_flight()
-    readable = pool.manager.readable(A, SequenceId(1))
+    readable = pool.manager.queries.readable(A, SequenceId(1))
     assert (readable.view.num_committed_tokens, readable.num_tokens) == (8, 4)
     check_bounds(readable, 0, 4)
     for first, count in ((0, 5), (4, 1), (5, 0)):
@@ -69,22 +69,22 @@ def test_what_a_copy_fills_is_not_read() -> None:
             check_bounds(readable, first, count)
         assert int(refused.value.metadata["limit"]) == 4
     pool.step(lag=1)
-    assert pool.manager.readable(A, SequenceId(1)).num_tokens == 8
+    assert pool.manager.queries.readable(A, SequenceId(1)).num_tokens == 8
 
 
 def test_a_session_with_copies_run_by_the_service_reads_all_that_is_committed() -> None:
     pool, session = CorePool(), SessionId("c")
-    pool.manager.open_session(session, Executor.CACHE)
+    pool.manager.sessions.open(session, Executor.CACHE)
     pool.step_ids[session] = 0
     pool.prefill(1, range(6), session=session)
     pool.step(session, forks=[(1, 2, 6)], reserves=[(1, 8, 8)])
-    assert pool.manager.readable(session, SequenceId(1)).num_tokens == 6
+    assert pool.manager.queries.readable(session, SequenceId(1)).num_tokens == 6
 
 
 def test_what_a_copy_fills_is_not_found_until_it_has_run() -> None:
     pool, destination = pool_with_a_copy_in_flight()
     for _ in range(3):  # however often is asked what can be published
-        pool.manager.publish_pending()
+        pool.manager.maintenance.publish_pending()
         pool.audit()
         assert len(pool.matched(range(8))) == 1
     pool.step(lag=1)
@@ -101,12 +101,12 @@ def test_blocks_before_a_copy_are_shared_and_those_behind_it_follow() -> None:
     pool.create(4, range(50, 70))
     pool.step(lag=1, publish=False, commits=[(1, 14, [])], starts=[(4, ALL, 0)])  # the first copy has run
     for _ in range(3):
-        pool.manager.publish_pending(1)
+        pool.manager.maintenance.publish_pending(1)
         pool.audit()
         assert len(pool.matched(range(14))) == 2
     pool.step(publish=False, commits=[(4, 20, [])])
     for num_other, num_matched in ((0, 3), (1, 3), (2, 3), (3, 3)):
-        pool.manager.publish_pending(1)
+        pool.manager.maintenance.publish_pending(1)
         pool.audit()
         assert (len(pool.matched(range(50, 70))), len(pool.matched(range(14)))) == (num_other, num_matched)
 
@@ -126,7 +126,7 @@ def test_what_waits_for_a_copy_is_left_out_wherever_it_stands_among_sequences_wi
     assert [len(pool.matched(prompt)) for prompt in prompts] == [1, 3, 1]
     assert len(pool.matched(range(8))) == 1
     reply = pool.step(lag=1)
-    pool.manager.publish_pending()
+    pool.manager.maintenance.publish_pending()
     assert pool.matched(range(8)) == [pool.table(1)[0], destination]
     assert len(reply.update_ids) == 0
 
@@ -158,7 +158,7 @@ def test_nor_does_it_when_the_parent_is_gone(released: bool) -> None:
     )
     assert reply.ready_ids.tolist() == [4]
     assert len(pool.matched(range(8))) == 1
-    pool.manager.close_session(A, may_still_write=True)
+    pool.manager.sessions.close(A, may_still_write=True)
     pool.audit()
     assert pool.state(int(copy.copy_destinations[0])) is BlockState.QUARANTINED
     assert len(pool.matched(range(8))) == 1

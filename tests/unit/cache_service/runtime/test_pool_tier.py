@@ -72,7 +72,7 @@ class Where:
 
 
 def pool_tier(core: Core, where: Where) -> PoolTier:
-    manager = cast(PoolManager, SimpleNamespace(tick=lambda now: None))
+    manager = cast(PoolManager, SimpleNamespace(state=SimpleNamespace(tick=lambda now: None)))
     hosts = np.zeros((1, 1), np.uint8)
     return PoolTier(manager, cast(ContentTier, core), cast(Place, where), hosts, time.monotonic, where.give_back)
 

@@ -19,5 +19,5 @@ def test_a_token_is_left_to_compute_where_a_full_hit_could_be_had() -> None:
     world.run()
     world.check_outputs()
     assert again.num_hit_tokens == 2
-    stats = world.cache.manager.stats()
+    stats = world.cache.manager.queries.stats()
     assert (stats.num_stored_logits, stats.num_full_hits) == (1, 0)

@@ -38,7 +38,7 @@ def test_ten_times_the_pool_is_generated_in_it(sink: int, window: int, overlap: 
     world.run(5 * num_new)
     world.check_outputs()
     assert max(world.computed.values()) == 1, "nothing twice"
-    stats = world.cache.manager.stats()
+    stats = world.cache.manager.queries.stats()
     assert stats.num_retention_dropped_blocks == len(kept.holes(3 + num_new - 1, 4))
     assert stats.peak_used_blocks <= world.num_usable_blocks
 
@@ -114,7 +114,7 @@ def test_continuations_fork_where_they_can_and_else_start_alone(num_before: int)
     world.submit(make_request([0, 1, 2] * 5, 30, n=3, retention=kept))
     world.run()
     world.check_outputs()
-    assert world.cache.manager.stats().num_forks == (2 if num_before < 3 else 1)
+    assert world.cache.manager.queries.stats().num_forks == (2 if num_before < 3 else 1)
 
 
 def test_limits_of_what_gives_blocks_back() -> None:

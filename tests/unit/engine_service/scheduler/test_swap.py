@@ -132,7 +132,7 @@ def test_a_sequence_that_ends_while_it_is_away_leaves_nothing_behind(state: Sequ
     world.check_outputs()
     assert late.num_new_tokens == 4
     assert young.num_new_tokens == num_had
-    assert world.cache.manager.stats().num_held_host_blocks == 0
+    assert world.cache.manager.queries.stats().num_held_host_blocks == 0
 
 
 @both
@@ -143,7 +143,7 @@ def test_an_end_that_is_noted_between_plan_and_answer(after: int, overlap: bool)
     world.cancel(young, after=after)
     world.run()
     world.check_outputs()
-    assert world.cache.manager.stats().num_held_host_blocks == 0
+    assert world.cache.manager.queries.stats().num_held_host_blocks == 0
 
 
 @both

@@ -65,7 +65,7 @@ def test_any_mix_ends_with_the_right_tokens() -> None:
         world.step = note  # type: ignore[method-assign]
         world.run()
         world.check_outputs()
-        assert world.cache.manager.stats().num_held_host_blocks == 0, seed
+        assert world.cache.manager.queries.stats().num_held_host_blocks == 0, seed
         happened["out"] += world.scheduler.num_swapped_out
         happened["failed"] += world.num_failed
         happened["cancelled"] += len(world.cancelled)
@@ -108,6 +108,6 @@ def test_searches_beside_others_find_what_they_would_alone() -> None:
                 world.cancel(request, after=dice.randint(1, 15))
         world.run()
         world.check_searches()
-        assert world.cache.manager.stats().num_held_host_blocks == 0, seed
+        assert world.cache.manager.queries.stats().num_held_host_blocks == 0, seed
         num_swapped_out += world.scheduler.num_swapped_out
     assert num_swapped_out > 10

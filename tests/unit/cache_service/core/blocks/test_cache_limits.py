@@ -19,8 +19,8 @@ def cache(pool: CorePool, tokens: list[int], tenant: str = "", **args: object) -
 
 
 def pass_time(pool: CorePool, seconds: float) -> bool:
-    pool.manager.tick(pool.manager.now + seconds)
-    is_left = pool.manager.do_due_work()
+    pool.manager.state.tick(pool.manager.state.now + seconds)
+    is_left = pool.manager.maintenance.do_due_work()
     pool.audit()
     return is_left
 
@@ -44,9 +44,9 @@ def test_a_block_unused_for_its_time_to_live_is_forgotten() -> None:
     assert cached(pool, ONE, TWO) == [0, 2]
     pass_time(pool, 4.0)
     assert cached(pool, ONE, TWO) == [0, 0]
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert (stats.num_expired_blocks, stats.num_evicted_blocks, stats.num_free_blocks) == (4, 0, 8)
-    assert pool.manager.explain_match("", int32(ONE)).end is MatchEnd.EXPIRED
+    assert pool.manager.queries.explain_match("", int32(ONE)).end is MatchEnd.EXPIRED
 
 
 def test_a_use_restarts_the_time_to_live_and_held_blocks_do_not_age() -> None:
@@ -68,7 +68,7 @@ def test_a_use_restarts_the_time_to_live_and_held_blocks_do_not_age() -> None:
 def test_a_pinned_block_does_not_expire() -> None:
     pool = CorePool(prefix_ttl=10.0)
     cache(pool, ONE)
-    pool.manager.pin_prefix(A, "p", "", int32(ONE[:4]), 60.0)
+    pool.manager.prefixes.pin(A, "p", "", int32(ONE[:4]), 60.0)
     pass_time(pool, 30.0)
     assert cached(pool, ONE) == [1]
     pass_time(pool, 30.0)
@@ -107,18 +107,18 @@ def test_a_block_is_a_hit_until_the_millisecond_at_which_it_has_outlived_its_tim
     """Whatever asks, and long before the next tick looks for what has outlived its time."""
     pool = CorePool(prefix_ttl=1.0)
     manager = pool.manager
-    manager.tick(manager.now + 0.25)
+    manager.state.tick(manager.state.now + 0.25)
     cache(pool, ONE)
-    born = manager.now
+    born = manager.state.now
     pool.create(7, [*ONE, 1])  # what it hits is looked up ahead
-    manager.tick(born + 0.999)
+    manager.state.tick(born + 0.999)
     assert cached(pool, ONE) == [2]
-    assert manager.explain_match("", int32(ONE)).end is MatchEnd.COMPLETE
-    manager.tick(born + 1.0)
+    assert manager.queries.explain_match("", int32(ONE)).end is MatchEnd.COMPLETE
+    manager.state.tick(born + 1.0)
     assert cached(pool, ONE) == [0]
-    told = manager.explain_match("", int32(ONE))
+    told = manager.queries.explain_match("", int32(ONE))
     assert (told.num_matched, told.num_hit, told.end) == (0, 0, MatchEnd.EXPIRED)
-    assert manager.pin_prefix(A, "p", "", int32(ONE), 60.0).num_tokens == 0
+    assert manager.prefixes.pin(A, "p", "", int32(ONE), 60.0).num_tokens == 0
     pool.step(starts=[(7, ALL, ALL)])
     assert pool.counters(7)[1] == 0, "it computes all of its prompt"
 
@@ -131,20 +131,20 @@ def test_what_was_looked_up_before_is_looked_up_anew_once_it_has_outlived_its_ti
     lookup = PrefixLookup(manager.state, None)
     _, slot = manager.state.find_sequence(A, 7)
     for seconds, num_hit in ((0.999, 2), (0.001, 0)):
-        manager.tick(manager.now + seconds)
+        manager.state.tick(manager.state.now + seconds)
         assert len(lookup.match_sequence(slot, ALL)) == num_hit
 
 
 def test_a_block_of_the_same_tokens_lives_on_from_its_new_use() -> None:
     pool = CorePool(prefix_ttl=1.0)
     cache(pool, ONE)
-    pool.manager.tick(pool.manager.now + 1.5)
+    pool.manager.state.tick(pool.manager.state.now + 1.5)
     assert cached(pool, ONE) == [0]
     cache(pool, ONE)  # computed anew, and published where its tokens are known still
     assert cached(pool, ONE) == [2]
-    pool.manager.tick(pool.manager.now + 0.999)
+    pool.manager.state.tick(pool.manager.state.now + 0.999)
     assert cached(pool, ONE) == [2]
-    pool.manager.tick(pool.manager.now + 0.001)
+    pool.manager.state.tick(pool.manager.state.now + 0.001)
     assert cached(pool, ONE) == [0]
 
 
@@ -165,10 +165,10 @@ def test_a_match_shorter_than_the_minimum_is_no_hit(least: int, hit: int) -> Non
     cache(pool, ONE[:4])
     prompt = [*ONE[:4], 9, 9]
     assert cached(pool, prompt) == [1]  # a query is told every cached block
-    assert pool.manager.check_admission("", int32(prompt), 0, 0).num_hit_tokens == hit
+    assert pool.manager.admission.check("", int32(prompt), 0, 0).num_hit_tokens == hit
     pool.create(2, prompt)
     assert pool.step(starts=[(2, ALL, ALL)]).start_hits.tolist() == [hit]
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert (stats.num_hits, stats.num_misses) == ((1, 1) if hit else (0, 2))
 
 
@@ -190,7 +190,7 @@ def test_no_more_blocks_are_cached_than_the_limit(most: int) -> None:
     cache(pool, TWO)
     assert sum(cached(pool, ONE, TWO)) == min(most, 4)
     assert cached(pool, TWO) == [min(most, 2)]  # the least recently used go first
-    assert pool.manager.stats().num_cached_blocks == min(most, 4)
+    assert pool.manager.queries.stats().num_cached_blocks == min(most, 4)
 
 
 def test_held_blocks_do_not_count_and_the_reply_does_not_wait() -> None:
@@ -199,10 +199,10 @@ def test_held_blocks_do_not_count_and_the_reply_does_not_wait() -> None:
     assert cached(pool, ONE) == [2]
     reply = pool.step(publish=False, releases=[1])
     assert reply.num_evictable == 2
-    assert pool.manager.publish_pending(1)
-    assert pool.manager.stats().num_cached_blocks == 1
-    assert not pool.manager.publish_pending(1)
-    assert pool.manager.stats().num_cached_blocks == 0
+    assert pool.manager.maintenance.publish_pending(1)
+    assert pool.manager.queries.stats().num_cached_blocks == 1
+    assert not pool.manager.maintenance.publish_pending(1)
+    assert pool.manager.queries.stats().num_cached_blocks == 0
 
 
 # Quotas
@@ -221,7 +221,7 @@ def test_a_tenant_above_its_quota_loses_its_own_least_recently_used_blocks(polic
     cache(pool, TWO, "a", priority=-5)
     assert cached(pool, ONE, TWO, tenant="a") == [0, 2]
     assert cached(pool, THREE, tenant="b") == [2]
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert (stats.num_quota_evictions, stats.num_evicted_blocks) == (2, 2)
 
 
@@ -247,7 +247,7 @@ def test_a_quota_bounds_cached_blocks_and_not_held_ones() -> None:
     pool = quota_pool()
     pool.prefill(1, list(range(32)), tenant="a")  # the whole pool
     assert cached(pool, list(range(32)), tenant="a") == [8]
-    pool.manager.pin_prefix(A, "p", "a", int32(range(16)), 60.0)
+    pool.manager.prefixes.pin(A, "p", "a", int32(range(16)), 60.0)
     pool.step(releases=[1])
     pool.step()
     assert cached(pool, list(range(32)), tenant="a") == [2]  # both pinned, and nothing beside them
@@ -259,17 +259,17 @@ def test_pins_count_for_the_quota_of_their_tenant_and_leave_room_for_the_pins_of
     pool.prefill(1, long, tenant="a")
     pool.prefill(2, other, tenant="a")
     pool.prefill(3, ONE, tenant="b")
-    assert pool.manager.pin_prefix(A, "p", "a", int32(long), 60.0).num_tokens == 16
+    assert pool.manager.prefixes.pin(A, "p", "a", int32(long), 60.0).num_tokens == 16
     with pytest.raises(OutOfBlocks) as refused:
-        pool.manager.pin_prefix(A, "q", "a", int32(other), 60.0)
+        pool.manager.prefixes.pin(A, "q", "a", int32(other), 60.0)
     assert refused.value.metadata == {"requested": "2", "available": "0"}
-    assert pool.manager.pin_prefix(A, "r", "a", int32(long), 60.0).num_tokens == 16  # what is pinned takes no more room
-    assert pool.manager.pin_prefix(A, "s", "b", int32(ONE), 60.0).num_tokens == 8
+    assert pool.manager.prefixes.pin(A, "r", "a", int32(long), 60.0).num_tokens == 16  # what is pinned takes no more room
+    assert pool.manager.prefixes.pin(A, "s", "b", int32(ONE), 60.0).num_tokens == 8
     pool.step(releases=[1, 2, 3])
     pool.step()
     assert cached(pool, long, other, tenant="a") == [4, 0]  # the quota is full of pinned blocks
-    pool.manager.unpin_prefix(A, "p")
-    pool.manager.unpin_prefix(A, "r")
+    pool.manager.prefixes.unpin(A, "p")
+    pool.manager.prefixes.unpin(A, "r")
     pool.audit()
     cache(pool, other, "a")
     assert cached(pool, long, other, tenant="a") == [2, 2]
@@ -279,17 +279,17 @@ def test_pins_count_for_the_quota_of_their_tenant_and_leave_room_for_the_pins_of
 def test_a_pin_that_ends_gives_its_share_of_the_quota_back(end: str) -> None:
     pool = CorePool(17, tenant_quota=0.125)  # 2 of 16 blocks
     cache(pool, ONE, "a")
-    pool.manager.pin_prefix(B, "p", "a", int32(ONE), 5.0)
+    pool.manager.prefixes.pin(B, "p", "a", int32(ONE), 5.0)
     if end == "time":
         pass_time(pool, 5.0)
     elif end == "session":
-        pool.manager.close_session(B, may_still_write=False)
+        pool.manager.sessions.close(B, may_still_write=False)
     else:
-        pool.manager.clear_prefix_cache()
+        pool.manager.prefixes.clear()
     pool.audit()
     cache(pool, TWO, "a")
     assert cached(pool, TWO, tenant="a") == [2]
-    assert pool.manager.pin_prefix(A, "q", "a", int32(TWO), 60.0).num_tokens == 8
+    assert pool.manager.prefixes.pin(A, "q", "a", int32(TWO), 60.0).num_tokens == 8
 
 
 def test_a_tenant_may_have_a_quota_of_its_own() -> None:
@@ -312,9 +312,9 @@ def test_no_tenant_keeps_another_from_its_quota() -> None:
 def test_blocks_left_by_an_ended_session_count_for_its_tenant() -> None:
     pool = quota_pool()
     pool.prefill(1, [*ONE, *TWO], tenant="a", session=B)
-    pool.manager.close_session(B, may_still_write=False)
+    pool.manager.sessions.close(B, may_still_write=False)
     pool.audit()
-    pool.manager.publish_pending()
+    pool.manager.maintenance.publish_pending()
     pool.audit()
     assert cached(pool, [*ONE, *TWO], tenant="a") == [2]
 
@@ -323,9 +323,9 @@ def test_clearing_and_eviction_on_demand_keep_the_counts_true() -> None:
     pool = quota_pool(prefix_ttl=60.0, max_cached_blocks=3)
     cache(pool, ONE, "a")
     cache(pool, TWO, "b")
-    pool.manager.evict_blocks(6)
+    pool.manager.evictions.evict_blocks(6)
     pool.audit()
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     pool.audit()
     cache(pool, ONE, "a")
     assert cached(pool, ONE, tenant="a") == [2]

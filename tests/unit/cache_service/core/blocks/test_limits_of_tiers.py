@@ -8,13 +8,13 @@ PROMPT = range(100, 116)  # four blocks of 4
 
 
 def pass_time(pool: TierPool, seconds: float) -> None:
-    pool.manager.tick(pool.manager.now + seconds)
-    pool.manager.do_due_work()
+    pool.manager.state.tick(pool.manager.state.now + seconds)
+    pool.manager.maintenance.do_due_work()
     pool.audit()
 
 
 def matched(pool: TierPool) -> int:
-    return pool.manager.explain_match("", int32(PROMPT)).num_matched
+    return pool.manager.queries.explain_match("", int32(PROMPT)).num_matched
 
 
 def test_blocks_moved_to_the_host_tier_expire_there() -> None:
@@ -27,9 +27,9 @@ def test_blocks_moved_to_the_host_tier_expire_there() -> None:
     assert matched(pool) == 16  # its time started anew when it moved
     pass_time(pool, 1.0)
     assert matched(pool) == 0
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert (stats.num_expired_blocks, stats.num_cached_host_blocks, stats.num_free_host_blocks) == (4, 0, 8)
-    assert pool.manager.explain_match("", int32(PROMPT)).end is MatchEnd.EXPIRED
+    assert pool.manager.queries.explain_match("", int32(PROMPT)).end is MatchEnd.EXPIRED
 
 
 def test_a_swapped_sequence_does_not_age() -> None:
@@ -57,7 +57,7 @@ def test_only_blocks_on_the_device_are_pinned() -> None:
     pool = TierPool()
     cached(pool, 1, PROMPT)
     push_out(pool, 24)  # six of eight blocks: the leaves move
-    result = pool.manager.pin_prefix(A, "p", "", int32(PROMPT), 60.0)
+    result = pool.manager.prefixes.pin(A, "p", "", int32(PROMPT), 60.0)
     pool.audit()
     assert matched(pool) == 16
     assert result.num_tokens == 8
@@ -68,10 +68,10 @@ def test_pins_give_way_to_a_sequence_that_comes_back_alone() -> None:
     pool.prefill(1, range(500, 528))
     written = pool.fill(1)
     pool.swap_out(1)
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     cached(pool, 2, PROMPT)
-    assert pool.manager.pin_prefix(A, "p", "", int32(PROMPT), 60.0).num_tokens == 16
+    assert pool.manager.prefixes.pin(A, "p", "", int32(PROMPT), 60.0).num_tokens == 16
     reply = pool.step(ins=[1])
-    assert pool.manager.stats().num_pins == 0
+    assert pool.manager.queries.stats().num_pins == 0
     pool.step(done=pool.run(reply))
     assert pool.bytes(1) == written

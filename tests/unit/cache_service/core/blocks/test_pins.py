@@ -15,7 +15,7 @@ def pinned(
     pool: CorePool, tokens: list[int], ttl: float = 60.0, *, session: SessionId = A, pin_id: str = "p", tenant: str = ""
 ) -> int:
     """Answers the tokens that the pin keeps."""
-    result = pool.manager.pin_prefix(session, pin_id, tenant, int32(tokens), ttl)
+    result = pool.manager.prefixes.pin(session, pin_id, tenant, int32(tokens), ttl)
     pool.audit()
     assert result.pin_id == (pin_id if result.num_tokens else "")
     return result.num_tokens
@@ -31,13 +31,13 @@ def cached(num_blocks: int = 9, **config: object) -> CorePool:
 
 
 def pass_time(pool: CorePool, seconds: float) -> None:
-    pool.manager.tick(pool.manager.now + seconds)
-    pool.manager.do_due_work()
+    pool.manager.state.tick(pool.manager.state.now + seconds)
+    pool.manager.maintenance.do_due_work()
     pool.audit()
 
 
 def referenced(pool: CorePool) -> int:
-    return pool.manager.stats().num_referenced_blocks
+    return pool.manager.queries.stats().num_referenced_blocks
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
@@ -48,7 +48,7 @@ def test_pinned_blocks_outlive_unpinned_ones(policy: str) -> None:
     assert len(pool.matched(PROMPT)) == 2
     pool.step(releases=[2])
     pool.step()
-    pool.manager.unpin_prefix(A, "p")
+    pool.manager.prefixes.unpin(A, "p")
     pool.prefill(3, range(1000, 1032))  # the whole pool
     assert pool.matched(PROMPT) == []
 
@@ -63,7 +63,7 @@ def test_only_blocks_that_are_cached_for_the_tenant_are_pinned() -> None:
     assert pinned(pool, [*PROMPT[:8], 7, 7, 7, 7]) == 8
     assert pinned(pool, [7, *PROMPT], pin_id="q") == 0
     assert pinned(pool, PROMPT, tenant="other", pin_id="q") == 0
-    assert pool.manager.stats().num_pins == 1
+    assert pool.manager.queries.stats().num_pins == 1
 
 
 def test_all_pins_hold_at_most_half_the_pool_and_a_shared_block_counts_once() -> None:
@@ -75,10 +75,10 @@ def test_all_pins_hold_at_most_half_the_pool_and_a_shared_block_counts_once() ->
     with pytest.raises(OutOfBlocks) as refused:
         pinned(pool, list(range(12)), pin_id="s")
     assert refused.value.metadata == {"requested": "3", "available": "0"}
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert (stats.num_pins, stats.num_pinned_blocks) == (3, 3)
-    pool.manager.unpin_prefix(A, "p")
-    pool.manager.unpin_prefix(B, "r")
+    pool.manager.prefixes.unpin(A, "p")
+    pool.manager.prefixes.unpin(B, "r")
     pool.audit()
     assert pinned(pool, list(range(12)), pin_id="s") == 4  # one block beside the two of q
 
@@ -90,25 +90,25 @@ def test_references_drop_however_a_pin_ends(end: str) -> None:
     assert referenced(pool) == 4
     assert pool.state(pool.matched(PROMPT)[0]) is BlockState.REFERENCED
     if end == "unpin":
-        pool.manager.unpin_prefix(B, "p")
+        pool.manager.prefixes.unpin(B, "p")
     elif end == "time":
         pass_time(pool, 60.0)
     elif end == "session":
-        pool.manager.close_session(B, may_still_write=False)
+        pool.manager.sessions.close(B, may_still_write=False)
     else:
-        assert pool.manager.clear_prefix_cache() == (4, 4)
+        assert pool.manager.prefixes.clear() == (4, 4)
     pool.audit()
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert (stats.num_referenced_blocks, stats.num_pins, stats.num_pinned_blocks) == (0, 0, 0)
     assert stats.num_free_blocks + stats.num_cached_blocks == 8
     if end != "session":
         with pytest.raises(UnknownPin):
-            pool.manager.unpin_prefix(B, "p")
+            pool.manager.prefixes.unpin(B, "p")
 
 
 def test_a_pin_lives_for_its_time_exactly_and_longer_when_the_clock_goes_back() -> None:
     pool = cached()
-    pool.manager.tick(100.0)
+    pool.manager.state.tick(100.0)
     assert pinned(pool, PROMPT, ttl=5.0) == 16
     pass_time(pool, 4.75)
     assert referenced(pool) == 4
@@ -121,9 +121,9 @@ def test_a_pin_lives_for_its_time_exactly_and_longer_when_the_clock_goes_back() 
 def test_an_expired_pin_is_not_seen_even_without_a_tick() -> None:
     pool = cached()
     pinned(pool, PROMPT, ttl=5.0)
-    pool.manager.tick(5.0)
+    pool.manager.state.tick(5.0)
     with pytest.raises(UnknownPin):
-        pool.manager.unpin_prefix(A, "p")
+        pool.manager.prefixes.unpin(A, "p")
     assert referenced(pool) == 0
 
 
@@ -140,9 +140,9 @@ def test_only_its_session_ends_a_pin() -> None:
     pinned(pool, PROMPT)
     for pin_id in ("p", "", "q"):
         with pytest.raises(UnknownPin):
-            pool.manager.unpin_prefix(B, pin_id)
+            pool.manager.prefixes.unpin(B, pin_id)
     with pytest.raises(UnknownSession):
-        pool.manager.unpin_prefix(SessionId("gone"), "p")
+        pool.manager.prefixes.unpin(SessionId("gone"), "p")
     with pytest.raises(UnknownSession):
         pinned(pool, PROMPT, session=SessionId("gone"))
     assert referenced(pool) == 4
@@ -151,7 +151,7 @@ def test_only_its_session_ends_a_pin() -> None:
 def test_pins_are_bounded() -> None:
     pool = cached()
     for number in range(MAX_PINS):
-        pool.manager.pin_prefix(A, str(number), "", int32(PROMPT), 60.0 + number)
+        pool.manager.prefixes.pin(A, str(number), "", int32(PROMPT), 60.0 + number)
     with pytest.raises(OutOfPins) as refused:
         pinned(pool, PROMPT)
     assert refused.value.metadata == {"limit": str(MAX_PINS)}
@@ -163,8 +163,8 @@ def test_a_pin_does_not_make_a_block_shared() -> None:
     pool = CorePool()
     pool.prefill(1, PROMPT)
     pinned(pool, PROMPT)
-    assert pool.manager.stats().num_shared_blocks == 0
-    assert pool.manager.release(A, 1) == 0  # the pin holds them
+    assert pool.manager.queries.stats().num_shared_blocks == 0
+    assert pool.manager.one_item.release(A, 1) == 0  # the pin holds them
 
 
 def test_a_write_into_a_pinned_block_copies_first() -> None:
@@ -184,7 +184,7 @@ def test_pins_make_starts_wait_while_another_sequence_runs() -> None:
     assert pool.step(starts=[(2, 8, 0)]).start_reserved.tolist() == [4]
     reply = pool.step(reserves=[(2, 8, 8)])
     assert reply.reserve_reserved[0] < 8
-    assert pool.manager.stats().num_pins == 1
+    assert pool.manager.queries.stats().num_pins == 1
 
 
 def test_pins_give_way_to_a_sequence_that_runs_alone_the_soonest_to_end_first() -> None:
@@ -198,9 +198,9 @@ def test_pins_give_way_to_a_sequence_that_runs_alone_the_soonest_to_end_first() 
     assert pool.step(starts=[(2, ALL, 0)]).start_reserved.tolist() == [20]
     assert pool.step(reserves=[(2, 24, 28)]).reserve_reserved.tolist() == [28]
     assert pool.matched(list(range(8))) == []
-    assert pool.manager.stats().num_pins == 1
+    assert pool.manager.queries.stats().num_pins == 1
     assert pool.step(reserves=[(2, 36, 36)]).reserve_reserved.tolist() == [36]
-    assert pool.manager.stats().num_pins == 0
+    assert pool.manager.queries.stats().num_pins == 0
 
 
 def test_no_pin_gives_way_for_a_short_wait_or_too_few_blocks() -> None:
@@ -210,14 +210,14 @@ def test_no_pin_gives_way_for_a_short_wait_or_too_few_blocks() -> None:
     pool.create(2, range(500, 508))
     # Released blocks stay fenced: the step before may still read them.
     assert pool.step(lag=1, releases=[1], starts=[(2, 8, 0)]).start_reserved.tolist() == [0]
-    assert pool.manager.stats().num_pins == 1
+    assert pool.manager.queries.stats().num_pins == 1
     assert pool.step(starts=[(2, 8, 0)]).start_reserved.tolist() == [8]
     # Beside the blocks that an ended session may still write, even the blocks of all pins are too few.
     pool.create(1, range(700, 720), session=B)
     pool.step(B, starts=[(1, ALL, 0)])
-    pool.manager.close_session(B, may_still_write=True)
+    pool.manager.sessions.close(B, may_still_write=True)
     assert pool.step(reserves=[(2, 36, 36)]).reserve_reserved[0] < 36
-    assert pool.manager.stats().num_pins == 1
+    assert pool.manager.queries.stats().num_pins == 1
 
 
 def test_no_pin_gives_way_that_would_free_nothing_because_a_step_may_still_read_its_blocks() -> None:
@@ -229,9 +229,9 @@ def test_no_pin_gives_way_that_would_free_nothing_because_a_step_may_still_read_
     # Five more blocks, with two free and one lifted soon: three would have to come from the pin, and its four are fenced.
     reply = pool.step(lag=1, releases=[1], reserves=[(2, 24, 24)])
     assert reply.reserve_reserved[0] < 24
-    assert pool.manager.stats().num_pins == 1
+    assert pool.manager.queries.stats().num_pins == 1
     assert pool.step(reserves=[(2, 24, 24)]).reserve_reserved.tolist() == [24]  # alone, and no block is fenced any more
-    assert pool.manager.stats().num_pins == 0
+    assert pool.manager.queries.stats().num_pins == 0
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])
@@ -240,11 +240,11 @@ def test_admission_is_told_exactly(is_pinned: bool) -> None:
     if is_pinned:
         pinned(pool, PROMPT)
     tokens = int32(range(700, 732))
-    assert pool.manager.check_admission("", tokens, 0, 0).can_now
-    pool.manager.open_session(SessionId("c"), Executor.CACHE)
+    assert pool.manager.admission.check("", tokens, 0, 0).can_now
+    pool.manager.sessions.open(SessionId("c"), Executor.CACHE)
     pool.create(1, tokens.tolist(), session=SessionId("c"))
-    pool.manager.extend(SessionId("c"), 1, 32, look_up=True)
-    assert pool.manager.stats().num_pins == 0
+    pool.manager.one_item.extend(SessionId("c"), 1, 32, look_up=True)
+    assert pool.manager.queries.stats().num_pins == 0
     pool.audit()
 
 
@@ -260,11 +260,11 @@ def test_formerly_pinned_blocks_are_evicted_from_their_leaves(end: str) -> None:
     pool = cached()
     pinned(pool, PROMPT, session=B)
     if end == "unpin":
-        pool.manager.unpin_prefix(B, "p")
+        pool.manager.prefixes.unpin(B, "p")
     elif end == "time":
         pass_time(pool, 60.0)
     else:
-        pool.manager.close_session(B, may_still_write=False)
+        pool.manager.sessions.close(B, may_still_write=False)
     for num_left in (3, 2, 1, 0):
-        pool.manager.evict_blocks(pool.manager.stats().num_free_blocks + 1)
+        pool.manager.evictions.evict_blocks(pool.manager.queries.stats().num_free_blocks + 1)
         assert len(pool.matched(PROMPT)) == num_left

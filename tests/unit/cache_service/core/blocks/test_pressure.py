@@ -39,10 +39,10 @@ def test_ratios_that_are_no_levels_are_refused(ratios: tuple[float, ...]) -> Non
 def test_cached_blocks_are_no_pressure() -> None:
     pool = CorePool(num_blocks=11)
     pool.prefill(1, range(40))
-    assert pool.manager.pressure is CRITICAL
+    assert pool.manager.state.gauge.level is CRITICAL
     reply = pool.step(releases=[1])
-    assert (reply.pressure, pool.manager.pressure) == (LOW, LOW)
-    assert pool.manager.stats().num_pressure_changes == 2
+    assert (reply.pressure, pool.manager.state.gauge.level) == (LOW, LOW)
+    assert pool.manager.queries.stats().num_pressure_changes == 2
 
 
 def cached_pool(**config: object) -> CorePool:
@@ -56,11 +56,15 @@ def cached_pool(**config: object) -> CorePool:
 
 def test_cached_blocks_above_the_threshold_are_evicted_before_they_are_needed() -> None:
     pool = cached_pool(evict_above=0.5)
-    assert [pool.manager.evict_excess(2), pool.manager.evict_excess(2), pool.manager.evict_excess(2)] == [2, 1, 0]
-    stats = pool.manager.stats()
+    assert [
+        pool.manager.evictions.evict_excess(2),
+        pool.manager.evictions.evict_excess(2),
+        pool.manager.evictions.evict_excess(2),
+    ] == [2, 1, 0]
+    stats = pool.manager.queries.stats()
     assert (stats.num_free_blocks, stats.num_cached_blocks, stats.num_evicted_blocks) == (5, 3, 3)
     pool.audit()
-    assert cached_pool().manager.evict_excess(100) == 0  # only when needed
+    assert cached_pool().manager.evictions.evict_excess(100) == 0  # only when needed
 
 
 @pytest.mark.parametrize(("how", "evicted"), [("free 4", 2), ("free 1", 0), ("count 5", 5), ("count 99", 6), ("share 0.3", 5),
@@ -69,21 +73,22 @@ def test_eviction_to_a_target_stops_there(how: str, evicted: int) -> None:
     pool = cached_pool()
     kind, number = how.split()
     manager = pool.manager
-    done = {"free": lambda: manager.evict_blocks(int(number)), "count": lambda: manager.evict_count(int(number)),
-            "share": lambda: manager.evict_to(float(number))}[kind]()  # fmt: skip
-    assert (done, manager.stats().num_free_blocks) == (evicted, 2 + evicted)
+    evictions = manager.evictions
+    done = {"free": lambda: evictions.evict_blocks(int(number)), "count": lambda: evictions.evict_count(int(number)),
+            "share": lambda: evictions.evict_to(float(number))}[kind]()  # fmt: skip
+    assert (done, manager.queries.stats().num_free_blocks) == (evicted, 2 + evicted)
     pool.audit()
 
 
 def test_idle_time_is_since_the_last_step_or_read() -> None:
     pool = CorePool()
     pool.prefill(1, range(4))
-    pool.manager.tick(3.0)
+    pool.manager.state.tick(3.0)
     assert pool.view(1).idle_seconds == 3.0
     before = pool.view(1).num_accesses
-    pool.manager.note_read("a", 1)  # type: ignore[arg-type]
+    pool.manager.updates.note_read("a", 1)  # type: ignore[arg-type]
     assert (pool.view(1).idle_seconds, pool.view(1).num_accesses) == (0.0, before + 1)
-    pool.manager.tick(5.0)
+    pool.manager.state.tick(5.0)
     pool.step(reserves=[(1, 5, 5)])
-    pool.manager.tick(6.0)
+    pool.manager.state.tick(6.0)
     assert pool.view(1).idle_seconds == 1.0

@@ -41,7 +41,7 @@ class Hinted:
         order: list[int] = []
         while left := [prompt for prompt in prompts if self.pool.matched(prompt)]:
             before = [len(self.pool.matched(prompt)) for prompt in left]
-            self.pool.manager.evict_count(1)
+            self.pool.manager.evictions.evict_count(1)
             self.pool.audit()
             after = [len(self.pool.matched(prompt)) for prompt in left]
             prompt, length = next((p, b) for p, b, a in zip(left, before, after, strict=True) if a < b)
@@ -50,7 +50,7 @@ class Hinted:
 
     @property
     def counts(self) -> tuple[int, int]:
-        stats = self.pool.manager.stats()
+        stats = self.pool.manager.queries.stats()
         return stats.num_no_reuse_blocks, stats.num_soon_blocks
 
     @property
@@ -69,7 +69,7 @@ def test_what_nothing_will_use_goes_first_and_what_is_used_soon_goes_last(policy
     hinted.run([7, 8], NONE)
     assert hinted.counts == (4, 2)
     blocks = [hinted.pool.matched(prompt)[-1] for prompt in ([1, 2], [3, 4], [5, 6])]
-    hints = [hinted.pool.manager.block_view(block).reuse_hint for block in blocks]
+    hints = [hinted.pool.manager.queries.block_view(block).reuse_hint for block in blocks]
     assert hints == [SOON, ReuseHint.UNSPECIFIED, NONE]
     assert hinted.evicted([1, 2], [3, 4], [5, 6], [7, 8]) == [6, 5, 8, 7, 4, 3, 2, 1]
 
@@ -95,7 +95,7 @@ def test_a_prompt_that_was_shared_stays_shared_when_its_other_conversations_are_
         hinted.run([1, 2, last], NONE)
     hinted.run([1, 2, 5])  # it counts on the prompt
     hinted.run([1, 2, 6])
-    hinted.pool.manager.evict_count(4)
+    hinted.pool.manager.evictions.evict_count(4)
     assert hinted.pool.matched([1, 2]) != []
     hinted.run([1, 2, 7], NONE)  # alone below the prompt now
     hinted.run([8])
@@ -145,8 +145,8 @@ def test_a_sequence_that_counts_on_it_makes_a_prompt_normal_again() -> None:
 def test_a_pin_makes_a_prompt_normal_again() -> None:
     hinted = Hinted()
     hinted.run([1, 2], NONE)
-    pinned = hinted.pool.manager.pin_prefix(A, "p" * 32, "", np.array([1, 2], np.int32), 10.0)
-    hinted.pool.manager.unpin_prefix(A, pinned.pin_id)
+    pinned = hinted.pool.manager.prefixes.pin(A, "p" * 32, "", np.array([1, 2], np.int32), 10.0)
+    hinted.pool.manager.prefixes.unpin(A, pinned.pin_id)
     hinted.pool.audit()
     assert hinted.counts == (0, 0)
 
@@ -173,12 +173,12 @@ def test_forks_say_what_their_parent_says() -> None:
 def test_a_hint_may_change_while_the_sequence_runs() -> None:
     hinted = Hinted()
     running = hinted.start([1, 2], NONE)
-    hinted.pool.manager.update_sequence(A, running, reuse_hint=SOON)
+    hinted.pool.manager.updates.update(A, running, reuse_hint=SOON)
     assert hinted.pool.view(running).reuse_hint is SOON
     hinted.end(running)
     assert hinted.counts == (0, 2)
     other = hinted.start([3])
-    hinted.pool.manager.update_sequence(A, other, reuse_hint=NONE)
+    hinted.pool.manager.updates.update(A, other, reuse_hint=NONE)
     hinted.end(other)
     assert hinted.counts == (1, 2)
 
@@ -187,8 +187,8 @@ def test_a_sequence_keeps_its_hint_when_it_changes_its_session() -> None:
     hinted = Hinted()
     running = hinted.start([1, 2], NONE)
     hinted.pool.step()
-    offer = hinted.pool.manager.offer_sequence(A, running, b"o" * 16)
-    hinted.pool.manager.take_sequence(B, offer, 7)
+    offer = hinted.pool.manager.hand_offs.offer(A, running, b"o" * 16)
+    hinted.pool.manager.hand_offs.take(B, offer, 7)
     assert hinted.pool.view(7, session=B).reuse_hint is NONE
 
 
@@ -213,11 +213,11 @@ def test_nothing_is_awaited_for_longer_than_its_time() -> None:
     hinted = Hinted()
     hinted.run([1, 2], SOON)
     hinted.run([3])
-    hinted.pool.manager.tick(SOON_SECONDS - 0.1)
-    assert not hinted.pool.manager.do_due_work()
+    hinted.pool.manager.state.tick(SOON_SECONDS - 0.1)
+    assert not hinted.pool.manager.maintenance.do_due_work()
     assert hinted.counts == (0, 2)
-    hinted.pool.manager.tick(SOON_SECONDS + 0.1)
-    assert not hinted.pool.manager.do_due_work()
+    hinted.pool.manager.state.tick(SOON_SECONDS + 0.1)
+    assert not hinted.pool.manager.maintenance.do_due_work()
     hinted.pool.audit()
     assert hinted.counts == (0, 0)
 
@@ -233,9 +233,9 @@ def test_a_share_of_0_awaits_nothing() -> None:
 def test_a_long_awaited_chain_lapses_in_slices() -> None:
     hinted = Hinted(num_blocks=2000, soon_share=1.0, max_tokens_per_sequence=1999)
     hinted.run(list(range(1500)), SOON)
-    hinted.pool.manager.tick(SOON_SECONDS + 1)
+    hinted.pool.manager.state.tick(SOON_SECONDS + 1)
     left = []
-    while hinted.pool.manager.do_due_work():
+    while hinted.pool.manager.maintenance.do_due_work():
         left.append(hinted.counts[1])
     assert left == [988, 476]
 
@@ -284,11 +284,11 @@ def test_the_audit_tells(damage: Callable[[ReuseOrder, list[int]], None], found:
     hinted.run([9], NONE)
     hinted.run([1, 2])
     damage(hinted.order, hinted.pool.matched([1, 2]))
-    assert any(found in text for text in hinted.pool.manager.check_invariants())
+    assert any(found in text for text in hinted.pool.manager.queries.check_invariants())
 
 
 def hint_of(hinted: Hinted, prompt: list[int]) -> ReuseHint:
-    return hinted.pool.manager.block_view(hinted.pool.matched(prompt)[-1]).reuse_hint
+    return hinted.pool.manager.queries.block_view(hinted.pool.matched(prompt)[-1]).reuse_hint
 
 
 def test_a_prompt_is_normal_as_soon_as_a_sequence_counts_on_it() -> None:
@@ -298,7 +298,7 @@ def test_a_prompt_is_normal_as_soon_as_a_sequence_counts_on_it() -> None:
     assert hint_of(hinted, [1, 2]) is ReuseHint.UNSPECIFIED
     running = hinted.start([4], NONE)
     assert hint_of(hinted, [4]) is NONE
-    hinted.pool.manager.update_sequence(A, running, reuse_hint=SOON)
+    hinted.pool.manager.updates.update(A, running, reuse_hint=SOON)
     assert hint_of(hinted, [4]) is ReuseHint.UNSPECIFIED
 
 

@@ -12,15 +12,15 @@ def full_pool(**config: object) -> CorePool:
         pool.step(releases=[sequence_id])
     pool.prefill(1000, range(8))
     pool.step(releases=[1000])
-    pool.manager.evict_count(0)
+    pool.manager.evictions.evict_count(0)
     return pool
 
 
 def test_as_many_blocks_as_recent_steps_wanted_are_freed_ahead() -> None:
     pool = full_pool()
-    assert pool.manager.stats().num_free_blocks == 2
-    assert [pool.manager.evict_ahead(2), pool.manager.evict_ahead(2)] == [1, 0]
-    stats = pool.manager.stats()
+    assert pool.manager.queries.stats().num_free_blocks == 2
+    assert [pool.manager.evictions.evict_ahead(2), pool.manager.evictions.evict_ahead(2)] == [1, 0]
+    stats = pool.manager.queries.stats()
     assert (stats.num_free_blocks, stats.num_evicted_blocks) == (3, 1)
     pool.audit()
 
@@ -30,8 +30,8 @@ def test_at_most_a_small_share_is_freed_ahead() -> None:
     pool.create(1001, range(50_000, 50_100))
     pool.step(starts=[(1001, ALL, ALL)])
     pool.step(releases=[1001])
-    free = pool.manager.stats().num_free_blocks
-    assert (free, pool.manager.evict_ahead(100)) == (25, 0), "25 are free already, and 10 is the most that is freed"
+    free = pool.manager.queries.stats().num_free_blocks
+    assert (free, pool.manager.evictions.evict_ahead(100)) == (25, 0), "25 are free already, and 10 is the most that is freed"
     assert RoomAhead(640).num_blocks == 0
 
 
@@ -47,4 +47,4 @@ def test_the_wish_fades() -> None:
 
 def test_nothing_is_freed_ahead_of_orders_to_a_host_tier() -> None:
     pool = full_pool(num_host_blocks=20)
-    assert pool.manager.evict_ahead(100) == 0
+    assert pool.manager.evictions.evict_ahead(100) == 0

@@ -32,17 +32,17 @@ def test_the_next_run_has_the_same_cached_prefixes() -> None:
     manager, result = memory.restored()
     assert chains(manager) == chains(pool.manager)
     assert (result.num_blocks, result.num_dropped, result.num_quarantined) == (3, 0, 0)
-    stats = manager.stats()
+    stats = manager.queries.stats()
     assert (stats.num_cached_blocks, stats.num_free_blocks, stats.num_tenants) == (3, 5, 2)
-    assert manager.check_invariants() == []
-    matches = [each.match_prefix("a", int32(A_PROMPT)).blocks.tolist() for each in (manager, pool.manager)]
+    assert manager.queries.check_invariants() == []
+    matches = [each.queries.match_prefix("a", int32(A_PROMPT)).blocks.tolist() for each in (manager, pool.manager)]
     assert matches[0] == matches[1]
-    assert manager.match_prefix("b", int32(A_PROMPT)).num_tokens == 0, "another tenant's"
+    assert manager.queries.match_prefix("b", int32(A_PROMPT)).num_tokens == 0, "another tenant's"
 
 
 def test_a_row_that_is_dropped_takes_those_below_it_along() -> None:
     memory, pool = earlier_run()
-    first = int(pool.manager.match_prefix("a", int32(A_PROMPT)).blocks[0])
+    first = int(pool.manager.queries.match_prefix("a", int32(A_PROMPT)).blocks[0])
     memory.checks[first] ^= np.uint64(2)
     _, result = memory.restored()
     assert (result.num_blocks, result.num_dropped) == (1, 2)
@@ -55,18 +55,18 @@ def test_what_may_still_be_written_is_kept_back_until_it_no_longer_may() -> None
     for block in range(1, 9):
         was_published = pool.manager.state.pool.indexed[block]
         wanted = BlockState.CACHED if was_published else BlockState.QUARANTINED
-        assert manager.block_state(BlockId(block)) is wanted
-    assert manager.check_invariants() == []
+        assert manager.state.pool.state(BlockId(block)) is wanted
+    assert manager.queries.check_invariants() == []
     assert manager.state.pool.num_available == 3
-    assert manager.end_quarantine(EARLIER_RUN) == 5
-    assert manager.check_invariants() == []
+    assert manager.sessions.end_quarantine(EARLIER_RUN) == 5
+    assert manager.queries.check_invariants() == []
     assert manager.state.pool.num_available == 8
 
 
 def test_what_is_not_believed_counts_as_another_tenants_where_there_was_one() -> None:
     memory, _ = earlier_run()
     manager, _ = memory.restored()
-    free = [block for block in range(1, 9) if manager.block_state(BlockId(block)) is BlockState.FREE]
+    free = [block for block in range(1, 9) if manager.state.pool.state(BlockId(block)) is BlockState.FREE]
     assert manager.state.allocator.last_roots[free].tolist() == [UNKNOWN_ROOT] * 5
     memory.tenants.remove("b")  # as if it had never been
     alone, _ = memory.restored()
@@ -81,17 +81,17 @@ def test_quotas_of_tenants_count_what_came_back() -> None:
     limits = manager.state.pool.limits
     assert limits.counts[:3].tolist() == [0, 2, 1]
     assert limits.over == {manager.state.index.find_root("a")}
-    assert manager.check_invariants() == []
-    manager.do_due_work()
-    assert manager.stats().num_cached_blocks == 2, "above its share, it loses one"
-    assert manager.check_invariants() == []
+    assert manager.queries.check_invariants() == []
+    manager.maintenance.do_due_work()
+    assert manager.queries.stats().num_cached_blocks == 2, "above its share, it loses one"
+    assert manager.queries.check_invariants() == []
 
 
 def test_a_pool_that_took_over_goes_on_writing_down() -> None:
     memory, _ = earlier_run()
     manager = PoolManager(CONFIG)
     manager.restore(memory.kept, may_still_write=False)
-    manager.clear_prefix_cache()
+    manager.prefixes.clear()
     write_all(manager)
     assert not memory.checks.any()
     assert memory.tenants == ["a", "b"], "known for good, so that their blocks are cleared"
@@ -112,7 +112,7 @@ def across_tiers() -> tuple[KeptMemory, CorePool]:
     index.add_hosts(nodes[:3], int32([5, 6, 7]))
     index.note_filled(int32([5, 6, 7]))
     index.leave_device(int32([3]))
-    while pool.manager.write_record(2, digest_of(memory)):
+    while pool.manager.record.write(2, digest_of(memory)):
         pass
     return memory, pool
 
@@ -134,21 +134,21 @@ def test_a_chain_comes_back_across_the_tiers() -> None:
     manager, result = memory.restored()
     assert places_of(manager) == [(1, 5), (2, 6), (0, 7), (4, 0)]
     assert (result.num_blocks, result.num_host_blocks, result.num_dropped) == (3, 3, 0)
-    assert manager.check_invariants() == []
-    stats = manager.stats()
+    assert manager.queries.check_invariants() == []
+    stats = manager.queries.stats()
     assert (stats.num_cached_blocks, stats.num_cached_host_blocks, stats.num_free_host_blocks) == (3, 3, 5)
-    assert manager.match_prefix("a", int32(PROMPT)).blocks.tolist() == [1, 2, 0, 4]
+    assert manager.queries.match_prefix("a", int32(PROMPT)).blocks.tolist() == [1, 2, 0, 4]
 
 
 def test_host_blocks_that_may_still_be_written_are_kept_back_with_those_of_the_device() -> None:
     memory, _ = across_tiers()
     manager, result = memory.restored(may_still_write=True)
     assert (result.num_quarantined, result.num_quarantined_hosts) == (5, 5)
-    assert manager.check_invariants() == []
-    assert manager.stats().num_free_host_blocks == 0
-    manager.end_quarantine(EARLIER_RUN)
-    assert manager.check_invariants() == []
-    assert (manager.stats().num_free_host_blocks, manager.stats().num_free_blocks) == (5, 5)
+    assert manager.queries.check_invariants() == []
+    assert manager.queries.stats().num_free_host_blocks == 0
+    manager.sessions.end_quarantine(EARLIER_RUN)
+    assert manager.queries.check_invariants() == []
+    assert (manager.queries.stats().num_free_host_blocks, manager.queries.stats().num_free_blocks) == (5, 5)
 
 
 def test_a_host_row_that_is_dropped_takes_what_only_it_leads_to_along() -> None:
@@ -179,4 +179,4 @@ def test_blocks_that_hold_something_else_are_forgotten_with_what_only_they_lead_
     assert places_of(manager) == left
     assert (result.num_verified, result.num_damaged) == (6, len(damaged))
     assert result.num_dropped == 6 - sum(place > 0 for places in left for place in places)
-    assert manager.check_invariants() == []
+    assert manager.queries.check_invariants() == []

@@ -125,7 +125,7 @@ def test_a_tenant_without_cached_blocks_has_no_queue() -> None:
         pool.step(releases=[number])
     limits = pool.manager.state.pool.limits
     assert 0 < len(limits._queues) <= 4  # two blocks of each tenant, in a pool of eight
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     pool.audit()
     assert limits._queues == {}
     pool.create(100, [1, 2, 3], tenant="t1")

@@ -27,7 +27,7 @@ class Cached:
         order: list[int] = []
         while left := [prompt for prompt in prompts if self.pool.matched(prompt)]:
             before = [len(self.pool.matched(prompt)) for prompt in left]
-            self.pool.manager.evict_blocks(self.pool.manager.stats().num_free_blocks + 1)
+            self.pool.manager.evictions.evict_blocks(self.pool.manager.queries.stats().num_free_blocks + 1)
             self.pool.audit()
             after = [len(self.pool.matched(prompt)) for prompt in left]
             prompt, length = next((p, b) for p, b, a in zip(left, before, after, strict=True) if a < b)
@@ -85,7 +85,7 @@ def test_a_forgotten_block_starts_anew() -> None:
     cached = Cached("lfu")
     for _ in range(3):
         cached.run([1])
-    cached.pool.manager.clear_prefix_cache()
+    cached.pool.manager.prefixes.clear()
     cached.run([2])
     cached.run([1])
     assert cached.evicted([1], [2]) == [2, 1]

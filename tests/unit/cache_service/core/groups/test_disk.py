@@ -30,13 +30,13 @@ def stored(
     config = PoolConfig(41, 2, num_host_blocks=41, group_spans=spans, watermark=0.0)
     manager = PoolManager(config)
     disk = manager.add_disk(b"key", 40, 0, rules=rules or TierRules())
-    manager.open_session(A, Executor.CACHE)
-    manager.create_sequence(A, SequenceArgs(SequenceId(1), TOKENS))
-    manager.extend(A, 1, 11, look_up=True)
-    manager.commit(A, 1, 11, 0, TOKENS)
-    manager.release(A, 1)
-    with manager.demoting(A):
-        manager.evict_blocks(40)
+    manager.sessions.open(A, Executor.CACHE)
+    manager.creation.create(A, SequenceArgs(SequenceId(1), TOKENS))
+    manager.one_item.extend(A, 1, 11, look_up=True)
+    manager.one_item.commit(A, 1, 11, 0, TOKENS)
+    manager.one_item.release(A, 1)
+    with manager.evictions.demoting(A):
+        manager.evictions.evict_blocks(40)
     store = disk.stores.prepare(100)
     assert store is not None
     num_stored = 7 if spans[1].checkpoint_blocks else 10
@@ -59,18 +59,18 @@ def stored(
 
 def load(manager: PoolManager, disk: ContentTier) -> list[tuple[int, int]]:
     """Entries and groups that a new sequence has loaded, all at once."""
-    manager.create_sequence(A, SequenceArgs(SequenceId(2), TOKENS))
+    manager.creation.create(A, SequenceArgs(SequenceId(2), TOKENS))
     found = disk.loads.take()
     for each in found:
         disk.loads.complete(each, [TierResult.DONE] * len(each.orders))
-    assert manager.check_invariants() == []
+    assert manager.queries.check_invariants() == []
     return [(order.entry, order.group) for each in found for order in each.orders]
 
 
 def hit_len(manager: PoolManager) -> int:
-    manager.extend(A, 2, 11, look_up=True)
-    assert manager.check_invariants() == []
-    return manager.view(A, 2).num_hit_tokens
+    manager.one_item.extend(A, 2, 11, look_up=True)
+    assert manager.queries.check_invariants() == []
+    return manager.queries.view(A, 2).num_hit_tokens
 
 
 def test_all_of_the_full_group_and_the_last_window_are_loaded() -> None:
@@ -148,11 +148,11 @@ def test_each_block_is_looked_up_once_however_often_the_end_moves(
 
 def test_what_failed_is_where_the_hit_ends() -> None:
     manager, disk = stored()
-    manager.create_sequence(A, SequenceArgs(SequenceId(2), TOKENS))
+    manager.creation.create(A, SequenceArgs(SequenceId(2), TOKENS))
     (each,) = disk.loads.take()
     results = [TierResult.DAMAGED if (o.entry, o.group) == (3, 1) else TierResult.DONE for o in each.orders]
     disk.loads.complete(each, results)
-    assert manager.check_invariants() == []
+    assert manager.queries.check_invariants() == []
     assert hit_len(manager) == 0, "what shorter hits would read was not loaded"
 
 

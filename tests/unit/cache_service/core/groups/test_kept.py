@@ -50,27 +50,27 @@ def test_a_pool_comes_back_with_the_blocks_of_all_groups(spans: tuple[ReadSpan, 
     config = PoolConfig(41, 2, group_spans=spans, watermark=0.0, num_host_blocks=21)
     memory, manager = KeptMemory(config), PoolManager(config)
     manager.restore(memory.kept, may_still_write=False)
-    manager.open_session(A, Executor.CACHE)
+    manager.sessions.open(A, Executor.CACHE)
     tokens = np.arange(11, dtype=np.int32)
-    manager.create_sequence(A, SequenceArgs(SequenceId(1), tokens))
-    manager.extend(A, 1, 11, look_up=True)
-    manager.commit(A, 1, 11, 0, tokens)
-    manager.release(A, 1)
-    with manager.demoting(A):
-        manager.evict_blocks(36)
+    manager.creation.create(A, SequenceArgs(SequenceId(1), tokens))
+    manager.one_item.extend(A, 1, 11, look_up=True)
+    manager.one_item.commit(A, 1, 11, 0, tokens)
+    manager.one_item.release(A, 1)
+    with manager.evictions.demoting(A):
+        manager.evictions.evict_blocks(36)
     write_all(manager)
     again, result = memory.restored()
-    assert again.check_invariants() == []
+    assert again.queries.check_invariants() == []
     for group in range(len(spans)):
         assert chains(again, group=group) == chains(manager, group=group)
-    stats = again.stats()
+    stats = again.queries.stats()
     assert (result.num_blocks, result.num_host_blocks) == (stats.num_cached_blocks, stats.num_cached_host_blocks)
     assert result.num_host_blocks > 0
-    again.open_session(A, Executor.CACHE)
-    again.create_sequence(A, SequenceArgs(SequenceId(1), tokens))
-    again.extend(A, 1, 11, look_up=True)
-    assert again.view(A, 1).num_hit_tokens == hit
-    assert again.check_invariants() == []
+    again.sessions.open(A, Executor.CACHE)
+    again.creation.create(A, SequenceArgs(SequenceId(1), tokens))
+    again.one_item.extend(A, 1, 11, look_up=True)
+    assert again.queries.view(A, 1).num_hit_tokens == hit
+    assert again.queries.check_invariants() == []
 
 
 def test_a_description_tells_the_states_and_refuses_such_as_cannot_be() -> None:
@@ -107,27 +107,27 @@ def test_a_tail_comes_back_with_its_pool_and_stays_behind_where_blocks_went_to_t
     config = PoolConfig(41, 2, group_spans=spans_of(0, 5), has_tail=True, watermark=0.0, num_host_blocks=21)
     memory, manager = KeptMemory(config), PoolManager(config)
     manager.restore(memory.kept, may_still_write=False)
-    manager.open_session(A, Executor.CACHE)
+    manager.sessions.open(A, Executor.CACHE)
     tokens = np.arange(11, dtype=np.int32)
-    manager.create_sequence(A, SequenceArgs(SequenceId(1), tokens))
-    manager.extend(A, 1, 11, look_up=True)
-    manager.commit(A, 1, 11, 0, tokens)
-    manager.release(A, 1)
+    manager.creation.create(A, SequenceArgs(SequenceId(1), tokens))
+    manager.one_item.extend(A, 1, 11, look_up=True)
+    manager.one_item.commit(A, 1, 11, 0, tokens)
+    manager.one_item.release(A, 1)
     if is_demoted:
-        with manager.demoting(A):
-            manager.evict_blocks(40)
+        with manager.evictions.demoting(A):
+            manager.evictions.evict_blocks(40)
     write_all(manager)
     again, result = memory.restored()
-    assert again.check_invariants() == []
+    assert again.queries.check_invariants() == []
     assert result.num_host_blocks == (5 if is_demoted else 0)
-    again.open_session(A, Executor.CACHE)
-    again.create_sequence(A, SequenceArgs(SequenceId(1), tokens))
-    again.extend(A, 1, 11, look_up=True)
-    view = again.view(A, SequenceId(1))
+    again.sessions.open(A, Executor.CACHE)
+    again.creation.create(A, SequenceArgs(SequenceId(1), tokens))
+    again.one_item.extend(A, 1, 11, look_up=True)
+    view = again.queries.view(A, SequenceId(1))
     assert view.num_hit_tokens == 10
     # Token 10 reads from token 6 on; of the host's blocks no page came along.
     assert np.count_nonzero(view.group_tables[0][:5]) == (0 if is_demoted else 2)
-    assert again.check_invariants() == []
+    assert again.queries.check_invariants() == []
 
 
 def test_a_description_tells_tails_and_what_a_host_tier_keeps_its_blocks_in() -> None:

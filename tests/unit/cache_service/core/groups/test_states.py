@@ -8,7 +8,7 @@ import pytest
 
 from kvkeeper.cache_service.core.index.node_blocks import NodeBlocks
 from kvkeeper.cache_service.core.inspection.explain import in_words
-from kvkeeper.cache_service.core.manager import PoolManager
+from kvkeeper.cache_service.core.inspection.queries import Queries
 from kvkeeper.cache_service.core.sequences import spans
 from kvkeeper.cache_service.core.sequences.new_entries import NewEntries
 from kvkeeper.cache_service.core.sequences.publisher import Publisher
@@ -61,7 +61,7 @@ def _run_until_wrong(spans: tuple[ReadSpan, ...] = SPANS) -> None:
 @pytest.fixture
 def contents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The audit says nothing, so what the blocks hold has to tell."""
-    monkeypatch.setattr(PoolManager, "check_invariants", lambda self: [])
+    monkeypatch.setattr(Queries, "check_invariants", lambda self: [])
 
 
 _WRONG = "holds (another state|garbage)"
@@ -151,7 +151,7 @@ def test_a_start_has_states_at_its_checkpoints_and_behind_its_last_token() -> No
     pool.create(1, list(range(15)))
     reply = pool.step(starts=[(1, ALL, ALL)])
     assert [int(block > 0) for block in reply.start_block_ids[8:]] == [0, 0, 1, 0, 0, 1, 0, 1]
-    assert pool.manager.stats().num_referenced_blocks == 8 + 3
+    assert pool.manager.queries.stats().num_referenced_blocks == 8 + 3
     pool.step(commits=[(1, 15, [])])
     assert _states(pool, 1) == [0, 0, 1, 0, 0, 1, 0, 1]
 
@@ -189,7 +189,7 @@ def test_a_hit_ends_at_a_checkpoint_and_reads_its_last_state_alone() -> None:
     assert _states(pool, 2) == [0, 0, 0, 0, 0, 1, 1]
     assert pool.create(3, list(range(12))) == 12
     assert pool.step(starts=[(3, ALL, ALL)]).start_hits.tolist() == [6]  # a token is left to compute
-    shown = pool.manager.explain_match("", int32([*range(10), 99, 99]))
+    shown = pool.manager.queries.explain_match("", int32([*range(10), 99, 99]))
     assert (shown.num_matched, shown.num_hit, shown.short_group) == (10, 6, 1)
     assert "Group 1 of the layers lacks the state behind more" in in_words(shown)
 
@@ -325,7 +325,7 @@ def test_entries_are_counted_as_they_are_granted(spans: tuple[ReadSpan, ...]) ->
 def test_statistics_count_the_entries_that_keep_no_state() -> None:
     pool = _pool()
     _prefill(pool, 1, 15)
-    assert [tuple(group) for group in pool.manager.group_stats()] == [(0, 8, 0), (2, 3, 5)]
+    assert [tuple(group) for group in pool.manager.queries.group_stats()] == [(0, 8, 0), (2, 3, 5)]
 
 
 def test_a_waiting_sequence_is_told_of_a_checkpoint_to_come() -> None:
@@ -342,13 +342,13 @@ def test_a_waiting_sequence_is_told_of_a_checkpoint_to_come() -> None:
 def _step_that_may_wait(pool: CorePool, *starts: tuple[int, int, int]) -> StepReply:
     pool.step_ids[A] += 1
     batch = step_batch(pool.step_ids[A], pool.step_ids[A] - 1, starts=starts)
-    return pool.manager.step(A, batch._replace(start_may_wait=int32([1] * len(starts))))
+    return pool.manager.steps.step(A, batch._replace(start_may_wait=int32([1] * len(starts))))
 
 
 @pytest.mark.parametrize(
     "refused",
     [
-        lambda pool: pool.manager.offer_sequence(A, SequenceId(1), b"0" * 16),
+        lambda pool: pool.manager.hand_offs.offer(A, SequenceId(1), b"0" * 16),
         lambda pool: pool.create(2, [1, 2, 3], retention=Retention(1, 4)),
     ],
     ids=["hand-off", "retention"],
@@ -365,11 +365,11 @@ def test_a_swap_waits_until_the_states_are_those_of_the_committed_tokens() -> No
     _prefill(pool, 1, 13)
     pool.step(commits=[(1, 13, [13])], reserves=[(1, 14, 14)])
     step_id, pool.step_ids[A] = pool.step_ids[A] + 1, pool.step_ids[A] + 1
-    reply = pool.manager.step(A, step_batch(step_id, step_id - 1)._replace(swap_out_ids=np.array([1])))
+    reply = pool.manager.steps.step(A, step_batch(step_id, step_id - 1)._replace(swap_out_ids=np.array([1])))
     assert reply.swap_out_results.tolist() == [ItemResult.NO_ROOM]
     pool.step(commits=[(1, 14, [])])
     step_id, pool.step_ids[A] = pool.step_ids[A] + 1, pool.step_ids[A] + 1
-    reply = pool.manager.step(A, step_batch(step_id, step_id - 1)._replace(swap_out_ids=np.array([1])))
+    reply = pool.manager.steps.step(A, step_batch(step_id, step_id - 1)._replace(swap_out_ids=np.array([1])))
     assert reply.swap_out_results.tolist() == [ItemResult.OK]
     assert len(reply.transfer_ids) == 7 + 3
 
@@ -377,9 +377,9 @@ def test_a_swap_waits_until_the_states_are_those_of_the_committed_tokens() -> No
 def test_a_swap_by_call_says_why_it_waits() -> None:
     pool = _pool(num_host_blocks=41)
     pool.create(1, [1, 2, 3])
-    pool.manager.extend(A, 1, 3, look_up=True)
+    pool.manager.one_item.extend(A, 1, 3, look_up=True)
     with pytest.raises(WrongState):
-        pool.manager.swap_out(A, 1)
-    pool.manager.commit(A, 1, 3, 3, int32([]))
-    pool.manager.swap_out(A, 1)
+        pool.manager.one_item.swap_out(A, 1)
+    pool.manager.one_item.commit(A, 1, 3, 3, int32([]))
+    pool.manager.one_item.swap_out(A, 1)
     pool.audit()

@@ -23,30 +23,30 @@ WINDOWS = (0, 5)  # of two groups, with blocks of 2 tokens
 def pool(num_blocks: int = 41, num_host_blocks: int = 41, spans: tuple[ReadSpan, ...] = spans_of(*WINDOWS)) -> PoolManager:
     config = PoolConfig(num_blocks, 2, num_host_blocks=num_host_blocks, group_spans=spans, watermark=0.0)
     manager = PoolManager(config)
-    manager.open_session(A, Executor.CACHE)
+    manager.sessions.open(A, Executor.CACHE)
     return manager
 
 
 def create(manager: PoolManager, sequence_id: int, tokens: list[int]) -> None:
-    manager.create_sequence(A, SequenceArgs(SequenceId(sequence_id), np.array(tokens, np.int32)))
+    manager.creation.create(A, SequenceArgs(SequenceId(sequence_id), np.array(tokens, np.int32)))
 
 
 def compute(manager: PoolManager, sequence_id: int, tokens: list[int]) -> None:
     create(manager, sequence_id, tokens)
-    manager.extend(A, sequence_id, len(tokens), look_up=True)
-    manager.commit(A, sequence_id, len(tokens), 0, np.array(tokens, np.int32))
-    assert manager.check_invariants() == []
+    manager.one_item.extend(A, sequence_id, len(tokens), look_up=True)
+    manager.one_item.commit(A, sequence_id, len(tokens), 0, np.array(tokens, np.int32))
+    assert manager.queries.check_invariants() == []
 
 
 def tables(manager: PoolManager, sequence_id: int) -> list[list[int]]:
-    view = manager.view(A, sequence_id)
+    view = manager.queries.view(A, sequence_id)
     return [view.block_table.tolist(), *(table.tolist() for table in view.group_tables)]
 
 
 def evict_all(manager: PoolManager) -> None:
-    with manager.demoting(A):
-        manager.evict_blocks(manager.config.num_usable_blocks)
-    assert manager.check_invariants() == []
+    with manager.evictions.demoting(A):
+        manager.evictions.evict_blocks(manager.state.config.num_usable_blocks)
+    assert manager.queries.check_invariants() == []
 
 
 def test_a_swap_moves_what_each_group_has_and_holes_stay_holes() -> None:
@@ -54,84 +54,84 @@ def test_a_swap_moves_what_each_group_has_and_holes_stay_holes() -> None:
     compute(manager, 1, list(range(11)))
     before = tables(manager, 1)
     assert before[1][:3] == [0, 0, 0]  # token 11 reads from token 7 on
-    out = manager.swap_out(A, 1)
+    out = manager.one_item.swap_out(A, 1)
     assert sorted(out.transfer_sources.tolist()) == sorted(block for table in before for block in table if block)
-    assert manager.stats().num_held_host_blocks == 6 + 3
+    assert manager.queries.stats().num_held_host_blocks == 6 + 3
     evict_all(manager)
-    back = manager.swap_in(A, 1)
+    back = manager.one_item.swap_in(A, 1)
     assert back.transfer_kinds.tolist() == [TransferKind.SWAP_IN] * 9
     after = tables(manager, 1)
     assert [[bool(block) for block in table] for table in after] == [[bool(block) for block in table] for table in before]
-    assert manager.check_invariants() == []
+    assert manager.queries.check_invariants() == []
 
 
 def test_a_swap_moves_the_states_that_there_are_and_a_hit_loads_the_last_alone() -> None:
     manager = pool(spans=(*spans_of(0), state_span(2)))
     compute(manager, 1, list(range(11)))
     assert [bool(block) for block in tables(manager, 1)[1]] == [False, True] * 3
-    out = manager.swap_out(A, 1)
-    assert len(out.transfer_sources) == manager.stats().num_held_host_blocks == 6 + 3
+    out = manager.one_item.swap_out(A, 1)
+    assert len(out.transfer_sources) == manager.queries.stats().num_held_host_blocks == 6 + 3
     evict_all(manager)
-    back = manager.swap_in(A, 1)
+    back = manager.one_item.swap_in(A, 1)
     assert len(back.transfer_kinds) == 9
     assert [bool(block) for block in tables(manager, 1)[1]] == [False, True] * 3
-    assert manager.check_invariants() == []
-    manager.release(A, 1)
+    assert manager.queries.check_invariants() == []
+    manager.one_item.release(A, 1)
     evict_all(manager)
     create(manager, 2, [*range(10), 99])
-    copies = manager.extend(A, 2, 11, look_up=True)
-    assert manager.view(A, 2).num_hit_tokens == 8
+    copies = manager.one_item.extend(A, 2, 11, look_up=True)
+    assert manager.queries.view(A, 2).num_hit_tokens == 8
     assert len(copies.transfer_kinds) == 4 + 1
     assert [bool(block) for block in tables(manager, 2)[1]] == [False, False, False, True, False, True]
-    assert manager.check_invariants() == []
+    assert manager.queries.check_invariants() == []
 
 
 def test_a_hit_on_host_blocks_loads_all_of_the_full_group_and_the_last_window() -> None:
     manager = pool()
     compute(manager, 1, list(range(11)))
-    manager.release(A, 1)
+    manager.one_item.release(A, 1)
     evict_all(manager)
-    assert manager.stats().num_cached_blocks == 0
+    assert manager.queries.stats().num_cached_blocks == 0
     create(manager, 2, [*range(10), 99])
-    copies = manager.extend(A, 2, 11, look_up=True)
-    assert manager.view(A, 2).num_hit_tokens == 10
+    copies = manager.one_item.extend(A, 2, 11, look_up=True)
+    assert manager.queries.view(A, 2).num_hit_tokens == 10
     assert len(copies.transfer_kinds) == 5 + 2  # in the window of 5 the token 10 reads from token 6 on
     assert [table.count(0) for table in tables(manager, 2)] == [0, 3]
-    assert manager.check_invariants() == []
+    assert manager.queries.check_invariants() == []
 
 
 def test_a_hit_ends_where_a_window_has_gone_from_both_tiers() -> None:
     manager = pool(num_host_blocks=4)  # the first group's first three at most come there
     compute(manager, 1, list(range(11)))
-    manager.release(A, 1)
+    manager.one_item.release(A, 1)
     evict_all(manager)
     create(manager, 2, [*range(10), 99])
-    copies = manager.extend(A, 2, 11, look_up=True)
-    hit = manager.view(A, 2).num_hit_tokens
+    copies = manager.one_item.extend(A, 2, 11, look_up=True)
+    hit = manager.queries.view(A, 2).num_hit_tokens
     assert hit < 10
     assert len(copies.transfer_kinds) >= hit // 2
-    assert manager.view(A, 2).state is SequenceState.RUNNING
-    assert manager.check_invariants() == []
+    assert manager.queries.view(A, 2).state is SequenceState.RUNNING
+    assert manager.queries.check_invariants() == []
 
 
 def test_an_explanation_names_the_group_whose_window_ends_a_hit() -> None:
     manager = pool(num_host_blocks=0)
     compute(manager, 1, list(range(11)))
-    manager.release(A, 1)
+    manager.one_item.release(A, 1)
     index = manager.state.index
     nodes = index.match(index.find_root(""), np.arange(11, dtype=np.int32), 5)
     manager.state.pool.expire(index.held.group_blocks[0][nodes[3:4]])
-    assert manager.check_invariants() == []
-    found = manager.explain_match("", np.array([*range(10), 99], np.int32))
+    assert manager.queries.check_invariants() == []
+    found = manager.queries.explain_match("", np.array([*range(10), 99], np.int32))
     assert (found.num_matched, found.num_hit, found.short_group) == (10, 6, 1)
     assert "Group 1 of the layers lacks what its window reads" in in_words(found)
 
 
 def test_statistics_tell_what_each_group_holds() -> None:
     manager = pool()
-    assert PoolManager(PoolConfig(9, 2)).group_stats() == []
+    assert PoolManager(PoolConfig(9, 2)).queries.group_stats() == []
     compute(manager, 1, list(range(11)))
-    assert [tuple(group) for group in manager.group_stats()] == [(0, 6, 0), (5, 3, 3)]
+    assert [tuple(group) for group in manager.queries.group_stats()] == [(0, 6, 0), (5, 3, 3)]
 
 
 def _run(seeds: Iterable[int], *, has_tail: bool = False, has_states: bool = False) -> TierCounts:

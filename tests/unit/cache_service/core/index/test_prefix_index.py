@@ -133,9 +133,9 @@ def test_tenants_are_bounded_because_their_roots_are_kept(monkeypatch: pytest.Mo
     monkeypatch.setattr(prefix_index, "MAX_TENANTS", 2)
     pool = PoolManager(PoolConfig(num_blocks=9, block_size=2))
     session = SessionId("a")
-    pool.open_session(session, Executor.ENGINE)
+    pool.sessions.open(session, Executor.ENGINE)
     for idx, tenant in enumerate(("", "x", "x", "")):
-        pool.create_sequence(session, SequenceArgs(SequenceId(idx + 1), np.array([1], np.int32), tenant=tenant))
+        pool.creation.create(session, SequenceArgs(SequenceId(idx + 1), np.array([1], np.int32), tenant=tenant))
     with pytest.raises(InvalidField, match="too many tenants"):
-        pool.create_sequence(session, SequenceArgs(SequenceId(9), np.array([1], np.int32), tenant="y"))
-    assert pool.check_invariants() == []
+        pool.creation.create(session, SequenceArgs(SequenceId(9), np.array([1], np.int32), tenant="y"))
+    assert pool.queries.check_invariants() == []

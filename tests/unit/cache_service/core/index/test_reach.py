@@ -93,7 +93,7 @@ def test_a_pool_counts_what_it_is_asked_and_what_its_sequences_make() -> None:
     pool.step()
     pool.create(2, [*range(8), 20, 21, 22, 23, 7])
     pool.step(starts=[(2, ALL, ALL)])
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert stats.recent_hit_rate == stats.hit_rate == 12 / 21
     assert stats.reachable_hit_rate == pytest.approx(12 / 21, abs=0.001)
 
@@ -102,7 +102,7 @@ def test_a_pool_that_shares_nothing_reaches_nothing() -> None:
     pool = CorePool(prefix_caching=False)
     for sequence_id in (1, 2):
         pool.create(sequence_id, list(range(8)))
-    assert pool.manager.stats().reachable_hit_rate == 0.0
+    assert pool.manager.queries.stats().reachable_hit_rate == 0.0
 
 
 def test_prompts_that_come_together_count_as_one_by_one() -> None:

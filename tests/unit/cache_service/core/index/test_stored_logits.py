@@ -17,7 +17,7 @@ def logits(first: float, size: int = 3) -> bytes:
 def stored(pool: CorePool, tokens: list[int] = PROMPT, first: float = 1.0, *, keep: bool = False, **args: object) -> None:
     """A sequence computes these tokens, stores the logits that follow, and ends."""
     pool.prefill(1, tokens, **args)
-    pool.manager.store_logits(A, 1, len(tokens), logits(first))
+    pool.manager.prefixes.store_logits(A, 1, len(tokens), logits(first))
     if not keep:
         pool.step(releases=[1])
         pool.step()
@@ -41,9 +41,9 @@ def test_a_prompt_that_is_cached_whole_gets_its_logits_and_no_slot_to_compute() 
     stored(pool)
     assert start(pool, PROMPT) == (8, 8, True)
     assert pool.table(2) == pool.matched(PROMPT)
-    assert pool.manager.read_logits(A, 2) == logits(1.0)
+    assert pool.manager.prefixes.read_logits(A, 2) == logits(1.0)
     assert pool.counters(2) == (8, 8, 8)
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert (stats.num_full_hits, stats.num_stored_logits, stats.num_hit_tokens) == (1, 1, 8)
 
 
@@ -63,7 +63,7 @@ def test_a_start_that_does_not_ask_for_the_whole_prompt_gets_no_full_hit(max_hit
     stored(pool)
     assert start(pool, PROMPT, max_hit=max_hit) == (max_hit // 4 * 4, 8, False)
     with pytest.raises(UnknownLogits):
-        pool.manager.read_logits(A, 2)
+        pool.manager.prefixes.read_logits(A, 2)
 
 
 def test_a_prompt_without_logits_of_its_own_computes_its_last_block() -> None:
@@ -76,9 +76,9 @@ def test_one_item_calls_never_meet_a_full_hit() -> None:
     pool = logits_pool()
     stored(pool)
     session = SessionId("c")
-    pool.manager.open_session(session, Executor.CACHE)
+    pool.manager.sessions.open(session, Executor.CACHE)
     pool.create(1, PROMPT, session=session)
-    pool.manager.extend(session, 1, 8, look_up=True)
+    pool.manager.one_item.extend(session, 1, 8, look_up=True)
     assert pool.view(1, session=session).num_hit_tokens == 4
 
 
@@ -88,19 +88,19 @@ def test_another_tenant_and_another_prompt_have_logits_of_their_own() -> None:
     stored(pool, [*PROMPT[:4], 9, 9, 9, 9], first=5.0)
     assert start(pool, PROMPT, tenant="other") == (0, 8, False)
     assert start(pool, [*PROMPT[:4], 9, 9, 9, 9], sequence_id=3)[2]
-    assert pool.manager.read_logits(A, 3) == logits(5.0)
+    assert pool.manager.prefixes.read_logits(A, 3) == logits(5.0)
 
 
 def test_a_promise_holds_until_its_step_is_completed_through_any_eviction() -> None:
     pool = logits_pool()
     stored(pool)
     assert start(pool, PROMPT)[2]
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     pool.step(lag=1)  # the step of the start still runs
-    assert pool.manager.read_logits(A, 2) == logits(1.0)
+    assert pool.manager.prefixes.read_logits(A, 2) == logits(1.0)
     pool.step()
     with pytest.raises(UnknownLogits):
-        pool.manager.read_logits(A, 2)
+        pool.manager.prefixes.read_logits(A, 2)
 
 
 def test_a_release_ends_the_promise_also_when_the_id_is_used_again() -> None:
@@ -109,10 +109,10 @@ def test_a_release_ends_the_promise_also_when_the_id_is_used_again() -> None:
     start(pool, PROMPT)
     pool.step(lag=1, releases=[2])
     with pytest.raises(UnknownSequence):
-        pool.manager.read_logits(A, 2)
+        pool.manager.prefixes.read_logits(A, 2)
     pool.create(2, [5] * 8)  # while the step of the start still runs
     with pytest.raises(UnknownLogits):
-        pool.manager.read_logits(A, 2)
+        pool.manager.prefixes.read_logits(A, 2)
 
 
 @pytest.mark.parametrize("end", ["evict", "clear", "expire"])
@@ -120,14 +120,14 @@ def test_logits_are_forgotten_with_their_prefix_and_do_not_return_with_its_node_
     pool = logits_pool(prefix_ttl=10.0)
     stored(pool)
     if end == "evict":
-        assert pool.manager.evict_blocks(8) == 2
+        assert pool.manager.evictions.evict_blocks(8) == 2
     elif end == "clear":
-        pool.manager.clear_prefix_cache()
+        pool.manager.prefixes.clear()
     else:
-        pool.manager.tick(10.0)
-        pool.manager.do_due_work()
+        pool.manager.state.tick(10.0)
+        pool.manager.maintenance.do_due_work()
     pool.audit()
-    assert pool.manager.stats().num_stored_logits == 0
+    assert pool.manager.queries.stats().num_stored_logits == 0
     pool.prefill(1, PROMPT)
     assert start(pool, PROMPT) == (4, 8, False)
     pool.prefill(3, list(range(8)))  # other content under the numbers used before
@@ -140,7 +140,7 @@ def test_the_least_recently_used_logits_are_dropped_first() -> None:
     stored(pool, PROMPT[4:], 2.0)
     assert start(pool, PROMPT[:4])[2]  # a use
     stored(pool, [3, 3, 3, 3], 3.0)
-    assert pool.manager.stats().num_stored_logits == 2
+    assert pool.manager.queries.stats().num_stored_logits == 2
     assert not start(pool, PROMPT[4:], sequence_id=3)[2]
     assert start(pool, PROMPT[:4], sequence_id=4)[2]
 
@@ -149,11 +149,11 @@ def test_storing_again_changes_only_the_logits() -> None:
     pool = logits_pool()
     stored(pool, keep=True)
     for first in (1.0, 2.0):
-        pool.manager.store_logits(A, 1, 8, logits(first))
-    pool.manager.store_logits(A, 1, 4, logits(4.0))
-    assert pool.manager.stats().num_stored_logits == 2
+        pool.manager.prefixes.store_logits(A, 1, 8, logits(first))
+    pool.manager.prefixes.store_logits(A, 1, 4, logits(4.0))
+    assert pool.manager.queries.stats().num_stored_logits == 2
     assert start(pool, PROMPT)[2]
-    assert pool.manager.read_logits(A, 2) == logits(2.0)
+    assert pool.manager.prefixes.read_logits(A, 2) == logits(2.0)
 
 
 @pytest.mark.parametrize("num_tokens", [0, -4, 3, 9, 12, 2**31 - 4])
@@ -161,8 +161,8 @@ def test_a_length_that_is_not_whole_committed_blocks_is_refused(num_tokens: int)
     pool = logits_pool()
     pool.prefill(1, PROMPT)
     with pytest.raises(InvalidField):
-        pool.manager.store_logits(A, 1, num_tokens, logits(1.0))
-    assert pool.manager.stats().num_stored_logits == 0
+        pool.manager.prefixes.store_logits(A, 1, num_tokens, logits(1.0))
+    assert pool.manager.queries.stats().num_stored_logits == 0
 
 
 @pytest.mark.parametrize(
@@ -172,32 +172,32 @@ def test_logits_of_another_size_or_no_numbers_are_refused(wrong: bytes) -> None:
     pool = logits_pool()
     stored(pool, keep=True)
     with pytest.raises(InvalidField) as refused:
-        pool.manager.store_logits(A, 1, 8, wrong)
+        pool.manager.prefixes.store_logits(A, 1, 8, wrong)
     assert refused.value.metadata["field"] == "logits"
     assert start(pool, PROMPT)[2]
-    assert pool.manager.read_logits(A, 2) == logits(1.0)
+    assert pool.manager.prefixes.read_logits(A, 2) == logits(1.0)
 
 
 def test_logits_larger_than_the_memory_are_refused_and_fix_no_size() -> None:
     pool = logits_pool(memory=12)
     pool.prefill(1, PROMPT)
     with pytest.raises(InvalidField):
-        pool.manager.store_logits(A, 1, 8, logits(1.0, 4))
-    pool.manager.store_logits(A, 1, 8, logits(1.0, 3))
+        pool.manager.prefixes.store_logits(A, 1, 8, logits(1.0, 4))
+    pool.manager.prefixes.store_logits(A, 1, 8, logits(1.0, 3))
 
 
 def test_logits_are_stored_only_within_memory_and_for_cached_prefixes() -> None:
     for pool in (CorePool(), logits_pool(prefix_caching=False)):
         pool.prefill(1, PROMPT)
         with pytest.raises(WrongState):
-            pool.manager.store_logits(A, 1, 8, logits(1.0))
+            pool.manager.prefixes.store_logits(A, 1, 8, logits(1.0))
     pool = logits_pool()
     pool.prefill(1, PROMPT)
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     with pytest.raises(WrongState):
-        pool.manager.store_logits(A, 1, 8, logits(1.0))
+        pool.manager.prefixes.store_logits(A, 1, 8, logits(1.0))
     with pytest.raises(UnknownSequence):
-        pool.manager.store_logits(B, 1, 8, logits(1.0))
+        pool.manager.prefixes.store_logits(B, 1, 8, logits(1.0))
 
 
 def test_a_full_hit_continues_like_any_other_sequence() -> None:
@@ -232,29 +232,29 @@ def test_once_nothing_is_stored_the_next_logits_may_have_another_size(end: str) 
     stored(pool)
     pool.prefill(3, PROMPT[:4])
     with pytest.raises(InvalidField) as refused:
-        pool.manager.store_logits(A, 3, 4, logits(1.0, size=5))
+        pool.manager.prefixes.store_logits(A, 3, 4, logits(1.0, size=5))
     assert refused.value.metadata["limit"] == "12", "bytes of those that are stored"
     pool.step(releases=[3])
     pool.step()
     if end == "evict":
-        pool.manager.evict_blocks(8)
+        pool.manager.evictions.evict_blocks(8)
     elif end == "clear":
-        pool.manager.clear_prefix_cache()
+        pool.manager.prefixes.clear()
     else:
-        pool.manager.tick(10.0)
-        pool.manager.do_due_work()
-    assert pool.manager.stats().num_stored_logits == 0
+        pool.manager.state.tick(10.0)
+        pool.manager.maintenance.do_due_work()
+    assert pool.manager.queries.stats().num_stored_logits == 0
     pool.prefill(4, PROMPT)
-    pool.manager.store_logits(A, 4, 8, logits(2.0, size=5))
+    pool.manager.prefixes.store_logits(A, 4, 8, logits(2.0, size=5))
     assert start(pool, PROMPT) == (8, 8, True)
-    assert pool.manager.read_logits(A, 2) == logits(2.0, size=5)
+    assert pool.manager.prefixes.read_logits(A, 2) == logits(2.0, size=5)
     with pytest.raises(InvalidField):
-        pool.manager.store_logits(A, 4, 4, logits(1.0))
+        pool.manager.prefixes.store_logits(A, 4, 4, logits(1.0))
 
 
 def test_another_size_in_place_of_the_only_logits_is_refused() -> None:
     pool = logits_pool()
     stored(pool, keep=True)
     with pytest.raises(InvalidField):
-        pool.manager.store_logits(A, 1, 8, logits(1.0, size=2))
+        pool.manager.prefixes.store_logits(A, 1, 8, logits(1.0, size=2))
     assert start(pool, PROMPT)[2]

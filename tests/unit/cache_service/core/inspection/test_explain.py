@@ -15,7 +15,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]  # two blocks of four, and one token
 
 
 def explain(world: CorePool, tokens: list[int], tenant: str = "") -> Explanation:
-    return world.manager.explain_match(tenant, int32(tokens))
+    return world.manager.queries.explain_match(tenant, int32(tokens))
 
 
 def cached(num_blocks: int = 9, **config: object) -> CorePool:
@@ -83,7 +83,7 @@ def test_a_prompt_with_stored_logits_is_a_hit_whole() -> None:
     world = CorePool(block_size=4, logits_memory=100)
     world.prefill(1, PROMPT)
     assert explain(world, PROMPT[:8]).num_hit == 4
-    world.manager.store_logits(A, 1, 8, np.zeros(3, "<f4").tobytes())
+    world.manager.prefixes.store_logits(A, 1, 8, np.zeros(3, "<f4").tobytes())
     world.create(2, PROMPT[:8])
     assert [explain(world, PROMPT[:num_tokens]).num_hit for num_tokens in (7, 8, 9)] == [4, 8, 8]
     assert world.step(A, starts=[(2, 100, 100)]).start_hits.tolist() == [8]
@@ -91,22 +91,22 @@ def test_a_prompt_with_stored_logits_is_a_hit_whole() -> None:
 
 def test_a_block_that_was_evicted_is_told_from_one_that_was_cleared_and_when() -> None:
     world = cached(num_blocks=4)
-    world.manager.tick(10.0)
-    world.manager.evict_blocks(2)
-    world.manager.tick(12.5)
+    world.manager.state.tick(10.0)
+    world.manager.evictions.evict_blocks(2)
+    world.manager.state.tick(12.5)
     found = explain(world, PROMPT)
     assert (found.num_matched, found.end, found.seconds_ago) == (4, MatchEnd.EVICTED, 2.5)
     assert explain(world, [*PROMPT[:4], 5, 6, 7, 0]).end is MatchEnd.NEVER_STORED
-    world.manager.clear_prefix_cache()
+    world.manager.prefixes.clear()
     found = explain(world, PROMPT)
     assert (found.num_matched, found.end, found.seconds_ago) == (0, MatchEnd.CLEARED, 0.0)
 
 
 def test_a_block_that_outlived_its_time_is_told_as_such() -> None:
     world = cached(prefix_ttl=5.0)
-    world.manager.tick(20.0)
-    world.manager.do_due_work()
-    world.manager.tick(21.0)
+    world.manager.state.tick(20.0)
+    world.manager.maintenance.do_due_work()
+    world.manager.state.tick(21.0)
     found = explain(world, PROMPT)
     assert (found.num_matched, found.end, found.seconds_ago) == (0, MatchEnd.EXPIRED, 1.0)
 
@@ -114,7 +114,7 @@ def test_a_block_that_outlived_its_time_is_told_as_such() -> None:
 def test_what_went_is_known_again_under_a_parent_of_another_number() -> None:
     world = cached()
     world.prefill(2, [7] * 9)  # takes numbers of its own
-    world.manager.clear_prefix_cache()
+    world.manager.prefixes.clear()
     world.step(A, releases=[2])
     world.prefill(3, [0, 0, 0, 0, 0])
     world.prefill(4, [*PROMPT[:4], 0])  # the first block of the prompt again, under another number
@@ -141,7 +141,7 @@ def test_a_sequence_that_computes_the_next_block_is_seen_until_it_has_committed(
 
 def test_a_block_that_is_computed_again_is_computing_rather_than_evicted() -> None:
     world = cached(num_blocks=4)
-    world.manager.evict_blocks(3)
+    world.manager.evictions.evict_blocks(3)
     assert explain(world, PROMPT).end is MatchEnd.EVICTED
     world.create(2, PROMPT)
     world.step(A, starts=[(2, 100, 100)])
@@ -154,7 +154,7 @@ def test_what_is_committed_and_about_to_be_published_is_computing() -> None:
     world.step(A, starts=[(1, 100, 100)])
     world.step(A, commits=[(1, 9, [])], publish=False)
     assert (explain(world, PROMPT).num_matched, explain(world, PROMPT).end) == (0, MatchEnd.COMPUTING)
-    world.manager.publish_pending()
+    world.manager.maintenance.publish_pending()
     assert explain(world, PROMPT).num_matched == 8
 
 
@@ -187,7 +187,7 @@ def test_what_another_tenant_has_had_or_computes_shows_in_nothing(tenant: str) -
     ours, theirs = shown()
     assert (ours.num_matched, theirs) == (8, nothing)
     world.step(A, releases=[1])
-    world.manager.clear_prefix_cache()
+    world.manager.prefixes.clear()
     ours, theirs = shown()
     assert (ours.end, theirs) == (MatchEnd.CLEARED, nothing)
 

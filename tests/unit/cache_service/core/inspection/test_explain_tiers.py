@@ -12,7 +12,7 @@ PROMPT = range(12)
 
 
 def explain(pool: TierPool, tokens: range = PROMPT) -> Explanation:
-    return pool.manager.explain_match("", int32(tokens))
+    return pool.manager.queries.explain_match("", int32(tokens))
 
 
 def test_what_is_in_the_host_tier_only_is_matched_and_told() -> None:
@@ -54,7 +54,7 @@ def test_a_block_shows_its_orders_and_its_copy() -> None:
     blocks = pool.prefill(1, PROMPT)
 
     def views() -> list[BlockView]:
-        return [pool.manager.block_view(block) for block in blocks]
+        return [pool.manager.queries.block_view(block) for block in blocks]
 
     assert all((view.num_transfers, view.has_host_copy) == (0, False) for view in views())
     reply = pool.step(outs=[1])

@@ -37,7 +37,10 @@ class Below:
 
     def counts(self, tokens: range = PROMPT, tenant: str = "") -> tuple[int, int, int, int, bool]:
         """All, and those of the host tier, the disk and the remote tier, by both calls; whether there may be more."""
-        found, shown = self.manager.match_prefix(tenant, int32(tokens)), self.manager.explain_match(tenant, int32(tokens))
+        found, shown = (
+            self.manager.queries.match_prefix(tenant, int32(tokens)),
+            self.manager.queries.explain_match(tenant, int32(tokens)),
+        )
         assert (found.num_tokens, found.num_host, found.behind) == (shown.num_matched, shown.num_host, shown.behind)
         return found.num_tokens, found.num_host, found.behind.num_disk, found.behind.num_remote, found.behind.remote_not_asked
 
@@ -49,7 +52,7 @@ def test_each_tier_is_counted_and_the_rest_may_be_in_the_remote_tier() -> None:
     assert world.counts(range(16)) == (12, 0, 4, 8, True)
     assert world.counts(range(50, 58)) == (0, 0, 0, 0, True)
     assert world.counts(tenant="another") == (0, 0, 0, 0, True)
-    found = world.manager.explain_match("", int32(range(16)))
+    found = world.manager.queries.explain_match("", int32(range(16)))
     assert (found.end, found.num_hit) == (MatchEnd.ON_DISK, 0)
     words = in_words(found)
     assert words.startswith(
@@ -68,13 +71,13 @@ def test_what_the_remote_tier_says_that_it_has_is_counted(num_stored: int) -> No
         pool.create(sequence_id, range(17))
         (question,) = remote.questions.take()
         remote.complete_question(question, num_stored)
-        found = pool.manager.match_prefix("", tokens)
+        found = pool.manager.queries.match_prefix("", tokens)
         assert (found.num_tokens, found.behind.num_remote) == (4 + 4 * num_stored, 4 * num_stored)
         assert found.behind.remote_not_asked == (num_stored < 3)
         for load in remote.loads.take():
             remote.loads.complete(load, [TierResult.MISSING] * len(load.orders))
-        assert pool.manager.match_prefix("", tokens).num_tokens == 4
-    assert not pool.manager.check_invariants()
+        assert pool.manager.queries.match_prefix("", tokens).num_tokens == 4
+    assert not pool.manager.queries.check_invariants()
 
 
 def test_what_is_found_missing_in_the_remote_tier_is_not_counted_any_more() -> None:
@@ -86,7 +89,7 @@ def test_what_is_found_missing_in_the_remote_tier_is_not_counted_any_more() -> N
 def test_a_pool_without_such_tiers_has_nothing_to_ask() -> None:
     pool = TierPool(num_blocks=9, num_host_blocks=9)
     cached(pool, 1, PROMPT)
-    found = pool.manager.match_prefix("", int32(range(40)))
+    found = pool.manager.queries.match_prefix("", int32(range(40)))
     assert (found.num_tokens, found.num_host, found.behind.num_disk, found.behind.remote_not_asked) == (12, 0, 0, False)
 
 
@@ -95,6 +98,6 @@ def test_with_groups_of_layers_a_match_counts_as_far_as_a_hit_would_reach(
     lost: tuple[tuple[int, int], ...], num_tokens: int
 ) -> None:
     manager, _ = stored(lost=lost, spans=spans_of(0, 2))
-    found = manager.match_prefix("", TOKENS)
+    found = manager.queries.match_prefix("", TOKENS)
     assert (found.num_tokens, found.behind.num_disk) == (num_tokens, num_tokens)
-    assert manager.match_prefix("another", TOKENS).num_tokens == 0
+    assert manager.queries.match_prefix("another", TOKENS).num_tokens == 0

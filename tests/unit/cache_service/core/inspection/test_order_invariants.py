@@ -52,7 +52,7 @@ def blocks_pool(pool: CorePool) -> BlockPool:
 
 
 def violations(pool: CorePool) -> set[str]:
-    return set(pool.manager.check_invariants())
+    return set(pool.manager.queries.check_invariants())
 
 
 def test_a_block_that_the_order_lost_is_told(cached: CorePool) -> None:
@@ -125,12 +125,12 @@ def test_what_changes_between_slices_is_no_error(policy: str) -> None:
     pool = CorePool(25, 1, eviction_policy=policy, max_sequences=8)
     num_done, next_id, live = -1, 1, list[int]()
     audit: Iterator[list[str]] = iter(())
-    evicted = pool.manager.stats().num_evicted_blocks
+    evicted = pool.manager.queries.stats().num_evicted_blocks
     while num_done < 12:
         for _ in range(rng.randrange(1, 12)):
             wrong = next(audit, None)
             if wrong is None:
-                audit, num_done = pool.manager.audit(), num_done + 1
+                audit, num_done = pool.manager.queries.audit(), num_done + 1
             else:
                 assert wrong == []
         if len(live) > 2:
@@ -140,4 +140,4 @@ def test_what_changes_between_slices_is_no_error(policy: str) -> None:
         pool.prefill(next_id, prompt)
         live.append(next_id)
         next_id += 1
-    assert pool.manager.stats().num_evicted_blocks > evicted
+    assert pool.manager.queries.stats().num_evicted_blocks > evicted

@@ -21,12 +21,12 @@ def test_places_are_service_wide_and_kept_by_a_sequence_that_is_created_again() 
     numbers, session = StartNumbers(), SessionId("s")
     pools = [PoolManager(PoolConfig(9, 4), numbers) for _ in range(2)]
     for pool in pools:
-        pool.open_session(session, Executor.ENGINE)
+        pool.sessions.open(session, Executor.ENGINE)
 
     def create(pool: PoolManager, sequence_id: int, start_number: int = 0) -> int:
         tokens = np.array([1], np.int32)
-        pool.create_sequence(session, SequenceArgs(SequenceId(sequence_id), tokens, start_number=start_number))
-        return pool.start_number(session, sequence_id)
+        pool.creation.create(session, SequenceArgs(SequenceId(sequence_id), tokens, start_number=start_number))
+        return pool.queries.start_number(session, sequence_id)
 
     assert [create(pool, 1) for pool in pools] == [1, 2]
     assert create(pools[1], 2, start_number=1) == 1
@@ -57,7 +57,7 @@ def full_pool() -> CorePool:
 def test_a_refused_start_is_not_sent_to_the_back_of_the_queue() -> None:
     pool = full_pool()
     pool.step(truncates=[(1, 28)])
-    assert pool.manager.stats().num_claimed_blocks == 2
+    assert pool.manager.queries.stats().num_claimed_blocks == 2
     reply = pool.step(B, starts=[(3, 1, 0)])  # there is room for it, but not before 2
     assert (reply.num_free + reply.num_evictable, reply.start_results.tolist()) == (1, [NO_ROOM])
     assert pool.step(starts=[(2, ALL, 0)]).start_results.tolist() == [STARTED]
@@ -118,7 +118,7 @@ def test_a_change_of_priority_changes_the_oldest_claim() -> None:
     pool = full_pool()
     pool.step(truncates=[(1, 28)])
     assert pool.step(B, starts=[(3, 1, 0)]).start_results.tolist() == [NO_ROOM]
-    pool.manager.update_sequence(B, 3, priority=5)
+    pool.manager.updates.update(B, 3, priority=5)
     pool.audit()
     assert pool.step(B, starts=[(3, 1, 0)]).start_results.tolist() == [STARTED]
 
@@ -130,10 +130,10 @@ def test_blocks_are_asked_back_only_from_sessions_that_run_later_sequences() -> 
     reply = pool.step(reserves=[(1, 9, 12)])
     assert (reply.reserve_reserved.tolist(), reply.num_reclaim_hint) == ([8], 0)
     assert pool.step(B).num_reclaim_hint == 1
-    assert pool.manager.reclaim_hint(B) == 1
+    assert pool.manager.sessions.reclaim_hint(B) == 1
     pool.step(B, releases=[2])
     assert pool.step(reserves=[(1, 9, 12)]).reserve_reserved.tolist() == [12]
-    assert pool.manager.stats().num_claimed_blocks == 0
+    assert pool.manager.queries.stats().num_claimed_blocks == 0
 
 
 def test_what_is_fenced_is_not_asked_back_again() -> None:
@@ -154,12 +154,12 @@ def test_a_client_that_gave_up_does_not_block_the_pool(end: str) -> None:
     if end == "release":
         pool.step(releases=[2])
     elif end == "close":
-        pool.manager.close_session(A, may_still_write=False)
+        pool.manager.sessions.close(A, may_still_write=False)
     elif end == "steps":
         for _ in range(PATIENCE_STEPS):
             pool.step()
     else:
-        pool.manager.tick(pool.manager.now + PATIENCE_SECONDS)
+        pool.manager.state.tick(pool.manager.state.now + PATIENCE_SECONDS)
     assert pool.step(B, starts=[(3, 1, 0)]).start_results.tolist() == [STARTED]
 
 
@@ -168,18 +168,18 @@ def test_a_call_that_is_refused_with_an_error_claims_nothing() -> None:
     pool.prefill(1, range(8))
     pool.create(2, range(4), session=B)
     with pytest.raises(OutOfBlocks):
-        pool.manager.extend(B, 2, 4, look_up=False)
-    assert pool.manager.stats().num_claimed_blocks == 0
+        pool.manager.one_item.extend(B, 2, 4, look_up=False)
+    assert pool.manager.queries.stats().num_claimed_blocks == 0
 
 
 def test_admission_says_now_only_where_a_start_would_be_granted() -> None:
     pool = CorePool(num_blocks=101, watermark=0.1)
-    assert pool.manager.check_admission("", None, 400, 0).can_now  # nothing runs: nothing is to be left free
+    assert pool.manager.admission.check("", None, 400, 0).can_now  # nothing runs: nothing is to be left free
     pool.prefill(1, range(4))
-    answer = pool.manager.check_admission("", None, 4 * 90, 0)
+    answer = pool.manager.admission.check("", None, 4 * 90, 0)
     assert (answer.can_now, answer.num_available_blocks) == (False, 89)
-    assert pool.manager.check_admission("", None, 4 * 89, 0).can_now
+    assert pool.manager.admission.check("", None, 4 * 89, 0).can_now
     pool = full_pool()
     pool.step(truncates=[(1, 24)])
-    answer = pool.manager.check_admission("", None, 4, 0)
+    answer = pool.manager.admission.check("", None, 4, 0)
     assert (answer.can_now, answer.can_ever, answer.num_available_blocks) == (False, True, 0)

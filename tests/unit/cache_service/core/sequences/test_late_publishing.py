@@ -21,6 +21,6 @@ def test_the_step_that_publishes_what_waited_too_long_may_also_give_up_blocks() 
     reply = pool.step(lag=1, publish=False, commits=[(2, 9, [])], truncates=[(2, 4)])
     assert pool.table(1) == twin
     assert (reply.update_ids.tolist(), reply.update_block_ids.tolist()) == ([1], twin)
-    assert pool.manager.stats().num_fenced_blocks == 3  # the duplicate, and what was cut
+    assert pool.manager.queries.stats().num_fenced_blocks == 3  # the duplicate, and what was cut
     pool.step()
-    assert pool.manager.stats().num_fenced_blocks == 0
+    assert pool.manager.queries.stats().num_fenced_blocks == 0

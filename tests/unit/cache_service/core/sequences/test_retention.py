@@ -57,7 +57,7 @@ def test_drops_are_counted_as_evictions() -> None:
     pool.create(1, range(20), retention=Retention(0, 4))
     pool.step(starts=[(1, 20, 0)])
     pool.step(commits=[(1, 20, [])])
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert (stats.num_retention_dropped_blocks, stats.num_evicted_blocks) == (4, 4)
     assert (stats.num_referenced_blocks, stats.slot_utilization) == (1, 1.0)
 
@@ -78,7 +78,7 @@ def test_only_blocks_below_sink_plus_window_are_hit_and_published(sink: int, win
     pool = CorePool(num_blocks=33)
     pool.prefill(1, range(21), retention=Retention(sink, window))
     assert len(pool.matched(range(21))) == min(shared, 5)
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     pool.prefill(2, range(21))
     assert len(pool.matched(range(21))) == 5
     pool.create(3, range(21), retention=Retention(sink, window))
@@ -103,7 +103,7 @@ def test_a_prompt_longer_than_the_pool_is_computed_in_chunks() -> None:
     pool.step(commits=[(1, 8, [])])
     grow(pool, 1, 200, chunk=4)
     assert holes(pool, 1) == list(range(1, 48))
-    assert pool.manager.stats().peak_used_blocks <= 5
+    assert pool.manager.queries.stats().peak_used_blocks <= 5
     pool.step(releases=[1])
     assert sorted(all_blocks(pool)) == [1, 2, 3, 4, 5]
 
@@ -127,7 +127,7 @@ def test_a_reservation_that_the_pool_can_never_hold_at_once_is_refused_and_claim
     pool.step(starts=[(1, 20, 0)])
     pool.create(2, range(120), retention=Retention(4, 8))
     with pytest.raises(InvalidField) as refused:
-        pool.manager.extend(A, SequenceId(2), 21, look_up=True)
+        pool.manager.one_item.extend(A, SequenceId(2), 21, look_up=True)
     assert refused.value.metadata == {"field": "num_tokens", "limit": "20"}
     for items in ({}, {"truncates": [(1, 20)]}):
         with pytest.raises(InvalidField) as refused:
@@ -142,13 +142,13 @@ def test_a_reservation_that_the_pool_can_never_hold_at_once_is_refused_and_claim
 
 def test_admission_asks_for_what_is_held_at_once() -> None:
     pool = CorePool(num_blocks=6, max_tokens_per_sequence=200)
-    assert not pool.manager.check_admission("", None, 100, 50).can_ever
-    answer = pool.manager.check_admission("", None, 100, 50, Retention(4, 8))
+    assert not pool.manager.admission.check("", None, 100, 50).can_ever
+    answer = pool.manager.admission.check("", None, 100, 50, Retention(4, 8))
     assert (answer.can_ever, answer.can_now, answer.num_required_blocks, answer.limit_tokens) == (True, True, 4, 200)
-    assert pool.manager.check_admission("", int32(range(3)), 0, 50, Retention(4, 8)).num_required_blocks == 1
-    assert not pool.manager.check_admission("", None, 100, 101, Retention(4, 8)).can_ever
+    assert pool.manager.admission.check("", int32(range(3)), 0, 50, Retention(4, 8)).num_required_blocks == 1
+    assert not pool.manager.admission.check("", None, 100, 101, Retention(4, 8)).can_ever
     pool.prefill(1, range(6))
-    assert not pool.manager.check_admission("", None, 100, 50, Retention(4, 8)).can_now
+    assert not pool.manager.admission.check("", None, 100, 50, Retention(4, 8)).can_now
 
 
 def test_a_fork_shares_the_holes() -> None:
@@ -189,7 +189,7 @@ def test_nothing_is_cut_to_a_length_with_a_window_that_reaches_into_a_hole(sink:
             pool.step(forks=[(1, 2, length)], truncates=[(1, length)])
             assert pool.counters(1) == pool.counters(2) == (length, length, length)
             continue
-        before = pool.table(1), pool.manager.stats()
+        before = pool.table(1), pool.manager.queries.stats()
         for field, items in (("fork", {"forks": [(1, 2, length)]}), ("truncate", {"truncates": [(1, length)]})):
             with pytest.raises(InvalidField) as refused:
                 pool.step(**items)
@@ -197,7 +197,7 @@ def test_nothing_is_cut_to_a_length_with_a_window_that_reaches_into_a_hole(sink:
                 "field": f"{field}_num_tokens",
                 "limit": str(min(n for n in lawful if n > length)),
             }
-        assert (pool.table(1), pool.manager.stats()) == before
+        assert (pool.table(1), pool.manager.queries.stats()) == before
 
 
 def test_a_sequence_cut_before_its_holes_has_none_and_grows_new_ones() -> None:
@@ -227,9 +227,9 @@ def test_a_session_that_ends_gives_back_what_is_between_its_holes() -> None:
     pool = CorePool(num_blocks=9)
     pool.prefill(1, range(18), retention=Retention(2, 5))
     pool.step(reserves=[(1, 19, 19)])
-    result = pool.manager.close_session(A, may_still_write=True)
+    result = pool.manager.sessions.close(A, may_still_write=True)
     assert (result.num_released_sequences, result.num_quarantined_blocks) == (1, 1)
     pool.audit()
-    pool.manager.end_quarantine(A)
+    pool.manager.sessions.end_quarantine(A)
     pool.audit()
     assert sorted(all_blocks(pool)) == list(range(1, 9))

@@ -13,7 +13,7 @@ from tests.support.worlds.retained import KEPT, all_blocks, grow, holes, wholly_
 def test_retention_set_on_a_running_sequence_drops_at_once_and_tells_in_the_next_reply(sink: int, window: int) -> None:
     pool = CorePool(num_blocks=9)
     table = pool.prefill(1, range(18))
-    pool.manager.update_sequence(A, 1, retention=Retention(sink, window))
+    pool.manager.updates.update(A, 1, retention=Retention(sink, window))
     pool.audit()
     gone = wholly_unread(18, sink, window)
     assert holes(pool, 1) == gone
@@ -21,7 +21,7 @@ def test_retention_set_on_a_running_sequence_drops_at_once_and_tells_in_the_next
     reply = pool.step(reserves=[(1, 19, 19)])
     assert sorted(reply.update_table_idx.tolist()) == gone
     assert [block for idx, block in enumerate(table) if idx not in gone] == [block for block in pool.table(1) if block]
-    pool.manager.update_sequence(A, 1, retention=Retention(sink, window))  # the same again changes nothing
+    pool.manager.updates.update(A, 1, retention=Retention(sink, window))  # the same again changes nothing
     assert holes(pool, 1) == gone
     grow(pool, 1, 30)
     assert holes(pool, 1) == wholly_unread(30, sink, window)
@@ -31,7 +31,7 @@ def test_what_an_update_drops_waits_for_the_last_step() -> None:
     pool = CorePool(num_blocks=9, prefix_caching=False)
     table = pool.prefill(1, range(16))
     pool.step(reserves=[(1, 17, 17)])  # may still read all of it
-    pool.manager.update_sequence(A, 1, retention=Retention(0, 4))
+    pool.manager.updates.update(A, 1, retention=Retention(0, 4))
     assert {pool.state(block) for block in table[:3]} == {BlockState.FENCED}
     pool.step(lag=1)
     assert {pool.state(block) for block in table[:3]} == {BlockState.FENCED}
@@ -46,10 +46,10 @@ def test_retention_is_made_narrower_and_never_wider() -> None:
     for wanted, field, limit in ((Retention(10, 9), "num_sink_tokens", "9"), (Retention(9, 10), "num_window_tokens", "9"),
                                  (Retention(0, 10), "num_window_tokens", "9")):  # fmt: skip
         with pytest.raises(InvalidField) as refused:
-            pool.manager.update_sequence(A, 1, retention=wanted)
+            pool.manager.updates.update(A, 1, retention=wanted)
         assert refused.value.metadata == {"field": f"retention.{field}", "limit": limit}
     for wanted in (Retention(8, 9), Retention(4, 9), Retention(4, 3), Retention(0, 1)):
-        pool.manager.update_sequence(A, 1, retention=wanted)
+        pool.manager.updates.update(A, 1, retention=wanted)
         pool.audit()
         assert holes(pool, 1) == wholly_unread(30, wanted.num_sink_tokens, wanted.num_window_tokens)
     pool.step(releases=[1])
@@ -60,12 +60,12 @@ def test_a_waiting_sequence_hits_by_its_new_retention() -> None:
     pool = CorePool(num_blocks=17)
     pool.prefill(1, range(18))
     pool.create(2, range(18))
-    pool.manager.update_sequence(A, 2, priority=-7, retention=Retention(0, 8))
+    pool.manager.updates.update(A, 2, priority=-7, retention=Retention(0, 8))
     assert (pool.view(2).priority, pool.view(2).retention) == (-7, Retention(0, 8))
     assert pool.step(starts=[(2, ALL, ALL)]).start_hits.tolist() == [8]
     for wrong in ({"priority": 1001}, {"priority": -1001}, {"priority": 3, "retention": Retention(1, 8)}):
         with pytest.raises(InvalidField):
-            pool.manager.update_sequence(A, 2, **wrong)
+            pool.manager.updates.update(A, 2, **wrong)
     assert pool.view(2).priority == -7
     with pytest.raises(UnknownSequence):
-        pool.manager.update_sequence(B, 2, priority=1)
+        pool.manager.updates.update(B, 2, priority=1)

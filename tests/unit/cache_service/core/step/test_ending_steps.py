@@ -28,11 +28,11 @@ def pool_of_two() -> CorePool:
 )
 def test_a_bad_reservation_beside_a_release_leaves_no_trace(reserve: tuple[int, int, int], reason: str) -> None:
     pool = pool_of_two()
-    before = pool.manager.stats()
+    before = pool.manager.queries.stats()
     with pytest.raises(CacheError) as refused:
         pool.step(releases=[1], reserves=[reserve])
     assert refused.value.reason == reason
-    assert pool.manager.stats() == before
+    assert pool.manager.queries.stats() == before
     assert pool.step(releases=[1], reserves=[(2, 4, 4)]).reserve_reserved.tolist() == [4]
 
 

@@ -20,11 +20,11 @@ def swapped(pool: TierPool, *sequence_ids: int) -> None:
 def everything_comes_back(pool: TierPool) -> None:
     """The sessions end, and no block of either tier is missing."""
     for session in pool.step_ids:
-        pool.manager.close_session(session, may_still_write=False)
+        pool.manager.sessions.close(session, may_still_write=False)
         pool.audit()
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     pool.audit()
-    stats, config = pool.manager.stats(), pool.manager.config
+    stats, config = pool.manager.queries.stats(), pool.manager.state.config
     assert stats.num_free_blocks == config.num_usable_blocks
     assert stats.num_free_host_blocks == config.num_host_blocks - 1
 
@@ -134,4 +134,4 @@ def test_ids_are_compared_and_not_only_the_lists() -> None:
     pool.step(releases=[2])
     reply = pool.step(commits=[(1, 5, [7]), (3, 5, [8])], reserves=[(1, 6, 6), (3, 6, 6)])
     assert reply.reserve_reserved.tolist() == [6, 6]
-    assert np.array_equal(pool.manager.tokens(A, 3), [*range(300, 305), 8])
+    assert np.array_equal(pool.manager.queries.tokens(A, 3), [*range(300, 305), 8])

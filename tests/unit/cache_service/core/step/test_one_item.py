@@ -18,16 +18,16 @@ class CallPool(CorePool):
     """Session a, by one-item calls."""
 
     def extend(self, sequence_id: int, num_tokens: int, *, look_up: bool = True) -> list[tuple[int, int]]:
-        copies = self.manager.extend(A, SequenceId(sequence_id), num_tokens, look_up=look_up)
+        copies = self.manager.one_item.extend(A, SequenceId(sequence_id), num_tokens, look_up=look_up)
         self.audit()
         return list(zip(copies.sources.tolist(), copies.destinations.tolist(), strict=True))
 
     def commit(self, sequence_id: int, num_tokens: int, first: int = 0, tokens: range = range(0)) -> None:
-        self.manager.commit(A, SequenceId(sequence_id), num_tokens, first, int32(tokens))
+        self.manager.one_item.commit(A, SequenceId(sequence_id), num_tokens, first, int32(tokens))
         self.audit()
 
     def fork(self, parent: int, child: int, num_tokens: int | None = None) -> None:
-        self.manager.fork(A, SequenceId(parent), SequenceId(child), num_tokens)
+        self.manager.one_item.fork(A, SequenceId(parent), SequenceId(child), num_tokens)
         self.audit()
 
     def whole(self, sequence_id: int, tokens: range) -> list[int]:
@@ -111,7 +111,7 @@ def test_extend_copies_a_shared_partial_block_before_it_allows_a_write() -> None
 def test_extend_at_once_reuses_what_an_earlier_call_let_go() -> None:
     pool = CallPool(num_blocks=3)
     blocks = pool.whole(1, range(6))
-    pool.manager.release(A, SequenceId(1))
+    pool.manager.one_item.release(A, SequenceId(1))
     pool.create(2, range(20, 28))
     pool.extend(2, 8)
     assert sorted(pool.table(2)) == sorted(blocks)
@@ -125,7 +125,7 @@ def test_commit_appends_once_however_often_it_is_asked() -> None:
         pool.commit(1, 5, first=3, tokens=range(3, 6))
         assert pool.counters(1) == (6, 5, 8)
     pool.commit(1, 7, first=5, tokens=range(5, 8))  # overlaps what is stored
-    assert pool.manager.tokens(A, SequenceId(1)).tolist() == list(range(8))
+    assert pool.manager.queries.tokens(A, SequenceId(1)).tolist() == list(range(8))
 
 
 @pytest.mark.parametrize(("first", "tokens"), [(4, range(9, 10)), (-1, range(1)), (2, range(9, 11)), (0, range(1, 3))])
@@ -150,9 +150,9 @@ def test_fork_again_is_the_same_fork_and_another_is_a_duplicate() -> None:
     pool.whole(1, range(6))
     pool.whole(2, range(6))
     pool.fork(1, 3, 5)
-    before = pool.table(3), pool.manager.stats().num_forks
+    before = pool.table(3), pool.manager.queries.stats().num_forks
     pool.fork(1, 3, 5)
-    assert (pool.table(3), pool.manager.stats().num_forks) == before
+    assert (pool.table(3), pool.manager.queries.stats().num_forks) == before
     for parent, child, length in ((1, 3, 4), (2, 3, 5), (1, 2, 6), (1, 1, 6)):
         with pytest.raises(DuplicateSequence):
             pool.fork(parent, child, length)
@@ -189,10 +189,10 @@ def test_release_tells_what_nothing_else_holds_and_a_second_is_refused() -> None
     pool = CallPool()
     blocks = pool.whole(1, range(9))
     pool.fork(1, 2, 8)
-    assert pool.manager.release(A, SequenceId(1)) == 1
+    assert pool.manager.one_item.release(A, SequenceId(1)) == 1
     with pytest.raises(UnknownSequence):
-        pool.manager.release(A, SequenceId(1))
-    assert pool.manager.release(A, SequenceId(2)) == 2
+        pool.manager.one_item.release(A, SequenceId(1))
+    assert pool.manager.one_item.release(A, SequenceId(2)) == 2
     assert [pool.state(block) for block in blocks] == [BlockState.CACHED, BlockState.CACHED, BlockState.FREE]
 
 
@@ -201,17 +201,17 @@ def test_release_refuses_what_is_not_yours() -> None:
     pool.whole(1, range(5))
     for sequence_id in (0, -1, 2, 2**53):
         with pytest.raises(UnknownSequence):
-            pool.manager.release(A, SequenceId(sequence_id))
+            pool.manager.one_item.release(A, SequenceId(sequence_id))
     with pytest.raises(UnknownSequence):
-        pool.manager.release(B, SequenceId(1))
+        pool.manager.one_item.release(B, SequenceId(1))
     assert pool.counters(1) == (5, 5, 5)
 
 
 def test_writes_are_allowed_between_committed_and_reserved() -> None:
     pool = CallPool()
     pool.whole(1, range(5))
-    assert pool.manager.writable_slots(A, SequenceId(1)) == (5, 5)
+    assert pool.manager.queries.writable_slots(A, SequenceId(1)) == (5, 5)
     pool.extend(1, 9)
-    assert pool.manager.writable_slots(A, SequenceId(1)) == (5, 9)
-    pool.manager.truncate(A, SequenceId(1), 3)
-    assert pool.manager.writable_slots(A, SequenceId(1)) == (3, 3)
+    assert pool.manager.queries.writable_slots(A, SequenceId(1)) == (5, 9)
+    pool.manager.one_item.truncate(A, SequenceId(1), 3)
+    assert pool.manager.queries.writable_slots(A, SequenceId(1)) == (3, 3)

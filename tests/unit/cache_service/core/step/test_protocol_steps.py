@@ -53,25 +53,25 @@ def test_2_a_created_sequence_waits_and_holds_nothing() -> None:
     pool = CorePool()
     pool.prefill(1, range(9))
     pool.step(releases=[1])
-    available = pool.manager.stats().num_cached_blocks
+    available = pool.manager.queries.stats().num_cached_blocks
     assert pool.create(2, range(9)) == 8  # for information
     assert pool.view(2).state is SequenceState.WAITING
     assert (pool.table(2), pool.counters(2)) == ([], (9, 0, 0))
-    assert pool.manager.evict_blocks(8) == available  # no pin
+    assert pool.manager.evictions.evict_blocks(8) == available  # no pin
 
 
 def test_2_create_is_idempotent_by_its_arguments() -> None:
     pool = CorePool()
     args = {"max_tokens": 9, "tenant": "red", "priority": 3}
     pool.create(1, [1, 2, 3], **args)
-    revision = pool.manager.stats().revision
+    revision = pool.manager.queries.stats().revision
     pool.create(1, [1, 2, 3], **args)
-    assert pool.manager.stats().revision == revision
+    assert pool.manager.queries.stats().revision == revision
     for tokens, changed in (([1, 2], {}), ([1, 2, 4], {}), ([1, 2, 3], {"max_tokens": 8}),
                             ([1, 2, 3], {"tenant": ""}), ([1, 2, 3], {"priority": 0})):  # fmt: skip
         with pytest.raises(DuplicateSequence):
             pool.create(1, tokens, **{**args, **changed})
-    assert pool.manager.stats().revision == revision
+    assert pool.manager.queries.stats().revision == revision
     pool.create(1, [4], session=B)  # ids are a session's own
 
 
@@ -299,7 +299,7 @@ def test_3_columns_that_do_not_add_up_are_invalid() -> None:
     for num_new in (1, 3, -1):
         bad = {name: getattr(good, name) for name in good._fields} | {"commit_num_new": int32([num_new])}
         with pytest.raises(InvalidField):
-            pool.manager.step(A, type(good)(**bad))
+            pool.manager.steps.step(A, type(good)(**bad))
 
 
 def test_3_renewing_carries_completions_too() -> None:
@@ -307,9 +307,9 @@ def test_3_renewing_carries_completions_too() -> None:
     block = pool.prefill(1, range(3))[0]
     pool.step(reserves=[(1, 4, 4)])
     pool.step(lag=1, releases=[1])
-    pool.manager.complete(A, pool.step_ids[A] - 1)
+    pool.manager.steps.complete(A, pool.step_ids[A] - 1)
     assert pool.state(block) is BlockState.FREE
-    pool.manager.complete(A, 0)  # an old one changes nothing
+    pool.manager.steps.complete(A, 0)  # an old one changes nothing
     pool.audit()
 
 

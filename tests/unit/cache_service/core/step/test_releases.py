@@ -31,5 +31,5 @@ def test_a_start_does_not_wait_for_a_sequence_that_its_step_releases() -> None:
     pool.step(starts=[(1, ALL, ALL)])
     pool.create(2, range(14))
     batch = step_batch(2, 1, releases=[1], starts=[(2, ALL, ALL)])
-    reply = pool.manager.step(A, batch._replace(start_may_wait=batch.start_max_hit // ALL))
+    reply = pool.manager.steps.step(A, batch._replace(start_may_wait=batch.start_max_hit // ALL))
     assert reply.start_reserved.tolist() == [14]

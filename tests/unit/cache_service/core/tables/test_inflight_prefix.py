@@ -12,7 +12,7 @@ def waiting_start(pool: CorePool, sequence_id: int, *, may_wait: int = 1, max_hi
     """(result, hit) of a start in session B."""
     step_id = pool.step_ids[B] = pool.step_ids[B] + 1
     batch = step_batch(step_id, step_id - 1, starts=[(sequence_id, ALL, max_hit)])
-    reply = pool.manager.step(B, batch._replace(start_may_wait=int32([may_wait])))
+    reply = pool.manager.steps.step(B, batch._replace(start_may_wait=int32([may_wait])))
     pool.audit()
     return int(reply.start_results[0]), int(reply.start_hits[0])
 
@@ -35,7 +35,7 @@ def test_computing_tells_how_long_the_prefix_will_be(granted: int, prompt: list[
     pool.create(2, list(prompt), session=B)
     assert waiting_start(pool, 2) == ((COMPUTING, length) if length else (STARTED, 0))
     if length:
-        assert pool.manager.stats().num_computing_answers == 1
+        assert pool.manager.queries.stats().num_computing_answers == 1
         pool.step(commits=[(1, granted, [])])
         assert waiting_start(pool, 2) == (STARTED, length)
 
@@ -87,14 +87,14 @@ def test_one_that_computes_chunk_by_chunk_is_waited_for_however_long_that_takes(
         for _ in range(3):
             assert waiting_start(pool, 2) == (COMPUTING, computed)
         pool.step(commits=[(1, computed, [])], reserves=[(1, 1, computed + 4)])
-    assert pool.manager.stats().num_computing_answers > 200
+    assert pool.manager.queries.stats().num_computing_answers > 200
 
 
 def test_the_answers_of_one_start_are_bounded_where_the_others_session_idles() -> None:
     pool = with_a_rival()
     assert 0 < answers_of(pool, 2000) <= 64
     assert pool.view(2, session=B).state is SequenceState.RUNNING
-    assert pool.manager.stats().num_computing_answers <= 64
+    assert pool.manager.queries.stats().num_computing_answers <= 64
 
 
 def test_the_bound_is_each_start_s_own_and_counts_anew_with_what_has_come() -> None:
@@ -114,14 +114,14 @@ def test_without_room_the_start_that_waited_long_enough_asks_for_blocks() -> Non
     pool.create(2, range(12), session=B)
     answers_of(pool, 2000)
     assert waiting_start(pool, 2)[0] == NO_ROOM
-    assert pool.manager.stats().num_claimed_blocks > 0
+    assert pool.manager.queries.stats().num_claimed_blocks > 0
 
 
 def test_what_was_committed_before_the_index_was_cleared_is_published_again() -> None:
     """It may never be committed further: a list of a beam search rests, for one."""
     pool = with_a_rival()
     pool.step(commits=[(1, 12, [])])
-    assert pool.manager.clear_prefix_cache().num_forgotten_blocks == 3
+    assert pool.manager.prefixes.clear().num_forgotten_blocks == 3
     pool.step(B, starts=[(2, ALL, ALL)])
     assert pool.view(2, session=B).num_hit_tokens == 8
     assert pool.table(2, session=B)[:2] == pool.table(1)[:2]
@@ -135,7 +135,7 @@ def test_committed_blocks_that_wait_for_a_copy_are_waited_for_also_after_a_clear
     pool.step(commits=[(1, 7, [])], forks=[(1, 3, 7)], reserves=[(1, 8, 8)])  # copies the block that it wrote to the end
     pool.step(lag=1, commits=[(1, 8, [])])
     if clears:
-        pool.manager.clear_prefix_cache()
+        pool.manager.prefixes.clear()
     pool.create(2, range(9), session=B)
     for _ in range(3):
         assert waiting_start(pool, 2) == (COMPUTING, 8)
@@ -147,20 +147,20 @@ def test_a_sequence_of_a_session_that_ended_is_not_waited_for() -> None:
     """It is given back in slices, and runs until its turn comes."""
     pool = with_a_rival(reclaim_at_once=0)
     assert waiting_start(pool, 2) == (COMPUTING, 8)
-    pool.manager.close_session(A, may_still_write=False)
+    pool.manager.sessions.close(A, may_still_write=False)
     del pool.step_ids[A]
-    assert pool.manager.stats().num_running_sequences == 1, "it is still there"
+    assert pool.manager.queries.stats().num_running_sequences == 1, "it is still there"
     assert waiting_start(pool, 2) == (STARTED, 0)
 
 
 def test_one_item_calls_tell_no_steps_so_what_they_granted_counts_until_the_bound() -> None:
     pool, session = CorePool(num_blocks=17), SessionId("c")
-    pool.manager.open_session(session, Executor.CACHE)
+    pool.manager.sessions.open(session, Executor.CACHE)
     for sequence_id in (1, 5):
         pool.create(sequence_id, range(12), session=session, tenant="" if sequence_id == 1 else "other")
-        pool.manager.extend(session, sequence_id, 12, look_up=True)
+        pool.manager.one_item.extend(session, sequence_id, 12, look_up=True)
     for length in (1, 2, 3):
-        pool.manager.commit(session, 5, length, 12, int32([]))
+        pool.manager.one_item.commit(session, 5, length, 12, int32([]))
     pool.create(2, range(12), session=B)
     assert answers_of(pool, 2000) == 64
 
@@ -171,7 +171,7 @@ def test_starts_of_one_step_wait_for_those_before_them() -> None:
     for sequence_id, prompt in prompts.items():
         pool.create(sequence_id, list(prompt), tenant="other" if sequence_id == 6 else "")
     batch = step_batch(1, 0, starts=[(sequence_id, ALL, ALL) for sequence_id in prompts])
-    reply = pool.manager.step(A, batch._replace(start_may_wait=int32([1] * len(prompts))))
+    reply = pool.manager.steps.step(A, batch._replace(start_may_wait=int32([1] * len(prompts))))
     assert reply.start_results.tolist() == [STARTED, COMPUTING, STARTED, COMPUTING, COMPUTING, STARTED]
     assert reply.start_hits.tolist() == [0, 8, 0, 4, 4, 0]
     pool.audit()

@@ -10,7 +10,7 @@ def test_what_is_evicted_is_demoted_and_a_hit_brings_it_back() -> None:
     written = cached(pool, 1, range(12))
     ids = push_out(pool, 12)
     assert len(ids) == 3
-    assert pool.manager.stats().num_demoted_blocks == 3
+    assert pool.manager.queries.stats().num_demoted_blocks == 3
     pool.create(2, range(12))
     reply = pool.step(starts=[(2, ALL, ALL)])
     assert reply.start_results.tolist() == [StartResult.LOADING]
@@ -20,7 +20,7 @@ def test_what_is_evicted_is_demoted_and_a_hit_brings_it_back() -> None:
     assert (ready.ready_ids.tolist(), ready.ready_hits.tolist(), ready.ready_reserved.tolist()) == ([2], [8], [12])
     assert pool.bytes(2)[:2] == written[:2]
     assert pool.counters(2) == (12, 8, 12)
-    assert pool.manager.stats().num_promoted_blocks == 2
+    assert pool.manager.queries.stats().num_promoted_blocks == 2
     assert pool.matched(range(12))[:2] == pool.table(2)[:2]
 
 
@@ -39,7 +39,7 @@ def test_a_demotion_that_fails_forgets_the_block_and_what_is_below() -> None:
     ids = push_out(pool, 12, report=False)
     pool.step(B, done=ids[:1] + ids[2:], failed=ids[1:2])
     assert len(pool.matched(range(12))) == 1
-    assert pool.manager.stats().num_cached_host_blocks == 1
+    assert pool.manager.queries.stats().num_cached_host_blocks == 1
 
 
 def test_r8_a_load_that_failed_leaves_its_tenants_content_to_no_other() -> None:
@@ -93,14 +93,14 @@ def test_a_full_host_tier_forgets_its_own_least_recently_used_first() -> None:
     cached(pool, 3, range(200, 204))
     push_out(pool, 8, sequence_id=51)
     assert [len(pool.matched(range(first, first + 4))) for first in (0, 100, 200)] == [0, 1, 1]
-    assert pool.manager.stats().num_evicted_host_blocks >= 1
+    assert pool.manager.queries.stats().num_evicted_host_blocks >= 1
 
 
 def test_where_swapped_sequences_fill_the_host_tier_what_is_evicted_is_forgotten() -> None:
     pool = TierPool(num_blocks=4, num_host_blocks=3)
     pool.prefill(1, range(8))
     pool.swap_out(1)
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     cached(pool, 2, range(100, 112))
     assert push_out(pool, 12) == []
     assert pool.matched(range(100, 112)) == []
@@ -125,12 +125,12 @@ def test_what_a_dead_session_was_saving_is_forgotten_and_kept_from_reuse() -> No
     pool.create(2, range(100, 112), session=B)
     reply = pool.step(B, starts=[(2, ALL, 0)])
     hosts = reply.transfer_destinations.tolist()
-    pool.manager.close_session(B, may_still_write=True)
+    pool.manager.sessions.close(B, may_still_write=True)
     pool.audit()
     assert pool.matched(range(12)) == []
     host = pool.manager.swapper.host.pool
     assert {host.state(block) for block in hosts} == {BlockState.QUARANTINED}
-    pool.manager.end_quarantine(B)
+    pool.manager.sessions.end_quarantine(B)
     pool.audit()
     assert {host.state(block) for block in hosts} == {BlockState.FREE}
 
@@ -182,7 +182,7 @@ def test_an_admission_counts_a_block_for_what_is_to_be_loaded() -> None:
     pool = TierPool(num_blocks=7)
     cached(pool, 1, range(8))
     push_out(pool, 24)
-    answer = pool.manager.check_admission("", int32(range(9)), 0, 1)
+    answer = pool.manager.admission.check("", int32(range(9)), 0, 1)
     assert (answer.num_hit_tokens, answer.num_required_blocks, answer.can_now) == (8, 3, True)
 
 

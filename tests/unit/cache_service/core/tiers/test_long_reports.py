@@ -39,18 +39,18 @@ def test_what_is_left_of_a_report_is_worked_off_in_slices() -> None:
     pool.step(done=ids)
     assert num_in_flight(pool) == NUM_BLOCKS - 5
     for left in (12, 5, 0):
-        assert pool.manager.end_some_transfers(7) == (left > 0)
+        assert pool.manager.maintenance.end_reported_orders(7) == (left > 0)
         pool.audit()
         assert num_in_flight(pool) == left
-    assert not pool.manager.end_some_transfers(7)
-    assert pool.manager.stats().num_referenced_blocks == 0
+    assert not pool.manager.maintenance.end_reported_orders(7)
+    assert pool.manager.queries.stats().num_referenced_blocks == 0
 
 
 def test_a_swap_in_is_ready_when_the_last_slice_is_done() -> None:
     pool, ids = swapped_out(at_once=1000)
     pool.step(done=ids)
     content = [100 + place for place in range(1, NUM_BLOCKS + 1)]
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     pool.scribble()
     ids = pool.run(pool.step(ins=[1]))
     swapper = pool.manager.swapper
@@ -58,7 +58,7 @@ def test_a_swap_in_is_ready_when_the_last_slice_is_done() -> None:
     swapper.at_once = 10
     assert pool.step(done=ids).ready_ids.tolist() == []
     assert state(pool) is SequenceState.LOADING
-    while pool.manager.end_some_transfers(3):
+    while pool.manager.maintenance.end_reported_orders(3):
         pool.audit()
         assert state(pool) is SequenceState.LOADING  # told in a call of its own session
     assert pool.step().ready_ids.tolist() == [1]
@@ -70,10 +70,10 @@ def test_a_repeat_of_what_waits_for_its_slice_changes_nothing(column: str) -> No
     pool, ids = swapped_out(at_once=5)
     pool.step(done=ids)
     pool.step(**{column: ids})
-    pool.manager.complete(A, pool.step_ids[A], int64(ids))
-    while pool.manager.end_some_transfers(4):
+    pool.manager.steps.complete(A, pool.step_ids[A], int64(ids))
+    while pool.manager.maintenance.end_reported_orders(4):
         pool.audit()
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert (num_in_flight(pool), stats.num_failed_transfers, stats.num_swapped_sequences) == (0, 0, 1)
 
 
@@ -81,7 +81,7 @@ def test_a_failure_among_many_brings_the_sequence_back() -> None:
     pool, ids = swapped_out(at_once=5)
     pool.step(done=ids[:12], failed=ids[12:])
     assert state(pool) is SequenceState.SWAPPED
-    while pool.manager.end_some_transfers(4):
+    while pool.manager.maintenance.end_reported_orders(4):
         pool.audit()
     assert pool.step().ready_ids.tolist() == [1]
     assert state(pool) is SequenceState.RUNNING
@@ -91,13 +91,13 @@ def test_what_was_reported_before_its_session_ended_was_run() -> None:
     pool, ids = swapped_out(at_once=5)
     pool.step(done=ids[:20])
     assert num_in_flight(pool) == NUM_BLOCKS - 5
-    pool.manager.close_session(A, may_still_write=True)
+    pool.manager.sessions.close(A, may_still_write=True)
     pool.audit()
     assert num_in_flight(pool) == 0
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert stats.num_failed_transfers == NUM_BLOCKS - 20
     assert stats.num_cached_host_blocks == 20
-    pool.manager.end_quarantine(A)
+    pool.manager.sessions.end_quarantine(A)
     pool.audit()
 
 

@@ -26,8 +26,8 @@ def test_what_is_held_comes_back_and_holes_stay(num_tokens: int, sink: int, wind
     gone = wholly_unread(num_tokens, sink, window)
     reply = pool.swap_out(1)
     assert len(reply.transfer_ids) == len(written) - len(gone)  # no order for a hole
-    assert pool.manager.stats().num_held_host_blocks == len(written) - len(gone)
-    pool.manager.clear_prefix_cache()
+    assert pool.manager.queries.stats().num_held_host_blocks == len(written) - len(gone)
+    pool.manager.prefixes.clear()
     pool.scribble()
     reply = pool.step(ins=[1])
     assert set(reply.transfer_kinds.tolist()) == {TransferKind.SWAP_IN}
@@ -37,7 +37,7 @@ def test_what_is_held_comes_back_and_holes_stay(num_tokens: int, sink: int, wind
     pool.step(releases=[1])
     pool.step()
     assert sorted(all_blocks(pool)) == list(range(1, 9))
-    assert pool.manager.stats().num_held_host_blocks == 0
+    assert pool.manager.queries.stats().num_held_host_blocks == 0
 
 
 @pytest.mark.parametrize("is_out", [True, False])
@@ -58,7 +58,7 @@ def test_a_window_that_moved_while_its_sequence_was_out_drops_when_it_is_back(is
     pool.step(commits=[(1, 21, [9])])
     pool.step(releases=[1])
     pool.step()
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     assert sorted(all_blocks(pool)) == list(range(1, 9))
 
 
@@ -69,8 +69,8 @@ def test_a_swapped_sequence_keeps_its_retention_and_is_not_cut() -> None:
         with pytest.raises(WrongState):
             pool.step(**items)
     with pytest.raises(WrongState):
-        pool.manager.update_sequence(A, 1, retention=Retention(0, 1))
-    pool.manager.update_sequence(A, 1, priority=3)
+        pool.manager.updates.update(A, 1, retention=Retention(0, 1))
+    pool.manager.updates.update(A, 1, priority=3)
     assert (pool.state_of(1), pool.view(1).priority) == (SequenceState.SWAPPED, 3)
     assert pool.view(1).retention == Retention(2, 5)
     pool.step(done=pool.run(reply))
@@ -78,7 +78,7 @@ def test_a_swapped_sequence_keeps_its_retention_and_is_not_cut() -> None:
     pool.step(done=pool.run(reply))
     with pytest.raises(InvalidField):
         pool.step(truncates=[(1, 9)])
-    pool.manager.update_sequence(A, 1, retention=Retention(0, 1))
+    pool.manager.updates.update(A, 1, retention=Retention(0, 1))
     assert holes(pool, 1) == wholly_unread(17, 0, 1)
 
 
@@ -93,5 +93,5 @@ def test_forks_that_share_holes_swap_by_themselves() -> None:
     assert holes(pool, 1) == holes(pool, 2) == wholly_unread(18, 2, 5)
     pool.step(releases=[1, 2])
     pool.step()
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     assert sorted(all_blocks(pool)) == list(range(1, 9))

@@ -26,4 +26,4 @@ def test_what_is_forgotten_while_room_is_made_for_it_is_not_demoted() -> None:
     assert len(reply.start_block_ids) == 4
     assert len(reply.transfer_ids) == 0
     assert pool.matched(range(8)) == []
-    assert pool.manager.stats().num_free_host_blocks == 1
+    assert pool.manager.queries.stats().num_free_host_blocks == 1

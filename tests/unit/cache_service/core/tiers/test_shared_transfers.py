@@ -30,7 +30,7 @@ def test_when_the_session_that_loads_ends_the_others_have_a_shorter_hit() -> Non
         pool.create(sequence_id, range(9), session=session)
         pool.step(session, starts=[(sequence_id, ALL, ALL)])
     loading = set(pool.table(3, session=B)[:2])
-    pool.manager.close_session(A, may_still_write=True)
+    pool.manager.sessions.close(A, may_still_write=True)
     pool.audit()
     ready = pool.step(B)
     assert (ready.ready_ids.tolist(), ready.ready_hits.tolist()) == ([3], [0])
@@ -40,7 +40,7 @@ def test_when_the_session_that_loads_ends_the_others_have_a_shorter_hit() -> Non
     again = pool.step(B, reserves=[(3, 9, 9)])
     assert again.reserve_reserved.tolist() == [9]
     assert not loading & set(pool.table(3, session=B))
-    pool.manager.end_quarantine(A)
+    pool.manager.sessions.end_quarantine(A)
     pool.audit()
     assert {pool.state(block) for block in loading} == {BlockState.FREE}
     assert len(pool.matched(range(8))) == 2  # the copies are as good as before
@@ -56,7 +56,7 @@ def test_a_swap_out_waits_for_no_copy_that_another_session_makes() -> None:
     assert (len(mine.transfer_ids), len(theirs.transfer_ids)) == (1, 2)
     pool.step(B, done=pool.run(theirs))
     assert pool.view(2, session=B).num_host_blocks == 2
-    pool.manager.close_session(A, may_still_write=True)
+    pool.manager.sessions.close(A, may_still_write=True)
     pool.audit()
     assert pool.state_of(2, session=B) is SequenceState.SWAPPED
 
@@ -71,7 +71,7 @@ def test_a_swap_in_waits_for_no_load_that_another_session_makes() -> None:
     theirs = pool.step(B, starts=[(2, 1, ALL)])
     mine = pool.step(A, ins=[1])
     assert (len(theirs.transfer_ids), len(mine.transfer_ids)) == (2, 2)
-    pool.manager.close_session(B, may_still_write=True)
+    pool.manager.sessions.close(B, may_still_write=True)
     pool.step(A, done=pool.run(mine))
     assert (pool.state_of(1), pool.bytes(1)) == (SequenceState.RUNNING, written)
 
@@ -84,7 +84,7 @@ def test_a_session_that_is_answered_at_once_waits_for_no_load_of_another() -> No
     pool.step(starts=[(2, 1, ALL)])
     one = SessionId("c")
     pool.step_ids[one] = 0
-    pool.manager.open_session(one, Executor.CACHE)
+    pool.manager.sessions.open(one, Executor.CACHE)
     pool.create(3, range(9), session=one)
     reply = pool.step(one, starts=[(3, 1, ALL)])
     assert (reply.start_results.tolist(), reply.start_hits.tolist()) == ([StartResult.STARTED], [8])

@@ -13,8 +13,8 @@ OK, NO_ROOM = ItemResult.OK, ItemResult.NO_ROOM
 
 def churn(pool: TierPool, *, session: str = B) -> None:
     """Uses every free and cached device block once, so that nothing survives by chance."""
-    stats = pool.manager.stats()
-    tokens = range(5000, 5000 + pool.manager.config.block_size * (stats.num_free_blocks + stats.num_cached_blocks))
+    stats = pool.manager.queries.stats()
+    tokens = range(5000, 5000 + pool.manager.state.config.block_size * (stats.num_free_blocks + stats.num_cached_blocks))
     if not tokens:
         return
     pool.create(999, tokens, session=session)
@@ -24,7 +24,7 @@ def churn(pool: TierPool, *, session: str = B) -> None:
     pool.step(session, releases=[999])
     pool.step(session)
     pool.step(session)
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
 
 
 @pytest.mark.parametrize("num_tokens", [3, 4, 5, 7, 8, 9])
@@ -52,7 +52,7 @@ def test_releasing_a_swapped_sequence_frees_nothing_twice() -> None:
     pool.swap_out(1)
     pool.step(releases=[1])
     pool.step()
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert (stats.num_held_host_blocks, stats.num_busy_host_blocks, stats.num_referenced_blocks) == (0, 0, 0)
     pool.create(2, range(50, 66))
     assert sorted(pool.step(starts=[(2, ALL, 0)]).start_block_ids.tolist()) == [1, 2, 3, 4]  # each block has one owner
@@ -65,9 +65,9 @@ def test_a_release_in_the_middle_of_a_swap_out_frees_at_completion() -> None:
     pool.step(releases=[1])
     pool.step()
     assert {pool.state(block) for block in blocks} == {BlockState.IN_TRANSFER}
-    assert pool.manager.stats().num_busy_host_blocks == 2
+    assert pool.manager.queries.stats().num_busy_host_blocks == 2
     pool.step(done=pool.run(reply))
-    assert pool.manager.stats().num_busy_host_blocks == 0
+    assert pool.manager.queries.stats().num_busy_host_blocks == 0
     assert {pool.state(block) for block in blocks} == {BlockState.CACHED, BlockState.FREE}
 
 
@@ -76,7 +76,7 @@ def test_saved_data_is_not_dropped_before_there_is_room() -> None:
     pool.prefill(1, range(8))
     written = pool.fill(1)
     pool.swap_out(1)
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     pool.create(2, range(50, 62), session=B)
     pool.step(B, starts=[(2, ALL, 0)])
     for _ in range(3):  # no room: nothing changes, however often it is tried
@@ -105,9 +105,9 @@ def test_a_swapped_sequence_is_not_stepped() -> None:
         with pytest.raises(WrongState):
             pool.step(**items)
     with pytest.raises(WrongState):
-        pool.manager.writable_slots(A, SequenceId(1))
+        pool.manager.queries.writable_slots(A, SequenceId(1))
     with pytest.raises(WrongState):
-        pool.manager.extend(A, SequenceId(1), 8, look_up=True)
+        pool.manager.one_item.extend(A, SequenceId(1), 8, look_up=True)
     with pytest.raises(WrongState):  # nor in the step that swaps it
         pool.step(ins=[1], reserves=[(1, 8, 8)])
 
@@ -123,7 +123,7 @@ def test_all_reserved_blocks_move_and_come_back_and_none_more() -> None:
     pool.step(done=pool.run(pool.step(ins=[1])))
     assert pool.counters(1) == (5, 5, 14)
     assert len(pool.table(1)) == 4
-    assert pool.manager.stats().num_referenced_blocks == 4
+    assert pool.manager.queries.stats().num_referenced_blocks == 4
 
 
 def test_without_room_on_the_host_a_swap_out_leaves_no_trace() -> None:
@@ -134,7 +134,7 @@ def test_without_room_on_the_host_a_swap_out_leaves_no_trace() -> None:
     assert not len(reply.transfer_ids)
     assert (pool.table(1), pool.state_of(1)) == (table, SequenceState.RUNNING)
     with pytest.raises(OutOfHostBlocks) as refusal:
-        pool.manager.swap_out(A, SequenceId(1))
+        pool.manager.one_item.swap_out(A, SequenceId(1))
     assert refusal.value.metadata == {"requested": "3", "available": "2"}
 
 
@@ -159,7 +159,7 @@ def test_both_swaps_are_idempotent() -> None:
     loads = pool.step(ins=[1])
     assert pool.step(ins=[1]).swap_in_results.tolist() == [OK]
     assert len(pool.step(ins=[1], done=pool.run(loads)).transfer_ids) == 0
-    assert pool.manager.stats().num_swap_ins == 1
+    assert pool.manager.queries.stats().num_swap_ins == 1
 
 
 def test_shared_blocks_have_one_copy_and_come_back_shared() -> None:
@@ -206,7 +206,7 @@ def test_swap_in_before_the_swap_out_has_run_needs_no_order() -> None:
     assert not len(reply.transfer_ids)
     pool.step(reserves=[(1, 8, 8)])
     pool.step(done=pool.run(out))
-    assert pool.manager.stats().num_held_host_blocks == 0
+    assert pool.manager.queries.stats().num_held_host_blocks == 0
 
 
 def test_what_ran_before_the_swap_out_may_be_committed_after_it() -> None:
@@ -231,7 +231,7 @@ def test_a_failed_swap_out_leaves_the_sequence_on_the_device() -> None:
     reply = pool.step(done=ids[:1], failed=ids[1:2])
     assert (reply.ready_ids.tolist(), reply.ready_block_ids.tolist()) == ([1], table)
     pool.step(done=ids[2:])
-    stats = pool.manager.stats()
+    stats = pool.manager.queries.stats()
     assert (stats.num_held_host_blocks, stats.num_busy_host_blocks, stats.num_failed_transfers) == (0, 0, 1)
     assert pool.step(reserves=[(1, 12, 12)]).reserve_reserved.tolist() == [12]
 
@@ -246,7 +246,7 @@ def test_a_failed_swap_in_keeps_the_host_copies() -> None:
     reply = pool.step(done=ids[:2], failed=ids[2:])
     assert reply.ready_ids.tolist() == []
     assert (pool.state_of(1), pool.view(1).num_host_blocks) == (SequenceState.SWAPPED, 3)
-    pool.manager.clear_prefix_cache()
+    pool.manager.prefixes.clear()
     pool.step(done=pool.run(pool.step(ins=[1])))
     assert pool.bytes(1) == written
 
@@ -266,14 +266,14 @@ def test_reports_are_checked_before_anything_changes_and_repeats_are_ignored() -
         pool.step(B, done=ids)  # another session's
     with pytest.raises(InvalidField):
         pool.step(done=ids, failed=ids)
-    assert pool.manager.stats().num_transfer_blocks == 0  # they are held, too
-    assert pool.manager.stats().num_busy_host_blocks == 0
-    assert pool.manager.stats().num_held_host_blocks == 2
-    pool.manager.complete(A, pool.step_ids[A], np.array(ids), np.array([], np.int64))
-    before = pool.manager.stats()
+    assert pool.manager.queries.stats().num_transfer_blocks == 0  # they are held, too
+    assert pool.manager.queries.stats().num_busy_host_blocks == 0
+    assert pool.manager.queries.stats().num_held_host_blocks == 2
+    pool.manager.steps.complete(A, pool.step_ids[A], np.array(ids), np.array([], np.int64))
+    before = pool.manager.queries.stats()
     pool.step(done=ids, failed=[])
     pool.step(failed=ids)
-    assert pool.manager.stats().num_failed_transfers == before.num_failed_transfers == 0
+    assert pool.manager.queries.stats().num_failed_transfers == before.num_failed_transfers == 0
     assert pool.state_of(1) is SequenceState.SWAPPED
 
 

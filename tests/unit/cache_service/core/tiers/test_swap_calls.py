@@ -13,16 +13,16 @@ C = SessionId("c")
 
 def pool_with_calls(**config: object) -> TierPool:
     pool = TierPool(**config)  # type: ignore[arg-type]
-    pool.manager.open_session(C, Executor.CACHE)
+    pool.manager.sessions.open(C, Executor.CACHE)
     pool.step_ids[C] = 0
     return pool
 
 
 def computed(pool: TierPool, sequence_id: int, num_tokens: int) -> list[int]:
     pool.create(sequence_id, range(100 * sequence_id, 100 * sequence_id + num_tokens), session=C)
-    run(pool, pool.manager.extend(C, SequenceId(sequence_id), num_tokens, look_up=True))
+    run(pool, pool.manager.one_item.extend(C, SequenceId(sequence_id), num_tokens, look_up=True))
     written = pool.fill(sequence_id, session=C)
-    pool.manager.commit(C, SequenceId(sequence_id), num_tokens, num_tokens, [])  # type: ignore[arg-type]
+    pool.manager.one_item.commit(C, SequenceId(sequence_id), num_tokens, num_tokens, [])  # type: ignore[arg-type]
     pool.audit()
     return written
 
@@ -44,29 +44,29 @@ def run(pool: TierPool, copies: Copies) -> int:
 def test_a_sequence_goes_out_and_comes_back_at_once() -> None:
     pool = pool_with_calls()
     written = computed(pool, 1, 10)
-    assert run(pool, pool.manager.swap_out(C, SequenceId(1))) == 3
+    assert run(pool, pool.manager.one_item.swap_out(C, SequenceId(1))) == 3
     assert pool.state_of(1, session=C) is SequenceState.SWAPPED
-    assert pool.manager.stats().num_busy_host_blocks == 0
-    assert run(pool, pool.manager.swap_out(C, SequenceId(1))) == 0
-    pool.manager.clear_prefix_cache()
+    assert pool.manager.queries.stats().num_busy_host_blocks == 0
+    assert run(pool, pool.manager.one_item.swap_out(C, SequenceId(1))) == 0
+    pool.manager.prefixes.clear()
     pool.device = [0] * len(pool.device)
-    assert run(pool, pool.manager.swap_in(C, SequenceId(1))) == 3
+    assert run(pool, pool.manager.one_item.swap_in(C, SequenceId(1))) == 3
     assert pool.state_of(1, session=C) is SequenceState.RUNNING
     assert pool.bytes(1, session=C) == written
-    assert run(pool, pool.manager.swap_in(C, SequenceId(1))) == 0
+    assert run(pool, pool.manager.one_item.swap_in(C, SequenceId(1))) == 0
     pool.audit()
 
 
 def test_an_extend_that_hits_the_host_tier_loads_at_once() -> None:
     pool = pool_with_calls(num_blocks=4)
     written = computed(pool, 1, 12)
-    pool.manager.release(C, SequenceId(1))
-    with pool.manager.demoting(C) as moved:
-        assert pool.manager.evict_blocks(3) == 3
+    pool.manager.one_item.release(C, SequenceId(1))
+    with pool.manager.evictions.demoting(C) as moved:
+        assert pool.manager.evictions.evict_blocks(3) == 3
     assert (moved.num_blocks, run(pool, moved.copies)) == (3, 3)
     pool.device = [0] * len(pool.device)
     pool.create(2, range(100, 112), session=C)
-    assert run(pool, pool.manager.extend(C, SequenceId(2), 12, look_up=True)) == 2
+    assert run(pool, pool.manager.one_item.extend(C, SequenceId(2), 12, look_up=True)) == 2
     assert pool.view(2, session=C).num_hit_tokens == 8
     assert pool.bytes(2, session=C)[:2] == written[:2]
     pool.audit()
@@ -76,17 +76,17 @@ def test_refusals_tell_what_was_needed_and_leave_no_trace() -> None:
     pool = pool_with_calls(num_blocks=4, num_host_blocks=3)
     computed(pool, 1, 12)
     with pytest.raises(OutOfHostBlocks) as no_host:
-        pool.manager.swap_out(C, SequenceId(1))
+        pool.manager.one_item.swap_out(C, SequenceId(1))
     assert no_host.value.metadata == {"requested": "3", "available": "2"}
-    pool.manager.truncate(C, SequenceId(1), 8)
-    run(pool, pool.manager.swap_out(C, SequenceId(1)))
-    pool.manager.clear_prefix_cache()
+    pool.manager.one_item.truncate(C, SequenceId(1), 8)
+    run(pool, pool.manager.one_item.swap_out(C, SequenceId(1)))
+    pool.manager.prefixes.clear()
     pool.create(2, range(8), session=B)
     pool.step(B, starts=[(2, ALL, 0)])
     with pytest.raises(OutOfBlocks) as no_device:
-        pool.manager.swap_in(C, SequenceId(1))
+        pool.manager.one_item.swap_in(C, SequenceId(1))
     assert no_device.value.metadata == {"requested": "2", "available": "1"}
     assert pool.view(1, session=C).num_host_blocks == 2
     with pytest.raises(UnknownSequence):
-        pool.manager.swap_in(C, SequenceId(3))
+        pool.manager.one_item.swap_in(C, SequenceId(3))
     pool.audit()

@@ -49,7 +49,7 @@ class SlowTier:
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self.pool.manager.tick(self.now)
+        self.pool.manager.state.tick(self.now)
 
     def measure_prompts(self, seconds_a_token: float) -> None:
         """Some prompts are computed, each token in so long."""
@@ -84,13 +84,13 @@ class SlowTier:
 def test_prompts_are_measured_from_start_to_commit() -> None:
     world = SlowTier()
     world.measure_prompts(0.25)
-    assert world.pool.manager.stats().prefill_rate_tokens == 4
+    assert world.pool.manager.queries.stats().prefill_rate_tokens == 4
 
 
 def test_a_pool_without_lower_tiers_measures_nothing() -> None:
     pool = TierPool()
     cached(pool, 1, TOKENS)
-    assert pool.manager.stats().prefill_rate_tokens == 0
+    assert pool.manager.queries.stats().prefill_rate_tokens == 0
 
 
 def test_loads_are_measured_from_wish_to_end_and_pay_where_computing_takes_longer() -> None:
@@ -98,7 +98,7 @@ def test_loads_are_measured_from_wish_to_end_and_pay_where_computing_takes_longe
     world.fill()
     world.measure_prompts(1.0)  # four seconds a block
     assert [world.ask() for _ in range(5)] == [1] * 5
-    stats = world.pool.manager.stats()
+    stats = world.pool.manager.queries.stats()
     assert (stats.num_disk_loads, stats.num_unworthy_disk_loads) == (5, 0)
     assert world.tier.worth.loads.each == pytest.approx(0.5)
     assert stats.disk_break_even_tokens == 4
@@ -110,9 +110,9 @@ def test_loads_that_take_longer_than_computing_are_not_ordered_but_for_a_trial()
     world.measure_prompts(0.01)
     assert [world.ask() for _ in range(4)] == [1] * 4  # the first four are how it is found out
     assert sum(world.ask() for _ in range(16)) == 1
-    stats = world.pool.manager.stats()
+    stats = world.pool.manager.queries.stats()
     assert (stats.num_disk_loads, stats.num_unworthy_disk_loads, stats.disk_break_even_tokens) == (5, 15, NEVER)
-    found = world.pool.manager.explain_match("", int32(TOKENS))
+    found = world.pool.manager.queries.explain_match("", int32(TOKENS))
     assert found.end is MatchEnd.NOT_WORTH_LOADING
     assert "later than it is computed" in in_words(found)
 
@@ -122,7 +122,7 @@ def test_without_the_switch_they_are_ordered_all_the_same() -> None:
     world.fill()
     world.measure_prompts(0.01)
     assert sum(world.ask() for _ in range(20)) == 20
-    assert world.pool.manager.explain_match("", int32(TOKENS)).end is MatchEnd.ON_DISK
+    assert world.pool.manager.queries.explain_match("", int32(TOKENS)).end is MatchEnd.ON_DISK
 
 
 def test_a_store_is_not_even_asked_where_no_answer_would_pay() -> None:
@@ -131,7 +131,7 @@ def test_a_store_is_not_even_asked_where_no_answer_would_pay() -> None:
     world.measure_prompts(0.01)
     world.measure_loads(9.0)
     assert sum(world.ask() for _ in range(16)) == 1
-    assert world.pool.manager.stats().num_unworthy_remote_loads == 15
+    assert world.pool.manager.queries.stats().num_unworthy_remote_loads == 15
 
 
 def test_the_time_of_the_question_counts_for_the_load() -> None:
@@ -160,4 +160,4 @@ def test_loads_that_lost_a_block_are_not_measured() -> None:
 def test_blocks_of_the_named_tenants_are_stored(tenants: frozenset[str] | None, num_stored: int) -> None:
     world = SlowTier(tenants=tenants)
     world.fill()
-    assert world.pool.manager.stats().num_disk_stored_blocks == num_stored
+    assert world.pool.manager.queries.stats().num_disk_stored_blocks == num_stored

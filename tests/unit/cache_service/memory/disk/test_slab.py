@@ -61,7 +61,7 @@ def stored(slab: Slab, hosts: ByteArray, count: int) -> list[TierOrder]:
 
 def elsewhere(orders: list[TierOrder]) -> list[TierOrder]:
     """The same blocks, to be read behind those that they were stored from."""
-    return [replace(each, host=each.host + len(orders)) for each in orders]
+    return [each._replace(host=each.host + len(orders)) for each in orders]
 
 
 def test_blocks_come_back_as_they_were_stored(slab: Slab, hosts: ByteArray) -> None:
@@ -84,16 +84,16 @@ def test_the_next_run_finds_what_was_stored(slab: Slab, spec: KvSpec, hosts: Byt
 def test_a_slot_is_read_only_as_what_was_stored_there(slab: Slab, hosts: ByteArray) -> None:
     (first, second) = stored(slab, hosts, 2)
     for wrong in (
-        replace(first, slot=2),
-        replace(first, name=second.name),
-        replace(first, parent=second.parent),
-        replace(first, tokens=bytes(16)),
-        replace(first, era=2),
-        replace(first, slot=7),
+        first._replace(slot=2),
+        first._replace(name=second.name),
+        first._replace(parent=second.parent),
+        first._replace(tokens=bytes(16)),
+        first._replace(era=2),
+        first._replace(slot=7),
     ):
-        assert slab.read([replace(wrong, host=9)], hosts) == [TierResult.DAMAGED], wrong
+        assert slab.read([wrong._replace(host=9)], hosts) == [TierResult.DAMAGED], wrong
         stored(slab, hosts, 2)
-    assert slab.read([replace(first, host=9)], hosts) == [TierResult.DONE]
+    assert slab.read([first._replace(host=9)], hosts) == [TierResult.DONE]
 
 
 def test_of_ten_thousand_damaged_slots_each_is_found_and_none_is_believed_again(slab: Slab, hosts: ByteArray) -> None:
@@ -155,9 +155,9 @@ def test_a_store_that_was_cut_off_leaves_no_block(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, cut)
         with pytest.raises(_Killed):
-            slab.write([replace(first, host=5, number=9)], hosts)
+            slab.write([first._replace(host=5, number=9)], hosts)
     assert 1 not in {block.slot for block in slab.scan()}
-    assert slab.read([replace(first, host=9)], hosts) == [TierResult.DAMAGED]
+    assert slab.read([first._replace(host=9)], hosts) == [TierResult.DAMAGED]
 
 
 def test_errors_and_short_calls_of_the_disk_are_failures(slab: Slab, hosts: ByteArray, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,7 +259,7 @@ def restored(folder: Path) -> Iterator[tuple[KeptPool, PoolManager]]:
     (kept,) = directory.open_pools()
     manager = PoolManager(PoolConfig(kept.device.num_blocks, SPEC.block_size))
     manager.restore(kept.kept(), may_still_write=False)
-    assert not (wrong := manager.check_invariants()), wrong
+    assert not (wrong := manager.queries.check_invariants()), wrong
     try:
         yield kept, manager
     finally:
@@ -272,7 +272,7 @@ def publish(manager: PoolManager, tenant: str, first: int, num_blocks: int) -> N
     """These blocks, with tokens of their own, as the tenant's; their rows are written."""
     index, blocks = manager.state.index, np.arange(first, first + num_blocks, dtype=np.int32)
     index.insert_run(index.root(tenant), np.repeat(blocks, SPEC.block_size) + 1000, blocks)
-    while manager.write_record(1024):
+    while manager.record.write(1024):
         pass
 
 

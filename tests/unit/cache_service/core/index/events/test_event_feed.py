@@ -138,7 +138,7 @@ def test_the_changes_of_steps_are_told_in_order() -> None:
     assert reader.pressure is PressureLevel.CRITICAL
     third = block_name(first, [5, 6])
     assert list(reader.blocks) == [first, third, block_name(third, [7, 8])]
-    world.manager.clear_prefix_cache()
+    world.manager.prefixes.clear()
     feed.advance(100)
     reader.read()
     assert reader.blocks == {}
