@@ -7,8 +7,8 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from ..loop.iteration import Iteration
 from ..outputs.generation import Generation
 from ..scheduler.work import Task
+from .encode_chunk import logprobs_of, usage_of
 from .ownership import shown_id
-from .streams.encode_chunk import logprobs_of, usage_of
 from .submission import Submission
 
 

@@ -35,16 +35,17 @@ from .decode_request import (
     token_array,
     wait_of,
 )
+from .encode_chunk import responses
 from .encode_response import iteration_plan, request_info, results_of
 from .hand_over.giver import HandOvers
 from .hand_over.taker import Taker, take_over
 from .identity import identity
 from .metrics import engine_metrics
+from .open_streams import OpenStreams
 from .ownership import is_own, known_id, require_all_tenants
 from .prefill.by_others import PromptsByOthers
 from .prefill.for_others import PromptsForOthers
-from .streams.serving import OpenStreams, responses
-from .streams.stream_pace import StreamPace
+from .stream_pace import StreamPace
 from .submission import SubmissionReader
 from .submissions import Submissions
 from .vllm_metrics import vllm_metrics

@@ -17,7 +17,7 @@ from ...values.errors import InvalidField
 from ...values.request import HeldTokens
 from ...values.token_logprobs import TokenLogprobs
 from ..decode_request import token_array
-from ..streams.encode_chunk import logprobs_of, usage_of
+from ..encode_chunk import logprobs_of, usage_of
 
 _TOKENS_A_TURN = 256  # that are replayed before other tasks have their turn
 

@@ -15,9 +15,9 @@ from ...outputs.generation import Generation
 from ...values.errors import Draining, EngineError, RequestMoved, WrongRole
 from ...values.output_chunk import OutputChunk
 from ..admission import Admission
+from ..encode_chunk import usage_of
 from ..hand_over.handed_request import handed_request
 from ..identity import require_same
-from ..streams.encode_chunk import usage_of
 
 _PATIENCE_S = 10.0  # for the engine that asked, to take the blocks
 

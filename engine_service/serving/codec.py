@@ -12,11 +12,11 @@ from typing import Any, Final
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.trust.caller import Caller, Role
 
-from ...values.errors import EngineError
-from ...values.output_chunk import OutputChunk, Usage
-from ...values.request import FinishReason
-from ...values.token_columns import TokenColumns
-from ..streams.encode_chunk import response_of
+from ..rpc.encode_chunk import response_of
+from ..values.errors import EngineError
+from ..values.output_chunk import OutputChunk, Usage
+from ..values.request import FinishReason
+from ..values.token_columns import TokenColumns
 from .frames import Admitted, Frame, FrontSetUp, FrontState, Kind, Message, Stopped
 
 HEAD: Final = struct.Struct("<BQI")  # kind, number, bytes of the body

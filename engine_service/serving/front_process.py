@@ -13,14 +13,14 @@ import structlog
 
 from kvkeeper.service.log import passing_on
 
-from ...outputs.model_text import ModelText
-from ..front.server import Front
+from ..outputs.model_text import ModelText
+from .front import Front
 from .front_handle import FrontHandle
 from .lane import Lane, join_by_socket, join_in_memory
 
 log = structlog.get_logger()
 
-_MODULE = "kvkeeper.engine_service.rpc.front"
+_MODULE = "kvkeeper.engine_service.serving.front_main"
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 

@@ -15,12 +15,12 @@ from typing import Protocol
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.trust.caller import is_still_known
 
-from ...values.errors import EngineError, InvalidField, QueueFull, WrongCredential
-from ..ownership import shown_id
-from ..status import REFUSALS
-from .encode_chunk import response_of
+from ..rpc.encode_chunk import response_of
+from ..rpc.ownership import shown_id
+from ..rpc.status import REFUSALS
+from ..rpc.stream_pace import HasUnread, StreamPace
+from ..values.errors import EngineError, InvalidField, QueueFull, WrongCredential
 from .stream_buffer import StreamBuffer
-from .stream_pace import HasUnread, StreamPace
 
 _MOST_UNITS = 1 << 14  # tokens and log probabilities in one message, about a megabyte; one request may bring more
 

@@ -21,10 +21,10 @@ from kvkeeper.service.health_listener import HealthListener
 from kvkeeper.service.process import StartError
 from kvkeeper.service.shared_address import SharedAddress
 
-from ..front.config import FrontConfig
-from ..methods import CONTRACT
+from ..rpc.methods import CONTRACT
 from .calls import FrontServices
 from .frames import FrontState
+from .front_config import FrontConfig
 from .front_handle import FrontFailed, FrontHandle
 from .front_process import start_front_process, start_front_task
 

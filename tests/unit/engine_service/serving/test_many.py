@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.engine_service.rpc.streams import many
-from kvkeeper.engine_service.rpc.streams.many import ManyRequests
-from kvkeeper.engine_service.rpc.streams.stream_buffer import StreamBuffer
-from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
+from kvkeeper.engine_service.rpc.stream_pace import StreamPace
+from kvkeeper.engine_service.serving import many
+from kvkeeper.engine_service.serving.many import ManyRequests
+from kvkeeper.engine_service.serving.stream_buffer import StreamBuffer
 from kvkeeper.engine_service.values.errors import RequestFailed
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
 from kvkeeper.engine_service.values.request import FinishReason

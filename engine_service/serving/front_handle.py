@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import structlog
 
-from ...outputs.model_text import ModelText
-from ..front.config import FrontConfig
+from ..outputs.model_text import ModelText
 from .calls import FrontCalls, FrontServices
 from .frames import FrontSetUp, FrontState, Kind
+from .front_config import FrontConfig
 from .lane import Lane
 
 log = structlog.get_logger()

@@ -11,10 +11,10 @@ from google.protobuf.descriptor import MethodDescriptor
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service.methods import Context, Contract, MethodRouter
 
-from ..methods import CONTRACT, FRONTS_OWN, router_of
-from ..streams.many import Read, Write
-from ..streams.serving import Streams
+from ..rpc.methods import CONTRACT, FRONTS_OWN, router_of
 from .engine_link import EngineLink
+from .many import Read, Write
+from .streams import Streams
 
 _TOKENIZE_PATH = f"/{CONTRACT.service.full_name}/Tokenize"
 
@@ -40,7 +40,7 @@ class FrontGateway:
         self.max_len = 0
 
     def generate(self, request: Any) -> AsyncIterator[Any]:
-        from ..gateway.generating import generate
+        from ..rpc.gateway.generating import generate
 
         return generate(request, self.max_len, self._calls)
 
@@ -64,7 +64,7 @@ def own_router(streams: Streams, link: EngineLink, message_bytes: int) -> Method
 
 def gateway_router(gateway: FrontGateway, link: EngineLink, message_bytes: int) -> MethodRouter:
     """All methods of the gateway's protocol."""
-    from ..gateway.methods import CONTRACT as GATEWAY_CONTRACT
+    from ..rpc.gateway.methods import CONTRACT as GATEWAY_CONTRACT
 
     contract = replace(GATEWAY_CONTRACT.with_prompts_of(message_bytes), has_spans=False)
     return MethodRouter(contract, gateway, _forwarded(contract, link))

@@ -1,11 +1,20 @@
 """From values to messages: what streams tell of a request, chunk by chunk."""
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from typing import Protocol
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ...values.output_chunk import OutputChunk, Usage
-from ...values.token_logprobs import TokenLogprobs
+from ..values.errors import EngineError
+from ..values.output_chunk import OutputChunk, Usage
+from ..values.token_logprobs import TokenLogprobs
+
+
+class TakesUnread(Protocol):
+    """What reads the output of one request."""
+
+    async def take_unread(self) -> tuple[list[OutputChunk], EngineError | None]:
+        """What is new, once there is something, and the error that ends it."""
 
 
 def response_of(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:
@@ -39,3 +48,15 @@ def logprobs_of(found: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
         )
         for one in found
     ]
+
+
+async def responses(request_id: str, unread: TakesUnread) -> AsyncIterator[pb.GenerateResponse]:
+    """The messages of a request, to its last. Raises the error that ends it."""
+    while True:
+        chunks, error = await unread.take_unread()
+        for chunk in chunks:
+            yield response_of(request_id, chunk)
+        if error is not None:
+            raise error
+        if chunks and chunks[-1].usage is not None:
+            return

@@ -13,17 +13,17 @@ from kvkeeper.service.process import StartError
 from kvkeeper.service.turns import TakesPlace, Turns
 from kvkeeper.trust.guard import Guard
 
-from ...outputs.model_text import ModelText
-from ...outputs.tokenizer import Tokenizer
-from ...values.errors import EngineError
-from ..fronts.frames import FrontState, Kind
-from ..methods import CONTRACT, intake_of
-from ..streams.serving import Streams
-from ..streams.stream_pace import StreamPace
-from .config import FrontConfig
+from ..outputs.model_text import ModelText
+from ..outputs.tokenizer import Tokenizer
+from ..rpc.methods import CONTRACT, intake_of
+from ..rpc.stream_pace import StreamPace
+from ..values.errors import EngineError
 from .engine_link import EngineLink, TraceNote
-from .requests import FrontRequests
-from .service import FrontGateway, gateway_router, own_router
+from .frames import FrontState, Kind
+from .front_config import FrontConfig
+from .front_requests import FrontRequests
+from .front_service import FrontGateway, gateway_router, own_router
+from .streams import Streams
 
 # The engine sends in rounds; a round is written as it comes, unless the writes of the one before took longer.
 _SHORTEST_PACE_S = 1e-4

@@ -11,14 +11,14 @@ import pytest
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.outputs.model_text import ModelText
 from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
-from kvkeeper.engine_service.rpc.front.config import FrontConfig
-from kvkeeper.engine_service.rpc.fronts import front_handle
-from kvkeeper.engine_service.rpc.fronts.calls import FrontServices
-from kvkeeper.engine_service.rpc.fronts.frames import FrontState, Kind
-from kvkeeper.engine_service.rpc.fronts.front_handle import FrontFailed
-from kvkeeper.engine_service.rpc.fronts.front_process import start_front_process
-from kvkeeper.engine_service.rpc.fronts.set_up import front_config
-from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
+from kvkeeper.engine_service.rpc.stream_pace import StreamPace
+from kvkeeper.engine_service.serving import front_handle
+from kvkeeper.engine_service.serving.calls import FrontServices
+from kvkeeper.engine_service.serving.frames import FrontState, Kind
+from kvkeeper.engine_service.serving.front_config import FrontConfig
+from kvkeeper.engine_service.serving.front_handle import FrontFailed
+from kvkeeper.engine_service.serving.front_process import start_front_process
+from kvkeeper.engine_service.serving.set_up import front_config
 from kvkeeper.service.turns import TurnLimits, Turns
 
 NOBODY: Any = None

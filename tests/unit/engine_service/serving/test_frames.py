@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvkeeper.engine_service.rpc.fronts.codec import HEAD, FrameReader, frame
-from kvkeeper.engine_service.rpc.fronts.frames import Admitted, Frame, FrontSetUp, FrontState, Kind, Message, Stopped
+from kvkeeper.engine_service.serving.codec import HEAD, FrameReader, frame
+from kvkeeper.engine_service.serving.frames import Admitted, Frame, FrontSetUp, FrontState, Kind, Message, Stopped
 from kvkeeper.engine_service.values.errors import NeverFits
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
 from kvkeeper.engine_service.values.request import FinishReason
