@@ -41,11 +41,10 @@ from .hand_over.giver import HandOvers
 from .hand_over.taker import Taker, take_over
 from .identity import identity
 from .metrics import engine_metrics
-from .open_streams import OpenStreams
 from .ownership import is_own, known_id, require_all_tenants
 from .prefill.by_others import PromptsByOthers
 from .prefill.for_others import PromptsForOthers
-from .stream_pace import StreamPace
+from .stream_pace import OpenStreams, StreamPace
 from .submission import SubmissionReader
 from .submissions import Submissions
 from .vllm_metrics import vllm_metrics

@@ -20,7 +20,7 @@ from kvkeeper.trust.caller import calling
 
 from ..rpc.methods import too_many_waiting
 from ..values.errors import EngineError
-from ..values.token_columns import TokenColumns
+from ..values.output_chunk import TokenColumns
 from .frames import FrontSetUp, FrontState, Kind, Message
 from .lane import Lane
 

@@ -1,24 +1,158 @@
-"""What fronts run in: a process of their own, or a task of the engine's loop."""
+"""One front as the engine has it, and what it runs in: a process of its own, or a task of the engine's loop.
+
+A front that ends before it serves is a start that failed; one that ends later is started again by its owner. One that hangs is
+killed: the kernel would go on giving it connections.
+"""
 
 import asyncio
 import os
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
 from kvkeeper.service.log import passing_on
 
 from ..outputs.model_text import ModelText
+from .calls import FrontCalls, FrontServices
+from .frames import FrontSetUp, FrontState, Kind
 from .front import Front
-from .front_handle import FrontHandle
+from .front_config import FrontConfig
 from .lane import Lane, join_by_socket, join_in_memory
 
 log = structlog.get_logger()
+
+_END_S = 5.0  # from the end of its lane until its own end, also on a busy machine
+# A front is asked whether its loop goes round. Its pieces of work are one message or one round of tokens; the time is for a
+# machine that lets it wait. A question counts once this loop has slept, so what stops both processes counts as one.
+_PING_S = 1.0
+_MOST_SILENT = 10  # questions in a row
+_MOST_SILENT_LOADING = 60  # before it serves: it loads its modules and a tokenizer, and hears nothing meanwhile
+
+
+class FrontFailed(Exception):
+    """It cannot serve. One line."""
+
+
+class FrontRunner(Protocol):
+    """What a front runs in: a process of its own, or a task of the engine's loop."""
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process; None: the engine's."""
+
+    @property
+    def processor_s(self) -> float:
+        """Processor seconds that its own process has spent. Never less than before."""
+
+    def share(self, text: ModelText) -> dict[str, Any] | None:
+        """Let the front make text; the state of the tokenizer that it is to be sent, if it needs one."""
+
+    async def wait(self) -> int:
+        """Until it has ended. The exit code."""
+
+    def kill(self) -> None:
+        """End it now. Idempotent."""
+
+
+class FrontHandle:
+    """A running front. Its lane is joined to the front's before it is set up."""
+
+    def __init__(self) -> None:
+        self.lane = Lane(self._take, self._note_loss)
+        self.runner: FrontRunner
+        self.refused: Counter[str] = Counter()  # calls that it did not let in, by reason
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.lost = asyncio.Event()
+        self._calls: FrontCalls | None = None
+        self._num_silent = 0  # questions since it said something
+        self._watching: asyncio.Task[None] | None = None
+
+    def set_up(self, config: FrontConfig, state: FrontState, services: FrontServices) -> None:
+        """Let it serve: ready is set once it does, to FrontFailed where it cannot."""
+        if self.lost.is_set():
+            return
+        self._calls = FrontCalls(services, self.lane)
+        set_up = FrontSetUp(config.to_json(), self.runner.share(services.text))
+        self.lane.send(Kind.SET_UP, body=set_up)
+        self.tell_state(state)
+        self._watching = asyncio.create_task(self._watch())
+
+    def tell_state(self, state: FrontState) -> None:
+        self.lane.send(Kind.STATE, body=state)
+
+    def ask_stop(self, seconds: float) -> None:
+        """It ends its calls after so many seconds at most, then itself."""
+        self.lane.send(Kind.STOP, body=seconds)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of clients that it has asked for here, and that are not over."""
+        return 0 if self._calls is None else self._calls.num_open
+
+    @property
+    def processor_s(self) -> float:
+        return self.runner.processor_s
+
+    async def wait_end(self) -> int:
+        """Until it has ended, killed if it lingers once its lane is lost. The exit code."""
+        await self.lost.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                return await self.runner.wait()
+        self.runner.kill()
+        return await self.runner.wait()
+
+    async def close(self) -> None:
+        """End it now."""
+        self.lane.close()
+        self._note_loss()
+        await self.wait_end()
+
+    def _take(self, kind: Kind, number: int, body: Any) -> None:
+        """A frame of the front."""
+        self._num_silent = 0
+        if kind is Kind.READY:
+            if not self.ready.done():
+                self.ready.set_result(None)
+        elif kind is Kind.FAILED:
+            self._fail(body)
+        elif kind is Kind.REFUSED:
+            self.refused = Counter(body)
+        elif kind is Kind.PING:
+            self.lane.send(Kind.PONG, number)
+        elif kind is not Kind.PONG and self._calls is not None:
+            self._calls.take(kind, number, body)
+
+    def _note_loss(self) -> None:
+        self.lost.set()
+        self._fail("a front ended before it served")
+        if self._calls is not None:
+            self._calls.end()
+            self._calls = None
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def _watch(self) -> None:
+        """Kill it once it hangs."""
+        while self._num_silent < (_MOST_SILENT if self.ready.done() else _MOST_SILENT_LOADING):
+            self._num_silent += 1
+            _ = self.processor_s  # what was read last counts once there is no process
+            self.lane.send(Kind.PING)
+            await asyncio.sleep(_PING_S)
+        log.warning("front_hangs", process=self.runner.pid, seconds=self._num_silent * _PING_S)
+        self.runner.kill()
+
+    def _fail(self, text: str) -> None:
+        if not self.ready.done():
+            self.ready.set_exception(FrontFailed(text))
+            self.ready.exception()  # its owner may be gone
+
 
 _MODULE = "kvkeeper.engine_service.serving.front_main"
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")

@@ -25,8 +25,7 @@ from ..rpc.methods import CONTRACT
 from .calls import FrontServices
 from .frames import FrontState
 from .front_config import FrontConfig
-from .front_handle import FrontFailed, FrontHandle
-from .front_process import start_front_process, start_front_task
+from .front_process import FrontFailed, FrontHandle, start_front_process, start_front_task
 
 log = structlog.get_logger()
 

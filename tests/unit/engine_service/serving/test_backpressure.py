@@ -17,12 +17,11 @@ from kvkeeper.engine_service.outputs.model_text import ModelText
 from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
 from kvkeeper.engine_service.rpc.stream_pace import StreamPace
 from kvkeeper.engine_service.serving.calls import FrontCalls, FrontServices
-from kvkeeper.engine_service.serving.codec import FrameReader, frame
 from kvkeeper.engine_service.serving.engine_link import EngineLink
 from kvkeeper.engine_service.serving.frames import Admitted, Frame, Kind, Message
 from kvkeeper.engine_service.serving.front import LinkTurns
 from kvkeeper.engine_service.serving.front_requests import GENERATE_PATH, FrontRequests
-from kvkeeper.engine_service.serving.lane import Lane, join_by_socket
+from kvkeeper.engine_service.serving.lane import FrameReader, Lane, frame, join_by_socket
 from kvkeeper.service.turns import TurnLimits, Turns
 from kvkeeper.trust.caller import Caller, Role
 from tests.unit.engine_service.serving.test_both_ends import MAX_TOKENS, Engine

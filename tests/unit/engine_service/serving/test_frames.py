@@ -5,12 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvkeeper.engine_service.serving.codec import HEAD, FrameReader, frame
 from kvkeeper.engine_service.serving.frames import Admitted, Frame, FrontSetUp, FrontState, Kind, Message, Stopped
+from kvkeeper.engine_service.serving.lane import HEAD, FrameReader, frame
 from kvkeeper.engine_service.values.errors import NeverFits
-from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
+from kvkeeper.engine_service.values.output_chunk import OutputChunk, TokenColumns, Usage
 from kvkeeper.engine_service.values.request import FinishReason
-from kvkeeper.engine_service.values.token_columns import TokenColumns
 from kvkeeper.trust.caller import Caller, Role
 
 SENT: list[Frame] = [

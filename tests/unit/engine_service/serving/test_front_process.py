@@ -12,12 +12,11 @@ from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.outputs.model_text import ModelText
 from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
 from kvkeeper.engine_service.rpc.stream_pace import StreamPace
-from kvkeeper.engine_service.serving import front_handle
+from kvkeeper.engine_service.serving import front_process
 from kvkeeper.engine_service.serving.calls import FrontServices
 from kvkeeper.engine_service.serving.frames import FrontState, Kind
 from kvkeeper.engine_service.serving.front_config import FrontConfig
-from kvkeeper.engine_service.serving.front_handle import FrontFailed
-from kvkeeper.engine_service.serving.front_process import start_front_process
+from kvkeeper.engine_service.serving.front_process import FrontFailed, start_front_process
 from kvkeeper.engine_service.serving.set_up import front_config
 from kvkeeper.service.turns import TurnLimits, Turns
 
@@ -64,9 +63,9 @@ async def test_one_that_dies_before_it_serves_is_a_start_that_failed() -> None:
 
 
 async def test_one_that_hangs_is_killed_and_one_that_answers_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_handle, "_PING_S", 0.01)
+    monkeypatch.setattr(front_process, "_PING_S", 0.01)
     for limit in ("_MOST_SILENT", "_MOST_SILENT_LOADING"):  # however long a busy machine takes to load it
-        monkeypatch.setattr(front_handle, limit, 1 << 30)
+        monkeypatch.setattr(front_process, limit, 1 << 30)
     front, answered = await start_front_process("info"), asyncio.Event()
     take = front.lane._take
 
@@ -83,14 +82,14 @@ async def test_one_that_hangs_is_killed_and_one_that_answers_is_not(monkeypatch:
         await answered.wait()
     assert front.runner.pid is not None
     os.kill(front.runner.pid, signal.SIGSTOP)
-    monkeypatch.setattr(front_handle, "_MOST_SILENT", 3)
+    monkeypatch.setattr(front_process, "_MOST_SILENT", 3)
     async with asyncio.timeout(20):
         assert await front.wait_end() == -signal.SIGKILL
 
 
 async def test_one_that_hangs_before_it_serves_is_a_start_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_handle, "_PING_S", 0.01)
-    monkeypatch.setattr(front_handle, "_MOST_SILENT_LOADING", 3)
+    monkeypatch.setattr(front_process, "_PING_S", 0.01)
+    monkeypatch.setattr(front_process, "_MOST_SILENT_LOADING", 3)
     front = await start_front_process("info")
     assert front.runner.pid is not None
     os.kill(front.runner.pid, signal.SIGSTOP)
