@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from kvkeeper.engine_service.serving import front_process
 from kvkeeper.engine_service.serving.calls import FrontServices
 from kvkeeper.engine_service.serving.frames import FrontState, Kind
 from kvkeeper.engine_service.serving.front_config import FrontConfig
-from kvkeeper.engine_service.serving.front_process import FrontFailed, start_front_process
+from kvkeeper.engine_service.serving.front_process import FrontFailed, FrontHandle, start_front_process, start_front_task
 from kvkeeper.engine_service.serving.set_up import front_config
 from kvkeeper.service.turns import TurnLimits, Turns
 
@@ -46,8 +48,19 @@ async def test_it_ends_with_its_lane_and_with_no_signal_of_a_terminal_or_manager
         assert await front.runner.wait() == 0
 
 
-async def test_an_address_that_cannot_be_had_is_told() -> None:
-    front = await start_front_process("info")
+async def test_one_in_this_process_serves_and_ends_with_its_lane() -> None:
+    front = await start_front_task()
+    front.set_up(set_up("127.0.0.1:0"), STATE, services())
+    await front.ready
+    assert (front.runner.pid, front.processor_s) == (None, 0.0)
+    front.lane.close()
+    async with asyncio.timeout(20):
+        assert await front.wait_end() == 0
+
+
+@pytest.mark.parametrize("start", [partial(start_front_process, "info"), start_front_task], ids=["process", "task"])
+async def test_an_address_that_cannot_be_had_is_told(start: Callable[[], Awaitable[FrontHandle]]) -> None:
+    front = await start()
     front.set_up(set_up("unix:/nowhere/at/all"), STATE, services())
     with pytest.raises(FrontFailed, match="cannot be had"):
         await front.ready
