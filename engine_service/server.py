@@ -43,13 +43,13 @@ from .movement.take_over import TakeOverRefused
 from .ranks.failures import RankLost
 from .ranks.ranks import Ranks
 from .rpc.admission import connection_of
-from .rpc.fronts.fronts import Fronts, open_fronts
-from .rpc.fronts.set_up import metrics_at, serve_at
 from .rpc.methods import turn_limits
 from .rpc.service import EngineService
 from .scheduler.state.fair_share import FairShare
 from .scheduler.state.policies import make_ordering
 from .scheduler.state.waiting import WaitingSequences
+from .serving.fronts import Fronts, open_fronts
+from .serving.set_up import metrics_at, serve_at
 from .speculation.draft_model import DraftModel
 from .speculation.speculator import PromptLookUp, Proposer
 from .text_workers.text_work import TextWork

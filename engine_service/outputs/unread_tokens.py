@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ..values.output_chunk import NO_TOKEN_COLUMNS, TokenColumns
 from ..values.request import NO_SLOT
-from ..values.token_columns import NO_TOKEN_COLUMNS, TokenColumns
 
 _FEWEST_SLOTS = 16
 _NO_READER = 0

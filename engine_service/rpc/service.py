@@ -37,11 +37,11 @@ from .decode_request import (
     submission_of,
     wait_of,
 )
+from .encode_chunk import responses
 from .encode_response import iteration_plan, request_info, results_of
 from .metrics import engine_metrics
 from .ownership import is_own, known_id, require_all_tenants
-from .streams.serving import OpenStreams, responses
-from .streams.stream_pace import StreamPace
+from .stream_pace import OpenStreams, StreamPace
 from .submission import SubmissionReader
 from .submissions import Submissions
 from .vllm_metrics import vllm_metrics

@@ -16,7 +16,7 @@ from ..values.errors import EngineError, InvalidField
 from ..values.output_chunk import OutputChunk, Usage
 from ..values.request import FinishReason
 from ..values.token_logprobs import TokenLogprobs
-from .streams.stream_pace import HasUnread, StreamPace
+from .stream_pace import HasUnread, StreamPace
 
 EACH_BYTES = 4096  # counted for a submission beside its results
 _CHAR_BYTES, _LOGPROB_BYTES = 2, 100  # about, as Python keeps them

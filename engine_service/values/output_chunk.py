@@ -1,8 +1,13 @@
-"""Output chunks: what a request's client is told, value by value. Pure."""
+"""What a request's client gets: chunks, value by value, and columns of the tokens that most of it is. Pure."""
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from .errors import EngineError
 from .request import FinishReason
@@ -67,3 +72,33 @@ def coalesce(chunks: Sequence[OutputChunk]) -> list[OutputChunk]:
         else:
             runs.append([chunk])
     return [joined(run) if len(run) > 1 else run[0] for run in runs]
+
+
+_NUM_REQUESTS: Final = struct.Struct("<Q")
+_COUNT = np.uint32  # as bytes, in the byte order of the machine that both ends are on
+
+
+class TokenColumns(NamedTuple):
+    """Tokens of R requests: the numbers that their reader knows them by, how many each has, and all, one behind the other."""
+
+    numbers: npt.NDArray[np.uint64]  # [R]
+    counts: npt.NDArray[np.integer]  # [R]
+    token_ids: npt.NDArray[np.integer]  # [sum of counts]
+
+    def to_bytes(self) -> bytes:
+        counts, token_ids = self.counts.astype(_COUNT).tobytes(), self.token_ids.astype(_COUNT).tobytes()
+        return b"".join((_NUM_REQUESTS.pack(len(self.numbers)), self.numbers.tobytes(), counts, token_ids))
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> "TokenColumns":
+        """What to_bytes gave. Raises ValueError where the columns do not fit together."""
+        (num_requests,) = _NUM_REQUESTS.unpack_from(body)
+        numbers = np.frombuffer(body, np.uint64, num_requests, _NUM_REQUESTS.size)
+        rest = np.frombuffer(body, _COUNT, offset=_NUM_REQUESTS.size + numbers.nbytes)
+        columns = cls(numbers, rest[:num_requests], rest[num_requests:])
+        if columns.counts.sum() != len(columns.token_ids) or len(columns.counts) != num_requests:
+            raise ValueError("columns of different lengths")
+        return columns
+
+
+NO_TOKEN_COLUMNS = TokenColumns(np.empty(0, np.uint64), np.empty(0, np.int64), np.empty(0, np.int32))

@@ -143,7 +143,7 @@ def _free_port() -> int:
 def _fronts_of(pid: int) -> list[int]:
     """The front processes of an engine."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if b"rpc.front" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [int(child) for child in children if b"front" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def _spent(pids: Mapping[str, int]) -> dict[str, float]:

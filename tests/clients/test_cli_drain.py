@@ -66,7 +66,7 @@ fronts.append(subprocess.Popen([sys.executable, "-c", listener, *sys.argv[1:]]))
 while True:
     signal.pause()
 """
-    command = [sys.executable, "-c", engine, address, "goes on", "kvkeeper.engine_service.rpc.front"]
+    command = [sys.executable, "-c", engine, address, "goes on", "kvkeeper.engine_service.serving.front_main"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "listens\n"

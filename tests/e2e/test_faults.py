@@ -16,8 +16,8 @@ from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.outputs.model_text import ModelText
-from kvkeeper.engine_service.rpc.streams import stream_buffer
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
+from kvkeeper.engine_service.serving import stream_buffer
 from tests.support.models.odd_models import NAN_TOKEN, odd_model
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
 from tests.support.processes.service_pair import BLOCK_SIZE, GREEDY, Services, generate, toy_output, until

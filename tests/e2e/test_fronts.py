@@ -19,8 +19,8 @@ from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.rpc.fronts.fronts import Fronts
 from kvkeeper.engine_service.server import RunningServer
+from kvkeeper.engine_service.serving.fronts import Fronts
 from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output, until
 from tests.support.trust.trusting_services import trusting

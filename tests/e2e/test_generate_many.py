@@ -14,10 +14,10 @@ from kvkeeper.client.engine import many
 from kvkeeper.client.errors import error_of, error_of_status
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
-from kvkeeper.engine_service.rpc.front.server import Front
-from kvkeeper.engine_service.rpc.fronts.front_process import FrontTask
-from kvkeeper.engine_service.rpc.streams import stream_buffer
 from kvkeeper.engine_service.server import RunningServer
+from kvkeeper.engine_service.serving import stream_buffer
+from kvkeeper.engine_service.serving.front import Front
+from kvkeeper.engine_service.serving.front_process import FrontTask
 from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output, until
 

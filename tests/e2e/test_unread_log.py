@@ -57,7 +57,7 @@ async def test_services_serve_on_and_count(kind: str) -> None:
     reading, writing = unread() if kind == UNREAD else (None, BROKEN[kind]())
     async with unread_services(writing, DEMO) as services:
         await ask_for_all(services)
-        (front,) = children(services.engine.pid, "kvkeeper.engine_service.rpc.front")
+        (front,) = children(services.engine.pid, "kvkeeper.engine_service.serving.front_main")
         os.kill(front, signal.SIGKILL)  # another is started, and the log would say so
         await asyncio.wait_for(until_serving(f"unix:{services.folder}/engine"), DEADLINE_S)
         async with AsyncEngineClient(f"unix:{services.folder}/engine", CallOptions(timeout_s=DEADLINE_S)) as client:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeeper.engine_service.outputs.unread_tokens import UnreadSlot, UnreadTokens
+from kvkeeper.engine_service.values.output_chunk import TokenColumns
 from kvkeeper.engine_service.values.request import NO_SLOT
-from kvkeeper.engine_service.values.token_columns import TokenColumns
 from tests.support.slices import scaled
 
 WIDTH = 3

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvkeeper.engine_service.rpc.streams.stream_pace import HasUnread, StreamPace
+from kvkeeper.engine_service.rpc.stream_pace import HasUnread, StreamPace
 
 INTERVAL_S = 0.05
 

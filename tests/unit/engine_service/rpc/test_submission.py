@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
+from kvkeeper.engine_service.rpc.stream_pace import StreamPace
 from kvkeeper.engine_service.rpc.submission import Received, Submission, SubmissionReader
 from kvkeeper.engine_service.values.errors import InvalidField, RequestFailed
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvkeeper.engine_service.values.token_columns import NO_TOKEN_COLUMNS, TokenColumns
+from kvkeeper.engine_service.values.output_chunk import NO_TOKEN_COLUMNS, TokenColumns
 
 SENT = TokenColumns(np.array([1, 2**40, 3], np.uint64), np.array([3, 1, 0]), np.array([5, 6, 7, 2**31 - 1], np.int32))
 

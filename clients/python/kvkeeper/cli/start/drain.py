@@ -16,7 +16,7 @@ from typing import Any
 
 from kvkeeper.cli.console.problems import EXIT_DOWN, EXIT_FAILED, EXIT_OK, complain
 
-_FRONT = b"kvkeeper.engine_service.rpc.front"  # what a front process runs
+_FRONT = b"kvkeeper.engine_service.serving.front_main"  # what a front process runs
 _LISTENS = "0A"  # as /proc/net/tcp writes the state
 
 

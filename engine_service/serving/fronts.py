@@ -21,12 +21,11 @@ from kvkeeper.common.service.health_listener import HealthListener
 from kvkeeper.common.service.process import StartError
 from kvkeeper.common.service.shared_address import SharedAddress
 
-from ..front.config import FrontConfig
-from ..methods import CONTRACT
+from ..rpc.methods import CONTRACT
 from .calls import FrontServices
 from .frames import FrontState
-from .front_handle import FrontFailed, FrontHandle
-from .front_process import start_front_process, start_front_task
+from .front_config import FrontConfig
+from .front_process import FrontFailed, FrontHandle, start_front_process, start_front_task
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""`python -m kvkeeper.engine_service.rpc.front DESCRIPTOR LEVEL`: one front, on the end of a lane that its engine gave it.
+"""`python -m kvkeeper.engine_service.serving.front_main DESCRIPTOR LEVEL`: one front, on the end of a lane of its engine.
 
 LEVEL is that of its log. It ends with its engine, whose lane it reads; signals of a terminal or of a service manager are for
 the engine.
@@ -20,8 +20,8 @@ grpc_runtime.choose(os.environ)
 from kvkeeper.common.service.log import configure  # noqa: E402 - grpc reads its settings once, when it is loaded
 from kvkeeper.common.service.pollers import add_pollers  # noqa: E402
 
-from ..fronts.lane import join_by_socket  # noqa: E402
-from .server import Front  # noqa: E402
+from .front import Front  # noqa: E402
+from .lane import join_by_socket  # noqa: E402
 
 _REST_S = 0.5
 

@@ -1,26 +1,30 @@
-"""GenerateMany: the requests of one process over one call, so that what is written does not grow with the number of streams.
+"""Streams: the calls of clients that get tokens as they come, Generate and GenerateMany.
 
-One task reads the client's messages and has each request begin in its turn, as if it were a call of its own. Another one, the
-call's own, writes what is new of all requests as one message: the first token and the end of a request at once, all else by
-rounds. An error ends its request alone. A client that does not read is dealt with request by request, as with Generate.
+GenerateMany has the requests of one process on one call, so that what is written does not grow with the number of streams. One
+task reads the client's messages and has each request begin as if it were a call of its own. Another one, the call's own, writes
+what is new of all requests as one message: the first token and the end of a request at once, all else by rounds. An error ends
+its request alone. A client that does not read is dealt with request by request, as with Generate.
+
+Knows neither model nor loop: what admits a request is handed in.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
+from kvkeeper.common.service.methods import peer
 from kvkeeper.common.trust.caller import is_still_known
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ...values.errors import EngineError, InvalidField, QueueFull, WrongCredential
-from ..ownership import shown_id
-from ..status import REFUSALS
-from .encode_chunk import response_of
-from .stream_buffer import StreamBuffer
-from .stream_pace import HasUnread, StreamPace
+from ..rpc.encode_chunk import response_of, responses
+from ..rpc.ownership import shown_id
+from ..rpc.status import REFUSALS
+from ..rpc.stream_pace import HasUnread, StreamPace
+from ..values.errors import EngineError, InvalidField, QueueFull, WrongCredential
+from .stream_buffer import PacedBuffer, StreamBuffer
 
 _MOST_UNITS = 1 << 14  # tokens and log probabilities in one message, about a megabyte; one request may bring more
 
@@ -235,3 +239,36 @@ class ManyCalls:
             self._num_of[connection] -= 1
             if not self._num_of[connection]:
                 del self._num_of[connection]
+
+
+class Streams:
+    """The open streams of a process."""
+
+    def __init__(
+        self,
+        admit: Admit,
+        pace: StreamPace,
+        max_many_calls: int,
+        message_bytes: int,
+        hide_bug: Callable[[], EngineError],
+    ) -> None:
+        """message_bytes, hide_bug: as of ManyRequests."""
+        self._admit, self._pace, self._hide_bug = admit, pace, hide_bug
+        self._message_bytes = message_bytes
+        self._many_calls = ManyCalls(max_many_calls)
+
+    async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """The answer to Generate. The request ends with it."""
+        unread = PacedBuffer(self._pace)
+        generation = await self._admit(request, unread.buffer)
+        try:
+            async for response in responses(request.request_id or shown_id(generation.request_id), unread):
+                yield response
+        finally:
+            generation.cancel()
+
+    async def generate_many(self, read: Read, write: Write) -> None:
+        """A GenerateMany call to its end."""
+        with self._many_calls.opened(peer.get()):
+            many = ManyRequests(self._admit, self._pace, self._message_bytes, self._hide_bug)
+            await many.serve(read, write)

@@ -1,14 +1,17 @@
 """StreamPace: when the streams of clients are written, so that writing leaves the loop time for steps.
 
 Each write of a stream costs more than the token in it. Streams are written together, in rounds: what comes until the next round
-is written as one message. Where steps are slower than rounds may be, each token is written at once. Knows no stream.
+is written as one message. Where steps are slower than rounds may be, each token is written at once. OpenStreams counts
+them, so that an engine that stops can wait for them.
 """
 
 import asyncio
-from collections.abc import Callable
 
 # A write costs about a tenth of a millisecond of the loop's thread (256 streams, two slow cores). Rounds take half of its time
 # at most, so many streams are written less often than the interval allows.
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 _SECONDS_A_WRITE = 2e-4
 
 
@@ -76,3 +79,28 @@ class HasUnread:
         if has_round:
             self._is_due = False
         return has_round
+
+
+class OpenStreams:
+    """How many streams have not been answered to their end."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self._has_none = asyncio.Event()
+        self._has_none.set()
+
+    async def wait_none(self) -> None:
+        """Until each stream has been answered to its end."""
+        await self._has_none.wait()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts a stream that has not been answered to its end."""
+        self.num_open += 1
+        self._has_none.clear()
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+            if not self.num_open:
+                self._has_none.set()

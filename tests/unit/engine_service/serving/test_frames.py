@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from kvkeeper.common.trust.caller import Caller, Role
-from kvkeeper.engine_service.rpc.fronts.codec import HEAD, FrameReader, frame
-from kvkeeper.engine_service.rpc.fronts.frames import Admitted, Frame, FrontSetUp, FrontState, Kind, Message, Stopped
+from kvkeeper.engine_service.serving.frames import Admitted, Frame, FrontSetUp, FrontState, Kind, Message, Stopped
+from kvkeeper.engine_service.serving.lane import HEAD, FrameReader, frame
 from kvkeeper.engine_service.values.errors import NeverFits
-from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
+from kvkeeper.engine_service.values.output_chunk import OutputChunk, TokenColumns, Usage
 from kvkeeper.engine_service.values.request import FinishReason
-from kvkeeper.engine_service.values.token_columns import TokenColumns
 
 SENT: list[Frame] = [
     (Kind.STOPPED, 1, Stopped(2, 7)),

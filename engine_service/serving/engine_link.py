@@ -18,11 +18,11 @@ from kvkeeper.common.service.methods import peer
 from kvkeeper.common.service.turns import has_left_place
 from kvkeeper.common.trust.caller import calling
 
-from ...values.errors import EngineError
-from ...values.token_columns import TokenColumns
-from ..fronts.frames import FrontSetUp, FrontState, Kind, Message
-from ..fronts.lane import Lane
-from ..methods import too_many_waiting
+from ..rpc.methods import too_many_waiting
+from ..values.errors import EngineError
+from ..values.output_chunk import TokenColumns
+from .frames import FrontSetUp, FrontState, Kind, Message
+from .lane import Lane
 
 _TRACE_KEYS = ("traceparent", "tracestate")
 _trace: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("trace", default=())

@@ -10,12 +10,12 @@ from kvkeeper.common.service.methods import Contract
 from kvkeeper.common.service.turns import Turns
 from kvkeeper.common.trust.guard import Guard
 
-from ...config import EngineConfig
-from ..front.config import FrontConfig
-from ..methods import CONTRACT
-from ..metrics import PREFIX
-from ..service import EngineService
+from ..config import EngineConfig
+from ..rpc.methods import CONTRACT
+from ..rpc.metrics import PREFIX
+from ..rpc.service import EngineService
 from .calls import FrontServices, served_methods
+from .front_config import FrontConfig
 from .fronts import Fronts
 
 Protocols = Sequence[tuple[Contract, Any]]  # beside our own, each with what answers

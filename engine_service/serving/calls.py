@@ -22,13 +22,13 @@ from kvkeeper.common.service.turns import Turns
 from kvkeeper.common.trust.caller import note_caller
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ...outputs.generation import Generation
-from ...outputs.model_text import ModelText
-from ...outputs.unread_tokens import UnreadTokens
-from ...values.errors import EngineError
-from ...values.output_chunk import OutputChunk, Send, coalesce
-from ..methods import CONTRACT, FRONTS_OWN
-from ..streams.stream_pace import HasUnread, StreamPace
+from ..outputs.generation import Generation
+from ..outputs.model_text import ModelText
+from ..outputs.unread_tokens import UnreadTokens
+from ..rpc.methods import CONTRACT, FRONTS_OWN
+from ..rpc.stream_pace import HasUnread, StreamPace
+from ..values.errors import EngineError
+from ..values.output_chunk import OutputChunk, Send, coalesce
 from .frames import Admitted, Kind, Message
 from .lane import Lane
 

@@ -10,11 +10,11 @@ import pytest
 from kvkeeper.common.service.turns import TurnLimits, Turns
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.outputs.model_text import ModelText
-from kvkeeper.engine_service.rpc.front.engine_link import EngineLink
-from kvkeeper.engine_service.rpc.front.requests import FrontRequests
-from kvkeeper.engine_service.rpc.fronts.frames import Admitted, Kind
-from kvkeeper.engine_service.rpc.fronts.lane import Lane, join_by_socket
-from kvkeeper.engine_service.rpc.streams.stream_buffer import StreamBuffer
+from kvkeeper.engine_service.serving.engine_link import EngineLink
+from kvkeeper.engine_service.serving.frames import Admitted, Kind
+from kvkeeper.engine_service.serving.front_requests import FrontRequests
+from kvkeeper.engine_service.serving.lane import Lane, join_by_socket
+from kvkeeper.engine_service.serving.stream_buffer import StreamBuffer
 from kvkeeper.engine_service.values.errors import QueueFull
 
 Answer = Callable[[Lane, int], None]

@@ -1,31 +1,40 @@
-"""Puts a front together, and takes it apart when its engine says so, or is gone."""
+"""Front: puts a front together, and takes it apart when its engine says so, or is gone.
+
+It answers streams of tokens itself, and forwards all other calls to its engine, as bytes.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+
+# The engine sends in rounds; a round is written as it comes, unless the writes of the one before took longer.
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
 
 from kvkeeper.common.service.endpoint import Admission, Endpoint, HealthServicer
 from kvkeeper.common.service.listen import AddressInUse
+from kvkeeper.common.service.methods import Context, Contract, MethodRouter
 from kvkeeper.common.service.process import StartError
 from kvkeeper.common.service.turns import TakesPlace, Turns
 from kvkeeper.common.trust.guard import Guard
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ...outputs.model_text import ModelText
-from ...outputs.tokenizer import Tokenizer
-from ...values.errors import EngineError
-from ..fronts.frames import FrontState, Kind
-from ..methods import CONTRACT, intake_of
-from ..streams.serving import Streams
-from ..streams.stream_pace import StreamPace
-from .config import FrontConfig
+from ..outputs.model_text import ModelText
+from ..outputs.tokenizer import Tokenizer
+from ..rpc.methods import CONTRACT, FRONTS_OWN, intake_of, router_of
+from ..rpc.stream_pace import StreamPace
+from ..values.errors import EngineError
 from .engine_link import EngineLink, TraceNote
-from .requests import FrontRequests
-from .service import FrontGateway, gateway_router, own_router
+from .frames import FrontState, Kind
+from .front_config import FrontConfig
+from .front_requests import FrontRequests
+from .streams import Read, Streams, Write
 
-# The engine sends in rounds; a round is written as it comes, unless the writes of the one before took longer.
 _SHORTEST_PACE_S = 1e-4
 _TELL_REFUSED_S = 0.1
 _STOP_S = 5.0  # for what is still to be written, once the front is asked to end
@@ -158,3 +167,83 @@ def _hide_bug() -> EngineError:
     error = CONTRACT.hide_bug("GenerateMany")
     assert isinstance(error, EngineError)
     return error
+
+
+_TOKENIZE_PATH = f"/{CONTRACT.service.full_name}/Tokenize"
+
+
+class FrontService:
+    """The methods of the engine's service that are streams of tokens, in snake case."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
+        return self._streams.generate(request)
+
+    async def generate_many(self, read: Read, write: Write) -> None:
+        await self._streams.generate_many(read, write)
+
+
+class FrontGateway:
+    """The same of a gateway's protocol. max_len: most tokens of a sequence, as the engine told last."""
+
+    def __init__(self, streams: Streams, link: EngineLink) -> None:
+        self._calls = _OwnCalls(streams, link)
+        self.max_len = 0
+
+    def generate(self, request: Any) -> AsyncIterator[Any]:
+        from ..rpc.gateway.generating import generate
+
+        return generate(request, self.max_len, self._calls)
+
+
+class _OwnCalls:
+    """What a gateway's Generate needs of the engine's own service."""
+
+    def __init__(self, streams: Streams, link: EngineLink) -> None:
+        self.generate = streams.generate
+        self._link = link
+
+    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse.FromString(await self._link.call(_TOKENIZE_PATH, request.SerializeToString()))
+
+
+def own_router(streams: Streams, link: EngineLink, message_bytes: int) -> MethodRouter:
+    """All methods of the engine's own service. message_bytes: of a message with a prompt."""
+    contract = replace(CONTRACT.with_prompts_of(message_bytes), has_spans=False)  # the engine's end has them
+    return router_of(FrontService(streams), contract, _forwarded(contract, link))
+
+
+def gateway_router(gateway: FrontGateway, link: EngineLink, message_bytes: int) -> MethodRouter:
+    """All methods of the gateway's protocol."""
+    from ..rpc.gateway.methods import CONTRACT as GATEWAY_CONTRACT
+
+    contract = replace(GATEWAY_CONTRACT.with_prompts_of(message_bytes), has_spans=False)
+    return MethodRouter(contract, gateway, _forwarded(contract, link))
+
+
+def _forwarded(contract: Contract, link: EngineLink) -> dict[str, grpc.RpcMethodHandler]:
+    """Handlers of all methods but a front's own."""
+    kept = {*FRONTS_OWN, *contract.unimplemented}
+    methods = [each for each in contract.service.methods if each.name not in kept]
+    return {method.name: _forward(contract, link, method) for method in methods}
+
+
+def _forward(contract: Contract, link: EngineLink, method: MethodDescriptor) -> grpc.RpcMethodHandler:
+    path = f"/{contract.service.full_name}/{method.name}"
+    if method.server_streaming:
+
+        async def stream(raw: bytes, context: Context) -> None:
+            async def copy() -> None:
+                async for answer in link.stream(path, raw):
+                    await context.write(answer)
+
+            await contract.guard(method.name, context, copy())
+
+        return grpc.unary_stream_rpc_method_handler(stream)
+
+    async def unary(raw: bytes, context: Context) -> Any:
+        return await contract.guard(method.name, context, link.call(path, raw))
+
+    return grpc.unary_unary_rpc_method_handler(unary)

@@ -19,18 +19,18 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.engine_service.outputs.stopping import StopRules
 from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
-from kvkeeper.engine_service.rpc.front.engine_link import EngineLink
-from kvkeeper.engine_service.rpc.front.requests import FrontRequests
-from kvkeeper.engine_service.rpc.fronts.calls import FrontCalls, FrontServices
-from kvkeeper.engine_service.rpc.fronts.frames import Frame, Kind
-from kvkeeper.engine_service.rpc.streams.stream_buffer import StreamBuffer
-from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
+from kvkeeper.engine_service.rpc.stream_pace import StreamPace
+from kvkeeper.engine_service.serving.calls import FrontCalls, FrontServices
+from kvkeeper.engine_service.serving.engine_link import EngineLink
+from kvkeeper.engine_service.serving.frames import Frame, Kind
+from kvkeeper.engine_service.serving.front_requests import FrontRequests
+from kvkeeper.engine_service.serving.stream_buffer import StreamBuffer
 from kvkeeper.engine_service.values.errors import EngineError
 from kvkeeper.engine_service.values.output_chunk import OutputChunk
 from kvkeeper.engine_service.values.request import Request
 from kvkeeper.engine_service.values.sampling_params import GREEDY
 from tests.support.stand_ins.no_text import NoText
-from tests.unit.engine_service.rpc.front.test_requests import Letters
+from tests.unit.engine_service.serving.test_front_requests import Letters
 
 EOS, MAX_TOKENS = 9, 12
 Outputs = dict[int, tuple[str, list[int], str | None]]  # of each continuation text, tokens and how it ended

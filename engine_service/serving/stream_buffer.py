@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ...values.errors import EngineError, NotRead
-from ...values.output_chunk import OutputChunk, coalesce
-from .stream_pace import HasUnread, StreamPace
+from ..rpc.stream_pace import HasUnread, StreamPace
+from ..values.errors import EngineError, NotRead
+from ..values.output_chunk import OutputChunk, coalesce
 
 MAX_UNREAD = 1 << 16  # tokens, and log probabilities beside them; about 20 MB
 

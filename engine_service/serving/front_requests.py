@@ -14,14 +14,14 @@ import structlog
 from kvkeeper.common.service.turns import leave_place
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ...outputs.model_text import ModelText
-from ...outputs.stopping import TextOutput
-from ...values.errors import EngineError, RequestFailed
-from ...values.output_chunk import OutputChunk, Usage
-from ...values.request import FinishReason
-from ..fronts.frames import Admitted, Kind, Stopped
-from ..streams.stream_buffer import StreamBuffer
+from ..outputs.model_text import ModelText
+from ..outputs.stopping import TextOutput
+from ..values.errors import EngineError, RequestFailed
+from ..values.output_chunk import OutputChunk, Usage
+from ..values.request import FinishReason
 from .engine_link import Asked, EngineLink, refusal_of
+from .frames import Admitted, Kind, Stopped
+from .stream_buffer import StreamBuffer
 
 log = structlog.get_logger()
 

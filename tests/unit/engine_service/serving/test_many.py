@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.engine_service.rpc.streams import many
-from kvkeeper.engine_service.rpc.streams.many import ManyRequests
-from kvkeeper.engine_service.rpc.streams.stream_buffer import StreamBuffer
-from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
+from kvkeeper.engine_service.rpc.stream_pace import StreamPace
+from kvkeeper.engine_service.serving import streams
+from kvkeeper.engine_service.serving.stream_buffer import StreamBuffer
+from kvkeeper.engine_service.serving.streams import ManyRequests
 from kvkeeper.engine_service.values.errors import RequestFailed
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
 from kvkeeper.engine_service.values.request import FinishReason
@@ -151,7 +151,7 @@ async def test_tokens_may_come_before_the_admission_is_heard_of() -> None:
 async def test_tokens_come_in_order_and_once_however_slowly_they_are_written(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(many, "_MOST_UNITS", 4)
+    monkeypatch.setattr(streams, "_MOST_UNITS", 4)
     dice, count = random.Random(seed), 4
     call, expected = Call(count), defaultdict[int, list[int]](list)
     await call.settle()

@@ -17,15 +17,14 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.engine_service.outputs.model_text import ModelText
 from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
-from kvkeeper.engine_service.rpc.front.engine_link import EngineLink
-from kvkeeper.engine_service.rpc.front.requests import GENERATE_PATH, FrontRequests
-from kvkeeper.engine_service.rpc.front.server import LinkTurns
-from kvkeeper.engine_service.rpc.fronts.calls import FrontCalls, FrontServices
-from kvkeeper.engine_service.rpc.fronts.codec import FrameReader, frame
-from kvkeeper.engine_service.rpc.fronts.frames import Admitted, Frame, Kind, Message
-from kvkeeper.engine_service.rpc.fronts.lane import Lane, join_by_socket
-from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
-from tests.unit.engine_service.rpc.front.test_both_ends import MAX_TOKENS, Engine
+from kvkeeper.engine_service.rpc.stream_pace import StreamPace
+from kvkeeper.engine_service.serving.calls import FrontCalls, FrontServices
+from kvkeeper.engine_service.serving.engine_link import EngineLink
+from kvkeeper.engine_service.serving.frames import Admitted, Frame, Kind, Message
+from kvkeeper.engine_service.serving.front import LinkTurns
+from kvkeeper.engine_service.serving.front_requests import GENERATE_PATH, FrontRequests
+from kvkeeper.engine_service.serving.lane import FrameReader, Lane, frame, join_by_socket
+from tests.unit.engine_service.serving.test_both_ends import MAX_TOKENS, Engine
 
 DEADLINE_S = 20.0
 FILLING = 9  # number of a call whose answers fill the lane

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from kvkeeper.engine_service.rpc.streams import stream_buffer
-from kvkeeper.engine_service.rpc.streams.stream_buffer import PacedBuffer, StreamBuffer
-from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
+from kvkeeper.engine_service.rpc.stream_pace import StreamPace
+from kvkeeper.engine_service.serving import stream_buffer
+from kvkeeper.engine_service.serving.stream_buffer import PacedBuffer, StreamBuffer
 from kvkeeper.engine_service.values.errors import EngineError, NotRead, RequestFailed
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
 from kvkeeper.engine_service.values.request import FinishReason

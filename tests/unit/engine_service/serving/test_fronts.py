@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from kvkeeper.engine_service.rpc.fronts import front_process, fronts
-from kvkeeper.engine_service.rpc.fronts.front_process import FrontProcess, start_front_process
+from kvkeeper.engine_service.serving import front_process, fronts
+from kvkeeper.engine_service.serving.front_process import FrontProcess, start_front_process
 
 
 class Front(SimpleNamespace):
