@@ -15,7 +15,7 @@ from grpc_status import rpc_status
 
 from kvkeeper.trust.caller import ANY_TENANT, Caller, Role, note_caller
 from kvkeeper.trust.certificate_names import names_of
-from kvkeeper.trust.known_callers import KnownCallers
+from kvkeeper.trust.credentials import KnownCallers
 from kvkeeper.trust.refusals import (
     NO_CERTIFICATE,
     NO_CREDENTIAL,

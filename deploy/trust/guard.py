@@ -12,8 +12,8 @@ from prometheus_client import Metric
 
 from kvkeeper.service.listen import socket_path
 from kvkeeper.service.process import StartError
+from kvkeeper.trust.credentials import KnownCallers
 from kvkeeper.trust.gate import Gate
-from kvkeeper.trust.known_callers import KnownCallers
 from kvkeeper.trust.private_file import FileRefused
 from kvkeeper.trust.refusals import RefusedCalls
 from kvkeeper.trust.settings import TrustConfig

@@ -14,7 +14,7 @@ from kvkeeper.service.endpoint import Admission, Endpoint, HealthServicer
 from kvkeeper.service.listen import AddressInUse
 from kvkeeper.service.log import configure
 from kvkeeper.service.process import StartError
-from kvkeeper.service.turns import TakesPlace, Turns
+from kvkeeper.service.turns import CallPlace, Turns
 from kvkeeper.trust.guard import Guard
 
 from ...outputs.model_text import ModelText
@@ -55,7 +55,7 @@ class LinkTurns:
         self._turns, self._link = turns, link
 
     @asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[TakesPlace]:
+    async def turn(self, client: str) -> AsyncIterator[CallPlace]:
         """Raises TooManyWaiting."""
         async with self._turns.turn(client) as place:
             await self._link.wait_room()
@@ -66,7 +66,7 @@ class _AtOnce:
     """Turns of requests that come by a call of many: their turn is the engine's to grant."""
 
     @asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[TakesPlace]:
+    async def turn(self, client: str) -> AsyncIterator[CallPlace]:
         yield self
 
     def leave(self) -> None:

@@ -15,10 +15,8 @@ from grpc_health.v1 import health_pb2
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from kvkeeper.service.endpoint import HealthServicer
-from kvkeeper.service.health_listener import HealthListener
+from kvkeeper.service.endpoint import HealthListener, HealthServicer, SharedAddress
 from kvkeeper.service.process import StartError
-from kvkeeper.service.shared_address import SharedAddress
 
 from ..methods import CONTRACT
 from .calls import FrontServices

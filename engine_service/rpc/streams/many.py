@@ -14,7 +14,7 @@ from functools import partial
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service.fair_queue import TooManyWaiting
 from kvkeeper.service.methods import peer
-from kvkeeper.service.turns import TakesTurns
+from kvkeeper.service.turns import TurnSource
 from kvkeeper.trust.caller import is_still_known
 
 from ...outputs.plain_columns import PlainColumns
@@ -62,7 +62,7 @@ class ManyRequests:
     def __init__(
         self,
         admit: Admit,
-        turns: TakesTurns,
+        turns: TurnSource,
         pace: StreamPace,
         message_bytes: int,
         counted: Callable[[], AbstractContextManager[None]],

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.service.methods import peer
-from kvkeeper.service.turns import TakesTurns
+from kvkeeper.service.turns import TurnSource
 
 from ...values.errors import EngineError
 from ...values.output_chunk import OutputChunk
@@ -35,7 +35,7 @@ class Streams:
     def __init__(
         self,
         admit: Admit,
-        turns: TakesTurns,
+        turns: TurnSource,
         pace: StreamPace,
         max_many_calls: int,
         message_bytes: int,
