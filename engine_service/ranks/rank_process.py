@@ -127,9 +127,9 @@ class RankProcess:
         from kvkeeper.client.errors import KvkeeperError
 
         from ..compute.device.device_errors import lost_by
+        from .block_copies import copies_for
         from .mapped_arena import arena_tensor, host_blocks, packing_from
         from .move_blocks import BlockMover
-        from .packed_copies import copies_for
 
         sizes = fields["arena_bytes"], self._timeout_s, fields["host_arena_bytes"]
         try:

@@ -116,8 +116,8 @@ class Team:
                 return self._error(why)
             if not is_ours:
                 suspect, why = self._culprit(suspect, why)
-            if suspect is not None and (told := suspect.told) is not None:
-                why, self.fault = told.fault.text(), told.fault if told.is_lost else None
+            if suspect is not None and (said := suspect.last_words) is not None:
+                why, self.fault = said.fault.text(), said.fault if said.is_lost else None
                 self.lost = why
             else:
                 self.lost = why if suspect is None else f"rank {suspect.rank}: {why}"
@@ -139,7 +139,7 @@ class Team:
         members = self._members if suspect is None else [suspect, *(each for each in self._members if each is not suspect)]
         for member in members:
             member.hear_out(0)
-            if member.told is not None:
+            if member.last_words is not None:
                 return member, why
         deadline = time.monotonic() + _LAST_WORDS_S
         for member in members:
@@ -150,7 +150,7 @@ class Team:
                     return member, _ended(code)
         for member in members:
             member.hear_out(0)
-            if member.told is not None:  # in the meantime
+            if member.last_words is not None:  # in the meantime
                 return member, why
         for member in members:
             if member.process.returncode is None:
