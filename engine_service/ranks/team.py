@@ -22,6 +22,7 @@ from typing import Any
 import structlog
 import torch
 
+from kvkeeper.service.child_process import child_environment
 from kvkeeper.service.log import pass_on
 from kvkeeper.service.threads import NoThread, start_thread
 
@@ -176,7 +177,6 @@ class Team:
     def _start(self, rank: int, config: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             command = (sys.executable, "-m", rank_process.__name__, str(theirs.fileno()), str(os.getpid()), str(self._folder))
             try:
                 process = subprocess.Popen(
@@ -184,7 +184,7 @@ class Team:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    env=environment,
+                    env=child_environment(),
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
                 )

@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import socket
-import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections import Counter
 from contextlib import suppress
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from kvkeeper.service.log import passing_on
+from kvkeeper.service.child_process import start_child, wait_end
 
 from .calls import FrontCalls, FrontServices
 from .frames import Kind
@@ -89,11 +88,7 @@ class FrontProcess:
     async def wait_end(self) -> int:
         """Until its process has ended, which is killed if it lingers once its lane is lost. The exit code."""
         await self.lost.wait()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
-                return await self.process.wait()
-        self._kill()
-        return await self.process.wait()
+        return await wait_end(self.process, _END_S)
 
     async def close(self) -> None:
         """End it now."""
@@ -156,11 +151,6 @@ class FrontProcess:
 async def start_front() -> FrontProcess:
     """A new front, which waits for set_up."""
     own, other = socket.socketpair()
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
     front = FrontProcess()
     with other:
         try:
@@ -169,16 +159,8 @@ async def start_front() -> FrontProcess:
             own.close()
             raise
         try:
-            with passing_on("front") as log_end:
-                front.process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", _MODULE, str(other.fileno())),
-                    stdin=DEVNULL,
-                    stdout=DEVNULL,
-                    stderr=log_end,
-                    env=environment,
-                    pass_fds=(other.fileno(),),
-                    start_new_session=True,
-                )
+            number = other.fileno()
+            front.process = await start_child("front", _MODULE, str(number), stdin=DEVNULL, stdout=DEVNULL, pass_fds=(number,))
         except BaseException:
             front.abandon()
             raise
