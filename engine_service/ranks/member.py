@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from ..compute.device.device_errors import DeviceFault
 from .failures import PipeEnded, RankRefused
-from .messages import Answer, decode_fault
-from .pipe import Pipe
+from .messages import Answer, Pipe, decode_fault
 
 
 @dataclass(frozen=True, slots=True)

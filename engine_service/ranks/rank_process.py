@@ -29,8 +29,7 @@ from kvkeeper.service import log as service_log
 from kvkeeper.service import output
 
 from .failures import PipeEnded, SumFailed
-from .messages import IN_STEPS, Answer, Kind, decode_batch, encode_fault, encode_ids
-from .pipe import Pipe
+from .messages import IN_STEPS, Answer, Kind, Pipe, decode_batch, encode_fault, encode_ids
 
 if TYPE_CHECKING:
     from kvkeeper.client.arena import Arena

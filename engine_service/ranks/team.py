@@ -31,8 +31,7 @@ from . import rank_process
 from .failures import PipeEnded, RankLost, RankRefused
 from .meeting import Meeting
 from .member import Member
-from .messages import Kind
-from .pipe import Pipe
+from .messages import Kind, Pipe
 
 log = structlog.get_logger()
 

@@ -21,8 +21,7 @@ from kvkeeper.service.threads import shortage_of
 
 from ..values.errors import BrokenInvariant, Draining, EngineError, HostExhausted, QueueFull
 from . import text_worker
-from .text_worker import SetUp
-from .worker_frames import ANSWER_HEAD, JOB_HEAD, Kind, Outcome
+from .text_worker import ANSWER_HEAD, JOB_HEAD, Kind, Outcome, SetUp
 
 log = structlog.get_logger()
 
