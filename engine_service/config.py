@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvkeeper.service.config import ConfigSource
-from kvkeeper.service.settings import (
+from kvkeeper.common.service.config import ConfigSource
+from kvkeeper.common.service.settings import (
     DEVICE,
     TARGET_ADDRESS,
     Check,
@@ -21,7 +21,7 @@ from kvkeeper.service.settings import (
     setting,
     size_between,
 )
-from kvkeeper.trust.settings import (
+from kvkeeper.common.trust.settings import (
     ServiceConfig,
     check_targets,
     check_trust,

@@ -12,8 +12,8 @@ from typing import Final
 import structlog
 import torch
 
-from kvkeeper.cuda.errors import CudaError
-from kvkeeper.cuda.runtime import MOST_COPIES, cuda_runtime
+from kvkeeper.common.cuda.errors import CudaError
+from kvkeeper.common.cuda.runtime import MOST_COPIES, cuda_runtime
 from kvkeeper.kernels.copy_blocks import move_blocks
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 

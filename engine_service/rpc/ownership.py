@@ -7,7 +7,7 @@ ids are logged and tenants are not. A caller for all tenants names ids as they a
 
 import hashlib
 
-from kvkeeper.trust import caller
+from kvkeeper.common.trust import caller
 
 from ..values.errors import TenantNotAllowed
 

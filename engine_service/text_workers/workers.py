@@ -15,9 +15,9 @@ from functools import partial
 
 import structlog
 
-from kvkeeper.service.child_process import start_child, wait_end
-from kvkeeper.service.fair_queue import FairQueue, TooManyWaiting
-from kvkeeper.service.threads import shortage_of
+from kvkeeper.common.service.child_process import start_child, wait_end
+from kvkeeper.common.service.fair_queue import FairQueue, TooManyWaiting
+from kvkeeper.common.service.threads import shortage_of
 
 from ..values.errors import BrokenInvariant, Draining, EngineError, HostExhausted, QueueFull
 from . import text_worker

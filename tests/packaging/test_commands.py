@@ -13,8 +13,8 @@ from smg.router_args import RouterArgs
 
 from kvkeeper.cache_service.config import SOURCE as CACHE
 from kvkeeper.cli import commands as cli
+from kvkeeper.common.hold.config import SOURCE as HOLD
 from kvkeeper.engine_service.config import SOURCE as ENGINE
-from kvkeeper.hold.config import SOURCE as HOLD
 from tests.benchmarks.__main__ import NAMES as BENCHMARKS
 from tests.support.documents.markdown import ROOT, Page, commands, pages
 

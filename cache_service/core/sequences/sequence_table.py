@@ -9,7 +9,7 @@ because a step over a thousand sequences must be array work. Does not know who h
 import numpy as np
 import numpy.typing as npt
 
-from kvkeeper.service.rows import untouched
+from kvkeeper.common.service.rows import untouched
 
 from ..values.pool_config import PoolConfig
 from ..values.sequence_args import Retention

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from kvkeeper.service.child_process import start_child, wait_end
+from kvkeeper.common.service.child_process import start_child, wait_end
 
 from .calls import FrontCalls, FrontServices
 from .frames import Kind

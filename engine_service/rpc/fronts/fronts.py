@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from kvkeeper.service.endpoint import HealthListener, HealthServicer, SharedAddress
-from kvkeeper.service.process import StartError
+from kvkeeper.common.service.endpoint import HealthListener, HealthServicer, SharedAddress
+from kvkeeper.common.service.process import StartError
 
 from ..methods import CONTRACT
 from .calls import FrontServices

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from kvkeeper.service.rows import untouched
+from kvkeeper.common.service.rows import untouched
 
 from ...values.request import Int32Array, Sequence
 

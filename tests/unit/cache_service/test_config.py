@@ -4,7 +4,7 @@ import pytest
 
 from kvkeeper.cache_service.config import SOURCE, CacheConfig, ConfigError
 from kvkeeper.cache_service.core.eviction import POLICY_NAMES
-from kvkeeper.service.sizes import parse_size
+from kvkeeper.common.service.sizes import parse_size
 
 
 def test_defaults() -> None:

@@ -3,7 +3,7 @@
 import resource
 from pathlib import Path
 
-from kvkeeper.service.rows import untouched
+from kvkeeper.common.service.rows import untouched
 
 
 def resident_bytes() -> int:
