@@ -8,6 +8,7 @@ StartError of one line, with everything undone.
 import asyncio
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -171,57 +172,93 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         config = dataclasses.replace(config, threads=max(torch.get_num_threads() // config.tensor_parallel, 1))
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    ranks: Ranks | None = None
-    fronts: Fronts | None = None
-    metrics: MetricsServer | None = None
+    with _start_errors(config):
+        async with contextlib.AsyncExitStack() as undo:
+            server = await _start(config, model, undo)
+            undo.pop_all()
+    return server
+
+
+async def _start(config: EngineConfig, model: ServedModel | None, undo: contextlib.AsyncExitStack) -> RunningServer:
+    """undo: gets what takes apart again what was started."""
     credentials = credentials_of(config)
+    # Before the long load, so that a taken address is refused at once.
+    message_bytes = max_prompt_message_bytes(most_tokens(config) if model is None else model.max_len)
+    guard, turns = Guard(config), Turns(turn_limits(config, message_bytes))
+    fronts = await open_fronts(config.listen, config.fronts, config.log_level)
+    undo.callback(fronts.release)
+    undo.push_async_callback(fronts.stop, grace=None)
+    if config.health_address:
+        fronts.open_health(config.health_address)
+    served, ranks = await _load(config, model, undo)
+    engine = _make_engine(config, served, await in_thread(_load_proposer, config, served), turns)
+    limits = Limits(config.text_seconds, config.text_memory)
+    text_work = await in_thread(
+        TextWork, served.text, served.vocab_size, config.text_workers, limits, config.input_limits, config.max_waiting
+    )
+
+    async def leave() -> None:
+        engine.stop()
+        await fronts.drain()
+
+    service = EngineService(config, served, engine, text_work, leave, credentials, message_bytes)
+    metrics: MetricsServer | None = None
+    if config.metrics_listen:
+        metrics = await MetricsServer.open(config.metrics_listen, partial(metrics_at, fronts, service, guard))
+        undo.push_async_callback(metrics.stop)
+    await serve_at(fronts, config, service, turns, guard, _gateway(config, service, engine, served))
+    client = AsyncCacheClient(config.cache, call_options(config), credentials)
+    if ranks is not None:
+        ranks.on_lost = partial(_wake_from_a_thread, asyncio.get_running_loop(), engine)
+    readiness = _Readiness(fronts, served.name)
+    serving = asyncio.create_task(keep_serving(engine, client, served, config, readiness.on_session, fronts.address, ranks))
+    stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
+    taking: asyncio.Task[None] | None = None
+    if config.take_over:
+        taking = asyncio.create_task(readiness.take_over(config.take_over, service, engine))
+    else:
+        readiness.has_taken_over.set()
+    ready = readiness.is_ready
+    return RunningServer(
+        engine, config, service, text_work, turns, guard, serving, ready, fronts, client, metrics, stalls, taking, ranks
+    )
+
+
+async def _load(
+    config: EngineConfig, model: ServedModel | None, undo: contextlib.AsyncExitStack
+) -> tuple[ServedModel, Ranks | None]:
+    """The model, on all ranks that share it; None: on this one alone. model: one that is loaded."""
+    await in_thread(switch_kernels, config)
+    name = config.model_name or own_name(Path(config.model))
+    log.info("starting", doing="loading the model", model=name, device=config.device)
+    ranks: Ranks | None = None
+    if model is None and config.tensor_parallel > 1:
+        ranks = Ranks(config)
+        undo.callback(ranks.stop)
+        await in_thread(ranks.start)  # they load their parts beside this one
+    split = WHOLE if ranks is None else ranks.split
+    served = model if model is not None else await in_thread(load_served_model, config, split)
+    if ranks is not None:
+        await in_thread(ranks.make_ready)
+    return dataclasses.replace(served, served_as=config.model_name), ranks
+
+
+def _make_engine(config: EngineConfig, served: ServedModel, proposer: Proposer | None, turns: Turns) -> Engine:
+    shares = FairShare() if config.fair_share else FairShare(connection_of) if config.client_shares else None
+    waiting = WaitingSequences(make_ordering(config.policy), shares)
+    engine_tracing = EngineTracing(tracing.tracer(), served.name)
+    engine = make_engine(config.max_waiting, proposer, engine_tracing, waiting, runs_ahead=config.overlap)
+    share = config.intake_percent / 100
+    engine.on_turn = lambda is_computing: turns.open_window(share if is_computing else 1.0)
+    return engine
+
+
+@contextlib.contextmanager
+def _start_errors(config: EngineConfig) -> Iterator[None]:
+    """What ends a start as a StartError, which names the flag."""
     try:
-        # Before the long load, so that a taken address is refused at once.
-        message_bytes = max_prompt_message_bytes(most_tokens(config) if model is None else model.max_len)
-        guard, turns = Guard(config), Turns(turn_limits(config, message_bytes))
-        opened = fronts = await open_fronts(config.listen, config.fronts, config.log_level)
-        if config.health_address:
-            fronts.open_health(config.health_address)
-        await in_thread(switch_kernels, config)
-        name = config.model_name or own_name(Path(config.model))
-        log.info("starting", doing="loading the model", model=name, device=config.device)
-        if model is None and config.tensor_parallel > 1:
-            ranks = Ranks(config)
-            await in_thread(ranks.start)  # they load their parts beside this one
-        split = WHOLE if ranks is None else ranks.split
-        served = model if model is not None else await in_thread(load_served_model, config, split)
-        served = dataclasses.replace(served, served_as=config.model_name)
-        if ranks is not None:
-            await in_thread(ranks.make_ready)
-        proposer = await in_thread(_load_proposer, config, served)
-        shares = FairShare() if config.fair_share else FairShare(connection_of) if config.client_shares else None
-        waiting = WaitingSequences(make_ordering(config.policy), shares)
-        engine_tracing = EngineTracing(tracing.tracer(), served.name)
-        engine = make_engine(config.max_waiting, proposer, engine_tracing, waiting, runs_ahead=config.overlap)
-        share = config.intake_percent / 100
-        engine.on_turn = lambda is_computing: turns.open_window(share if is_computing else 1.0)
-        limits = Limits(config.text_seconds, config.text_memory)
-        text_work = await in_thread(
-            TextWork, served.text, served.vocab_size, config.text_workers, limits, config.input_limits, config.max_waiting
-        )
-
-        async def leave() -> None:
-            engine.stop()
-            await opened.drain()
-
-        service = EngineService(config, served, engine, text_work, leave, credentials, message_bytes)
-        if config.metrics_listen:
-            metrics = await MetricsServer.open(config.metrics_listen, partial(metrics_at, opened, service, guard))
-        gateway = _gateway(config, service, engine, served)
-        await serve_at(fronts, config, service, turns, guard, gateway)
+        yield
     except BaseException as error:
-        if ranks is not None:
-            ranks.stop()
-        if metrics is not None:
-            await metrics.stop()
-        if fronts is not None:
-            await fronts.stop(grace=None)
-            fronts.release()
         if isinstance(error, RankLost):
             raise StartError(f"--tensor-parallel {config.tensor_parallel}: {error}") from None
         if (fault := fault_of(error)) is not None:
@@ -233,39 +270,34 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
         if isinstance(error, AddressInUse):
             raise StartError(f"--listen {config.listen}: {error}") from None
         raise
-    has_session, has_taken_over, ready = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def on_session(is_there: bool) -> None:
-        has_session.set() if is_there else has_session.clear()
-        await fronts.set_serving(is_there and has_taken_over.is_set())
-        if is_there and has_taken_over.is_set():
-            log.info("ready", address=fronts.address, model=served.name)
-            ready.set()
 
-    async def take_over() -> None:
-        await has_session.wait()
+class _Readiness:
+    """Whether requests are taken: there is a session, and what another engine had is taken over."""
+
+    def __init__(self, fronts: Fronts, model_name: str) -> None:
+        self._fronts, self._model_name = fronts, model_name
+        self._has_session, self.has_taken_over, self.is_ready = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def on_session(self, is_there: bool) -> None:
+        self._has_session.set() if is_there else self._has_session.clear()
+        takes_requests = is_there and self.has_taken_over.is_set()
+        await self._fronts.set_serving(takes_requests)
+        if takes_requests:
+            log.info("ready", address=self._fronts.address, model=self._model_name)
+            self.is_ready.set()
+
+    async def take_over(self, target: str, service: EngineService, engine: Engine) -> None:
+        """Take the place of the engine at target. Raises TakeOverRefused."""
+        await self._has_session.wait()
         try:
-            await service.take_over(config.take_over, fronts.address)
+            await service.take_over(target, self._fronts.address)
         except TakeOverRefused:
             engine.stop()
             raise
-        has_taken_over.set()
-        if has_session.is_set():
-            await on_session(True)
-
-    if not config.take_over:
-        has_taken_over.set()
-
-    client = AsyncCacheClient(config.cache, call_options(config), credentials)
-    if ranks is not None:
-        loop = asyncio.get_running_loop()
-        ranks.on_lost = lambda: _wake_from_a_thread(loop, engine)
-    serving = asyncio.create_task(keep_serving(engine, client, served, config, on_session, fronts.address, ranks))
-    stalls = asyncio.create_task(end_stalled(engine, config.stall_timeout)) if config.stall_timeout else None
-    taking = asyncio.create_task(take_over()) if config.take_over else None
-    return RunningServer(
-        engine, config, service, text_work, turns, guard, serving, ready, fronts, client, metrics, stalls, taking, ranks
-    )
+        self.has_taken_over.set()
+        if self._has_session.is_set():
+            await self.on_session(True)
 
 
 def _wake_from_a_thread(loop: asyncio.AbstractEventLoop, engine: Engine) -> None:

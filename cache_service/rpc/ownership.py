@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvkeeper.common.service.methods import peer
 from kvkeeper.common.trust import caller
-from kvkeeper.common.trust.caller import ANY_TENANT, ForeignTenant
+from kvkeeper.common.trust.caller import ANY_TENANT
 
 from ..core.values.errors import TenantNotAllowed
 from ..core.values.types import SequenceId
@@ -67,16 +67,10 @@ def check_sequence(live: LiveSession, sequence_id: SequenceId) -> None:
 
 
 def own_tenant(named: str) -> str:
-    """The tenant that a call is about. Raises TenantNotAllowed."""
-    try:
-        return caller.calling_tenant(named)
-    except ForeignTenant:
-        raise TenantNotAllowed("the credential is of another tenant", field="tenant") from None
+    """The tenant that a call is for. Raises TenantNotAllowed."""
+    return caller.calling_tenant(TenantNotAllowed, named)
 
 
 def require_all_tenants() -> None:
     """The call is about what all tenants have in the pool. Raises TenantNotAllowed."""
-    try:
-        caller.require_all_tenants()
-    except ForeignTenant:
-        raise TenantNotAllowed("the call is about all tenants, and the credential of one") from None
+    caller.require_all_tenants(TenantNotAllowed)

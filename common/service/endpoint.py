@@ -1,5 +1,7 @@
 """Endpoint: one address and the grpc.aio server that answers there, with health and, if wanted, reflection.
 
+HealthListener is a second address for health alone, SharedAddress an address that several processes answer at.
+
 Health has one rule. The name "" is liveness: SERVING until the service is asked to stop, also while it waits. The service's
 own name is readiness: SERVING while it takes requests.
 
@@ -8,6 +10,7 @@ when nothing else of the service is left for a successor to collide with.
 """
 
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,8 +20,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvkeeper.common.service.health_listener import HealthListener
-from kvkeeper.common.service.listen import SocketLock, check_port, socket_path
+from kvkeeper.common.service.listen import AddressInUse, SocketLock, check_free, socket_path
 from kvkeeper.common.service.methods import MAX_PROMPT_MESSAGE_BYTES, MethodRouter
 from kvkeeper.common.service.process import StartError
 
@@ -34,6 +36,19 @@ _OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 100),
     ("grpc.http2.max_ping_strikes", 64),
+]
+_HEALTH_OPTIONS = [
+    ("grpc.so_reuseport", 0),
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    ("grpc.per_message_decompression", 0),
+    ("grpc.max_receive_message_length", 1024),  # a request is the name of a service
+    ("grpc.max_metadata_size", 4096),
+    ("grpc.max_allowed_incoming_connections", 64),
+    ("grpc.max_concurrent_streams", 8),
+    # A connection that watches or rests makes room for a probe: its client asks again.
+    ("grpc.max_connection_idle_ms", 30_000),
+    ("grpc.max_connection_age_ms", 60_000),
+    ("grpc.max_connection_age_grace_ms", 1_000),
 ]
 MAX_CALLS_EACH = 256  # of one connection, where no setting says so; sessions and watchers have one each
 
@@ -85,6 +100,35 @@ class Guard(Protocol):
         """None: connections are not encrypted."""
 
 
+class HealthListener:
+    """A second address that answers grpc.health.v1 and nothing else, for probes that have no credentials.
+
+    Whatever its caller asks, it says only whether the service serves: the statuses are those of the service's own address,
+    from one servicer. So any host may reach it. It is bounded: few connections, each ended after a while, small messages.
+    `address` tells the port where 0 was asked for. Has to be made on the running loop.
+    """
+
+    def __init__(self, listen: str, servicer: Any) -> None:
+        """No call is answered yet. Raises StartError."""
+        self._server = grpc.aio.server(options=_HEALTH_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
+        try:
+            check_free(listen)
+            port = self._server.add_insecure_port(listen)
+        except AddressInUse as error:
+            raise StartError(f"--health-address {listen}: {error}") from None
+        except (RuntimeError, OSError):
+            raise StartError(f"--health-address {listen}: the address is in use or cannot be had") from None
+        self.address = f"{listen.rpartition(':')[0]}:{port}"
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Ends every call."""
+        await self._server.stop(grace=None)
+
+
 class Endpoint:
     """A server at an address. address is what a client's channel takes. Made by open."""
 
@@ -110,7 +154,7 @@ class Endpoint:
         """Takes the address; no call is answered yet. max_message_bytes: of any message, where that is more than 4 MiB.
 
         admission: None where all clients are trusted with the service's time. guard: None where every caller is let in.
-        health: a HealthServicer of the service's own. is_shared: another process has taken the address (shared_address.py)
+        health: a HealthServicer of the service's own. is_shared: another process has taken the address (SharedAddress)
         for this one and others, among which the kernel divides the connections.
 
         Raises StartError, AddressInUse.
@@ -132,7 +176,7 @@ class Endpoint:
                 if path is not None:
                     lock = SocketLock(path)
                 else:
-                    _check_free(listen)
+                    check_free(listen)
             address = _bind(server, listen, guard.tls if guard else None)
             return cls(address, server, lock, HealthServicer() if health is None else health)
         except BaseException:
@@ -183,13 +227,6 @@ class Endpoint:
             self._lock.release()
 
 
-def _check_free(listen: str) -> None:
-    """Raises AddressInUse."""
-    host, _, number = listen.rpartition(":")
-    if number != "0":
-        check_port(host.strip("[]"), int(number))
-
-
 def _bind(server: grpc.aio.Server, listen: str, tls: grpc.ServerCredentials | None) -> str:
     """The address; a Unix socket is for its owner only. Raises StartError, AddressInUse."""
     is_socket = socket_path(listen) is not None
@@ -202,3 +239,45 @@ def _bind(server: grpc.aio.Server, listen: str, tls: grpc.ServerCredentials | No
     finally:
         os.umask(old_mask)
     return listen if is_socket else f"{host}:{port}"
+
+
+class SharedAddress:
+    """An address that several processes of one service listen at, held for as long as the service lives.
+
+    The service finds the address free, as one that listens by itself does. Then it holds the port with a socket that listens
+    to nothing: the kernel lets only processes of the same user join it, and divides connections among those that listen. A
+    process that ends can so be started again while no other process takes its place. A Unix socket has one process.
+    `address`: with the port that was had, where 0 was asked for. Raises StartError, AddressInUse.
+    """
+
+    def __init__(self, listen: str) -> None:
+        self.address = listen
+        self._lock: SocketLock | None = None
+        self._held: list[socket.socket] = []
+        path = socket_path(listen)
+        if path is not None:
+            self._lock = SocketLock(path)
+            return
+        check_free(listen)
+        host, _, number = listen.rpartition(":")
+        port = int(number)
+        try:
+            for family, kind, _, _, where in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+                held = socket.socket(family, kind)
+                self._held.append(held)
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                if family == socket.AF_INET6:
+                    held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                held.bind((where[0], port, *where[2:]))
+                port = held.getsockname()[1]
+        except OSError as error:
+            self.release()
+            raise StartError(f"--listen {listen}: {error.strerror or error}") from None
+        self.address = f"{host}:{port}"
+
+    def release(self) -> None:
+        """Gives the address back: removes a Unix socket and its lock file."""
+        for held in self._held:
+            held.close()
+        if self._lock is not None:
+            self._lock.release()

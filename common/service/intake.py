@@ -19,7 +19,7 @@ from grpc_health.v1 import health
 
 from kvkeeper.common.service.fair_queue import TooManyWaiting
 from kvkeeper.common.service.status import Refusals
-from kvkeeper.common.service.turns import TakesTurns, TurnLimits, Turns
+from kvkeeper.common.service.turns import TurnLimits, Turns, TurnSource
 
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read answers when the client has ended its side
 SMALL_BYTES = 64 << 10  # of a message that leaves its place at once
@@ -44,7 +44,7 @@ class Intake(grpc.aio.ServerInterceptor):
         """
         self._seconds, self._refusals, self._full, self._late = seconds, refusals, full, late
         self.turns = Turns(limits)
-        self.taken: TakesTurns = self.turns  # or what stands before them
+        self.taken: TurnSource = self.turns  # or what stands before them
         self._health_turns = Turns(replace(limits, num_at_once=_NUM_HEALTH_CHECKS))
 
     async def intercept_service(
@@ -76,7 +76,7 @@ class Intake(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _message(
-        self, turns: TakesTurns, parse: Callable[[bytes], Any] | None, context: grpc.aio.ServicerContext
+        self, turns: TurnSource, parse: Callable[[bytes], Any] | None, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[Any]:
         """The call's message, or the end of the call."""
         try:

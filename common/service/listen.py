@@ -133,8 +133,15 @@ def _check_folder(folder: Path) -> None:
         raise AddressInUse(f"everybody may replace files in {folder}: chmod o-w {folder}")
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises AddressInUse where the port is taken; gRPC would fail with a log line of its own."""
+def check_free(listen: str) -> None:
+    """Raises AddressInUse where another process has the address; gRPC would fail with a log line of its own."""
+    if (path := socket_path(listen)) is not None:
+        SocketLock(path).release()
+        return
+    name, _, number = listen.rpartition(":")
+    host, port = name.strip("[]"), int(number)
+    if not port:
+        return
     for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC sets it: lingering connections do not count

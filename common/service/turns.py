@@ -34,17 +34,17 @@ class TurnLimits:
         return max(1, self.num_at_once // 4)
 
 
-class TakesPlace(Protocol):
+class CallPlace(Protocol):
     """The place of one call."""
 
     def leave(self) -> None:
         """Give the place back. Idempotent."""
 
 
-class TakesTurns(Protocol):
+class TurnSource(Protocol):
     """Grants places to calls: Turns, or one that asks the Turns of another process."""
 
-    def turn(self, client: str) -> AbstractAsyncContextManager[TakesPlace]:
+    def turn(self, client: str) -> AbstractAsyncContextManager[CallPlace]:
         """A place for one message. Raises TooManyWaiting."""
 
 

@@ -22,10 +22,6 @@ class Role(StrEnum):
     OPERATOR = "operator"
 
 
-class ForeignTenant(Exception):
-    """The caller named a tenant that its credential does not allow."""
-
-
 @dataclass(frozen=True, slots=True)
 class Caller:
     """A program that calls. tenant: the one that it acts for, or ANY_TENANT."""
@@ -73,24 +69,27 @@ def is_still_known() -> bool:
     return is_known is None or is_known()
 
 
-def calling_tenant(named: str) -> str:
-    """The tenant that the running call is for, where its request names one, or none. Raises ForeignTenant."""
+def calling_tenant(refusal: Callable[..., Exception], named: str) -> str:
+    """The tenant that the running call is for, where its request names one, or none.
+
+    refusal: of the service, raised where the credential does not allow that tenant; made of a text and its metadata.
+    """
     caller = _caller.get()
     if caller.tenant == ANY_TENANT or named == caller.tenant:
         return named
     if not named:
         return caller.tenant
-    raise foreign_tenant()
+    _count_foreign()
+    raise refusal("the credential is of another tenant", field="tenant")
 
 
-def require_all_tenants() -> None:
-    """The running call is about the tenants together. Raises ForeignTenant where its caller is for one of them."""
+def require_all_tenants(refusal: Callable[..., Exception]) -> None:
+    """The running call is about the tenants together. refusal: raised where its caller is for one of them."""
     if not _caller.get().is_for_all:
-        raise foreign_tenant()
+        _count_foreign()
+        raise refusal("the call is about all tenants, and the credential of one")
 
 
-def foreign_tenant() -> ForeignTenant:
-    """The refusal of the running call, counted."""
+def _count_foreign() -> None:
     if (note := _on_foreign.get()) is not None:
         note()
-    return ForeignTenant()

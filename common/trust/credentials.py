@@ -19,19 +19,25 @@ names the entry by its number, never by what stands in it.
 import hashlib
 import re
 import secrets
+import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from kvkeeper.common.trust.caller import ANY_TENANT, MAX_NAME_CHARS, Caller, Role
-from kvkeeper.common.trust.private_file import FileRefused, read_private
+from kvkeeper.common.trust.private_file import FileRefused, read_private, state_of
+
+log = structlog.get_logger()
 
 TOKEN_PREFIX = "kvk_"
 _TOKEN = re.compile(r"kvk_[A-Za-z0-9_-]{43}")
 _MAX_CERTIFICATE_NAME_CHARS = 256
 _BLIND = secrets.token_bytes(32)
+_LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,39 @@ def read_credentials(path: Path) -> Credentials:
             f"{path} has no [[token]] and no [[certificate]], as while it is written; it would lock all callers out"
         )
     return Credentials(tokens, certificates)
+
+
+class KnownCallers:
+    """The credentials of a file, read anew when it changes. Raises FileRefused where it cannot be used from the beginning.
+
+    A token that is taken out of the file is refused from the next call on, a second later at most. A file that cannot be used
+    any more changes nothing: the service keeps what it had, and says so in its log, once for each state of the file.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds."""
+        self._path, self._clock = path, clock
+        self._state = state_of(path)
+        self._credentials = read_credentials(path)
+        self._look_at = clock() + _LOOK_EVERY_S
+
+    def now(self) -> Credentials:
+        """Those of the file as it is, or was a second ago."""
+        if self._clock() >= self._look_at:
+            self._look_at = self._clock() + _LOOK_EVERY_S
+            if (state := state_of(self._path)) != self._state:
+                self._state = state
+                self._read_again()
+        return self._credentials
+
+    def _read_again(self) -> None:
+        try:
+            self._credentials = read_credentials(self._path)
+        except FileRefused as error:
+            log.warning("credentials_not_reloaded", reason=str(error))
+        else:
+            known = self._credentials
+            log.info("credentials_reloaded", num_tokens=len(known.tokens), num_certificates=len(known.certificates))
 
 
 def _entries(path: Path, tables: Mapping[str, Any], kind: str, keys: set[str]) -> list[tuple[str, dict[str, str]]]:

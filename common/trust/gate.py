@@ -15,7 +15,7 @@ from grpc_status import rpc_status
 
 from kvkeeper.common.trust.caller import ANY_TENANT, Caller, Role, note_caller
 from kvkeeper.common.trust.certificate_names import names_of
-from kvkeeper.common.trust.known_callers import KnownCallers
+from kvkeeper.common.trust.credentials import KnownCallers
 from kvkeeper.common.trust.refusals import (
     NO_CERTIFICATE,
     NO_CREDENTIAL,

@@ -12,8 +12,8 @@ from prometheus_client import Metric
 
 from kvkeeper.common.service.listen import socket_path
 from kvkeeper.common.service.process import StartError
+from kvkeeper.common.trust.credentials import KnownCallers
 from kvkeeper.common.trust.gate import Gate
-from kvkeeper.common.trust.known_callers import KnownCallers
 from kvkeeper.common.trust.private_file import FileRefused
 from kvkeeper.common.trust.refusals import RefusedCalls
 from kvkeeper.common.trust.settings import TrustConfig

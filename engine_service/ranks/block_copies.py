@@ -7,6 +7,7 @@ kernel that reads and writes the host's memory is faster; that memory has to be 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from typing import Final
 
 import structlog
 import torch
@@ -14,13 +15,21 @@ import torch
 from kvkeeper.common.cuda.errors import CudaError
 from kvkeeper.common.cuda.runtime import MOST_COPIES, cuda_runtime
 from kvkeeper.kernels.copy_blocks import move_blocks
+from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
 log = structlog.get_logger()
 
 # (source [n, block_bytes], target [m, block_bytes], pairs that do not depend on each other): launched, or done, on return
 BlockCopies = Callable[[torch.Tensor, torch.Tensor, Sequence[tuple[int, int]]], None]
 _SMALL_BYTES = 28 * 1024
+_TOGETHER: Final = 16  # blocks that are converted at once
 _FEWEST_SMALL = 16  # fewer blocks are copied faster than a kernel is launched
+
+
+def copies_for(packing: HostBlocks | None, device: torch.device, host_blocks: torch.Tensor) -> BlockCopies:
+    """The way for blocks between the device and these of the host. packing: None: the tiers have the same bytes."""
+    crossing = copies_between(device, host_blocks)
+    return crossing if packing is None else PackedCopies(packing, crossing)
 
 
 def copies_between(device: torch.device, host_blocks: torch.Tensor) -> BlockCopies:
@@ -104,3 +113,34 @@ class SmallCopies:
         with torch.cuda.device(device_blocks.device) if device_blocks.device.type == "cuda" else nullcontext():
             move_blocks(device_blocks, host_blocks, [(0, 0)])
             move_blocks(host_blocks, device_blocks, [(0, 0)])
+
+
+class PackedCopies:
+    """Copies to and from a host tier that keeps blocks in few bits; they are converted where the device has them.
+
+    The few bits cross as other blocks do, into memory of the device or out of it, and the host waits for none of them: a
+    conversion comes behind its copy in the order of the device. A few blocks are converted at once, since their numbers take as
+    much memory again, in float32. The bytes of a row say which way blocks go: they are fewer on the host.
+    """
+
+    def __init__(self, packing: HostBlocks, crossing: BlockCopies) -> None:
+        """crossing: copies rows of the few bits between the device and the host."""
+        self._packing, self._crossing = packing, crossing
+
+    def make_ready(self, device_blocks: torch.Tensor, host_blocks: torch.Tensor) -> None:
+        """As SmallCopies does, of rows of the few bits."""
+        if isinstance(self._crossing, SmallCopies):
+            rows = torch.zeros((1, host_blocks.shape[1]), dtype=torch.uint8, device=device_blocks.device)
+            self._crossing.make_ready(rows, host_blocks)
+
+    def __call__(self, source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+        is_out = target.shape[1] == self._packing.block_bytes
+        for first in range(0, len(pairs), _TOGETHER):
+            some = pairs[first : first + _TOGETHER]
+            if is_out:
+                packed = self._packing.pack(torch.stack([source[from_id] for from_id, _ in some]))
+                self._crossing(packed, target, [(at, to_id) for at, (_, to_id) in enumerate(some)])
+            else:
+                packed = torch.empty((len(some), source.shape[1]), dtype=torch.uint8, device=target.device)
+                self._crossing(source, packed, [(from_id, at) for at, (from_id, _) in enumerate(some)])
+                copy_spans(self._packing.unpack(packed), target, [(at, to_id) for at, (_, to_id) in enumerate(some)])

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 from ..compute.device.device_errors import DeviceFault
 from .failures import PipeEnded, RankRefused
-from .messages import Answer, decode_fault
-from .pipe import Pipe
+from .messages import Answer, Pipe, decode_fault
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class LastWords:
     """Why a rank ends. is_lost: no process can serve on its device now, so that the engine ends, too."""
 
     fault: DeviceFault
@@ -29,7 +28,7 @@ class Member:
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], pipe: Pipe) -> None:
         self.rank, self.process = rank, process
-        self.told: Told | None = None
+        self.last_words: LastWords | None = None
         self._pipe, self._reading = pipe, threading.Lock()
 
     def send(self, kind: int, body: bytes, timeout_s: float) -> None:
@@ -50,7 +49,7 @@ class Member:
             return
         try:
             with suppress(PipeEnded):
-                while self.told is None:
+                while self.last_words is None:
                     with suppress(RankRefused):
                         self._receive(0)
         finally:
@@ -63,7 +62,7 @@ class Member:
         kind, body = self._pipe.receive(timeout_s)
         if kind in (Answer.LOST, Answer.FAILED):
             name, sizes, device = decode_fault(body)
-            self.told = Told(DeviceFault(name, sizes, f"rank {self.rank} on {device}"), kind == Answer.LOST)
+            self.last_words = LastWords(DeviceFault(name, sizes, f"rank {self.rank} on {device}"), kind == Answer.LOST)
             raise PipeEnded("it has told why it ends")
         if kind == Answer.REFUSED:
             fields = json.loads(body)

@@ -1,11 +1,12 @@
-"""What the ranks say to each other, as bytes: kinds of messages, and a step's arrays behind a header of fixed size.
+"""What the ranks say to each other, and the pipe for it: kinds of messages, and a step's arrays behind a header of fixed size.
 
-Pure, and without torch, which takes seconds to load. A message is a frame: kind and length, then the body. Bodies are JSON
+Without torch, which takes seconds to load. A message is a frame: kind and length, then the body. Bodies are JSON
 where they are rare, and arrays where they are a step's. Nothing is pickled, and nothing in a body names a type.
 """
 
 import enum
 import json
+import socket
 import struct
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..values.batch import Batch, BatchRetention
+from .failures import PipeEnded
 
 HEAD: Final = struct.Struct("<B3xI")
 MOST_BYTES: Final = (1 << 32) - 1
@@ -61,6 +63,51 @@ class Answer(enum.IntEnum):
     REFUSED = 2  # JSON: an error of the cache service
     LOST = 3  # JSON: a fault of its device, on which no process can serve now
     FAILED = 4  # JSON: a fault of its device in a step; another process may do better
+
+
+class Pipe:
+    """One end of the socket between the first rank and another one. Each notices at once when the other has ended.
+
+    Not for several threads at once.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def send(self, kind: int, body: bytes = b"", timeout_s: float | None = None) -> None:
+        """Raises PipeEnded."""
+        assert len(body) <= MOST_BYTES, "a step's arrays are far smaller"
+        try:
+            self._connection.settimeout(timeout_s)
+            self._connection.sendall(HEAD.pack(kind, len(body)) + body)
+        except TimeoutError:
+            raise PipeEnded("it does not read") from None
+        except OSError as error:
+            raise PipeEnded(f"its pipe is closed: {error.strerror}") from None
+
+    def receive(self, timeout_s: float | None = None) -> tuple[int, bytearray]:
+        """Kind and body. Raises PipeEnded."""
+        try:
+            self._connection.settimeout(timeout_s)
+            kind, length = HEAD.unpack(self._read(HEAD.size))
+            return int(kind), self._read(length)
+        except TimeoutError:
+            raise PipeEnded("it does not answer") from None
+        except OSError as error:
+            raise PipeEnded(f"its pipe is closed: {error.strerror}") from None
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _read(self, num_bytes: int) -> bytearray:
+        data = bytearray(num_bytes)
+        view, done = memoryview(data), 0
+        while done < num_bytes:
+            count = self._connection.recv_into(view[done:])
+            if not count:
+                raise PipeEnded("its pipe is closed")
+            done += count
+        return data
 
 
 def encode_batch(batch: Batch) -> bytes:

@@ -10,8 +10,7 @@ import torch
 
 from kvkeeper.kernels.copy_blocks import independent_runs
 
-from .block_copies import BlockCopies, SmallCopies, copies_between
-from .packed_copies import PackedCopies
+from .block_copies import BlockCopies, PackedCopies, SmallCopies, copies_between
 
 log = structlog.get_logger()
 

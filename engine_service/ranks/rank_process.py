@@ -29,8 +29,7 @@ from kvkeeper.common.service import log as service_log
 from kvkeeper.common.service import output
 
 from .failures import PipeEnded, SumFailed
-from .messages import IN_STEPS, Answer, Kind, decode_batch, encode_fault, encode_ids
-from .pipe import Pipe
+from .messages import IN_STEPS, Answer, Kind, Pipe, decode_batch, encode_fault, encode_ids
 
 if TYPE_CHECKING:
     from kvkeeper.client.arena import Arena
@@ -127,9 +126,9 @@ class RankProcess:
         from kvkeeper.client.errors import KvkeeperError
 
         from ..compute.device.device_errors import lost_by
+        from .block_copies import copies_for
         from .mapped_arena import arena_tensor, host_blocks, packing_from
         from .move_blocks import BlockMover
-        from .packed_copies import copies_for
 
         sizes = fields["arena_bytes"], self._timeout_s, fields["host_arena_bytes"]
         try:

@@ -91,7 +91,7 @@ class Ranks:
             raise FaultTold(fault)
         if self._team is not None and self._team.lost:
             self._num_losses += 1
-            self._end_team()
+            self.stop()
         if self._team is None:
             log.info("starting", doing="starting the other ranks", num_ranks=self.num_ranks)
             configs = [self._config_of(rank) for rank in range(1, self.num_ranks)]
@@ -144,18 +144,15 @@ class Ranks:
         return self._required().lose(why, is_ours=is_ours)
 
     def stop(self) -> None:
-        """End all of them, for good."""
-        self._end_team()
+        """End all of them. Idempotent."""
+        team, self._team, self._has_joined = self._team, None, False
+        if team is not None:
+            self._have_ended = team.stop()
 
     def _required(self) -> Team:
         if self._team is None:
             raise RankLost("no rank runs")
         return self._team
-
-    def _end_team(self) -> None:
-        team, self._team, self._has_joined = self._team, None, False
-        if team is not None:
-            self._have_ended = team.stop()
 
     def _config_of(self, rank: int) -> dict[str, Any]:
         """Fields of a rank's EngineConfig. On CUDA, rank r is on the device r behind the first one's."""

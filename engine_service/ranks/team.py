@@ -22,6 +22,7 @@ from typing import Any
 import structlog
 import torch
 
+from kvkeeper.common.service.child_process import child_environment
 from kvkeeper.common.service.log import pass_on
 from kvkeeper.common.service.threads import NoThread, start_thread
 
@@ -30,8 +31,7 @@ from . import rank_process
 from .failures import PipeEnded, RankLost, RankRefused
 from .meeting import Meeting
 from .member import Member
-from .messages import Kind
-from .pipe import Pipe
+from .messages import Kind, Pipe
 
 log = structlog.get_logger()
 
@@ -116,8 +116,8 @@ class Team:
                 return self._error(why)
             if not is_ours:
                 suspect, why = self._culprit(suspect, why)
-            if suspect is not None and (told := suspect.told) is not None:
-                why, self.fault = told.fault.text(), told.fault if told.is_lost else None
+            if suspect is not None and (said := suspect.last_words) is not None:
+                why, self.fault = said.fault.text(), said.fault if said.is_lost else None
                 self.lost = why
             else:
                 self.lost = why if suspect is None else f"rank {suspect.rank}: {why}"
@@ -139,7 +139,7 @@ class Team:
         members = self._members if suspect is None else [suspect, *(each for each in self._members if each is not suspect)]
         for member in members:
             member.hear_out(0)
-            if member.told is not None:
+            if member.last_words is not None:
                 return member, why
         deadline = time.monotonic() + _LAST_WORDS_S
         for member in members:
@@ -150,7 +150,7 @@ class Team:
                     return member, _ended(code)
         for member in members:
             member.hear_out(0)
-            if member.told is not None:  # in the meantime
+            if member.last_words is not None:  # in the meantime
                 return member, why
         for member in members:
             if member.process.returncode is None:
@@ -176,7 +176,6 @@ class Team:
     def _start(self, rank: int, config: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             command = (sys.executable, "-m", rank_process.__name__, str(theirs.fileno()), str(os.getpid()), str(self._folder))
             try:
                 process = subprocess.Popen(
@@ -184,7 +183,7 @@ class Team:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    env=environment,
+                    env=child_environment(),
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
                 )

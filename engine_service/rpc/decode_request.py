@@ -219,6 +219,6 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
             raise InvalidField(text, field=field, limit=_MAX_VALUE_CHARS)
 
 
-def _check_range(field: str, value: int, low: int, high: int, unit: str = "") -> None:
+def _check_range(field: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise InvalidField(f"{field}: {low} to {high}{unit}, not {value}", field=field, limit=low if value < low else high)
+        raise InvalidField(f"{field}: {low} to {high}, not {value}", field=field, limit=low if value < low else high)

@@ -8,7 +8,6 @@ ids are logged and tenants are not. A caller for all tenants names ids as they a
 import hashlib
 
 from kvkeeper.common.trust import caller
-from kvkeeper.common.trust.caller import ForeignTenant
 
 from ..values.errors import TenantNotAllowed
 
@@ -39,18 +38,12 @@ def is_own(known: str) -> bool:
 
 def own_tenant(named: str) -> str:
     """The tenant that a call is for. Raises TenantNotAllowed."""
-    try:
-        return caller.calling_tenant(named)
-    except ForeignTenant:
-        raise TenantNotAllowed("the credential is of another tenant", field="tenant") from None
+    return caller.calling_tenant(TenantNotAllowed, named)
 
 
 def require_all_tenants() -> None:
     """The call is about the requests of all tenants. Raises TenantNotAllowed."""
-    try:
-        caller.require_all_tenants()
-    except ForeignTenant:
-        raise TenantNotAllowed("the call is about all tenants, and the credential of one") from None
+    caller.require_all_tenants(TenantNotAllowed)
 
 
 def _prefix() -> str:

@@ -20,7 +20,7 @@ from kvkeeper.common.service.endpoint import Admission, Endpoint, HealthServicer
 from kvkeeper.common.service.listen import AddressInUse
 from kvkeeper.common.service.methods import Context, Contract, MethodRouter
 from kvkeeper.common.service.process import StartError
-from kvkeeper.common.service.turns import TakesPlace, Turns
+from kvkeeper.common.service.turns import CallPlace, Turns
 from kvkeeper.common.trust.guard import Guard
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
@@ -59,7 +59,7 @@ class LinkTurns:
         self._turns, self._link = turns, link
 
     @asynccontextmanager
-    async def turn(self, client: str) -> AsyncIterator[TakesPlace]:
+    async def turn(self, client: str) -> AsyncIterator[CallPlace]:
         """Raises TooManyWaiting."""
         async with self._turns.turn(client) as place:
             await self._link.wait_room()

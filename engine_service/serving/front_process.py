@@ -7,7 +7,6 @@ killed: the kernel would go on giving it connections.
 import asyncio
 import os
 import socket
-import sys
 from asyncio.subprocess import DEVNULL, Process
 from collections import Counter
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from kvkeeper.common.service.log import passing_on
+from kvkeeper.common.service.child_process import start_child, wait_end
 
 from ..outputs.model_text import ModelText
 from .calls import FrontCalls, FrontServices
@@ -53,8 +52,8 @@ class FrontRunner(Protocol):
     def share(self, text: ModelText) -> dict[str, Any] | None:
         """Let the front make text; the state of the tokenizer that it is to be sent, if it needs one."""
 
-    async def wait(self) -> int:
-        """Until it has ended. The exit code."""
+    async def wait_end(self, seconds: float) -> int:
+        """The exit code, once it has ended; after so many seconds it is killed."""
 
     def kill(self) -> None:
         """End it now. Idempotent."""
@@ -102,11 +101,7 @@ class FrontHandle:
     async def wait_end(self) -> int:
         """Until it has ended, killed if it lingers once its lane is lost. The exit code."""
         await self.lost.wait()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
-                return await self.runner.wait()
-        self.runner.kill()
-        return await self.runner.wait()
+        return await self.runner.wait_end(_END_S)
 
     async def close(self) -> None:
         """End it now."""
@@ -177,8 +172,8 @@ class FrontProcess:
     def share(self, text: ModelText) -> dict[str, Any] | None:
         return None if text.tokenizer is None else text.tokenizer.state()
 
-    async def wait(self) -> int:
-        return await self._process.wait()
+    async def wait_end(self, seconds: float) -> int:
+        return await wait_end(self._process, seconds)
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -199,7 +194,9 @@ class FrontTask:
     def share(self, text: ModelText) -> None:
         self._front.text = text
 
-    async def wait(self) -> int:
+    async def wait_end(self, seconds: float) -> int:
+        await asyncio.wait((self._task,), timeout=seconds)
+        self._task.cancel()
         await asyncio.wait((self._task,))
         if not self._task.cancelled() and (error := self._task.exception()) is not None:
             log.error("broken_invariant", exc_info=error)
@@ -219,11 +216,6 @@ async def start_front_task() -> FrontHandle:
 async def start_front_process(log_level: str) -> FrontHandle:
     """A new front in a process of its own, which waits to be set up. Raises OSError, RuntimeError."""
     own, other = socket.socketpair()
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
     front = FrontHandle()
     with other:
         try:
@@ -232,16 +224,8 @@ async def start_front_process(log_level: str) -> FrontHandle:
             own.close()
             raise
         try:
-            with passing_on("front") as log_end:
-                process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", _MODULE, str(other.fileno()), log_level),
-                    stdin=DEVNULL,
-                    stdout=DEVNULL,
-                    stderr=log_end,
-                    env=environment,
-                    pass_fds=(other.fileno(),),
-                    start_new_session=True,
-                )
+            arguments, streams = (str(other.fileno()), log_level), {"stdin": DEVNULL, "stdout": DEVNULL}
+            process = await start_child("front", _MODULE, *arguments, **streams, pass_fds=(other.fileno(),))
         except BaseException:
             front.lane.close()  # the loop lets go of this end, whose number the next one may get
             raise

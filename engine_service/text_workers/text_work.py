@@ -22,8 +22,7 @@ from ..outputs.model_text import NO_TOKENIZER, ModelText
 from ..values.errors import InvalidField, TooComplex
 from ..values.input_limits import InputLimits
 from ..values.request import Int32Array
-from .text_worker import Limits, SetUp
-from .worker_frames import TOKEN_DTYPE, Kind
+from .text_worker import TOKEN_DTYPE, Kind, Limits, SetUp
 from .workers import JobRefused, JobTooMuch, Workers
 
 log = structlog.get_logger()

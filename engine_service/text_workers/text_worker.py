@@ -10,22 +10,49 @@ import json
 import os
 import resource
 import signal
+import struct
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 
 from ..model.checkpoint.errors import TokenizerError
 from ..outputs.constraint import BadGrammar, GrammarTooComplex, Vocabulary, try_out, write_grammar
 from ..outputs.tokenizer import Tokenizer
-from .worker_frames import ANSWER_HEAD, JOB_HEAD, TOKEN_DTYPE, Kind, Outcome
 
+# Frames over two pipes: a head of fixed size, then bytes. Nothing is pickled. A job's head is its kind and the length of its
+# body; an answer's head is its outcome, whether the worker ends after it, and the length. Bodies: text is UTF-8, token ids are
+# little-endian int32, everything else is JSON. A refusal is the JSON of a list of two: its text, and strings by name for the
+# metadata of the error.
+JOB_HEAD: Final = struct.Struct("<BI")
+ANSWER_HEAD: Final = struct.Struct("<B?I")
+TOKEN_DTYPE: Final = "<i4"
 _STACK_BYTES = 1 << 20  # less than a thread of the engine has: too deep a recursion ends this process first
+
+
+class Kind(IntEnum):
+    """The kind of a job: in brackets its body, after the colon its answer."""
+
+    SET_UP = 0  # [JSON, see SetUp], the first: nothing
+    ENCODE = 1  # [text]: token ids
+    ENCODE_CHAT = 2  # [JSON list of messages]: token ids
+    DECODE = 3  # [token ids]: text
+    CONSTRAINT = 4  # [JSON list of three: kind, source, most bytes of its pattern]: text of the grammar
+
+
+class Outcome(IntEnum):
+    """The outcome of a job, with the body of its answer."""
+
+    DONE = 0  # the kind's answer
+    REFUSED = 1  # refusal: why it cannot be done
+    TOO_MUCH = 2  # refusal: which limit it passed
+    BROKEN = 3  # its traceback: a bug
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,7 @@ does is in text_worker.py. A job whose caller has gone away still takes its clie
 
 import asyncio
 import json
-import os
 import signal
-import sys
 from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,14 +15,13 @@ from functools import partial
 
 import structlog
 
+from kvkeeper.common.service.child_process import start_child, wait_end
 from kvkeeper.common.service.fair_queue import FairQueue, TooManyWaiting
-from kvkeeper.common.service.log import passing_on
 from kvkeeper.common.service.threads import shortage_of
 
 from ..values.errors import BrokenInvariant, Draining, EngineError, HostExhausted, QueueFull
 from . import text_worker
-from .text_worker import SetUp
-from .worker_frames import ANSWER_HEAD, JOB_HEAD, Kind, Outcome
+from .text_worker import ANSWER_HEAD, JOB_HEAD, Kind, Outcome, SetUp
 
 log = structlog.get_logger()
 
@@ -191,17 +188,8 @@ class Workers:
 
 async def _start() -> Process:
     """A process that waits for its set-up. Raises HostExhausted."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    command = (sys.executable, "-m", text_worker.__name__)
     try:
-        with passing_on("text_worker") as log_end:
-            return await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, stderr=log_end, env=environment, limit=_READ_BYTES, start_new_session=True
-            )
+        return await start_child("text_worker", text_worker.__name__, stdin=PIPE, stdout=PIPE, limit=_READ_BYTES)
     except (OSError, RuntimeError) as error:
         short = shortage_of(error)
         if short is None and not isinstance(error, OSError):
@@ -233,20 +221,9 @@ async def _exchange(process: Process, kind: Kind, body: bytes) -> tuple[Outcome,
 
 async def _code_of_end(process: Process, error: BaseException, kind: Kind) -> int:
     """The exit code of a worker that ended in a job of this kind, or is ended because it is stuck; logged."""
-    code = await (_end if isinstance(error, TimeoutError) else _own_end)(process)
+    code = await (_end(process) if isinstance(error, TimeoutError) else wait_end(process, _END_S))
     log.warning("text_worker_ended", code=code, kind=kind.name.lower())
     return code
-
-
-async def _own_end(process: Process) -> int:
-    """The exit code of a process that closed its pipe: it has ended or soon will, and is killed if it does not.
-
-    Not killed at once: Process.kill polls first, which takes the exit code away from asyncio, and asyncio then reports 255.
-    """
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_END_S):
-            return await process.wait()
-    return await _end(process)
 
 
 async def _end(process: Process) -> int:

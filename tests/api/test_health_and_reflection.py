@@ -16,7 +16,7 @@ from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.server import RunningServer, start_server
-from kvkeeper.common.service.listen import check_port
+from kvkeeper.common.service.listen import check_free
 from kvkeeper.common.service.process import StartError
 from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, MemoryOf, refusal, serving
 
@@ -94,7 +94,7 @@ async def test_the_health_address_says_what_the_service_s_own_says() -> None:
             await asyncio.wait_for(server.drain(), DEADLINE)
             assert await health(channel) == await health(channel, "") == statuses.NOT_SERVING
             await server.stop()
-        check_port("127.0.0.1", int(address.rpartition(":")[2]))
+        check_free(address)
 
 
 async def test_the_health_address_answers_nothing_else() -> None:

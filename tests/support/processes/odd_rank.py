@@ -13,8 +13,7 @@ import sys
 from typing import Any
 
 from kvkeeper.engine_service.ranks.failures import PipeEnded
-from kvkeeper.engine_service.ranks.messages import Answer, Kind, encode_fault, encode_ids
-from kvkeeper.engine_service.ranks.pipe import Pipe
+from kvkeeper.engine_service.ranks.messages import Answer, Kind, Pipe, encode_fault, encode_ids
 
 PARTED = 70  # as rank_process
 

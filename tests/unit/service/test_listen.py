@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.common.service.listen import AddressInUse, SocketLock, check_port, is_of_this_host
+from kvkeeper.common.service.listen import AddressInUse, SocketLock, check_free, is_of_this_host
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def test_a_port_in_use_is_told() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(AddressInUse, match=str(port)):
-            check_port("127.0.0.1", port)
-    check_port("127.0.0.1", port)
+            check_free(f"127.0.0.1:{port}")
+    check_free(f"127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize(

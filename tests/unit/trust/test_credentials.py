@@ -10,18 +10,8 @@ import structlog
 
 from kvkeeper.client.credentials import Credentials as Shown
 from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.common.trust.caller import (
-    LOCAL,
-    Caller,
-    ForeignTenant,
-    Role,
-    calling,
-    calling_tenant,
-    note_caller,
-    require_all_tenants,
-)
-from kvkeeper.common.trust.credentials import Credentials, entry_of, make_token, read_credentials
-from kvkeeper.common.trust.known_callers import KnownCallers
+from kvkeeper.common.trust.caller import LOCAL, Caller, Role, calling, calling_tenant, note_caller, require_all_tenants
+from kvkeeper.common.trust.credentials import Credentials, KnownCallers, entry_of, make_token, read_credentials
 from kvkeeper.common.trust.private_file import FileRefused, mode_refusal
 
 ENGINE = Caller("engine-1", "*", Role.ENGINE)
@@ -174,6 +164,10 @@ def test_a_client_shows_its_token_of_before_while_the_file_is_written(wrong: str
     assert shown.metadata() == (("authorization", f"Bearer {tokens[1]}"),)
 
 
+def refused(text: str, **metadata: str) -> PermissionError:
+    return PermissionError(text, metadata)
+
+
 @pytest.mark.parametrize(("named", "tenant"), [("", "acme"), ("acme", "acme"), ("other", None), ("*", None), ("ACME", None)])
 def test_a_caller_of_one_tenant_names_that_or_none(named: str, tenant: str | None) -> None:
     counted = []
@@ -181,12 +175,12 @@ def test_a_caller_of_one_tenant_names_that_or_none(named: str, tenant: str | Non
     try:
         assert calling() == READER
         if tenant is None:
-            with pytest.raises(ForeignTenant):
-                calling_tenant(named)
+            with pytest.raises(PermissionError):
+                calling_tenant(refused, named)
         else:
-            assert calling_tenant(named) == tenant
-        with pytest.raises(ForeignTenant):
-            require_all_tenants()
+            assert calling_tenant(refused, named) == tenant
+        with pytest.raises(PermissionError):
+            require_all_tenants(refused)
         assert len(counted) == 1 + (tenant is None)
         assert [READER.owns(name) for name in ("acme", "", "other")] == [True, False, False]
     finally:
@@ -196,7 +190,7 @@ def test_a_caller_of_one_tenant_names_that_or_none(named: str, tenant: str | Non
 def test_a_caller_of_all_tenants_names_any() -> None:
     note_caller(ENGINE)
     try:
-        assert [calling_tenant(name) for name in ("", "acme", "*")] == ["", "acme", "*"]
-        require_all_tenants()
+        assert [calling_tenant(refused, name) for name in ("", "acme", "*")] == ["", "acme", "*"]
+        require_all_tenants(refused)
     finally:
         note_caller(LOCAL)

@@ -29,7 +29,7 @@ class Pages(Protocol):
 
 
 class HostPages:
-    """Pages and blocks that numpy can see."""
+    """Pages and blocks that numpy can see. On a processor, copies by indexed operations of torch take 30 times as long."""
 
     def __init__(self, arena: Bytes, tensors: Sequence[Bytes], parts: Sequence[Part]) -> None:
         """arena: all bytes of the pool, of which whole pages are used. tensors: one for each part, [num_blocks, ...] bytes."""

@@ -20,8 +20,7 @@ import structlog
 
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
-from kvkeeper.engine_service.text_workers.text_worker import Limits, SetUp
-from kvkeeper.engine_service.text_workers.worker_frames import TOKEN_DTYPE, Kind
+from kvkeeper.engine_service.text_workers.text_worker import TOKEN_DTYPE, Kind, Limits, SetUp
 from kvkeeper.engine_service.text_workers.workers import JobRefused, JobTooMuch, Workers
 from kvkeeper.engine_service.values.errors import BrokenInvariant, Draining, HostExhausted
 
