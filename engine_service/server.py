@@ -48,9 +48,9 @@ from .rpc.fronts.public_address import metrics_at, open_address, serve_at
 from .rpc.hand_over.taker import TakeOverRefused
 from .rpc.methods import intake_of
 from .rpc.service import EngineService
-from .scheduler.state.fair_share import FairShare
-from .scheduler.state.policies import make_ordering
-from .scheduler.state.waiting import WaitingSequences
+from .scheduler.fair_share import FairShare
+from .scheduler.policies import make_ordering
+from .scheduler.waiting import WaitingSequences
 from .speculation.draft_model import DraftModel
 from .speculation.speculator import PromptLookUp, Proposer
 from .text_workers.text_work import TextWork

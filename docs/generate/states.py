@@ -10,9 +10,9 @@ from docs.generate.markdown import head
 _INTRO = "What a sequence can be, and what takes it from one state to the next. Any other change of a state is a defect."
 _TABLES = {
     "A sequence in the cache service": "kvkeeper.cache_service.core.sequences.transitions",
-    "A sequence in the engine's scheduler": "kvkeeper.engine_service.scheduler.state.transitions",
+    "A sequence in the engine's scheduler": "kvkeeper.engine_service.scheduler.transitions",
 }
-_BORN = {"kvkeeper.engine_service.scheduler.state.transitions": ("NEW",)}  # states that others lead to as well
+_BORN = {"kvkeeper.engine_service.scheduler.transitions": ("NEW",)}  # states that others lead to as well
 _NO_SEQUENCE = ("FREE_SLOT", "NONE", "GONE")  # states that stand for no sequence: drawn as the beginning and the end
 
 

@@ -3,7 +3,7 @@
 import resource
 from pathlib import Path
 
-from kvkeeper.engine_service.scheduler.state.row_memory import untouched
+from kvkeeper.engine_service.scheduler.running import untouched
 
 
 def resident_bytes() -> int:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import kvkeeper.engine_service.scheduler.state.transitions as transitions
+import kvkeeper.engine_service.scheduler.transitions as transitions
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions
-from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
+from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
 from kvkeeper.engine_service.values.request import Sequence, SequenceState
 from tests.support.worlds.beam_world import BeamWorld
 from tests.support.worlds.core_cache import CoreCache

@@ -4,20 +4,25 @@ Owns: counters, tokens and block tables of the sequences that hold blocks. Rows 
 use by priority, then arrival, which is the order of reservations and, from its end, of preemption. Pure.
 """
 
+import mmap
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ...values.request import Int32Array, Sequence
-from .row_memory import untouched
+from ..values.request import Int32Array, Sequence
 
 T = TypeVar("T", bound=np.integer)
 IndexArray = npt.NDArray[np.intp]
 Int64Array = npt.NDArray[np.int64]
+
+_LARGE = 4 << 20
+_DENSE_ROW = 32 << 10  # bytes; of longer rows most is never written
+_MAP_NORESERVE = 0x4000  # of Linux, which Python does not name: more may be mapped than the machine has
 
 NO_ROWS: IndexArray = np.empty(0, np.intp)
 NO_IDS: Int64Array = np.empty(0, np.int64)
@@ -262,3 +267,21 @@ class Runs:
             return first
         starts = np.cumsum(self.counts) - self.counts
         return np.arange(self.counts.sum(), dtype=first.dtype) + np.repeat(first - starts, self.counts).astype(first.dtype)
+
+
+def untouched(num_rows: int, num_columns: int) -> npt.NDArray[np.int32]:
+    """[num_rows, num_columns] zeros that take memory only where they are written, and give it all back.
+
+    np.zeros does so only while the allocator maps such sizes; once an array of a pool that is gone was freed, it writes the
+    zeros into what it kept of it. Large pages for large arrays, as numpy has them: a step touches every row. But none for long
+    rows: a short sequence would take a large page of each, 2 MiB in place of 4 KiB.
+    """
+    row_bytes = num_columns * np.dtype(np.int32).itemsize
+    size = num_rows * row_bytes
+    if not size:
+        return np.zeros((num_rows, num_columns), np.int32)  # a mapping has a byte or more
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    if size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a hint: a kernel without such pages refuses it, and so may a container
+            memory.madvise(mmap.MADV_HUGEPAGE if row_bytes <= _DENSE_ROW else mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, np.int32).reshape(num_rows, num_columns)
