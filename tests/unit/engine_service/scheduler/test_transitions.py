@@ -16,7 +16,7 @@ from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request
 
 NUM_SEEDS = 40
-PACKAGE = Path(transitions.__file__).parents[2]
+PACKAGE = Path(transitions.__file__).parents[1]
 
 
 class Noted(dict[tuple[SequenceState, SequenceState], str]):
