@@ -131,7 +131,7 @@ SLOW := tests/unit/cache_service/core/test_machine.py tests/unit/cache_service/c
     tests/unit/engine_service/scheduler/test_progress.py \
     tests/unit/engine_service/scheduler/test_branching.py::test_any_searches_in_any_pool_give_what_a_search_in_one_place_gives \
     tests/unit/engine_service/scheduler/test_scheduler.py::test_any_arrivals_in_any_pool_end_with_the_right_tokens \
-    tests/unit/engine_service/scheduler/state/test_transitions.py::test_a_mix_makes_these_transitions_and_no_others
+    tests/unit/engine_service/scheduler/test_transitions.py::test_a_mix_makes_these_transitions_and_no_others
 
 test-fast: $(VENV)/.dev $(GENERATED)  ## the contracts and the unit tests but for the slow ones, for the inner loop; says what it leaves out
 	$(BIN)/python -m pytest tests/contracts tests/unit $(foreach one,$(SLOW),$(if $(findstring ::,$(one)),--deselect=$(one),--ignore=$(one))) \

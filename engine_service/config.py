@@ -28,8 +28,8 @@ from kvkeeper.common.trust.settings import (
 )
 
 from .model.demo_model import DEMO_MODEL_DIR
-from .scheduler.state.policies import POLICY_NAMES
-from .scheduler.state.preemption_cost import Preemption
+from .scheduler.policies import POLICY_NAMES
+from .scheduler.preemption_cost import Preemption
 from .values.input_limits import InputLimits
 
 GATEWAY_PACKAGE = "smg_grpc_proto"  # the messages of the gateway's protocol

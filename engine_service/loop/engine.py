@@ -4,10 +4,7 @@ A step is schedule, reserve, copy, forward, sample, emit. The task that runs the
 sequences, and the one that renews the lease; the middle three run in one worker thread, so that streams, arrivals and
 renewals go on meanwhile. Other tasks submit and cancel; that takes effect when the next step is planned.
 
-Steps overlap: while the worker computes one step, the loop asks for the blocks of the next, counting on the tokens that will
-come, so that the device does not wait for the cache service. Where nothing about the next step hangs on those tokens, it is
-launched at once, behind the one that is computed: it takes its tokens from the device, which does not wait for the loop either.
-Else its batch is built once they are there.
+Steps overlap: Engine.step says what does, and why.
 """
 
 import asyncio
@@ -22,11 +19,11 @@ from kvkeeper.client.steps import StepResult
 from ..cache_session.kv_memory import KvMemory
 from ..compute.step_compute import StepCompute
 from ..outputs.generation import Generation
+from ..scheduler.limits import Limits
 from ..scheduler.plan import Plan
 from ..scheduler.planner import NO_GUESSES
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.state.limits import Limits
-from ..scheduler.state.waiting import WaitingSequences
+from ..scheduler.waiting import WaitingSequences
 from ..speculation.speculator import Proposer, Speculator
 from ..values.errors import CacheServiceDown, Draining, NeverFits
 from ..values.request import Int32Array
@@ -179,10 +176,11 @@ class Engine:
     async def step(self, memory: KvMemory) -> None:
         """One turn: plan a step, reserve its blocks, start it, and finish the one before.
 
-        Two things go on while a step is computed. The cache service decides on the next one, so that the device does not wait
-        for blocks. And where nothing about the next one depends on the tokens that are drawn now, it is started behind the one
-        that is computed, so that the device does not wait for this loop. Else, for the reason that StepWait gives, the loop
-        finishes the step before first. Streams get their text last, while the device computes.
+        Two things overlap with a step that is computed. The cache service decides on the next one, counting on the tokens that
+        will come, so that the device does not wait for blocks. And where nothing about the next one depends on these tokens, it
+        is started behind the one that is computed, and takes its tokens from the device, which does not wait for this loop
+        either. Else the loop finishes the step before first, for the reason that StepWait gives. Streams get their text last,
+        while the device computes.
         """
         worker = self._step_worker
         if (wait := self._wait_before_plan()) is not None:
@@ -192,7 +190,7 @@ class Engine:
         self._note_changes()
         plan = self._schedule(await self._guess(memory) if is_guessing else NO_GUESSES)
         before = worker.in_flight
-        wants_step = not plan.is_empty or (before is None and bool(self.scheduler.loading))
+        wants_step = not plan.is_empty or (before is None and bool(self.scheduler.state.loading))
         self.on_turn(wants_step or before is not None)
         if wants_step:
             await self._begin(memory, plan, before, is_guessing=is_guessing)

@@ -17,9 +17,9 @@ from ..compute.step_compute import Computed, StepRows
 from ..outputs.generation import Generation
 from ..outputs.slot_draws import Histories, SlotDraws
 from ..outputs.unread_tokens import UnreadTokens
+from ..scheduler.limits import Limits
 from ..scheduler.plan import Plan
 from ..scheduler.scheduler import NO_BLOCKS, Scheduler
-from ..scheduler.state.limits import Limits
 from ..scheduler.work import NewTokens, Work
 from ..values.beam_values import Candidates
 from ..values.errors import DuplicateRequest, EngineError, NeverFits, QueueFull, RequestFailed, UnknownRequest
@@ -95,7 +95,7 @@ class OpenRequests:
         if num_waiting >= limit:
             raise QueueFull(f"{limit} requests are waiting, the most that may", limit=limit, flag="--max-waiting")
         limit -= limit // 10
-        if num_waiting >= limit and self._scheduler.num_waiting_of(client) >= limit:
+        if num_waiting >= limit and self._scheduler.waiting.num_of[client] >= limit:
             raise QueueFull(
                 f"{limit} of the client's requests are waiting, the most that may", limit=limit, flag="--max-waiting"
             )

@@ -22,7 +22,7 @@ from ..compute.device.device_errors import DeviceFault, fault_of, lost_by
 from ..compute.served_model import SAVES_MEMORY, ServedModel
 from ..config import EngineConfig
 from ..ranks.ranks import Ranks
-from ..scheduler.state.limits import Limits
+from ..scheduler.limits import Limits
 from ..values.errors import BrokenInvariant, CacheServiceDown, DeviceLost, RequestFailed
 from .engine import Engine
 

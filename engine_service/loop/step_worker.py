@@ -178,7 +178,7 @@ class StepWorker:
         return asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     async def drop_step(self) -> DeviceLost | None:
-        """Wait for the steps that are computed, and drop them. Answers whether the device was lost in one of them."""
+        """Wait for the steps that are computed, and drop them. Returns whether the device was lost in one of them."""
         dropped = [flight.computing for flight in self._flights]
         self._flights.clear()
         outcomes = await asyncio.gather(*dropped, return_exceptions=True)

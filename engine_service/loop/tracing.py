@@ -16,7 +16,7 @@ from kvkeeper.common import tracing
 
 from ..outputs.generation import Generation
 from ..scheduler.plan import Plan
-from ..scheduler.state.running import RunningSequences
+from ..scheduler.running import RunningSequences
 from ..values.request import Request, Sequence
 from .step_worker import InFlight
 

@@ -1,6 +1,6 @@
 """Which sequences compute which tokens in the next step, and what the cache service's answer to that changes.
 
-Owns the turn of a step: a plan is made, its answer is taken over, drawn tokens are appended. Scheduler is the facade; the
-parts share the SchedulerState of state/.
+Owns the running and the waiting sequences, and the turn of a step: a plan is made, its answer is applied, drawn tokens are
+appended. Read scheduler.py first, then planner.py (decide) and apply_answer.py (commit); running.py has the columns.
 May import values and numpy. Pure: no grpc, asyncio, torch or clock.
 """

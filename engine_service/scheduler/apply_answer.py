@@ -12,9 +12,9 @@ from .batch_builder import assemble_work, rows_to_compute
 from .forks import Forks
 from .plan import Plan, StepAnswer
 from .preemption import Preemptor
-from .state.running import NO_ROWS, IndexArray, choose
-from .state.scheduler_state import SchedulerState
-from .state.transitions import move_to
+from .running import NO_ROWS, IndexArray, choose
+from .scheduler_state import SchedulerState
+from .transitions import move_to
 from .work import NO_CHANGES, StepChanges, Work
 
 _STARTED, _LOADING, _NO_ROOM = 1, 2, 4  # StartResult of the protocol; COMPUTING waits, and asks again with the next step

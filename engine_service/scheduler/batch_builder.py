@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ..values.batch import Batch, BatchRetention
 from ..values.request import NO_TOKENS, Int32Array, Sequence
 from .plan import StepAnswer
-from .state.running import NO_IDS, IndexArray, Int64Array, RunningSequences, Runs, choose
+from .running import NO_IDS, IndexArray, Int64Array, RunningSequences, Runs, choose
 from .work import PromptScore, StepChanges, Work
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..values.request import NO_TOKENS, Int32Array, Sequence, SequenceState
-from .state.fair_share import FairShare
-from .state.running import RunningSequences, choose
-from .state.scheduler_state import SchedulerState
+from .fair_share import FairShare
+from .running import RunningSequences, choose
+from .scheduler_state import SchedulerState
 from .work import NewTokens, Work
 
 _MOST_TENANTS = 4096  # that are remembered
@@ -36,7 +36,7 @@ class DrawnTokens:
         return histories + [child.token_ids for child in work.sampled[num_rows:]]
 
     def append(self, work: Work, drawn: Int32Array) -> NewTokens:
-        """The work is done; drawn [len(work.logit_idx)] are the next tokens. Answers the new tokens of each of work.sampled.
+        """The work is done; drawn [len(work.logit_idx)] are the next tokens. Returns the new tokens of each of work.sampled.
 
         That is one token, and one more for each leading guess that equals the token drawn at its place; none for a sequence
         that has ended before.

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from ..values.request import NO_TOKENS, Int32Array, Sequence
 from ..values.step_wait import StepWait
-from .state.running import NO_IDS, IndexArray, Int64Array
+from .running import NO_IDS, IndexArray, Int64Array
 
 
 class Plan(NamedTuple):

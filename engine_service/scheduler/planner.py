@@ -1,26 +1,24 @@
 """Planner: decides which tokens of which sequences the next step computes.
 
-Running sequences come before starts, and starts come in the order of the policy in force (policies.py). headroom.py has the
-rules for a shortage of blocks. The next step is planned while one is computed, and counts on the tokens that will come. Pure.
+Running sequences come before starts (budget.py), and starts come in the order of the policy in force (policies.py). headroom.py
+has the rules for a shortage of blocks. The next step is planned while one is computed, and counts on the tokens that will come.
+All rows are columns; what a step does not have costs it one look. Pure.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..values.request import Int32Array, Request, Sequence, SequenceState
 from ..values.step_wait import StepWait
+from .budget import Budget, share_budget
 from .forks import Forks
 from .plan import Plan
-from .state.client_shares import out_of_share
-from .state.prompt_shares import PromptRoom
-from .state.running import NO_ROWS, IndexArray, Int64Array, choose
-from .state.scheduler_state import SchedulerState
+from .running import NO_ROWS, IndexArray, Int64Array, choose
+from .scheduler_state import SchedulerState
 
 NO_GUESSES: Mapping[int, Int32Array] = MappingProxyType({})
 
@@ -52,7 +50,7 @@ class Planner:
         releases = state.waiting.releases[: num_items - len(forks)]
         num_free_rows, num_items = num_free_rows - len(forks), num_items - len(forks) - len(releases)
         may_start = bool(state.waiting.sequences) and (num_free_rows > 0 or promised.total() > 0)
-        rows, computed, num_new, budget = self._go_on(live, len(forks), may_start=may_start)
+        rows, computed, num_new, budget = self._continue_rows(live, len(forks), may_start=may_start)
         if guesses:
             guesses, num_guessed = self._fit_guesses(guesses, rows, num_new, budget.num_tokens)
             num_new, budget.num_tokens = num_new + num_guessed, budget.num_tokens - int(num_guessed.sum())
@@ -84,85 +82,21 @@ class Planner:
         is_swap = running.swapping[rows]
         return rows[~is_swap], rows[is_swap]
 
-    def _go_on(
+    def _continue_rows(
         self, live: IndexArray, num_forks: int, *, may_start: bool
-    ) -> tuple[IndexArray, Int32Array, Int32Array, "_Budget"]:
+    ) -> tuple[IndexArray, Int32Array, Int32Array, Budget]:
         """The live rows that compute in this step; the tokens that each has computed by then, and computes now."""
         running, limits = self._state.running, self._state.limits
         num_drawing = running.num_drawing[live]
         live, num_drawing = choose(running.num_left[live] > num_drawing, live, num_drawing)
         computed = running.num_computed[live] + running.num_computing[live]
         remaining = running.num_tokens[live] + num_drawing - computed
-        num_new, budget = self._share_budget(live, computed, remaining, num_forks, may_start=may_start)
+        num_new, budget = share_budget(self._state, live, computed, remaining, num_forks, may_start=may_start)
         if limits.has_states and self._compute_all_granted(live, num_new):
             budget.waits.append(StepWait.FORKS)
         if (running.num_retaining or running.num_groups > 1) and self._hold_back(live, num_new):
             budget.waits.append(StepWait.BLOCKS)
         return *choose(num_new > 0, live, computed, num_new), budget
-
-    def _share_budget(
-        self, live: IndexArray, computed: Int32Array, remaining: Int32Array, num_forks: int, *, may_start: bool
-    ) -> tuple[Int32Array, "_Budget"]:
-        """Tokens to compute for each live row, of those that remain, decodes before prompts; then the budget left over."""
-        limits, running = self._state.limits, self._state.running
-        decodes = (remaining == 1) & (computed >= running.num_prompt[live])
-        num_decodes = int(np.count_nonzero(decodes))
-        has_prompts = num_decodes < len(live)
-        prompts = np.where(decodes, 0, np.minimum(remaining, limits.chunk_size)) if has_prompts else None
-        waits: list[StepWait] = []
-        if limits.client_shares and running.num_clients > 1 and (num_left_out := self._keep_to_shares(live, decodes)):
-            num_decodes -= num_left_out
-            waits.append(StepWait.SHARES)
-        if num_decodes > limits.decode_budget:
-            decodes[self._out_of_turn(decodes)] = False
-            num_decodes = limits.decode_budget
-            waits.append(StepWait.TURNS)
-        num_new, left = decodes.astype(np.int32), limits.token_budget - num_forks - num_decodes
-        budget = _Budget(left, min(limits.prefill_budget, left), waits)
-        if has_prompts or may_start:
-            budget.room = self._prompt_room(live[decodes])
-        if prompts is not None:
-            num_new += self._share_prompts(live, prompts, budget)
-        return num_new, budget
-
-    def _share_prompts(self, live: IndexArray, prompts: Int32Array, budget: "_Budget") -> Int32Array:
-        """What the budget has for these prompt tokens of each row; takes it from there."""
-        if budget.room is not None:
-            for at in np.flatnonzero(prompts).tolist():
-                prompts[at] = budget.take_room(self._state.running.client_of(live[at]), int(prompts[at]))
-        before = np.cumsum(prompts) - prompts
-        prompts = np.clip(budget.num_prompt_tokens - before, 0, prompts).astype(np.int32)
-        num_prompt = int(prompts.sum())
-        budget.num_tokens -= num_prompt
-        budget.num_prompt_tokens -= num_prompt
-        return prompts
-
-    def _prompt_room(self, decoding: IndexArray) -> PromptRoom | None:
-        """The room for prompts beside the decodes of these rows; None: for all."""
-        state = self._state
-        if not state.limits.client_shares or not len(decoding):
-            return None
-        decode_seconds = state.decode_costs.seconds_of(len(decoding))
-        return (
-            None
-            if decode_seconds is None
-            else PromptRoom(state.prompt_shares, decode_seconds, state.running.clients_of(decoding))
-        )
-
-    def _keep_to_shares(self, live: IndexArray, decodes: npt.NDArray[np.bool_]) -> int:
-        """Take those off that wait for other clients' sequences. Returns how many these are."""
-        state = self._state
-        if (fixed := state.decode_costs.fixed_sequences) is None:
-            return 0
-        at = np.flatnonzero(decodes)
-        waiting = at[out_of_share(state.running.clients[live[at]], fixed, state.num_plans)]
-        decodes[waiting] = False
-        return len(waiting)
-
-    def _out_of_turn(self, decodes: npt.NDArray[np.bool_]) -> IndexArray:
-        """The decodes that have to wait when there are too many. Each step, the turn advances by the number that may run."""
-        at, budget = np.flatnonzero(decodes), self._state.limits.decode_budget
-        return np.roll(at, -budget * self._state.num_plans % len(at))[budget:]
 
     def _fit_guesses(
         self, guesses: Mapping[int, Int32Array], rows: IndexArray, num_new: Int32Array, budget: int
@@ -230,7 +164,7 @@ class Planner:
         return state.headroom.allows_starts(state.limits.num_granted(state.running.num_blocks[rows], lens) + num_forks)
 
     def _plan_starts(
-        self, budget: "_Budget", num_free_rows: int, promised: Counter[Request], most: int
+        self, budget: Budget, num_free_rows: int, promised: Counter[Request], most: int
     ) -> tuple[dict[Sequence, int], list[Sequence]]:
         """The waiting sequences that may start, with the most new tokens of each, and those that may be swapped in; at most so
         many.
@@ -329,23 +263,6 @@ class Planner:
             "released": tuple(running.at(ended)),
             "swapped_out": tuple(running.at(swapped)),
         }
-
-
-@dataclass(slots=True)
-class _Budget:
-    """Tokens that a step may compute yet. room: for the prompts of each client; None: there is room for all."""
-
-    num_tokens: int
-    num_prompt_tokens: int  # at most, of these
-    waits: list[StepWait]  # of what gets nothing
-    room: PromptRoom | None = None
-
-    def take_room(self, client: str, num_tokens: int) -> int:
-        """As PromptRoom.take."""
-        taken = num_tokens if self.room is None else self.room.take(client, num_tokens)
-        if not taken and StepWait.SHARES not in self.waits:
-            self.waits.append(StepWait.SHARES)
-        return taken
 
 
 def _columns_of_starts(starts: Mapping[Sequence, int], swapped_in: list[Sequence]) -> dict[str, Any]:

@@ -10,9 +10,9 @@ transfer failed, the sequence is computed again. Pure.
 from ..values.request import Sequence, SequenceState
 from .forks import Forks
 from .plan import Plan, StepAnswer
-from .state.preemption_cost import Victim
-from .state.scheduler_state import SchedulerState
-from .state.transitions import move_to
+from .preemption_cost import Victim
+from .scheduler_state import SchedulerState
+from .transitions import move_to
 from .work import Task
 
 _OK = 1  # ItemResult of the protocol
@@ -40,7 +40,7 @@ class Preemptor:
         return [sequence for sequence in running if sequence not in resting] + resting
 
     def preempt(self, victim: Sequence) -> bool:
-        """The sequence computes no more; the next step takes its blocks. Answers whether it is swapped out."""
+        """The sequence computes no more; the next step takes its blocks. Returns whether it is swapped out."""
         state, running, row = self._state, self._state.running, victim.row
         assert row is not None
         victim.request.num_preemptions += 1

@@ -4,8 +4,16 @@ num_computed chases num_tokens: a running sequence computes tokens [num_computed
 one token while the sequence decodes, or everything again after a preemption; there are no phases. Continuations of one prompt
 wait unforked, get their first tokens from the prompt's logits, and are forked once the prompt is committed.
 
-The facade of the folder: it holds the parts over one SchedulerState, and takes arrivals, ends and new sessions. One turn is
-schedule, apply, advance. Pure: values in, values out; no clock, no wire. All calls come from the task that drives the steps.
+The facade of the folder: it holds the parts over one SchedulerState, and takes arrivals, ends and new sessions. One step is:
+
+    schedule    decide: what ended leaves, forks follow their parents, running rows share the budget, decodes before prompts,
+                and what is left goes to waiting sequences in their order. Nothing has changed yet.
+    find_wait   whether the step before has to be advanced first.
+    apply       commit, as the cache service decided, and in its order: commits, releases and forks, reservations, swaps, loads
+                and starts. Where blocks are short, one sequence gives its own back. What was granted becomes the batch.
+    advance     append the tokens that were drawn.
+
+Pure: values in, values out; no clock, no wire. All calls come from the task that drives the steps.
 """
 
 from collections import Counter
@@ -16,19 +24,17 @@ from ..values.beam_values import Branch
 from ..values.request import HeldTokens, Int32Array, Request, Sequence, SequenceState, TakenBlocks
 from ..values.step_wait import StepWait
 from .apply_answer import AnswerApplier
-from .beam_forks import BeamForks
 from .drawn_tokens import DrawnTokens
-from .forks import Forks
+from .forks import BeamForks, Forks
+from .limits import Limits
 from .plan import Plan, StepAnswer
 from .planner import NO_GUESSES, Planner
 from .preemption import Preemptor
-from .state.headroom import Headroom
-from .state.limits import Limits
-from .state.preemption_cost import Costs, Moved
-from .state.running import RunningSequences
-from .state.scheduler_state import SchedulerState
-from .state.transitions import move_to
-from .state.waiting import WaitingSequences
+from .preemption_cost import Moved
+from .running import RunningSequences
+from .scheduler_state import SchedulerState
+from .transitions import move_to
+from .waiting import WaitingSequences
 from .work import NewTokens, Work
 
 NO_BLOCKS: Mapping[int, TakenBlocks] = MappingProxyType({})
@@ -63,7 +69,7 @@ class Scheduler:
     # -- one step
 
     def schedule(self, now: float, guesses: Mapping[int, Int32Array] = NO_GUESSES) -> Plan:
-        """Plan a step, see Planner. If no sequence could go on, a resting list of a beam search gives its blocks back first."""
+        """Plan a step, see Planner. If no sequence could continue, a resting list of a search gives its blocks back first."""
         plan = self.planner.plan(now, guesses)
         if self.beam_forks.stands_still(plan):
             self.preemptor.preempt(self.state.resting()[-1])
@@ -75,7 +81,7 @@ class Scheduler:
         return self.applier.find_wait(plan, answer)
 
     def apply(self, plan: Plan, answer: StepAnswer) -> Work:
-        """Apply the cache service's decisions. Answers the work that can be computed now."""
+        """Apply the cache service's decisions. Returns the work that can be computed now."""
         return self.applier.apply(plan, answer)
 
     def histories(self, work: Work) -> list[Int32Array]:
@@ -83,7 +89,7 @@ class Scheduler:
         return self.drawn_tokens.histories(work)
 
     def advance(self, work: Work, drawn: Int32Array) -> NewTokens:
-        """The work is done and drew these tokens. Answers the new tokens of each of work.sampled, see DrawnTokens."""
+        """The work is done and drew these tokens. Returns the new tokens of each of work.sampled, see DrawnTokens."""
         return self.drawn_tokens.append(work, drawn)
 
     def fail(self, work: Work) -> list[Sequence]:
@@ -144,7 +150,7 @@ class Scheduler:
         """Take a request out of the queue and of the steps, with the tokens that it has; what is computed now is dropped.
 
         The next step commits what was computed, and releases it. keeps_blocks: but for running sequences, until let_go; not in
-        a pool with states, which no other session takes. Answers these.
+        a pool with states, which no other session takes. Returns these.
         """
         held, kept, running = [], [], self.state.running
         keeps_blocks = keeps_blocks and not request.unforked and not self.state.limits.has_states
@@ -198,7 +204,7 @@ class Scheduler:
         self.preemptor.give_up_loads()
 
     def reset(self, limits: Limits) -> list[Request]:
-        """A new session: every live sequence starts again with its tokens. Answers the requests that can never fit the pool."""
+        """A new session: every live sequence starts again with its tokens. Returns the requests that can never fit the pool."""
         state = self.state
         running, waiting = state.running, state.waiting
         for sequence in running.at(running.order):
@@ -235,31 +241,6 @@ class Scheduler:
     @property
     def waiting(self) -> WaitingSequences:
         return self.state.waiting
-
-    @property
-    def loading(self) -> Mapping[int, Sequence]:
-        """By sequence id, the sequences whose blocks the cache service loads from the host tier."""
-        return self.state.loading
-
-    @property
-    def headroom(self) -> Headroom:
-        return self.state.headroom
-
-    @property
-    def costs(self) -> Costs:
-        return self.state.costs
-
-    @property
-    def num_preemptions(self) -> int:
-        return self.state.num_preemptions
-
-    @property
-    def num_swapped_out(self) -> int:
-        return self.state.num_swapped_out
-
-    def num_waiting_of(self, client: str) -> int:
-        """Of the waiting sequences, those of one client."""
-        return self.state.waiting.num_of[client]
 
     @property
     def num_waiting(self) -> int:

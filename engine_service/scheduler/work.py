@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ..values.batch import Batch
 from ..values.request import Int32Array, Sequence
-from .state.running import IndexArray, Int64Array
+from .running import IndexArray, Int64Array
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import structlog
 
-from ..scheduler.state.running import RunningSequences
+from ..scheduler.running import RunningSequences
 from ..scheduler.work import NewTokens, Work
 from ..values.request import Int32Array, Sequence
 from .guess_control import LookAhead, Switch, look_up

@@ -172,7 +172,7 @@ async def test_preemptions(world: Services, lessons: Lessons) -> None:
     pupil = await open_class(world, lessons, await world.cache_client(), chunk_size=7)
     await pupil.teach([5, 6, 7, 8], n=2)
     assert pupil.worst <= lessons.reference.bound
-    assert pupil.scheduler.num_preemptions > 0
+    assert pupil.scheduler.state.num_preemptions > 0
 
 
 async def test_a_second_engine_hits_and_its_logits_are_the_same(world: Services, lessons: Lessons) -> None:

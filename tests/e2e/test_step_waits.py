@@ -40,10 +40,10 @@ async def test_plain_steps_wait_for_nothing_and_the_metric_names_all_causes(worl
     assert waits(running) == set()
     await generate(await world.client(running), [1, 2, 3], 20, n=3)
     assert running.metrics is not None
-    told = await scrape_labels(running.metrics.address, "kvkeeper_engine_step_waits_total", "reason")
-    assert told.keys() == {wait.value for wait in StepWait}
-    assert told == {wait.value: running.engine.stats.num_waits[wait] for wait in StepWait}
-    assert told["copies"] == 1, "two of three continuations leave the block in which their prompt ends"
+    counts = await scrape_labels(running.metrics.address, "kvkeeper_engine_step_waits_total", "reason")
+    assert counts.keys() == {wait.value for wait in StepWait}
+    assert counts == {wait.value: running.engine.stats.num_waits[wait] for wait in StepWait}
+    assert counts["copies"] == 1, "two of three continuations leave the block in which their prompt ends"
 
 
 async def test_without_overlap_each_step_waits(world: Services) -> None:

@@ -1,6 +1,7 @@
 """Preemption by swap through both services: a pool too small for the load, and a host tier for swapped sequences."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -59,9 +60,9 @@ async def test_the_iterations_name_the_sequences_swapped_out_and_in(world: Servi
     client = await world.client(world.engines[0])
     finish, plans = engine._finish, []
 
-    async def note(memory: KvMemory) -> None:
+    async def note(memory: KvMemory, *step: Any) -> None:
         before = engine.last_iteration
-        await finish(memory)
+        await finish(memory, *step)
         if engine.last_iteration is not before and engine.last_iteration is not None:
             plans.append(iteration_plan(engine.last_iteration))
 
@@ -109,8 +110,8 @@ async def test_a_request_that_ends_while_it_is_swapped_out_holds_nothing(world: 
     client = await world.client(world.engines[0])
     finish, ended = engine._finish, []
 
-    async def end_one(memory: KvMemory) -> None:
-        await finish(memory)
+    async def end_one(memory: KvMemory, *step: Any) -> None:
+        await finish(memory, *step)
         for sequence in engine.scheduler.waiting.sequences:
             if sequence.state is SequenceState.SWAPPED and not ended:
                 ended.append(sequence.request.prompt.tolist())

@@ -95,8 +95,8 @@ class EngineCrowd:
         stats = self.manager.queries.stats()
         assert stats.num_claimed_blocks == stats.num_held_host_blocks == stats.num_transfer_blocks == 0
         self.counts.num_refused_starts = stats.num_refused_starts
-        self.counts.num_preemptions = sum(world.scheduler.num_preemptions for world in self.worlds)
-        self.counts.num_swapped_out = sum(world.scheduler.num_swapped_out for world in self.worlds)
+        self.counts.num_preemptions = sum(world.scheduler.state.num_preemptions for world in self.worlds)
+        self.counts.num_swapped_out = sum(world.scheduler.state.num_swapped_out for world in self.worlds)
         return self.counts
 
     def _step(self, number: int) -> None:

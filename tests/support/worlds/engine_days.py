@@ -181,7 +181,7 @@ class EngineDays:
             world.cache.report()
             assert not world.cache.sequences
             self.counts.num_preemptions += sum(request.num_preemptions for request in world.requests)
-            self.counts.num_swapped_out = sum(other.scheduler.num_swapped_out for other in self.worlds)
+            self.counts.num_swapped_out = sum(other.scheduler.state.num_swapped_out for other in self.worlds)
             world.forget()
         stats = self.manager.queries.stats()
         assert stats.num_claimed_blocks == 0

@@ -16,11 +16,11 @@ from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.step_columns import StepBatch
 from kvkeeper.cache_service.core.values.types import NO_INT32, NO_INT64
 from kvkeeper.cache_service.tiny_cache import OutOfSequences
+from kvkeeper.engine_service.scheduler.limits import Limits
 from kvkeeper.engine_service.scheduler.plan import Plan
+from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
-from kvkeeper.engine_service.scheduler.state.limits import Limits
-from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
-from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.waiting import WaitingSequences
 from kvkeeper.engine_service.scheduler.work import Work
 from kvkeeper.engine_service.values.read_span import WHOLE, ReadSpan
 from kvkeeper.engine_service.values.request import Request, Sequence, SequenceState

@@ -17,8 +17,8 @@ from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_
 from kvkeeper.engine_service.compute.step_compute import Launched, StepCompute, StepRows
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.ranks.ranked_runner import RankedRunner
+from kvkeeper.engine_service.scheduler.limits import Limits
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
-from kvkeeper.engine_service.scheduler.state.limits import Limits
 from kvkeeper.engine_service.values.errors import DeviceLost
 from kvkeeper.engine_service.values.request import Request
 from kvkeeper.engine_service.values.sampling_params import LIKELIEST, SamplingParams, SamplingRow

@@ -16,7 +16,7 @@ from kvkeeper.engine_service.movement.movement import Movement
 from kvkeeper.engine_service.movement.states import TRANSITIONS, MoveState
 from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.engine_service.outputs.stopping import StopRules
-from kvkeeper.engine_service.scheduler.state.limits import Limits
+from kvkeeper.engine_service.scheduler.limits import Limits
 from kvkeeper.engine_service.values.errors import Draining, RequestMoved
 from kvkeeper.engine_service.values.request import Request, TakenBlocks
 from kvkeeper.engine_service.values.sampling_params import GREEDY

@@ -5,8 +5,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions
-from kvkeeper.engine_service.scheduler.state.fair_share import NEW_TOKEN_WEIGHT, FairShare
-from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.fair_share import NEW_TOKEN_WEIGHT, FairShare
+from kvkeeper.engine_service.scheduler.waiting import WaitingSequences
 from kvkeeper.engine_service.values.request import RequestState, SequenceState
 from tests.support.slices import scaled
 from tests.support.worlds.beam_world import BeamWorld
@@ -32,7 +32,7 @@ def test_lists_are_those_of_a_search_in_one_place(num_beams: int, block_size: in
     requests = [world.submit_search(PROMPT[:length], 9, BeamOptions(num_beams), num_beams) for length in (1, 3, 4, 5)]
     world.submit(make_request(PROMPT, 9, n=2))
     check(world)
-    assert world.scheduler.num_preemptions == 0
+    assert world.scheduler.state.num_preemptions == 0
     if num_beams > 1 and block_size > 1:
         assert all(request.num_copied_blocks > 0 for request in requests), "lists part within a block"
     if block_size == 1:
@@ -106,7 +106,7 @@ def test_two_searches_in_rows_for_one_do_not_wait_for_each_other() -> None:
     assert first.state is RequestState.RUNNING
     assert {second.state, plain.state} == {RequestState.PENDING}, "the rows of the first are promised, and none overtakes"
     check(world)
-    assert world.scheduler.num_preemptions == 0
+    assert world.scheduler.state.num_preemptions == 0
 
 
 @pytest.mark.parametrize("max_sequences", [3, 4, 5, 6])

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions
-from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
+from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
 from tests.support.worlds.beam_world import BeamWorld
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import make_request
@@ -58,7 +58,7 @@ def test_any_mix_gives_what_each_gives_alone() -> None:
         world.check_searches()
         happened["searches"] += len(world.searches)
         happened["preempted"] += sum(request.num_preemptions for request in world.searches)
-        happened["swapped out"] += world.scheduler.num_swapped_out
+        happened["swapped out"] += world.scheduler.state.num_swapped_out
         happened["failed"] += world.num_failed
         happened["cleared"] += world.num_cleared
         happened["cancelled"] += len(world.cancelled)

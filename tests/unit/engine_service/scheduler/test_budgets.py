@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from kvkeeper.engine_service.rpc.admission import connection_of
-from kvkeeper.engine_service.scheduler.state.fair_share import FairShare
-from kvkeeper.engine_service.scheduler.state.preemption_cost import Moved
-from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.fair_share import FairShare
+from kvkeeper.engine_service.scheduler.preemption_cost import Moved
+from kvkeeper.engine_service.scheduler.waiting import WaitingSequences
 from tests.support.worlds.scheduler_world import World, make_request
 
 pytestmark = pytest.mark.usefixtures("each_cache")
@@ -99,7 +99,7 @@ def test_rows_of_clients_that_have_ended_are_forgotten() -> None:
     for place in range(40):
         world.submit(make_request([1, place % 3, place], 2, client=str(place), look_up=False))
     world.run()
-    assert world.scheduler.state.running.num_clients == 0
+    assert world.scheduler.running.num_clients == 0
 
 
 def test_prompts_of_a_client_leave_another_clients_decodes_half_of_the_time_and_all_end() -> None:

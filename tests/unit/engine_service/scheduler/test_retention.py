@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeeper.engine_service.scheduler.state.limits import Limits
-from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
+from kvkeeper.engine_service.scheduler.limits import Limits
+from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
 from kvkeeper.engine_service.values.retention import Retention
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request, tiered
@@ -63,7 +63,7 @@ def test_a_long_prompt_preempts_none_for_blocks_that_come_back_at_once() -> None
     world.submit(make_request([place % 3 for place in range(300)], 10, retention=Retention(4, 8)))
     world.run()
     world.check_outputs()
-    assert world.scheduler.num_preemptions == 0
+    assert world.scheduler.state.num_preemptions == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -77,7 +77,7 @@ def test_what_is_swapped_out_takes_no_more_than_it_holds(overlap: bool) -> None:
     world.submit(make_request([1] * 5, 35, priority=1))
     world.run()
     world.check_outputs()
-    assert (long.num_preemptions, world.scheduler.num_swapped_out) == (1, 1)
+    assert (long.num_preemptions, world.scheduler.state.num_swapped_out) == (1, 1)
     assert max(world.computed.values()) == 1
 
 
@@ -89,7 +89,7 @@ def test_what_is_preempted_is_computed_again_as_it_was(overlap: bool) -> None:
         world.submit(make_request([place] * 9, 40, retention=kept))
     world.run()
     world.check_outputs()
-    assert world.scheduler.num_preemptions > 0
+    assert world.scheduler.state.num_preemptions > 0
     assert max(world.computed.values()) > 1
 
 

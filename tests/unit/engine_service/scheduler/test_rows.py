@@ -1,6 +1,6 @@
 """Rows: however many sequences come back through the host tier at once, no more of them than there are rows start."""
 
-from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
+from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
 from tests.support.worlds.scheduler_world import make_request, tiered
 
 
@@ -13,7 +13,7 @@ def test_continuations_that_come_back_together_take_one_row_each() -> None:
             world.submit(make_request([place % 3, 1, 2], 8, n=3))
         while world.busy:
             world.step()
-            loading = list(world.scheduler.loading.values())
+            loading = list(world.scheduler.state.loading.values())
             num_most_loading = max(num_most_loading, len(loading))
             assert all(count >= 0 for count in world.scheduler.planner.promised_rows().values())
         world.run()

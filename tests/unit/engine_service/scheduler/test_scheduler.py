@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeeper.engine_service.scheduler.state.fair_share import FairShare
-from kvkeeper.engine_service.scheduler.state.policies import POLICY_NAMES, make_ordering
-from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.fair_share import FairShare
+from kvkeeper.engine_service.scheduler.policies import POLICY_NAMES, make_ordering
+from kvkeeper.engine_service.scheduler.waiting import WaitingSequences
 from kvkeeper.engine_service.values.request import RequestState, SequenceState
 from tests.support.slices import scaled
 from tests.support.worlds.core_cache import CoreCache
@@ -320,9 +320,9 @@ def test_any_arrivals_in_any_pool_end_with_the_right_tokens(
             assert output == expected[: len(output)]
             assert output == expected or request in world.cancelled
     roomy = min(max_running, token_budget) >= 32 and max_sequences == 64
-    if roomy and not refused_forks and not world.scheduler.num_preemptions:
+    if roomy and not refused_forks and not world.scheduler.state.num_preemptions:
         prompt_keys = [key for key in world.computed if key[2] < len(world.requests[key[0]].prompt)]
         assert all(continuation == 0 for _, continuation, _ in prompt_keys), "the prompt belongs to the first"
         assert all(world.computed[key] == 1 for key in prompt_keys)
     if max_running == 1:
-        assert not world.scheduler.num_preemptions
+        assert not world.scheduler.state.num_preemptions

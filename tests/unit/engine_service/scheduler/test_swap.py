@@ -8,7 +8,7 @@ import pytest
 
 from kvkeeper.cache_service.core.values.step_columns import StepReply
 from kvkeeper.engine_service.scheduler.plan import Plan
-from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
+from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
 from kvkeeper.engine_service.values.request import Request, RequestState, SequenceState
 from tests.support.worlds.scheduler_world import World, make_request, tiered
 
@@ -36,7 +36,7 @@ def test_it_goes_on_from_the_token_that_it_was_at(length: int, overlap: bool) ->
     world.run()
     world.check_outputs()
     assert (old.num_preemptions, young.num_preemptions) == (0, 1), "equals do not take turns"
-    assert world.scheduler.num_swapped_out == 1
+    assert world.scheduler.state.num_swapped_out == 1
     assert world.num_moved > 0
     assert max(world.computed.values()) == 1, "nothing is computed twice"
 
@@ -100,7 +100,7 @@ def test_without_room_in_the_host_tier_it_is_computed_again(num_host_blocks: int
         preempted += world.step().changes.preempted
     world.check_outputs()
     assert preempted == [young.sequences[0]]
-    assert (young.num_preemptions, world.scheduler.num_preemptions, world.scheduler.num_swapped_out) == (1, 1, 0)
+    assert (young.num_preemptions, world.scheduler.state.num_preemptions, world.scheduler.state.num_swapped_out) == (1, 1, 0)
     assert max(world.computed.values()) == 2
 
 
@@ -192,7 +192,7 @@ def test_an_id_is_never_used_twice() -> None:
     world.cancel(swapped[0])
     world.run()
     world.check_outputs()
-    assert world.scheduler.num_swapped_out > 1
+    assert world.scheduler.state.num_swapped_out > 1
     assert ids.count(kept) == 1
     assert len(set(ids)) == len(ids)
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions
-from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
+from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
 from kvkeeper.engine_service.scheduler.work import Work
 from kvkeeper.engine_service.values.retention import Retention
 from tests.support.worlds.beam_world import BeamWorld
@@ -26,7 +26,7 @@ def mixed(dice: random.Random, max_step_items: int = 256) -> World:
     way = dice.choice(list(Preemption))
     ahead = overlap and sizes[0] % 2 == 0
     world = tiered(*sizes, chunk_size=chunk_size, overlap=overlap, ahead=ahead, preemption=way, max_step_items=max_step_items)
-    world.scheduler.costs.compute.note(10, dice.choice([1, 10]))
+    world.scheduler.state.costs.compute.note(10, dice.choice([1, 10]))
     share = dice.choice([0, 0, 0.1])
     world.fails = lambda order_id, kind: dice.random() < share
     how_often = dice.choice([0, 0, 0.1, 0.5])
@@ -66,7 +66,7 @@ def test_any_mix_ends_with_the_right_tokens() -> None:
         world.run()
         world.check_outputs()
         assert world.cache.manager.queries.stats().num_held_host_blocks == 0, seed
-        happened["out"] += world.scheduler.num_swapped_out
+        happened["out"] += world.scheduler.state.num_swapped_out
         happened["failed"] += world.num_failed
         happened["cancelled"] += len(world.cancelled)
         happened["cleared"] += world.num_cleared
@@ -109,5 +109,5 @@ def test_searches_beside_others_find_what_they_would_alone() -> None:
         world.run()
         world.check_searches()
         assert world.cache.manager.queries.stats().num_held_host_blocks == 0, seed
-        num_swapped_out += world.scheduler.num_swapped_out
+        num_swapped_out += world.scheduler.state.num_swapped_out
     assert num_swapped_out > 10

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from kvkeeper.engine_service.scheduler.limits import Limits
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
-from kvkeeper.engine_service.scheduler.state.limits import Limits
 from kvkeeper.engine_service.values.request import HeldTokens, Request, SequenceState, TakenBlocks
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request

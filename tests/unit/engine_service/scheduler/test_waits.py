@@ -3,7 +3,7 @@
 import pytest
 
 from kvkeeper.engine_service.scheduler.plan import Plan
-from kvkeeper.engine_service.scheduler.state.preemption_cost import Moved
+from kvkeeper.engine_service.scheduler.preemption_cost import Moved
 from kvkeeper.engine_service.values.request import Request
 from kvkeeper.engine_service.values.step_wait import StepWait
 from tests.support.worlds.scheduler_world import World, make_request, tiered
@@ -79,7 +79,7 @@ def test_transfers() -> None:
     submit(waits.world, 4)
     waits.run()
     assert StepWait.TRANSFERS in waits.before_start
-    assert waits.world.scheduler.num_swapped_out
+    assert waits.world.scheduler.state.num_swapped_out
 
 
 def test_turns() -> None:

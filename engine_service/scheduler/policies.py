@@ -10,7 +10,7 @@ Ordering is what a queue asks: one policy for good, or Adaptive's choice, which 
 from math import floor
 from typing import Protocol
 
-from ...values.request import Sequence
+from ..values.request import Sequence
 
 POLICY_NAMES = ("fcfs", "sjf", "priority", "adaptive")
 

@@ -10,7 +10,7 @@ waiting sequences, neither gets further ahead of the other than by the tokens th
 from collections.abc import Callable
 from operator import attrgetter
 
-from ...values.request import Request
+from ..values.request import Request
 
 NEW_TOKEN_WEIGHT = 2
 _FEW = 64

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvkeeper.engine_service.scheduler.state.client_shares import DecodeCosts, equal_shares, most_decodes, out_of_share
+from kvkeeper.engine_service.scheduler.client_shares import DecodeCosts, equal_shares, most_decodes, out_of_share
 
 
 def costs(fixed_s: float, each_s: float, sizes: list[int]) -> DecodeCosts:

@@ -4,12 +4,11 @@ Owns running rows, waiting, entering, loading and unforked sequences, the pool's
 of preemption, and the counters. Each part changes what its own verbs are about. Pure.
 """
 
-from ...values.request import Int32Array, Sequence, TakenBlocks
-from .client_shares import DecodeCosts
+from ..values.request import Int32Array, Sequence, TakenBlocks
+from .client_shares import DecodeCosts, PromptShares
 from .headroom import Headroom
 from .limits import Limits
 from .preemption_cost import Costs
-from .prompt_shares import PromptShares
 from .running import RunningSequences
 from .waiting import WaitingSequences
 

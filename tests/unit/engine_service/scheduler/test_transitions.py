@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-import kvkeeper.engine_service.scheduler.state.transitions as transitions
+import kvkeeper.engine_service.scheduler.transitions as transitions
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions
-from kvkeeper.engine_service.scheduler.state.preemption_cost import Preemption
+from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
 from kvkeeper.engine_service.values.request import Sequence, SequenceState
 from tests.support.worlds.beam_world import BeamWorld
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request
 
 NUM_SEEDS = 40
-PACKAGE = Path(transitions.__file__).parents[2]
+PACKAGE = Path(transitions.__file__).parents[1]
 
 
 class Noted(dict[tuple[SequenceState, SequenceState], str]):

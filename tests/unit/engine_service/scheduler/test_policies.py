@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from kvkeeper.engine_service.scheduler.state.policies import MOST_JOB_SECONDS, POLICY_NAMES, Adaptive, make_ordering
-from kvkeeper.engine_service.scheduler.state.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.policies import MOST_JOB_SECONDS, POLICY_NAMES, Adaptive, make_ordering
+from kvkeeper.engine_service.scheduler.waiting import WaitingSequences
 from kvkeeper.engine_service.values.request import Request
 from tests.support.worlds.scheduler_world import World, make_request
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvkeeper.engine_service.scheduler.state.headroom import CRITICAL, Headroom
+from kvkeeper.engine_service.scheduler.headroom import CRITICAL, Headroom
 from kvkeeper.engine_service.values.request import Request, Sequence
 from tests.support.worlds.scheduler_world import make_request, tiered
 
@@ -73,9 +73,9 @@ def test_in_the_third_answer_after_it_the_blocks_of_a_swap_out_have_come(overlap
     world = tiered(num_blocks=9, block_size=2, overlap=overlap)
     first = world.submit(make_request([1, 2, 0], 12, look_up=False))
     world.submit(make_request([2, 1, 0], 12, look_up=False))
-    while not world.scheduler.num_swapped_out and world.scheduler.num_preemptions == 0:
+    while not world.scheduler.state.num_swapped_out and world.scheduler.state.num_preemptions == 0:
         world.step()
-    headroom = world.scheduler.headroom
+    headroom = world.scheduler.state.headroom
     assert len(headroom._coming) == 1
     num_answers = 0
     while headroom._coming:

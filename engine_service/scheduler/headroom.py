@@ -13,25 +13,12 @@ Rules:
 """
 
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
 
-from ...values.request import Sequence
+from ..values.request import Sequence
+from .plan import StepAnswer
 
 CRITICAL = 1000  # a sequence of this priority is not preempted for others
 _NUM_ANSWERS = 3  # after which the blocks of a swap-out show: one has the orders, one comes while they run, one says so
-
-
-class BlockCounts(Protocol):
-    """A step's answer, as far as it is about the pool's blocks."""
-
-    @property
-    def num_free(self) -> int: ...
-    @property
-    def num_evictable(self) -> int: ...
-    @property
-    def num_fenced(self) -> int: ...
-    @property
-    def num_reclaim_hint(self) -> int: ...
 
 
 class Headroom:
@@ -68,7 +55,7 @@ class Headroom:
 
     # -- noted when a step is answered
 
-    def note_answer(self, answer: BlockCounts) -> None:
+    def note_answer(self, answer: StepAnswer) -> None:
         self._num_available = answer.num_free + answer.num_evictable + answer.num_fenced
         self._num_answers += 1
         if self._coming:
@@ -97,7 +84,7 @@ class Headroom:
         """All running sequences got the blocks that they asked for."""
         self._waited_for_fences = False
 
-    def choose_victim(self, running: SequenceOf[Sequence], answer: BlockCounts, *, is_stuck: bool) -> Sequence | None:
+    def choose_victim(self, running: SequenceOf[Sequence], answer: StepAnswer, *, is_stuck: bool) -> Sequence | None:
         """The sequence that gives its blocks back, after a refusal or for the oldest claim of another engine; None: none does.
 
         running: in order of importance; the last one gives way.

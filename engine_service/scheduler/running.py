@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvkeeper.common.rows import untouched
 
-from ...values.request import Int32Array, Sequence
+from ..values.request import Int32Array, Sequence
 
 T = TypeVar("T", bound=np.integer)
 IndexArray = npt.NDArray[np.intp]

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from kvkeeper.engine_service.scheduler.state.prompt_shares import PromptRoom, PromptShares
+from kvkeeper.engine_service.scheduler.client_shares import PromptRoom, PromptShares
 
 DECODE_S = 2.0**-7  # exact, so that debts are paid to the last bit
 

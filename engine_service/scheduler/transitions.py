@@ -5,7 +5,7 @@ is started over also ENDED, where it had ended before. A new session starts ever
 lives again, because its cache service knows no sequence of the one before. ENDED is final. Pure.
 """
 
-from ...values.request import Sequence, SequenceState
+from ..values.request import Sequence, SequenceState
 
 _S = SequenceState
 

@@ -5,9 +5,9 @@ from math import lcm
 
 import numpy as np
 
-from ...values.read_span import WHOLE, ReadSpan
-from ...values.request import Int32Array
-from ...values.retention import Retention
+from ..values.read_span import WHOLE, ReadSpan
+from ..values.request import Int32Array
+from ..values.retention import Retention
 from .preemption_cost import Preemption
 
 
