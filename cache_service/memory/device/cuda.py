@@ -1,7 +1,7 @@
 """CudaArena: the memory of one pool on a CUDA device, an allocation of its own that other processes open by its handle.
 
 Owns the allocation. The cache service runs no kernels and holds no torch: beside the arena, it costs one context on the device.
-Such memory ends with the service; what outlives it is held_arena.py.
+Such memory ends with the service; what outlives it is held_memory.py.
 
 Not yet run on a device.
 """
