@@ -31,6 +31,16 @@ def require_index(op: str, argument: str, tensor: torch.Tensor, num_dims: int) -
     require(fits, op, argument, problem, num_dims, tensor.dtype, tensor.shape)
 
 
+def require_arena(op: str, arena_bytes: torch.Tensor, block_bytes: int) -> None:
+    """Raise unless `arena_bytes` is contiguous uint8 of one dimension, and a whole number of blocks, at least one."""
+    flat = arena_bytes.dtype is torch.uint8 and arena_bytes.dim() == 1 and arena_bytes.is_contiguous()
+    problem = "must be contiguous uint8 of one dimension, is {} {}"
+    require(flat, op, "arena_bytes", problem, arena_bytes.dtype, arena_bytes.shape)
+    num_bytes = arena_bytes.numel()
+    whole = num_bytes > 0 and num_bytes % block_bytes == 0
+    require(whole, op, "arena_bytes", "must be whole blocks of {} bytes, has {}", block_bytes, num_bytes)
+
+
 def require_kv_layer(op: str, kv_layer: torch.Tensor) -> None:
     """Raise unless `kv_layer` is a layer's view [num_blocks, 2, block_size, num_kv_heads, head_dim] of an arena.
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from .checks import require
+from .checks import require, require_arena
 
 NULL_BLOCK_ID: Final = 0
 
@@ -60,10 +60,5 @@ class KvLayout:
         Raises:
             KernelArgumentError: another dtype, not contiguous, or not a whole number of blocks.
         """
-        op, argument, num_bytes = "KvLayout.view", "arena_bytes", arena_bytes.numel()
-        flat = arena_bytes.dtype is torch.uint8 and arena_bytes.dim() == 1 and arena_bytes.is_contiguous()
-        problem = "must be contiguous uint8 of one dimension, is {} {}"
-        require(flat, op, argument, problem, arena_bytes.dtype, arena_bytes.shape)
-        whole = num_bytes > 0 and num_bytes % self.block_bytes == 0
-        require(whole, op, argument, "must be whole blocks of {} bytes, has {}", self.block_bytes, num_bytes)
+        require_arena("KvLayout.view", arena_bytes, self.block_bytes)
         return arena_bytes.view(self.dtype).view(-1, *self.view_shape)

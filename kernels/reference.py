@@ -139,20 +139,20 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Reference of silu_and_mul.silu_and_mul."""
+    """Reference of gates.silu_and_mul."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Reference of gelu_and_mul.gelu_and_mul."""
+    """Reference of gates.gelu_and_mul."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     gelu = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
     return (gelu * up).to(gate_up.dtype)
 
 
 def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """Reference of clamped_swiglu.clamped_swiglu."""
+    """Reference of gates.clamped_swiglu."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(gate_up.dtype)

@@ -2,18 +2,15 @@
 
 The driver maps an allocation once per process, however often its handle is opened, and one close may end the mapping for all
 users (seen and recorded by LMCache). So opens are counted here, and the last close unmaps. A mapping keeps the device memory
-alive, even after the process that allocated it has died. Memory that is handed over by a descriptor is mapped anew each time,
-and needs no count.
+alive, even after the process that allocated it has died.
 """
 
-import os
 import threading
 from dataclasses import dataclass
 
 from kvkeeper.common.cuda.errors import CudaError
-from kvkeeper.common.cuda.handle import ArenaHandle, DescribedArena
+from kvkeeper.common.cuda.handle import ArenaHandle
 from kvkeeper.common.cuda.runtime import CudaRuntime
-from kvkeeper.common.cuda.vmm import VmmDriver
 
 
 @dataclass(slots=True)
@@ -56,36 +53,6 @@ class ImportedArena:
             del _mappings[self._key]
             self._runtime.synchronize(mapping.device)
             self._runtime.close(mapping.device, mapping.base)
-
-
-class MappedArena:
-    """The same by a descriptor: memory that may outlive the process that allocated it. pointer, device: as of ImportedArena."""
-
-    def __init__(self, runtime: CudaRuntime, driver: VmmDriver, arena: DescribedArena, descriptor: int, witness: int) -> None:
-        """descriptor: stays the caller's. witness: a descriptor that is closed here once the memory is unmapped.
-
-        Raises CudaError, with the witness closed, also for a device that this process does not see.
-        """
-        self._runtime, self._driver, self._witness = runtime, driver, witness
-        self.num_bytes, self._mapped_bytes = arena.num_bytes, arena.mapped_bytes
-        try:
-            self.device = device_of(runtime, arena.device_uuid)
-            runtime.synchronize(self.device)  # makes the context that the driver's calls want
-            self.pointer = driver.map(self.device, descriptor, arena.mapped_bytes)
-        except BaseException:
-            os.close(witness)
-            raise
-
-    def close(self) -> None:
-        """Wait for this process's work on the device, then unmap. Idempotent. Raises CudaError."""
-        if self._witness == -1:
-            return
-        witness, self._witness = self._witness, -1
-        try:
-            self._runtime.synchronize(self.device)
-            self._driver.unmap(self.pointer, self._mapped_bytes)
-        finally:
-            os.close(witness)
 
 
 def device_of(runtime: CudaRuntime, uuid: str) -> int:

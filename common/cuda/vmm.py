@@ -1,21 +1,28 @@
-"""VmmDriver: device memory that processes share by file descriptors, CUDA's virtual memory management.
+"""Device memory that processes share by file descriptors, and that outlives its service: CUDA's virtual memory management.
 
-Owns the few calls of libcuda for it, by ctypes, each raising CudaError; only this module knows their structures. Rules: memory
-has a multiple of the driver's granularity; a mapping and a descriptor each keep it alive, also after the process that made it
-has died; a descriptor is only named to the driver, and stays the caller's. The library is loaded with the first call: a machine
-without a GPU does not need it. Tests put another library in its place, with functions of the same C signatures.
+Owns how such an arena is named to another process and mapped there, and the few calls of libcuda for it, by ctypes, each
+raising CudaError. Only this module knows their structures; what else knows of such memory imports this module alone. Rules:
+memory has a multiple of the driver's granularity; a mapping and a descriptor each keep it alive, also after the process that
+made it has died; a descriptor is only named to the driver, and stays the caller's. The library is loaded with the first call:
+a machine without a GPU does not need it. Tests put another library in its place, with functions of the same C signatures.
 
 Not yet run on a device.
 """
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_ushort, c_void_p
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvkeeper.common.cuda.errors import CudaError
+from kvkeeper.common.cuda.handle import parse_counts, parse_uuid
+from kvkeeper.common.cuda.imported import device_of
+from kvkeeper.common.cuda.runtime import CudaRuntime
 
+DESCRIPTOR_KIND = "cuda_vmm"
 _LIBRARY = "libcuda.so.1"
 _PINNED, _ON_DEVICE, _READ_WRITE, _LEAST = 1, 1, 3, 0  # type of memory, of location; access; the smaller granularity
 _DESCRIPTOR = 1  # the type of handle: a POSIX file descriptor
@@ -150,6 +157,66 @@ class VmmDriver:
                     raise CudaError("cuInit", _error_name(library, result))
                 self._library = library
             return self._library
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedArena:
+    """An arena whose descriptor is sent beside the line. It is at the beginning of the memory.
+
+    Attributes:
+        device_uuid: as in ArenaHandle.
+        num_bytes: of the arena.
+        mapped_bytes: of the memory, what is mapped of it.
+    """
+
+    device_uuid: str
+    num_bytes: int
+    mapped_bytes: int
+
+    def as_fields(self) -> dict[str, object]:
+        """The attach socket's line, as values of JSON."""
+        return {"kind": DESCRIPTOR_KIND, **asdict(self)}
+
+
+def described_arena(fields: dict[str, object]) -> DescribedArena:
+    """Raises ValueError for fields that as_fields does not make."""
+    arena = DescribedArena(parse_uuid(fields), *parse_counts(fields, "num_bytes", "mapped_bytes"))
+    if arena.num_bytes > arena.mapped_bytes:
+        raise ValueError("mapped_bytes")
+    return arena
+
+
+class MappedArena:
+    """An arena of another process, by a descriptor: mapped anew each time, so it needs no count of users.
+
+    pointer, device: as of ImportedArena.
+    """
+
+    def __init__(self, runtime: CudaRuntime, driver: VmmDriver, arena: DescribedArena, descriptor: int, witness: int) -> None:
+        """descriptor: stays the caller's. witness: a descriptor that is closed here once the memory is unmapped.
+
+        Raises CudaError, with the witness closed, also for a device that this process does not see.
+        """
+        self._runtime, self._driver, self._witness = runtime, driver, witness
+        self.num_bytes, self._mapped_bytes = arena.num_bytes, arena.mapped_bytes
+        try:
+            self.device = device_of(runtime, arena.device_uuid)
+            runtime.synchronize(self.device)  # makes the context that the driver's calls want
+            self.pointer = driver.map(self.device, descriptor, arena.mapped_bytes)
+        except BaseException:
+            os.close(witness)
+            raise
+
+    def close(self) -> None:
+        """Wait for this process's work on the device, then unmap. Idempotent. Raises CudaError."""
+        if self._witness == -1:
+            return
+        witness, self._witness = self._witness, -1
+        try:
+            self._runtime.synchronize(self.device)
+            self._driver.unmap(self.pointer, self._mapped_bytes)
+        finally:
+            os.close(witness)
 
 
 def _properties(device: int) -> _Properties:

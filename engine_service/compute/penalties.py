@@ -37,7 +37,7 @@ def penalised_logits(logits: torch.Tensor, rows: PenalisedRows, last: LastTokens
     """The same of rows by column."""
     if not len(rows):
         return logits
-    return (_on_host if logits.is_cpu else _on_device)(logits, rows, last)
+    return (_by_walking if compiled.serves(logits) else _by_gathering)(logits, rows, last)
 
 
 def counted_logits(logits: torch.Tensor, counted: Counted, last: LastTokens) -> torch.Tensor:
@@ -56,30 +56,10 @@ def counted_logits(logits: torch.Tensor, counted: Counted, last: LastTokens) -> 
     return penalised if own is logits else logits.index_copy(0, where, penalised)
 
 
-def _on_host(logits: torch.Tensor, rows: PenalisedRows, last: LastTokens | None) -> torch.Tensor:
-    """Without threads, which so little work does not pay for."""
-    logits = torch.from_numpy(logits.numpy().copy())
-    awaited = _awaited_tokens(rows, last)
-    if compiled.serves(logits):
-        compiled_penalise(
-            logits, rows.where, rows.penalties, rows.tokens, rows.which, rows.num_known, rows.num_prompts, awaited
-        )
-        return logits
-    history, lens = rows.histories(), rows.lens
-    ends, is_awaited = np.cumsum(lens), awaited != NOTHING_AWAITED
-    history[ends[is_awaited] - 1] = awaited[is_awaited]
-    owners = np.repeat(np.arange(len(rows)), lens)
-    flat, cells = logits.view(-1).numpy(), history + np.repeat(rows.where * logits.shape[1], lens)
-    repetition, frequency, presence = rows.penalties
-    with np.errstate(all="ignore"):  # rows that are not finite are told elsewhere
-        if (repetition != 1).any():
-            seen, penalty = flat[cells], repetition[owners]
-            flat[cells] = np.where(seen > 0, seen / penalty, seen * penalty)  # a token seen twice gets one value twice
-        if rows.penalties[1:].any():
-            is_output = np.arange(len(history)) >= np.repeat(ends - lens + rows.num_prompts, lens)
-            named, firsts, counts = np.unique(cells[is_output], return_index=True, return_counts=True)
-            of = owners[is_output][firsts]
-            flat[named] -= (frequency[of] * counts + presence[of]).astype(np.float32)
+def _by_walking(logits: torch.Tensor, rows: PenalisedRows, last: LastTokens | None) -> torch.Tensor:
+    """On a host, without threads, which so little work does not pay for."""
+    logits, awaited = torch.from_numpy(logits.numpy().copy()), _awaited_tokens(rows, last)
+    compiled_penalise(logits, rows.where, rows.penalties, rows.tokens, rows.which, rows.num_known, rows.num_prompts, awaited)
     return logits
 
 
@@ -90,8 +70,8 @@ def _awaited_tokens(rows: PenalisedRows, last: LastTokens | None) -> npt.NDArray
     return np.where(rows.awaited == NOTHING_AWAITED, NOTHING_AWAITED, last.tensor.numpy()[rows.awaited])
 
 
-def _on_device(logits: torch.Tensor, rows: PenalisedRows, last: LastTokens | None) -> torch.Tensor:
-    """All at once, and without a word from the device: the host knows how many tokens there are."""
+def _by_gathering(logits: torch.Tensor, rows: PenalisedRows, last: LastTokens | None) -> torch.Tensor:
+    """All at once, and without a word from a device: the host knows how many tokens there are."""
     device, vocab_size = logits.device, logits.shape[1]
     history, lens = rows.histories(), rows.lens
     num_tokens, ends = len(history), np.cumsum(lens)

@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -255,68 +256,37 @@ def attend_stored(
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same, where the step's K and V of the layer are in the arena already. sink_logits: see paged_attention_decode."""
-    decode, prefill = metadata.decode, metadata.prefill
-    if prefill is None:
-        assert decode is not None, "a batch has tokens"
-        return _decode(q, kv_layer, decode, scale, window, soft_cap, q_sink, sink_logits)
-    if decode is None:
-        return _prefill(q, kv_layer, prefill, scale, window, soft_cap, q_sink, sink_logits)
-    assert decode.token_rows is not None
-    assert prefill.token_rows is not None
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    decode_sink = q_sink[decode.token_rows] if q_sink is not None and decode.retention is not None else None
-    prefill_sink = q_sink[prefill.token_rows] if q_sink is not None and prefill.retention is not None else None
-    decoded = _decode(q[decode.token_rows], kv_layer, decode, scale, window, soft_cap, decode_sink, sink_logits)
-    prefilled = _prefill(q[prefill.token_rows], kv_layer, prefill, scale, window, soft_cap, prefill_sink, sink_logits)
-    return out.index_copy_(0, decode.token_rows, decoded).index_copy_(0, prefill.token_rows, prefilled)
+
+    def attend_rows(rows: DecodeRows | PrefillRows) -> torch.Tensor:
+        options: dict[str, Any] = {
+            "scale": scale,
+            "window": window,
+            "soft_cap": soft_cap,
+            "retention": rows.retention,
+            "q_sink": None if q_sink is None or rows.retention is None else pick(q_sink, rows.token_rows),
+            "sink_logits": sink_logits,
+            "plan": rows.plans[window],
+        }
+        args = (pick(q, rows.token_rows), kv_layer, rows.block_tables, rows.seq_lens)
+        if isinstance(rows, PrefillRows):
+            return paged_attention_prefill(*args, rows.query_start_loc, **options)
+        return paged_attention_decode(*args, **options)
+
+    parts = (rows for rows in (metadata.decode, metadata.prefill) if rows is not None)
+    return join_parts(len(q), [(rows.token_rows, attend_rows(rows)) for rows in parts])
 
 
-def _decode(
-    q: torch.Tensor,
-    kv_layer: torch.Tensor,
-    rows: DecodeRows,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    q_sink: torch.Tensor | None,
-    sink_logits: torch.Tensor | None,
-) -> torch.Tensor:
-    return paged_attention_decode(
-        q,
-        kv_layer,
-        rows.block_tables,
-        rows.seq_lens,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        retention=rows.retention,
-        q_sink=q_sink,
-        sink_logits=sink_logits,
-        plan=rows.plans[window],
-    )
+def pick(of_step: torch.Tensor, token_rows: torch.Tensor | None) -> torch.Tensor:
+    """Some rows of a step's tokens; None: all."""
+    return of_step if token_rows is None else of_step[token_rows]
 
 
-def _prefill(
-    q: torch.Tensor,
-    kv_layer: torch.Tensor,
-    rows: PrefillRows,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    q_sink: torch.Tensor | None,
-    sink_logits: torch.Tensor | None,
-) -> torch.Tensor:
-    return paged_attention_prefill(
-        q,
-        kv_layer,
-        rows.block_tables,
-        rows.seq_lens,
-        rows.query_start_loc,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        retention=rows.retention,
-        q_sink=q_sink,
-        sink_logits=sink_logits,
-        plan=rows.plans[window],
-    )
+def join_parts(num_tokens: int, parts: Sequence[tuple[torch.Tensor | None, torch.Tensor]]) -> torch.Tensor:
+    """The step's rows in order, of what was computed of rows that decode and of rows that prefill, each with its token_rows."""
+    if len(parts) == 1:
+        return parts[0][1]
+    out = parts[0][1].new_empty((num_tokens, *parts[0][1].shape[1:]))
+    for token_rows, computed in parts:
+        assert token_rows is not None, "two parts share the step's rows"
+        out.index_copy_(0, token_rows, computed)
+    return out

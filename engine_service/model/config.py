@@ -17,23 +17,13 @@ from kvkeeper.kernels.attention.latent_widths import LatentWidths
 from .checkpoint.errors import ModelError, UnsupportedModelError
 from .checkpoint.json_fields import CONFIG_FILE, bad, count, flag, number
 from .checkpoint.json_file import read_json_object
-from .families.family import ExpertNames, Family, LatentFamily, QkNorm, RoutingRule
+from .experts_config import ExpertsConfig, parse_experts
+from .families.family import Family, LatentFamily, QkNorm
 from .families.table import FAMILIES
+from .layer_kinds import parse_chunks, parse_unrotated, parse_windows
 from .quantised.scheme import FIELD, Scheme, parse_scheme
 from .recurrent.delta_config import DeltaConfig, parse_delta
 from .rope.rope_config import RopeConfig, parse_local_rope, parse_rope
-from .routing import Routing
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    """Experts, in the MLPs of `layers`. shared_size: width of the MLP that all tokens go through; 0: there is none."""
-
-    layers: frozenset[int]
-    num_experts: int
-    intermediate_size: int
-    shared_size: int
-    routing: Routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,41 +192,20 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Turn the object of a config.json into a ModelConfig; errors as read_model_config."""
-    family_name = raw.get("model_type")
-    if not isinstance(family_name, str) or family_name not in FAMILIES:
-        if raw.get(FIELD) is not None:
-            raise UnsupportedModelError(f"{FIELD} with model type", family_name, ", ".join(FAMILIES))
-        if isinstance(family_name, str):
-            raise UnsupportedModelError("model type", family_name, ", ".join(FAMILIES))
-        raise _without_type(raw)
+    family_name = _find_family(raw)
     family = FAMILIES[family_name]
     _check_activation(raw, family)
     hidden_size = count(raw, "hidden_size")
-    num_heads = count(raw, "num_attention_heads")
     num_layers = count(raw, "num_hidden_layers")
-    num_kv_heads = count(raw, "num_key_value_heads", None if family.needs_kv_heads else num_heads)
-    if family.latent is not None and num_kv_heads != num_heads:
-        raise bad("num_key_value_heads", f"must be num_attention_heads {num_heads} with latents, is {num_kv_heads}")
-    if num_heads % num_kv_heads:
-        raise bad("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
-    head_dim = count(raw, "head_dim", family.head_dim or hidden_size // num_heads)
-    if head_dim % 2:
-        raise bad("head_dim", f"must be even, is {head_dim}")
+    num_heads, num_kv_heads, head_dim = _parse_heads(raw, family, hidden_size)
     attention_bias = family.biased if raw.get("attention_bias") is None else flag(raw, "attention_bias")
-    dtype = raw.get("dtype", raw.get("torch_dtype"))
     max_position = count(raw, "max_position_embeddings")
     rope = parse_rope(raw, max_position, family)
     latent = None if family.latent is None else _parse_latent(raw, family.latent, rope, hidden_size // num_heads)
     if latent is not None:
         num_kv_heads, head_dim = 1, latent.widths.latent + latent.widths.rope
-    rotated_dim = rope.rotated_dim(head_dim if latent is None else latent.widths.rope)
-    if rotated_dim < 2 or rotated_dim % 2:
-        raise bad("partial_rotary_factor", f"must give an even number of dimensions, gives {rotated_dim} of {head_dim}")
-    if rope.kind == "longrope":
-        if len(rope.divisors) != rotated_dim // 2:
-            raise bad("short_factor", f"must have {rotated_dim // 2} numbers, has {len(rope.divisors)}")
-        max_position = min(max_position, rope.original_max_position)
-    unrotated = _unrotated_layers(raw, num_layers) if family.has_unrotated_layers else frozenset[int]()
+    max_position = _limit_by_rope(rope, max_position, head_dim if latent is None else latent.widths.rope)
+    unrotated = parse_unrotated(raw, num_layers) if family.has_unrotated_layers else frozenset[int]()
     qk_norm = family.qk_norm
     if qk_norm == "unit" and raw.get("use_qk_norm") is not None and not flag(raw, "use_qk_norm"):
         qk_norm = "none"
@@ -255,18 +224,18 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         max_position=max(max_position, rope.max_position),
         rms_norm_eps=eps,
         rope=rope,
-        windows=_parse_windows(raw, family, num_layers),
+        windows=parse_windows(raw, family, num_layers),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
         o_bias=attention_bias if family.o_bias is None else family.o_bias,
         mlp_bias=flag(raw, "mlp_bias") if family.mlp_bias is None else family.mlp_bias,
         qk_norm=qk_norm,
         qk_norm_eps=qk_eps,
-        chunks=_parse_chunks(raw, family, unrotated, num_layers) if family.has_chunks else (),
+        chunks=parse_chunks(raw, family, unrotated, num_layers) if family.has_chunks else (),
         unrotated=unrotated,
         temperature=_parse_temperature(raw) if family.has_query_growth else None,
         pairs_sides=family.pairs_sides,
         tied_embeddings=family.is_tied if raw.get("tie_word_embeddings") is None else flag(raw, "tie_word_embeddings"),
-        weights_dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
+        weights_dtype=_find_dtype(raw),
         local_rope=parse_local_rope(raw, max_position, family.local_theta),
         activation=family.activation,
         swiglu_alpha=number(raw, "swiglu_alpha", 1.702),
@@ -277,16 +246,40 @@ def parse_model_config(raw: Mapping[str, Any]) -> ModelConfig:
         delta=None if family.delta is None else parse_delta(raw, family.delta, num_layers),
         norm_offset=family.has_norm_offset,
         norms=family.norms,
-        embed_scale=_embed_scale(raw, family, hidden_size),
-        score_scale=_multiplier(raw, family, "attention_multiplier"),
-        residual_scale=_residual_scale(raw, family, num_layers),
-        logit_divisor=_logit_divisor(raw, family, hidden_size),
-        query_scalar=None if family.query_scalar is None else number(raw, "query_pre_attn_scalar", family.query_scalar),
-        attention_soft_cap=_soft_cap(raw, "attn_logit_softcapping", family, 0),
-        logit_soft_cap=_soft_cap(raw, "final_logit_softcapping", family, 1),
-        experts=_parse_experts(raw, family, num_layers),
+        experts=parse_experts(raw, family, num_layers),
         scheme=parse_scheme(raw),
+        **_parse_scales(raw, family, hidden_size, num_layers),
     )
+
+
+def _find_family(raw: Mapping[str, Any]) -> str:
+    family_name = raw.get("model_type")
+    if not isinstance(family_name, str) or family_name not in FAMILIES:
+        if raw.get(FIELD) is not None:
+            raise UnsupportedModelError(f"{FIELD} with model type", family_name, ", ".join(FAMILIES))
+        if isinstance(family_name, str):
+            raise UnsupportedModelError("model type", family_name, ", ".join(FAMILIES))
+        raise _without_type(raw)
+    return family_name
+
+
+def _parse_heads(raw: Mapping[str, Any], family: Family, hidden_size: int) -> tuple[int, int, int]:
+    """Heads of queries, heads of keys and values, and the size of each."""
+    num_heads = count(raw, "num_attention_heads")
+    num_kv_heads = count(raw, "num_key_value_heads", None if family.needs_kv_heads else num_heads)
+    if family.latent is not None and num_kv_heads != num_heads:
+        raise bad("num_key_value_heads", f"must be num_attention_heads {num_heads} with latents, is {num_kv_heads}")
+    if num_heads % num_kv_heads:
+        raise bad("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
+    head_dim = count(raw, "head_dim", family.head_dim or hidden_size // num_heads)
+    if head_dim % 2:
+        raise bad("head_dim", f"must be even, is {head_dim}")
+    return num_heads, num_kv_heads, head_dim
+
+
+def _find_dtype(raw: Mapping[str, Any]) -> str | None:
+    dtype = raw.get("dtype", raw.get("torch_dtype"))
+    return dtype.removeprefix("torch.") if isinstance(dtype, str) else None
 
 
 def _without_type(raw: Mapping[str, Any]) -> UnsupportedModelError:
@@ -307,6 +300,32 @@ def _check_activation(raw: Mapping[str, Any], family: Family) -> None:
         raise UnsupportedModelError(family.activation_key, activation, ", ".join(allowed))
     if raw.get("use_bidirectional_attention"):
         raise UnsupportedModelError("use_bidirectional_attention", True, "causal attention")
+
+
+def _limit_by_rope(rope: RopeConfig, max_position: int, rope_dim: int) -> int:
+    """The most positions, of the rotation of heads, or parts of them, of rope_dim dimensions."""
+    rotated_dim = rope.rotated_dim(rope_dim)
+    if rotated_dim < 2 or rotated_dim % 2:
+        raise bad("partial_rotary_factor", f"must give an even number of dimensions, gives {rotated_dim} of {rope_dim}")
+    if rope.kind != "longrope":
+        return max_position
+    if len(rope.divisors) != rotated_dim // 2:
+        raise bad("short_factor", f"must have {rotated_dim // 2} numbers, has {len(rope.divisors)}")
+    return min(max_position, rope.original_max_position)
+
+
+def _parse_scales(raw: Mapping[str, Any], family: Family, hidden_size: int, num_layers: int) -> dict[str, float | None]:
+    """Factors and bounds of what the layers compute, by their names in ModelConfig."""
+    scalar = None if family.query_scalar is None else number(raw, "query_pre_attn_scalar", family.query_scalar)
+    return {
+        "embed_scale": _embed_scale(raw, family, hidden_size),
+        "score_scale": _multiplier(raw, family, "attention_multiplier"),
+        "residual_scale": _residual_scale(raw, family, num_layers),
+        "logit_divisor": _logit_divisor(raw, family, hidden_size),
+        "query_scalar": scalar,
+        "attention_soft_cap": _soft_cap(raw, "attn_logit_softcapping", family, 0),
+        "logit_soft_cap": _soft_cap(raw, "final_logit_softcapping", family, 1),
+    }
 
 
 def _soft_cap(raw: Mapping[str, Any], key: str, family: Family, idx: int) -> float | None:
@@ -364,138 +383,8 @@ def _multiplier(raw: Mapping[str, Any], family: Family, key: str) -> float | Non
     return number(raw, key, 1.0) if family.has_multipliers else None
 
 
-def _parse_experts(raw: Mapping[str, Any], family: Family, num_layers: int) -> ExpertsConfig | None:
-    if family.experts is None:
-        return None
-    key = next((each for each in ("num_experts", "n_routed_experts") if raw.get(each) is not None), "num_local_experts")
-    num_experts, num_chosen = count(raw, key), count(raw, "num_experts_per_tok")
-    if num_chosen > num_experts:
-        raise bad("num_experts_per_tok", f"{num_chosen} is more than {key} {num_experts}")
-    layers = _expert_layers(raw, family.experts.routing, num_layers)
-    width, shared_size = count(raw, family.experts.intermediate_key), 0
-    if family.experts.shared_key:
-        shared_size = count(raw, family.experts.shared_key)
-    elif family.experts.shared:
-        shared_size = count(raw, "n_shared_experts", family.experts.default_shared) * width
-    return ExpertsConfig(
-        layers=layers,
-        num_experts=num_experts,
-        intermediate_size=width,
-        shared_size=shared_size,
-        routing=_parse_routing(raw, family.experts, num_experts, num_chosen),
-    )
-
-
-def _expert_layers(raw: Mapping[str, Any], rule: RoutingRule, num_layers: int) -> frozenset[int]:
-    """All but the first ones and mlp_only_layers, and every decoder_sparse_step-th of them only; or as mlp_layer_types says."""
-    if rule.has_layer_types:
-        kinds = raw.get("mlp_layer_types") or ["dense"] + ["sparse"] * (num_layers - 1)
-        if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in ("dense", "sparse") for kind in kinds):
-            raise bad("mlp_layer_types", f"must be a list of {num_layers}, each dense or sparse")
-        return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
-    if rule.has_moe_layers:
-        every = count(raw, "interleave_moe_layer_step", 1)
-        layers = raw.get("moe_layers")
-        layers = list(range(every - 1, num_layers, every)) if layers is None else layers
-        if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in layers):
-            raise bad("moe_layers", f"must be a list of layers below {num_layers}, is {layers!r}")
-        return frozenset(layers)
-    dense, step = raw.get("mlp_only_layers") or [], count(raw, "decoder_sparse_step", 1)
-    if not isinstance(dense, list):
-        raise bad("mlp_only_layers", f"must be a list, is {dense!r}")
-    if (every := raw.get("moe_layer_freq", 1)) not in (1, None):
-        raise UnsupportedModelError("moe_layer_freq", every, "1")
-    first = raw.get("first_k_dense_replace")
-    first = rule.first_dense if first is None else first
-    if not isinstance(first, int) or isinstance(first, bool) or first < 0:
-        raise bad("first_k_dense_replace", f"must be 0 or a positive integer, is {first!r}")
-    return frozenset(layer for layer in range(first, num_layers) if layer not in dense and (layer + 1) % step == 0)
-
-
-def _parse_routing(raw: Mapping[str, Any], family: ExpertNames, num_experts: int, num_chosen: int) -> Routing:
-    rule = family.routing
-    if (said := raw.get("scoring_func", rule.scoring)) != rule.scoring:
-        raise UnsupportedModelError("scoring_func", said, rule.scoring)
-    by_groups = rule.groups is not None
-    if rule.methods:
-        method = rule.methods[0] if raw.get("topk_method") is None else raw["topk_method"]
-        if method not in rule.methods:
-            raise UnsupportedModelError("topk_method", method, ", ".join(rule.methods))
-        by_groups = method == rule.methods[-1]
-    num_groups = num_chosen_groups = 1
-    if by_groups and rule.groups is not None:
-        num_groups, num_chosen_groups = count(raw, "n_group", rule.groups[0]), count(raw, "topk_group", rule.groups[1])
-    least = 2 if rule.group_score == "best_two" else 1
-    if num_experts % num_groups or num_experts // num_groups < least:
-        raise bad("n_group", f"must divide {num_experts} experts into groups of {least} or more, is {num_groups}")
-    if not num_chosen <= num_chosen_groups * (num_experts // num_groups) <= num_experts:
-        raise bad("topk_group", f"must be {num_groups} groups or fewer, with {num_chosen} experts, is {num_chosen_groups}")
-    renormalises = family.always_renormalises
-    if not renormalises and rule.renormalises is not None:
-        renormalises = rule.renormalises if raw.get("norm_topk_prob") is None else flag(raw, "norm_topk_prob")
-    return Routing(
-        num_chosen,
-        scoring=rule.scoring,
-        is_renormalised=renormalises,
-        scale=1.0 if rule.scale is None else number(raw, "routed_scaling_factor", rule.scale),
-        num_groups=num_groups,
-        num_chosen_groups=num_chosen_groups,
-        group_score=rule.group_score,
-        is_wide=rule.is_wide,
-        weighs_inputs=rule.weighs_inputs,
-    )
-
-
-def _unrotated_layers(raw: Mapping[str, Any], num_layers: int) -> frozenset[int]:
-    """no_rope_layers has a 0 for each of them; by default it is every no_rope_layer_interval-th layer."""
-    every, said = count(raw, "no_rope_layer_interval", 4), raw.get("no_rope_layers")
-    said = said or [int((layer + 1) % every != 0) for layer in range(num_layers)]
-    if not isinstance(said, list) or len(said) < num_layers or any(each not in (0, 1) for each in said):
-        raise bad("no_rope_layers", f"must be a list of {num_layers}, each 0 or 1")
-    return frozenset(layer for layer in range(num_layers) if not said[layer])
-
-
-def _parse_chunks(raw: Mapping[str, Any], family: Family, unrotated: frozenset[int], num_layers: int) -> tuple[int | None, ...]:
-    """A null attention_chunk_size is none; an absent one the family's."""
-    if "attention_chunk_size" in raw and raw["attention_chunk_size"] is None:
-        return ()
-    size, kinds = count(raw, "attention_chunk_size", family.default_chunk), raw.get("layer_types")
-    if kinds is None:
-        return tuple(None if layer in unrotated else size for layer in range(num_layers))
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise bad("layer_types", f"must be a list of {num_layers}")
-    if unknown := [kind for kind in kinds if kind not in ("full_attention", "chunked_attention")]:
-        raise UnsupportedModelError("layer type", unknown[0], "full_attention, chunked_attention")
-    return tuple(size if kind == "chunked_attention" else None for kind in kinds)
-
-
 def _parse_temperature(raw: Mapping[str, Any]) -> Temperature | None:
     """attn_temperature_tuning is on where config.json does not speak of it."""
     if raw.get("attn_temperature_tuning") is not None and not flag(raw, "attn_temperature_tuning"):
         return None
     return Temperature(number(raw, "floor_scale", 8192.0), number(raw, "attn_scale", 0.1))
-
-
-def _parse_windows(raw: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """A rule of the family (families/family.py) says which layers have one; a switched-off or null window is none."""
-    if family.windows == "none" or raw.get("sliding_window", family.default_window) is None:
-        return (None,) * num_layers
-    if family.windows in ("switched", "switched_all") and not flag(raw, "use_sliding_window"):
-        return (None,) * num_layers
-    window = count(raw, "sliding_window", family.default_window)
-    if family.windows in ("all", "switched_all"):
-        return (window,) * num_layers
-    kinds = raw.get("layer_types")
-    if kinds is None and family.full_every is not None:
-        every = count(raw, "sliding_window_pattern", family.full_every)
-        kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
-    if kinds is None:
-        first = raw.get("max_window_layers", 28)
-        if not isinstance(first, int):
-            raise bad("max_window_layers", f"must be an integer, is {first!r}")
-        kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise bad("layer_types", f"must be a list of {num_layers}")
-    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
-        raise UnsupportedModelError("layer type", unknown[0], "full_attention, sliding_attention")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

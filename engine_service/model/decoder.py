@@ -8,18 +8,17 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
-from kvkeeper.kernels.activations.clamped_swiglu import clamped_swiglu
-from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
+from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul
 from kvkeeper.kernels.activations.linear import linear, pack_linear
 from kvkeeper.kernels.activations.linear_int8 import quantise_linear
 from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
-from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.attention.latent_attention import latent_layer
 from kvkeeper.kernels.quantised.store import rotary_store_quantised
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
@@ -32,6 +31,8 @@ from .parallel.split import WHOLE, Split
 from .recurrent.delta_layer import DeltaWeights, delta_layer
 from .rope.rotary_table import RotaryTable
 from .stored_attention import StoredAttention, StoredMetadata, attend_as_stored
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,17 @@ class DecoderWeights:
     layers: list[LayerWeights]
     norm: torch.Tensor
     lm_head: LinearWeight | None
+
+
+class _Turn(NamedTuple):
+    """What a layer's queries and keys are turned by: cosines and sines [T, D].
+
+    at_sinks: of the queries that score sinks; None: none do. growth [T, 1, 1]: factor of the queries; None: there is none.
+    """
+
+    rotation: Rotation
+    at_sinks: Rotation | None
+    growth: torch.Tensor | None = None
 
 
 class Decoder:
@@ -138,33 +150,19 @@ class Decoder:
             number of each layer, its rotated queries [T, N, D], and what its heads attend to [T, N * D].
         """
         eps = self.config.rms_norm_eps
-        rotation = local_rotation = self._rotary.rows(positions, max_position)
-        if self._local_rotary is not None:
-            local_rotation = self._local_rotary.rows(positions, max_position)
-        unrotated = self.config.unrotated
-        no_rotation = (torch.ones_like(rotation[0]), torch.zeros_like(rotation[1])) if unrotated else rotation
-        growth = self._growth(positions) if unrotated else None
-        at_sinks = None
-        if metadata.sink_positions is not None:
-            at_sinks = self._rotary.rows(metadata.sink_positions, max_position)
-        no_sinks = at_sinks
-        if at_sinks is not None and unrotated:
-            no_sinks = torch.ones_like(at_sinks[0]), torch.zeros_like(at_sinks[1])
+        turns = self._turns(positions, metadata.sink_positions, max_position)
         residual: torch.Tensor | None = None
         x = functional.embedding(token_ids, self._embed)
         if self._embed_scale is not None:
             x = x * self._embed_scale
         for index, layer in enumerate(self._layers):
             x, residual = _add_and_norm(x, layer.input_norm, eps, residual)
-            window = self.config.windows[index]
-            turned = rotation if window is None else local_rotation
-            turned, growing, sinks = (no_rotation, growth, no_sinks) if index in unrotated else (turned, None, at_sinks)
             if layer.delta is not None and self.config.delta is not None:
                 assert isinstance(metadata, StepAttention), "states are not stored in another format"
                 x = delta_layer(x, layer.delta, self.config.delta.shape, eps, *metadata.states_of(index))
             else:
                 of_layer, at = metadata.of_layer(index)
-                x = self._attention(index, x, layer, turned, sinks, kv_view[:, at], of_layer, growing)
+                x = self._attention(index, x, layer, turns[index], kv_view[:, at], of_layer)
             if index + 1 == len(self._layers):  # K and V are written: only the wanted rows go on
                 x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
             x = self._branch(self._add_up(linear(x, layer.o)), layer.attention_out_norm)
@@ -190,6 +188,19 @@ class Decoder:
         """Of each layer, see paged_attention_decode."""
         return tuple(layer.sink_logits for layer in self._layers)
 
+    def _turns(self, positions: torch.Tensor, sink_positions: torch.Tensor | None, max_position: int) -> list[_Turn]:
+        """Of each layer."""
+        rotation = self._rotary.rows(positions, max_position)
+        at_sinks = None if sink_positions is None else self._rotary.rows(sink_positions, max_position)
+        every = local = none = _Turn(rotation, at_sinks)
+        if self._local_rotary is not None:
+            local = _Turn(self._local_rotary.rows(positions, max_position), at_sinks)
+        if unrotated := self.config.unrotated:
+            sinks = None if at_sinks is None else _turn_nothing(at_sinks)
+            none = _Turn(_turn_nothing(rotation), sinks, self._growth(positions))
+        turns = (every if window is None else local for window in self.config.windows)
+        return [none if index in unrotated else turn for index, turn in enumerate(turns)]
+
     def _growth(self, positions: torch.Tensor) -> torch.Tensor | None:
         """Factors of the queries of unrotated layers [T, 1, 1]."""
         if (temperature := self.config.temperature) is None:
@@ -213,14 +224,13 @@ class Decoder:
         index: int,
         x: torch.Tensor,
         layer: LayerWeights,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        at_sinks: tuple[torch.Tensor, torch.Tensor] | None,
+        turn: _Turn,
         kv_layer: torch.Tensor,
         metadata: AttentionMetadata | StoredMetadata,
-        growth: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Heads' outputs [T, N * D], before the output projection, of layer `index`. growth [T, 1, 1]: factor of queries."""
+        """Heads' outputs [T, N * D], before the output projection, of layer `index`."""
         config, window = self.config, self.config.windows[index]
+        rotation, at_sinks, growth = turn
         if config.latent is not None and layer.latent is not None:
             assert isinstance(metadata, AttentionMetadata), "latents are not stored in another format"
             widths, scale = config.latent.widths, config.latent.scale
@@ -254,6 +264,11 @@ class Decoder:
         if self.watch is not None:
             self.watch(index, q, out)
         return out * qkv[:, num_stored:].flatten(1).sigmoid() if config.has_output_gate else out
+
+
+def _turn_nothing(rotation: Rotation) -> Rotation:
+    """A rotation like it that leaves all as it is."""
+    return torch.ones_like(rotation[0]), torch.zeros_like(rotation[1])
 
 
 def _gate_of(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -21,7 +21,7 @@ from kvkeeper.kernels.attention.latent_attention import (
 from kvkeeper.kernels.attention.latent_widths import LatentWidths
 from kvkeeper.kernels.store_latent import store_latent
 
-from .attention import AttentionMetadata, DecodeRows, PrefillRows
+from .attention import AttentionMetadata, DecodeRows, PrefillRows, join_parts, pick
 from .experts import Weight
 
 _EPS = 1e-6  # of the norms of latents, whatever config.json says of the others: transformers' default
@@ -69,19 +69,14 @@ def latent_attention(
     turned = rotary(torch.cat((q[..., widths.key :], k_rope[:, None]), 1), *rotation)
     store_latent(latent, turned[:, -1], kv_layer, metadata.slot_mapping, metadata.store)
     q, q_rope = q[..., : widths.key], turned[:, :-1]
-    decode, prefill = metadata.decode, metadata.prefill
-    if prefill is None:
-        assert decode is not None, "a batch has tokens"
-        return _decode(q, q_rope, weights, widths, scale, kv_layer, decode).flatten(1)
-    if decode is None:
-        return _prefill(q, q_rope, weights, widths, scale, kv_layer, prefill).flatten(1)
-    assert decode.token_rows is not None
-    assert prefill.token_rows is not None
-    out = x.new_empty(len(x), q.shape[1], widths.value)
-    first, second = decode.token_rows, prefill.token_rows
-    decoded = _decode(q[first], q_rope[first], weights, widths, scale, kv_layer, decode)
-    prefilled = _prefill(q[second], q_rope[second], weights, widths, scale, kv_layer, prefill)
-    return out.index_copy_(0, decode.token_rows, decoded).index_copy_(0, prefill.token_rows, prefilled).flatten(1)
+    parts = []
+    if (rows := metadata.decode) is not None:
+        own = pick(q, rows.token_rows), pick(q_rope, rows.token_rows)
+        parts.append((rows.token_rows, _decode(*own, weights, widths, scale, kv_layer, rows)))
+    if (several := metadata.prefill) is not None:
+        own = pick(q, several.token_rows), pick(q_rope, several.token_rows)
+        parts.append((several.token_rows, _prefill(*own, weights, widths, scale, kv_layer, several)))
+    return join_parts(len(x), parts).flatten(1)
 
 
 def _decode(

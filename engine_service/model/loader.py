@@ -18,6 +18,7 @@ from tqdm import tqdm
 from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.errors import UnsupportedDeviceError
 
+from .checkpoint.destination import Destination
 from .checkpoint.errors import ModelFileMissingError, UnsupportedModelError, WeightsError
 from .checkpoint.json_fields import CONFIG_FILE
 from .checkpoint.json_file import read_json_object
@@ -75,29 +76,8 @@ def load_model(
     if config.tied_embeddings and has_head:  # the one tensor that both are is stored under the other's name
         destinations[f"{HEAD}weight"] = destinations.pop(f"{EMBEDDINGS}weight")
     num_bytes = sum(each.num_bytes for each in sizes if each.name not in left_out)
-    bar = tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress)
-    with bar:
-        tensors: Iterator[tuple[str, str, torch.Tensor | StoredTensor]]
-        if config.scheme is not None:
-            tensors = restored(_counted(iterate_tensors(files, left_out), bar), config.scheme)
-        elif split.num_ranks == 1:
-            tensors = _counted(iterate_tensors(files, left_out), bar)
-        else:
-            tensors = _counted(iterate_stored(files, left_out), bar)
-        used: dict[str, str] = {}
-        for file_name, name, tensor in tensors:
-            destination = destinations.pop(name, None)
-            if destination is None:
-                raise WeightsError(file_name, _why_no_place(name, used.get(name), config))
-            used[name] = file_name
-            if tuple(tensor.shape) != destination.shape:
-                problem = f"tensor {name} has shape {tuple(tensor.shape)}, must have {destination.shape}"
-                raise WeightsError(file_name, problem)
-            if tensor.dtype not in _DTYPES.values():
-                raise UnsupportedModelError(
-                    "weight dtype", str(tensor.dtype), ", ".join(name for name in _DTYPES if name != INT8)
-                )
-            destination.fill(tensor)
+    with tqdm(total=num_bytes, desc="loading", unit="B", unit_scale=True, file=sys.stderr, disable=not progress) as bar:
+        _fill(destinations, _read(files, left_out, config.scheme, split, bar), config)
     if destinations:
         raise WeightsError(folder.name, f"{len(destinations)} tensors are missing, among them {min(destinations)}")
     if is_tied and not config.tied_embeddings:
@@ -114,10 +94,7 @@ def load_model(
         _tell_left_out(left_out)
     if config.scheme is not None:
         _tell_scheme(config.scheme, names, weights.embed.dtype)
-    said = read_json_object(folder / CONFIG_FILE)["max_position_embeddings"]
-    if config.max_position < said:
-        reason = "longrope turns all keys anew when a sequence grows beyond it"
-        log.info("model_length_limited", max_len=config.max_position, config_says=said, reason=reason)
+    _tell_limit(folder, config)
     try:
         return Decoder(own, weights, is_int8=dtype == INT8, split=split), config
     except UnsupportedDeviceError:
@@ -147,6 +124,37 @@ def _tied_if_equal(weights: DecoderWeights, config: ModelConfig) -> tuple[Decode
     return weights, config
 
 
+def _read(
+    files: tuple[Path, ...], left_out: Collection[str], scheme: Scheme | None, split: Split, bar: "tqdm[NoReturn]"
+) -> Iterator[tuple[str, str, torch.Tensor | StoredTensor]]:
+    """File, name and tensor of all that is not left out; of several ranks whole only where it has to be restored."""
+    if scheme is not None:
+        return restored(_counted(iterate_tensors(files, left_out), bar), scheme)
+    if split.num_ranks == 1:
+        return _counted(iterate_tensors(files, left_out), bar)
+    return _counted(iterate_stored(files, left_out), bar)
+
+
+def _fill(
+    destinations: dict[str, Destination],
+    tensors: Iterator[tuple[str, str, torch.Tensor | StoredTensor]],
+    config: ModelConfig,
+) -> None:
+    """Put each tensor where it goes, and take what is filled off the destinations."""
+    used: dict[str, str] = {}
+    for file_name, name, tensor in tensors:
+        destination = destinations.pop(name, None)
+        if destination is None:
+            raise WeightsError(file_name, _why_no_place(name, used.get(name), config))
+        used[name] = file_name
+        if tuple(tensor.shape) != destination.shape:
+            raise WeightsError(file_name, f"tensor {name} has shape {tuple(tensor.shape)}, must have {destination.shape}")
+        if tensor.dtype not in _DTYPES.values():
+            known = ", ".join(name for name in _DTYPES if name != INT8)
+            raise UnsupportedModelError("weight dtype", str(tensor.dtype), known)
+        destination.fill(tensor)
+
+
 def _why_no_place(name: str, stored_in: str | None, config: ModelConfig) -> str:
     """What is wrong with a tensor that has no destination. stored_in: the file that it was read from before."""
     if stored_in is not None:
@@ -159,6 +167,13 @@ def _tell_left_out(left_out: dict[str, str]) -> None:
     for reason, count in Counter(left_out.values()).items():
         first = min(name for name, why in left_out.items() if why == reason)
         log.info("tensors_left_out", num_tensors=count, first=first, reason=reason)
+
+
+def _tell_limit(folder: Path, config: ModelConfig) -> None:
+    said = read_json_object(folder / CONFIG_FILE)["max_position_embeddings"]
+    if config.max_position < said:
+        reason = "longrope turns all keys anew when a sequence grows beyond it"
+        log.info("model_length_limited", max_len=config.max_position, config_says=said, reason=reason)
 
 
 def _tell_scheme(scheme: Scheme, names: Sequence[str], dtype: torch.dtype) -> None:

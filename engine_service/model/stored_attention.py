@@ -17,6 +17,8 @@ from kvkeeper.kernels.quantised.layout import QuantisedLayer, QuantisedLayout
 from kvkeeper.kernels.quantised.store import plan_slots
 from kvkeeper.kernels.types import QuantisedRows, QuantisedSlots
 
+from .attention import join_parts, pick
+
 MOST_TAILS = 12  # groups of layers: each has a table of every sequence, which a step has to handle
 _USUAL_TOKENS = 4096  # of a sequence that the tail's groups are cut for
 
@@ -122,16 +124,12 @@ def attend_as_stored(
 
     sink_logits: see paged_attention_decode.
     """
-    decode, prefill, layer = metadata.decode, metadata.prefill, metadata.layer
+    layer, parts = metadata.layer, []
     options: Options = {"scale": scale, "window": window, "soft_cap": soft_cap, "sink_logits": sink_logits}
-    if prefill is None:
-        assert decode is not None, "a batch has tokens"
-        return quantised_decode(q, layer, decode, **options)
-    if decode is None:
-        return quantised_prefill(q, layer, prefill, **options)
-    assert metadata.decode_tokens is not None
-    assert metadata.prefill_tokens is not None
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    decoded = quantised_decode(q[metadata.decode_tokens], layer, decode, **options)
-    prefilled = quantised_prefill(q[metadata.prefill_tokens], layer, prefill, **options)
-    return out.index_copy_(0, metadata.decode_tokens, decoded).index_copy_(0, metadata.prefill_tokens, prefilled)
+    if metadata.decode is not None:
+        own = pick(q, metadata.decode_tokens)
+        parts.append((metadata.decode_tokens, quantised_decode(own, layer, metadata.decode, **options)))
+    if metadata.prefill is not None:
+        own = pick(q, metadata.prefill_tokens)
+        parts.append((metadata.prefill_tokens, quantised_prefill(own, layer, metadata.prefill, **options)))
+    return join_parts(len(q), parts)

@@ -7,10 +7,12 @@ because numba computes in none of them.
 import importlib
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Final
 
 import torch
 
-_kernels: ModuleType | None = None
+_MODULES: Final = (".row_kernels", ".attention_kernels")
+_kernels: tuple[ModuleType, ...] | None = None
 
 
 def is_installed() -> bool:
@@ -24,12 +26,12 @@ def switch(*, on: bool) -> None:
     Raises ImportError where numba is not installed.
     """
     global _kernels
-    _kernels = importlib.import_module(".kernels", __package__) if on else None
+    _kernels = tuple(importlib.import_module(name, __package__) for name in _MODULES) if on else None
 
 
 def are_kept() -> bool:
     """Whether the kernels are on disk for the next process: beside the code, or in the user's cache directory."""
-    return _kernels is not None and bool(_kernels.ARE_KEPT)
+    return _kernels is not None and bool(importlib.import_module(".kernel_parts", __package__).ARE_KEPT)
 
 
 def serves(tensor: torch.Tensor) -> bool:
@@ -39,5 +41,6 @@ def serves(tensor: torch.Tensor) -> bool:
 
 def kernel(name: str) -> int:
     """The address of a kernel, which is a C function of one pointer."""
-    address: int = getattr(_kernels, name).address
+    assert _kernels is not None, "switched on"
+    address: int = next(getattr(module, name) for module in _kernels if hasattr(module, name)).address
     return address

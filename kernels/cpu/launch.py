@@ -47,7 +47,7 @@ class Launcher:
     """Calls one kernel. Its arguments, behind the two of the threads, have the types of `layout`, q and d as in struct."""
 
     def __init__(self, name: str, layout: str, find: Callable[[], int] | None = None) -> None:
-        """find: the kernel's address, where it is none of kernels.py; asked once."""
+        """find: the kernel's address, where compiled.py does not know it; asked once."""
         self._find, self._layout = find or partial(kernel, name), struct.Struct("qq" + layout)
         self._address = 0
 

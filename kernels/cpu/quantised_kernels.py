@@ -1,6 +1,7 @@
 """Loops over stored K and V of one format, compiled by numba.
 
-Follows kernels.py in all: what a kernel is given, how threads share its items, and that numbers that are not finite stay so.
+Follows the rules in kernel_parts.py: what a kernel is given, how threads share its items, and that numbers that are not finite
+stay so.
 of_format.py loads this file once for each format, as a module whose name ends in the format's, so that a loop has the decoding
 of its elements inside and nothing of other formats; under its own name it is of int8. Kernels have no closures: numba never
 finds one on disk whose closure has a helper in it, and would compile it in every process.
@@ -9,30 +10,22 @@ finds one on disk whose closure has a helper in it, and would compile it in ever
 from typing import Final
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
 
 from ..quantised.formats import BF16, FORMATS, FP8, FP16, INT4, INT8
-from .kernels import (
-    _TILE,
-    _begin_rows,
-    _bytes,
-    _count_keys,
-    _end_rows,
-    _float_of_bits,
-    _floats,
-    _greatest_magnitude,
-    _helper,
-    _int32s,
-    _int64s,
-    _kernel,
-    _own_heads,
-    _pointer,
-    _prefetch,
-    _share,
-    _share_of_keys,
-    _weights,
+from .attention_kernels import TILE, begin_rows, count_keys, end_rows, own_heads_of, share_of_keys, weigh_scores
+from .kernel_parts import floats_at, greatest_magnitude, helper, int8s_at, int32s_at, int64s_at, kernel, prefetch, share_of
+from .number_formats import (
+    bits_of_float,
+    brain_of_float,
+    e4m3_of_float,
+    float_of_brain,
+    float_of_half,
+    float_of_integer,
+    half_of_float,
+    part_of_e4m3,
+    uint8s_at,
+    uint16s_at,
 )
 
 _CODE: Final = FORMATS.get(__name__.rpartition("_")[2], INT8).code
@@ -44,104 +37,25 @@ _PAIR: Final = 8  # tokens whose rows are read ahead of their use
 def _kernel_of_format(function):
     """A kernel whose file on disk has the end of this module's name in its own."""
     function.__qualname__ += __name__.rpartition("quantised_kernels")[2]
-    return _kernel(function)
+    return kernel(function)
 
 
-@intrinsic
-def _bits_of_float(typing_context, number):
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.int32(types.float32), generate
-
-
-@intrinsic
-def _float_of_half(typing_context, bits):
-    """The number of the bits of an IEEE half."""
-
-    def generate(context, builder, signature, arguments):
-        half = builder.bitcast(arguments[0], ir.HalfType())
-        return builder.fpext(half, ir.FloatType())
-
-    return types.float32(types.uint16), generate
-
-
-@intrinsic
-def _half_of_float(typing_context, number):
-    """The bits of the nearest IEEE half."""
-
-    def generate(context, builder, signature, arguments):
-        half = builder.fptrunc(arguments[0], ir.HalfType())
-        return builder.bitcast(half, ir.IntType(16))
-
-    return types.uint16(types.float32), generate
-
-
-@_helper
-def _unsigned_bytes(address, count):
-    return carray(_pointer(address, np.uint8(0)), (count,))
-
-
-@_helper
-def _halves(address, count):
-    return carray(_pointer(address, np.uint16(0)), (count,))
-
-
-@_helper
-def _float_of_brain(bits):
-    return _float_of_bits(np.int32(np.uint32(bits) << np.uint32(16)))
-
-
-@_helper
-def _brain_of_float(number):
-    """The bits of the nearest bfloat16, ties to even."""
-    bits = np.uint32(_bits_of_float(number))
-    if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-        return np.uint16(0x7FC0)
-    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-
-
-@_helper
-def _float_of_integer(element):
-    return np.float32(element)
-
-
-@_helper
-def _part_of_e4m3(byte):
-    """A 256th of the number. Its bits are those of a half, one place up, whose exponent counts from 8 lower."""
-    bits = np.uint16(byte)
-    return _float_of_half(np.uint16(((bits & np.uint16(0x80)) << np.uint16(8)) | ((bits & np.uint16(0x7F)) << np.uint16(7))))
-
-
-@_helper
-def _e4m3_of_float(number):
-    """The nearest e4m3 of a number that is 448 at most, ties to even, as torch has it."""
-    bits = np.uint32(_bits_of_float(number))
-    sign = (bits >> np.uint32(24)) & np.uint32(0x80)
-    bits &= np.uint32(0x7FFFFFFF)
-    if bits < np.uint32(121 << 23):
-        shifted = _float_of_bits(np.int32(bits)) + np.float32(2.0**14)  # the sum's last bit is e4m3's smallest step
-        return np.uint8(sign | ((np.uint32(_bits_of_float(shifted)) - np.uint32(141 << 23)) & np.uint32(0x7F)))
-    bits = bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1)) - np.uint32(120 << 23)
-    return np.uint8(sign | (bits >> np.uint32(20)))
-
-
-@_helper
+@helper
 def _scale_of_head(row, most):
     """The bits of the bfloat16 scale of a head, and what its numbers are multiplied by; see quantised/formats.py."""
     poison = np.float32(0)
     for i in range(len(row)):
         poison += row[i] * np.float32(0)  # not a number where one is not finite
-    raw = np.float32(np.float64(_greatest_magnitude(row)) / np.float64(most))
+    raw = np.float32(np.float64(greatest_magnitude(row)) / np.float64(most))
     if poison != np.float32(0):  # also where it is not a number
         return np.uint16(0x7FC0), np.float32(0)
     if raw < _LEAST:
         return np.uint16(0), np.float32(0)
-    bits = np.uint16((np.uint32(_bits_of_float(raw)) + np.uint32(0xFFFF)) >> np.uint32(16))
-    return bits, np.float32(np.float64(1) / np.float64(_float_of_brain(bits)))
+    bits = np.uint16((np.uint32(bits_of_float(raw)) + np.uint32(0xFFFF)) >> np.uint32(16))
+    return bits, np.float32(np.float64(1) / np.float64(float_of_brain(bits)))
 
 
-@_helper
+@helper
 def _greatest(row):
     greatest = row[0]
     for i in range(len(row)):
@@ -149,7 +63,7 @@ def _greatest(row):
     return greatest
 
 
-@_helper
+@helper
 def _least(row):
     least = row[0]
     for i in range(len(row)):
@@ -161,45 +75,45 @@ _MOST = np.float32({_FP8: 448, _INT8: 127, _INT4: 8}.get(_CODE, 0))  # the great
 _IS_SCALED, _UNIT = _CODE in (_FP8, _INT8, _INT4), np.float32(256 if _CODE == _FP8 else 1)
 
 # Of the elements at an address, and the number that one of them is; chosen here, because a loop knows one type.
-_row_of = _halves if _CODE in (_FP16, _BF16) else _bytes if _CODE == _INT8 else _unsigned_bytes
-_number_of = {_FP16: _float_of_half, _BF16: _float_of_brain, _FP8: _part_of_e4m3}.get(_CODE, _float_of_integer)
+_row_of = uint16s_at if _CODE in (_FP16, _BF16) else int8s_at if _CODE == _INT8 else uint8s_at
+_number_of = {_FP16: float_of_half, _BF16: float_of_brain, _FP8: part_of_e4m3}.get(_CODE, float_of_integer)
 
 
-@_helper
+@helper
 def _scale_of_slot(scales_at, slot):
     """What the _number_of an element is multiplied by."""
     if _IS_SCALED:
-        return _float_of_brain(_halves(scales_at + slot * 2, 1)[0]) * _UNIT
+        return float_of_brain(uint16s_at(scales_at + slot * 2, 1)[0]) * _UNIT
     return np.float32(1)
 
 
-@_helper
+@helper
 def _store_head(row, elements_at, factor_at):
     size = len(row)
     if _CODE == _FP16:
-        out = _halves(elements_at, size)
+        out = uint16s_at(elements_at, size)
         for i in range(size):
-            out[i] = _half_of_float(row[i])
+            out[i] = half_of_float(row[i])
     elif _CODE == _BF16:
-        out = _halves(elements_at, size)
+        out = uint16s_at(elements_at, size)
         for i in range(size):
-            out[i] = _brain_of_float(row[i])
+            out[i] = brain_of_float(row[i])
     else:
         bits, factor = _scale_of_head(row, _MOST)
-        _halves(factor_at, 1)[0] = bits
+        uint16s_at(factor_at, 1)[0] = bits
         if _CODE == _INT8:
-            whole = _bytes(elements_at, size)
+            whole = int8s_at(elements_at, size)
             for i in range(size):
                 whole[i] = np.int8(np.int32(np.rint(row[i] * factor)))
         elif _CODE == _FP8:
-            packed = _unsigned_bytes(elements_at, size)
+            packed = uint8s_at(elements_at, size)
             for i in range(size):
-                packed[i] = _e4m3_of_float(min(max(row[i] * factor, -_MOST), _MOST))
+                packed[i] = e4m3_of_float(min(max(row[i] * factor, -_MOST), _MOST))
         else:
             if factor != np.float32(0) and _greatest(row) > -_least(row):
                 factor = -factor
-                _halves(factor_at, 1)[0] = bits | np.uint16(0x8000)
-            packed = _unsigned_bytes(elements_at, size // 2)
+                uint16s_at(factor_at, 1)[0] = bits | np.uint16(0x8000)
+            packed = uint8s_at(elements_at, size // 2)
             for i in range(size // 2):
                 low = min(np.int32(np.rint(row[i] * factor)), np.int32(7)) + np.int32(8)
                 high = min(np.int32(np.rint(row[i + size // 2] * factor)), np.int32(7)) + np.int32(8)
@@ -222,9 +136,9 @@ def store(data):
         args[22],
     )
     half, slot_len = size // 2, num_kv_heads * size
-    slots, tail_slots = _int64s(slots_at, num_tokens), _int64s(tail_slots_at, num_tokens)
+    slots, tail_slots = int64s_at(slots_at, num_tokens), int64s_at(tail_slots_at, num_tokens)
     turned = np.empty(size, np.float32)
-    first, last = _share(args, num_tokens)
+    first, last = share_of(args, num_tokens)
     for token in range(first, last):
         slot = slots[token]
         at = layer_at + slot // block_size * block_stride
@@ -233,14 +147,14 @@ def store(data):
         if tail_slots_at != 0:
             tail_slot = tail_slots[token]
         page = tail_at + (tail_slot // block_size * tail_stride + tail_slot % block_size * slot_len) * 4
-        cos = _floats(cos_at + token * size * 4, size)
-        sin = _floats(sin_at + token * size * 4, size)
+        cos = floats_at(cos_at + token * size * 4, size)
+        sin = floats_at(sin_at + token * size * 4, size)
         for head in range(num_heads + num_kv_heads):
-            low = _floats(qk_at + (token * qk_stride + head * size) * 4, half)
-            high = _floats(qk_at + (token * qk_stride + head * size + half) * 4, half)
+            low = floats_at(qk_at + (token * qk_stride + head * size) * 4, half)
+            high = floats_at(qk_at + (token * qk_stride + head * size + half) * 4, half)
             own = head - num_heads
             if head < num_heads:
-                to = _floats(q_at + (token * num_heads + head) * size * 4, size)
+                to = floats_at(q_at + (token * num_heads + head) * size * 4, size)
             else:
                 to = turned
             if cos_at != 0:
@@ -257,23 +171,23 @@ def store(data):
                     entry = offset * num_kv_heads + own
                     _store_head(turned, at + entry * row_bytes, at + elements_bytes + entry * 2)
                 if tail_slot >= 0:
-                    copy = _floats(page + own * size * 4, size)
+                    copy = floats_at(page + own * size * 4, size)
                     for i in range(size):
                         copy[i] = turned[i]
         for own in range(num_kv_heads):
-            v = _floats(v_at + (token * v_stride + own * size) * 4, size)
+            v = floats_at(v_at + (token * v_stride + own * size) * 4, size)
             if slot >= 0:
                 entry = offset * num_kv_heads + own
                 _store_head(v, at + side_bytes + entry * row_bytes, at + side_bytes + elements_bytes + entry * 2)
             if tail_slot >= 0:
-                copy = _floats(page + (block_size * slot_len + own * size) * 4, size)
+                copy = floats_at(page + (block_size * slot_len + own * size) * 4, size)
                 for i in range(size):
                     copy[i] = v[i]
 
 
-@_helper
+@helper
 def _block_scores(scores, place, q_at, at, scales_at, offset, count, size, row_bytes, head, num_kv_heads, group):
-    """scores [members, _TILE] from `place` on, of `count` slots of a block from `offset` on, for one KV head's queries."""
+    """scores [members, TILE] from `place` on, of `count` slots of a block from `offset` on, for one KV head's queries."""
     half, step = size // 2, num_kv_heads * row_bytes
     at += (offset * num_kv_heads + head) * row_bytes
     entry, done = offset * num_kv_heads + head, np.int64(0)
@@ -284,7 +198,7 @@ def _block_scores(scores, place, q_at, at, scales_at, offset, count, size, row_b
         if is_four:
             k1, k2, k3 = _row_of(at + step, size), _row_of(at + 2 * step, size), _row_of(at + 3 * step, size)
         for member in range(group):
-            q = _floats(q_at + member * size * 4, size)
+            q = floats_at(q_at + member * size * 4, size)
             s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
             if _CODE == _INT4:
                 for i in range(half):
@@ -299,7 +213,7 @@ def _block_scores(scores, place, q_at, at, scales_at, offset, count, size, row_b
                     s1 += q[i] * _number_of(k1[i])
                     s2 += q[i] * _number_of(k2[i])
                     s3 += q[i] * _number_of(k3[i])
-            to = member * _TILE + place + done
+            to = member * TILE + place + done
             scores[to] = s0 * _scale_of_slot(scales_at, entry)
             if is_four:
                 scores[to + 1] = s1 * _scale_of_slot(scales_at, entry + num_kv_heads)
@@ -311,7 +225,7 @@ def _block_scores(scores, place, q_at, at, scales_at, offset, count, size, row_b
         entry += taken * num_kv_heads
 
 
-@_helper
+@helper
 def _block_weigh(scores, place, out_at, at, scales_at, offset, count, size, row_bytes, head, num_kv_heads, group):
     """Add to out [members, size] the values of these slots times their scores."""
     half, step = size // 2, num_kv_heads * row_bytes
@@ -328,13 +242,13 @@ def _block_weigh(scores, place, out_at, at, scales_at, offset, count, size, row_
             c2 = _scale_of_slot(scales_at, entry + 2 * num_kv_heads)
             c3 = _scale_of_slot(scales_at, entry + 3 * num_kv_heads)
         for member in range(group):
-            out = _floats(out_at + member * size * 4, size)
-            of = member * _TILE + place + done
+            out = floats_at(out_at + member * size * 4, size)
+            of = member * TILE + place + done
             w0, w1, w2, w3 = scores[of] * c0, np.float32(0), np.float32(0), np.float32(0)
             if is_four:
                 w1, w2, w3 = scores[of + 1] * c1, scores[of + 2] * c2, scores[of + 3] * c3
             if _CODE == _INT4:
-                low, high = _floats(out_at + member * size * 4, half), _floats(out_at + (member * size + half) * 4, half)
+                low, high = floats_at(out_at + member * size * 4, half), floats_at(out_at + (member * size + half) * 4, half)
                 for i in range(half):
                     a, b, c, d = v0[i], v1[i], v2[i], v3[i]
                     low[i] += (
@@ -358,29 +272,29 @@ def _block_weigh(scores, place, out_at, at, scales_at, offset, count, size, row_
         entry += taken * num_kv_heads
 
 
-@_helper
+@helper
 def _float_scores(scores, place, q_at, at, count, slot, size, heads, group):
     """scores of `count` neighbouring slots of a page, for all of a thread's heads."""
     for head in range(heads):
         for done in range(count):
-            k = _floats(at + (done * slot + head * size) * 4, size)
+            k = floats_at(at + (done * slot + head * size) * 4, size)
             for member in range(head * group, head * group + group):
-                q = _floats(q_at + member * size * 4, size)
+                q = floats_at(q_at + member * size * 4, size)
                 total = np.float32(0)
                 for i in range(size):
                     total += q[i] * k[i]
-                scores[member * _TILE + place + done] = total
+                scores[member * TILE + place + done] = total
 
 
-@_helper
+@helper
 def _float_weigh(scores, place, out_at, at, count, slot, size, heads, group):
     """Add the values of `count` neighbouring slots of a page times their scores."""
     for head in range(heads):
         for member in range(head * group, head * group + group):
-            out = _floats(out_at + member * size * 4, size)
+            out = floats_at(out_at + member * size * 4, size)
             for done in range(count):
-                v = _floats(at + (done * slot + head * size) * 4, size)
-                weight = scores[member * _TILE + place + done]
+                v = floats_at(at + (done * slot + head * size) * 4, size)
+                weight = scores[member * TILE + place + done]
                 for i in range(size):
                     out[i] += weight * v[i]
 
@@ -403,27 +317,27 @@ def attend_decode(data):
     num_seqs, num_heads, num_kv_heads, size, block_size = args[17], args[18], args[19], args[20], args[21]
     scale, cap, out_at, logits_at = np.float32(numbers[22]), np.float32(numbers[23]), args[24], args[25]
     group, slot = num_heads // num_kv_heads, num_kv_heads * size
-    lens = _int32s(lens_at, num_seqs)
-    share_first, share_last = _share_of_keys(args, _count_keys(lens, window) * num_kv_heads)
-    scores = np.empty(num_heads * _TILE, np.float32)
+    lens = int32s_at(lens_at, num_seqs)
+    share_first, share_last = share_of_keys(args, count_keys(lens, window) * num_kv_heads)
+    scores = np.empty(num_heads * TILE, np.float32)
     highest, totals = np.empty(num_heads, np.float32), np.empty(num_heads, np.float32)
     begin = np.int64(0)
     for seq in range(num_seqs):
         length = np.int64(lens[seq])
         start = max(np.int64(0), length - window)
-        first_head, heads = _own_heads(begin, length - start, num_kv_heads, share_first, share_last)
+        first_head, heads = own_heads_of(begin, length - start, num_kv_heads, share_first, share_last)
         begin += (length - start) * num_kv_heads
         if heads == 0:
             continue
         first_row = seq * num_heads + first_head * group
         query_at, row_at = q_at + (seq * q_stride + first_head * group * size) * 4, out_at + first_row * size * 4
         count = (length + block_size - 1) // block_size
-        table = _int32s(tables_at + seq * table_stride * 4, count)
-        pages = _int32s(tail_tables_at + seq * tail_table_stride * 4, count)
+        table = int32s_at(tables_at + seq * table_stride * 4, count)
+        pages = int32s_at(tail_tables_at + seq * tail_table_stride * 4, count)
         own_logits_at = logits_at + first_head * group * 4 if logits_at != 0 else logits_at
-        _begin_rows(highest, totals, own_logits_at, row_at, heads * group, size)
-        for first in range(start, length, _TILE):
-            last = min(first + _TILE, length)
+        begin_rows(highest, totals, own_logits_at, row_at, heads * group, size)
+        for first in range(start, length, TILE):
+            last = min(first + TILE, length)
             for side in range(2):
                 position = first
                 while position < last:
@@ -444,9 +358,9 @@ def attend_decode(data):
                         following = np.int64(table[min(index + 1, count - 1)])
                         ahead = layer_at + following * block_stride + side * side_bytes
                         for line in range(0, run * num_kv_heads * row_bytes, 64):
-                            _prefetch(ahead + line)
+                            prefetch(ahead + line)
                         for head in range(heads):
-                            to = head * group * _TILE + position - first
+                            to = head * group * TILE + position - first
                             own = head * group * size * 4
                             if side == 0:
                                 _block_scores(
@@ -481,9 +395,9 @@ def attend_decode(data):
                     position += run
                 if side == 0:
                     have_seen = first > start or logits_at != 0
-                    _weights(scores, last - first, highest, totals, row_at, heads * group, size, scale, cap, have_seen)
+                    weigh_scores(scores, last - first, highest, totals, row_at, heads * group, size, scale, cap, have_seen)
         if length > start:
-            _end_rows(totals, row_at, heads * group, size)
+            end_rows(totals, row_at, heads * group, size)
 
 
 @_kernel_of_format
@@ -494,9 +408,9 @@ def read(data):
     tail_at, tail_stride, table_at, tail_table_at = args[7], args[8], args[9], args[10]
     start, count, num_kv_heads, size, block_size, out_at = args[11], args[12], args[13], args[14], args[15], args[16]
     half, slot = size // 2, num_kv_heads * size
-    table = _int32s(table_at, (start + count + block_size - 1) // block_size)
-    pages = _int32s(tail_table_at, (start + count + block_size - 1) // block_size)
-    first, last = _share(args, count)
+    table = int32s_at(table_at, (start + count + block_size - 1) // block_size)
+    pages = int32s_at(tail_table_at, (start + count + block_size - 1) // block_size)
+    first, last = share_of(args, count)
     for at in range(first, last):
         index, offset = (start + at) // block_size, (start + at) % block_size
         page = np.int64(0)
@@ -505,8 +419,8 @@ def read(data):
         for side in range(2):
             to = out_at + (side * count + at) * slot * 4
             if page != 0:
-                copy = _floats(tail_at + (page * tail_stride + (side * block_size + offset) * slot) * 4, slot)
-                out = _floats(to, slot)
+                copy = floats_at(tail_at + (page * tail_stride + (side * block_size + offset) * slot) * 4, slot)
+                out = floats_at(to, slot)
                 for i in range(slot):
                     out[i] = copy[i]
                 continue
@@ -514,7 +428,7 @@ def read(data):
             for head in range(num_kv_heads):
                 entry = offset * num_kv_heads + head
                 row, factor = _row_of(block + entry * row_bytes, size), _scale_of_slot(block + elements_bytes, entry)
-                out = _floats(to + head * size * 4, size)
+                out = floats_at(to + head * size * 4, size)
                 if _CODE == _INT4:
                     for i in range(half):
                         out[i] = np.float32((row[i] & 15) - 8) * factor

@@ -53,7 +53,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 
 
 def gate(gate_up: torch.Tensor, *, gelu: bool, swiglu: tuple[float, float] | None = None) -> torch.Tensor:
-    """The compiled path of kernels.activations.silu_and_mul, with `gelu` of gelu_and_mul, with `swiglu` of clamped_swiglu.
+    """The compiled path of silu_and_mul (activations/gates.py), with `gelu` of gelu_and_mul, with `swiglu` of clamped_swiglu.
 
     swiglu: its alpha and limit.
     """

@@ -42,7 +42,7 @@ def gate_kernel(
 
 
 def gate(gate_up: torch.Tensor, *, gelu: bool, swiglu: tuple[float, float] | None = None) -> torch.Tensor:
-    """The CUDA path of kernels.activations.silu_and_mul, with `gelu` of gelu_and_mul, with `swiglu` of clamped_swiglu."""
+    """The CUDA path of silu_and_mul (activations/gates.py), with `gelu` of gelu_and_mul, with `swiglu` of clamped_swiglu."""
     length = gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], length), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() == 0:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checks import require
+from ..checks import require, require_arena
 from .formats import KvFormat
 
 _ALIGNMENT = 16
@@ -70,12 +70,7 @@ class QuantisedLayout:
         Raises:
             KernelArgumentError: another dtype, not contiguous, or not a whole number of blocks.
         """
-        op, argument, num_bytes = "QuantisedLayout.view", "arena_bytes", arena_bytes.numel()
-        flat = arena_bytes.dtype is torch.uint8 and arena_bytes.dim() == 1 and arena_bytes.is_contiguous()
-        problem = "must be contiguous uint8 of one dimension, is {} {}"
-        require(flat, op, argument, problem, arena_bytes.dtype, arena_bytes.shape)
-        whole = num_bytes > 0 and num_bytes % self.block_bytes == 0
-        require(whole, op, argument, "must be whole blocks of {} bytes, has {}", self.block_bytes, num_bytes)
+        require_arena("QuantisedLayout.view", arena_bytes, self.block_bytes)
         return arena_bytes.view(-1, self.block_bytes)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from kvkeeper.kernels import reference
-from kvkeeper.kernels.activations.clamped_swiglu import clamped_swiglu
+from kvkeeper.kernels.activations.gates import clamped_swiglu
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
 from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.attention.latent_attention import latent_attention_decode, latent_attention_prefill, latent_layer

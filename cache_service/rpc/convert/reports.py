@@ -7,6 +7,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1.cache_service_pb2_comments import COMMENTS
 from kvkeeper.common.cuda import handle as cuda_handles
+from kvkeeper.common.cuda import vmm
 
 from ...core.index.events.watch import Event
 from ...core.inspection.explain import Explanation, in_words
@@ -21,7 +22,7 @@ _INFO_NAMES = tuple(name for name in PoolInfo.__slots__ if name not in ("spec", 
 _ARENA_KINDS = {
     "memfd": pb.ARENA_KIND_MEMFD,
     cuda_handles.KIND: pb.ARENA_KIND_CUDA_IPC,
-    cuda_handles.DESCRIPTOR_KIND: pb.ARENA_KIND_CUDA_VMM,
+    vmm.DESCRIPTOR_KIND: pb.ARENA_KIND_CUDA_VMM,
 }
 _EXECUTOR_NUMBERS = {Executor.CACHE: pb.EXECUTOR_CACHE, Executor.ENGINE: pb.EXECUTOR_ENGINE}
 

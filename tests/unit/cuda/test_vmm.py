@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.common.cuda.errors import CudaError
-from kvkeeper.common.cuda.handle import DescribedArena, described_arena
-from kvkeeper.common.cuda.imported import MappedArena
-from kvkeeper.common.cuda.vmm import VmmDriver
+from kvkeeper.common.cuda.vmm import DescribedArena, MappedArena, VmmDriver, described_arena
 from tests.support.stand_ins.fake_cuda import DEVICE, FakeCuda, bytes_at
 from tests.support.stand_ins.fake_libcuda import GRANULARITY, FakeLibcuda
 

@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from kvkeeper.kernels import reference
-from kvkeeper.kernels.activations.clamped_swiglu import clamped_swiglu
-from kvkeeper.kernels.activations.gelu_and_mul import gelu_and_mul
+from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
-from kvkeeper.kernels.activations.silu_and_mul import silu_and_mul
 from kvkeeper.kernels.errors import KernelArgumentError
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from tests.unit.kernels.gpu.pretend import on_cuda

@@ -1,0 +1,59 @@
+"""Gates of a fused gate-and-up projection: act(gate) * up, one call for both halves."""
+
+from typing import Final
+
+import torch
+
+from ..checks import on_cuda, require
+from ..cpu import compiled
+from ..cpu.rows import gate as compiled_gate
+
+_HALVES: Final = "must have an even last dimension, is {}"
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """The SwiGLU gate (arXiv 2002.05202), silu(gate) * up [..., I] of gate_up [..., 2 * I], gate first.
+
+    Raises:
+        KernelArgumentError: an odd last dimension, or, on CUDA, gaps.
+        UnsupportedDeviceError: neither on a CPU nor on CUDA.
+    """
+    if (fused := _fused("silu_and_mul", gate_up)) is not None:
+        return fused
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """The GeGLU gate (arXiv 2002.05202) with the tanh approximation, gelu(gate) * up; all else as silu_and_mul."""
+    if (fused := _fused("gelu_and_mul", gate_up, gelu=True)) is not None:
+        return fused
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """The gate of gpt-oss (arXiv 2508.10925), gate * sigmoid(alpha * gate) * (up + 1), both clamped first; all else as
+    silu_and_mul. The gate is at most `limit`, up within it on both sides.
+    """
+    if (fused := _fused("clamped_swiglu", gate_up, swiglu=(alpha, limit))) is not None:
+        return fused
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * alpha).sigmoid_().mul_(gate).mul_(up + 1)
+
+
+def _fused(
+    op: str, gate_up: torch.Tensor, *, gelu: bool = False, swiglu: tuple[float, float] | None = None
+) -> torch.Tensor | None:
+    """The gate by the kernel of its device; None where torch computes it."""
+    cuda = on_cuda(op, gate_up)
+    require(gate_up.shape[-1] % 2 == 0, op, "gate_up", _HALVES, gate_up.shape)
+    if cuda:
+        from ..gpu.gates import gate
+
+        require(gate_up.is_contiguous(), op, "gate_up", "must be contiguous")
+        return gate(gate_up, gelu=gelu, swiglu=swiglu)
+    if compiled.serves(gate_up) and gate_up.is_contiguous():
+        return compiled_gate(gate_up, gelu=gelu, swiglu=swiglu)
+    return None
