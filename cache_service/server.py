@@ -44,6 +44,7 @@ from .rpc.sequence_calls import SequenceCalls
 from .rpc.session_calls import SessionCalls
 from .rpc.step_handler import StepHandler
 from .rpc.step_lane import StepLanes
+from .rpc.step_stream import StepStreams
 from .rpc.watch_streams import WatchStreams
 from .runtime.arena_supply import Memory
 from .runtime.clock import Clock, StallFreeClock
@@ -154,8 +155,9 @@ async def start_server(
         if config.metrics_listen:
             metrics = await MetricsServer.open(config.metrics_listen, partial(cache_metrics, session_manager, guard))
         real_time = (clock or loop).time  # also passes while the service is held up
-        groups = _groups_of_calls(config, session_manager, step_handler, str(attach.path), watch_streams, real_time)
-        methods = register([step_handler, *groups], most_bytes, lambda: registry.max_tokens)
+        steps = [step_handler, StepStreams(session_manager, step_handler)]
+        groups = _groups_of_calls(config, session_manager, str(attach.path), watch_streams, real_time)
+        methods = register([*steps, *groups], most_bytes, lambda: registry.max_tokens)
         await endpoint.start(methods, has_reflection=config.reflection)
         await registry.reserve()
         await endpoint.set_serving(True)
@@ -210,7 +212,6 @@ def _remote_of(config: CacheConfig) -> RemoteMaker | None:
 def _groups_of_calls(
     config: CacheConfig,
     session_manager: SessionManager,
-    step_handler: StepHandler,
     attach_path: str,
     watch_streams: WatchStreams,
     time: Callable[[], float],

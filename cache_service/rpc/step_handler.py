@@ -1,4 +1,4 @@
-"""Step and StreamSteps, the hot path: one request in, one reply out, as raw bytes.
+"""Steps, the hot path: one request in, one reply out, as raw bytes, whatever carries them.
 
 Exactly once is a matter of bytes: a repeat is recognised by its bytes, and gets the recorded bytes of the reply. State and
 reply are recorded before anything is awaited, so that the repeat of a call that broke off finds its step done. Blocks that the
@@ -7,7 +7,7 @@ step committed are published once the reply is on its way. Nothing here loops ov
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from google.protobuf.message import DecodeError
@@ -16,34 +16,17 @@ from kvkeeper import tracing
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.step.reply import copies_of
-from ..core.values.errors import CacheError, InvalidField, StreamReplaced
+from ..core.values.errors import InvalidField
 from ..core.values.step_columns import StepBatch
 from ..core.values.types import Executor
 from ..runtime.lease import SessionMode
-from ..runtime.live_session import CarrierKind, LiveSession
+from ..runtime.live_session import LiveSession
 from ..runtime.session_manager import SessionManager
 from .convert.step import step_batch, step_response
-from .methods import EOF
 from .ownership import check_own
 
 _parse = pb.StepRequest.FromString
 _STEP = "kvkeeper.cache.v1.CacheService/Step"
-
-
-class StepStream:
-    """One StreamSteps call. It carries the steps of the session of its first message."""
-
-    kind = CarrierKind.GRPC
-
-    def __init__(self, task: asyncio.Task[object]) -> None:
-        self.live: LiveSession | None = None
-        self.error: CacheError | None = None  # set when the stream is ended from outside
-        self._task = task
-
-    def end_with(self, error: CacheError) -> None:
-        """Ends the call from outside; its client gets this error."""
-        self.error = error
-        self._task.cancel()
 
 
 class StepHandler:
@@ -55,39 +38,10 @@ class StepHandler:
         self._tracer = tracing.tracer()
 
     async def step(self, raw: bytes) -> bytes:
-        """The unary call. Raises CacheError."""
+        """A step that is a call of its own. Raises CacheError."""
         live, reply = self.apply(raw)
         live.pool.publish_soon()
         return reply if isinstance(reply, bytes) else await reply
-
-    async def stream_steps(self, read: Callable[[], Awaitable[bytes]], write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Runs one stream until its client ends it. Raises CacheError for a failed step, and for an end from outside."""
-        task = asyncio.current_task()
-        assert task is not None
-        stream = StepStream(task)
-        is_lost = True
-        try:
-            while (raw := await read()) is not EOF:
-                try:
-                    live, reply = self.apply(raw, stream.live)
-                    if stream.live is None:
-                        stream.live = live
-                        self._session_manager.take_stream(live, stream, replaced())
-                    answer = reply if isinstance(reply, bytes) else await reply
-                except Exception:
-                    is_lost = False  # this service ends the stream; the client has not gone away
-                    raise
-                await write(answer)
-                self.after_answer(live)  # after the write: work on this loop would delay the sending of the answer
-        except asyncio.CancelledError:
-            if stream.error is None:
-                raise  # the client went away
-            is_lost = False
-            task.uncancel()
-            raise stream.error from None
-        finally:
-            if stream.live is not None:
-                self._session_manager.lose_stream(stream.live, stream, with_grace=is_lost)
 
     def after_answer(self, live: LiveSession) -> None:
         """Does what a step left undone. Each carrier calls it once the answer is on its way.
@@ -168,11 +122,6 @@ class StepHandler:
         await asyncio.shield(copying)
         _, reply = self.apply(raw, live)
         return reply if isinstance(reply, bytes) else await reply
-
-
-def replaced() -> StreamReplaced:
-    """The error of a carrier that another one took over from."""
-    return StreamReplaced("another stream of this session took over")
 
 
 async def _after(copying: Awaitable[None], answer: bytes) -> bytes:

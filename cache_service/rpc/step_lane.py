@@ -20,7 +20,7 @@ from ..runtime.live_session import CarrierKind, LiveSession
 from ..runtime.session_manager import SessionManager
 from .methods import CONTRACT
 from .status import REFUSALS
-from .step_handler import StepHandler, replaced
+from .step_handler import StepHandler
 
 STEP_REQUEST, STEP_RESPONSE, STATUS, TOO_LARGE = b"\1", b"\2", b"\3", b"\4"
 _BUFFER_BYTES = 1 << 20  # asked for; the kernel gives what it allows, and larger messages go over gRPC
@@ -30,14 +30,14 @@ class StepLanes:
     """Hands a session's parts to the process that attaches, with a lane where it asks for one."""
 
     def __init__(self, session_manager: SessionManager, handler: StepHandler, max_message_bytes: int) -> None:
-        self._session_manager = session_manager
-        self._handler = handler
+        self.session_manager = session_manager
+        self.handler = handler
         # One for all lanes: a frame is taken out before the next one is read. With a byte to see that a message is too large.
-        self._frame = bytearray(1 + max_message_bytes + 1)
+        self.frame = memoryview(bytearray(1 + max_message_bytes + 1))
 
     def redeem(self, token: str, parts: frozenset[Part], rank: int) -> Grant:
         """See AttachDesk. Where no socket can be had, the grant says so and its process steps over gRPC."""
-        live, grant = self._session_manager.redeem(token, parts, rank)
+        live, grant = self.session_manager.redeem(token, parts, rank)
         if Part.STEP_LANE not in parts:
             return grant
         try:
@@ -58,7 +58,7 @@ class StepLanes:
             ours.setblocking(False)  # theirs is for its process to set
             for end in (ours, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-            live.lane = StepLane(self._session_manager, self._handler, live, ours, self._frame)
+            live.lane = StepLane(self, live, ours)
         except OSError:
             ours.close()
             theirs.close()
@@ -71,20 +71,10 @@ class StepLane:
 
     kind = CarrierKind.LANE
 
-    def __init__(
-        self,
-        session_manager: SessionManager,
-        handler: StepHandler,
-        live: LiveSession,
-        connection: socket.socket,
-        frame: bytearray,
-    ) -> None:
-        """frame: where frames are read to, shared with other lanes."""
-        self._session_manager = session_manager
-        self._handler = handler
+    def __init__(self, lanes: StepLanes, live: LiveSession, connection: socket.socket) -> None:
+        self._session_manager, self._handler, self._frame = lanes.session_manager, lanes.handler, lanes.frame
         self._live = live
         self._socket = connection
-        self._frame = memoryview(frame)
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Task[None] | None = None  # for the copies of a step; no frame is read meanwhile
         self._loop.add_reader(connection, self._read_frame)
@@ -106,23 +96,20 @@ class StepLane:
         if num_bytes == 0:
             self._end(is_lost=True)
         elif self._frame[0] != STEP_REQUEST[0]:
-            text = f"a frame from a client begins with the byte {STEP_REQUEST[0]}"
-            self._send(STATUS, _status(InvalidField(text, field="request")))
+            self._send(STATUS, _status(InvalidField("a frame from a client begins with the byte 1", field="request")))
         else:
             self._take_step(bytes(self._frame[1:num_bytes]))
 
     def _take_step(self, raw: bytes) -> None:
-        live = self._live
         try:
-            _, reply = self._handler.apply(raw, live)
+            _, reply = self._handler.apply(raw, self._live)
         except Exception as error:
             self._send(STATUS, _status(error))
             return
-        if live.stream is not self:
-            self._session_manager.take_stream(live, self, replaced())
+        if self._live.stream is not self:
+            self._session_manager.take_stream(self._live, self)
         if isinstance(reply, bytes):
-            self._send(STEP_RESPONSE, reply)
-            self._handler.after_answer(live)
+            self._answer(reply)
         else:
             self._loop.remove_reader(self._socket)
             self._waiting = self._loop.create_task(self._answer_later(reply))
@@ -133,11 +120,14 @@ class StepLane:
         except Exception as error:
             self._send(STATUS, _status(error))
         else:
-            self._send(STEP_RESPONSE, answer)
-            self._handler.after_answer(self._live)
+            self._answer(answer)
         self._waiting = None
         if self._socket.fileno() != -1:
             self._loop.add_reader(self._socket, self._read_frame)
+
+    def _answer(self, answer: bytes) -> None:
+        self._send(STEP_RESPONSE, answer)
+        self._handler.after_answer(self._live)
 
     def _send(self, kind: bytes, body: bytes) -> None:
         """Never waits. A client that does not read its answers, or is gone, has lost the lane."""

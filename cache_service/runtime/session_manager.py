@@ -15,7 +15,7 @@ import structlog
 from kvkeeper.trust.caller import ANY_TENANT
 
 from ..core.calls.sessions import CloseResult
-from ..core.values.errors import CacheError, Draining, InvalidField, NotImplementedYet, UnknownSession
+from ..core.values.errors import Draining, InvalidField, NotImplementedYet, StreamReplaced, UnknownSession
 from ..core.values.kv_spec import KvSpec
 from ..core.values.types import Executor, SessionId
 from ..memory.attach_server import AttachRefused, Grant, Part
@@ -144,10 +144,10 @@ class SessionManager:
         self._ended.drain(session_id, epoch)
         return CloseResult(0, 0)
 
-    def take_stream(self, live: LiveSession, stream: StepCarrier, replaced: CacheError) -> None:
-        """The session steps on this stream from now on; its stream so far ends with the error `replaced`."""
+    def take_stream(self, live: LiveSession, stream: StepCarrier) -> None:
+        """The session steps on this stream from now on; its stream so far ends with StreamReplaced."""
         if live.stream is not None:
-            live.stream.end_with(replaced)
+            live.stream.end_with(StreamReplaced("another stream of this session took over"))
         live.stream = stream
 
     def lose_stream(self, live: LiveSession, stream: StepCarrier, *, with_grace: bool) -> None:

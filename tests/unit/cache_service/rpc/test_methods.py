@@ -14,8 +14,18 @@ from kvkeeper.cache_service.rpc.prefix_calls import PrefixCalls
 from kvkeeper.cache_service.rpc.sequence_calls import SequenceCalls
 from kvkeeper.cache_service.rpc.session_calls import SessionCalls
 from kvkeeper.cache_service.rpc.step_handler import StepHandler
+from kvkeeper.cache_service.rpc.step_stream import StepStreams
 
-GROUPS: list[Any] = [SessionCalls, StepHandler, SequenceCalls, PrefixCalls, EvictionCalls, KvCalls, InspectionCalls]
+GROUPS: list[Any] = [
+    SessionCalls,
+    StepHandler,
+    StepStreams,
+    SequenceCalls,
+    PrefixCalls,
+    EvictionCalls,
+    KvCalls,
+    InspectionCalls,
+]
 
 
 def test_every_rpc_has_one_handler() -> None:
