@@ -10,9 +10,10 @@ from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.cli.console.addresses import add_cache_flag, add_engine_flag, add_json_flag
 from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_DOWN, EXIT_OK, complain
-from kvkeeper.cli.console.tables import size, table
+from kvkeeper.cli.console.tables import table
 from kvkeeper.cli.show.readiness import is_serving
 from kvkeeper.client import CacheClient, EngineClient, KvkeeperError
+from kvkeeper.service.sizes import size
 
 
 @dataclass(frozen=True, slots=True)

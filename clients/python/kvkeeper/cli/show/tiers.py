@@ -9,10 +9,11 @@ from kvkeeper.cli.console.addresses import add_cache_flag, add_json_flag
 from kvkeeper.cli.console.as_json import as_json
 from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_OK
-from kvkeeper.cli.console.tables import size, table
+from kvkeeper.cli.console.tables import table
 from kvkeeper.cli.show.pool_counts import break_even, told_precision
 from kvkeeper.cli.show.status import pool_line
 from kvkeeper.client import CacheClient
+from kvkeeper.service.sizes import size
 
 _HEADERS = ("tier", "blocks", "size", "free", "cached", "held", "moving", "came", "evicted")
 

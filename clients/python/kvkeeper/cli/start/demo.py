@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, complain
-from kvkeeper.cli.console.tables import facts, size, table
+from kvkeeper.cli.console.tables import facts, table
 from kvkeeper.cli.show.readiness import until_serving
 from kvkeeper.cli.start.processes import ServiceProcess
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.service.sizes import size
 
 T = TypeVar("T")
 
