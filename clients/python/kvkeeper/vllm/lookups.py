@@ -42,7 +42,7 @@ class Matcher(Protocol):
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Lookup:
     """A look-up. num_tokens None: not answered; at: when it was asked or answered."""
 
     at: float
@@ -67,7 +67,7 @@ class Lookups:
         self._backoff = backoff or Backoff()
         self._now = now
         self._lock = threading.Lock()  # of _asked
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, _Lookup] = {}
         self._prompts: dict[str, tuple[TokenIds, str]] = {}  # of all requests that were not forgotten
         self._waiting: list[tuple[str, int]] = []  # of the loop's thread
         self._flushing: asyncio.Task[None] | None = None
@@ -116,7 +116,7 @@ class Lookups:
 
     def _ask(self, request_id: str) -> None:
         self._number += 1
-        self._asked[request_id] = _Asked(self._now(), number=self._number)
+        self._asked[request_id] = _Lookup(self._now(), number=self._number)
         self._loop.call_soon_threadsafe(self._enqueue, request_id, self._number)
 
     def _run(self) -> None:
@@ -132,7 +132,7 @@ class Lookups:
             self._flushing = self._loop.create_task(self._flush())
 
     async def _flush(self) -> None:
-        """Answers what waits, batch by batch: what is asked meanwhile goes with the next one."""
+        """Looks up what waits, batch by batch: what is asked meanwhile goes with the next one."""
         try:
             while self._waiting:
                 batch, self._waiting = self._waiting, []

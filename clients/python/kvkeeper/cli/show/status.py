@@ -21,7 +21,7 @@ class ServiceStatus:
     """The state of one service; detail is a text for people."""
 
     service: str
-    state: str  # "up", "not ready", "down", or the reason why it refuses to tell
+    state: str  # "up", "not ready", "down", or the reason why it refuses to say
     address: str
     version: str = ""
     detail: str = ""
@@ -64,7 +64,7 @@ def _state(service: str, address: str, ask: Callable[[str], tuple[str, str, str]
 
 
 def _cache(address: str) -> tuple[str, str, str]:
-    """The version, what the service serves, and why it does not serve, where it tells."""
+    """The version, what the service serves, and why it does not serve, where that is known."""
     with CacheClient(address, OPTIONS) as client:
         capabilities = client.capabilities()
     return capabilities.version, "; ".join(map(pool_line, capabilities.pools)) or "no pool yet", ""

@@ -116,11 +116,11 @@ async def _show(cache: str, engine: str, folder: str, memory: str) -> int:
 
 
 def _print_hits(what: str, before: Sequence[Answer], after: Sequence[Answer]) -> int:
-    """Answers the number of cached tokens."""
+    """Returns the number of cached tokens."""
     hits = sum(answer.cached_tokens for answer in after)
     same = all(first.texts == second.texts for first, second in zip(before, after, strict=True))
-    told = f"With the new {what}, {hits:,} of {sum(a.prompt_tokens for a in after):,} prompt tokens were in the cache"
-    print(told + (", and the answers are word for word the same." if same else "."))
+    line = f"With the new {what}, {hits:,} of {sum(a.prompt_tokens for a in after):,} prompt tokens were in the cache"
+    print(line + (", and the answers are word for word the same." if same else "."))
     return hits
 
 

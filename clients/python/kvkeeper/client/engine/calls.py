@@ -122,7 +122,7 @@ class GenerateOptions:
     retention: what is kept of it while it grows; None: everything.
     reuse_hint: what is known of the next use of its KV: "none" (a single question, or the last turn of a conversation) or
         "soon" (its next turn is certain, as with a tool call); empty: nothing.
-    session_id: conversation that it belongs to; metadata: told back with the request, and nothing else.
+    session_id: conversation that it belongs to; metadata: returned with the request, and used for nothing else.
     resubmit_s: seconds to keep asking again, for what has not come yet, after the engine went away; 0: not at all.
     """
 
