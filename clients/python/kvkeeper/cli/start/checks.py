@@ -59,13 +59,6 @@ def check_settings(flags: Mapping[str, Sequence[str]]) -> "tuple[CacheConfig, En
     return cache_config, engine_config
 
 
-def check_packages() -> None:
-    """Whether the engine's packages are installed. Raises StartError."""
-    from kvkeeper.engine_service import preflight as engine
-
-    engine.check_packages()
-
-
 @contextmanager
 def _named(name: str) -> Iterator[None]:
     """Errors that name a service's flags, with the flags as `up` has them."""

@@ -55,7 +55,8 @@ def add_parser(commands: Any, text: str) -> None:
 
 
 def run(_: argparse.Namespace) -> int:
-    from kvkeeper.cli.start.checks import StartError, check_packages
+    from kvkeeper.engine_service.preflight import check_packages
+    from kvkeeper.service.process import StartError
 
     try:
         check_packages()
