@@ -15,7 +15,6 @@ from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.engine.calls import (
     GenerateOptions,
     OutputChunk,
-    Prompt,
     Result,
     Usage,
     chunk_of,
@@ -29,6 +28,7 @@ from kvkeeper.client.engine.calls import (
     usage_of,
 )
 from kvkeeper.client.engine.many import ManyStreams
+from kvkeeper.client.engine.prompts import Prompt
 from kvkeeper.client.engine.resubmit import PAUSE_S, Received, address_in, repeatable
 from kvkeeper.client.engine.spans import GenerateSpan, begin_generate
 from kvkeeper.client.errors import KvkeeperError
