@@ -13,7 +13,7 @@ from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.client.backends import ASYNCIO, Backend
 from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.client.retry import CallOptions
+from kvkeeper.client.retry import SLICED_TIMEOUT_S, CallOptions
 from kvkeeper.client.targets import cache_address
 from kvkeeper.client.transport import AsyncTransport
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 # Of the cache service's protocol; docs/protocol.md says what needs a new number.
 PROTOCOL_VERSION = 1
 OLDEST_PROTOCOL_VERSION = 1  # that this client can speak
-
-SLICED_TIMEOUT_S = 300.0  # of calls that let others pass: millions of blocks take a minute
 
 
 class AsyncCacheClient:
@@ -96,23 +94,11 @@ class AsyncCacheClient:
 
     async def list_sequences(self, session_id: str = "") -> tuple[pb.SequenceInfo, ...]:
         """Sequences of one session, or of all, without tables."""
-        return await list_sequences(self._transport, session_id)
+        request = pb.ListSequencesRequest(session_id=session_id)
+        return await self._transport.list_all("ListSequences", request, "sequences")
 
     async def close(self) -> None:
         await self._transport.close()
-
-
-async def list_sequences(transport: AsyncTransport, session_id: str) -> tuple[pb.SequenceInfo, ...]:
-    """Page by page; an empty session_id is all sessions."""
-    rows: list[pb.SequenceInfo] = []
-    page_token = ""
-    while True:
-        request = pb.ListSequencesRequest(session_id=session_id, page_size=1000, page_token=page_token)
-        page = await transport.call_by_name("ListSequences", request)
-        rows += page.sequences
-        page_token = page.next_page_token
-        if not page_token:
-            return tuple(rows)
 
 
 def _require_spoken(version: int) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 from kvkeeper.client.errors import KvkeeperError
 
+SLICED_TIMEOUT_S = 300.0  # of calls that let others pass: millions of blocks take a minute
+
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:

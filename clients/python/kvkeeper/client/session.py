@@ -17,10 +17,10 @@ import numpy.typing as npt
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import kv_chunks
 from kvkeeper.client.arena import Arena, attach_arena, attach_arena_and_lane
-from kvkeeper.client.cache import SLICED_TIMEOUT_S, list_sequences
 from kvkeeper.client.errors import KvkeeperError, error_of_status
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.new_sequence import Created, NewSequence, TokenIds, pack, to_list
+from kvkeeper.client.retry import SLICED_TIMEOUT_S
 from kvkeeper.client.step_carriers import StepCarriers
 from kvkeeper.client.step_lane import attach_lane
 from kvkeeper.client.steps import StepItems, StepResult, decode, encode
@@ -375,7 +375,8 @@ class AsyncCacheSession:
 
     async def list(self) -> tuple[pb.SequenceInfo, ...]:
         """The session's sequences, without tables."""
-        return await list_sequences(self._transport, self.session_id)
+        request = pb.ListSequencesRequest(session_id=self.session_id)
+        return await self._transport.list_all("ListSequences", request, "sequences")
 
 
 def _close_lane(lane: socket.socket | None) -> None:

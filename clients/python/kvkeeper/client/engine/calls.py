@@ -187,10 +187,6 @@ def get_request(request_id: str, wait_s: float, options: CallOptions) -> pb.GetR
     return pb.GetRequestRequest(request_id=request_id, wait_ms=int(1000 * max(0.0, min(wait_s, longest))))
 
 
-def list_page(session_id: str, page_token: str) -> pb.ListRequestsRequest:
-    return pb.ListRequestsRequest(page_size=1000, page_token=page_token, session_id=session_id)
-
-
 def stream_options(base: CallOptions, timeout_ms: int | None) -> CallOptions:
     """The deadline of a Generate: the request's and a little more, or none: the service ends stalled requests."""
     return replace(base, timeout_s=math.inf if timeout_ms is None else timeout_ms / 1000 + _SLACK_S)
