@@ -17,8 +17,8 @@ from kvkeeper.cli import main
 from kvkeeper.cli.console.as_json import as_json
 from kvkeeper.cli.console.tables import facts, table
 from kvkeeper.client import AsyncCacheClient, GenerateOptions, KvkeeperError, Retention
-from kvkeeper.service import VERSION
-from kvkeeper.service.sizes import size
+from kvkeeper.common.service import VERSION
+from kvkeeper.common.service.sizes import size
 
 NO_SERVICE = "127.0.0.1:1"
 

@@ -4,7 +4,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.show.pool_counts import show_pool
-from kvkeeper.service.sizes import size
+from kvkeeper.common.service.sizes import size
 
 SHARES = {
     "slot_utilization": 0.111,

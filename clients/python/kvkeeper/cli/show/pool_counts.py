@@ -6,7 +6,7 @@ from typing import Any
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.console.tables import facts
 from kvkeeper.cli.show.status import dtype_word, pool_line
-from kvkeeper.service.sizes import size
+from kvkeeper.common.service.sizes import size
 
 _NEVER = 2**31 - 1  # of a break-even length: no load pays
 _GROUP_WORDS = {pb.LAYER_GROUP_KIND_TAIL: "tail", pb.LAYER_GROUP_KIND_CHUNKED: "chunk"}

@@ -13,7 +13,7 @@ from kvkeeper.cli.console.problems import EXIT_DOWN, EXIT_OK, complain
 from kvkeeper.cli.console.tables import table
 from kvkeeper.cli.show.readiness import is_serving
 from kvkeeper.client import CacheClient, EngineClient, KvkeeperError
-from kvkeeper.service.sizes import size
+from kvkeeper.common.service.sizes import size
 
 
 @dataclass(frozen=True, slots=True)

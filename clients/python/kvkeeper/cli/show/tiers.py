@@ -13,7 +13,7 @@ from kvkeeper.cli.console.tables import table
 from kvkeeper.cli.show.pool_counts import break_even, precision_text
 from kvkeeper.cli.show.status import pool_line
 from kvkeeper.client import CacheClient
-from kvkeeper.service.sizes import size
+from kvkeeper.common.service.sizes import size
 
 _HEADERS = ("tier", "blocks", "size", "free", "cached", "held", "moving", "came", "evicted")
 

@@ -23,7 +23,7 @@ from kvkeeper.cli.console.tables import facts, table
 from kvkeeper.cli.show.readiness import until_serving
 from kvkeeper.cli.start.processes import ServiceProcess
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
-from kvkeeper.service.sizes import size
+from kvkeeper.common.service.sizes import size
 
 T = TypeVar("T")
 
@@ -55,8 +55,8 @@ def add_parser(commands: Any, text: str) -> None:
 
 
 def run(_: argparse.Namespace) -> int:
+    from kvkeeper.common.service.process import StartError
     from kvkeeper.engine_service.preflight import check_packages
-    from kvkeeper.service.process import StartError
 
     try:
         check_packages()

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 def checked_flags(args: argparse.Namespace, *others: str) -> dict[str, list[str]] | int:
     """Flags of both services, and of others those that were typed; an exit code where the services cannot be started."""
     from kvkeeper.cli.start.checks import check_start
-    from kvkeeper.service.process import StartError
+    from kvkeeper.common.service.process import StartError
 
     try:
         _find_addresses(args)
@@ -146,8 +146,8 @@ def _program() -> str:
 
 def _find_addresses(args: argparse.Namespace) -> None:
     """Addresses that were not typed: those of the file, or the usual ones. Raises UsageFailure."""
-    from kvkeeper.service.config_file import read_addresses
-    from kvkeeper.service.settings import ConfigError
+    from kvkeeper.common.service.config_file import read_addresses
+    from kvkeeper.common.service.settings import ConfigError
 
     try:
         of_file = read_addresses(Path(args.config)) if args.config else {}
