@@ -2,9 +2,9 @@
 
 Owns the service's ends, and the form of a frame: a kind byte, then the unchanged bytes of a StepRequest, StepResponse or
 Status. Rules: a lane belongs to one session from the start, and is a stream of steps like a StreamSteps call: it takes over
-from another one, and another one from it. A refused step is answered and the lane goes on. Nothing here waits for a client: an
-answer that finds the socket's buffer full ends the lane as if its client had gone, and an answer that no frame can hold is
-asked for anew over gRPC, where a repeat gets it. The bytes of requests and answers are those of gRPC: StepHandler makes them.
+from another one, and another one from it. A refusal does not end the lane. Nothing here waits for a client: an answer that
+finds the socket's buffer full ends the lane as if its client had gone, and an answer that no frame can hold is asked for anew
+over gRPC, where a repeat gets it. The bytes of requests and answers are those of gRPC: StepHandler makes them.
 """
 
 import asyncio
@@ -96,8 +96,7 @@ class StepLane:
         if num_bytes == 0:
             self._end(is_lost=True)
         elif self._frame[0] != STEP_REQUEST[0]:
-            text = f"a frame from a client begins with the byte {STEP_REQUEST[0]}"
-            self._send(STATUS, _status(InvalidField(text, field="request")))
+            self._send(STATUS, _status(InvalidField("a frame from a client begins with the byte 1", field="request")))
         else:
             self._take_step(bytes(self._frame[1:num_bytes]))
 

@@ -3,6 +3,7 @@
  *
  * Every call has a deadline; UNAVAILABLE alone is repeated, with the same message. Failures are KvkeeperError.
  */
-export { CacheClient, CacheSession } from './lib/cache.js';
+export { CacheClient } from './lib/cache.js';
+export { CacheSession } from './lib/session.js';
 export { EngineClient } from './lib/engine.js';
 export { KvkeeperError } from './lib/errors.js';

@@ -1,4 +1,4 @@
-"""What is cached for a tenant, and every change of it, as the cache service tells a watch of this engine's session.
+"""What is cached for a tenant, and every change of it, as the cache service reports it to a watch of this engine's session.
 
 First all that is cached, parents before children. One message is held at a time: a reader that is slow here is slow there, and
 is cut off by the cache service, whose queue is bounded.
@@ -52,7 +52,7 @@ async def cache_events(session: AsyncCacheSession, tenant: str) -> AsyncGenerato
 
 
 def _events(message: pb.WatchEventsResponse, first_parent: bytes, block_size: int) -> Iterator[CacheEvent]:
-    """Of one message. A tier says nothing here: a block of any can be a hit. An older service tells no tokens, so no blocks."""
+    """The events of one message. A tier says nothing here: a block of any can be a hit. Without tokens there are no blocks."""
     if message.kind == pb.EVENT_KIND_REMOVED:
         yield RemovedBlocks(list(message.block_names))
     elif message.kind in _ADDED and message.token_ids:

@@ -1,7 +1,7 @@
 """KvMemory: one session on the cache service, its arena mapped into this process, and the model on top of it.
 
 The engine keeps no K or V of its own: what is here is a view of the cache service's memory. Between open and close the
-session is live and the memory mapped; close unmaps before it tells the cache service that nothing writes any more.
+session is live and the memory mapped; close unmaps before it reports to the cache service that nothing writes any more.
 """
 
 import asyncio
@@ -93,7 +93,7 @@ class KvMemory:
         return answer
 
     async def offer(self, sequence_id: int) -> bytes:
-        """Offer a sequence, with which no step is at work, to another session. Raises KvkeeperError."""
+        """Offer a sequence, that no running step works on, to another session. Raises KvkeeperError."""
         return await self.session.hand_off(sequence_id)
 
     async def take(self, offer: bytes, sequence_id: int) -> TakenBlocks:
@@ -175,7 +175,7 @@ class KvMemory:
 
 
 def client_name(model: ServedModel, address: str) -> str:
-    """The session's name, which tells people to which engine it belongs: its model, address and process."""
+    """The session's name, which shows people to which engine it belongs: its model, address and process."""
     return f"kvkeeper-engine {model.name[:_MAX_NAME_PART]} {address} pid {os.getpid()}"
 
 

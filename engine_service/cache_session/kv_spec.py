@@ -60,7 +60,7 @@ def kv_spec_of(model: ServedModel, block_size: int) -> pb.KvSpec:
 
 
 def _stored_spec(model: ServedModel, layout: QuantisedLayout) -> pb.KvSpec:
-    """Of K and V in another format than they are computed in. Without scales a block is as any of that element type."""
+    """The spec of K and V that are stored in another format. Without scales a block is as any of that element type."""
     tail = _KV_DTYPES[layout.dtype]
     groups = [
         pb.LayerGroup(

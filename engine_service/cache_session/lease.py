@@ -40,7 +40,7 @@ class Lease:
         return self._clock()
 
     def renewed(self, sent_at: float) -> None:
-        """The session has answered a message that was sent at this time."""
+        """The session has replied to a message that was sent at this time."""
         self._certain_until = sent_at + self._certain_s
 
     @property

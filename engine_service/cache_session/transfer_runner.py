@@ -1,7 +1,7 @@
 """TransferRunner: runs the transfer orders of the cache service between the device and the host tier, a step's together.
 
-Orders run in the worker thread, or in the order of the device; which of them ended is kept until the cache service has been
-told. When such a report is lost, so is the session, and its orders with it: nothing is reported twice.
+Orders run in the worker thread, or in the order of the device; which of them ended is kept until the cache service has
+learned of it. When such a report is lost, so is the session, and its orders with it: nothing is reported twice.
 """
 
 import time
@@ -52,7 +52,7 @@ class TransferRunner:
         self._other_ranks = other_ranks
         self._device_blocks = device_blocks
         self._mover = BlockMover(device_blocks, host_blocks, copies_for(packing, device_blocks.device, host_blocks))
-        self._done: list[int] = []  # orders that ended, and that the cache service has not been told of
+        self._done: list[int] = []  # orders that ended, and that the cache service does not know of yet
         self._failed: list[int] = []
         self._done_now: list[int] = []  # of the step that is computed: the worker thread's until it has ended
         self._failed_now: list[int] = []
@@ -65,7 +65,7 @@ class TransferRunner:
 
     @property
     def has_unreported(self) -> bool:
-        """Whether orders have ended that the cache service has not been told of."""
+        """Whether orders have ended that the cache service does not know of yet."""
         return bool(self._done or self._failed)
 
     def moves_of(self, answer: StepResult) -> Moves | None:

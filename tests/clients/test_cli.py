@@ -15,9 +15,10 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.server import RunningServer
 from kvkeeper.cli import main
 from kvkeeper.cli.console.as_json import as_json
-from kvkeeper.cli.console.tables import facts, size, table
+from kvkeeper.cli.console.tables import facts, table
 from kvkeeper.client import AsyncCacheClient, GenerateOptions, KvkeeperError, Retention
 from kvkeeper.common.service import VERSION
+from kvkeeper.common.service.sizes import size
 
 NO_SERVICE = "127.0.0.1:1"
 

@@ -161,6 +161,7 @@ def test_what_came_before_a_time_limit_is_shown_and_the_flag_named(
     assert main(["generate", "x", "--timeout-ms", "50"]) == code
     shown = capsys.readouterr()
     assert shown.out == "so far\n"
+    assert f"finish: {reason.replace('_', ' ')}" in shown.err
     assert shown.err.splitlines()[1:] == ([f"kvkeeper: {said}"] if said else [])
     assert main(["generate", "x", "--timeout-ms", "50", "--json"]) == code
     shown = capsys.readouterr()

@@ -3,8 +3,8 @@
 from google.protobuf.descriptor import FieldDescriptor
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cli.console.tables import size
 from kvkeeper.cli.show.pool_counts import show_pool
+from kvkeeper.common.service.sizes import size
 
 SHARES = {
     "slot_utilization": 0.111,

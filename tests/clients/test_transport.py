@@ -144,6 +144,19 @@ async def test_a_server_stream_is_repeated_until_its_first_message_and_not_after
     assert len(set(fake.requests["ReadKv"])) == 1
 
 
+async def test_a_list_is_read_to_its_last_page(fake: FakeCache) -> None:
+    pages = ((1, 2), (3,))
+    fake.script["ListSequences"] = [
+        pb.ListSequencesResponse(sequences=[pb.SequenceInfo(sequence_id=each) for each in page], next_page_token=token)
+        for page, token in zip(pages, ("more", ""), strict=True)
+    ]
+    async with AsyncCacheClient(fake.target) as client:
+        assert [row.sequence_id for row in await client.list_sequences("s1")] == [1, 2, 3]
+    asked = [pb.ListSequencesRequest.FromString(raw) for raw in fake.requests["ListSequences"]]
+    assert [(one.session_id, one.page_token) for one in asked] == [("s1", ""), ("s1", "more")]
+    assert all(one.page_size > 0 for one in asked)
+
+
 async def test_a_blocking_call_that_waits_for_a_loop_is_a_mistake_of_ours() -> None:
     with pytest.raises(AssertionError, match="waited for an event loop"):
         run(asyncio.sleep(60))

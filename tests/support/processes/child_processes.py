@@ -5,7 +5,7 @@ import contextlib
 import os
 import sys
 
-from tests.support.processes import attached_process, lane_process
+from tests.support.processes import attached_process
 from tests.support.worlds.cache_api import DEADLINE, Session
 
 
@@ -42,23 +42,17 @@ class Processes:
         await child.says("attached")
         return child
 
-    async def start(self, path: str, token: str) -> Attached:
-        return await self._start(attached_process.__file__, path, token)
-
     async def with_lane(self, session: Session, raw: bytes, *parts: str) -> Attached:
         """A process with a lane for one step, and with these parts of what the attach socket has."""
         opened = session.opened
-        child = await self._start(
-            lane_process.__file__, opened.attach_socket_path, opened.attach_token, raw.hex(), *(parts or ("step-lane",))
-        )
+        child = await self.start(opened.attach_socket_path, opened.attach_token, raw.hex(), *(parts or ("step-lane",)))
         await child.says("attached")
         return child
 
-    async def _start(self, script: str, *args: str) -> Attached:
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-S", script, *args, stdin=pipe, stdout=pipe, stderr=pipe
-        )
+    async def start(self, *args: str) -> Attached:
+        """args: of attached_process."""
+        command, pipe = (sys.executable, "-S", attached_process.__file__), asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, *args, stdin=pipe, stdout=pipe, stderr=pipe)
         self._all.append(process)
         return Attached(process)
 

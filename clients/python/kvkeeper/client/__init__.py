@@ -1,9 +1,10 @@
 """Python client of kvkeeper: the cache service and the engine service, for asyncio and for threads.
 
 Owns the public names, the transport with its deadlines and repeats, the errors, and the cache service's clients; the engine
-service's clients are in engine/. May import kvkeeper.common.tracing, kvkeeper.common.cuda and the messages of
-kvkeeper.cache.v1 and kvkeeper.engine.v1; no service, and no torch. Each public name is imported at its first use, so that a
-program pays for what it uses: numpy comes only with sessions of the cache service.
+service's clients are in engine/. Each client is written once, for asyncio; that for threads is the same on a backend that
+blocks. May import kvkeeper.common.tracing, kvkeeper.common.cuda and the messages of kvkeeper.cache.v1 and
+kvkeeper.engine.v1; no service, and no torch. Each public name is imported at its first use, so that a program pays for what it
+uses: numpy comes only with sessions of the cache service.
 """
 
 from importlib import import_module

@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from kvkeeper.client.attaching import HandedOver, attaching
+from kvkeeper.client.attaching import Handover, attaching
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.common.cuda.errors import CudaError
 from kvkeeper.common.cuda.handle import KIND as CUDA_KIND
@@ -139,7 +139,7 @@ def _views(memories: dict[str, mmap.mmap]) -> dict[str, npt.NDArray[np.uint8]]:
 
 
 def attach_arena(path: str, token: str, num_bytes: int, timeout_s: float, num_host_bytes: int = 0, rank: int = 0) -> Arena:
-    """Attach within the time given. The sizes are those of the pool's arenas, as it told them. Raises KvkeeperError.
+    """Attach within the time given. The sizes are those of the pool's arenas, as it reported them. Raises KvkeeperError.
 
     rank: whose arena is wanted, where the pool's spec has several. Each attaches in a process of its own, with the same token.
     """
@@ -161,7 +161,7 @@ def attach_arena_and_lane(
             raise
 
 
-def _map(handed_over: HandedOver, num_bytes: int, num_host_bytes: int) -> Arena:
+def _map(handed_over: Handover, num_bytes: int, num_host_bytes: int) -> Arena:
     reply, kind = handed_over.fields, str(handed_over.fields.get("kind"))
     num_of_arena = _NUM_DESCRIPTORS.get(kind)
     if num_of_arena is None or len(handed_over.descriptors) != num_of_arena + bool(num_host_bytes):
@@ -170,9 +170,9 @@ def _map(handed_over: HandedOver, num_bytes: int, num_host_bytes: int) -> Arena:
     pairs = [(descriptor, num_host_bytes) for descriptor in of_hosts]
     if kind == "memfd":
         pairs.insert(0, (of_arena[0], num_bytes))
-    told = (reply.get("num_bytes"), reply.get("num_host_bytes", 0))
+    reported = (reply.get("num_bytes"), reply.get("num_host_bytes", 0))
     # The size of the file counts, not the line's numbers: a map past the end of a file is a SIGBUS later.
-    if told != (num_bytes, num_host_bytes) or any(os.fstat(descriptor).st_size < size for descriptor, size in pairs):
+    if reported != (num_bytes, num_host_bytes) or any(os.fstat(descriptor).st_size < size for descriptor, size in pairs):
         raise KvkeeperError(grpc.StatusCode.INTERNAL, message="the arena has another size than the pool")
     access = mmap.ACCESS_READ if reply.get("read_only") else mmap.ACCESS_WRITE
     memories = [mmap.mmap(descriptor, size, access=access) for descriptor, size in pairs]
@@ -182,7 +182,7 @@ def _map(handed_over: HandedOver, num_bytes: int, num_host_bytes: int) -> Arena:
 
 
 def _import(reply: dict[str, object], descriptors: list[int]) -> OnDevice:
-    """descriptors: of the memory, and one that tells the service by its end that nothing is mapped; or none."""
+    """descriptors: of the memory, and one whose end says to the service that nothing is mapped; or none."""
     try:
         if not descriptors:
             return ImportedArena(cuda_runtime(), handle_of(reply))

@@ -20,7 +20,7 @@ _MAX_DESCRIPTORS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOver:
+class Handover:
     """The answer: the line's fields and the descriptors of the parts, in the order of the parts."""
 
     connection: socket.socket
@@ -35,7 +35,7 @@ class HandedOver:
 
 
 @contextlib.contextmanager
-def attaching(path: str, token: str, timeout_s: float, *parts: str) -> Iterator[HandedOver]:
+def attaching(path: str, token: str, timeout_s: float, *parts: str) -> Iterator[Handover]:
     """The answer of the attach socket, within the time given. The connection is the caller's unless the body fails.
 
     Descriptors that the body has not taken out are closed after it. Raises KvkeeperError.
@@ -54,7 +54,7 @@ def attaching(path: str, token: str, timeout_s: float, *parts: str) -> Iterator[
             reason = str(fields["error"])
             raise KvkeeperError(grpc.StatusCode.PERMISSION_DENIED, reason, f"attach refused: {reason}")
         connection.settimeout(None)
-        yield HandedOver(connection, fields, descriptors)
+        yield Handover(connection, fields, descriptors)
     except TimeoutError:
         connection.close()
         raise KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="the attach socket did not answer in time") from None

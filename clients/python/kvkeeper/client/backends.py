@@ -60,7 +60,7 @@ class AsyncioBackend:
         return call.__aiter__().__anext__
 
     def lane(self, connection: socket.socket, timeout_s: float) -> StepLane:
-        """A step lane; whoever steps limits its time."""
+        """A step lane, which knows no time limit: StepCarriers ends it."""
         return StepLane(connection)
 
     async def in_thread(self, function: Callable[[], T], give_up: Callable[[T], object]) -> T:

@@ -14,7 +14,6 @@ from kvkeeper.client.backends import ASYNCIO, Backend
 from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.retry import SLICED_TIMEOUT_S, CallOptions
-from kvkeeper.client.sequence_pages import list_sequences
 from kvkeeper.client.targets import cache_address
 from kvkeeper.client.transport import AsyncTransport
 
@@ -95,7 +94,8 @@ class AsyncCacheClient:
 
     async def list_sequences(self, session_id: str = "") -> tuple[pb.SequenceInfo, ...]:
         """Sequences of one session, or of all, without tables."""
-        return await list_sequences(self._transport, session_id)
+        request = pb.ListSequencesRequest(session_id=session_id)
+        return await self._transport.list_all("ListSequences", request, "sequences")
 
     async def close(self) -> None:
         await self._transport.close()

@@ -54,11 +54,14 @@ class Credentials:
         return bool(self.token or self.token_file)
 
     def metadata(self) -> Metadata:
-        """Of each call. Raises KvkeeperError where the token cannot be read."""
+        """What each call carries. Raises KvkeeperError where the token cannot be read."""
         return (("authorization", f"Bearer {self.token or self._token_of_file()}"),) if self.has_token else ()
 
     def tls_to(self, target: str) -> grpc.ChannelCredentials | None:
-        """Of a channel; None: without TLS. Raises KvkeeperError for unusable files, and where a token would go in the clear."""
+        """The TLS of a channel; None: without TLS.
+
+        Raises KvkeeperError for unusable files, and where a token would go in the clear.
+        """
         if target.startswith("unix:"):
             return None
         if self.tls_ca is None:
@@ -69,9 +72,9 @@ class Credentials:
             return None
         if (self.tls_cert is None) != (self.tls_key is None):
             raise _refused("tls_cert and tls_key go together")
-        cert = None if self.tls_cert is None else _bytes_of(self.tls_cert)
-        key = None if self.tls_key is None else _bytes_of(self.tls_key)
-        return grpc.ssl_channel_credentials(_bytes_of(self.tls_ca), key, cert)
+        cert = None if self.tls_cert is None else _read_bytes(self.tls_cert)
+        key = None if self.tls_key is None else _read_bytes(self.tls_key)
+        return grpc.ssl_channel_credentials(_read_bytes(self.tls_ca), key, cert)
 
     def _token_of_file(self) -> str:
         """A file that is being written, or is gone, changes nothing once it was read: the token of before is shown."""
@@ -91,7 +94,7 @@ class Credentials:
             raise _refused(f"the token file {self.token_file}: {error.strerror}") from None
         state = (status.st_ino, status.st_size, status.st_mtime_ns)
         if state != self._read.state:
-            token = _bytes_of(self.token_file).decode(errors="replace").strip()
+            token = _read_bytes(self.token_file).decode(errors="replace").strip()
             if not token or len(token) > _MAX_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
                 raise _refused(f"the token file {self.token_file} holds one token and nothing else")
             self._read.state, self._read.token = state, token
@@ -125,7 +128,7 @@ class TokenChannel:
         return call
 
 
-def _bytes_of(path: str | Path) -> bytes:
+def _read_bytes(path: str | Path) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:

@@ -1,6 +1,6 @@
 """The one place that turns a failure into a KvkeeperError.
 
-A failure is a google.rpc.Status with an ErrorInfo (reason, metadata to go on with) and, when waiting helps, a
+A failure is a google.rpc.Status with an ErrorInfo (reason, metadata to continue with) and, when waiting helps, a
 RetryInfo. A failure of gRPC itself has a status code and an empty reason. The modules that read the details are imported with
 the first failure: a command without failures does not wait for them.
 """
@@ -56,9 +56,9 @@ class KvkeeperError(Exception):
 def error_of(error: grpc.RpcError, *, is_ours: bool = False) -> KvkeeperError:
     """The KvkeeperError that a failed call stands for. is_ours: this side ended the call."""
     code, message = error.code(), error.details() or ""
-    told = _told_by(error)
-    if told.reason:
-        return KvkeeperError(code, told.reason, message, told.metadata, told.retry_after)
+    details = _details_of_call(error)
+    if details.reason:
+        return KvkeeperError(code, details.reason, message, details.metadata, details.retry_after)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.search(message)):
         what, taker = ("request", "the service") if sizes[1] else ("answer", "this client")
         message = f"the {what} has {int(sizes[2]):,} bytes, and {taker} takes at most {int(sizes[3]):,} at once"
@@ -70,11 +70,11 @@ def error_of(error: grpc.RpcError, *, is_ours: bool = False) -> KvkeeperError:
         # Our services give a reason with each INTERNAL, and never end a call as CANCELLED. These come from gRPC itself: the
         # connection was cut in the middle of the call, or the server stopped at the moment of the call.
         code = grpc.StatusCode.UNAVAILABLE
-    return KvkeeperError(code, "", message, told.metadata, told.retry_after)
+    return KvkeeperError(code, "", message, details.metadata, details.retry_after)
 
 
 @dataclass(slots=True)
-class _Told:
+class _Details:
     """The details of a status, as far as this client knows them."""
 
     reason: str = ""
@@ -92,31 +92,31 @@ def error_of_status(raw: bytes) -> KvkeeperError:
     except DecodeError:
         return KvkeeperError(grpc.StatusCode.INTERNAL, message="the service answered nonsense")
     codes = {code.value[0]: code for code in grpc.StatusCode}
-    told = _told(status)
+    details = _parse_details(status)
     return KvkeeperError(
-        codes.get(status.code, grpc.StatusCode.UNKNOWN), told.reason, status.message, told.metadata, told.retry_after
+        codes.get(status.code, grpc.StatusCode.UNKNOWN), details.reason, status.message, details.metadata, details.retry_after
     )
 
 
-def _told_by(error: grpc.RpcError) -> _Told:
-    """The details of the call's status. A status that contradicts its own code tells nothing."""
+def _details_of_call(error: grpc.RpcError) -> _Details:
+    """The details of the call's status. A status that contradicts its own code has none."""
     from grpc_status import rpc_status
 
     try:
         status = rpc_status.from_call(error)  # type: ignore[arg-type]  # both kinds of RpcError are calls
     except ValueError:
-        return _Told()
-    return _told(status) if status else _Told()
+        return _Details()
+    return _parse_details(status) if status else _Details()
 
 
-def _told(status: "status_pb2.Status") -> _Told:
+def _parse_details(status: "status_pb2.Status") -> _Details:
     from google.rpc import error_details_pb2
 
-    told = _Told()
+    details = _Details()
     for packed in status.details:
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
         if packed.Unpack(info):
-            told.reason, told.metadata = info.reason, dict(info.metadata)
+            details.reason, details.metadata = info.reason, dict(info.metadata)
         elif packed.Unpack(retry):
-            told.retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
-    return told
+            details.retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    return details

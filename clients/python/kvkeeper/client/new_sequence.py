@@ -47,7 +47,7 @@ def pack(token_ids: TokenIds) -> bytes:
     return _check(token_ids).astype("<i4", copy=False).tobytes()
 
 
-def listed(token_ids: TokenIds) -> list[int]:
+def to_list(token_ids: TokenIds) -> list[int]:
     """The ids as a list. Raises TypeError and ValueError."""
     return _check(token_ids).tolist()
 

@@ -19,9 +19,8 @@ from kvkeeper.client import kv_chunks
 from kvkeeper.client.arena import Arena, attach_arena, attach_arena_and_lane
 from kvkeeper.client.errors import KvkeeperError, error_of_status
 from kvkeeper.client.kv_chunks import KvTokens
-from kvkeeper.client.new_sequence import Created, NewSequence, TokenIds, listed, pack
+from kvkeeper.client.new_sequence import Created, NewSequence, TokenIds, pack, to_list
 from kvkeeper.client.retry import SLICED_TIMEOUT_S
-from kvkeeper.client.sequence_pages import list_sequences
 from kvkeeper.client.step_carriers import StepCarriers
 from kvkeeper.client.step_lane import attach_lane
 from kvkeeper.client.steps import StepItems, StepResult, decode, encode
@@ -180,7 +179,7 @@ class AsyncCacheSession:
             sequence_id=sequence_id,
             num_tokens=num_tokens,
             first_token_idx=first_token_idx,
-            token_ids=listed(token_ids),
+            token_ids=to_list(token_ids),
         )
         return (await self._transport.call_by_name("CommitSequence", request)).sequence
 
@@ -250,12 +249,12 @@ class AsyncCacheSession:
 
     async def match_prefix(self, token_ids: TokenIds, tenant: str = "") -> pb.MatchPrefixResponse:
         """Leading tokens that are cached now, by tier, as far as that is known without asking a disk or a server."""
-        request = pb.MatchPrefixRequest(**self._head, token_ids=listed(token_ids), tenant=tenant)
+        request = pb.MatchPrefixRequest(**self._head, token_ids=to_list(token_ids), tenant=tenant)
         return await self._transport.call_by_name("MatchPrefix", request)
 
     async def explain_match(self, token_ids: TokenIds, tenant: str = "") -> pb.ExplainMatchResponse:
         """Leading tokens that are cached now, by tier, and why what a start would take of them ends where it does."""
-        request = pb.ExplainMatchRequest(**self._head, token_ids=listed(token_ids), tenant=tenant)
+        request = pb.ExplainMatchRequest(**self._head, token_ids=to_list(token_ids), tenant=tenant)
         return await self._transport.call_by_name("ExplainMatch", request)
 
     def watch_events(
@@ -281,7 +280,7 @@ class AsyncCacheSession:
         """Whether a prompt could start now, later or never."""
         request = pb.CheckAdmissionRequest(
             **self._head,
-            token_ids=listed(token_ids),
+            token_ids=to_list(token_ids),
             num_prompt_tokens=num_prompt_tokens,
             num_new_tokens=num_new_tokens,
             tenant=tenant,
@@ -291,7 +290,7 @@ class AsyncCacheSession:
 
     async def pin_prefix(self, token_ids: TokenIds, ttl_ms: int, tenant: str = "") -> pb.PinPrefixResponse:
         """Keep the cached blocks of a prefix from eviction for a time."""
-        request = pb.PinPrefixRequest(**self._head, token_ids=listed(token_ids), ttl_ms=ttl_ms, tenant=tenant)
+        request = pb.PinPrefixRequest(**self._head, token_ids=to_list(token_ids), ttl_ms=ttl_ms, tenant=tenant)
         return await self._transport.call_by_name("PinPrefix", request)
 
     async def unpin_prefix(self, pin_id: str) -> None:
@@ -361,7 +360,7 @@ class AsyncCacheSession:
     ) -> KvTokens:
         """K and V of committed tokens; 0 tokens are all from the first on, no layers are all layers.
 
-        kv_dtype: to be told in, if not in the spec's: needed where that has scales.
+        kv_dtype: of what is returned, if not in the spec's: needed where that has scales.
         """
         request = pb.ReadKvRequest(
             **self._head,
@@ -376,7 +375,8 @@ class AsyncCacheSession:
 
     async def list(self) -> tuple[pb.SequenceInfo, ...]:
         """The session's sequences, without tables."""
-        return await list_sequences(self._transport, self.session_id)
+        request = pb.ListSequencesRequest(session_id=self.session_id)
+        return await self._transport.list_all("ListSequences", request, "sequences")
 
 
 def _close_lane(lane: socket.socket | None) -> None:

@@ -28,7 +28,7 @@ class CacheSession:
 
     @property
     def step_id(self) -> int:
-        """Of the last step that was applied."""
+        """The id of the last step that was applied."""
         return self._inner.step_id
 
     @property

@@ -34,7 +34,7 @@ class StepLane:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self._frame = _frame_of(connection)
+        self._frame = _make_frame(connection)
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[bytes] | None = None
         self._farewell: KvkeeperError | None = None  # that the service ended the lane with, between two steps
@@ -93,7 +93,7 @@ class StepLane:
         return self.is_open
 
     def _end(self) -> Exception:
-        """Closes the lane; the error that the service ended it with, told once, or LaneBroken."""
+        """Closes the lane; the error that the service ended it with, once, or LaneBroken."""
         self.close()
         farewell, self._farewell = self._farewell, None
         return farewell or LaneBroken()
@@ -117,7 +117,7 @@ class BlockingStepLane:
         """timeout_s: for the answer to a step."""
         connection.settimeout(timeout_s)
         self._socket = connection
-        self._frame = _frame_of(connection)
+        self._frame = _make_frame(connection)
 
     @property
     def is_open(self) -> bool:
@@ -155,7 +155,7 @@ class BlockingStepLane:
                 return self._socket.recv_into(self._frame, 0, socket.MSG_TRUNC)
 
 
-def _frame_of(connection: socket.socket) -> bytearray:
+def _make_frame(connection: socket.socket) -> bytearray:
     """Room for any frame: both ends have a buffer of the same size, and no frame is larger than that."""
     return bytearray(connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
 

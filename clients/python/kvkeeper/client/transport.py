@@ -29,6 +29,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
+_PAGE_SIZE = 1000
+
 
 class AsyncTransport:
     """Calls to one service of one target. Connects with the first call.
@@ -77,6 +79,17 @@ class AsyncTransport:
     async def call_by_name(self, method: str, request: Any, least_timeout_s: float = 0.0) -> Any:
         """The answer of a method of the stub. least_timeout_s: that it is waited for, whatever the options are."""
         return await self.call(getattr(self.stub, method), request, self.options.for_at_least(least_timeout_s))
+
+    async def list_all(self, method: str, request: Any, rows: str) -> tuple[Any, ...]:
+        """All rows of a method that lists them by pages. rows: their field in the answer."""
+        found: list[Any] = []
+        request.page_size = _PAGE_SIZE
+        while True:
+            page = await self.call_by_name(method, request)
+            found += getattr(page, rows)
+            if not page.next_page_token:
+                return tuple(found)
+            request.page_token = page.next_page_token
 
     async def collect(self, method: Any, request: Any, options: CallOptions | None = None) -> list[Any]:
         """All answers of a server stream; a repeat starts it over."""

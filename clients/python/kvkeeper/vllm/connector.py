@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepOrders(KVConnectorMetadata):
-    """What the scheduler tells the workers in a step."""
+    """What the scheduler sends to the workers in a step."""
 
     orders: Orders
 
 
 @dataclass
 class RankSpec(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler once: the KV spec of its pool."""
+    """What a worker sends to the scheduler once: the KV spec of its pool."""
 
     spec: bytes
 
@@ -88,17 +88,17 @@ class KvkeeperConnector(KVConnectorBase_V1, SupportsHMA):
         self._specs = [pb.KvSpec.FromString(rank.spec) for _, rank in sorted(metadata.items()) if isinstance(rank, RankSpec)]
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        self.set_xfer_handshake_metadata_pp_aware({(0, rank): told for rank, told in metadata.items()})
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): pool for rank, pool in metadata.items()})
 
     async def _connect(self) -> PoolMatcher:
         if not self._specs:
-            raise KvkeeperError(grpc.StatusCode.FAILED_PRECONDITION, message="no worker has told its pool")
+            raise KvkeeperError(grpc.StatusCode.FAILED_PRECONDITION, message="no worker has named its pool")
         settings = self._settings
         return await PoolMatcher.connect(settings.address, self._specs, settings.lookup_timeout_s, f"vllm pid {os.getpid()}")
 
     def on_new_request(self, request: "Request") -> None:
         if _has_tokens_only(request):
-            self._planner.arrive(request.request_id, np.array(request.prompt_token_ids, np.int32), _tenant_of(request))
+            self._planner.arrive(request.request_id, np.array(request.prompt_token_ids, np.int32), _get_tenant(request))
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         self.on_new_request(request)  # does nothing the second time
@@ -227,7 +227,7 @@ def _is_given(value: Any) -> bool:
     return value is not None and value is not False and not (isinstance(value, list) and not value)
 
 
-def _tenant_of(request: "Request") -> str:
+def _get_tenant(request: "Request") -> str:
     """Requests with different salts share nothing."""
     salt = getattr(request, "cache_salt", None)
     return f"salt-{hashlib.sha256(salt.encode()).hexdigest()[:32]}" if salt else ""
@@ -254,11 +254,11 @@ def _facts(config: "VllmConfig", settings: Settings, block_size: int, parts: lis
     model, hf_config = config.model_config, config.model_config.hf_config
     layer = config.compilation_config.static_forward_context.get(layer_name)
     backend = getattr(layer, "attn_backend", None)
-    told = {"config": hf_config.to_dict(), "quantization": str(model.quantization)}
+    facts = {"config": hf_config.to_dict(), "quantization": str(model.quantization)}
     return Facts(
         model=str(model.model),
         revision=revision_of(str(model.model), getattr(hf_config, "_commit_hash", None), settings.revision),
-        config=json.dumps(told, sort_keys=True, default=str),
+        config=json.dumps(facts, sort_keys=True, default=str),
         dtype=str(model.dtype),
         cache_dtype=str(config.cache_config.cache_dtype),
         backend=backend.get_name() if backend is not None else "",

@@ -132,7 +132,7 @@ class Lookups:
             self._flushing = self._loop.create_task(self._flush())
 
     async def _flush(self) -> None:
-        """Answers what waits, batch by batch: what is asked meanwhile goes with the next one."""
+        """Looks up what waits, batch by batch: what is asked meanwhile goes with the next one."""
         try:
             while self._waiting:
                 batch, self._waiting = self._waiting, []

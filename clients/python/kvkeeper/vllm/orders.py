@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers' side in one step of vLLM: values that vLLM carries, within its own processes."""
+"""What the scheduler sends to the workers in one step of vLLM: values that vLLM carries, within its own processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

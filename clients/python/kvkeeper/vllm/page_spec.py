@@ -67,14 +67,14 @@ def spec_of(facts: Facts) -> pb.KvSpec:
     )
 
 
-def revision_of(model: str, commit: str | None, told: str) -> str:
-    """What names the weights: what the user told, the commit of a model hub, or the files of a folder.
+def revision_of(model: str, commit: str | None, given: str) -> str:
+    """What names the weights: what the user gave, the commit of a model hub, or the files of a folder.
 
     A folder is known by the names, sizes and times of its files: reading all weights would take as long as loading them. Raises
     WrongSettings where nothing names them exactly.
     """
-    if told:
-        return told
+    if given:
+        return given
     if commit:
         return commit
     folder = Path(model)

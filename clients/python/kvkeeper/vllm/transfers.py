@@ -70,7 +70,7 @@ class Transfers:
                 pass
 
     def take_finished(self) -> Finished:
-        """What ended since the last time; each thing is told once."""
+        """What ended since the last time; each thing is reported once."""
         with self._changed:
             released = {request_id for request_id in self._held if not self._num_stores[request_id]}
             self._held -= released

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from kvkeeper.common.service.sizes import size as size
-
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns under their headers; numbers are aligned to the right, texts to the left."""

@@ -15,7 +15,7 @@ def version_text(file: Path = Path(__file__)) -> str:
         return VERSION
     command = ["git", "-C", str(root), "describe", "--always", "--dirty=, changed", "--abbrev=12", "--exclude=*"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
+        described = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
     except (OSError, subprocess.SubprocessError):  # no git, or a folder of another user
         return f"{VERSION} (a checkout)"
-    return f"{VERSION} (checkout {told.stdout.strip()})"
+    return f"{VERSION} (checkout {described.stdout.strip()})"

@@ -34,20 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-file", type=Path, metavar="PATH", help="read the prompt from a file")
     parser.add_argument("--chat", action="store_true", help="take the prompt as a user's message, in the model's chat template")
     parser.add_argument("--system", type=utf8, metavar="TEXT", help="system message of the conversation; implies --chat")
-    parser.add_argument("--n", type=whole, metavar="N", help="continuations of the prompt, which is computed once (default: 1)")
-    parser.add_argument(
-        "--best-of",
-        type=whole,
-        metavar="X",
-        help="compute X continuations, show the N likeliest at the end (default: N)",
-    )
-    parser.add_argument(
-        "--beams", type=whole, metavar="X", help="search for the N likeliest continuations with X beams instead of sampling"
-    )
-    parser.add_argument(
-        "--length-penalty", type=number, metavar="X", help="with --beams: above 0 favours longer continuations (default: 1)"
-    )
-    parser.add_argument("--early-stopping", action="store_true", help="with --beams: end when X continuations have ended")
+    _add_continuation_flags(parser)
     for name, (kind, text) in _SAMPLING_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
     parser.add_argument(
@@ -95,6 +82,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace-endpoint", metavar="URL", help="OpenTelemetry collector that gets a trace of the request")
     add_engine_flag(parser)
     add_json_flag(parser)
+
+
+def _add_continuation_flags(parser: argparse.ArgumentParser) -> None:
+    """How many continuations there are, and how they are found."""
+    parser.add_argument("--n", type=whole, metavar="N", help="continuations of the prompt, which is computed once (default: 1)")
+    parser.add_argument(
+        "--best-of",
+        type=whole,
+        metavar="X",
+        help="compute X continuations, show the N likeliest at the end (default: N)",
+    )
+    parser.add_argument(
+        "--beams", type=whole, metavar="X", help="search for the N likeliest continuations with X beams instead of sampling"
+    )
+    parser.add_argument(
+        "--length-penalty", type=number, metavar="X", help="with --beams: above 0 favours longer continuations (default: 1)"
+    )
+    parser.add_argument("--early-stopping", action="store_true", help="with --beams: end when X continuations have ended")
 
 
 def wrong_together(args: argparse.Namespace) -> str | None:

@@ -1,4 +1,4 @@
-"""What running services tell: `status`, `stats`, `top`, `requests`, `sequences`, `explain`.
+"""What running services report: `status`, `stats`, `top`, `requests`, `sequences`, `explain`.
 
 Owns the questions and the texts, tables and screens of the answers. May import console, kvkeeper.client and the messages of the
 protocol; no service.

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cli.console.tables import facts, size
+from kvkeeper.cli.console.tables import facts
 from kvkeeper.cli.show.status import dtype_word, pool_line
+from kvkeeper.common.service.sizes import size
 
 _NEVER = 2**31 - 1  # of a break-even length: no load pays
 _GROUP_WORDS = {pb.LAYER_GROUP_KIND_TAIL: "tail", pb.LAYER_GROUP_KIND_CHUNKED: "chunk"}
@@ -81,7 +82,7 @@ def _groups(pool: Any) -> Iterator[tuple[str, Rows]]:
 
 
 def group_counts(pool: Any) -> Rows:
-    """Of each group of layers what it reads, and how many entries of tables have a block, and how many it left behind."""
+    """For each group of layers: what it reads, and how many entries of tables have a block, and how many it left behind."""
     specs = pool.pool.spec.groups
     return [_of_group(group, specs[at] if at < len(specs) else pb.LayerGroup()) for at, group in enumerate(pool.groups)]
 
@@ -124,7 +125,7 @@ def _prefix_cache(pool: Any) -> Rows:
     ]
 
 
-def told_precision(info: Any) -> str:
+def precision_text(info: Any) -> str:
     """What the host tier, and those behind it, keep K and V in, and what that takes of a block on the device."""
     if not info.host_kv_dtype:
         return "as on the device"
@@ -133,7 +134,7 @@ def told_precision(info: Any) -> str:
 
 def _host_tier(pool: Any) -> Rows:
     return [
-        ("K and V kept in", told_precision(pool.pool)),
+        ("K and V kept in", precision_text(pool.pool)),
         ("blocks free, cached", _counts(pool.num_free_host_blocks, pool.num_cached_host_blocks)),
         ("blocks held, busy", _counts(pool.num_held_host_blocks, pool.num_busy_host_blocks)),
         ("sequences swapped out, in", _counts(pool.num_swap_outs, pool.num_swap_ins)),

@@ -1,4 +1,4 @@
-"""Whether a service takes requests: grpc.health.v1 tells it for the service's name. The name "" stands for the process."""
+"""Whether a service takes requests: grpc.health.v1 reports it under the service's name. The name "" stands for the process."""
 
 import asyncio
 

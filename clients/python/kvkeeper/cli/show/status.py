@@ -10,9 +10,10 @@ from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.cli.console.addresses import add_cache_flag, add_engine_flag, add_json_flag
 from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_DOWN, EXIT_OK, complain
-from kvkeeper.cli.console.tables import size, table
+from kvkeeper.cli.console.tables import table
 from kvkeeper.cli.show.readiness import is_serving
 from kvkeeper.client import CacheClient, EngineClient, KvkeeperError
+from kvkeeper.common.service.sizes import size
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class ServiceStatus:
     """The state of one service; detail is a text for people."""
 
     service: str
-    state: str  # "up", "not ready", "down", or the reason why it refuses to tell
+    state: str  # "up", "not ready", "down", or the reason why it refuses to say
     address: str
     version: str = ""
     detail: str = ""
@@ -63,7 +64,7 @@ def _state(service: str, address: str, ask: Callable[[str], tuple[str, str, str]
 
 
 def _cache(address: str) -> tuple[str, str, str]:
-    """The version, what the service serves, and why it does not serve, where it tells."""
+    """The version, what the service serves, and why it does not serve, where that is known."""
     with CacheClient(address, OPTIONS) as client:
         capabilities = client.capabilities()
     return capabilities.version, "; ".join(map(pool_line, capabilities.pools)) or "no pool yet", ""

@@ -9,10 +9,11 @@ from kvkeeper.cli.console.addresses import add_cache_flag, add_json_flag
 from kvkeeper.cli.console.as_json import as_json
 from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_OK
-from kvkeeper.cli.console.tables import size, table
-from kvkeeper.cli.show.pool_counts import break_even, told_precision
+from kvkeeper.cli.console.tables import table
+from kvkeeper.cli.show.pool_counts import break_even, precision_text
 from kvkeeper.cli.show.status import pool_line
 from kvkeeper.client import CacheClient
+from kvkeeper.common.service.sizes import size
 
 _HEADERS = ("tier", "blocks", "size", "free", "cached", "held", "moving", "came", "evicted")
 
@@ -58,7 +59,7 @@ def show_tiers(pool: Any) -> str:
         rows.append(("remote", "-", "-", "-", "-", "-", "-", pool.num_remote_stored_blocks, "-"))
     lines = [pool_line(info), table(_HEADERS, rows)]
     if info.host_kv_dtype:
-        lines.append(f"below the device K and V are kept in {told_precision(info)}")
+        lines.append(f"below the device K and V are kept in {precision_text(info)}")
     for name in (*(["disk"] if info.num_disk_blocks else ()), *(["remote"] if info.has_remote else ())):
         lines += [_traffic(pool, name), _worth(pool, name)]
     return "\n".join(lines)
@@ -83,5 +84,5 @@ def _bytes(info: pb.PoolInfo, num_blocks: int) -> str:
 
 
 def _bytes_below(info: pb.PoolInfo, num_blocks: int) -> str:
-    """Of blocks in the host tier or behind it."""
+    """The size of blocks in the host tier or behind it."""
     return size(num_blocks * (info.host_block_bytes or info.block_bytes))

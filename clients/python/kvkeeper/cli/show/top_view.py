@@ -44,7 +44,7 @@ class History:
 
     def add(self, sample: Sample) -> None:
         last = self._samples[-1] if self._samples else None
-        # A sum of a service's whole life never shrinks; its epoch grows with each session, so it tells nothing.
+        # A sum of a service's whole life never shrinks; its epoch grows with each session, so it says nothing.
         if last is not None and sample.stats.uptime_seconds < last.stats.uptime_seconds:
             self._samples.clear()
         self._samples.append(sample)

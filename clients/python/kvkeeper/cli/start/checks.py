@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvkeeper.cli.console.problems import UsageFailure
-from kvkeeper.common.service.config import ConfigError
 from kvkeeper.common.service.memory_limit import OutOfMemory, require
 from kvkeeper.common.service.process import StartError
+from kvkeeper.common.service.settings import ConfigError
 
 if TYPE_CHECKING:
     from kvkeeper.cache_service.config import CacheConfig
@@ -57,13 +57,6 @@ def check_settings(flags: Mapping[str, Sequence[str]]) -> "tuple[CacheConfig, En
             both = f"{cache.pools_text(cache_config)}, beside what the engine and its model take"
             raise StartError(f"{both}: {error}") from None
     return cache_config, engine_config
-
-
-def check_packages() -> None:
-    """Whether the engine's packages are installed. Raises StartError."""
-    from kvkeeper.engine_service import preflight as engine
-
-    engine.check_packages()
 
 
 @contextmanager

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, complain
-from kvkeeper.cli.console.tables import facts, size, table
+from kvkeeper.cli.console.tables import facts, table
 from kvkeeper.cli.show.readiness import until_serving
 from kvkeeper.cli.start.processes import ServiceProcess
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.common.service.sizes import size
 
 T = TypeVar("T")
 
@@ -54,7 +55,8 @@ def add_parser(commands: Any, text: str) -> None:
 
 
 def run(_: argparse.Namespace) -> int:
-    from kvkeeper.cli.start.checks import StartError, check_packages
+    from kvkeeper.common.service.process import StartError
+    from kvkeeper.engine_service.preflight import check_packages
 
     try:
         check_packages()
@@ -115,11 +117,11 @@ async def _show(cache: str, engine: str, folder: str, memory: str) -> int:
 
 
 def _print_hits(what: str, before: Sequence[Answer], after: Sequence[Answer]) -> int:
-    """Answers the number of cached tokens."""
+    """Returns the number of cached tokens."""
     hits = sum(answer.cached_tokens for answer in after)
     same = all(first.texts == second.texts for first, second in zip(before, after, strict=True))
-    told = f"With the new {what}, {hits:,} of {sum(a.prompt_tokens for a in after):,} prompt tokens were in the cache"
-    print(told + (", and the answers are word for word the same." if same else "."))
+    line = f"With the new {what}, {hits:,} of {sum(a.prompt_tokens for a in after):,} prompt tokens were in the cache"
+    print(line + (", and the answers are word for word the same." if same else "."))
     return hits
 
 

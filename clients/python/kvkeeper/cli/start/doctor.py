@@ -95,7 +95,8 @@ def _packages(name: str, is_needed: bool, modules: tuple[str, ...], extra: str) 
 def _start(config: str | None) -> Finding:
     """What `kvkeeper up` checks beside the kernel: settings, addresses, the model's folder, and memory."""
     what = "settings, addresses, model, memory"
-    from kvkeeper.cli.start.checks import StartError, check_settings
+    from kvkeeper.cli.start.checks import check_settings
+    from kvkeeper.common.service.process import StartError
 
     flags = ["--config", config] if config else []
     try:

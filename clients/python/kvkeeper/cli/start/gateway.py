@@ -1,7 +1,7 @@
 """The gateway as a process: the program `smg`, which speaks HTTP with clients and our engine's gateway protocol with us.
 
 It serves this host alone, its metrics too. `python -m kvkeeper.cli.start.gateway FLAG...` asks the kernel to end it with its
-parent, and runs it in this process, without the drawing that it begins with. Its warnings and errors are told, as JSON where
+parent, and runs it in this process, without the drawing that it begins with. Its warnings and errors are logged, as JSON where
 our stderr is no terminal.
 """
 
@@ -19,9 +19,9 @@ _POLL_S = 0.1
 _ANSWER_S = 5.0
 # An engine that was started again has its requests within seconds, not minutes.
 _WATCHFUL = ("--health-check-interval-secs", "2", "--health-success-threshold", "1", "--cb-timeout-duration-secs", "2")
-# What it tells, by its own parts: warnings, but not that it asks no caller for a credential, which is so on this host, nor what
-# it lacks for images, which no model here takes, nor each try to fetch a tokenizer, whose last failure is told as an error.
-_TOLD = "warn,smg::posture=error,smg::routers::grpc::multimodal=error,smg::workflow::tokenizer_registration=off,wfaas=error"
+# What it logs, by its own parts: warnings, but not that it asks no caller for a credential, which is so on this host, nor what
+# it lacks for images, which no model here takes, nor each try to fetch a tokenizer, whose last failure is logged as an error.
+_LOGGED = "warn,smg::posture=error,smg::routers::grpc::multimodal=error,smg::workflow::tokenizer_registration=off,wfaas=error"
 
 
 def flags(http: str, engine: str, typed: Sequence[str]) -> list[str]:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
 
     launch_router.print_banner = lambda *_: None
     if not any(word.startswith("--log-level") for word in argv):
-        os.environ.setdefault("RUST_LOG", _TOLD)
+        os.environ.setdefault("RUST_LOG", _LOGGED)
     sys.argv = [MODULE, "launch", *argv]
     cli.main()
 

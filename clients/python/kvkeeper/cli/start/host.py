@@ -1,6 +1,6 @@
 """What this host gives to processes: looked at by trying it, with nothing left behind.
 
-Each look answers in words what was found. Knows no flags and prints nothing. Imports no torch and no grpc.
+Each look returns in words what was found. Knows no flags and prints nothing. Imports no torch and no grpc.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ def python() -> str:
 
 
 def versions(modules: tuple[str, ...]) -> str:
-    """Of the packages that bring the modules."""
+    """Names and versions of the packages that bring the modules."""
     found = []
     for module in modules:
         name = _DISTRIBUTIONS.get(module, module)

@@ -1,7 +1,7 @@
 """`kvkeeper cache`, `engine` and `hold`: hand over to the services, which are imported when they are to run.
 
 A service that `kvkeeper up` started ends with it: where KVKEEPER_PARENT_PID is set, the kernel sends SIGTERM when that parent
-has ended, for any reason. A kernel that denies this is told on stderr: the service then outlives an `up` that is killed.
+has ended, for any reason. Where a kernel denies this, stderr says so: the service then outlives an `up` that is killed.
 """
 
 import importlib

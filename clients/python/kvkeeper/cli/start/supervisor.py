@@ -66,18 +66,18 @@ class RestartRule:
 
 
 class Supervisor:
-    """Starts services in order, restarts those that die, and ends all of them. tell gets a line for people on each event."""
+    """Starts services in order, restarts those that die, and ends all of them. report gets a line for people on each event."""
 
-    def __init__(self, services: Sequence[Service], tell: Callable[[str], None]) -> None:
+    def __init__(self, services: Sequence[Service], report: Callable[[str], None]) -> None:
         self._services = services
-        self._tell = tell
+        self._report = report
         self._running: dict[str, Running] = {}  # in order of start
         self._started_at: dict[str, float] = {}
 
     async def start(self) -> None:
         """Returns when all services serve. Raises GivenUp when one of them ends first."""
         for service in self._services:
-            self._tell(f"starting the {service.name} service")
+            self._report(f"starting the {service.name} service")
             await self._start(service)
             serving = asyncio.ensure_future(service.until_serving())
             try:
@@ -130,10 +130,10 @@ class Supervisor:
             how = f"the {service.name} service {process.how_it_ended()}"
             if pause is None:
                 raise GivenUp(f"{how}, {_MAX_YOUNG} times in a row soon after its start; ending all", process)
-            self._tell(f"{how}; starting it again in {pause:g} s, the other stays")
+            self._report(f"{how}; starting it again in {pause:g} s, the other stays")
             await asyncio.sleep(pause)
             await self._start_again(service)
-            await self._tell_serving(service)
+            await self._report_serving(service)
 
     async def _start_again(self, service: Service) -> None:
         """Starts a service, as soon as the host has a process and what it needs for it."""
@@ -141,15 +141,15 @@ class Supervisor:
             try:
                 return await self._start(service)
             except (OSError, RuntimeError) as error:
-                self._tell(f"the {service.name} service cannot be started now: {error}; trying again in {_SHORTAGE_S:g} s")
+                self._report(f"the {service.name} service cannot be started now: {error}; trying again in {_SHORTAGE_S:g} s")
             await asyncio.sleep(_SHORTAGE_S)
 
-    async def _tell_serving(self, service: Service) -> None:
+    async def _report_serving(self, service: Service) -> None:
         """Reports when the service serves; returns without a word when it ends first."""
         serving = asyncio.ensure_future(service.until_serving())
         try:
             await asyncio.wait({serving, self._running[service.name].ended}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done() and not self._running[service.name].ended.done():
-                self._tell(f"the {service.name} service serves again")
+                self._report(f"the {service.name} service serves again")
         finally:
             serving.cancel()

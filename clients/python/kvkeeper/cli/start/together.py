@@ -1,6 +1,6 @@
 """Services under a supervisor, until a signal ends them. A second signal ends them at once.
 
-Owns the signals and what is told: one text when all of them serve, and a line for each end.
+Owns the signals and what is printed: one text when all of them serve, and a line for each end.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ class Together:
         self._services = services
         self._ready_text = ready_text
         self._is_json = is_json
-        self._supervisor = Supervisor(services, tell)
+        self._supervisor = Supervisor(services, say)
         self._stop: asyncio.Future[signal.Signals]
 
     def run(self, last_words: str) -> int:
-        """The exit code. last_words: what is told where a signal has ended them. An output that no one takes ends nothing."""
+        """The exit code. last_words: what is said where a signal has ended them. An output that no one takes ends nothing."""
         with output.queued():
             exit_code = asyncio.run(self._run())
             if exit_code > 128:
-                tell(last_words)
+                say(last_words)
         return exit_code
 
     async def _run(self) -> int:
@@ -62,13 +62,13 @@ class Together:
     async def _serve(self) -> None:
         """Start the services, report when they serve, and keep them running. Raises GivenUp."""
         await self._supervisor.start()
-        telling = asyncio.create_task(self._tell_ready())
+        reporting = asyncio.create_task(self._report_ready())
         try:
             await self._supervisor.keep()
         finally:
-            telling.cancel()
+            reporting.cancel()
 
-    async def _tell_ready(self) -> None:
+    async def _report_ready(self) -> None:
         while True:
             try:
                 return print(await self._ready_text(), flush=True)
@@ -83,5 +83,5 @@ class Together:
         self._supervisor.kill()  # asked twice: no more grace
 
 
-def tell(text: str) -> None:
+def say(text: str) -> None:
     print(f"kvkeeper: {text}", file=sys.stderr, flush=True)

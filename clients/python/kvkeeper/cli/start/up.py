@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
 def checked_flags(args: argparse.Namespace, *others: str) -> dict[str, list[str]] | int:
     """Flags of both services, and of others those that were typed; an exit code where the services cannot be started."""
-    from kvkeeper.cli.start.checks import StartError, check_start
+    from kvkeeper.cli.start.checks import check_start
+    from kvkeeper.common.service.process import StartError
 
     try:
         _find_addresses(args)

@@ -122,7 +122,7 @@ class GenerateOptions:
     retention: what is kept of it while it grows; None: everything.
     reuse_hint: what is known of the next use of its KV: "none" (a single question, or the last turn of a conversation) or
         "soon" (its next turn is certain, as with a tool call); empty: nothing.
-    session_id: conversation that it belongs to; metadata: told back with the request, and nothing else.
+    session_id: conversation that it belongs to; metadata: returned with the request, and used for nothing else.
     resubmit_s: seconds to keep asking again, for what has not come yet, after the engine went away; 0: not at all.
     """
 
@@ -185,10 +185,6 @@ def get_request(request_id: str, wait_s: float, options: CallOptions) -> pb.GetR
     """Waits at most wait_s, and well within the deadline of one call."""
     longest = min(_LONGEST_WAIT_S, options.timeout_s / 2)
     return pb.GetRequestRequest(request_id=request_id, wait_ms=int(1000 * max(0.0, min(wait_s, longest))))
-
-
-def list_page(session_id: str, page_token: str) -> pb.ListRequestsRequest:
-    return pb.ListRequestsRequest(page_size=1000, page_token=page_token, session_id=session_id)
 
 
 def stream_options(base: CallOptions, timeout_ms: int | None) -> CallOptions:

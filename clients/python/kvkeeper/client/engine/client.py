@@ -15,13 +15,11 @@ from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.engine.calls import (
     GenerateOptions,
     OutputChunk,
-    Prompt,
     Result,
     Usage,
     chunk_of,
     generate_request,
     get_request,
-    list_page,
     result_of,
     stream_options,
     stream_request,
@@ -29,6 +27,7 @@ from kvkeeper.client.engine.calls import (
     usage_of,
 )
 from kvkeeper.client.engine.many import ManyStreams
+from kvkeeper.client.engine.prompts import Prompt
 from kvkeeper.client.engine.resubmit import PAUSE_S, Received, address_in, repeatable
 from kvkeeper.client.engine.spans import GenerateSpan, begin_generate
 from kvkeeper.client.errors import KvkeeperError
@@ -153,14 +152,8 @@ class AsyncEngineClient:
 
     async def list_requests(self, session_id: str = "") -> tuple[pb.RequestInfo, ...]:
         """Requests that wait or run, of one conversation or of all, in order of arrival."""
-        rows: list[pb.RequestInfo] = []
-        page_token = ""
-        while True:
-            page = await self._transport.call_by_name("ListRequests", list_page(session_id, page_token))
-            rows += page.requests
-            page_token = page.next_page_token
-            if not page_token:
-                return tuple(rows)
+        request = pb.ListRequestsRequest(session_id=session_id)
+        return await self._transport.list_all("ListRequests", request, "requests")
 
     async def close(self) -> None:
         for streams in self._many.values():

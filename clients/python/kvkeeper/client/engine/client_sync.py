@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 
 from kvkeeper.client.backends import BLOCKING, blocking, run
 from kvkeeper.client.credentials import Credentials
-from kvkeeper.client.engine.calls import GenerateOptions, OutputChunk, Prompt, Usage
+from kvkeeper.client.engine.calls import GenerateOptions, OutputChunk, Usage
 from kvkeeper.client.engine.client import AsyncEngineClient, AsyncGeneration, call_back
+from kvkeeper.client.engine.prompts import Prompt
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.client.transport import run_next

@@ -122,7 +122,7 @@ class _Call:
                     await self._call.done_writing()
                     return
         except (grpc.RpcError, asyncio.InvalidStateError):
-            return  # the reading task is told why
+            return  # the reading task learns why
 
     def _next_message(self) -> pb.GenerateManyRequest:
         message = pb.GenerateManyRequest(cancel=self._to_cancel, reads_parts=True)

@@ -1,4 +1,4 @@
-"""Going on with a request's output after its stream broke, and taking only the new part of it: pure.
+"""Continuing a request's output after its stream broke, and taking only the new part of it: pure.
 
 There are two ways. A submitted request goes on without its client, and a request that another engine took over waits there for
 its client: either is followed from where it was (StreamRequest). Any other request ends with its stream, and is sent again. Its

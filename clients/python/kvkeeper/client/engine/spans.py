@@ -68,7 +68,7 @@ def begin_generate(options: GenerateOptions) -> GenerateSpan:
     if tracer is None:
         return GenerateSpan(None)
     sampling = options.sampling
-    told: dict[str, Any] = {
+    given: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "kvkeeper",
         "gen_ai.conversation.id": options.session_id or None,
@@ -78,5 +78,5 @@ def begin_generate(options: GenerateOptions) -> GenerateSpan:
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.top_k": sampling.top_k,
     }
-    attributes = {name: value for name, value in told.items() if value is not None}
+    attributes = {name: value for name, value in given.items() if value is not None}
     return GenerateSpan(tracer.start_span("text_completion", kind=tracing.client(), attributes=attributes))
