@@ -11,15 +11,6 @@ from kvkeeper.engine_service.scheduler import apply_answer, plain_steps, planner
 from kvkeeper.engine_service.scheduler.batch_builder import assemble_work
 from kvkeeper.engine_service.scheduler.plan import Plan
 from kvkeeper.engine_service.scheduler.work import NO_CHANGES
-from tests.support.worlds.core_cache import CoreCache
-from tests.support.worlds.scheduler_world import World
-from tests.support.worlds.tiny_columns import TinyColumns
-
-
-@pytest.fixture(params=[TinyColumns, CoreCache], ids=["tiny", "core"])
-def each_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test runs on a cache of dicts and lists, and on the core."""
-    monkeypatch.setattr(World, "default_cache", request.param)
 
 
 def assert_same(ours: Any, other: Any, name: str = "") -> None:
