@@ -1,4 +1,4 @@
-"""What two kills leave: hits and time to first token on an empty cache, again, and after SIGKILL of each service.
+"""What two kills leave: hits and time to first token on an empty cache, again, and after SIGKILL of either service.
 
 The prompts are the same each time, one at a time, with the 32 M parameter Llama. The cache service keeps its memory on tmpfs.
 Before they are measured, a service that was started gets one other prompt. `python -m tests.benchmarks.kills PICTURE` draws the

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.documents.markdown import ROOT, Page, definitions, page, pages
 
-PAGES = pages()
+PAGES = [*pages(), *(page(str(path.relative_to(ROOT))) for path in sorted((ROOT / "clients").glob("*/README.md")))]
 IDS = [found.name for found in PAGES]
 _TOP = "cache_service|engine_service|kernels|common|clients|tests|protos|docs|deploy"
 _PATH = re.compile(rf"(?:{_TOP})/[\w./-]*|\.ci/run|Makefile|pyproject\.toml|constraints\.txt")

@@ -8,12 +8,16 @@ import pytest
 from kvkeeper.common.service import VERSION
 from tests.support.documents.markdown import ROOT, Fence, page, pages
 
-MOST_LINES = 110
+MOST_LINES, MOST_LINES_OF_TOUR = 110, 200
 SNIPPETS = [fence for found in pages() for fence in found.fences() if fence.language == "python"]
 
 
 def test_it_is_short() -> None:
     assert len(page("README.md").text.splitlines()) <= MOST_LINES
+
+
+def test_the_tour_takes_half_an_hour() -> None:
+    assert len(page("docs/tour.md").text.splitlines()) <= MOST_LINES_OF_TOUR
 
 
 def test_the_version_is_the_package_s() -> None:

@@ -23,6 +23,7 @@ def wrong_guess(tokens: tuple[int, ...], index: int) -> list[int]:
     return made[len(tokens) :]
 
 
+@pytest.mark.usefixtures("each_cache")
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 @pytest.mark.parametrize("num_guessed", [0, 4])
 def test_no_sequence_holds_more_blocks_than_its_tokens_need(block_size: int, num_guessed: int) -> None:
@@ -44,6 +45,7 @@ def test_no_sequence_holds_more_blocks_than_its_tokens_need(block_size: int, num
     world.run()
 
 
+@pytest.mark.usefixtures("each_cache")
 def test_equals_do_not_take_turns() -> None:
     """A preempted sequence stays out until the other has ended, although its blocks would do for it to start again."""
     world = World(num_blocks=20, block_size=2)
@@ -53,6 +55,7 @@ def test_equals_do_not_take_turns() -> None:
     assert (old.num_preemptions, young.num_preemptions) == (0, 1)
 
 
+@pytest.mark.usefixtures("each_cache")
 def test_a_refused_start_stays_first_in_the_queue() -> None:
     world = World(num_blocks=9, block_size=2)
     world.hold_blocks(8)  # all of them

@@ -77,6 +77,7 @@ def test_in_a_pool_for_one_list_they_take_turns(num_spare: int, make_cache: type
     assert request.num_preemptions > 0
 
 
+@pytest.mark.usefixtures("each_cache")
 def test_the_last_list_that_computes_is_not_the_one_to_give_way() -> None:
     """Or it would start again and again, for want of blocks that a list holds which waits for it."""
     world = BeamWorld(num_blocks=4, block_size=3, max_sequences=4, token_budget=3, chunk_size=1, max_running=3)
@@ -150,6 +151,7 @@ def test_a_list_that_gave_way_while_it_waited_is_not_computed_again() -> None:
     check(world)
 
 
+@pytest.mark.usefixtures("each_cache")
 @pytest.mark.parametrize("num_steps", range(1, 9))
 def test_a_lost_session_in_the_middle_of_a_search(num_steps: int) -> None:
     world = BeamWorld(num_blocks=20, block_size=2)
@@ -186,6 +188,7 @@ def test_a_list_that_rested_when_its_session_was_lost_has_ended() -> None:
     check(world)
 
 
+@pytest.mark.usefixtures("each_cache")
 def test_after_a_lost_session_what_can_never_fit_is_told() -> None:
     world = BeamWorld()
     request = world.submit_search(PROMPT, 8, BeamOptions(4))

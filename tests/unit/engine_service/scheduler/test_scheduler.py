@@ -9,7 +9,6 @@ from kvkeeper.engine_service.scheduler.policies import POLICY_NAMES, make_orderi
 from kvkeeper.engine_service.scheduler.waiting import WaitingSequences
 from kvkeeper.engine_service.values.request import RequestState, SequenceState
 from tests.support.slices import scaled
-from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, expected_output, make_request
 from tests.support.worlds.tiny_columns import TinyColumns
 
@@ -269,7 +268,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=scaled(300), deadline=None)
+@settings(max_examples=scaled(150), deadline=None)  # on each cache
 @given(
     arrivals=arrivals,
     block_size=st.sampled_from([1, 2, 3, 4]),
@@ -281,7 +280,6 @@ arrivals = st.lists(
     refused_forks=st.integers(0, 3),
     policy=st.tuples(st.sampled_from(POLICY_NAMES), st.sampled_from([None, FairShare])),
     budgets=st.tuples(st.sampled_from([1, 3, 64]), st.sampled_from([1, 2, 64])),
-    make_cache=st.sampled_from([TinyColumns, CoreCache]),
 )
 def test_any_arrivals_in_any_pool_end_with_the_right_tokens(
     arrivals: list[tuple[list[int], int, int, int, int, int | None]],
@@ -294,15 +292,14 @@ def test_any_arrivals_in_any_pool_end_with_the_right_tokens(
     refused_forks: int,
     policy: tuple[str, type[FairShare] | None],
     budgets: tuple[int, int],
-    make_cache: type[TinyColumns] | type[CoreCache],
 ) -> None:
     longest = max(len(prompt) + max_new for prompt, max_new, *_ in arrivals)
     num_blocks = 1 + -(-longest // block_size) + spare_blocks
     name, make_shares = policy
     waiting = WaitingSequences(make_ordering(name), make_shares() if make_shares else None)
     sizes = (num_blocks, block_size, max_sequences, token_budget, chunk_size, max_running)
-    world = World(*sizes, make_cache, waiting=waiting, prefill_budget=budgets[0], decode_budget=budgets[1])
-    if make_cache is TinyColumns:
+    world = World(*sizes, waiting=waiting, prefill_budget=budgets[0], decode_budget=budgets[1])
+    if isinstance(world.cache, TinyColumns):
         world.cache.num_refused_forks_to_come = refused_forks
     for prompt, max_new, n, priority, delay, cancel_after in arrivals:
         for _ in range(delay):

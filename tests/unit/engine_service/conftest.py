@@ -1,4 +1,4 @@
-"""Scheduler's tests run on both caches: a small one of dicts and lists, and the core."""
+"""The cache that a scheduler of these tests runs on."""
 
 import pytest
 
