@@ -176,22 +176,25 @@ async def start_server(
             disks.close()
         if own_clock is not None:
             own_clock.close()
-        if isinstance(error, MemoryRefused):
-            raise StartError(f"--memory-dir {config.memory_dir}: {error}") from None
-        if isinstance(error, DiskRefused):
-            raise StartError(f"--disk-path {config.disk_path}: {error}") from None
-        if isinstance(error, RemoteRefused):
-            raise StartError(str(error)) from None
-        if isinstance(error, AddressInUse):
-            raise StartError(f"--listen {config.listen}: {error}") from None
-        if isinstance(error, OutOfMemory):
-            raise StartError(str(error)) from None
-        if isinstance(error, CudaError):
-            raise StartError(f"--device {config.device}: {error}") from None
+        if (refusal := _find_refusal(error, config)) is not None:
+            raise refusal from None
         raise
     log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)
     kept = directory, disks
     return RunningServer(attach.path, session_manager, config.drain_timeout, guard, endpoint, attach, metrics, own_clock, *kept)
+
+
+def _find_refusal(error: BaseException, config: CacheConfig) -> StartError | None:
+    """What ended a start, by the flag that it is about; None for a bug, which ends it as it is."""
+    flags: dict[type[Exception], str] = {
+        MemoryRefused: f"--memory-dir {config.memory_dir}: ",
+        DiskRefused: f"--disk-path {config.disk_path}: ",
+        RemoteRefused: "",
+        AddressInUse: f"--listen {config.listen}: ",
+        OutOfMemory: "",
+        CudaError: f"--device {config.device}: ",
+    }
+    return next((StartError(f"{flag}{error}") for kind, flag in flags.items() if isinstance(error, kind)), None)
 
 
 def _remote_of(config: CacheConfig) -> RemoteMaker | None:

@@ -63,29 +63,8 @@ def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) ->
         for name in names:
             text = COMMENTS[f"GetStatsResponse.{name}"]
             yield _one(family(PREFIX + name.removeprefix("num_"), text, labels=["model"]), label, counts[name])
-    policies = GaugeMetricFamily(
-        PREFIX + "scheduling_policy", "1 for the policy in force, 0 for the others.", labels=["model", "policy"]
-    )
-    for policy in POLICIES:
-        policies.add_metric([model.name, policy], policy == engine.scheduler.waiting.ordering.policy.name)
-    yield policies
+    yield from _labelled(engine, label)
     stats = engine.stats
-    ended = CounterMetricFamily(
-        PREFIX + "ended_requests",
-        "Requests that ended, by the finish reason of their last continuation.",
-        labels=[*label, "finish_reason"],
-    )
-    for reason in FinishReason:
-        ended.add_metric([model.name, reason.name.lower()], stats.num_ended[reason])
-    yield ended
-    waits = CounterMetricFamily(
-        PREFIX + "step_waits",
-        "Steps that waited where they could have run, or left sequences out, by cause; see docs/operate/why-a-step-waits.md.",
-        labels=[*label, "reason"],
-    )
-    for wait in StepWait:
-        waits.add_metric([model.name, wait.value], stats.num_waits[wait])
-    yield waits
     for name, text, lens in (
         ("prompt_length_tokens", "Prompt tokens of a request that ended.", stats.prompt_lens),
         ("output_length_tokens", "New tokens of a request that ended, of all its continuations.", stats.output_lens),
@@ -119,6 +98,33 @@ def engine_metrics(engine: Engine, model: ServedModel, num_kept_results: int) ->
     facts = {**label, "revision": model.revision, "architecture": model.architecture, "compute_dtype": model.compute_dtype}
     yield InfoMetricFamily(PREFIX + "model", "The model that is served.", facts)
     yield build_info(PREFIX)
+
+
+def _labelled(engine: Engine, label: Mapping[str, str]) -> Iterator[Metric]:
+    """What has a label of its own: the policy, how requests ended, why steps waited."""
+    policies = GaugeMetricFamily(
+        PREFIX + "scheduling_policy", "1 for the policy in force, 0 for the others.", labels=[*label, "policy"]
+    )
+    for policy in POLICIES:
+        policies.add_metric([*label.values(), policy], policy == engine.scheduler.waiting.ordering.policy.name)
+    yield policies
+    stats = engine.stats
+    ended = CounterMetricFamily(
+        PREFIX + "ended_requests",
+        "Requests that ended, by the finish reason of their last continuation.",
+        labels=[*label, "finish_reason"],
+    )
+    for reason in FinishReason:
+        ended.add_metric([*label.values(), reason.name.lower()], stats.num_ended[reason])
+    yield ended
+    waits = CounterMetricFamily(
+        PREFIX + "step_waits",
+        "Steps that waited where they could have run, or left sequences out, by cause; see docs/operate/why-a-step-waits.md.",
+        labels=[*label, "reason"],
+    )
+    for wait in StepWait:
+        waits.add_metric([*label.values(), wait.value], stats.num_waits[wait])
+    yield waits
 
 
 def _one(family: Metric, labels: Mapping[str, str], value: float) -> Metric:

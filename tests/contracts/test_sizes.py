@@ -15,28 +15,13 @@ _KERNELS = ROOT / "kernels"
 _CLIENT = ROOT / "clients" / "python" / "kvkeeper" / "client"
 
 # What is above its bound, with its size: it may shrink, and is taken off once it is within. Nothing is added.
-LONG_FILES = {
-    "cache_service/config.py": 540,
-    "cache_service/core/index/prefix_index.py": 573,
-    "cache_service/core/sequences/sequence_table.py": 517,
-    "clients/python/kvkeeper/client/engine/client.py": 464,
-    "engine_service/config.py": 578,
-    "engine_service/outputs/generation.py": 474,
-}
+LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS = {
-    "cache_service/core/sequences/sequence_table.py:__init__": 61,
     "cache_service/core/step/apply.py:_apply": 89,
     "cache_service/core/step/validate.py:_check_in_order": 88,
     "cache_service/runtime/pool.py:__init__": 66,
-    "cache_service/server.py:start_server": 74,
-    "clients/python/kvkeeper/cli/generation/flags.py:add_flags": 66,
-    "engine_service/scheduler/batch_builder.py:assemble_work": 62,
-    "engine_service/scheduler/planner.py:plan": 82,
-    "engine_service/server.py:start_server": 101,
 }
 LARGE_CLASSES = {
-    "cache_service/core/index/prefix_index.py:PrefixIndex": 33,
-    "cache_service/core/manager.py:PoolManager": 71,
     "cache_service/core/sequences/sequence_table.py:SequenceTable": 60,
     "engine_service/outputs/generation.py:Generation": 35,
 }
