@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from kvkeeper.trust.caller import Caller
+from kvkeeper.common.trust.caller import Caller
 
 
 class Kind(IntEnum):

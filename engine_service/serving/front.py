@@ -16,13 +16,13 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
 
+from kvkeeper.common.service.endpoint import Admission, Endpoint, HealthServicer
+from kvkeeper.common.service.listen import AddressInUse
+from kvkeeper.common.service.methods import Context, Contract, MethodRouter
+from kvkeeper.common.service.process import StartError
+from kvkeeper.common.service.turns import TakesPlace, Turns
+from kvkeeper.common.trust.guard import Guard
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service.endpoint import Admission, Endpoint, HealthServicer
-from kvkeeper.service.listen import AddressInUse
-from kvkeeper.service.methods import Context, Contract, MethodRouter
-from kvkeeper.service.process import StartError
-from kvkeeper.service.turns import TakesPlace, Turns
-from kvkeeper.trust.guard import Guard
 
 from ..outputs.model_text import ModelText
 from ..outputs.tokenizer import Tokenizer

@@ -12,13 +12,13 @@ import socket
 import sys
 from functools import partial
 
-from kvkeeper.service import grpc_runtime, output
+from kvkeeper.common.service import grpc_runtime, output
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: the service itself reports each failure in one line
 grpc_runtime.choose(os.environ)
 
-from kvkeeper.service.log import configure  # noqa: E402 - grpc reads its settings once, when it is loaded
-from kvkeeper.service.pollers import add_pollers  # noqa: E402
+from kvkeeper.common.service.log import configure  # noqa: E402 - grpc reads its settings once, when it is loaded
+from kvkeeper.common.service.pollers import add_pollers  # noqa: E402
 
 from .front import Front  # noqa: E402
 from .lane import join_by_socket  # noqa: E402

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from kvkeeper.service.log import passing_on
+from kvkeeper.common.service.log import passing_on
 
 from ..outputs.model_text import ModelText
 from .calls import FrontCalls, FrontServices

@@ -15,8 +15,8 @@ from contextvars import Context
 from dataclasses import asdict
 from typing import Any, Final, Protocol, cast
 
+from kvkeeper.common.trust.caller import Caller, Role
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.trust.caller import Caller, Role
 
 from ..rpc.encode_chunk import response_of
 from ..values.errors import EngineError

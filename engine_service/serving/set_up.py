@@ -6,9 +6,9 @@ from typing import Any
 
 from prometheus_client import Metric
 
-from kvkeeper.service.methods import Contract
-from kvkeeper.service.turns import Turns
-from kvkeeper.trust.guard import Guard
+from kvkeeper.common.service.methods import Contract
+from kvkeeper.common.service.turns import Turns
+from kvkeeper.common.trust.guard import Guard
 
 from ..config import EngineConfig
 from ..rpc.methods import CONTRACT

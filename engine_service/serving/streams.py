@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
+from kvkeeper.common.service.methods import peer
+from kvkeeper.common.trust.caller import is_still_known
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service.methods import peer
-from kvkeeper.trust.caller import is_still_known
 
 from ..rpc.encode_chunk import response_of, responses
 from ..rpc.ownership import shown_id

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvkeeper.common.service.turns import TurnLimits, Turns
+from kvkeeper.common.trust.caller import Caller, Role
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.engine_service.outputs.model_text import ModelText
@@ -22,8 +24,6 @@ from kvkeeper.engine_service.serving.frames import Admitted, Frame, Kind, Messag
 from kvkeeper.engine_service.serving.front import LinkTurns
 from kvkeeper.engine_service.serving.front_requests import GENERATE_PATH, FrontRequests
 from kvkeeper.engine_service.serving.lane import FrameReader, Lane, frame, join_by_socket
-from kvkeeper.service.turns import TurnLimits, Turns
-from kvkeeper.trust.caller import Caller, Role
 from tests.unit.engine_service.serving.test_both_ends import MAX_TOKENS, Engine
 
 DEADLINE_S = 20.0

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvkeeper.common.service.turns import TurnLimits, Turns
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.outputs.model_text import ModelText
 from kvkeeper.engine_service.serving.engine_link import EngineLink
@@ -15,7 +16,6 @@ from kvkeeper.engine_service.serving.front_requests import FrontRequests
 from kvkeeper.engine_service.serving.lane import Lane, join_by_socket
 from kvkeeper.engine_service.serving.stream_buffer import StreamBuffer
 from kvkeeper.engine_service.values.errors import QueueFull
-from kvkeeper.service.turns import TurnLimits, Turns
 
 Answer = Callable[[Lane, int], None]
 

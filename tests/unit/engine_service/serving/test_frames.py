@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvkeeper.common.trust.caller import Caller, Role
 from kvkeeper.engine_service.serving.frames import Admitted, Frame, FrontSetUp, FrontState, Kind, Message, Stopped
 from kvkeeper.engine_service.serving.lane import HEAD, FrameReader, frame
 from kvkeeper.engine_service.values.errors import NeverFits
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, TokenColumns, Usage
 from kvkeeper.engine_service.values.request import FinishReason
-from kvkeeper.trust.caller import Caller, Role
 
 SENT: list[Frame] = [
     (Kind.STOPPED, 1, Stopped(2, 7)),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvkeeper.common.service.turns import TurnLimits, Turns
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.outputs.model_text import ModelText
 from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
@@ -20,7 +21,6 @@ from kvkeeper.engine_service.serving.frames import FrontState, Kind
 from kvkeeper.engine_service.serving.front_config import FrontConfig
 from kvkeeper.engine_service.serving.front_process import FrontFailed, FrontHandle, start_front_process, start_front_task
 from kvkeeper.engine_service.serving.set_up import front_config
-from kvkeeper.service.turns import TurnLimits, Turns
 
 NOBODY: Any = None
 STATE = FrontState(is_serving=False, is_leaving=False, max_len=0)
