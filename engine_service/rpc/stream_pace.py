@@ -1,17 +1,16 @@
 """StreamPace: when the streams of clients are written, so that writing leaves the loop time for steps.
 
 Each write of a stream costs more than the token in it. Streams are written together, in rounds: what comes until the next round
-is written as one message. Where steps are slower than rounds may be, each token is written at once. OpenStreams counts
-them, so that an engine that stops can wait for them.
+is written as one message. Where steps are slower than rounds may be, each token is written at once. OpenStreams counts streams,
+so that an engine that stops can wait for them.
 """
 
 import asyncio
-
-# A write costs about a tenth of a millisecond of the loop's thread (256 streams, two slow cores). Rounds take half of its time
-# at most, so many streams are written less often than the interval allows.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+# A write costs about a tenth of a millisecond of the loop's thread (256 streams, two slow cores). Rounds take half of its time
+# at most, so many streams are written less often than the interval allows.
 _SECONDS_A_WRITE = 2e-4
 
 

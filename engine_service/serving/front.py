@@ -35,9 +35,9 @@ from .front_config import FrontConfig
 from .front_requests import FrontRequests
 from .streams import Read, Streams, Write
 
+# The engine sends in rounds; a round is written as it comes, unless the writes of the one before took longer.
 _SHORTEST_PACE_S = 1e-4
 _TELL_REFUSED_S = 0.1
-_STOP_S = 5.0  # for what is still to be written, once the front is asked to end
 
 
 class PingedHealth(HealthServicer):

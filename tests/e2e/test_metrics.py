@@ -113,12 +113,11 @@ async def test_times_told_are_those_of_the_tokens(world: Services, monkeypatch: 
         time_token(stats, generation, index)
         tokens.setdefault((generation, index), []).append(generation.last_token_at[index])
 
-    def add_noted(unread: UnreadTokens[Generation], slots: Slots, token_ids: Slots, now: float) -> Added:
+    def add_noted(unread: UnreadTokens, slots: Slots, token_ids: Slots, now: float) -> Added:
         added = add(unread, slots, token_ids, now)
+        owners = {generation.request.slot: generation for generation in engine.engine.requests._by_request.values()}
         for slot in slots[added.is_added].tolist():
-            generation = unread.owners[slot]
-            assert generation is not None
-            tokens[generation, 0].append(now)
+            tokens[owners[slot], 0].append(now)
         return added
 
     monkeypatch.setattr(EngineStats, "time_token", noted)

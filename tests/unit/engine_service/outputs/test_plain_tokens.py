@@ -131,6 +131,7 @@ class Letters(NoText):
 def test_tokens_that_bring_more_than_themselves_are_not_plain(changes: dict[str, Any]) -> None:
     one = Reader(takes=True, **changes)
     one.take(2)
+    one.deliver()
     assert not one.generation.take_plain(2)
 
 
