@@ -5,8 +5,8 @@ import os
 import numpy as np
 import pytest
 
-from kvkeeper.cuda.errors import CudaError
-from kvkeeper.cuda.vmm import DescribedArena, MappedArena, VmmDriver, described_arena
+from kvkeeper.common.cuda.errors import CudaError
+from kvkeeper.common.cuda.vmm import DescribedArena, MappedArena, VmmDriver, described_arena
 from tests.support.stand_ins.fake_cuda import DEVICE, FakeCuda, bytes_at
 from tests.support.stand_ins.fake_libcuda import GRANULARITY, FakeLibcuda
 
