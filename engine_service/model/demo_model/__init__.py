@@ -1,8 +1,8 @@
-"""The demo model: a small Llama, its tokenizer, and the script that trained them.
+"""The demo model: a small Llama and its tokenizer.
 
 Owns an ordinary Hugging Face model folder (config.json, model.safetensors, tokenizer.json), so that the engine can serve
-without a download, and three modules: `corpus` lists the text that is trained on and the text that is held out, `train` makes
-the weights, `evaluate` measures them. Serving needs none of the three. May import no other folder of the engine.
+without a download, and `corpus`, which lists the text that it is trained on and the text that is held out. Serving does not
+need the latter. May import no other folder of the engine.
 """
 
 from pathlib import Path

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR, corpus, evaluate, train
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR, corpus
+from tests.support.models import demo_evaluate as evaluate
+from tests.support.models import demo_train as train
 from tests.support.slices import scaled
 
 # A part of the held-out modules that one core scores in seconds; the training script measures all of them.

@@ -18,8 +18,8 @@ import torch
 from torch.nn import functional
 from tqdm import tqdm
 
-from . import DEMO_MODEL_DIR
-from .corpus import Module, held_out_modules
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.model.demo_model.corpus import Module, held_out_modules
 
 if TYPE_CHECKING:  # a development dependency: serving the model does not need it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
