@@ -13,8 +13,8 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from kvkeeper import tracing
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.common import tracing
 
 from ..core.step.forecast import Forecast
 from ..core.step.reply import copies_of

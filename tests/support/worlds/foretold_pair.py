@@ -19,7 +19,7 @@ from kvkeeper.cache_service.runtime.live_session import LiveSession
 from kvkeeper.cache_service.runtime.pool import Pool
 from kvkeeper.cache_service.runtime.session_manager import SessionManager
 from kvkeeper.client.steps import StepItems, encode
-from kvkeeper.service.methods import MAX_MESSAGE_BYTES
+from kvkeeper.common.service.methods import MAX_MESSAGE_BYTES
 
 Outcome = tuple[bytes, PoolStats | None] | tuple[type[CacheError], str]
 _SPEC = KvSpec(b"", "m", 1, 1, 8, 2, 2)
