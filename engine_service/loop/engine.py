@@ -329,12 +329,12 @@ class Engine:
             await memory.renew()
 
     async def _while_renewing(self, memory: KvMemory, work: asyncio.Future[T]) -> T:
-        """The work's result. The lease is renewed while the work goes on."""
-        while True:
-            done, _ = await asyncio.wait({work}, timeout=memory.lease.renew_s)
-            if done:
-                return work.result()
-            await memory.renew()
+        """The work's result. The lease is renewed while the work goes on; work that is done costs no turn of asyncio's loop."""
+        while not work.done():
+            await asyncio.wait({work}, timeout=memory.lease.renew_s)
+            if not work.done():
+                await memory.renew()
+        return work.result()
 
 
 NO_POOL = Limits(block_size=1, max_len=0, max_known_sequences=0)  # before the first session
