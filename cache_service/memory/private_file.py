@@ -4,8 +4,8 @@ import os
 import stat
 from pathlib import Path
 
-from kvkeeper.service.listen import AddressInUse
-from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.listen import AddressInUse
+from kvkeeper.common.service.memory_limit import OutOfMemory
 
 from .shared_memory import reserve_pages
 

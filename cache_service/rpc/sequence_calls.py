@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.trust.caller import ANY_TENANT, calling
+from kvkeeper.common.trust.caller import ANY_TENANT, calling
 
 from ..core.step.one_item import OneItemCalls
 from ..core.values.copies import Copies

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.memory_limit import OutOfMemory
 
 from ...core.values.copies import NAME_BYTES, StoredBlock, TierOrder
 from ...core.values.kv_spec import BLOCK_NAME_BYTES, KvSpec, block_name

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvkeeper.trust.private_file import FileRefused, read_private
+from kvkeeper.common.trust.private_file import FileRefused, read_private
 
 _NODE = r"(?:\[[0-9a-fA-F:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):\d{1,5}"
 _MOST_NODES = 64
