@@ -86,32 +86,12 @@ class Pool:
         self.arena = arena
         self.arenas: tuple[Arena, ...] = (arena, *further_arenas)  # by rank
         self.host_arena = host_arena
-        block_bytes, num_host_blocks = spec.block_bytes, config.num_host_blocks
         self.hosts: ByteArray | None = None  # [num_host_blocks, stored_bytes]: of each block the shares of all ranks
         if host_arena is not None:
-            self.hosts = host_arena.blocks(num_host_blocks, spec.stored_bytes)
+            self.hosts = host_arena.blocks(config.num_host_blocks, spec.stored_bytes)
         self._packing = HostPacking(spec) if spec.host_kv_dtype else None
-        self._copy_bytes = spec.num_ranks * block_bytes * (_PACKING_COST if self._packing is not None else 1)
-        self.info = PoolInfo(
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            block_bytes=block_bytes,
-            arena_bytes=config.num_blocks * block_bytes,
-            max_sequences=config.max_sequences,
-            max_step_items=MAX_STEP_ITEMS,
-            max_tokens_per_sequence=config.limit_tokens,
-            max_tokens_with_retention=config.max_tokens_per_sequence,
-            spec=spec,
-            eviction_policy=config.eviction_policy,
-            prefix_caching=config.prefix_caching,
-            num_host_blocks=num_host_blocks,
-            host_arena_bytes=num_host_blocks * spec.stored_bytes,
-            num_disk_blocks=manager.disk.directory.num_slots if manager.disk is not None else 0,
-            has_remote=manager.remote is not None,
-            host_kv_dtype=spec.host_kv_dtype if num_host_blocks else "",
-            host_block_bytes=spec.host_block_bytes if num_host_blocks else 0,
-            arena_kind=str(arena.fields()["kind"]),
-        )
+        self._copy_bytes = spec.num_ranks * spec.block_bytes * (_PACKING_COST if self._packing is not None else 1)
+        self.info = _make_info(spec, config, manager, str(arena.fields()["kind"]))
         self.sessions: set[SessionId] = set()
         self.mappings: set[SessionId] = set()  # sessions, live or ended, whose process still maps the arena
         self.quarantines: set[SessionId] = set()  # sessions that ended and may still write
@@ -257,3 +237,27 @@ class Pool:
             arena.close(is_mapped=bool(self.mappings))
         if self.host_arena is not None:
             self.host_arena.close()
+
+
+def _make_info(spec: KvSpec, config: PoolConfig, manager: PoolManager, arena_kind: str) -> PoolInfo:
+    num_host_blocks = config.num_host_blocks
+    return PoolInfo(
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        block_bytes=spec.block_bytes,
+        arena_bytes=config.num_blocks * spec.block_bytes,
+        max_sequences=config.max_sequences,
+        max_step_items=MAX_STEP_ITEMS,
+        max_tokens_per_sequence=config.limit_tokens,
+        max_tokens_with_retention=config.max_tokens_per_sequence,
+        spec=spec,
+        eviction_policy=config.eviction_policy,
+        prefix_caching=config.prefix_caching,
+        num_host_blocks=num_host_blocks,
+        host_arena_bytes=num_host_blocks * spec.stored_bytes,
+        num_disk_blocks=manager.disk.directory.num_slots if manager.disk is not None else 0,
+        has_remote=manager.remote is not None,
+        host_kv_dtype=spec.host_kv_dtype if num_host_blocks else "",
+        host_block_bytes=spec.host_block_bytes if num_host_blocks else 0,
+        arena_kind=arena_kind,
+    )

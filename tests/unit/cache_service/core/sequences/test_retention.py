@@ -178,6 +178,16 @@ def test_a_fork_sees_the_holes_of_commits_in_the_same_step() -> None:
     assert holes(pool, 2) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("length", range(9, 13))
+def test_a_commit_that_drops_nothing_yet_allows_any_cut_in_its_step(length: int) -> None:
+    """With 12 tokens the window of 4 begins where the sink ends, so there is no hole."""
+    pool = CorePool(num_blocks=17)
+    pool.create(1, range(12), retention=Retention(8, 4))
+    pool.step(starts=[(1, 12, 0)])
+    pool.step(commits=[(1, 12, [])], truncates=[(1, length)])
+    assert (pool.counters(1)[0], holes(pool, 1)) == (length, [])
+
+
 @pytest.mark.parametrize(("sink", "window"), KEPT)
 def test_nothing_is_cut_to_a_length_with_a_window_that_reaches_into_a_hole(sink: int, window: int) -> None:
     for length in range(1, 19):
