@@ -81,7 +81,7 @@ class PoolManager:
         self.reclaim = Reclaim(state, lifecycle, swapper)
         inflight = InflightPrefixes(state, lookup)
         self._steps = StepApplier(state, lifecycle, reservations, starter, inflight, swapper, prompts)
-        self._one_item = OneItemCalls(state, self._steps, lookup, starter, reservations, swapper)
+        self._one_item = OneItemCalls(state, self._steps, lookup, reservations, swapper)
         self._create = CreateCalls(state, lookup, self.reclaim)
         self._updates = SequenceUpdates(state)
         self._hand_offs = HandOffCalls(state)

@@ -209,8 +209,8 @@ class StepApplier:
             log.update_blocks.extend(blocks[holds].tolist())
         owner.updates.clear()
 
-    def _start(self, owner: SessionState, log: StepLog, slot: int, max_new: int, max_hit: int) -> StartResult:
-        if not self._starter.start(owner, log, slot, max_hit, max_new, num_spare=self._state.num_spare()):
+    def _start(self, owner: SessionState, log: StepLog, slot: int, max_new: int, max_hit: int, exact: int) -> StartResult:
+        if not self._starter.start(owner, log, slot, max_hit, max_new, num_spare=self._state.num_spare(), exactly=exact):
             return StartResult.NO_ROOM
         if self._swapper is not None and self._sequences.states[slot] == SequenceState.LOADING:
             return StartResult.STARTED if self._load_now(owner, log, slot) else StartResult.LOADING
@@ -269,13 +269,14 @@ class StepApplier:
 
     def _start_all(self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan) -> list[StartResult]:
         is_asked = len(batch.start_may_wait) > 0
-        waiting = batch.start_may_wait if is_asked else np.zeros(len(plan.start_slots), np.int32)
-        columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, waiting)
+        none = np.zeros(len(plan.start_slots), np.int32)
+        waiting, exact = (column if len(column) else none for column in (batch.start_may_wait, batch.start_exact))
+        columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, waiting, exact)
         owners = {other.number: other for other in self._state.sessions.values()} if is_asked else {}
         results: list[StartResult] = []
         below = self._state.below
         self._inflight.begin_starts()
-        for slot, max_new, max_hit, waits in zip(*(column.tolist() for column in columns), strict=True):
+        for slot, max_new, max_hit, waits, exactly in zip(*(column.tolist() for column in columns), strict=True):
             length = below.length_to_come(slot, max_hit) if waits and below is not None else 0
             if length or (waits and (length := self._inflight.length_to_come(slot, max_hit, owners))):
                 self._claims.forget_claim(slot)  # it does not wait for blocks
@@ -284,7 +285,7 @@ class StepApplier:
                 results.append(StartResult.COMPUTING)
             else:
                 num_ready = len(log.ready)
-                results.append(self._start(owner, log, slot, max_new, max_hit))
+                results.append(self._start(owner, log, slot, max_new, max_hit, exactly))
                 has_next = is_asked and len(results) < len(plan.start_slots)
                 for other in (slot, *log.ready[num_ready:]) if has_next else ():
                     if self._sequences.states[other] == SequenceState.RUNNING:

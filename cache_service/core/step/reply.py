@@ -77,13 +77,14 @@ def with_moves(
     ready = [slot for slot in dict.fromkeys(log.ready) if seqs.states[slot] == SequenceState.RUNNING]
     ready = [slot for slot in ready if seqs.owners[slot] == owner.number]
     tables = [seqs.whole_table(slot) for slot in ready]
+    kinds, sources, destinations = order_columns(log.orders)
     return reply._replace(
         swap_out_results=swap_outs,
         swap_in_results=swap_ins,
         transfer_ids=np.array([order.id for order in log.orders], np.int64),
-        transfer_kinds=int32_of([order.kind for order in log.orders]),
-        transfer_sources=int32_of([order.source for order in log.orders]),
-        transfer_destinations=int32_of([order.destination for order in log.orders]),
+        transfer_kinds=kinds,
+        transfer_sources=sources,
+        transfer_destinations=destinations,
         ready_ids=seqs.ids[ready],
         ready_hits=seqs.num_hit[ready],
         ready_reserved=seqs.num_reserved[ready],
@@ -103,7 +104,7 @@ def copies_of(reply: StepReply) -> Copies:
     return Copies(reply.copy_sources, reply.copy_destinations, *transfers)
 
 
-def copies_from(sources: list[int], destinations: list[int], orders: list[TransferOrder]) -> Copies:
-    """The copies that a call without a reply of columns wants to have run."""
-    columns = [[order.kind for order in orders], [order.source for order in orders], [order.destination for order in orders]]
-    return Copies(*(np.array(column, np.int32) for column in (sources, destinations, *columns)))
+def order_columns(orders: list[TransferOrder]) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Kinds, sources and destinations [n] of transfer orders."""
+    kinds, sources = int32_of([order.kind for order in orders]), int32_of([order.source for order in orders])
+    return kinds, sources, int32_of([order.destination for order in orders])
