@@ -68,7 +68,7 @@ lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy, directions of imports
 	$(BIN)/mypy -p kvkeeper.cache_service -p kvkeeper.engine_service -p kvkeeper.kernels
 	$(BIN)/mypy tests/benchmarks tests/gpu
 	$(BIN)/mypy -p docs.generate
-	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.service -p kvkeeper.cuda -p kvkeeper.hold -p kvkeeper.tracing -p kvkeeper.trust -p kvkeeper.vllm
+	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.common.service -p kvkeeper.common.cuda -p kvkeeper.common.hold -p kvkeeper.common.tracing -p kvkeeper.common.trust -p kvkeeper.vllm
 	PYTHONPATH=protos:clients/python $(BIN)/lint-imports
 
 format: $(VENV)/.dev  ## let ruff format

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: this program tells an error in one line of its own
 
-from kvkeeper.service.process import first_of, run, stop_signals
+from kvkeeper.common.service.process import first_of, run, stop_signals
 
 from .config import CacheConfig, load_config
 from .preflight import check_kernel, check_start
@@ -29,7 +29,9 @@ def _check(config: CacheConfig) -> None:
 
 async def _serve(config: CacheConfig) -> None:
     """A first signal drains, a second one stops at once."""
-    from kvkeeper.service.pollers import add_pollers  # after the checks, so that a wrong address is told without loading grpc
+    from kvkeeper.common.service.pollers import (
+        add_pollers,  # after the checks, so that a wrong address is told without loading grpc
+    )
 
     from .server import start_server, take_over
 

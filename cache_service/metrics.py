@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from kvkeeper.service.metrics import build_info
-from kvkeeper.service.output import num_dropped_lines
-from kvkeeper.trust.guard import Guard
+from kvkeeper.common.service.metrics import build_info
+from kvkeeper.common.service.output import num_dropped_lines
+from kvkeeper.common.trust.guard import Guard
 
 from .rpc.convert.reports import GROUP_NUMBERS, POOL_NUMBERS, SERVICE_NUMBERS, pool_stats
 from .runtime.session_manager import SessionManager

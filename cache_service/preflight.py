@@ -1,10 +1,10 @@
 """Checks a cache service's config against the machine before anything is loaded or reserved: kernel, addresses and memory."""
 
-from kvkeeper.service import kernel
-from kvkeeper.service.memory_limit import OutOfMemory, require
-from kvkeeper.service.preflight import check_addresses
-from kvkeeper.service.process import StartError
-from kvkeeper.service.sizes import size
+from kvkeeper.common.service import kernel
+from kvkeeper.common.service.memory_limit import OutOfMemory, require
+from kvkeeper.common.service.preflight import check_addresses
+from kvkeeper.common.service.process import StartError
+from kvkeeper.common.service.sizes import size
 
 from .config import CacheConfig
 from .memory.kept.memory_directory import kept_bytes

@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy.ma  # noqa: F401  numpy loads it at the first set operation, which would hold up all steps for 0.1 s
 import structlog
 
-from kvkeeper.cuda.errors import CudaError
-from kvkeeper.service.endpoint import Endpoint
-from kvkeeper.service.listen import AddressInUse
-from kvkeeper.service.memory_limit import OutOfMemory
-from kvkeeper.service.methods import max_prompt_message_bytes
-from kvkeeper.service.metrics import MetricsServer
-from kvkeeper.service.process import StartError
-from kvkeeper.trust.guard import Guard
+from kvkeeper.common.cuda.errors import CudaError
+from kvkeeper.common.service.endpoint import Endpoint
+from kvkeeper.common.service.listen import AddressInUse
+from kvkeeper.common.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.methods import max_prompt_message_bytes
+from kvkeeper.common.service.metrics import MetricsServer
+from kvkeeper.common.service.process import StartError
+from kvkeeper.common.trust.guard import Guard
 
 from .config import CacheConfig
 from .memory.attach_server import AttachServer

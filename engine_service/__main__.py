@@ -16,7 +16,7 @@ import structlog
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: the service itself reports each failure in one line
 
-from kvkeeper.service.process import LOST, ServiceLost, first_of, run, stop_signals
+from kvkeeper.common.service.process import LOST, ServiceLost, first_of, run, stop_signals
 
 from .config import EngineConfig, load_config
 from .preflight import check_kernel, check_start
@@ -61,7 +61,7 @@ def _serve(config: EngineConfig) -> Coroutine[Any, Any, None]:
 
 async def _until_stopped(start: "Callable[[], Coroutine[Any, Any, RunningServer]]") -> None:
     """A first signal drains, a second one stops at once."""
-    from kvkeeper.service.pollers import add_pollers  # loads grpc, as the server did
+    from kvkeeper.common.service.pollers import add_pollers  # loads grpc, as the server did
 
     add_pollers()
     signalled = stop_signals()

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvkeeper.service.config import ConfigSource
-from kvkeeper.service.settings import (
+from kvkeeper.common.service.config import ConfigSource
+from kvkeeper.common.service.settings import (
     DEVICE,
     TARGET_ADDRESS,
     Check,
@@ -26,8 +26,8 @@ from kvkeeper.service.settings import (
     size_between,
     trace_endpoint_setting,
 )
-from kvkeeper.service.sizes import parse_size
-from kvkeeper.trust.settings import (
+from kvkeeper.common.service.sizes import parse_size
+from kvkeeper.common.trust.settings import (
     auth_tokens_setting,
     check_targets,
     check_trust,

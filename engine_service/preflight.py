@@ -9,12 +9,12 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvkeeper.service import kernel
-from kvkeeper.service.extras import install_command, missing
-from kvkeeper.service.memory_limit import OutOfMemory, require
-from kvkeeper.service.preflight import check_addresses
-from kvkeeper.service.process import StartError
-from kvkeeper.service.sizes import size
+from kvkeeper.common.service import kernel
+from kvkeeper.common.service.extras import install_command, missing
+from kvkeeper.common.service.memory_limit import OutOfMemory, require
+from kvkeeper.common.service.preflight import check_addresses
+from kvkeeper.common.service.process import StartError
+from kvkeeper.common.service.sizes import size
 
 from .config import GATEWAY_PACKAGE, HASH_TOY, EngineConfig, wants_compiled
 from .model.checkpoint.errors import ModelError, UnsupportedModelError

@@ -16,19 +16,19 @@ from typing import Any
 import structlog
 import torch
 
-from kvkeeper import tracing
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.retry import CallOptions
-from kvkeeper.service.endpoint import Endpoint
-from kvkeeper.service.extras import missing
-from kvkeeper.service.intake import Intake
-from kvkeeper.service.listen import AddressInUse
-from kvkeeper.service.methods import Contract, max_prompt_message_bytes
-from kvkeeper.service.metrics import MetricsServer
-from kvkeeper.service.process import ServiceLost, StartError
-from kvkeeper.service.threads import in_thread, in_thread_or_here
-from kvkeeper.trust.guard import Guard
+from kvkeeper.common import tracing
+from kvkeeper.common.service.endpoint import Endpoint
+from kvkeeper.common.service.extras import missing
+from kvkeeper.common.service.intake import Intake
+from kvkeeper.common.service.listen import AddressInUse
+from kvkeeper.common.service.methods import Contract, max_prompt_message_bytes
+from kvkeeper.common.service.metrics import MetricsServer
+from kvkeeper.common.service.process import ServiceLost, StartError
+from kvkeeper.common.service.threads import in_thread, in_thread_or_here
+from kvkeeper.common.trust.guard import Guard
 
 from .compute.cpu_kernels import switch_kernels
 from .compute.device.device_errors import fault_of

@@ -21,7 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from kvkeeper.service.listen import SocketLock, listen_privately, peer_of
+from kvkeeper.common.service.listen import SocketLock, listen_privately, peer_of
 
 from .timeouts import Clock, within
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from kvkeeper.service.listen import AddressInUse
+from kvkeeper.common.service.listen import AddressInUse
 
 from . import file_locks
 from .kept.memory_directory import MemoryRefused

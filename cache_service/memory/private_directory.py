@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from kvkeeper.service.listen import AddressInUse
+from kvkeeper.common.service.listen import AddressInUse
 
 
 def private_directory(path: Path) -> Path:

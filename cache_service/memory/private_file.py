@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.memory_limit import OutOfMemory
 
 from .shared_memory import reserve_pages
 

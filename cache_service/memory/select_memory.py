@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from kvkeeper.cuda.runtime import cuda_runtime
-from kvkeeper.cuda.vmm import vmm_driver
+from kvkeeper.common.cuda.runtime import cuda_runtime
+from kvkeeper.common.cuda.vmm import vmm_driver
 
 from .device.cuda import CudaMemory
 from .device.held_memory import HeldMemory

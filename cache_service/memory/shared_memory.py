@@ -12,9 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
-from kvkeeper.service import memory_limit
-from kvkeeper.service.memory_limit import OutOfMemory
-from kvkeeper.service.sizes import size
+from kvkeeper.common.service import memory_limit
+from kvkeeper.common.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.sizes import size
 
 from ..core.values.copies import Copies
 from ..core.values.types import TransferKind

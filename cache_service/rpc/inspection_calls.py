@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator, Callable
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.service.output import num_dropped_lines
-from kvkeeper.trust.caller import calling
+from kvkeeper.common.service.output import num_dropped_lines
+from kvkeeper.common.trust.caller import calling
 
 from ..core.values.errors import Draining
 from ..runtime.session_manager import SessionManager

@@ -13,7 +13,14 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.service.methods import MAX_MESSAGE_BYTES, Context, Contract, MethodRouter, max_prompt_message_bytes, prompt_bytes
+from kvkeeper.common.service.methods import (
+    MAX_MESSAGE_BYTES,
+    Context,
+    Contract,
+    MethodRouter,
+    max_prompt_message_bytes,
+    prompt_bytes,
+)
 
 from .status import REFUSALS
 

@@ -8,9 +8,9 @@ steps.
 
 from typing import Protocol
 
-from kvkeeper.service.methods import peer
-from kvkeeper.trust import caller
-from kvkeeper.trust.caller import ANY_TENANT, ForeignTenant
+from kvkeeper.common.service.methods import peer
+from kvkeeper.common.trust import caller
+from kvkeeper.common.trust.caller import ANY_TENANT, ForeignTenant
 
 from ..core.values.errors import TenantNotAllowed
 from ..core.values.types import SequenceId

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.trust.caller import ANY_TENANT, calling
+from kvkeeper.common.trust.caller import ANY_TENANT, calling
 
 from ..core.manager import PoolManager
 from ..core.values.copies import Copies

@@ -1,11 +1,11 @@
 """Calls on the service and on sessions: GetCapabilities, OpenSession, RenewSession, CloseSession."""
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.service import VERSION
-from kvkeeper.service.listen import is_of_this_host
-from kvkeeper.service.methods import max_prompt_message_bytes as prompt_message_bytes
-from kvkeeper.service.methods import peer
-from kvkeeper.trust.caller import calling
+from kvkeeper.common.service import VERSION
+from kvkeeper.common.service.listen import is_of_this_host
+from kvkeeper.common.service.methods import max_prompt_message_bytes as prompt_message_bytes
+from kvkeeper.common.service.methods import peer
+from kvkeeper.common.trust.caller import calling
 
 from ..config import CacheConfig
 from ..core.values.errors import InvalidField

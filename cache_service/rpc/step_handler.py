@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from google.protobuf.message import DecodeError
 
-from kvkeeper import tracing
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.common import tracing
 
 from ..core.step.reply import copies_of
 from ..core.values.errors import CacheError, InvalidField, StreamReplaced

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import structlog
 
-from kvkeeper.service.memory_limit import OutOfMemory
-from kvkeeper.service.threads import in_thread
+from kvkeeper.common.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.threads import in_thread
 
 from ..config import CacheConfig
 from ..core.values.errors import OutOfPools

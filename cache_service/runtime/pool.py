@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from kvkeeper.service.threads import in_thread_or_here
+from kvkeeper.common.service.threads import in_thread_or_here
 
 from ..core.calls.restore import EARLIER_RUN
 from ..core.manager import PoolManager

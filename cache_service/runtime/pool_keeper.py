@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from kvkeeper.service.threads import in_thread, in_thread_or_here
+from kvkeeper.common.service.threads import in_thread, in_thread_or_here
 
 from ..core.calls.restore import RestoreResult
 from ..core.index.index_record import Unwritten

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import structlog
 
-from kvkeeper.service.memory_limit import OutOfMemory
-from kvkeeper.service.threads import in_thread
+from kvkeeper.common.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.threads import in_thread
 
 from ..config import CacheConfig
 from ..core.manager import PoolManager

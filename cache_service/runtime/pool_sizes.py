@@ -1,6 +1,6 @@
 """PoolSizes: what a pool of a KV spec is to have, by the configuration: its limits, and the bytes of its arenas."""
 
-from kvkeeper.service.sizes import size
+from kvkeeper.common.service.sizes import size
 
 from ..config import CacheConfig, most_blocks
 from ..core.values.errors import OutOfPools

@@ -12,7 +12,7 @@ import secrets
 
 import structlog
 
-from kvkeeper.trust.caller import ANY_TENANT
+from kvkeeper.common.trust.caller import ANY_TENANT
 
 from ..core.calls.sessions import CloseResult
 from ..core.values.errors import CacheError, Draining, InvalidField, NotImplementedYet, UnknownSession

@@ -5,10 +5,10 @@ from typing import Any
 
 from docs.generate.markdown import code_span, head, prose, table
 from kvkeeper.cache_service.config import SOURCE as CACHE
+from kvkeeper.common.hold.config import SOURCE as HOLD
+from kvkeeper.common.service.config import ConfigSource
+from kvkeeper.common.service.settings import Setting, settings_of
 from kvkeeper.engine_service.config import SOURCE as ENGINE
-from kvkeeper.hold.config import SOURCE as HOLD
-from kvkeeper.service.config import ConfigSource
-from kvkeeper.service.settings import Setting, settings_of
 
 _INTRO = """\
 A flag goes over its environment variable, which goes over the file of `--config`, which goes over the default; an empty

@@ -22,8 +22,8 @@ from kvkeeper.client.arena import Arena
 from kvkeeper.client.cache import AsyncCacheClient, AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.steps import StepItems, StepResult
+from kvkeeper.common.service.threads import in_thread, in_thread_or_here
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
-from kvkeeper.service.threads import in_thread, in_thread_or_here
 
 from ..compute.device.device_errors import FaultTold, keep_until_end, lost_by
 from ..compute.model_runner import AnyLayout, Runner, StepBounds

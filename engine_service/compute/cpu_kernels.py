@@ -7,8 +7,8 @@ import time
 
 import structlog
 
+from kvkeeper.common.service.process import StartError
 from kvkeeper.kernels.cpu import compiled
-from kvkeeper.service.process import StartError
 
 from ..config import EngineConfig, wants_compiled
 

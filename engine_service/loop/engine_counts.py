@@ -1,6 +1,6 @@
 """What GetStats and the metrics tell of an engine: sums over its life, and what is true now. Names are the protocol's."""
 
-from kvkeeper.service.output import num_dropped_lines
+from kvkeeper.common.service.output import num_dropped_lines
 
 from ..values.request import RequestState
 from .engine import Engine

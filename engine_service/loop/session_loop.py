@@ -13,7 +13,7 @@ import structlog
 
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.service.threads import shortage_of
+from kvkeeper.common.service.threads import shortage_of
 
 from ..cache_session.failures import has_ended_session, has_lost_rank, host_exhausted, is_away
 from ..cache_session.kv_memory import KvMemory, open_memory

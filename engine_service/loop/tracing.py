@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvkeeper import tracing
+from kvkeeper.common import tracing
 
 from ..outputs.generation import Generation
 from ..scheduler.plan import Plan

@@ -11,8 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from kvkeeper.common.service.extras import install_command
 from kvkeeper.kernels.attention.latent_widths import LatentWidths
-from kvkeeper.service.extras import install_command
 
 from .checkpoint.errors import ModelError, UnsupportedModelError
 from .checkpoint.json_fields import CONFIG_FILE, bad, count, flag, number

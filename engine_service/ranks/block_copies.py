@@ -11,8 +11,8 @@ from contextlib import nullcontext
 import structlog
 import torch
 
-from kvkeeper.cuda.errors import CudaError
-from kvkeeper.cuda.runtime import MOST_COPIES, cuda_runtime
+from kvkeeper.common.cuda.errors import CudaError
+from kvkeeper.common.cuda.runtime import MOST_COPIES, cuda_runtime
 from kvkeeper.kernels.copy_blocks import move_blocks
 
 log = structlog.get_logger()

@@ -25,8 +25,8 @@ import structlog
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from kvkeeper.service import log as service_log
-from kvkeeper.service import output
+from kvkeeper.common.service import log as service_log
+from kvkeeper.common.service import output
 
 from .failures import PipeEnded, SumFailed
 from .messages import IN_STEPS, Answer, Kind, decode_batch, encode_fault, encode_ids
@@ -217,7 +217,7 @@ def _tell_failed(error: BaseException, pipe: Pipe, kind: int, set_up: dict[str, 
 
 def _require_device(index: int, count: int) -> None:
     """Raises CudaError where torch does not see the device among so many."""
-    from kvkeeper.cuda.errors import CudaError
+    from kvkeeper.common.cuda.errors import CudaError
 
     if index >= count:
         raise CudaError("torch.cuda.device_count", "cudaErrorInvalidDevice" if count else "cudaErrorNoDevice")

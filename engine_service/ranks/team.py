@@ -22,8 +22,8 @@ from typing import Any
 import structlog
 import torch
 
-from kvkeeper.service.log import pass_on
-from kvkeeper.service.threads import NoThread, start_thread
+from kvkeeper.common.service.log import pass_on
+from kvkeeper.common.service.threads import NoThread, start_thread
 
 from ..compute.device.device_errors import DeviceFault, FaultTold, fault_of
 from . import rank_process

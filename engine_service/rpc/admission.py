@@ -8,9 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+from kvkeeper.common.service.methods import peer
+from kvkeeper.common.service.turns import leave_place
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service.methods import peer
-from kvkeeper.service.turns import leave_place
 
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig

@@ -7,10 +7,10 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from kvkeeper.common.service.intake import Intake
+from kvkeeper.common.service.methods import Context, Contract, MethodRouter
+from kvkeeper.common.service.turns import TurnLimits
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service.intake import Intake
-from kvkeeper.service.methods import Context, Contract, MethodRouter
-from kvkeeper.service.turns import TurnLimits
 
 from ..values.errors import NotReceived, QueueFull
 from .status import REFUSALS

@@ -6,12 +6,12 @@ help text of a family of GetStatsResponse is the comment of its field.
 
 from collections.abc import Iterator, Mapping
 
+from kvkeeper.engine.v1.engine_service_pb2_comments import COMMENTS
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.utils import floatToGoString
 
-from kvkeeper.engine.v1.engine_service_pb2_comments import COMMENTS
-from kvkeeper.service.metrics import build_info
+from kvkeeper.common.service.metrics import build_info
 
 from ..compute.served_model import ServedModel
 from ..loop.engine import Engine

@@ -7,8 +7,8 @@ ids are logged and tenants are not. A caller for all tenants names ids as they a
 
 import hashlib
 
-from kvkeeper.trust import caller
-from kvkeeper.trust.caller import ForeignTenant
+from kvkeeper.common.trust import caller
+from kvkeeper.common.trust.caller import ForeignTenant
 
 from ..values.errors import TenantNotAllowed
 

@@ -11,10 +11,10 @@ from functools import partial
 from prometheus_client import Metric
 
 from kvkeeper.client.credentials import Credentials
+from kvkeeper.common.service import VERSION
+from kvkeeper.common.service.methods import peer
+from kvkeeper.common.service.turns import Turns
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service import VERSION
-from kvkeeper.service.methods import peer
-from kvkeeper.service.turns import Turns
 
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig

@@ -3,7 +3,7 @@
 import grpc
 from google.protobuf import duration_pb2
 
-from kvkeeper.service.status import Refusals
+from kvkeeper.common.service.status import Refusals
 
 from ..values.errors import BrokenInvariant, EngineError, HostExhausted, InvalidField, NotImplementedYet
 

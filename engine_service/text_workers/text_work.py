@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 import structlog
 
-from kvkeeper.service.threads import in_thread
-from kvkeeper.service.turns import leave_place
+from kvkeeper.common.service.threads import in_thread
+from kvkeeper.common.service.turns import leave_place
 
 from ..outputs.constraint import MAX_CHOICES, Constraint, UnknownTokenizer, Vocabulary, compile_grammar
 from ..outputs.model_text import NO_TOKENIZER, ModelText

@@ -17,9 +17,9 @@ from functools import partial
 
 import structlog
 
-from kvkeeper.service.fair_queue import FairQueue, TooManyWaiting
-from kvkeeper.service.log import passing_on
-from kvkeeper.service.threads import shortage_of
+from kvkeeper.common.service.fair_queue import FairQueue, TooManyWaiting
+from kvkeeper.common.service.log import passing_on
+from kvkeeper.common.service.threads import shortage_of
 
 from ..values.errors import BrokenInvariant, Draining, EngineError, HostExhausted, QueueFull
 from . import text_worker

@@ -19,8 +19,8 @@ from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.rpc import step_lane
 from kvkeeper.cache_service.rpc.step_lane import StepLane
-from kvkeeper.service import log
-from kvkeeper.service.output import QueuedStream
+from kvkeeper.common.service import log
+from kvkeeper.common.service.output import QueuedStream
 from tests.api.test_pools import spec_of
 from tests.api.test_watch_events import watching
 from tests.support.processes.broken_outputs import full_disk

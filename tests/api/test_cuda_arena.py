@@ -20,11 +20,11 @@ from kvkeeper.client import AsyncCacheClient
 from kvkeeper.client.cache import AsyncCacheSession
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.steps import StepItems
-from kvkeeper.cuda import runtime
-from kvkeeper.cuda.errors import CudaError
-from kvkeeper.cuda.handle import ArenaHandle, handle_of
-from kvkeeper.cuda.runtime import BoundRuntime
-from kvkeeper.service.process import StartError
+from kvkeeper.common.cuda import runtime
+from kvkeeper.common.cuda.errors import CudaError
+from kvkeeper.common.cuda.handle import ArenaHandle, handle_of
+from kvkeeper.common.cuda.runtime import BoundRuntime
+from kvkeeper.common.service.process import StartError
 from tests.support.stand_ins.fake_cuda import DEVICE, FakeCuda, bytes_at
 from tests.support.worlds.cache_api import BLOCK_BYTES, SPEC, Api, ManualClock, Session, kv_of, read_all, refusal, serving
 

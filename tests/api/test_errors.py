@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.values import errors
 from kvkeeper.cache_service.rpc.status import REFUSALS
-from kvkeeper.trust.refusals import CODES
+from kvkeeper.common.trust.refusals import CODES
 from tests.support.worlds.cache_api import DEADLINE, Api, refusal
 
 PROTO = Path(pb.__file__).with_name("cache_service.proto")

@@ -16,8 +16,8 @@ from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
 from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.server import RunningServer, start_server
-from kvkeeper.service.listen import check_port
-from kvkeeper.service.process import StartError
+from kvkeeper.common.service.listen import check_port
+from kvkeeper.common.service.process import StartError
 from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, MemoryOf, refusal, serving
 
 ANY_PORT = "127.0.0.1:0"

@@ -10,7 +10,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.memory.host_packing import HostPacking
 from kvkeeper.client import AsyncCacheClient, KvTokens
-from kvkeeper.service.settings import ConfigError
+from kvkeeper.common.service.settings import ConfigError
 from tests.support.worlds.cache_api import Api, refusal, serving
 from tests.support.worlds.memory_folder import memory_folder
 

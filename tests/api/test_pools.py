@@ -13,7 +13,7 @@ from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.rpc.convert.kv_spec import kv_spec_message
 from kvkeeper.cache_service.runtime import pool_registry
-from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.memory_limit import OutOfMemory
 from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, MemoryOf, blocks_of, refusal, serving
 
 

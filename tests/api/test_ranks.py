@@ -14,7 +14,7 @@ from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.client import CallOptions
 from kvkeeper.client.arena import Arena, attach_arena
 from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.memory_limit import OutOfMemory
 from tests.support.processes.child_processes import Attached, Processes
 from tests.support.stand_ins.fake_cuda import FakeCuda
 from tests.support.worlds.cache_api import (

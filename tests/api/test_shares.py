@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.trust.caller import Caller, Role
+from kvkeeper.common.trust.caller import Caller, Role
 from tests.support.trust.guarded_server import TokenFile, bearer
 from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, Session, int32s, le32, le64, refusal, serving
 

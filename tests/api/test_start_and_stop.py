@@ -21,7 +21,7 @@ from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.rpc import session_calls
 from kvkeeper.cache_service.server import start_server
 from kvkeeper.client import AsyncCacheClient, KvkeeperError
-from kvkeeper.service.listen import is_of_this_host
+from kvkeeper.common.service.listen import is_of_this_host
 from tests.support.worlds.cache_api import DEADLINE, SPEC
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.attaching import attaching
 from kvkeeper.client.errors import KvkeeperError, error_of, error_of_status
-from kvkeeper.trust.caller import Caller, Role
+from kvkeeper.common.trust.caller import Caller, Role
 from tests.support.trust.guarded_server import TokenFile, bearer
 from tests.support.worlds.cache_api import BLOCK_SIZE, DEADLINE, SPEC, Api, le64, serving
 

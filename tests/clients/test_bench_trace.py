@@ -18,7 +18,7 @@ from kvkeeper.cli import main
 from kvkeeper.cli.benchmark import plot, traces
 from kvkeeper.cli.console.problems import UsageFailure
 from kvkeeper.client import AsyncCacheClient
-from kvkeeper.service.extras import install_command
+from kvkeeper.common.service.extras import install_command
 from tests.support.processes.signals import hear_interrupts
 
 # Blocks 7 and 8 return once each while they are cached; of the last request only the first block is where it was.

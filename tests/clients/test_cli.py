@@ -17,7 +17,7 @@ from kvkeeper.cli import main
 from kvkeeper.cli.console.as_json import as_json
 from kvkeeper.cli.console.tables import facts, size, table
 from kvkeeper.client import AsyncCacheClient, GenerateOptions, KvkeeperError, Retention
-from kvkeeper.service import VERSION
+from kvkeeper.common.service import VERSION
 
 NO_SERVICE = "127.0.0.1:1"
 

@@ -17,7 +17,7 @@ from kvkeeper.cli.commands import COMMANDS, MODULES
 from kvkeeper.cli.console.version import version_text
 from kvkeeper.cli.start.services import NAMES
 from kvkeeper.client import KvkeeperError
-from kvkeeper.service import VERSION
+from kvkeeper.common.service import VERSION
 from tests.support.documents.markdown import ROOT
 
 NO_SERVICE = "127.0.0.1:1"

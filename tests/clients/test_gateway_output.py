@@ -9,7 +9,7 @@ import pytest
 
 from kvkeeper.cli.start import processes
 from kvkeeper.cli.start.processes import ServiceProcess
-from kvkeeper.service.output import queued
+from kvkeeper.common.service.output import queued
 
 DEADLINE_S = 20.0
 CHATTY = """

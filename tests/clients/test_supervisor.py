@@ -9,7 +9,7 @@ import pytest
 from kvkeeper.cli.start import supervisor
 from kvkeeper.cli.start.processes import ServiceProcess
 from kvkeeper.cli.start.supervisor import GivenUp, RestartRule, Service, Supervisor
-from kvkeeper.service.process import LOST
+from kvkeeper.common.service.process import LOST
 
 
 class Process:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvkeeper.cli import main
-from kvkeeper.trust.caller import Caller, Role
-from kvkeeper.trust.credentials import read_credentials
+from kvkeeper.common.trust.caller import Caller, Role
+from kvkeeper.common.trust.credentials import read_credentials
 
 
 def printed(capsys: pytest.CaptureFixture[str], *flags: str) -> str:

@@ -7,12 +7,12 @@ import sys
 import numpy as np
 import pytest
 
-from kvkeeper import tracing
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.client import AsyncCacheClient, CallOptions, StepItems
-from kvkeeper.service.extras import install_command
-from kvkeeper.service.settings import ConfigError
+from kvkeeper.common import tracing
+from kvkeeper.common.service.extras import install_command
+from kvkeeper.common.service.settings import ConfigError
 from tests.clients.test_cli import kvkeeper
 from tests.support.processes.services import services_up, short_folder, sockets_in
 from tests.support.processes.traces import Spans, collecting
@@ -67,7 +67,7 @@ def without_opentelemetry(code: str) -> "subprocess.CompletedProcess[str]":
 
 def test_nothing_is_needed_without_tracing() -> None:
     done = without_opentelemetry(
-        "import kvkeeper.cli.commands, kvkeeper.client, kvkeeper.cache_service.server, kvkeeper.tracing as tracing\n"
+        "import kvkeeper.cli.commands, kvkeeper.client, kvkeeper.cache_service.server, kvkeeper.common.tracing as tracing\n"
         "print(tracing.tracer(), tracing.outgoing(), tracing.serving('a/b', ()).__enter__())"
     )
     assert done.stdout == "None None None\n", done.stderr

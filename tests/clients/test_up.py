@@ -17,8 +17,8 @@ from kvkeeper.cli import main
 from kvkeeper.cli.show.readiness import until_serving
 from kvkeeper.cli.start.up import memory_dir
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions
+from kvkeeper.common.service import VERSION
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from kvkeeper.service import VERSION
 from tests.support.processes.service_pair import generate
 from tests.support.processes.services import (
     Services,

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 
 from kvkeeper.cache_service.config import SOURCE as CACHE
+from kvkeeper.common.service.settings import settings_of
 from kvkeeper.engine_service.config import SOURCE as ENGINE
-from kvkeeper.service.settings import settings_of
 from tests.contracts.source_tree import ROOT
 
 _STARTS = {"EngineConfig", "start_engine", "start_gated_engine", "CacheConfig", "start_cache", "serving"}

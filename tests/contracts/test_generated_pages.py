@@ -12,9 +12,9 @@ from docs.generate.imports import circles_of, packages
 from docs.generate.markdown import prose, slug, table
 from docs.generate.states import picture
 from kvkeeper.cache_service.config import SOURCE as CACHE
+from kvkeeper.common.hold.config import SOURCE as HOLD
+from kvkeeper.common.service.settings import settings_of
 from kvkeeper.engine_service.config import SOURCE as ENGINE
-from kvkeeper.hold.config import SOURCE as HOLD
-from kvkeeper.service.settings import settings_of
 from tests.contracts.source_tree import ROOT
 
 

@@ -18,8 +18,8 @@ import structlog
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.client import Credentials, GenerateOptions, KvkeeperError
 from kvkeeper.client.errors import error_of
-from kvkeeper.service.log import configure
-from kvkeeper.trust.caller import Caller, Role
+from kvkeeper.common.service.log import configure
+from kvkeeper.common.trust.caller import Caller, Role
 from tests.support.processes.service_pair import GREEDY, generate
 from tests.support.trust.guarded_server import OURS, bearer, rpcs
 from tests.support.trust.trusting_services import Trusting, trusting

@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.common.trust.caller import Role
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.compute.served_model import load_served_model
@@ -20,7 +21,6 @@ from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.rpc.fronts.fronts import Fronts
 from kvkeeper.engine_service.server import RunningServer
-from kvkeeper.trust.caller import Role
 from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output, until
 from tests.support.trust.trusting_services import trusting

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.hold.client import HolderClient
+from kvkeeper.common.hold.client import HolderClient
 from tests.support.processes.fleet import DEADLINE_S, Service
 from tests.support.processes.service_pair import until
 from tests.support.processes.services import environment, short_folder
@@ -41,7 +41,7 @@ class World:
         self._all: list[Service] = []
 
     async def start_holder(self, *flags: str) -> None:
-        self.holder = await self._spawn("kvkeeper.hold", "--listen", self.hold, *flags)
+        self.holder = await self._spawn("kvkeeper.common.hold", "--listen", self.hold, *flags)
         await self.holder.until("ready")
 
     async def start_cache(self, *switches: str, **flags: Any) -> None:

@@ -12,12 +12,12 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.common.service.process import LOST, ServiceLost, StartError
 from kvkeeper.engine_service.compute.model_runner import Runner, StepBounds
 from kvkeeper.engine_service.ranks import team
 from kvkeeper.engine_service.ranks.meeting import Meeting
 from kvkeeper.engine_service.ranks.messages import Kind
 from kvkeeper.engine_service.ranks.ranks import Ranks
-from kvkeeper.service.process import LOST, ServiceLost, StartError
 from tests.support.models.odd_models import LOST_TOKEN, OUT_OF_MEMORY_TOKEN, faulty_model
 from tests.support.processes import faulty_engine, odd_rank
 from tests.support.processes.engine_command import engine_process, ready

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvkeeper.common.service.process import StartError
 from kvkeeper.engine_service.loop.stats import EngineStats
 from kvkeeper.engine_service.loop.timings import Timings
 from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.engine_service.outputs.unread_tokens import Added, Slots, UnreadTokens
-from kvkeeper.service.process import StartError
 from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import Services, generate, toy_output, until
 

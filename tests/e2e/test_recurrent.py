@@ -11,11 +11,11 @@ import torch
 import transformers
 
 from kvkeeper.client import BeamSearch, KvkeeperError, Retention, Sampling
+from kvkeeper.common.service.process import StartError
 from kvkeeper.engine_service.compute import model_runner
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.values.batch import Batch
-from kvkeeper.service.process import StartError
 from tests.e2e.test_take_over import reached, start_giver, take_over
 from tests.support.models.tiny_models import TINY_MODELS, TinyModel, build_model_folder, quiet_transformers, random_tokens
 from tests.support.processes.service_pair import BLOCK_SIZE, Output, Services, generate, services, until

@@ -12,7 +12,7 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.config import SOURCE
-from kvkeeper.service.settings import ConfigError
+from kvkeeper.common.service.settings import ConfigError
 from tests.support.processes.service_pair import BLOCK_SIZE, Services, generate, services, toy_output
 from tests.support.remote.redis_cluster import RedisCluster
 from tests.support.remote.redis_server import PASSWORD, RedisServer

@@ -11,6 +11,7 @@ import pytest
 
 from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, Sampling
 from kvkeeper.client.errors import error_of
+from kvkeeper.common.service.settings import ConfigError
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
@@ -19,7 +20,6 @@ from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.rpc.identity import identity
 from kvkeeper.engine_service.rpc.prefill import by_others
 from kvkeeper.engine_service.server import RunningServer
-from kvkeeper.service.settings import ConfigError
 from tests.e2e.test_take_over import KINDS, TEXT_PROMPT, ask
 from tests.support.models.odd_models import LateGate, late_gate_model
 from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output, until

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvkeeper.client import Sampling
+from kvkeeper.common.service.process import StartError
 from kvkeeper.engine_service import server
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.speculation.draft_model import DraftModel
-from kvkeeper.service.process import StartError
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
 from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output
 

@@ -15,12 +15,12 @@ import torch
 
 from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, KvkeeperError
 from kvkeeper.client.transport import AsyncTransport
+from kvkeeper.common.trust.caller import Role
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.model.hash_toy import HashToyRunner
 from kvkeeper.engine_service.server import RunningServer
 from kvkeeper.engine_service.values.batch import Batch
-from kvkeeper.trust.caller import Role
 from tests.support.processes.service_pair import DEADLINE_S, GREEDY, generate, toy_output, until
 from tests.support.trust.trusting_services import Trusting, trusting
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, Sampling
+from kvkeeper.common.service.process import StartError
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.ranks import rank_process
 from kvkeeper.engine_service.server import RunningServer
-from kvkeeper.service.process import StartError
 from tests.support.processes.engine_command import engine_process, logged
 from tests.support.processes.service_pair import BLOCK_SIZE, DEADLINE_S, GREEDY, Services, generate, toy_output, until
 from tests.support.remote.redis_server import RedisServer

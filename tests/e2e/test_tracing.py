@@ -8,10 +8,10 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
-from kvkeeper import tracing
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.client import EngineClient, GenerateOptions, KvkeeperError
 from kvkeeper.client.step_stream import StepStream
+from kvkeeper.common import tracing
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from tests.support.models.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model

@@ -13,8 +13,8 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.client import CacheClient, CallOptions, Credentials, EngineClient, GenerateOptions, KvkeeperError
+from kvkeeper.common.trust.caller import Caller, Role
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
-from kvkeeper.trust.caller import Caller, Role
 from tests.clients.test_node_client import run_node
 from tests.support.processes.service_pair import GREEDY, generate, toy_output
 from tests.support.processes.services import environment

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvkeeper.cuda.errors import CudaError
-from kvkeeper.cuda.runtime import CudaRuntime, cuda_runtime
+from kvkeeper.common.cuda.errors import CudaError
+from kvkeeper.common.cuda.runtime import CudaRuntime, cuda_runtime
 from tests.support.stand_ins.fake_cuda import FakeCuda
 
 DEVICE = 0

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkeeper.cuda.errors import CudaError
-from kvkeeper.cuda.runtime import CudaRuntime, cuda_runtime
-from kvkeeper.cuda.vmm import VmmDriver, vmm_driver
+from kvkeeper.common.cuda.errors import CudaError
+from kvkeeper.common.cuda.runtime import CudaRuntime, cuda_runtime
+from kvkeeper.common.cuda.vmm import VmmDriver, vmm_driver
 from tests.gpu.checks import Check
 from tests.gpu.peer import CALL_S
 from tests.support.stand_ins.fake_cuda import FakeCuda

@@ -13,8 +13,8 @@ from smg.router_args import RouterArgs
 
 from kvkeeper.cache_service.config import load_config as load_cache_config
 from kvkeeper.cli import commands as cli
+from kvkeeper.common.hold.config import load_config as load_hold_config
 from kvkeeper.engine_service.config import load_config as load_engine_config
-from kvkeeper.hold.config import load_config as load_hold_config
 from tests.benchmarks.__main__ import NAMES as BENCHMARKS
 from tests.support.documents.markdown import ROOT, Page, commands, pages
 

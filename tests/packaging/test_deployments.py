@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from kvkeeper.cache_service.config import load_config as load_cache
+from kvkeeper.common.service.sizes import parse_size
 from kvkeeper.engine_service.config import load_config as load_engine
-from kvkeeper.service.sizes import parse_size
 from tests.packaging.test_commands import Wrong, check
 from tests.support.documents import deployments as files
 from tests.support.documents.deployments import OURS, VARIANTS, Container

@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from kvkeeper.service import VERSION
+from kvkeeper.common.service import VERSION
 from tests.support.documents.markdown import ROOT, Fence, page, pages
 
 MOST_LINES = 130

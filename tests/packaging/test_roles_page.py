@@ -1,7 +1,7 @@
 """docs/SECURITY.md tells the table of roles as the gate has it, cell by cell."""
 
-from kvkeeper.trust.caller import Role
-from kvkeeper.trust.roles import TABLE
+from kvkeeper.common.trust.caller import Role
+from kvkeeper.common.trust.roles import TABLE
 from tests.support.documents.markdown import page
 
 

@@ -20,7 +20,7 @@ from tests.support.processes.services import short_folder, sockets_in
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_ROOTS = (
     "cache_service", "engine_service", "kernels", "clients/python/kvkeeper", "protos/kvkeeper",
-    "deploy/cuda", "deploy/hold", "deploy/service", "deploy/tracing", "deploy/trust",
+    "common/cuda", "common/hold", "common/service", "common/tracing", "common/trust",
 )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvkeeper.cli.show.readiness import until_serving
+from kvkeeper.common.service.extras import install_command, missing
 from kvkeeper.engine_service.preflight import _PACKAGES
-from kvkeeper.service.extras import install_command, missing
 from tests.support.processes.services import environment, short_folder, sockets_in
 
 ROOT = Path(__file__).parents[2]

@@ -20,11 +20,11 @@ from google.protobuf.message import Message
 
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
 from kvkeeper.client.engine.calls import generate_request, submit_request
+from kvkeeper.common.service import methods
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.rpc.methods import router_of
 from kvkeeper.engine_service.server import RunningServer
-from kvkeeper.service import methods
 from tests.soak.row import Counts
 from tests.support.processes.service_pair import Services, generate, services, toy_output, until
 from tests.support.worlds.cancelling import cancelled_at

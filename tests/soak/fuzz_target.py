@@ -24,13 +24,13 @@ with atheris.instrument_imports(include=["kvkeeper"]):  # the libraries would ta
     from kvkeeper.cache_service.rpc.methods import CONTRACT as CACHE
     from kvkeeper.cache_service.rpc.methods import EOF
     from kvkeeper.cache_service.runtime import session_manager
+    from kvkeeper.common.service.endpoint import Endpoint
+    from kvkeeper.common.service.methods import MethodRouter
     from kvkeeper.engine_service.compute.served_model import load_served_model
     from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
     from kvkeeper.engine_service.rpc.gateway.methods import CONTRACT as GATEWAY
     from kvkeeper.engine_service.rpc.identity import identity
     from kvkeeper.engine_service.rpc.methods import CONTRACT as ENGINE
-    from kvkeeper.service.endpoint import Endpoint
-    from kvkeeper.service.methods import MethodRouter
 
 from google.protobuf.message_factory import GetMessageClass
 

@@ -8,12 +8,12 @@ Not yet run on a device.
 
 import itertools
 
-from kvkeeper.cuda.errors import CudaError
-from kvkeeper.cuda.handle import ArenaHandle
-from kvkeeper.cuda.runtime import CudaRuntime
-from kvkeeper.service import memory_limit
-from kvkeeper.service.memory_limit import OutOfMemory
-from kvkeeper.service.sizes import size
+from kvkeeper.common.cuda.errors import CudaError
+from kvkeeper.common.cuda.handle import ArenaHandle
+from kvkeeper.common.cuda.runtime import CudaRuntime
+from kvkeeper.common.service import memory_limit
+from kvkeeper.common.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.sizes import size
 
 from ...core.values.copies import Copies
 from ..arena import Arena, ByteArray

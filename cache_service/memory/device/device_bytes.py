@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvkeeper.cuda.runtime import CudaRuntime
+from kvkeeper.common.cuda.runtime import CudaRuntime
 
 from ...core.values.copies import Copies
 from ...core.values.types import TransferKind

@@ -9,10 +9,10 @@ Not yet run on a device.
 
 import os
 
-from kvkeeper.cuda.errors import CudaError
-from kvkeeper.cuda.handle import DescribedArena
-from kvkeeper.cuda.runtime import CudaRuntime
-from kvkeeper.cuda.vmm import VmmDriver
+from kvkeeper.common.cuda.errors import CudaError
+from kvkeeper.common.cuda.handle import DescribedArena
+from kvkeeper.common.cuda.runtime import CudaRuntime
+from kvkeeper.common.cuda.vmm import VmmDriver
 
 from ...core.values.copies import Copies
 from ..arena import ByteArray, Place

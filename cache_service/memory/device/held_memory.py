@@ -9,14 +9,14 @@ import os
 import secrets
 from pathlib import Path
 
-from kvkeeper.cuda.errors import CudaError
-from kvkeeper.cuda.handle import DescribedArena
-from kvkeeper.cuda.runtime import CudaRuntime
-from kvkeeper.cuda.vmm import VmmDriver
-from kvkeeper.hold.client import HolderAway
-from kvkeeper.hold.messages import HoldRefused
-from kvkeeper.service.memory_limit import OutOfMemory
-from kvkeeper.service.sizes import size
+from kvkeeper.common.cuda.errors import CudaError
+from kvkeeper.common.cuda.handle import DescribedArena
+from kvkeeper.common.cuda.runtime import CudaRuntime
+from kvkeeper.common.cuda.vmm import VmmDriver
+from kvkeeper.common.hold.client import HolderAway
+from kvkeeper.common.hold.messages import HoldRefused
+from kvkeeper.common.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.sizes import size
 
 from ..arena import KeptArena, Place
 from ..private_file import FileRefused

@@ -13,8 +13,8 @@ import threading
 
 import structlog
 
-from kvkeeper.hold.client import Held, HolderAway, HolderClient
-from kvkeeper.hold.messages import HoldRefused
+from kvkeeper.common.hold.client import Held, HolderAway, HolderClient
+from kvkeeper.common.hold.messages import HoldRefused
 
 log = structlog.get_logger()
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.memory_limit import OutOfMemory
 
 from .slab_form import DIGEST_BYTES
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import structlog
 
-from kvkeeper.service.listen import AddressInUse
-from kvkeeper.service.memory_limit import OutOfMemory
-from kvkeeper.service.sizes import size
+from kvkeeper.common.service.listen import AddressInUse
+from kvkeeper.common.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.sizes import size
 
 from ...core.values.kv_spec import KvSpec
 from .. import file_locks

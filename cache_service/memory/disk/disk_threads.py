@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from kvkeeper.service.threads import NoThread, start_thread
+from kvkeeper.common.service.threads import NoThread, start_thread
 
 NUM_THREADS = 4  # keep a disk busy while one of them makes a digest
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.memory_limit import OutOfMemory
 
 from ...core.values.kept_index import KeptTable, row_words
 from ...core.values.kv_spec import KvSpec

@@ -5,7 +5,7 @@ The other way is device/held_memory.py, whose files stand for memory of a device
 
 from typing import Protocol
 
-from kvkeeper.service import memory_limit
+from kvkeeper.common.service import memory_limit
 
 from ..arena import KeptArena, Place
 from ..private_file import FileRefused

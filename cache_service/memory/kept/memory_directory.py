@@ -19,10 +19,10 @@ from typing import TypeVar
 
 import structlog
 
-from kvkeeper.service import memory_limit
-from kvkeeper.service.listen import AddressInUse
-from kvkeeper.service.memory_limit import OutOfMemory
-from kvkeeper.service.mounts import IN_MEMORY, file_system
+from kvkeeper.common.service import memory_limit
+from kvkeeper.common.service.listen import AddressInUse
+from kvkeeper.common.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.mounts import IN_MEMORY, file_system
 
 from ...core.values.kv_spec import KvSpec
 from .. import file_locks

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvkeeper.service.threads import NoThread, start_thread
+from kvkeeper.common.service.threads import NoThread, start_thread
 
 from .remote_address import RemoteAddress
 from .remote_server import ServerError

@@ -20,7 +20,7 @@ from typing import Any
 
 from mooncake.store import MooncakeDistributedStore
 
-from kvkeeper.service.threads import NoThread, start_thread
+from kvkeeper.common.service.threads import NoThread, start_thread
 
 from .mooncake_link import Request
 

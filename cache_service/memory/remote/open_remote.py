@@ -6,8 +6,8 @@ The server itself is not asked: one that is away at start costs hits, and is use
 from collections.abc import Callable
 from pathlib import Path
 
-from kvkeeper.service.extras import install_command, missing
-from kvkeeper.trust.private_file import FileRefused
+from kvkeeper.common.service.extras import install_command, missing
+from kvkeeper.common.trust.private_file import FileRefused
 
 from ...core.values.kv_spec import KvSpec
 from .mooncake_server import MooncakeServer

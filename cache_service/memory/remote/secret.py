@@ -8,7 +8,7 @@ import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvkeeper.trust.private_file import FileRefused, read_private
+from kvkeeper.common.trust.private_file import FileRefused, read_private
 
 _LEAST_KEY, _MOST_KEY = 16, 1024  # characters
 _NAMES = ("key", "user", "password")

@@ -3,10 +3,10 @@
 from typing import Any, NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
+from kvkeeper.cache.v1.cache_service_pb2_comments import COMMENTS
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache.v1.cache_service_pb2_comments import COMMENTS
-from kvkeeper.cuda import handle as cuda_handles
+from kvkeeper.common.cuda import handle as cuda_handles
 
 from ...core.index.events.watch import Event
 from ...core.inspection.explain import Explanation, in_words

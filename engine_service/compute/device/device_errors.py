@@ -1,4 +1,4 @@
-"""What torch and Triton say of a device's errors, as names and meanings of kvkeeper.cuda.errors.
+"""What torch and Triton say of a device's errors, as names and meanings of kvkeeper.common.cuda.errors.
 
 An error is known by its class and number, and by its words only where it has neither: Triton raises a RuntimeError with the
 driver's words, and so does torch for calls of the driver and for what NCCL says of them. Of an error that came while another
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvkeeper.cuda.errors import MEANINGS, NAMES_BY_NUMBER, NAMES_BY_WORDS, NO_MEMORY, CudaError, Meaning
+from kvkeeper.common.cuda.errors import MEANINGS, NAMES_BY_NUMBER, NAMES_BY_WORDS, NO_MEMORY, CudaError, Meaning
 
 from ...values.errors import DeviceLost
 

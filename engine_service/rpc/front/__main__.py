@@ -10,12 +10,12 @@ import signal
 import socket
 import sys
 
-from kvkeeper.service import grpc_runtime, output
+from kvkeeper.common.service import grpc_runtime, output
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: the service itself reports each failure in one line
 grpc_runtime.choose(os.environ)
 
-from kvkeeper.service.pollers import add_pollers  # noqa: E402 - grpc reads its settings once, when it is loaded
+from kvkeeper.common.service.pollers import add_pollers  # noqa: E402 - grpc reads its settings once, when it is loaded
 
 from .server import Front  # noqa: E402
 

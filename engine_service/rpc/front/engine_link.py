@@ -15,9 +15,9 @@ from typing import Any
 
 import grpc.aio
 
-from kvkeeper.service.methods import peer
-from kvkeeper.service.turns import has_left_place
-from kvkeeper.trust.caller import calling
+from kvkeeper.common.service.methods import peer
+from kvkeeper.common.service.turns import has_left_place
+from kvkeeper.common.trust.caller import calling
 
 from ...values.errors import EngineError
 from ..fronts.frames import Kind, parts_of

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import structlog
 
+from kvkeeper.common.service.turns import leave_place
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service.turns import leave_place
 
 from ...outputs.model_text import ModelText
 from ...outputs.plain_reader import PlainReader

@@ -10,12 +10,12 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2
 
-from kvkeeper.service.endpoint import Admission, Endpoint, HealthServicer
-from kvkeeper.service.listen import AddressInUse
-from kvkeeper.service.log import configure
-from kvkeeper.service.process import StartError
-from kvkeeper.service.turns import TakesPlace, Turns
-from kvkeeper.trust.guard import Guard
+from kvkeeper.common.service.endpoint import Admission, Endpoint, HealthServicer
+from kvkeeper.common.service.listen import AddressInUse
+from kvkeeper.common.service.log import configure
+from kvkeeper.common.service.process import StartError
+from kvkeeper.common.service.turns import TakesPlace, Turns
+from kvkeeper.common.trust.guard import Guard
 
 from ...outputs.model_text import ModelText
 from ...outputs.tokenizer import Tokenizer

@@ -7,8 +7,8 @@ import grpc
 import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor
 
+from kvkeeper.common.service.methods import Context, Contract, MethodRouter
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service.methods import Context, Contract, MethodRouter
 
 from ..methods import CONTRACT, router_of
 from ..streams.many import Read, Write

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 from google.protobuf.descriptor import MethodDescriptor
 
-from kvkeeper import tracing
+from kvkeeper.common import tracing
+from kvkeeper.common.service.fair_queue import TooManyWaiting
+from kvkeeper.common.service.intake import SMALL_BYTES, forget_frames
+from kvkeeper.common.service.methods import Contract, peer, snake_case
+from kvkeeper.common.service.turns import Turns
+from kvkeeper.common.trust.caller import note_caller
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service.fair_queue import TooManyWaiting
-from kvkeeper.service.intake import SMALL_BYTES, forget_frames
-from kvkeeper.service.methods import Contract, peer, snake_case
-from kvkeeper.service.turns import Turns
-from kvkeeper.trust.caller import note_caller
 
 from ...outputs.generation import Generation
 from ...outputs.plain_reader import PlainReader

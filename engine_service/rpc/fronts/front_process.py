@@ -16,7 +16,7 @@ from pathlib import Path
 
 import structlog
 
-from kvkeeper.service.log import passing_on
+from kvkeeper.common.service.log import passing_on
 
 from .calls import FrontCalls, FrontServices
 from .frames import Kind

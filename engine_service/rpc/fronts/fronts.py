@@ -15,10 +15,10 @@ from grpc_health.v1 import health_pb2
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from kvkeeper.service.endpoint import HealthServicer
-from kvkeeper.service.health_listener import HealthListener
-from kvkeeper.service.process import StartError
-from kvkeeper.service.shared_address import SharedAddress
+from kvkeeper.common.service.endpoint import HealthServicer
+from kvkeeper.common.service.health_listener import HealthListener
+from kvkeeper.common.service.process import StartError
+from kvkeeper.common.service.shared_address import SharedAddress
 
 from ..methods import CONTRACT
 from .calls import FrontServices

@@ -6,11 +6,11 @@ from typing import Any
 
 from prometheus_client import Metric
 
-from kvkeeper.service.endpoint import Admission, Endpoint
-from kvkeeper.service.intake import Intake
-from kvkeeper.service.methods import Contract, MethodRouter
-from kvkeeper.service.turns import Turns
-from kvkeeper.trust.guard import Guard
+from kvkeeper.common.service.endpoint import Admission, Endpoint
+from kvkeeper.common.service.intake import Intake
+from kvkeeper.common.service.methods import Contract, MethodRouter
+from kvkeeper.common.service.turns import Turns
+from kvkeeper.common.trust.guard import Guard
 
 from ...config import EngineConfig
 from ..methods import CONTRACT, router_of

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from kvkeeper.service.methods import Contract
-from kvkeeper.service.turns import Turns
-from kvkeeper.trust.guard import Guard
+from kvkeeper.common.service.methods import Contract
+from kvkeeper.common.service.turns import Turns
+from kvkeeper.common.trust.guard import Guard
 
 from ...config import EngineConfig
 from ..front.config import FrontConfig

@@ -8,7 +8,7 @@ import struct
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvkeeper.trust.caller import Caller, Role
+from kvkeeper.common.trust.caller import Caller, Role
 
 from ...values.errors import EngineError
 

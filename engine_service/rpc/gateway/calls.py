@@ -13,9 +13,9 @@ from pathlib import Path
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
+from kvkeeper.common.service import VERSION
+from kvkeeper.common.service.threads import in_thread
 from kvkeeper.engine.v1 import engine_service_pb2 as own
-from kvkeeper.service import VERSION
-from kvkeeper.service.threads import in_thread
 
 from ...config import EngineConfig
 from ...loop.engine import Engine

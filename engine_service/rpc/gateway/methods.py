@@ -5,7 +5,7 @@ from dataclasses import replace
 import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from kvkeeper.service.methods import Contract
+from kvkeeper.common.service.methods import Contract
 
 from ..status import REFUSALS
 

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
+from kvkeeper.common.service.fair_queue import TooManyWaiting
+from kvkeeper.common.service.methods import peer
+from kvkeeper.common.service.turns import TakesTurns
+from kvkeeper.common.trust.caller import is_still_known
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service.fair_queue import TooManyWaiting
-from kvkeeper.service.methods import peer
-from kvkeeper.service.turns import TakesTurns
-from kvkeeper.trust.caller import is_still_known
 
 from ...outputs.plain_columns import PlainColumns
 from ...outputs.plain_reader import PlainReader

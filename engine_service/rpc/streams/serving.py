@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from kvkeeper.common.service.methods import peer
+from kvkeeper.common.service.turns import TakesTurns
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.service.methods import peer
-from kvkeeper.service.turns import TakesTurns
 
 from ...values.errors import EngineError
 from ...values.output_chunk import OutputChunk

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
-from kvkeeper.service.output import QueuedStream
+from kvkeeper.common.service.output import QueuedStream
 
 AUDITED = "audited"  # the event
 _KINDS = frozenset(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import AsyncCacheClient
-from kvkeeper.cuda import runtime, vmm
+from kvkeeper.common.cuda import runtime, vmm
 from tests.support.stand_ins.fake_cuda import DEVICE, FakeCuda, bytes_at
 from tests.support.stand_ins.fake_libcuda import FakeLibcuda
 from tests.support.worlds.cache_api import SPEC

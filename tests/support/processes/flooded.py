@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeeper.client import AsyncEngineClient, CallOptions, Credentials
-from kvkeeper.trust.caller import Caller, Role
+from kvkeeper.common.trust.caller import Caller, Role
 from tests.support.processes.fleet import DEADLINE_S, Fleet
 from tests.support.processes.service_pair import generate
 from tests.support.processes.services import environment, free_ports, short_folder

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvkeeper.hold.client import HolderClient
+from kvkeeper.common.hold.client import HolderClient
 from tests.support.processes.services import environment
 
 

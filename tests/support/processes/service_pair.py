@@ -15,13 +15,13 @@ from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.server import RunningServer as RunningCache
 from kvkeeper.cache_service.server import start_server as start_cache
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions, GenerateOptions, Retention, Sampling, Usage
+from kvkeeper.common.service.settings import parse_switch
 from kvkeeper.engine_service.compute.served_model import ServedModel
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.model.hash_toy import expected_next_token
 from kvkeeper.engine_service.server import RunningServer as RunningEngine
 from kvkeeper.engine_service.server import start_server as start_engine
 from kvkeeper.engine_service.values.retention import Retention as ToyRetention
-from kvkeeper.service.settings import parse_switch
 from tests.support.models.odd_models import odd_model
 
 T = TypeVar("T")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from kvkeeper.client.steps import StepResult
+from kvkeeper.common.service.process import run
 from kvkeeper.engine_service.__main__ import _until_stopped
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
 from kvkeeper.engine_service.compute.model_runner import Runner
@@ -28,7 +29,6 @@ from kvkeeper.engine_service.preflight import check_start
 from kvkeeper.engine_service.server import start_server
 from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.kernels.layout import KvLayout
-from kvkeeper.service.process import run
 
 _FIRST = 20  # calls before the first stop
 _NEXT_ANSWER_S = 0.1  # for an answer that may have come already

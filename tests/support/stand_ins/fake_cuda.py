@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkeeper.cuda.errors import CudaError
-from kvkeeper.cuda.runtime import HANDLE_BYTES, MOST_COPIES
+from kvkeeper.common.cuda.errors import CudaError
+from kvkeeper.common.cuda.runtime import HANDLE_BYTES, MOST_COPIES
 
 DEVICE = "ab" * 16
 _OFFSET = 512  # of an allocation in what its handle opens

@@ -17,11 +17,11 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 
 from kvkeeper.cache.v1 import cache_service_pb2
 from kvkeeper.client.errors import KvkeeperError, error_of
+from kvkeeper.common.service.endpoint import Endpoint
+from kvkeeper.common.trust.caller import Caller, calling
+from kvkeeper.common.trust.credentials import entry_of, make_token
+from kvkeeper.common.trust.guard import Guard
 from kvkeeper.engine.v1 import engine_service_pb2
-from kvkeeper.service.endpoint import Endpoint
-from kvkeeper.trust.caller import Caller, calling
-from kvkeeper.trust.credentials import entry_of, make_token
-from kvkeeper.trust.guard import Guard
 
 DEADLINE_S = 10.0
 FILES: tuple[Any, ...] = (cache_service_pb2, engine_service_pb2, vllm_engine_pb2, health_pb2, reflection_pb2)

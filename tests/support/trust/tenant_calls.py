@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.trust.caller import Caller, Role
+from kvkeeper.common.trust.caller import Caller, Role
 from tests.support.trust.guarded_server import TokenFile, bearer
 from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, serving
 

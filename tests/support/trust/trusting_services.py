@@ -10,10 +10,10 @@ from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.server import RunningServer as RunningCache
 from kvkeeper.cache_service.server import start_server as start_cache
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions, Credentials
+from kvkeeper.common.trust.caller import Caller, Role
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.server import RunningServer as RunningEngine
 from kvkeeper.engine_service.server import start_server as start_engine
-from kvkeeper.trust.caller import Caller, Role
 from tests.support.processes.service_pair import num_fronts
 from tests.support.trust.certificates import SERVER_NAMES, Certificate, authority, issue
 from tests.support.trust.guarded_server import TokenFile

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kvkeeper.cuda.errors import MEANINGS, NAMES_BY_NUMBER, NAMES_BY_WORDS, CudaError
+from kvkeeper.common.cuda.errors import MEANINGS, NAMES_BY_NUMBER, NAMES_BY_WORDS, CudaError
 
 
 def test_an_error_tells_its_call_its_name_what_it_means_and_what_helps() -> None:

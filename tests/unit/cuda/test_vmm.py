@@ -5,10 +5,10 @@ import os
 import numpy as np
 import pytest
 
-from kvkeeper.cuda.errors import CudaError
-from kvkeeper.cuda.handle import DescribedArena, described_arena
-from kvkeeper.cuda.imported import MappedArena
-from kvkeeper.cuda.vmm import VmmDriver
+from kvkeeper.common.cuda.errors import CudaError
+from kvkeeper.common.cuda.handle import DescribedArena, described_arena
+from kvkeeper.common.cuda.imported import MappedArena
+from kvkeeper.common.cuda.vmm import VmmDriver
 from tests.support.stand_ins.fake_cuda import DEVICE, FakeCuda, bytes_at
 from tests.support.stand_ins.fake_libcuda import GRANULARITY, FakeLibcuda
 

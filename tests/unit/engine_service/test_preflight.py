@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from kvkeeper.common.service import memory_limit
+from kvkeeper.common.service.process import StartError
 from kvkeeper.engine_service import preflight
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.preflight import check_start, model_memory, needed_bytes
-from kvkeeper.service import memory_limit
-from kvkeeper.service.process import StartError
 
 MIB = 1 << 20
 NUM_ELEMENTS = sum(each.num_elements for each in tensor_sizes(list_weight_files(DEMO_MODEL_DIR)))

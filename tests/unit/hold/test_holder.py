@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.hold import client as client_module
-from kvkeeper.hold import holder as holder_module
-from kvkeeper.hold.client import HolderAway
-from kvkeeper.hold.messages import HoldRefused, Request, decode_answer, decode_request
-from kvkeeper.service.listen import Peer
+from kvkeeper.common.hold import client as client_module
+from kvkeeper.common.hold import holder as holder_module
+from kvkeeper.common.hold.client import HolderAway
+from kvkeeper.common.hold.messages import HoldRefused, Request, decode_answer, decode_request
+from kvkeeper.common.service.listen import Peer
 from tests.support.processes.holder_process import Running, holding
 from tests.support.processes.services import environment, short_folder
 
@@ -175,7 +175,7 @@ def test_a_second_holder_at_an_address_and_a_wrong_address_are_told(folder: Path
             (("127.0.0.1:1",), 2, "--listen: unix:/path, not '127.0.0.1:1'"),
             ((f"unix:{folder}/s", "--max-held", "0"), 2, "--max-held: 1 to 256"),
         ):
-            command = [sys.executable, "-m", "kvkeeper.hold", "--listen", *flags]
+            command = [sys.executable, "-m", "kvkeeper.common.hold", "--listen", *flags]
             ended = subprocess.run(command, env=environment(folder), capture_output=True, text=True, timeout=60)
             assert (ended.returncode, ended.stdout) == (code, "")
             assert said in ended.stderr and len(ended.stderr.splitlines()) == 1
@@ -211,7 +211,7 @@ def test_another_users_process_is_refused_on_both_ends(folder: Path, monkeypatch
 
 def test_it_is_small(folder: Path) -> None:
     script = (
-        "import sys, kvkeeper.cli.commands, kvkeeper.hold.__main__, kvkeeper.hold.client;"
+        "import sys, kvkeeper.cli.commands, kvkeeper.common.hold.__main__, kvkeeper.common.hold.client;"
         "print([name for name in sys.modules if name.partition('.')[0] in ('grpc', 'google', 'numpy', 'torch', 'cuda')])"
     )
     found = subprocess.run([sys.executable, "-c", script], env=environment(folder), capture_output=True, text=True)

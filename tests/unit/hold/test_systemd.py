@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.hold.client import HolderClient
-from kvkeeper.hold.config import load_config
-from kvkeeper.hold.systemd import SystemdStore
+from kvkeeper.common.hold.client import HolderClient
+from kvkeeper.common.hold.config import load_config
+from kvkeeper.common.hold.systemd import SystemdStore
 from tests.support.processes.services import environment, short_folder
 
 
@@ -38,7 +38,7 @@ names = sys.argv[1]
 for number in range(names.count(":") + 1 if names else 0):
     os.dup2(0, 3 + number)
 os.environ |= {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(names.count(":") + 1 if names else 0), "LISTEN_FDNAMES": names}
-os.execv(sys.executable, [sys.executable, "-m", "kvkeeper.hold", "--listen", sys.argv[2]])
+os.execv(sys.executable, [sys.executable, "-m", "kvkeeper.common.hold", "--listen", sys.argv[2]])
 """
 
 

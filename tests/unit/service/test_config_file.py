@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from kvkeeper.cache_service.config import SOURCE as CACHE
+from kvkeeper.common.hold.config import SOURCE as HOLD
+from kvkeeper.common.service.config import ConfigSource
+from kvkeeper.common.service.config_file import TABLES, read_addresses
+from kvkeeper.common.service.settings import ConfigError, between, check_settings, setting
+from kvkeeper.common.service.sizes import parse_size
 from kvkeeper.engine_service.config import SOURCE as ENGINE
-from kvkeeper.hold.config import SOURCE as HOLD
-from kvkeeper.service.config import ConfigSource
-from kvkeeper.service.config_file import TABLES, read_addresses
-from kvkeeper.service.settings import ConfigError, between, check_settings, setting
-from kvkeeper.service.sizes import parse_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.service.extras import install_command, packages
+from kvkeeper.common.service.extras import install_command, packages
 
 ROOT = Path(__file__).parents[3]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

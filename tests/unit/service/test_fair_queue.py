@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeeper.service.fair_queue import FairQueue, TooManyWaiting
+from kvkeeper.common.service.fair_queue import FairQueue, TooManyWaiting
 
 
 def queue(max_waiting: int = 8, max_waiting_each: int = 4, max_busy_each: int = 8) -> FairQueue[str]:

@@ -5,13 +5,13 @@ import subprocess
 import sys
 from importlib.metadata import version
 
-from kvkeeper.service.grpc_runtime import EXPERIMENTS, MEASURED_VERSION, choose
+from kvkeeper.common.service.grpc_runtime import EXPERIMENTS, MEASURED_VERSION, choose
 
 _SERVE = """
 import sys
 from types import SimpleNamespace
-from kvkeeper.service import grpc_runtime
-from kvkeeper.service.process import run
+from kvkeeper.common.service import grpc_runtime
+from kvkeeper.common.service.process import run
 
 grpc_runtime.EXPERIMENTS = sys.argv[1]
 

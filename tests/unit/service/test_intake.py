@@ -11,10 +11,10 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvkeeper.client.errors import KvkeeperError, error_of
+from kvkeeper.common.service.intake import SMALL_BYTES, Intake
+from kvkeeper.common.service.turns import TurnLimits, leave_place
 from kvkeeper.engine_service.rpc.methods import REFUSALS
 from kvkeeper.engine_service.values.errors import NotReceived, QueueFull
-from kvkeeper.service.intake import SMALL_BYTES, Intake
-from kvkeeper.service.turns import TurnLimits, leave_place
 
 DEADLINE_S = 20.0
 FOREVER_S = 600.0

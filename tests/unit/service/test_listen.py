@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.service.listen import AddressInUse, SocketLock, check_port, is_of_this_host
+from kvkeeper.common.service.listen import AddressInUse, SocketLock, check_port, is_of_this_host
 
 
 @pytest.fixture

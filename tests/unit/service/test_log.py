@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from kvkeeper.service import VERSION, log
+from kvkeeper.common.service import VERSION, log
 
 
 class Terminal(io.StringIO):

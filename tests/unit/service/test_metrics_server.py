@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 
-from kvkeeper.service import metrics
-from kvkeeper.service.metrics import MAX_CONNECTIONS, MetricsServer
+from kvkeeper.common.service import metrics
+from kvkeeper.common.service.metrics import MAX_CONNECTIONS, MetricsServer
 
 DEADLINE_S = 30.0
 HALF = b"GET /metrics HTTP/1.1\r\nHost: x\r\n"

@@ -12,8 +12,8 @@ from typing import TextIO
 import pytest
 import structlog
 
-from kvkeeper.service import log, output
-from kvkeeper.service.output import QueuedStream, num_dropped_lines, queued
+from kvkeeper.common.service import log, output
+from kvkeeper.common.service.output import QueuedStream, num_dropped_lines, queued
 from tests.support.processes.broken_outputs import BROKEN, unread
 
 LINE = "x" * 200 + "\n"

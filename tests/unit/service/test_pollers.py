@@ -9,7 +9,7 @@ import pytest
 from grpc._cython import cygrpc
 from structlog.testing import capture_logs
 
-from kvkeeper.service import pollers
+from kvkeeper.common.service import pollers
 
 DEADLINE_S = 20.0
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from kvkeeper.cache_service.config import SOURCE as CACHE
+from kvkeeper.common.service.config import ConfigSource
+from kvkeeper.common.service.settings import ConfigError, between, check_settings, setting, settings_of
+from kvkeeper.common.service.sizes import parse_size
 from kvkeeper.engine_service.config import SOURCE as ENGINE
-from kvkeeper.service.config import ConfigSource
-from kvkeeper.service.settings import ConfigError, between, check_settings, setting, settings_of
-from kvkeeper.service.sizes import parse_size
 
 
 @dataclass(frozen=True, slots=True)

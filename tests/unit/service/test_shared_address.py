@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.service.listen import AddressInUse
-from kvkeeper.service.shared_address import SharedAddress
+from kvkeeper.common.service.listen import AddressInUse
+from kvkeeper.common.service.shared_address import SharedAddress
 
 _OTHER_USER = 65534  # nobody's, on most systems; the kernel asks for no name
 _BIND_AS = """

@@ -12,8 +12,8 @@ import structlog
 
 from kvkeeper.cache_service.core.values.errors import HostExhausted
 from kvkeeper.cache_service.rpc.methods import CONTRACT
-from kvkeeper.service.process import run
-from kvkeeper.service.threads import NoThread, in_thread, in_thread_or_here, shortage_of, start_thread
+from kvkeeper.common.service.process import run
+from kvkeeper.common.service.threads import NoThread, in_thread, in_thread_or_here, shortage_of, start_thread
 from tests.support.stand_ins.no_threads import no_threads
 
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from kvkeeper.service import turns as module
-from kvkeeper.service.turns import TurnLimits, Turns, leave_place
+from kvkeeper.common.service import turns as module
+from kvkeeper.common.service.turns import TurnLimits, Turns, leave_place
 
 DEADLINE_S = 20.0
 

@@ -10,10 +10,19 @@ import structlog
 
 from kvkeeper.client.credentials import Credentials as Shown
 from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.trust.caller import LOCAL, Caller, ForeignTenant, Role, calling, calling_tenant, note_caller, require_all_tenants
-from kvkeeper.trust.credentials import Credentials, entry_of, make_token, read_credentials
-from kvkeeper.trust.known_callers import KnownCallers
-from kvkeeper.trust.private_file import FileRefused, mode_refusal
+from kvkeeper.common.trust.caller import (
+    LOCAL,
+    Caller,
+    ForeignTenant,
+    Role,
+    calling,
+    calling_tenant,
+    note_caller,
+    require_all_tenants,
+)
+from kvkeeper.common.trust.credentials import Credentials, entry_of, make_token, read_credentials
+from kvkeeper.common.trust.known_callers import KnownCallers
+from kvkeeper.common.trust.private_file import FileRefused, mode_refusal
 
 ENGINE = Caller("engine-1", "*", Role.ENGINE)
 READER = Caller('dash\\board "1"', "acme", Role.READER)

@@ -15,10 +15,10 @@ import grpc
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from kvkeeper.trust.caller import Caller, Role
-from kvkeeper.trust.credentials import digest_of, make_token
-from kvkeeper.trust.gate import CERTIFIED, SOCKET_OWNER
-from kvkeeper.trust.roles import OPEN
+from kvkeeper.common.trust.caller import Caller, Role
+from kvkeeper.common.trust.credentials import digest_of, make_token
+from kvkeeper.common.trust.gate import CERTIFIED, SOCKET_OWNER
+from kvkeeper.common.trust.roles import OPEN
 from tests.support.trust.certificates import SERVER_NAMES, Certificate, authority, issue
 from tests.support.trust.guarded_server import (
     DEADLINE_S,

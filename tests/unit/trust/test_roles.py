@@ -5,8 +5,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvkeeper.trust.caller import Caller, Role
-from kvkeeper.trust.roles import OPEN, TABLE, is_known, roles_of
+from kvkeeper.common.trust.caller import Caller, Role
+from kvkeeper.common.trust.roles import OPEN, TABLE, is_known, roles_of
 from tests.support.trust.guarded_server import Config, GuardedServer, TokenFile, bearer, guarded_server, raw_call, rpcs
 
 HEALTH, REFLECTION = "/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/"

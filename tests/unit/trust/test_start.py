@@ -12,12 +12,12 @@ import structlog
 from kvkeeper.cache_service.__main__ import main as cache_main
 from kvkeeper.cache_service.config import SOURCE as CACHE
 from kvkeeper.cache_service.memory.private_directory import private_directory
+from kvkeeper.common.service.listen import AddressInUse, SocketLock
+from kvkeeper.common.service.process import StartError
+from kvkeeper.common.service.settings import ConfigError
+from kvkeeper.common.trust.caller import Caller, Role
+from kvkeeper.common.trust.guard import Guard
 from kvkeeper.engine_service.config import SOURCE as ENGINE
-from kvkeeper.service.listen import AddressInUse, SocketLock
-from kvkeeper.service.process import StartError
-from kvkeeper.service.settings import ConfigError
-from kvkeeper.trust.caller import Caller, Role
-from kvkeeper.trust.guard import Guard
 from tests.support.trust.certificates import SERVER_NAMES, authority, issue
 from tests.support.trust.guarded_server import Config, TokenFile
 

@@ -5,7 +5,7 @@ Exit codes: 0 done; 1 refused or failed; 2 wrong usage; 3 a service is down; 130
 imports ends in an exit code too.
 
 Owns the commands, in a folder for each concept: start, show, generation, benchmark; console has what they share. May import
-kvkeeper.client, kvkeeper.service and kvkeeper.tracing; a service only when its command runs.
+kvkeeper.client, kvkeeper.common.service and kvkeeper.common.tracing; a service only when its command runs.
 """
 
 import os

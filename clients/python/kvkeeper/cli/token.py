@@ -9,8 +9,8 @@ import sys
 from typing import Any
 
 from kvkeeper.cli.console.addresses import add_json_flag
-from kvkeeper.trust.caller import ANY_TENANT, MAX_NAME_CHARS, Caller, Role
-from kvkeeper.trust.credentials import entry_of, make_token
+from kvkeeper.common.trust.caller import ANY_TENANT, MAX_NAME_CHARS, Caller, Role
+from kvkeeper.common.trust.credentials import entry_of, make_token
 
 
 def add_parser(commands: Any, text: str) -> None:

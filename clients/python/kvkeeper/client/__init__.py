@@ -1,7 +1,7 @@
 """Python client of kvkeeper: the cache service and the engine service, for asyncio and for threads.
 
 Owns the public names, the transport with its deadlines and repeats, the errors, and the cache service's clients; the engine
-service's clients are in engine/. May import kvkeeper.tracing, kvkeeper.cuda and the messages of kvkeeper.cache.v1 and
+service's clients are in engine/. May import kvkeeper.common.tracing, kvkeeper.common.cuda and the messages of kvkeeper.cache.v1 and
 kvkeeper.engine.v1; no service, and no torch. Each public name is imported at its first use, so that a program pays for what it
 uses: numpy comes only with sessions of the cache service.
 """

@@ -18,12 +18,12 @@ import numpy.typing as npt
 
 from kvkeeper.client.attaching import HandedOver, attaching
 from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.cuda.errors import CudaError
-from kvkeeper.cuda.handle import DESCRIPTOR_KIND, described_arena, handle_of
-from kvkeeper.cuda.handle import KIND as CUDA_KIND
-from kvkeeper.cuda.imported import ImportedArena, MappedArena
-from kvkeeper.cuda.runtime import cuda_runtime
-from kvkeeper.cuda.vmm import vmm_driver
+from kvkeeper.common.cuda.errors import CudaError
+from kvkeeper.common.cuda.handle import DESCRIPTOR_KIND, described_arena, handle_of
+from kvkeeper.common.cuda.handle import KIND as CUDA_KIND
+from kvkeeper.common.cuda.imported import ImportedArena, MappedArena
+from kvkeeper.common.cuda.runtime import cuda_runtime
+from kvkeeper.common.cuda.vmm import vmm_driver
 
 OnDevice = ImportedArena | MappedArena
 _NUM_DESCRIPTORS = {"memfd": 1, CUDA_KIND: 0, DESCRIPTOR_KIND: 2}  # of the arena, by the kind in the line

@@ -13,11 +13,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from kvkeeper import tracing
 from kvkeeper.client.credentials import Credentials, TokenChannel
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.reach import Reach
 from kvkeeper.client.retry import CallOptions, Patience
+from kvkeeper.common import tracing
 
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),  # ReadKv and long block tables; requests are bounded by the service

@@ -1,7 +1,7 @@
 """vLLM's KV cache on a cache service of kvkeeper: a connector of vLLM v1, named by --kv-transfer-config.
 
 Owns what is loaded and stored and when, the transfers under way, and what a lost cache service costs; only connector.py knows
-vLLM, and only device_pages.py torch. May import kvkeeper.client, kvkeeper.cuda and the messages of kvkeeper.cache.v1; no
+vLLM, and only device_pages.py torch. May import kvkeeper.client, kvkeeper.common.cuda and the messages of kvkeeper.cache.v1; no
 service.
 """
 

@@ -13,9 +13,9 @@ from kvkeeper.cache_service.memory.device.held_memory import HeldMemory
 from kvkeeper.cache_service.memory.kept.description import Description
 from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory, kept_bytes
 from kvkeeper.cache_service.memory.private_file import FileRefused
-from kvkeeper.cuda.errors import CudaError
-from kvkeeper.cuda.vmm import VmmDriver
-from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.common.cuda.errors import CudaError
+from kvkeeper.common.cuda.vmm import VmmDriver
+from kvkeeper.common.service.memory_limit import OutOfMemory
 from tests.support.stand_ins.fake_cuda import FakeCuda
 from tests.support.stand_ins.fake_libcuda import GRANULARITY, FakeLibcuda
 from tests.support.worlds.memory_folder import SPEC, memory_folder

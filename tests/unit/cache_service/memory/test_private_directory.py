@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvkeeper.cache_service.memory.private_directory import private_directory
-from kvkeeper.service.listen import AddressInUse
+from kvkeeper.common.service.listen import AddressInUse
 
 
 def test_a_private_directory_is_made_and_checked(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from kvkeeper.cache_service.core.values.copies import Copies
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
-from kvkeeper.service import memory_limit
-from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.common.service import memory_limit
+from kvkeeper.common.service.memory_limit import OutOfMemory
 
 
 def copies(*pairs: tuple[int, int]) -> Copies:

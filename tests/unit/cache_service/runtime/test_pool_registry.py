@@ -28,9 +28,9 @@ from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory
 from kvkeeper.cache_service.memory.remote.remote_store import RemoteStore
 from kvkeeper.cache_service.memory.shared_memory import SharedMemory
 from kvkeeper.cache_service.runtime.pool_registry import PoolRegistry
-from kvkeeper.service.memory_limit import OutOfMemory
-from kvkeeper.service.process import StartError
-from kvkeeper.service.threads import NoThread
+from kvkeeper.common.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.process import StartError
+from kvkeeper.common.service.threads import NoThread
 from tests.support.worlds.memory_folder import SPEC, memory_folder
 
 

@@ -18,7 +18,7 @@ import torch
 from kvkeeper.cache_service.memory.device.cuda import CudaMemory
 from kvkeeper.client import AsyncCacheClient, KvkeeperError
 from kvkeeper.client.arena import Arena
-from kvkeeper.cuda import runtime
+from kvkeeper.common.cuda import runtime
 from kvkeeper.engine_service.cache_session import kv_memory
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory, open_memory
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
+from kvkeeper.common.service.process import StartError
 from kvkeeper.engine_service import preflight
 from kvkeeper.engine_service.compute.cpu_kernels import switch_kernels
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.preflight import check_start
 from kvkeeper.kernels.cpu import compiled
-from kvkeeper.service.process import StartError
 
 CONFIG = EngineConfig(listen="127.0.0.1:0")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvkeeper.cuda.errors import CudaError
+from kvkeeper.common.cuda.errors import CudaError
 from kvkeeper.engine_service.compute.device.device_errors import DeviceFault, FaultTold, fault_of, lost_by
 from kvkeeper.engine_service.values.errors import DeviceLost
 from tests.support.stand_ins.device_faults import accelerator_error, out_of_memory, triton_error

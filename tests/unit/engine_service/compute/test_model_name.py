@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from kvkeeper.common.service.settings import ConfigError
 from kvkeeper.engine_service.cache_session.kv_spec import kv_spec_of
 from kvkeeper.engine_service.compute.served_model import load_served_model, own_name
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
-from kvkeeper.service.settings import ConfigError
 
 HASH = "5" * 40
 

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
 from kvkeeper.client import AsyncCacheSession, AsyncEngineClient, KvkeeperError, NewSequence, StepItems, StepResult
+from kvkeeper.common.service.process import ServiceLost
 from kvkeeper.engine_service.cache_session.failures import rank_lost
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
 from kvkeeper.engine_service.loop import sequence_creator
@@ -25,7 +26,6 @@ from kvkeeper.engine_service.scheduler.work import Work
 from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage, coalesce
 from kvkeeper.engine_service.values.request import FinishReason
-from kvkeeper.service.process import ServiceLost
 from tests.support.models.odd_models import LOST_TOKEN, FaultyRunner, faulty_model, odd_model
 from tests.support.processes.service_pair import Services, generate, services, toy_output, until
 

@@ -8,7 +8,7 @@ from grpc import StatusCode
 from structlog.testing import capture_logs
 
 from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.cuda.errors import CudaError
+from kvkeeper.common.cuda.errors import CudaError
 from kvkeeper.engine_service.cache_session.failures import rank_lost
 from kvkeeper.engine_service.compute.device.device_errors import DeviceFault, FaultTold
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig

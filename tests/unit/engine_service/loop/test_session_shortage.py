@@ -11,9 +11,9 @@ import structlog
 
 from kvkeeper.client.attaching import attaching
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.common.service.threads import NoThread
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.loop.session_loop import CacheServiceRefused, _open
-from kvkeeper.service.threads import NoThread
 
 
 class Engine:

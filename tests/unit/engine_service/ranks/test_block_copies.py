@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.cuda import runtime
+from kvkeeper.common.cuda import runtime
 from kvkeeper.engine_service.ranks import block_copies
 from kvkeeper.engine_service.ranks.block_copies import BatchedCopies, SmallCopies, copies_between, copy_spans, spans_of
 from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover

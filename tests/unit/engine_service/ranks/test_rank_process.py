@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from kvkeeper.client import arena
 from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.cuda.errors import CudaError
+from kvkeeper.common.cuda.errors import CudaError
 from kvkeeper.engine_service.config import HASH_TOY
 from kvkeeper.engine_service.ranks import rank_model
 from kvkeeper.engine_service.ranks.failures import PipeEnded, SumFailed

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeeper.cli.console.problems import UsageFailure
-from kvkeeper.service.extras import install_command
+from kvkeeper.common.service.extras import install_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from kvkeeper.cli.benchmark import plot
 from kvkeeper.cli.benchmark.arguments import add_trace_flags, described, least, read_trace, reported
 from kvkeeper.cli.console.problems import EXIT_OK, UsageFailure
-from kvkeeper.service.sizes import parse_size, size
+from kvkeeper.common.service.sizes import parse_size, size
 
 if TYPE_CHECKING:
     from kvkeeper.cache_service.tier_replay import TierSizes, TierSums

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvkeeper.service.sizes import size as size
+from kvkeeper.common.service.sizes import size as size
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

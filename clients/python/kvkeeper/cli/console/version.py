@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from kvkeeper.service import VERSION
+from kvkeeper.common.service import VERSION
 
 _SECONDS = 5.0  # for git to answer
 

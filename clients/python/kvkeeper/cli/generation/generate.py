@@ -12,8 +12,8 @@ from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_OK, EXIT_USAGE, comp
 from kvkeeper.cli.generation.continuations import Printer, logprobs_table, report, summary
 from kvkeeper.cli.generation.flags import add_flags, options_of, wrong_together
 from kvkeeper.client import EngineClient, Usage
-from kvkeeper.service import VERSION
-from kvkeeper.tracing.exporting import TracingUnavailable, export_spans
+from kvkeeper.common.service import VERSION
+from kvkeeper.common.tracing.exporting import TracingUnavailable, export_spans
 
 
 def add_parser(commands: Any, text: str) -> None:

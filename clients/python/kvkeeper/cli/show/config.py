@@ -24,7 +24,7 @@ def add_parser(commands: Any, text: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvkeeper.service.settings import ConfigError
+    from kvkeeper.common.service.settings import ConfigError
 
     found: dict[str, list[dict[str, str]]] = {}
     for service in _SERVICES if args.service is None else (args.service,):

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvkeeper.cli.console.problems import UsageFailure
-from kvkeeper.service.config import ConfigError
-from kvkeeper.service.memory_limit import OutOfMemory, require
-from kvkeeper.service.process import StartError
+from kvkeeper.common.service.config import ConfigError
+from kvkeeper.common.service.memory_limit import OutOfMemory, require
+from kvkeeper.common.service.process import StartError
 
 if TYPE_CHECKING:
     from kvkeeper.cache_service.config import CacheConfig

@@ -14,7 +14,7 @@ from kvkeeper.cli.console.addresses import add_json_flag
 from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_OK, UsageFailure
 from kvkeeper.cli.console.tables import table
 from kvkeeper.cli.start import host
-from kvkeeper.service.kernel import ENDS_OF_PROCESSES, SHARED_MEMORY, Lacking
+from kvkeeper.common.service.kernel import ENDS_OF_PROCESSES, SHARED_MEMORY, Lacking
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def _of(what: str, look: Callable[[], str], mend: str, state: str = "wrong") -> 
 
 
 def _packages(name: str, is_needed: bool, modules: tuple[str, ...], extra: str) -> Finding:
-    from kvkeeper.service.extras import install_command, missing
+    from kvkeeper.common.service.extras import install_command, missing
 
     if names := missing(*modules):
         state = "wrong" if is_needed else "note"

@@ -102,7 +102,7 @@ def _service_of(process: int) -> int:
 
 def _owner_of_socket(path: str) -> int | None:
     """The process that listens at a Unix socket, as the kernel names it."""
-    from kvkeeper.service.listen import peer_of
+    from kvkeeper.common.service.listen import peer_of
 
     with socket.socket(socket.AF_UNIX) as probe:
         try:

@@ -14,9 +14,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from kvkeeper.service.kernel import Lacking
-from kvkeeper.service.mounts import IN_MEMORY, file_system
-from kvkeeper.service.sizes import size
+from kvkeeper.common.service.kernel import Lacking
+from kvkeeper.common.service.mounts import IN_MEMORY, file_system
+from kvkeeper.common.service.sizes import size
 
 # By name: whether a service needs them, modules, and the extra that brings them.
 PARTS = (

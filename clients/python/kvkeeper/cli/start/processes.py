@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvkeeper.cli.start.services import PARENT_VARIABLE
-from kvkeeper.service.output import passing_on
+from kvkeeper.common.service.output import passing_on
 
 GATEWAY = "kvkeeper.cli.start.gateway"  # the module that runs it
 
@@ -48,7 +48,7 @@ class ServiceProcess:
         code = self._process.returncode or 0
         if code < 0:
             return f"was ended by {signal.Signals(-code).name}"
-        from kvkeeper.service.process import LOST
+        from kvkeeper.common.service.process import LOST
 
         return f"ended with exit code {code}" + (", because its device was lost to it" if code == LOST else "")
 

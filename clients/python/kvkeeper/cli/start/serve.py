@@ -16,7 +16,7 @@ from kvkeeper.cli.start.processes import ServiceProcess
 from kvkeeper.cli.start.supervisor import Service
 from kvkeeper.cli.start.together import Together
 from kvkeeper.client import AsyncEngineClient
-from kvkeeper.service.extras import install_command, missing
+from kvkeeper.common.service.extras import install_command, missing
 
 _GATEWAY = "gateway"
 _HTTP = "127.0.0.1:8000"
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         text = f"the gateway is not installed; install it with: {install_command('gateway')}"
         complain(text, reason="NOT_STARTED", is_json=args.json)
         return EXIT_FAILED
-    from kvkeeper.service.settings import METRICS_ADDRESS
+    from kvkeeper.common.service.settings import METRICS_ADDRESS
 
     # Not by argparse, which would take the value of a service's flag for the model.
     has_model = args.other_flags and not args.other_flags[0].startswith("-")

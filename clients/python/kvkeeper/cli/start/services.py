@@ -16,7 +16,7 @@ NAMES = {
     "engine": "run the engine service (its flags: kvkeeper engine --help)",
     "hold": "hold device memory while the cache service is away (its flags: kvkeeper hold --help)",
 }
-PACKAGES = {"cache": "kvkeeper.cache_service", "engine": "kvkeeper.engine_service", "hold": "kvkeeper.hold"}
+PACKAGES = {"cache": "kvkeeper.cache_service", "engine": "kvkeeper.engine_service", "hold": "kvkeeper.common.hold"}
 _PR_SET_PDEATHSIG = 1
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_USAGE, complain
 from kvkeeper.cli.start.supervisor import GivenUp, Service, Supervisor
 from kvkeeper.client import KvkeeperError
-from kvkeeper.service import output
+from kvkeeper.common.service import output
 
 _GRACE_S = 20.0  # a service has its own, shorter limit for draining; a second signal ends at once
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -145,8 +145,8 @@ def _program() -> str:
 
 def _find_addresses(args: argparse.Namespace) -> None:
     """Addresses that were not typed: those of the file, or the usual ones. Raises UsageFailure."""
-    from kvkeeper.service.config_file import read_addresses
-    from kvkeeper.service.settings import ConfigError
+    from kvkeeper.common.service.config_file import read_addresses
+    from kvkeeper.common.service.settings import ConfigError
 
     try:
         of_file = read_addresses(Path(args.config)) if args.config else {}

@@ -14,11 +14,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from kvkeeper import tracing
 from kvkeeper.client.engine.calls import OutputChunk
 from kvkeeper.client.errors import KvkeeperError, error_of_status
 from kvkeeper.client.reach import Reach
 from kvkeeper.client.transport import AsyncTransport
+from kvkeeper.common import tracing
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 _IDLE_S = 2.0  # without a request, after which the call ends

@@ -3,9 +3,9 @@
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvkeeper import tracing
 from kvkeeper.client.engine.calls import GenerateOptions
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.common import tracing
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 if TYPE_CHECKING:

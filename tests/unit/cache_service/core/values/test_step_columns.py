@@ -5,9 +5,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from kvkeeper.cache.v1.cache_service_pb2_comments import COMMENTS
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cache.v1.cache_service_pb2_comments import COMMENTS
 from kvkeeper.cache_service.core.values.step_columns import (
     BATCH_COLUMNS,
     REPLY_COLUMNS,

@@ -9,7 +9,7 @@ import pytest
 
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.memory.disk.disk_directory import DiskDirectory, DiskRefused
-from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.common.service.memory_limit import OutOfMemory
 
 SPEC = KvSpec(b"a spec", "model", 2, 4, 32, 4, 4)
 SIZE = 1 << 20

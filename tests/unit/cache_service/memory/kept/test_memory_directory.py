@@ -23,8 +23,8 @@ from kvkeeper.cache_service.memory.kept.description import Description
 from kvkeeper.cache_service.memory.kept.kept_pool import KeptPool
 from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory, MemoryRefused, kept_bytes
 from kvkeeper.cache_service.memory.private_file import FileRefused
-from kvkeeper.service import memory_limit
-from kvkeeper.service.memory_limit import OutOfMemory
+from kvkeeper.common.service import memory_limit
+from kvkeeper.common.service.memory_limit import OutOfMemory
 from tests.support.worlds.memory_folder import SPEC, fill, memory_folder, taken_over
 
 _PAGE = mmap.PAGESIZE

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvkeeper.common.service.turns import TurnLimits, Turns
+from kvkeeper.common.trust.caller import Caller, Role
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.engine_service.rpc.front.engine_link import EngineLink, open_link
@@ -21,8 +23,6 @@ from kvkeeper.engine_service.rpc.fronts.frames import FrameReader, Kind, frame, 
 from kvkeeper.engine_service.rpc.fronts.lane import Lane, open_lane
 from kvkeeper.engine_service.rpc.fronts.told import Admitted, Told
 from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
-from kvkeeper.service.turns import TurnLimits, Turns
-from kvkeeper.trust.caller import Caller, Role
 from tests.unit.engine_service.rpc.front.test_both_ends import MAX_TOKENS, Engine
 
 DEADLINE_S = 20.0

@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvkeeper.common.service.turns import TurnLimits, Turns
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.engine_service.outputs.stopping import StopRules
@@ -28,7 +29,6 @@ from kvkeeper.engine_service.values.errors import EngineError
 from kvkeeper.engine_service.values.output_chunk import OutputChunk
 from kvkeeper.engine_service.values.request import Request
 from kvkeeper.engine_service.values.sampling_params import GREEDY
-from kvkeeper.service.turns import TurnLimits, Turns
 from tests.support.stand_ins.no_text import NoText
 from tests.unit.engine_service.rpc.front.test_requests import Letters
 

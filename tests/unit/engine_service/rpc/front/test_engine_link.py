@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kvkeeper.common.service.turns import TurnLimits, Turns
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.rpc.front.engine_link import EngineLink, open_link
 from kvkeeper.engine_service.rpc.front.requests import FrontRequests
@@ -13,7 +14,6 @@ from kvkeeper.engine_service.rpc.fronts.frames import Kind
 from kvkeeper.engine_service.rpc.fronts.lane import Lane, open_lane
 from kvkeeper.engine_service.rpc.fronts.told import Admitted
 from kvkeeper.engine_service.values.errors import QueueFull
-from kvkeeper.service.turns import TurnLimits, Turns
 
 Answer = Callable[[Lane, int], None]
 

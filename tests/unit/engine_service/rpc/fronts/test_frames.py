@@ -2,10 +2,10 @@
 
 import pytest
 
+from kvkeeper.common.trust.caller import Caller, Role
 from kvkeeper.engine_service.rpc.fronts.frames import FrameReader, Kind, PartColumns, frame, parts_of
 from kvkeeper.engine_service.rpc.fronts.told import Admitted, FrontState, Told, error_of, error_to_bytes
 from kvkeeper.engine_service.values.errors import NeverFits
-from kvkeeper.trust.caller import Caller, Role
 
 SENT = [(Kind.STOPPED, 1, b"12345678"), (Kind.MESSAGE, 2**63, b"x" * 300), (Kind.END, 7, b"")]
 

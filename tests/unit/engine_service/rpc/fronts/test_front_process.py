@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvkeeper.common.service.turns import TurnLimits, Turns
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.rpc.fronts import front_process
 from kvkeeper.engine_service.rpc.fronts.calls import FrontServices
@@ -16,7 +17,6 @@ from kvkeeper.engine_service.rpc.fronts.front_process import FrontFailed, start_
 from kvkeeper.engine_service.rpc.fronts.set_up import front_config
 from kvkeeper.engine_service.rpc.fronts.told import FrontSetUp, FrontState
 from kvkeeper.engine_service.rpc.streams.stream_pace import StreamPace
-from kvkeeper.service.turns import TurnLimits, Turns
 
 NOBODY: Any = None
 STATE = FrontState(is_serving=False, is_leaving=False, max_len=0)
