@@ -61,7 +61,7 @@ class PoolManager:
         self.reclaim = Reclaim(state, lifecycle, swapper)
         inflight = InflightPrefixes(state, lookup)
         self.steps = StepApplier(state, lifecycle, reservations, starter, inflight, swapper, prompts)
-        self.one_item = OneItemCalls(state, self.steps, lookup, starter, reservations, swapper)
+        self.one_item = OneItemCalls(state, self.steps, lookup, reservations, swapper)
         self.creation = CreateCalls(state, lookup, self.reclaim)
         self.updates = SequenceUpdates(state)
         self.hand_offs = HandOffCalls(state)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ..pool_state import PoolState
 from ..sequences.publisher import ALL_BLOCKS
-from ..step.reply import copies_from
+from ..step.reply import order_columns
 from ..tiers.sequence_swap import SequenceSwapper
 from ..tiers.transfers import TransferOrder
 from ..values.copies import Copies
@@ -75,7 +75,10 @@ class EvictionCalls:
         swapper.begin_call(owner, orders)
         yield result
         swapper.finish_call(owner)
-        result.num_blocks, result.copies = swapper.offloader.num_demoted - before, copies_from([], [], orders)
+        result.num_blocks, result.copies = (
+            swapper.offloader.num_demoted - before,
+            Copies(NO_INT32, NO_INT32, *order_columns(orders)),
+        )
 
     def _evict(self, count: int) -> int:
         count = min(max(count, 0), self._pool.num_evictable)

@@ -18,8 +18,8 @@ from ..tables.step_log import Grants, StepLog
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.errors import InvalidField
 from ..values.step_columns import StepBatch, StepReply
-from ..values.types import NO_INT32, NO_INT64, Int32Array, Int64Array, ItemResult, SequenceState, SessionId, StartResult
-from .reply import int32_of, step_reply, with_moves
+from ..values.types import NO_INT32, NO_INT64, Int64Array, ItemResult, SequenceState, SessionId, StartResult
+from .reply import int32_of, step_reply
 from .validate import StepPlan, check_step, has_one_each, has_swaps
 
 _NO_GRANTS = Grants(NO_INT32, NO_INT32, NO_INT32)
@@ -87,51 +87,27 @@ class StepApplier:
         return swapper
 
     def _apply(self, owner: SessionState, batch: StepBatch, plan: StepPlan) -> StepReply:
-        state, claims, swapper, log = self._state, self._claims, self._swapper, StepLog()
-        state.revision += 1
-        if claims.claims:
-            claims.forget_stale()
-        self._counters.num_steps += 1
-        forks: list[ItemResult] = []
-        starts: list[StartResult] = []
-        refused: set[int] = set()
-        swap_outs = swap_ins = NO_INT32
-        if swapper is not None:
-            swapper.begin_call(owner, log.orders)
-            if len(batch.completed_transfers) or len(batch.failed_transfers):
-                swapper.report_orders(batch.completed_transfers, batch.failed_transfers)
-            if swapper.arrived:
-                log.ready.extend(swapper.conclude_arrived(owner))
+        state, swapper, log = self._state, self._swapper, StepLog()
+        self._begin(owner, batch, log)
         if len(plan.commit_slots):
             lens, num_new, tokens = batch.commit_lens, batch.commit_num_new, batch.commit_tokens
             self._lifecycle.commit(owner, plan.commit_slots, lens, num_new, tokens, one_each=has_one_each(batch))
         release_slots = _there(owner, batch.release_ids)
-        if plan.needs_published or (
-            len(plan.start_slots) and self._starter.could_hit_more(plan.start_slots, batch.start_max_hit)
-        ):
-            self._publisher.publish(told_now=owner)
-        elif release_slots:
-            self._publisher.publish_slots(owner, np.array(release_slots), told_now=owner)
+        self._publish(owner, batch, plan, release_slots)
         if owner.updates:  # before the forks, which copy these entries, also from a sequence that this step releases
             self._tell_updates(owner, log)
         if len(batch.fork_children):
-            forks, refused = self._fork_all(owner, log, batch)
-        for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
-            slot = owner.ids.get(sequence_id)
-            if slot is not None:
-                self._lifecycle.truncate(owner, slot, num_tokens)
-                log.truncated_lens.append(int(self._sequences.num_committed[slot]))
-            else:
-                log.truncated_lens.append(0)
-        if len(batch.release_ids):
-            if len(batch.fork_children):  # a child whose fork was refused has no slot, and nothing to release
-                release_slots = _there(owner, batch.release_ids)
+            self._fork_all(owner, log, batch)
+            release_slots = _there(owner, batch.release_ids)  # a child whose fork was refused has no slot
+        if len(batch.truncate_ids):
+            self._truncate_all(owner, log, batch)
+        if release_slots:
             self._lifecycle.release(owner, release_slots)
         if has_swaps(batch):
-            swap_outs, swap_ins = self._swap_all(owner, log, batch)
+            self._swap_all(owner, log, batch)
         if len(plan.start_slots):
-            starts = self._start_all(owner, log, batch, plan)
-        grants = self._reserve_all(owner, log, batch, plan, refused)
+            self._start_all(owner, log, batch, plan)
+        grants = self._reserve_all(owner, log, batch, plan)
         self._note_wishes(plan, grants)
         if log.copy_destinations:
             owner.note_copies(self._pool, int32_of(log.copy_destinations))
@@ -140,32 +116,43 @@ class StepApplier:
         if self._prompts.is_on:
             self._prompts.look()
         num_reclaim_hint = 0
-        if claims.claims:
-            claims.forget_unrepeated(owner)
-            num_reclaim_hint = claims.reclaim_hint(owner)
+        if self._claims.claims:
+            self._claims.forget_unrepeated(owner)
+            num_reclaim_hint = self._claims.reclaim_hint(owner)
         pressure = state.update_pressure()
-        reply = step_reply(
+        return step_reply(
             self._sequences,
             self._pool,
+            owner,
+            batch,
             log,
             plan,
-            forks,
-            starts,
             grants,
             num_reclaim_hint=num_reclaim_hint,
             pressure=pressure,
             revision=state.revision,
         )
-        if self._sequences.has_states and (log.forked_lens or log.truncated_lens):
-            forked, truncated = int32_of(log.forked_lens), int32_of(log.truncated_lens)
-            reply = reply._replace(fork_committed=forked, truncate_committed=truncated)
-        if owner.logits and len(batch.start_ids):
-            held = [owner.logits.get(sequence_id) for sequence_id in batch.start_ids.tolist()]
-            has_logits = int32_of([item is not None and item.step_id == owner.step_id for item in held])
-            reply = reply._replace(start_has_logits=has_logits if has_logits.any() else NO_INT32)
-        if log.orders or log.ready or has_swaps(batch):
-            reply = with_moves(reply, self._sequences, owner, log, swap_outs, swap_ins)
-        return reply
+
+    def _begin(self, owner: SessionState, batch: StepBatch, log: StepLog) -> None:
+        swapper = self._swapper
+        self._state.revision += 1
+        self._counters.num_steps += 1
+        if self._claims.claims:
+            self._claims.forget_stale()
+        if swapper is not None:
+            swapper.begin_call(owner, log.orders)
+            if len(batch.completed_transfers) or len(batch.failed_transfers):
+                swapper.report_orders(batch.completed_transfers, batch.failed_transfers)
+            if swapper.arrived:
+                log.ready.extend(swapper.conclude_arrived(owner))
+
+    def _publish(self, owner: SessionState, batch: StepBatch, plan: StepPlan, release_slots: list[int]) -> None:
+        """Publishes as much before the answer as the step asks for."""
+        could_hit_more = len(plan.start_slots) and self._starter.could_hit_more(plan.start_slots, batch.start_max_hit)
+        if plan.needs_published or could_hit_more:
+            self._publisher.publish(told_now=owner)
+        elif release_slots:
+            self._publisher.publish_slots(owner, np.array(release_slots), told_now=owner)
 
     def _note_wishes(self, plan: StepPlan, grants: Grants) -> None:
         """How many free blocks the step could use, hits of its starts included; steps to come are to find as many."""
@@ -177,23 +164,27 @@ class StepApplier:
         if num_blocks:
             self._state.room_ahead.note_step(num_blocks)
 
-    def _fork_all(self, owner: SessionState, log: StepLog, batch: StepBatch) -> tuple[list[ItemResult], set[int]]:
-        """Results, and the children that there was no slot for: later items that name one do nothing."""
-        results: list[ItemResult] = []
-        refused: set[int] = set()
+    def _fork_all(self, owner: SessionState, log: StepLog, batch: StepBatch) -> None:
+        """Later items that name a child for which there was no slot do nothing."""
         for parent_id, child_id, num_tokens in zip(
             batch.fork_parents.tolist(), batch.fork_children.tolist(), batch.fork_lens.tolist(), strict=True
         ):
             parent = owner.ids.get(parent_id)
             if parent is None or self._state.slot_limit(owner) is not None:
-                refused.add(child_id)
-                results.append(ItemResult.NO_ROOM)
+                log.refused.add(child_id)
+                log.forks.append(ItemResult.NO_ROOM)
                 log.forked_lens.append(0)
                 continue
             child = self._lifecycle.fork(parent, child_id, owner, num_tokens)
             log.forked_lens.append(int(self._sequences.num_committed[child]))
-            results.append(ItemResult.OK)
-        return results, refused
+            log.forks.append(ItemResult.OK)
+
+    def _truncate_all(self, owner: SessionState, log: StepLog, batch: StepBatch) -> None:
+        for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
+            slot = owner.ids.get(sequence_id)
+            if slot is not None:
+                self._lifecycle.truncate(owner, slot, num_tokens)
+            log.truncated_lens.append(0 if slot is None else int(self._sequences.num_committed[slot]))
 
     def _tell_updates(self, owner: SessionState, log: StepLog) -> None:
         """Table entries replaced by publishing since the last reply, but for those that have changed again."""
@@ -209,8 +200,8 @@ class StepApplier:
             log.update_blocks.extend(blocks[holds].tolist())
         owner.updates.clear()
 
-    def _start(self, owner: SessionState, log: StepLog, slot: int, max_new: int, max_hit: int) -> StartResult:
-        if not self._starter.start(owner, log, slot, max_hit, max_new, num_spare=self._state.num_spare()):
+    def _start(self, owner: SessionState, log: StepLog, slot: int, max_new: int, max_hit: int, exact: int) -> StartResult:
+        if not self._starter.start(owner, log, slot, max_hit, max_new, num_spare=self._state.num_spare(), exactly=exact):
             return StartResult.NO_ROOM
         if self._swapper is not None and self._sequences.states[slot] == SequenceState.LOADING:
             return StartResult.STARTED if self._load_now(owner, log, slot) else StartResult.LOADING
@@ -225,33 +216,30 @@ class StepApplier:
         log.ready.extend(other for other in woken if other != slot)
         return slot in woken
 
-    def _swap_all(self, owner: SessionState, log: StepLog, batch: StepBatch) -> tuple[Int32Array, Int32Array]:
-        """Results of the swap-outs and swap-ins: OK also where nothing is to be done. Without a host tier nothing fits.
+    def _swap_all(self, owner: SessionState, log: StepLog, batch: StepBatch) -> None:
+        """Swaps out, then in: OK also where nothing is to be done. Without a host tier nothing fits.
 
         A child whose fork was refused has no slot: there was no room for it, and there is none for its swaps.
         """
         swapper, states = self._swapper, self._sequences.states
-        outs: list[ItemResult] = []
-        ins: list[ItemResult] = []
         for slot in map(owner.ids.get, batch.swap_out_ids.tolist()):
             if slot is None:
-                outs.append(ItemResult.NO_ROOM)
+                log.swap_outs.append(ItemResult.NO_ROOM)
                 continue
             done = states[slot] != SequenceState.RUNNING or (swapper is not None and swapper.swap_out(owner, slot))
-            outs.append(ItemResult.OK if done else ItemResult.NO_ROOM)
+            log.swap_outs.append(ItemResult.OK if done else ItemResult.NO_ROOM)
             if swapper is not None:
                 swapper.run_now(owner)
         for slot in map(owner.ids.get, batch.swap_in_ids.tolist()):
             if slot is None:
-                ins.append(ItemResult.NO_ROOM)
+                log.swap_ins.append(ItemResult.NO_ROOM)
                 continue
             done = True
             if swapper is not None and states[slot] == SequenceState.SWAPPED:
                 done = self._swap_in(owner, swapper, slot)
                 if states[slot] == SequenceState.RUNNING or (done and self._load_now(owner, log, slot)):
                     log.ready.append(slot)
-            ins.append(ItemResult.OK if done else ItemResult.NO_ROOM)
-        return int32_of(outs), int32_of(ins)
+            log.swap_ins.append(ItemResult.OK if done else ItemResult.NO_ROOM)
 
     def _swap_in(self, owner: SessionState, swapper: SequenceSwapper, slot: int) -> bool:
         """A swap-in claims as a start does, and leaves alone the blocks that are reserved for earlier arrivals."""
@@ -267,36 +255,35 @@ class StepApplier:
             claims.add_claim(owner, slot, max(1, num_missing + self._pool.num_available - num_room))
         return done
 
-    def _start_all(self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan) -> list[StartResult]:
+    def _start_all(self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan) -> None:
         is_asked = len(batch.start_may_wait) > 0
-        waiting = batch.start_may_wait if is_asked else np.zeros(len(plan.start_slots), np.int32)
-        columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, waiting)
+        none = np.zeros(len(plan.start_slots), np.int32)
+        waiting, exact = (column if len(column) else none for column in (batch.start_may_wait, batch.start_exact))
+        columns = (plan.start_slots, batch.start_max_new, batch.start_max_hit, waiting, exact)
         owners = {other.number: other for other in self._state.sessions.values()} if is_asked else {}
-        results: list[StartResult] = []
         below = self._state.below
         self._inflight.begin_starts()
-        for slot, max_new, max_hit, waits in zip(*(column.tolist() for column in columns), strict=True):
+        for slot, max_new, max_hit, waits, exactly in zip(*(column.tolist() for column in columns), strict=True):
             length = below.length_to_come(slot, max_hit) if waits and below is not None else 0
             if length or (waits and (length := self._inflight.length_to_come(slot, max_hit, owners))):
                 self._claims.forget_claim(slot)  # it does not wait for blocks
                 self._counters.num_computing_answers += 1
                 log.computing_lens[slot] = length
-                results.append(StartResult.COMPUTING)
+                log.starts.append(StartResult.COMPUTING)
             else:
                 num_ready = len(log.ready)
-                results.append(self._start(owner, log, slot, max_new, max_hit))
-                has_next = is_asked and len(results) < len(plan.start_slots)
+                log.starts.append(self._start(owner, log, slot, max_new, max_hit, exactly))
+                has_next = is_asked and len(log.starts) < len(plan.start_slots)
                 for other in (slot, *log.ready[num_ready:]) if has_next else ():
                     if self._sequences.states[other] == SequenceState.RUNNING:
                         self._inflight.note_started(other)
-        return results
 
-    def _reserve_all(self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan, refused: set[int]) -> Grants:
+    def _reserve_all(self, owner: SessionState, log: StepLog, batch: StepBatch, plan: StepPlan) -> Grants:
         if not len(batch.reserve_ids):
             return _NO_GRANTS
         if plan.reserve_slots is not None:
             return self._reservations.reserve(owner, log, plan.reserve_slots, batch.reserve_min, batch.reserve_max)
-        there = np.array([sequence_id not in refused for sequence_id in batch.reserve_ids.tolist()])
+        there = np.array([sequence_id not in log.refused for sequence_id in batch.reserve_ids.tolist()])
         slots = owner.ids.find(batch.reserve_ids[there], "reserve_sequence_ids")
         grants = self._reservations.reserve(owner, log, slots, batch.reserve_min[there], batch.reserve_max[there])
         reserved = np.zeros(len(there), np.int32)

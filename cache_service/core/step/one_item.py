@@ -5,18 +5,15 @@ import numpy as np
 from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
 from ..sequences.spans import can_leave, find_holes
-from ..sequences.transitions import wrong_state
 from ..tables.prefix_lookup import PrefixLookup
 from ..tables.reserve import Reservations
-from ..tables.start import SequenceStarter
-from ..tables.step_log import StepLog
 from ..tiers.sequence_swap import SequenceSwapper
 from ..values.copies import Copies
 from ..values.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfHostBlocks, WrongState, out_of_sequences
 from ..values.step_columns import StepBatch, StepReply
-from ..values.types import NO_INT32, Int32Array, ItemResult, SequenceState, SessionId
+from ..values.types import NO_INT32, Int32Array, ItemResult, SequenceState, SessionId, StartResult
 from .apply import StepApplier
-from .reply import copies_from, copies_of
+from .reply import copies_of
 from .validate import too_long
 
 _FIELDS = {"commit_num_tokens": "num_tokens", "commit_token_ids": "token_ids", "fork_num_tokens": "num_tokens",
@@ -31,7 +28,6 @@ class OneItemCalls:
         state: PoolState,
         steps: StepApplier,
         lookup: PrefixLookup,
-        starter: SequenceStarter,
         reservations: Reservations,
         swapper: SequenceSwapper | None,
     ) -> None:
@@ -40,10 +36,8 @@ class OneItemCalls:
         self._pool = state.pool
         self._blocks_left = state.blocks_left
         self._claims = state.claims
-        self._counters = state.counters
         self._steps = steps
         self._lookup = lookup
-        self._starter = starter
         self._reservations = reservations
         self._swapper = swapper
 
@@ -59,27 +53,17 @@ class OneItemCalls:
         if num_tokens > seqs.max_tokens[slot]:
             raise too_long("num_tokens", int(seqs.max_tokens[slot]))
         find_holes(seqs, slot).check_fits("num_tokens", num_tokens, seqs)
-        if seqs.states[slot] == SequenceState.RUNNING:
-            reply = self._step_once(
-                owner,
-                reserve_ids=np.array([sequence_id]),
-                reserve_min=np.array([num_tokens], np.int32),
-                reserve_max=np.array([num_tokens], np.int32),
-            )
-            if reply.reserve_reserved[0] >= num_tokens:
-                return copies_of(reply)
-            self._claims.forget_claim(slot)  # a call that is refused with an error leaves no trace
-        elif seqs.states[slot] != SequenceState.WAITING:
-            raise wrong_state(sequence_id, int(seqs.states[slot]))
+        ids, lens = np.array([sequence_id]), np.array([num_tokens], np.int32)
+        if seqs.states[slot] == SequenceState.WAITING:
+            max_hit = lens if look_up else np.zeros(1, np.int32)
+            reply = self._step_once(owner, start_ids=ids, start_max_new=lens, start_max_hit=max_hit, start_exact=lens)
+            is_granted = reply.start_results[0] == StartResult.STARTED
         else:
-            log, owner.is_one_item = StepLog(), True
-            self._claims.forget_stale()
-            max_hit = num_tokens if look_up else 0
-            if self._start_exactly(owner, log, slot, max_hit, num_tokens):
-                self._state.revision += 1
-                self._counters.num_steps += 1
-                self._state.update_pressure()
-                return copies_from(log.copy_sources, log.copy_destinations, log.orders)
+            reply = self._step_once(owner, reserve_ids=ids, reserve_min=lens, reserve_max=lens)
+            is_granted = reply.reserve_reserved[0] >= num_tokens
+        if is_granted:
+            return copies_of(reply)
+        self._claims.forget_claim(slot)  # a call that is refused with an error leaves no trace
         requested, available = self._shortage(owner, slot, num_tokens, look_up=look_up)
         raise OutOfBlocks(f"{requested} blocks are wanted, {available} are available", requested=requested, available=available)
 
@@ -196,17 +180,6 @@ class OneItemCalls:
         if self._claims.is_later(slot):
             return num_needed, 0
         return num_needed, max(0, self._blocks_left.beside(hits, self._state.num_spare()))
-
-    def _start_exactly(self, owner: SessionState, log: StepLog, slot: int, max_hit: int, num_tokens: int) -> bool:
-        """Starts a waiting sequence; its hits in the host tier are loaded by the copies of this call."""
-        swapper = self._swapper
-        if swapper is not None:
-            swapper.begin_call(owner, log.orders)
-        started = self._starter.start(owner, log, slot, max_hit, 0, num_spare=self._state.num_spare(), exactly=num_tokens)
-        if swapper is not None:
-            swapper.finish_call(owner)
-            swapper.conclude_arrived(owner)
-        return started
 
     def _step_once(self, owner: SessionState, **columns: np.ndarray) -> StepReply:
         owner.is_one_item = True

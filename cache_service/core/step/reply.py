@@ -10,42 +10,42 @@ from ..sequences.session_state import SessionState
 from ..tables.step_log import Grants, StepLog
 from ..tiers.transfers import TransferOrder
 from ..values.copies import Copies
-from ..values.step_columns import StepReply
-from ..values.types import NO_INT32, NO_INT64, Int32Array, ItemResult, PressureLevel, SequenceState, StartResult
-from .validate import StepPlan
+from ..values.step_columns import StepBatch, StepReply
+from ..values.types import NO_INT32, NO_INT64, Int32Array, PressureLevel, SequenceState, StartResult
+from .validate import StepPlan, has_swaps
 
 
 def step_reply(
     seqs: SequenceTable,
     pool: BlockPool,
+    owner: SessionState,
+    batch: StepBatch,
     log: StepLog,
     plan: StepPlan,
-    forks: list[ItemResult],
-    starts: list[StartResult],
     grants: Grants,
     *,
     num_reclaim_hint: int,
     pressure: PressureLevel,
     revision: int,
 ) -> StepReply:
-    """The reply of most steps."""
+    """The reply of the step that was just applied."""
     # A start that was refused holds nothing, so its row is zeros by itself. A loading start is told when its blocks are there.
     tables = [seqs.whole_table(slot) for slot in plan.start_slots.tolist()]
     update_groups, update_table_idx = NO_INT32, int32_of(log.update_table_idx)
     if seqs.num_groups > 1 and len(update_table_idx):
         update_groups, update_table_idx = np.divmod(update_table_idx, np.int32(seqs.max_blocks))
     reserved = seqs.num_reserved[plan.start_slots] if tables else NO_INT32
-    if StartResult.LOADING in starts:
-        is_loading = [result is StartResult.LOADING for result in starts]
+    if StartResult.LOADING in log.starts:
+        is_loading = [result is StartResult.LOADING for result in log.starts]
         tables = [NO_INT32 if loads else table for table, loads in zip(tables, is_loading, strict=True)]
         reserved[is_loading] = 0
     hits = seqs.num_hit[plan.start_slots] if tables else NO_INT32
     if log.computing_lens:
         lens = log.computing_lens
         hits = int32_of([lens.get(slot, hit) for slot, hit in zip(plan.start_slots.tolist(), hits.tolist(), strict=True)])
-    return StepReply(
-        fork_results=int32_of(forks),
-        start_results=int32_of(starts),
+    reply = StepReply(
+        fork_results=int32_of(log.forks),
+        start_results=int32_of(log.starts),
         start_hits=hits,
         start_reserved=reserved,
         start_num_blocks=int32_of([len(table) // seqs.num_groups for table in tables]),
@@ -67,23 +67,35 @@ def step_reply(
         new_block_groups=grants.groups,
         update_groups=update_groups,
     )
+    if seqs.has_states and (log.forked_lens or log.truncated_lens):
+        reply = reply._replace(fork_committed=int32_of(log.forked_lens), truncate_committed=int32_of(log.truncated_lens))
+    if owner.logits and tables:
+        reply = reply._replace(start_has_logits=_has_logits(owner, batch))
+    if log.orders or log.ready or has_swaps(batch):
+        reply = _with_moves(reply, seqs, owner, log)
+    return reply
 
 
-def with_moves(
-    reply: StepReply, seqs: SequenceTable, owner: SessionState, log: StepLog, swap_outs: Int32Array, swap_ins: Int32Array
-) -> StepReply:
+def _has_logits(owner: SessionState, batch: StepBatch) -> Int32Array:
+    held = [owner.logits.get(sequence_id) for sequence_id in batch.start_ids.tolist()]
+    has_logits = int32_of([item is not None and item.step_id == owner.step_id for item in held])
+    return has_logits if has_logits.any() else NO_INT32
+
+
+def _with_moves(reply: StepReply, seqs: SequenceTable, owner: SessionState, log: StepLog) -> StepReply:
     """The reply with what only few have: results of swaps, orders, sequences that run now."""
     # What was released or swapped out again in this very step is not told.
     ready = [slot for slot in dict.fromkeys(log.ready) if seqs.states[slot] == SequenceState.RUNNING]
     ready = [slot for slot in ready if seqs.owners[slot] == owner.number]
     tables = [seqs.whole_table(slot) for slot in ready]
+    kinds, sources, destinations = order_columns(log.orders)
     return reply._replace(
-        swap_out_results=swap_outs,
-        swap_in_results=swap_ins,
+        swap_out_results=int32_of(log.swap_outs),
+        swap_in_results=int32_of(log.swap_ins),
         transfer_ids=np.array([order.id for order in log.orders], np.int64),
-        transfer_kinds=int32_of([order.kind for order in log.orders]),
-        transfer_sources=int32_of([order.source for order in log.orders]),
-        transfer_destinations=int32_of([order.destination for order in log.orders]),
+        transfer_kinds=kinds,
+        transfer_sources=sources,
+        transfer_destinations=destinations,
         ready_ids=seqs.ids[ready],
         ready_hits=seqs.num_hit[ready],
         ready_reserved=seqs.num_reserved[ready],
@@ -103,7 +115,7 @@ def copies_of(reply: StepReply) -> Copies:
     return Copies(reply.copy_sources, reply.copy_destinations, *transfers)
 
 
-def copies_from(sources: list[int], destinations: list[int], orders: list[TransferOrder]) -> Copies:
-    """The copies that a call without a reply of columns wants to have run."""
-    columns = [[order.kind for order in orders], [order.source for order in orders], [order.destination for order in orders]]
-    return Copies(*(np.array(column, np.int32) for column in (sources, destinations, *columns)))
+def order_columns(orders: list[TransferOrder]) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Kinds, sources and destinations [n] of transfer orders."""
+    kinds, sources = int32_of([order.kind for order in orders]), int32_of([order.source for order in orders])
+    return kinds, sources, int32_of([order.destination for order in orders])

@@ -5,7 +5,6 @@ reservations, which name every running sequence, are checked as columns; the oth
 overlay that shows each item the sequences as the items before it leave them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,7 +56,6 @@ class _Seen:
     """One sequence as the items so far leave it."""
 
     state: int
-    num_tokens: int
     num_committed: int
     max_tokens: int
     holes: Holes
@@ -68,7 +66,7 @@ def check_step(sequences: SequenceTable, owner: SessionState, batch: StepBatch) 
     commits = _check_commits(sequences, owner, batch)
     commit_slots, start_slots = commits.slots, check_starts(sequences, owner, batch)
     if len(batch.fork_children) or len(batch.truncate_ids) or len(batch.release_ids) or has_swaps(batch):
-        reserve_slots = _check_in_order(sequences, owner, batch, commits)
+        reserve_slots = _Walk(sequences, owner, batch).check(commits)
         needs_published = len(batch.fork_children) > 0 or len(batch.truncate_ids) > 0 or has_swaps(batch)
         return StepPlan(commit_slots, start_slots, reserve_slots, needs_published)
     reserve_slots = _check_reservations(sequences, owner, batch, commits)
@@ -209,105 +207,122 @@ def check_starts(sequences: SequenceTable, owner: SessionState, batch: StepBatch
     return slots
 
 
-def _check_in_order(sequences: SequenceTable, owner: SessionState, batch: StepBatch, commits: _Commits) -> Int64Array | None:
-    """Forks, truncates, releases, swaps, then the starts and reservations they leave. Answers the reservations' slots."""
-    seen: dict[int, _Seen] = {}
-    released: set[int] = set()
+class _Walk:
+    """Checks the items of the short lists, one by one: each sees the sequences as the items before it leave them."""
 
-    def look(sequence_id: int) -> _Seen:
-        if sequence_id in released:
+    def __init__(self, sequences: SequenceTable, owner: SessionState, batch: StepBatch) -> None:
+        self._sequences, self._owner, self._batch = sequences, owner, batch
+        self._seen: dict[int, _Seen] = {}
+        self._released: set[int] = set()
+
+    def check(self, commits: _Commits) -> Int64Array | None:
+        """Forks, truncates, releases, swaps, then the starts and reservations they leave. Answers the reservations' slots."""
+        sequences, batch = self._sequences, self._batch
+        if len(batch.fork_children):
+            self._check_forks()
+        if len(batch.truncate_ids):
+            self._check_truncates()
+        _check_distinct_ids(batch.release_ids, "release_sequence_ids")
+        for sequence_id in batch.release_ids.tolist():
+            if sequence_id not in self._seen and sequence_id not in self._owner.ids:
+                self._look(sequence_id)  # refuses it
+            self._released.add(sequence_id)
+        if has_swaps(batch):
+            self._check_swaps()
+        for sequence_id in [start_id for start_id in batch.start_ids.tolist() if start_id in self._released]:
+            self._look(sequence_id)  # refuses it
+        if not len(batch.fork_children) and not len(batch.truncate_ids) and not sequences.may_have_holes:
+            # The usual step in which requests end and begin: nothing above changed the limits of a reservation.
+            leaving = np.concatenate([batch.release_ids, batch.swap_out_ids])
+            for at in (leaving[:, None] == batch.reserve_ids).any(1).nonzero()[0].tolist():
+                self._look_running(int(leaving[at]))
+            return _check_reservations(sequences, self._owner, batch, commits)
+        self._check_reservations()
+        return None if len(batch.fork_children) else self._owner.ids.find(batch.reserve_ids, "reserve_sequence_ids")
+
+    def _look(self, sequence_id: int) -> _Seen:
+        sequences, batch = self._sequences, self._batch
+        if sequence_id in self._released:
             raise UnknownSequence(f"sequence {sequence_id} is released in this step", sequence_id=sequence_id)
-        if sequence_id not in seen:
-            slot = owner.ids.get(sequence_id)
+        if sequence_id not in self._seen:
+            slot = self._owner.ids.get(sequence_id)
             if slot is None:
                 raise UnknownSequence(f"no sequence {sequence_id} in this session", sequence_id=sequence_id)
             view = _Seen(
                 int(sequences.states[slot]),
-                int(sequences.num_tokens[slot]),
                 int(sequences.num_committed[slot]),
                 int(sequences.max_tokens[slot]),
                 find_holes(sequences, slot),
             )
             for at in (batch.commit_ids == sequence_id).nonzero()[0].tolist():
-                view.num_tokens += int(batch.commit_num_new[at])
                 view.num_committed = int(batch.commit_lens[at])
                 view.holes = view.holes.after_commit(view.num_committed, sequences.block_size)
-            seen[sequence_id] = view
-        return seen[sequence_id]
+            self._seen[sequence_id] = view
+        return self._seen[sequence_id]
 
-    for parent_id, child_id, num_tokens in zip(
-        batch.fork_parents.tolist(), batch.fork_children.tolist(), batch.fork_lens.tolist(), strict=True
-    ):
-        parent = look(parent_id)
-        if parent.state != SequenceState.RUNNING:
-            raise wrong_state(parent_id, parent.state)
-        check_id(child_id, "fork_child_ids")
-        if child_id in seen or owner.ids.get(child_id) is not None:
-            raise DuplicateSequence(f"sequence {child_id} exists", sequence_id=child_id)
-        if not 1 <= num_tokens <= parent.num_committed:
-            raise InvalidField(
-                f"{num_tokens} tokens shared, 1 to {parent.num_committed} committed ones can be",
-                field="fork_num_tokens",
-                limit=parent.num_committed,
-            )
-        parent.holes.check_cut("fork_num_tokens", num_tokens, sequences.block_size)
-        holes = parent.holes.after_cut(num_tokens, sequences.block_size)
-        seen[child_id] = _Seen(SequenceState.RUNNING, num_tokens, num_tokens, parent.max_tokens, holes)
-    _check_distinct_ids(batch.truncate_ids, "truncate_sequence_ids")
-    for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
-        target = look(sequence_id)
-        if target.state != SequenceState.RUNNING:
-            raise wrong_state(sequence_id, target.state)
-        if num_tokens < 1:
-            raise InvalidField("a sequence keeps 1 token or more", field="truncate_num_tokens", limit=1)
-        target.holes.check_cut("truncate_num_tokens", num_tokens, sequences.block_size)
-        target.holes = target.holes.after_cut(num_tokens, sequences.block_size)
-    _check_distinct_ids(batch.release_ids, "release_sequence_ids")
-    for sequence_id in batch.release_ids.tolist():
-        if sequence_id not in seen and sequence_id not in owner.ids:
-            look(sequence_id)  # refuses it
-        released.add(sequence_id)
-    if has_swaps(batch):
-        _check_swaps(batch, look)
-    for sequence_id in [start_id for start_id in batch.start_ids.tolist() if start_id in released]:
-        look(sequence_id)  # refuses it
-    if not len(batch.fork_children) and not len(batch.truncate_ids) and not sequences.may_have_holes:
-        # The usual step in which requests end and begin: nothing above changed the limits of a reservation.
-        leaving = np.concatenate([batch.release_ids, batch.swap_out_ids])
-        for at in (leaving[:, None] == batch.reserve_ids).any(1).nonzero()[0].tolist():
-            state = look(int(leaving[at])).state  # refuses a released sequence
-            if state != SequenceState.RUNNING:
-                raise wrong_state(int(leaving[at]), state)
-        return _check_reservations(sequences, owner, batch, commits)
-    _check_distinct_ids(batch.reserve_ids, "reserve_sequence_ids")
-    _check_lengths(batch)
-    for sequence_id, least, most in zip(
-        batch.reserve_ids.tolist(), batch.reserve_min.tolist(), batch.reserve_max.tolist(), strict=True
-    ):
-        target = look(sequence_id)
-        if target.state != SequenceState.RUNNING:
-            raise wrong_state(sequence_id, target.state)
-        if most > target.max_tokens:
-            raise too_long("reserve_max_tokens", target.max_tokens)
-        target.holes.check_fits("reserve_min_tokens", least, sequences)
-    return None if len(batch.fork_children) else owner.ids.find(batch.reserve_ids, "reserve_sequence_ids")
+    def _look_running(self, sequence_id: int) -> _Seen:
+        view = self._look(sequence_id)
+        if view.state != SequenceState.RUNNING:
+            raise wrong_state(sequence_id, view.state)
+        return view
 
+    def _check_forks(self) -> None:
+        batch, size = self._batch, self._sequences.block_size
+        for parent_id, child_id, num_tokens in zip(
+            batch.fork_parents.tolist(), batch.fork_children.tolist(), batch.fork_lens.tolist(), strict=True
+        ):
+            parent = self._look_running(parent_id)
+            check_id(child_id, "fork_child_ids")
+            if child_id in self._seen or self._owner.ids.get(child_id) is not None:
+                raise DuplicateSequence(f"sequence {child_id} exists", sequence_id=child_id)
+            if not 1 <= num_tokens <= parent.num_committed:
+                raise InvalidField(
+                    f"{num_tokens} tokens shared, 1 to {parent.num_committed} committed ones can be",
+                    field="fork_num_tokens",
+                    limit=parent.num_committed,
+                )
+            parent.holes.check_cut("fork_num_tokens", num_tokens, size)
+            holes = parent.holes.after_cut(num_tokens, size)
+            self._seen[child_id] = _Seen(SequenceState.RUNNING, num_tokens, parent.max_tokens, holes)
 
-def _check_swaps(batch: StepBatch, look: Callable[[int], _Seen]) -> None:
-    """A step does not write a sequence that it swaps, so its reservation is refused, also if the swap is refused."""
-    _check_distinct_ids(batch.swap_out_ids, "swap_out_sequence_ids")
-    for sequence_id in batch.swap_out_ids.tolist():
-        target = look(sequence_id)
-        if target.state not in (SequenceState.RUNNING, SequenceState.SWAPPED):
-            raise wrong_state(sequence_id, target.state)
-        target.state = SequenceState.SWAPPED
-    _check_distinct_ids(batch.swap_in_ids, "swap_in_sequence_ids")
-    for sequence_id in batch.swap_in_ids.tolist():
-        target = look(sequence_id)
-        if target.state == SequenceState.WAITING:
-            raise wrong_state(sequence_id, target.state)
-        if target.state == SequenceState.SWAPPED:
-            target.state = SequenceState.LOADING
+    def _check_truncates(self) -> None:
+        batch, size = self._batch, self._sequences.block_size
+        _check_distinct_ids(batch.truncate_ids, "truncate_sequence_ids")
+        for sequence_id, num_tokens in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
+            target = self._look_running(sequence_id)
+            if num_tokens < 1:
+                raise InvalidField("a sequence keeps 1 token or more", field="truncate_num_tokens", limit=1)
+            target.holes.check_cut("truncate_num_tokens", num_tokens, size)
+            target.holes = target.holes.after_cut(num_tokens, size)
+
+    def _check_swaps(self) -> None:
+        """A step does not write a sequence that it swaps, so its reservation is refused, also if the swap is refused."""
+        batch = self._batch
+        _check_distinct_ids(batch.swap_out_ids, "swap_out_sequence_ids")
+        for sequence_id in batch.swap_out_ids.tolist():
+            target = self._look(sequence_id)
+            if target.state not in (SequenceState.RUNNING, SequenceState.SWAPPED):
+                raise wrong_state(sequence_id, target.state)
+            target.state = SequenceState.SWAPPED
+        _check_distinct_ids(batch.swap_in_ids, "swap_in_sequence_ids")
+        for sequence_id in batch.swap_in_ids.tolist():
+            target = self._look(sequence_id)
+            if target.state == SequenceState.WAITING:
+                raise wrong_state(sequence_id, target.state)
+            if target.state == SequenceState.SWAPPED:
+                target.state = SequenceState.LOADING
+
+    def _check_reservations(self) -> None:
+        batch = self._batch
+        _check_distinct_ids(batch.reserve_ids, "reserve_sequence_ids")
+        _check_lengths(batch)
+        for sequence_id, least, most in zip(
+            batch.reserve_ids.tolist(), batch.reserve_min.tolist(), batch.reserve_max.tolist(), strict=True
+        ):
+            target = self._look_running(sequence_id)
+            if most > target.max_tokens:
+                raise too_long("reserve_max_tokens", target.max_tokens)
+            target.holes.check_fits("reserve_min_tokens", least, self._sequences)
 
 
 def _check_fits(sequences: SequenceTable, batch: StepBatch, slots: Int64Array, commit_slots: Int64Array) -> None:

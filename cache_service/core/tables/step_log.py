@@ -6,14 +6,21 @@ Owns nothing but these values.
 from dataclasses import dataclass, field
 
 from ..tiers.transfers import TransferOrder
-from ..values.types import NO_INT32, NULL_BLOCK, Int32Array
+from ..values.types import NO_INT32, NULL_BLOCK, Int32Array, ItemResult, StartResult
 
 
 @dataclass(slots=True)
 class StepLog:
-    """The news of a step for its engine: orders and copies to run, replaced table entries, and slots of sequences that run now
-    without having been started."""
+    """What a step tells its engine: results of its items, orders and copies to run, and replaced table entries.
 
+    ready: slots of sequences that run now without having been started.
+    """
+
+    forks: list[ItemResult] = field(default_factory=list)
+    refused: set[int] = field(default_factory=set)  # children that there was no slot for
+    swap_outs: list[ItemResult] = field(default_factory=list)
+    swap_ins: list[ItemResult] = field(default_factory=list)
+    starts: list[StartResult] = field(default_factory=list)
     copy_sources: list[int] = field(default_factory=list)
     copy_destinations: list[int] = field(default_factory=list)
     update_ids: list[int] = field(default_factory=list)

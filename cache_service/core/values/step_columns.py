@@ -69,6 +69,8 @@ class StepBatch(NamedTuple):
     swap_out_ids: Annotated[Int64Array, In("swap_out", "swap_out_sequence_ids", Length.LIST)] = NO_INT64
     swap_in_ids: Annotated[Int64Array, In("swap_in", "swap_in_sequence_ids", Length.LIST)] = NO_INT64
     start_may_wait: Annotated[Int32Array, In("start", "start_may_wait", Length.OPTIONAL)] = NO_INT32  # empty: no start may wait
+    # No column of the protocol: the slots, all or none, that the start of a one-item call is granted. Empty in other steps.
+    start_exact: Int32Array = NO_INT32
 
 
 class StepReply(NamedTuple):

@@ -50,7 +50,6 @@ class NaiveSequence:
     granted_at: dict[int, int] = field(default_factory=dict)
     published: int = 0  # leading blocks that the index names
     retention: Retention | None = None
-    may_share_its_end: bool = False  # forked inside a block, cut, or taken, since it had slots to write
 
     def readable(self, length: int) -> set[int]:
         """Positions that may be read when so many tokens are committed."""
@@ -281,7 +280,6 @@ class NaiveCache:
         giver.updates = [update for update in giver.updates if update[0] != q.sequence_id]
         q.session, q.sequence_id, q.claim = session, sequence_id, None
         q.granted_at = {self.sessions[session].completed: q.reserved}
-        q.may_share_its_end = True  # with the steps of the session before
         self.sequences[session, sequence_id] = q
 
     def complete(self, session: str, completed: int) -> None:

@@ -51,7 +51,6 @@ class NaiveCalls(NaiveSteps):
             self._check_copies(copies, wanted, name)
             self.num_changes += q_reserved > q.reserved or copied_idx is not None
             q.table, q.reserved = list(shown), q_reserved
-            q.may_share_its_end &= q_reserved <= q.committed
             q.granted_at = {self.sessions[q.session].step_id: q_reserved}
             return fresh
 

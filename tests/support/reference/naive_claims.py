@@ -46,7 +46,6 @@ class NaiveClaims(NaiveKeeping):
     num_computing = 0
     num_pressure_changes = 0
     pressure = PressureLevel.LOW
-    leaving: list[NaiveSequence] = []  # noqa: RUF012  # sequences that the step being applied is yet to release
 
     def age(self, q: NaiveSequence) -> tuple[int, int, int, int]:
         return -q.priority, q.start_number, self.sessions[q.session].number, q.sequence_id
@@ -101,7 +100,7 @@ class NaiveClaims(NaiveKeeping):
             return 0
         found = 0
         for other in self.sequences.values():
-            if other.running and other.tenant == q.tenant and other not in self.leaving:
+            if other.running and other.tenant == q.tenant:
                 known = other.tokens[: min(self.to_come(other), most, self.num_shareable(other) * size)]
                 same = next((i for i, (a, b) in enumerate(zip(known, q.tokens, strict=False)) if a != b), len(known))
                 found = max(found, same // size * size)

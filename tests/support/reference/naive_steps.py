@@ -25,7 +25,6 @@ class NaiveSteps(NaiveClaims):
     """The reference model, with its operations."""
 
     num_opened = 0
-    num_late_releases = 0
     refused: list[tuple[NaiveSequence, int]] = []  # noqa: RUF012  # reservations of this step, with the blocks they asked for
 
     def open_session(self, session: str, executor: Executor) -> None:
@@ -141,23 +140,21 @@ class NaiveSteps(NaiveClaims):
         leaving = [
             self.sequences[session, sequence_id] for sequence_id in batch.release_ids.tolist() if not len(batch.fork_children)
         ]
-        releases_wait = self._can_releases_wait(session, batch)
         self.commit(session, commits_of(batch))
         if len(batch.fork_children) or len(batch.truncate_ids) or self._could_hit_more(session, batch):
             self.publish(told_now=session)
-        elif not releases_wait:
+        else:
             self.publish_those(leaving)
         told = self.told(session)
         refused = self._forks(session, batch, reply)
         for sequence_id, length in zip(batch.truncate_ids.tolist(), batch.truncate_lens.tolist(), strict=True):
             if sequence_id not in refused:
                 self.truncate(self.sequences[session, sequence_id], length)
-        released = [i for i in batch.release_ids.tolist() if i not in refused and not releases_wait]
+        released = [i for i in batch.release_ids.tolist() if i not in refused]
         self.say([self.sequences[session, sequence_id] for sequence_id in released])
         for sequence_id in released:
             self.release(self.sequences[session, sequence_id])
         self.settle()
-        self.leaving = leaving if releases_wait else []
         self._starts(session, batch, reply)
         updates = self._reservations(session, batch, reply, refused)
         updates += told
@@ -169,30 +166,6 @@ class NaiveSteps(NaiveClaims):
         expect(reply.pressure, self.pressure, "pressure")
         expect(reply.num_reclaim_hint, self.reclaim_hint(session), "reclaim hint")
         self.num_given_back += reply.num_reclaim_hint > 0
-        if releases_wait:
-            self.num_late_releases += len(leaving)
-            self.publish_those(leaving)
-            self.say(leaving)
-            for q in leaving:
-                self.release(q)
-            self.settle()
-            self.observe()
-
-    def _can_releases_wait(self, session: str, batch: StepBatch) -> bool:
-        """Whether the blocks of released sequences are given back after the answer, because the step can do without them."""
-        others = (batch.fork_children, batch.truncate_ids, batch.swap_out_ids, batch.swap_in_ids)
-        num_items = len(batch.reserve_ids) + len(batch.start_ids)
-        if any(map(len, others)) or not len(batch.release_ids) or not num_items or self.config.num_host_blocks:
-            return False
-        wanted = 0
-        for sequence_id, most in zip(batch.reserve_ids.tolist(), batch.reserve_max.tolist(), strict=True):
-            q = self.sequences[session, sequence_id]
-            wanted += max(0, self.num_blocks(most) - len(q.table)) + q.may_share_its_end
-        wanted += sum(
-            self.num_blocks(len(self.sequences[session, sequence_id].tokens)) for sequence_id in batch.start_ids.tolist()
-        )
-        fits = wanted <= self.num_free() and wanted + num_items + self.watermark() <= self.num_available()
-        return fits and not self.claimants()
 
     def check_counts(self, reply: StepReply) -> None:
         states = self.states()
@@ -269,8 +242,6 @@ class NaiveSteps(NaiveClaims):
         child.published = min(length // self.block_size, parent.published)
         child.granted_at = {self.sessions[parent.session].step_id: length}
         child.args = ("fork", parent.sequence_id, length)
-        if length % self.block_size:
-            child.may_share_its_end = parent.may_share_its_end = True
         self.sequences[parent.session, child_id] = child
         self.num_changes += 1
         return child
@@ -280,7 +251,6 @@ class NaiveSteps(NaiveClaims):
         del q.tokens[length:]
         q.committed, q.reserved = min(q.committed, length), min(q.reserved, length)
         q.published = min(q.published, q.committed // self.block_size)
-        q.may_share_its_end = True
         q.granted_at = {step: min(granted, length) for step, granted in q.granted_at.items()}
         for block in q.table[self.num_blocks(q.reserved) :]:
             self.let_go(q.session, block)
@@ -455,7 +425,6 @@ class NaiveSteps(NaiveClaims):
         self.num_changes += granted > q.reserved or copied_idx is not None
         q.table += new_blocks
         q.reserved = granted
-        q.may_share_its_end &= granted <= q.committed
         q.granted_at[self.sessions[q.session].step_id] = granted
         return blocked, updates
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import compress
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -38,30 +38,33 @@ def _none64() -> Int64Array:
 class StepItems:
     """The items of one step, applied in this order. Columns of one group are equally long; lengths are absolute.
 
-    Forks, truncates, releases, swaps and starts are at most max_step_items of the session's pool, all together.
+    Forks, truncates, releases, swaps and starts are at most max_step_items of the session's pool, all together. Each column is
+    declared with its field of StepRequest, as those of StepResult are with theirs of StepResponse.
     """
 
-    commit_ids: Int64Array = field(default_factory=_none64)
-    commit_lens: Int32Array = field(default_factory=_none32)
-    commit_num_new: Int32Array = field(default_factory=_none32)  # how many of commit_tokens belong to the item
-    commit_tokens: Int32Array = field(default_factory=_none32)  # concatenated
-    fork_parents: Int64Array = field(default_factory=_none64)
-    fork_children: Int64Array = field(default_factory=_none64)
-    fork_lens: Int32Array = field(default_factory=_none32)
-    truncate_ids: Int64Array = field(default_factory=_none64)
-    truncate_lens: Int32Array = field(default_factory=_none32)
-    release_ids: Int64Array = field(default_factory=_none64)
-    start_ids: Int64Array = field(default_factory=_none64)
-    start_max_new: Int32Array = field(default_factory=_none32)
-    start_max_hit: Int32Array = field(default_factory=_none32)  # 0: no look-up
-    start_may_wait: Int32Array = field(default_factory=_none32)  # 1 where the answer COMPUTING is allowed; empty: nowhere
-    reserve_ids: Int64Array = field(default_factory=_none64)
-    reserve_min: Int32Array = field(default_factory=_none32)
-    reserve_max: Int32Array = field(default_factory=_none32)
-    swap_out_ids: Int64Array = field(default_factory=_none64)  # applied before the starts
-    swap_in_ids: Int64Array = field(default_factory=_none64)
-    completed_transfers: Int64Array = field(default_factory=_none64)  # applied first
-    failed_transfers: Int64Array = field(default_factory=_none64)
+    commit_ids: Annotated[Int64Array, "commit_sequence_ids"] = field(default_factory=_none64)
+    commit_lens: Annotated[Int32Array, "commit_num_tokens"] = field(default_factory=_none32)
+    # How many of commit_tokens belong to the item.
+    commit_num_new: Annotated[Int32Array, "commit_num_new_tokens"] = field(default_factory=_none32)
+    commit_tokens: Annotated[Int32Array, "commit_token_ids"] = field(default_factory=_none32)  # concatenated
+    fork_parents: Annotated[Int64Array, "fork_parent_ids"] = field(default_factory=_none64)
+    fork_children: Annotated[Int64Array, "fork_child_ids"] = field(default_factory=_none64)
+    fork_lens: Annotated[Int32Array, "fork_num_tokens"] = field(default_factory=_none32)
+    truncate_ids: Annotated[Int64Array, "truncate_sequence_ids"] = field(default_factory=_none64)
+    truncate_lens: Annotated[Int32Array, "truncate_num_tokens"] = field(default_factory=_none32)
+    release_ids: Annotated[Int64Array, "release_sequence_ids"] = field(default_factory=_none64)
+    start_ids: Annotated[Int64Array, "start_sequence_ids"] = field(default_factory=_none64)
+    start_max_new: Annotated[Int32Array, "start_max_new_tokens"] = field(default_factory=_none32)
+    start_max_hit: Annotated[Int32Array, "start_max_hit_tokens"] = field(default_factory=_none32)  # 0: no look-up
+    # 1 where the answer COMPUTING is allowed; empty: nowhere.
+    start_may_wait: Annotated[Int32Array, "start_may_wait"] = field(default_factory=_none32)
+    reserve_ids: Annotated[Int64Array, "reserve_sequence_ids"] = field(default_factory=_none64)
+    reserve_min: Annotated[Int32Array, "reserve_min_tokens"] = field(default_factory=_none32)
+    reserve_max: Annotated[Int32Array, "reserve_max_tokens"] = field(default_factory=_none32)
+    swap_out_ids: Annotated[Int64Array, "swap_out_sequence_ids"] = field(default_factory=_none64)  # applied before the starts
+    swap_in_ids: Annotated[Int64Array, "swap_in_sequence_ids"] = field(default_factory=_none64)
+    completed_transfers: Annotated[Int64Array, "completed_transfer_ids"] = field(default_factory=_none64)  # applied first
+    failed_transfers: Annotated[Int64Array, "failed_transfer_ids"] = field(default_factory=_none64)
 
 
 class StepResult(NamedTuple):
@@ -70,113 +73,60 @@ class StepResult(NamedTuple):
     A named tuple: a frozen dataclass of so many fields takes four times as long to make.
     """
 
-    step_id: int
-    fork_results: Int32Array  # of ItemResult
-    start_results: Int32Array  # of StartResult
-    start_hits: Int32Array
-    start_reserved: Int32Array
-    start_num_blocks: Int32Array
-    start_block_ids: Int32Array  # block tables of the starts, concatenated
-    start_has_logits: Int32Array  # 1 where the whole prompt is a hit and read_logits has what follows; empty: nowhere
-    reserve_reserved: Int32Array
-    new_block_item_idx: Int32Array  # index of the reservation, ascending
-    new_block_ids: Int32Array
-    update_ids: Int64Array
-    update_table_idx: Int32Array
-    update_block_ids: Int32Array
-    copy_sources: Int32Array
-    copy_destinations: Int32Array
-    num_free: int
-    num_evictable: int
-    num_fenced: int
-    num_reclaim_hint: int  # blocks still missing for the oldest claim, where this session runs younger sequences
-    pressure: int  # of PressureLevel
-    revision: int
-    swap_out_results: Int32Array = _EMPTY32  # of ItemResult
-    swap_in_results: Int32Array = _EMPTY32
-    transfer_ids: Int64Array = _EMPTY64  # to be run in order, before the copies, and reported by these ids
-    transfer_kinds: Int32Array = _EMPTY32  # of TransferKind
-    transfer_sources: Int32Array = _EMPTY32
-    transfer_destinations: Int32Array = _EMPTY32
-    ready_ids: Int64Array = _EMPTY64  # sequences that were loading and run now
-    ready_hits: Int32Array = _EMPTY32
-    ready_reserved: Int32Array = _EMPTY32
-    ready_num_blocks: Int32Array = _EMPTY32
-    ready_block_ids: Int32Array = _EMPTY32  # their block tables, concatenated
-    new_block_groups: Int32Array = _EMPTY32  # with groups of layers: the one whose table a block or an update belongs to
-    update_groups: Int32Array = _EMPTY32
-    fork_committed: Int32Array = _EMPTY32  # with layers of states: committed lengths, one per fork and one per truncate
-    truncate_committed: Int32Array = _EMPTY32
+    step_id: Annotated[int, "step_id"]
+    fork_results: Annotated[Int32Array, "fork_results"]  # of ItemResult
+    start_results: Annotated[Int32Array, "start_results"]  # of StartResult
+    start_hits: Annotated[Int32Array, "start_num_hit_tokens"]
+    start_reserved: Annotated[Int32Array, "start_num_reserved_tokens"]
+    start_num_blocks: Annotated[Int32Array, "start_num_blocks"]
+    start_block_ids: Annotated[Int32Array, "start_block_ids"]  # block tables of the starts, concatenated
+    # 1 where the whole prompt is a hit and read_logits has what follows; empty: nowhere.
+    start_has_logits: Annotated[Int32Array, "start_has_logits"]
+    reserve_reserved: Annotated[Int32Array, "reserve_num_reserved_tokens"]
+    new_block_item_idx: Annotated[Int32Array, "new_block_item_idx"]  # index of the reservation, ascending
+    new_block_ids: Annotated[Int32Array, "new_block_ids"]
+    update_ids: Annotated[Int64Array, "table_update_sequence_ids"]
+    update_table_idx: Annotated[Int32Array, "table_update_table_idx"]
+    update_block_ids: Annotated[Int32Array, "table_update_block_ids"]
+    copy_sources: Annotated[Int32Array, "copy_source_block_ids"]
+    copy_destinations: Annotated[Int32Array, "copy_destination_block_ids"]
+    num_free: Annotated[int, "num_free_blocks"]
+    num_evictable: Annotated[int, "num_evictable_blocks"]
+    num_fenced: Annotated[int, "num_fenced_blocks"]
+    # Blocks still missing for the oldest claim, where this session runs younger sequences.
+    num_reclaim_hint: Annotated[int, "num_reclaim_hint_blocks"]
+    pressure: Annotated[int, "pressure"]  # of PressureLevel
+    revision: Annotated[int, "revision"]
+    swap_out_results: Annotated[Int32Array, "swap_out_results"] = _EMPTY32  # of ItemResult
+    swap_in_results: Annotated[Int32Array, "swap_in_results"] = _EMPTY32
+    # Orders, to be run in order, before the copies, and reported by these ids.
+    transfer_ids: Annotated[Int64Array, "transfer_ids"] = _EMPTY64
+    transfer_kinds: Annotated[Int32Array, "transfer_kinds"] = _EMPTY32  # of TransferKind
+    transfer_sources: Annotated[Int32Array, "transfer_source_block_ids"] = _EMPTY32
+    transfer_destinations: Annotated[Int32Array, "transfer_destination_block_ids"] = _EMPTY32
+    ready_ids: Annotated[Int64Array, "ready_sequence_ids"] = _EMPTY64  # sequences that were loading and run now
+    ready_hits: Annotated[Int32Array, "ready_num_hit_tokens"] = _EMPTY32
+    ready_reserved: Annotated[Int32Array, "ready_num_reserved_tokens"] = _EMPTY32
+    ready_num_blocks: Annotated[Int32Array, "ready_num_blocks"] = _EMPTY32
+    ready_block_ids: Annotated[Int32Array, "ready_block_ids"] = _EMPTY32  # their block tables, concatenated
+    # With groups of layers: the one whose table a block or an update belongs to.
+    new_block_groups: Annotated[Int32Array, "new_block_group_idx"] = _EMPTY32
+    update_groups: Annotated[Int32Array, "table_update_group_idx"] = _EMPTY32
+    # With layers of states: committed lengths, one per fork and one per truncate.
+    fork_committed: Annotated[Int32Array, "fork_num_committed_tokens"] = _EMPTY32
+    truncate_committed: Annotated[Int32Array, "truncate_num_committed_tokens"] = _EMPTY32
 
 
-# (field of StepItems, field of StepRequest, dtype)
-_REQUEST_COLUMNS = (
-    ("commit_ids", "commit_sequence_ids", _INT64),
-    ("commit_lens", "commit_num_tokens", _INT32),
-    ("commit_num_new", "commit_num_new_tokens", _INT32),
-    ("commit_tokens", "commit_token_ids", _INT32),
-    ("fork_parents", "fork_parent_ids", _INT64),
-    ("fork_children", "fork_child_ids", _INT64),
-    ("fork_lens", "fork_num_tokens", _INT32),
-    ("truncate_ids", "truncate_sequence_ids", _INT64),
-    ("truncate_lens", "truncate_num_tokens", _INT32),
-    ("release_ids", "release_sequence_ids", _INT64),
-    ("start_ids", "start_sequence_ids", _INT64),
-    ("start_max_new", "start_max_new_tokens", _INT32),
-    ("start_max_hit", "start_max_hit_tokens", _INT32),
-    ("start_may_wait", "start_may_wait", _INT32),
-    ("reserve_ids", "reserve_sequence_ids", _INT64),
-    ("reserve_min", "reserve_min_tokens", _INT32),
-    ("reserve_max", "reserve_max_tokens", _INT32),
-    ("swap_out_ids", "swap_out_sequence_ids", _INT64),
-    ("swap_in_ids", "swap_in_sequence_ids", _INT64),
-    ("completed_transfers", "completed_transfer_ids", _INT64),
-    ("failed_transfers", "failed_transfer_ids", _INT64),
-)
+def _marks(values: type) -> list[tuple[str, str, np.dtype[Any] | None]]:
+    """(name, field of the message, dtype or None of a number) of all that is declared in StepItems or StepResult."""
+    dtypes: list[tuple[Any, np.dtype[Any] | None]] = [(Int64Array, _INT64), (Int32Array, _INT32), (int, None)]
+    hints = ((name, *get_args(hint)) for name, hint in get_type_hints(values, include_extras=True).items())
+    return [(name, mark, next(dtype for type_, dtype in dtypes if type_ == hint)) for name, hint, mark in hints]
 
 
-# (field of StepResult, field of StepResponse, dtype)
-_ANSWER_COLUMNS = (
-    ("fork_results", "fork_results", _INT32),
-    ("start_results", "start_results", _INT32),
-    ("start_hits", "start_num_hit_tokens", _INT32),
-    ("start_reserved", "start_num_reserved_tokens", _INT32),
-    ("start_num_blocks", "start_num_blocks", _INT32),
-    ("start_block_ids", "start_block_ids", _INT32),
-    ("start_has_logits", "start_has_logits", _INT32),
-    ("reserve_reserved", "reserve_num_reserved_tokens", _INT32),
-    ("new_block_item_idx", "new_block_item_idx", _INT32),
-    ("new_block_ids", "new_block_ids", _INT32),
-    ("update_ids", "table_update_sequence_ids", _INT64),
-    ("update_table_idx", "table_update_table_idx", _INT32),
-    ("update_block_ids", "table_update_block_ids", _INT32),
-    ("copy_sources", "copy_source_block_ids", _INT32),
-    ("copy_destinations", "copy_destination_block_ids", _INT32),
-    ("swap_out_results", "swap_out_results", _INT32),
-    ("swap_in_results", "swap_in_results", _INT32),
-    ("transfer_ids", "transfer_ids", _INT64),
-    ("transfer_kinds", "transfer_kinds", _INT32),
-    ("transfer_sources", "transfer_source_block_ids", _INT32),
-    ("transfer_destinations", "transfer_destination_block_ids", _INT32),
-    ("ready_ids", "ready_sequence_ids", _INT64),
-    ("ready_hits", "ready_num_hit_tokens", _INT32),
-    ("ready_reserved", "ready_num_reserved_tokens", _INT32),
-    ("ready_num_blocks", "ready_num_blocks", _INT32),
-    ("ready_block_ids", "ready_block_ids", _INT32),
-    ("new_block_groups", "new_block_group_idx", _INT32),
-    ("update_groups", "table_update_group_idx", _INT32),
-    ("fork_committed", "fork_num_committed_tokens", _INT32),
-    ("truncate_committed", "truncate_num_committed_tokens", _INT32),
-)
-_ANSWER_NUMBERS = (
-    ("step_id", "step_id"),
-    ("num_free", "num_free_blocks"),
-    ("num_evictable", "num_evictable_blocks"),
-    ("num_fenced", "num_fenced_blocks"),
-    ("num_reclaim_hint", "num_reclaim_hint_blocks"),
-    ("pressure", "pressure"),
-    ("revision", "revision"),
-)
+_REQUEST_COLUMNS = tuple((name, mark, dtype) for name, mark, dtype in _marks(StepItems) if dtype is not None)
+_ANSWER_COLUMNS = tuple((name, mark, dtype) for name, mark, dtype in _marks(StepResult) if dtype is not None)
+_ANSWER_NUMBERS = tuple((name, mark) for name, mark, dtype in _marks(StepResult) if dtype is None)
 
 # A StepRequest is written here byte by byte, in the order of its field numbers, as protobuf writes it: a field is its tag, its
 # length or value as a varint, and its bytes. So columns that are not there cost nothing, and no message is made.

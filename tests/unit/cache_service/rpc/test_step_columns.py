@@ -50,7 +50,7 @@ def test_each_list_has_one_column_that_counts_its_items_and_it_is_the_first(colu
 
 
 def test_every_field_of_a_batch_and_of_a_reply_is_declared() -> None:
-    assert {"step_id", "completed_step_id", *(column.name for column in BATCH_COLUMNS)} == set(StepBatch._fields)
+    assert {"step_id", "completed_step_id", "start_exact", *(column.name for column in BATCH_COLUMNS)} == set(StepBatch._fields)
     assert {*REPLY_NUMBERS, *(column.name for column in REPLY_COLUMNS)} == set(StepReply._fields)
 
 
