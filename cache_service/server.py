@@ -131,20 +131,17 @@ async def start_server(
     timing: Clock = clock or own_clock or loop
     try:
         watch_streams = WatchStreams()
-        if config.memory_dir is not None:
-            kept_memory = kept_memory_of(config.device, config.hold, config.memory_dir)
-            directory = MemoryDirectory(config.memory_dir, keep=config.keep, memory=kept_memory)
+        directory = _open_memory_directory(config)
         if config.disk_path is not None:
             disks = DiskDirectory(config.disk_path, config.disk_memory, config.num_pools)
-        remote = _remote_of(config)
-        kinds = memory or memory_of(config.device)
+        kinds, remote = memory or memory_of(config.device), _remote_of(config)
         registry = PoolRegistry(
             config, kinds, watch_streams.note_replaced, directory, disks, timing.time, remote, owns_process=owns_process
         )
         most_bytes = max_message_bytes(config.max_sequences)
         guard = Guard(config)
-        largest = max(most_bytes, max_prompt_message_bytes(config.most_tokens))
-        endpoint = await Endpoint.open(config.listen, largest, guard=guard)
+        largest_bytes = max(most_bytes, max_prompt_message_bytes(config.most_tokens))
+        endpoint = await Endpoint.open(config.listen, largest_bytes, guard=guard)
         if config.health_address:
             endpoint.open_health(config.health_address)
         epoch = first_epoch(config.runtime_dir)
@@ -155,9 +152,9 @@ async def start_server(
         if config.metrics_listen:
             metrics = await MetricsServer.open(config.metrics_listen, partial(cache_metrics, session_manager, guard))
         real_time = (clock or loop).time  # also passes while the service is held up
-        steps = [step_handler, StepStreams(session_manager, step_handler)]
         groups = _groups_of_calls(config, session_manager, str(attach.path), watch_streams, real_time)
-        methods = register([*steps, *groups], most_bytes, lambda: registry.max_tokens)
+        groups += [step_handler, StepStreams(session_manager, step_handler)]
+        methods = register(groups, most_bytes, lambda: registry.max_tokens)
         await endpoint.start(methods, has_reflection=config.reflection)
         await registry.reserve()
         await endpoint.set_serving(True)
@@ -170,18 +167,23 @@ async def start_server(
             await attach.close()
         if endpoint is not None:
             endpoint.release()
-        if directory is not None:
-            directory.close()
-        if disks is not None:
-            disks.close()
-        if own_clock is not None:
-            own_clock.close()
+        for opened in (directory, disks, own_clock):
+            if opened is not None:
+                opened.close()
         if (refusal := _find_refusal(error, config)) is not None:
             raise refusal from None
         raise
     log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)
     kept = directory, disks
     return RunningServer(attach.path, session_manager, config.drain_timeout, guard, endpoint, attach, metrics, own_clock, *kept)
+
+
+def _open_memory_directory(config: CacheConfig) -> MemoryDirectory | None:
+    """Raises MemoryRefused."""
+    if config.memory_dir is None:
+        return None
+    kept_memory = kept_memory_of(config.device, config.hold, config.memory_dir)
+    return MemoryDirectory(config.memory_dir, keep=config.keep, memory=kept_memory)
 
 
 def _find_refusal(error: BaseException, config: CacheConfig) -> StartError | None:

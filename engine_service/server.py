@@ -326,7 +326,7 @@ def credentials_of(config: EngineConfig) -> Credentials:
 
 
 def call_options(config: EngineConfig) -> CallOptions:
-    """Of calls to the cache service, which is worth a wait: after a stall it goes on with everything in place."""
+    """Of calls to the cache service, which is worth a wait: after a stall it continues with everything in place."""
     return CallOptions(timeout_s=min(max(config.reconnect_timeout, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
 
 

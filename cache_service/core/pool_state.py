@@ -36,7 +36,7 @@ class LowerTier(Protocol):
     """The tier below the device, as the device's blocks and the index know it."""
 
     def demote(self, victims: Int32Array) -> Int32Array:
-        """Moves evicted blocks there as far as it has room; answers those that are to be forgotten."""
+        """Moves evicted blocks there as far as it has room; returns those that are to be forgotten."""
 
     def drop_copies(self, hosts: Int32Array) -> None:
         """The nodes of these host blocks were forgotten."""
@@ -185,7 +185,7 @@ class PoolState:
     def _forget_blocks(self, blocks: Int32Array, why: MatchEnd) -> Int32Array:
         """These leave the device: for the tier below, or for good with what is below them in the index.
 
-        Answers the other blocks that lost their entry.
+        Returns the other blocks that lost their entry.
         """
         if self.lower_tier is not None and why is MatchEnd.EVICTED:
             blocks = self.lower_tier.demote(blocks)
@@ -216,5 +216,5 @@ def _check_config(config: PoolConfig) -> None:
 
 
 def unknown_sequence(sequence_id: int) -> UnknownSequence:
-    """What a sequence id that a session does not have is answered with."""
+    """What a sequence id that a session does not have gets."""
     return UnknownSequence(f"no sequence {sequence_id} in this session", sequence_id=sequence_id)

@@ -34,7 +34,7 @@ class EndedSessions:
     """Of one service."""
 
     def __init__(self, clock: Clock, quiet: float) -> None:
-        """quiet: seconds that a device may go on with the work of a process that is gone."""
+        """quiet: seconds that a device may continue with the work of a process that is gone."""
         self._clock = clock
         self._quiet = quiet
         self._quieting: set[TimerHandle] = set()
@@ -64,7 +64,7 @@ class EndedSessions:
         self._forget_oldest()
 
     def drain(self, session_id: str, epoch: int) -> None:
-        """Its client says that nothing of it is at work any more. Raises StaleEpoch."""
+        """Its client says that nothing of it is running any more. Raises StaleEpoch."""
         ended = self._ended[SessionId(session_id)]
         if epoch != ended.epoch:
             raise StaleEpoch("the session has another epoch", current_epoch=ended.epoch)

@@ -47,7 +47,7 @@ class LiveSession:
     lane: StepCarrier | None = None  # the step lane that was handed to its process, until it ends; with or without steps on it
     attached: set[int] = field(default_factory=set)  # ranks that have shown the token
     mapped: set[int] = field(default_factory=set)  # ranks whose process maps its arena, perhaps longer than the session lives
-    quiet_at: float = 0.0  # from when on nothing of its processes is at work on a device any more
+    quiet_at: float = 0.0  # from when on nothing of its processes is running on a device any more
     over: asyncio.Event = field(default_factory=asyncio.Event)
     watches: set[Stream] = field(default_factory=set)  # calls of WatchEvents; they end with the session
 

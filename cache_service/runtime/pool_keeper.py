@@ -43,7 +43,7 @@ class PoolKeeper:
     def __init__(self, manager: PoolManager, kept: KeptPool, digests: BlockDigests | None = None, quiet: float = 0.0) -> None:
         """digests: rows get one of their block's content. quiet: seconds that a device may go on for a process that ended."""
         self._quiet = quiet
-        self._quiet_at: float | None = None  # from when on nothing of an earlier run is at work, once none maps the memory
+        self._quiet_at: float | None = None  # from when on nothing of an earlier run is running, once none maps the memory
         self.is_quarantining = False
         self.copying: Callable[[], asyncio.Task[None] | None] = lambda: None  # a copy of blocks in a thread; set by the pool
         self._manager = manager

@@ -39,7 +39,7 @@ class SessionManager:
     """The live sessions of one service."""
 
     def __init__(self, registry: PoolRegistry, clock: Clock, epoch: int, max_sessions: int, quiet: float = 0.0) -> None:
-        """quiet: seconds that a device may go on with the work of a process that is gone."""
+        """quiet: seconds that a device may continue with the work of a process that is gone."""
         self.registry = registry
         self.table = SessionTable(epoch, max_sessions)
         self.epoch = epoch

@@ -186,7 +186,7 @@ class Endpoint:
             raise
 
     async def start(self, methods: MethodRouter, *others: MethodRouter, has_reflection: bool) -> None:
-        """Answers calls from now on. Health says that the process lives, and that the service does not serve yet.
+        """Returns calls from now on. Health says that the process lives, and that the service does not serve yet.
 
         others: of protocols that the service speaks beside its own, whose name alone is the one that health knows.
         """

@@ -2,7 +2,7 @@
 
 gRPC gives a name to Python as a C string, which ends at the first zero byte. So a certificate whose name is "operator.example",
 a zero byte and ".other.net", which an authority may sign for the owner of other.net, would come as "operator.example". A name
-counts only where it stands in the certificate as it is, and nowhere goes on with a zero byte.
+counts only where it stands in the certificate as it is, and nowhere continues with a zero byte.
 """
 
 import base64

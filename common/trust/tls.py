@@ -1,6 +1,6 @@
 """ServerTls: the certificate of a service and the authority of its clients' certificates, both reloaded when they change.
 
-gRPC asks for them at each handshake, in a thread of its own. Connections that stand go on with what they were made with. Files
+gRPC asks for them at each handshake, in a thread of its own. Open connections continue with what they were made with. Files
 that do not belong together, as between the writing of one and the other, are left alone until they change again.
 """
 

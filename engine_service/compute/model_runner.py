@@ -206,7 +206,7 @@ class ModelRunner:
         self._upload = upload_to(kv_view, self.queue)
         self.last_tokens = LastTokens(kv_view.device)
         self._num_positions = 0  # that the model has tables for, once it is made ready
-        self.counts: TokenCounts | None = None  # of tokens that penalties hang on, once it is made ready
+        self.counts: TokenCounts | None = None  # of tokens that penalties depend on, once it is made ready
         self.graphed: GraphedDecode | None = None
 
     @property

@@ -282,7 +282,7 @@ def _is_in_order(work: Work) -> bool:
 
 
 def _hang_on_awaited(rows: SampledRows) -> bool:
-    """Whether penalties hang on a token that the step before draws."""
+    """Whether penalties depend on a token that the step before draws."""
     if isinstance(rows, PlainDraws):
         return rows.penalised is not None and bool((rows.penalised.awaited != NOTHING_AWAITED).any())
     return not are_likeliest(rows) and any(row.awaited_row is not None and row.params.is_penalised for row in rows)

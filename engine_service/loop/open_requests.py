@@ -208,7 +208,7 @@ class OpenRequests:
         return generation is not None and generation.is_open and not generation.constraints and generation.search is None
 
     def emit(self, work: Work, computed: Computed | None) -> NewTokens:
-        """Turn the computed tokens into text for the streams. Answers the new tokens of each of work.sampled."""
+        """Turn the computed tokens into text for the streams. Returns the new tokens of each of work.sampled."""
         if computed is None:
             for sequence in self._scheduler.fail(work):
                 self.fail(sequence.request, RequestFailed("the forward pass failed"))
@@ -239,7 +239,7 @@ class OpenRequests:
             self._take_tokens(work.sampled[row], taken[row].tolist(), row, computed)
 
     def _add_plain(self, work: Work, taken: NewTokens, sampled: SampledTokens) -> npt.NDArray[np.int64]:
-        """Add the plain ones of a step's tokens to what is unread. Answers the rows of the others."""
+        """Add the plain ones of a step's tokens to what is unread. Returns the rows of the others."""
         num_rows = len(work.sample_rows)
         slots = self._scheduler.running.slots[work.sample_rows]
         # A row whose sequence had ended before may be another one's by now.

@@ -149,7 +149,7 @@ def is_native(model_type: object) -> bool:
 
 
 def close_to(model_type: object, known: Iterable[str]) -> str:
-    """The one of these that a misspelt type may mean, in words to go on with; empty: none."""
+    """The one of these that a misspelt type may mean, in words to continue with; empty: none."""
     found = get_close_matches(str(model_type), list(known), 1)
     return f" ({found[0]!r} is close to it)" if found else ""
 

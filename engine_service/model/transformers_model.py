@@ -269,7 +269,7 @@ def _attention(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The library's attention function: query [1, N, T, D], key and value [1, M, T, D]; answers [1, T, N, D]."""
+    """The library's attention function: query [1, N, T, D], key and value [1, M, T, D]; returns [1, T, N, D]."""
     step = _under_way.get()
     if attention_mask is not None:  # the library makes none for us, so this one is the model's own
         raise UnsupportedModelError("attention", f"{type(module).__name__} with a mask of its own", _PLAIN)

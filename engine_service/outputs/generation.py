@@ -83,7 +83,7 @@ class Generation:
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     _told_prompt: bool = False
     _undelivered: list[OutputChunk | EngineError] = field(default_factory=list)
-    plain_params: SamplingParams | None = field(init=False)  # its draws hang on these, and nothing else is told of them
+    plain_params: SamplingParams | None = field(init=False)  # its draws depend on these, and nothing else is told of them
     _slot: UnreadSlot | None = None  # of plain tokens of the only continuation, behind the chunks
     _is_read: bool = False  # a reader takes what is in the slot
 
@@ -134,7 +134,7 @@ class Generation:
 
     @property
     def has_moved(self) -> bool:
-        """Whether another engine goes on with it."""
+        """Whether another engine continues with it."""
         return isinstance(self.refusal, RequestMoved)
 
     @property

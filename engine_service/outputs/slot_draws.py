@@ -1,6 +1,6 @@
 """SlotDraws: how the next tokens of the requests in slots are drawn, by column, so that a step takes them by array work.
 
-Only of requests whose draws hang on nothing but parameters, seed, position and the tokens before. Slots are those of
+Only of requests whose draws depend on nothing but parameters, seed, position and the tokens before. Slots are those of
 UnreadTokens. Pure.
 """
 

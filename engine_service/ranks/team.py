@@ -158,7 +158,7 @@ class Team:
         return suspect, why
 
     def stop(self) -> bool:
-        """End all of them. Whether they have, so that they map nothing: one may hang on a lost device. Idempotent."""
+        """End all of them. Whether they have, so that they map nothing: one may depend on a lost device. Idempotent."""
         self._is_stopping = True
         self._meeting.leave()
         for member in self._members:

@@ -1,7 +1,7 @@
 """Admission: a message becomes a request that is queued, on the engine and the model.
 
-Owns the bytes that open requests hold, and their messages, which another engine needs to go on with them. Limits of fields are
-in decode_request.py.
+Owns the bytes that open requests hold, and their messages, which another engine needs to continue with them. Limits of fields
+are in decode_request.py.
 """
 
 import time

@@ -24,7 +24,7 @@ Protocols = Sequence[tuple[Contract, Any]]  # beside our own, each with what ans
 async def serve_at(
     fronts: Fronts, config: EngineConfig, service: EngineService, turns: Turns, guard: Guard, others: Protocols
 ) -> None:
-    """Answers calls from now on. Raises StartError."""
+    """Returns calls from now on. Raises StartError."""
     own = front_config(config, fronts.address, service.message_bytes, has_gateway=bool(others))
     await fronts.start(_front_services(service, turns, guard, others), own, lambda: service.max_len)
 

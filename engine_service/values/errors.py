@@ -1,4 +1,4 @@
-"""Typed refusals of the engine service: a reason of the protocol's ErrorReason and the data to go on with.
+"""Typed refusals of the engine service: a reason of the protocol's ErrorReason and the data to continue with.
 
 Texts hold no handles, paths or prompts.
 """

@@ -189,7 +189,7 @@ def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainDraws:
-    """R rows to sample by column: their draws hang on logits, parameters, seed, position and history, and nothing else is told.
+    """R rows to sample by column: their draws depend on logits, parameters, seed, position and history alone.
 
     Attributes:
         params: float64 [5, R], the columns temperature, top_k, top_p, min_p, typical_p.

@@ -51,7 +51,7 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None) -> torch.Tensor:
-    """The CUDA path of kernels.activations.rms_norm, with its arguments; answers the normalised tensor."""
+    """The CUDA path of kernels.activations.rms_norm, with its arguments; returns the normalised tensor."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return out

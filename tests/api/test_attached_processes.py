@@ -26,7 +26,7 @@ from tests.support.worlds.cache_api import (
 
 
 async def start(session: Session, sequence_id: int, num_tokens: int) -> list[int]:
-    """Runs a prompt, and commits its full blocks; answers its table."""
+    """Runs a prompt, and commits its full blocks; returns its table."""
     await session.create(sequence_id, num_tokens)
     raw = await session.api.raw_step(session.start_bytes(1, sequence_id))
     await session.step(

@@ -1,4 +1,4 @@
-"""Hostile values: the answer to each is a typed refusal or a lawful success, and the state is sound."""
+"""Hostile values: the answer to each is a typed refusal or a valid success, and the state is sound."""
 
 import random
 from typing import Any
@@ -76,7 +76,7 @@ async def test_every_field_at_its_bounds(api: Api, method: Any) -> None:
 
 
 async def test_steps_of_hostile_columns(api: Api) -> None:
-    """Columns of lawful shape with values from everywhere, seeded."""
+    """Columns of valid shape with values from everywhere, seeded."""
     rng = random.Random(2)
     lists = (
         ("commit_sequence_ids", "commit_num_tokens", "commit_num_new_tokens"),

@@ -1,6 +1,6 @@
 """Every field of every request, below, at and beyond its range (docs/inside/reliability.md, promise 35), by the descriptors.
 
-Each value gets a typed refusal with the documented code, or a lawful answer; a refusal changes nothing; and the whole matrix
+Each value gets a typed refusal with the documented code, or a valid answer; a refusal changes nothing; and the whole matrix
 leaves next to no memory behind.
 """
 
@@ -29,7 +29,7 @@ STEPPING = ("Step", "StreamSteps", "RenewSession")
 COUNTED = ("num_refusals", "num_refused_starts", "num_computing_answers", "num_watches", "num_lagged_watches",
            "num_steps", "revision")  # fmt: skip
 
-# A lawful request of each method, beside its session; one value of it is then made another.
+# A valid request of each method, beside its session; one value of it is then made another.
 LAWFUL: dict[str, dict[str, Any]] = {
     "CheckAdmission": {"num_prompt_tokens": 4},
     "OpenSession": {"spec": SPEC},
@@ -110,7 +110,7 @@ def cases() -> Iterator[Case]:
 
 
 def request_of(case: Case, session: Session) -> Any:
-    """The lawful request of the method, with the case's value in it."""
+    """The valid request of the method, with the case's value in it."""
     name = case.path[0].name
     fields = dict(LAWFUL.get(case.method.name, {}))
     known = {field.name for field in case.method.input_type.fields}

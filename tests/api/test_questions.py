@@ -5,7 +5,7 @@ from tests.support.worlds.cache_api import Api, ManualClock, Session, le32, le64
 
 
 async def _cached(session: Session, num_tokens: int = 9, **fields: str) -> list[int]:
-    """Stores consecutive numbers with the session's first two steps. Answers the sequence's blocks, which it still holds."""
+    """Stores consecutive numbers with the session's first two steps. Returns the sequence's blocks, which it still holds."""
     await session.create(1, num_tokens, **fields)
     started = pb.StepResponse.FromString(await session.api.raw_step(session.start_bytes(1, 1)))
     await session.step(

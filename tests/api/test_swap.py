@@ -34,7 +34,7 @@ async def tiers() -> AsyncIterator[Api]:
 
 
 async def computed(session: Session, sequence_id: int, num_tokens: int, *, salt: int = 0) -> np.ndarray:
-    """A sequence of the one-item calls; answers its K and V."""
+    """A sequence of the one-item calls; returns its K and V."""
     await session.create(sequence_id, num_tokens, first=100 * sequence_id)
     await session.call("ExtendSequence", sequence_id=sequence_id, num_tokens=num_tokens)
     content = kv_of(range(num_tokens), salt=salt)

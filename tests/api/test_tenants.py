@@ -112,7 +112,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 
 def request_of(method: str, owned: Owned) -> Any:
-    """A lawful request of what is owned."""
+    """A valid request of what is owned."""
     ids, one = owned.ids, {"sequence_id": owned.sequence_id}
     fields: dict[str, dict[str, Any]] = {
         "GetSequence": one,

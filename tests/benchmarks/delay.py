@@ -93,7 +93,7 @@ async def start_child(*args: str) -> asyncio.subprocess.Process:
 
 
 async def tell_child(child: asyncio.subprocess.Process) -> float:
-    """Tells it to begin. Answers how long it took."""
+    """Tells it to begin. Returns how long it took."""
     assert child.stdin is not None and child.stdout is not None
     child.stdin.write(b"go\n")
     return float(await child.stdout.readline())

@@ -1,7 +1,7 @@
 """`python -m tests.benchmarks.faulty_disk_service FILE FLAGS`: a cache service whose disk does as FILE's byte says.
 
 Nothing else of the service is changed: what is replaced is the call that moves bytes between a slab and memory. FILE is shared
-memory, so that a fault begins and ends while orders are at work.
+memory, so that a fault begins and ends while orders are running.
 """
 
 import errno

@@ -224,7 +224,7 @@ class _Gaps:
 def _fill(
     path: Path, spec: KvSpec, num_blocks: int, num_cached: int, *, num_hosts: int = 0, with_digests: bool = False
 ) -> float:
-    """A pool of chains of cached blocks, and others in the host tier. Answers the seconds that the writing down took."""
+    """A pool of chains of cached blocks, and others in the host tier. Returns the seconds that the writing down took."""
     num_host_blocks = num_hosts + 1000 if num_hosts else 0
     directory = MemoryDirectory(path, keep=True)
     kept = directory.make_pool(directory.allocate(num_blocks * spec.block_bytes), spec, num_blocks)

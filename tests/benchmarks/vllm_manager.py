@@ -35,7 +35,7 @@ class VllmManager:
             self._start(self._requests[sequence_id])
 
     def step(self, items: StepItems, created: list[tuple[int, np.ndarray]]) -> float:
-        """Goes through one step of the load, whose starts are `created`. Answers its microseconds."""
+        """Goes through one step of the load, whose starts are `created`. Returns its microseconds."""
         for sequence_id, prompt in created:
             self._create(sequence_id, prompt)
         requests, manager = self._requests, self._manager

@@ -11,7 +11,7 @@ from kvkeeper.client import GenerateOptions, KvkeeperError, OutputChunk, Usage
 
 
 class Engine:
-    """Answers each turn with its number; what is in `failing` fails instead, once."""
+    """Returns each turn with its number; what is in `failing` fails instead, once."""
 
     def __init__(self) -> None:
         self.asked: list[list[tuple[str, str]]] = []

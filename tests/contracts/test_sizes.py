@@ -16,11 +16,7 @@ _CLIENT = ROOT / "clients" / "python" / "kvkeeper" / "client"
 
 # What is above its bound, with its size: it may shrink, and is taken off once it is within. Nothing is added.
 LONG_FILES: dict[str, int] = {}
-LONG_FUNCTIONS = {
-    "cache_service/core/step/apply.py:_apply": 89,
-    "cache_service/core/step/validate.py:_check_in_order": 88,
-    "cache_service/runtime/pool.py:__init__": 66,
-}
+LONG_FUNCTIONS: dict[str, int] = {}
 LARGE_CLASSES = {
     "cache_service/core/sequences/sequence_table.py:SequenceTable": 60,
     "engine_service/outputs/generation.py:Generation": 35,

@@ -43,20 +43,20 @@ OF_CODE = {
 PARTICIPLES = {"Told", "ToldTable", "Leaving", "Streamed", "Asked", "TakesPlace"}
 # Today's counts; they may only shrink.
 MOST_IN_CODE = {
-    "answers": 115,
-    "tell": 545,
-    "hang on": 9,
-    "lawful": 19,
-    "owed": 4,
+    "answers": 52,
+    "tell": 378,
+    "hang on": 1,
+    "lawful": 1,
+    "owed": 2,
     "whose turn": 1,
-    "at work": 17,
-    "go on with": 21,
+    "at work": 4,
+    "go on with": 4,
     "everybody": 1,
-    "x_of": 177,
-    "participle": 11,
-    "no sentence": 144,
+    "x_of": 166,
+    "participle": 2,
+    "no sentence": 132,
 }
-MOST_IN_PROTOS = {"answers": 13, "tell": 39, "go on with": 6}
+MOST_IN_PROTOS = {"answers": 11, "tell": 39}
 GENERATED = {"docs/api/api.md", "docs/operate/configuration.md", "docs/inside/imports.md", "docs/inside/states.md"}
 HISTORY = {"docs/CHANGELOG.md"}  # of what was, in the words of its time
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")

@@ -36,7 +36,7 @@ async def world(tmp_path: Path) -> AsyncIterator[Trusting]:
 
 
 async def said_to(target: str, ca: bytes, token: str, message: bytes) -> list[str]:
-    """What every call with this token and message is answered with, where it is refused."""
+    """What every call with this token and message gets, where it is refused."""
     said = []
     channel = grpc.aio.secure_channel(target, grpc.ssl_channel_credentials(ca))
     async with channel:

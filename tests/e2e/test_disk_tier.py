@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {"num_blocks": 17, "num_host_blocks": 33, "disk_memory":
 
 
 async def ask(services: Services, *, num_turns: int = 1) -> list[int]:
-    """Asks all prompts again and again, checks each token, and answers the cached tokens of the last turn."""
+    """Asks all prompts again and again, checks each token, and returns the cached tokens of the last turn."""
     client = await services.client(services.engines[0])
     cached: list[int] = []
     for _ in range(num_turns):

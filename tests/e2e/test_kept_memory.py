@@ -40,7 +40,7 @@ def event_of(service: Service, name: str) -> dict[str, Any]:
 
 
 async def ask_all(services: Fleet, *, one_by_one: bool = False) -> list[int]:
-    """Asks all prompts, at once by default, checks the tokens, and answers how many tokens of each were cached."""
+    """Asks all prompts, at once by default, checks the tokens, and returns how many tokens of each were cached."""
     async with AsyncEngineClient(services.engine_addresses[0], CallOptions(retry_s=0)) as client:
         if one_by_one:
             outputs = [await generate(client, prompt) for prompt in PROMPTS]

@@ -34,7 +34,7 @@ def flags(server: RedisServer, **others: Any) -> dict[str, Any]:
 
 
 async def ask(world: Services) -> int:
-    """Asks all prompts, checks each token, and answers the sum of cached tokens."""
+    """Asks all prompts, checks each token, and returns the sum of cached tokens."""
     client = await world.client(world.engines[0])
     num_cached = 0
     for prompt in PROMPTS:

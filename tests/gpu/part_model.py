@@ -224,7 +224,7 @@ def _same_draws(runner: ModelRunner, size: int, batch: Batch) -> Check:
 def _same_penalised(
     runner: ModelRunner, texts: npt.NDArray[np.int64], tables: npt.NDArray[np.int32], *, behind: bool = False
 ) -> Check:
-    """Steps of sequences that go on with what they drew: penalised by counts on the device, and by whole histories.
+    """Steps of sequences that continue with what they drew: penalised by counts on the device, and by whole histories.
 
     The penalties are negative, so that what was there before is the likeliest by far, and each count decides. A graph draws by
     the counts, or, `behind` it, what draws in steps without one.

@@ -13,7 +13,7 @@ NUM_SEEDS, NUM_EVENTS = 8, 150
 
 
 def crashing(seed: int) -> tuple[TierCounts, int, int]:
-    """One seed. Answers what happened, the blocks that engines wrote after their end, and those of unknown content."""
+    """One seed. Returns what happened, the blocks that engines wrote after their end, and those of unknown content."""
     rng = random.Random(seed)
     spans = spans_of(0, 3) if seed % 3 == 1 else spans_of(0)
     config = PoolConfig(

@@ -26,7 +26,7 @@ NUM_SEEDS, NUM_EVENTS = 8, 120
 def killed(seed: int) -> tuple[int, int, int, int, int]:
     """One seed.
 
-    Answers device and host blocks that were believed, those that engines still wrote, and kills with all written down.
+    Returns device and host blocks that were believed, those that engines still wrote, and kills with all written down.
     """
     rng = random.Random(seed)
     kinds = [spans_of(0), (*spans_of(0, 3), ReadSpan(4, is_chunk=True)), spans_of(0, 0, 2)]
@@ -69,7 +69,7 @@ def killed(seed: int) -> tuple[int, int, int, int, int]:
 def check_kill(world: TierWorld, memory: KeptMemory) -> tuple[int, int, int, int]:
     """The service is killed now, its engines live.
 
-    Answers the device and the host blocks that are believed, and those of each that may be written.
+    Returns the device and the host blocks that are believed, and those of each that may be written.
     """
     manager, result = memory.restored(may_still_write=True)
     assert not (wrong := manager.queries.check_invariants()), wrong

@@ -17,7 +17,7 @@ CHANGES = {EventKind.SNAPSHOT, EventKind.SNAPSHOT_END, EventKind.STORED, EventKi
 
 
 def _watched(index: PrefixIndex, tick: Callable[[], None], num_ticks: int, seed: int, kinds: set[EventKind]) -> int:
-    """Runs one seed. Answers the blocks told of."""
+    """Runs one seed. Returns the blocks told of."""
     dice, num_told = random.Random(seed), 0
     feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
     readers: list[EventReader] = []

@@ -1,7 +1,7 @@
 """Row 17: the cache service is killed under load, again and again, and no client of an engine loses anything.
 
 Real processes. Each time the service is started again on its address, serves within three seconds of its own start, and every
-engine comes back by itself and goes on with what it had, waiting or running. Some kills come while the engines are still
+engine comes back by itself and continues with what it had, waiting or running. Some kills come while the engines are still
 opening their sessions, or start their requests again. With kept memory the service takes over what it had cached in the pool
 and in its host tier, too, while engines of before may still write.
 """
@@ -71,7 +71,7 @@ async def _run(rng: random.Random, num_engines: int, num_kills: int, memory_dir:
 
 
 async def _wait(services: Fleet, load: Load, rng: random.Random, kill: int, num_opened: list[int]) -> None:
-    """Until the time of a kill: mostly all engines are at work, some have just come back, or not yet."""
+    """Until the time of a kill: mostly all engines are running, some have just come back, or not yet."""
     if kill % 2 == 0:
         await load.until_chunks(1, *range(len(services.engines)))
         await load.until_chunks(rng.choice([1, 10, 100, 300]))

@@ -3,7 +3,7 @@
 Both services run here, and each input is a call of one RPC of SERVICE (cache, engine or gateway), as the router gets it from
 gRPC: its first byte names the RPC, the rest is the message, or the messages, of the call. A refusal with a Status is right; any
 other exception, or one that the service itself takes for a bug, ends this process, and so do a crash, a call that does not end,
-and too much memory. The corpus begins with a lawful message of each RPC, under a session that lives. At the end the pool is
+and too much memory. The corpus begins with a valid message of each RPC, under a session that lives. At the end the pool is
 audited, and the last line tells the calls and the refusals.
 """
 
@@ -162,7 +162,7 @@ class World:
             live.core.epoch = EPOCH
 
     def corpus(self, folder: Path) -> None:
-        """A lawful message of each RPC, and an empty one."""
+        """A valid message of each RPC, and an empty one."""
         for place, path in enumerate(self._methods):
             method = self._contract.methods_by_name[path.rsplit("/", 1)[1]]
             for number, message in enumerate((GetMessageClass(method.input_type)(), _filled(method.input_type))):

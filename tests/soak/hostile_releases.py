@@ -1,6 +1,6 @@
 """Row 2: double, foreign and hostile releases are refused, and leave no trace.
 
-The hash of the whole core before and after each tells. Lawful items stand beside the wrong one, so that half an application
+The hash of the whole core before and after each tells. Valid items stand beside the wrong one, so that half an application
 would show.
 """
 

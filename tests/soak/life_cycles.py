@@ -109,7 +109,7 @@ class _Round:
 
 
 async def _rounds(api: Api, clock: ManualClock | None, rng: random.Random, count: int) -> int:
-    """Rounds, each of which must leave nothing in the pool. Answers the faults."""
+    """Rounds, each of which must leave nothing in the pool. Returns the faults."""
     num_faults = 0
     for _ in range(count):
         round_ = _Round(api, clock, rng)

@@ -1,6 +1,6 @@
 """What a row of the soak is: a promise, how much of it is to be shown, and one unit of work that shows a part of it.
 
-Rules: `run(seed)` is replayed by its seed, raises where the promise is broken, and answers how much it did and how often the
+Rules: `run(seed)` is replayed by its seed, raises where the promise is broken, and returns how much it did and how often the
 fault fired that the promise is about. A unit without a fault that fired has shown nothing, so it counts for nothing.
 """
 

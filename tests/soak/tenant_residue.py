@@ -28,7 +28,7 @@ class _Reader:
         self._next_id = 0
 
     async def start(self) -> int:
-        """Starts a sequence. Answers how many blocks it got that had been full of another tenant's number."""
+        """Starts a sequence. Returns how many blocks it got that had been full of another tenant's number."""
         tenant = self.rng.choice(list(TENANTS))
         self._next_id += 1
         num_tokens = self.rng.randint(1, 5) * BLOCK_SIZE + self.rng.choice([-1, 0, 1])

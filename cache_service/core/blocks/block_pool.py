@@ -32,7 +32,7 @@ class BlockPool:
     """The blocks of a pool or of a host tier. Counts are arrays over block ids; block 0 is the null block and has none."""
 
     def __init__(self, config: PoolConfig, index: PrefixIndex, forget: Callable[[Int32Array, MatchEnd], Int32Array]) -> None:
-        """forget(blocks, why) removes blocks from the index and answers the other blocks that lost their entry with them."""
+        """forget(blocks, why) removes blocks from the index and returns the other blocks that lost their entry with them."""
         self.num_blocks = config.num_blocks
         self.ref_counts: Int32Array = written_zeros(config.num_blocks, np.int32)
         self.fence_counts: Int32Array = written_zeros(config.num_blocks, np.int32)
@@ -179,7 +179,7 @@ class BlockPool:
         np.subtract.at(self.fence_counts, fences, _ONE)
 
     def end_quarantine(self, blocks: Int32Array) -> int:
-        """The ended session cannot write any more. Answers how many blocks became available."""
+        """The ended session cannot write any more. Returns how many blocks became available."""
         before = self.num_available
         self._add_busy(self.quarantine_counts, blocks, -1)
         self._settle(self._last_occurrences(blocks))
@@ -222,11 +222,11 @@ class BlockPool:
         return victims
 
     def expire(self, blocks: Int32Array) -> int:
-        """Frees evictable blocks that outlived their time, and the cached blocks below them. Answers how many came free."""
+        """Frees evictable blocks that outlived their time, and the cached blocks below them. Returns how many came free."""
         return self.unindex(np.concatenate([blocks, self._forget(blocks, MatchEnd.EXPIRED)]))
 
     def unindex(self, blocks: Int32Array) -> int:
-        """Distinct blocks lost their index entry: the cached ones become free. Answers how many became free."""
+        """Distinct blocks lost their index entry: the cached ones become free. Returns how many became free."""
         cached = blocks[self._is_evictable(blocks)]
         self._unmark(blocks)
         self.policy.forget_blocks(blocks)

@@ -125,7 +125,7 @@ class CacheLimits:
         return taken
 
     def enforce(self, pool: Evictor, max_blocks: int) -> bool:
-        """Evicts up to max_blocks of the blocks above the limits. Answers whether more are left."""
+        """Evicts up to max_blocks of the blocks above the limits. Returns whether more are left."""
         excess = 0
         if self.has_quotas and self.over:
             excess = sum(self._excess(root) for root in self.over)
@@ -136,7 +136,7 @@ class CacheLimits:
         return excess > max_blocks
 
     def expire(self, pool: Evictor, max_blocks: int) -> bool:
-        """Evicts up to max_blocks of the blocks unused for their time to live. Answers whether more may be left."""
+        """Evicts up to max_blocks of the blocks unused for their time to live. Returns whether more may be left."""
         if self._ttl is None:
             return False
         outlived = self._queue.pop(max_blocks, until=self._last_outlived())

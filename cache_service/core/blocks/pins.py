@@ -97,7 +97,7 @@ class Pins:
         self._end_pins(list(self._pins))
 
     def expire(self, now: float) -> int:
-        """Ends the pins whose deadline has passed. Answers how many."""
+        """Ends the pins whose deadline has passed. Returns how many."""
         if now < self._soonest:
             return 0
         over = [pin_id for pin_id in self._by_deadline() if self._pins[pin_id].deadline <= now]

@@ -23,7 +23,7 @@ class CreateCalls:
         self._reclaim = reclaim
 
     def create(self, session: SessionId, args: SequenceArgs) -> int:
-        """Stores a prompt, to wait without blocks. Answers the tokens cached right now. Equal arguments again: no change."""
+        """Stores a prompt, to wait without blocks. Returns the tokens cached right now. Equal arguments again: no change."""
         state, owner = self._state, self._state.session(session)
         sequence_id = check_id(args.sequence_id, "sequence_id")
         num_tokens, limit = len(args.token_ids), state.config.limit_with(args.retention)

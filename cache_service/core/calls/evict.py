@@ -31,19 +31,19 @@ class EvictionCalls:
         self._swapper = swapper
 
     def evict_blocks(self, num_free_blocks: int, at_most: int = ALL_BLOCKS) -> int:
-        """Evicts until so many blocks are free, or nothing more can be evicted. Answers how many were."""
+        """Evicts until so many blocks are free, or nothing more can be evicted. Returns how many were."""
         return self._evict(min(num_free_blocks - len(self._pool.free), at_most))
 
     def evict_count(self, num_blocks: int) -> int:
-        """Evicts so many cached blocks, or all. Answers how many were."""
+        """Evicts so many cached blocks, or all. Returns how many were."""
         return self._evict(num_blocks)
 
     def evict_to(self, max_utilization: float, at_most: int = ALL_BLOCKS) -> int:
-        """Evicts until at most this share of the pool is held or cached, as far as that can be. Answers how many were."""
+        """Evicts until at most this share of the pool is held or cached, as far as that can be. Returns how many were."""
         return self._evict(min(self._blocks_left.num_filled_above(max_utilization), at_most))
 
     def evict_excess(self, max_blocks: int) -> int:
-        """Evicts at most so many of the cached blocks above the configured share. Answers how many were.
+        """Evicts at most so many of the cached blocks above the configured share. Returns how many were.
 
         For the time between steps, so that the next one finds its blocks free.
         """
@@ -51,7 +51,7 @@ class EvictionCalls:
         return self._evict(min(self._blocks_left.num_filled_above(share), max_blocks)) if share < 1 else 0
 
     def evict_ahead(self, max_blocks: int) -> int:
-        """Evicts at most so many blocks, until as many are free as the next steps may want. Answers how many were.
+        """Evicts at most so many blocks, until as many are free as the next steps may want. Returns how many were.
 
         For the time between steps, too. In a pool with a host tier nothing: there an eviction is an order of a step.
         """

@@ -61,7 +61,7 @@ class GarbageCalls:
         )
 
     def _trim(self, owner: SessionState, caller: SessionState) -> int:
-        """Gives up the surplus of one session's running sequences. Answers how many blocks."""
+        """Gives up the surplus of one session's running sequences. Returns how many blocks."""
         state, seqs, num_trimmed = self._state, self._state.sequences, 0
         for slot in owner.ids.items()[1].tolist():
             if seqs.states[slot] != SequenceState.RUNNING:

@@ -64,7 +64,7 @@ class HandOffCalls:
         return offer
 
     def withdraw(self, session: SessionId, sequence_id: int) -> None:
-        """The giver goes on with the sequence. Raises UnknownSession; UnknownSequence where it was taken."""
+        """The giver continues with the sequence. Raises UnknownSession; UnknownSequence where it was taken."""
         _, slot = self._state.find_sequence(session, sequence_id)
         self._forget(slot)
 

@@ -61,7 +61,7 @@ class Reclaim:
             self.release_blocks(AT_ONCE)
 
     def _release_some(self, owner: SessionState, max_blocks: int) -> int:
-        """Gives back the session's first sequences, or the end of one that is longer. Answers how many blocks' work it was."""
+        """Gives back the session's first sequences, or the end of one that is longer. Returns how many blocks' work it was."""
         seqs = self._sequences
         slots = owner.ids.first_slots(max_blocks // _SEQUENCE_COST + 1)
         counts = -(-seqs.num_reserved[slots] // seqs.block_size)

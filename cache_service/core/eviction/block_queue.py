@@ -142,7 +142,7 @@ class BlockQueue:
         ]
 
     def sweep(self, idx: int) -> int:
-        """Drops the stale entries of a segment, and joins it with the one before where both fit. Answers the next index."""
+        """Drops the stale entries of a segment, and joins it with the one before where both fit. Returns the next index."""
         segment = self._segments[idx]
         live = self._live(segment, segment.start, segment.end)
         before = self._segments[idx - 1] if idx else None

@@ -59,7 +59,7 @@ class Ghosts:
         self._unit = max(1, num_blocks // UNITS_PER_TURNOVER)
 
     def remember(self, hashes: Uint64Array, blocks: Traces, now: int) -> Traces:
-        """Remembers evicted blocks. Answers the traces that they replace."""
+        """Remembers evicted blocks. Returns the traces that they replace."""
         mixed = hashes * _GOLDEN
         if self.every > 1:
             chosen = self._leave_traces(mixed)

@@ -79,7 +79,7 @@ class Leaves:
         return (self.num_children[blocks] == 0) & (self._stamps.newest[blocks] > 0) & ~self.is_removed[blocks]
 
     def _count_off(self, children: Int32Array) -> Int32Array:
-        """Their known parents have one child less. Answers these parents."""
+        """Their known parents have one child less. Returns these parents."""
         parents = self.parents[children]
         parents = parents[parents > 0]
         np.subtract.at(self.num_children, parents, 1)

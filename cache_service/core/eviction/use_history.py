@@ -39,7 +39,7 @@ class History:
         self._hasher = PrefixHasher()
 
     def record(self, batch: list[Use], ghosts: Ghosts, now: int) -> Traces:
-        """Counts the uses of ended sequences, each with 1 block or more. Answers the traces of new blocks that were ghosts."""
+        """Counts the uses of ended sequences, each with 1 block or more. Returns the traces of new blocks that were ghosts."""
         assert len(batch) <= MOST_IN_BATCH, "a batch of more sequences than can be counted"
         blocks = np.concatenate([use.blocks for use in batch])
         lens = np.array([len(use.blocks) for use in batch])
@@ -85,7 +85,7 @@ class History:
         self.classes[blocks] = (self.uses[blocks] - 1) * CLASSES_PER_USE + classes
 
     def _hash(self, batch: list[Use], blocks: Int32Array, lens: Int64Array, is_new: BoolArray) -> Int32Array:
-        """Hashes the prefixes that end with each unused block. Answers these blocks, each once."""
+        """Hashes the prefixes that end with each unused block. Returns these blocks, each once."""
         block_size = len(batch[0].tokens) // len(batch[0].blocks)
         starts = np.cumsum(lens) - lens
         num_new = np.add.reduceat(is_new, starts, dtype=np.int64)

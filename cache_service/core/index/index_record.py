@@ -201,7 +201,7 @@ class TierRecord:
         return blocks
 
     def end_taking(self, blocks: Int32Array) -> npt.NDArray[np.bool_]:
-        """These were taken and are now to be written. Answers [n] whether each has kept its node since."""
+        """These were taken and are now to be written. Returns [n] whether each has kept its node since."""
         stays = self._is_taken[blocks]
         self._is_taken[blocks] = False
         self._num_taken -= len(blocks)

@@ -114,7 +114,7 @@ class NodeBlocks:
             self.group_of_host[hosts] = groups
 
     def take_blocks(self, blocks: Int32Array) -> tuple[Int32Array, GroupArray | None]:
-        """Takes these blocks from their nodes. Answers nodes and groups [n]."""
+        """Takes these blocks from their nodes. Returns nodes and groups [n]."""
         nodes, groups = self.node_of_block[blocks], self.groups_of(blocks)
         _set(self.block_of_node, self.group_blocks, nodes, 0, groups)
         self.unname_blocks(blocks)

@@ -115,7 +115,7 @@ class PrefixIndex:
         return np.array(found, np.int32)
 
     def insert_each(self, parents: Int32Array, tokens: Int32Array, blocks: Int32Array) -> Int32Array:
-        """Publishes one block each for several sequences. Answers [n] nodes.
+        """Publishes one block each for several sequences. Returns [n] nodes.
 
         parents [n]; tokens [n, block_size]; blocks [n]. Where the content was known, the node in the answer has another block.
         """
@@ -132,7 +132,7 @@ class PrefixIndex:
         return nodes
 
     def insert_run(self, parent: int, tokens: Int32Array, blocks: Int32Array) -> Int32Array:
-        """Publishes consecutive blocks of one sequence. Answers [n] nodes.
+        """Publishes consecutive blocks of one sequence. Returns [n] nodes.
 
         tokens [n * block_size]; blocks [n]. Where the content was known, the node in the answer has another block.
         """
@@ -153,7 +153,7 @@ class PrefixIndex:
         return result
 
     def forget_blocks(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
-        """Forgets the nodes of these blocks and all nodes below. Answers the other blocks that lost their node with them.
+        """Forgets the nodes of these blocks and all nodes below. Returns the other blocks that lost their node with them.
 
         A block of a group with a window is forgotten alone.
         """
@@ -163,7 +163,7 @@ class PrefixIndex:
         return np.setdiff1d(lost, blocks) if len(lost) else lost
 
     def forget_nodes(self, nodes: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
-        """Forgets these nodes (0 is none) and all nodes below. Answers the blocks that lost their node.
+        """Forgets these nodes (0 is none) and all nodes below. Returns the blocks that lost their node.
 
         A node removed with its parent needs no unlinking; the columns of all removed nodes are cleared at the end, at once.
         """
@@ -193,7 +193,7 @@ class PrefixIndex:
         return self._clear_columns(np.array(removed, np.int32))
 
     def forget_hosts(self, hosts: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
-        """These host copies are lost. Forgets the nodes without a device block, and all below; answers as forget_nodes.
+        """These host copies are lost. Forgets the nodes without a device block, and all below; returns as forget_nodes.
 
         Of a group with a window the copy alone is forgotten.
         """
@@ -219,7 +219,7 @@ class PrefixIndex:
         self._tell_tier(nodes, groups, Tier.DEVICE)
 
     def add_group_blocks(self, group: int, nodes: Int32Array, blocks: Int32Array) -> Int32Array:
-        """Gives blocks [n] of a group behind the first to these nodes [n]. Answers [n] the blocks that the nodes have there."""
+        """Gives blocks [n] of a group behind the first to these nodes [n]. Returns [n] the blocks that the nodes have there."""
         of_node = self.held.group_blocks[group - 1]
         fresh = of_node[nodes] == 0
         if fresh.any():
@@ -240,7 +240,7 @@ class PrefixIndex:
     def insert_on_host(self, parent: int, tokens: bytes, host: int) -> tuple[int, bool]:
         """Publishes a block behind a node or root, with a host copy that has been written. tokens: LE32.
 
-        Answers its node, and whether that took the copy: a node that was known and has one keeps its own.
+        Returns its node, and whether that took the copy: a node that was known and has one keeps its own.
         """
         key = _PACK_PARENT(parent) + tokens
         node = self._nodes.get(key)
@@ -353,7 +353,7 @@ class PrefixIndex:
         return np.setdiff1d(lost, blocks) if len(lost) else lost
 
     def _take_blocks(self, blocks: Int32Array) -> tuple[Int32Array, GroupArray | None]:
-        """Takes these blocks on the device from their nodes. Answers nodes and groups [n]."""
+        """Takes these blocks on the device from their nodes. Returns nodes and groups [n]."""
         taken = self.held.take_blocks(blocks)
         if self.record is not None:
             self.record.forget(Tier.DEVICE, blocks)
@@ -434,7 +434,7 @@ class PrefixIndex:
         removed.append(node)
 
     def _clear_columns(self, nodes: Int32Array) -> Int32Array:
-        """Makes the numbers of removed nodes usable again. Answers the blocks that the nodes had on the device."""
+        """Makes the numbers of removed nodes usable again. Returns the blocks that the nodes had on the device."""
         blocks, hosts = self.held.of_removed(nodes)
         self.held.unname_blocks(blocks)
         self.held.unname_hosts(hosts)

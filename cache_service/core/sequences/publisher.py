@@ -103,14 +103,14 @@ class Publisher:
         self._num_pauses -= 1
 
     def forget_blocks(self, blocks: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
-        """Un-indexes blocks and those below them. Answers the others that lost their entry."""
+        """Un-indexes blocks and those below them. Returns the others that lost their entry."""
         lost = self._index.forget_blocks(blocks, cause)
         if len(lost):
             self.disown()
         return lost
 
     def forget_nodes(self, nodes: Int32Array, cause: MatchEnd) -> Int32Array:
-        """Un-indexes nodes and those below them. Answers the blocks that lost their entry."""
+        """Un-indexes nodes and those below them. Returns the blocks that lost their entry."""
         lost = self._index.forget_nodes(nodes, cause)
         self.disown()
         return lost
@@ -154,7 +154,7 @@ class Publisher:
         return wrong
 
     def _publish_commit(self, owner: SessionState, slots: Int64Array, max_blocks: int, told_now: SessionState | None) -> int:
-        """Of one commit; the blocks beyond the bound go back to the front. Answers the number of blocks."""
+        """Of one commit; the blocks beyond the bound go back to the front. Returns the number of blocks."""
         seqs = self._sequences
         behind = (self._num_to_publish(slots) > seqs.num_published[slots]).nonzero()[0]
         if not len(behind):
@@ -177,7 +177,7 @@ class Publisher:
         return int((last - first).sum())
 
     def _stop_at_copies(self, slots: Int64Array, first: Int32Array, last: Int32Array) -> Int64Array:
-        """Lowers last [n] to the first block that a copy in flight fills: others must not read it yet. Answers which it did."""
+        """Lowers last [n] to the first block that a copy in flight fills: others must not read it yet. Returns which it did."""
         counts = last - first
         of = np.repeat(np.arange(len(slots)), counts)
         places = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(len(of))

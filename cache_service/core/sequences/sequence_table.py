@@ -117,7 +117,7 @@ class SequenceTable:
         start_number: int,
         now: float,
     ) -> int:
-        """A sequence that waits without blocks. Answers its slot; needs a free one."""
+        """A sequence that waits without blocks. Returns its slot; needs a free one."""
         slot = self._take_slot()
         self._enter(slot, SequenceState.WAITING)
         self.ids[slot], self.owners[slot], self.roots[slot] = sequence_id, owner_number, root
@@ -131,7 +131,7 @@ class SequenceTable:
     def add_fork(self, parent: int, child_id: int, num_tokens: int, num_kept: int, now: float) -> int:
         """A running sequence on the parent's first tokens and blocks, of which num_kept tokens are committed.
 
-        Answers its slot; needs a free one.
+        Returns its slot; needs a free one.
         """
         child, num_blocks = self._take_slot(), self.num_blocks(num_kept)
         self._enter(child, SequenceState.RUNNING)

@@ -78,7 +78,7 @@ class StepApplier:
         self._state.update_pressure()
 
     def _check_report(self, owner: SessionState, completed: Int64Array, failed: Int64Array) -> SequenceSwapper:
-        """The part that takes a report of orders, which is lawful. Raises InvalidField."""
+        """The part that takes a report of orders, which is valid. Raises InvalidField."""
         swapper = self._swapper
         if swapper is None:
             field = "completed_transfer_ids" if len(completed) else "failed_transfer_ids"

@@ -44,7 +44,7 @@ class OneItemCalls:
     def extend(self, session: SessionId, sequence_id: int, num_tokens: int, *, look_up: bool) -> Copies:
         """Reserves up to num_tokens, starting a waiting sequence first; all or nothing.
 
-        Answers the copies to run before anything is written. Raises OutOfBlocks, which changes nothing.
+        Returns the copies to run before anything is written. Raises OutOfBlocks, which changes nothing.
         """
         owner, slot = self._state.find_sequence(session, sequence_id)
         seqs = self._sequences
@@ -117,7 +117,7 @@ class OneItemCalls:
         self._step_once(owner, truncate_ids=np.array([sequence_id]), truncate_lens=lens)
 
     def release(self, session: SessionId, sequence_id: int) -> int:
-        """Gives a sequence's blocks back and forgets it. Answers how many of them nothing else holds."""
+        """Gives a sequence's blocks back and forgets it. Returns how many of them nothing else holds."""
         owner, slot = self._state.find_sequence(session, sequence_id)
         seqs = self._sequences
         shown = seqs.held(slot) if seqs.states[slot] != SequenceState.SWAPPED else NO_INT32

@@ -1,6 +1,6 @@
-"""Deciding a step: whether every item of it is lawful, before anything changes.
+"""Deciding a step: whether every item of it is valid, before anything changes.
 
-Owns the checks of a StepBatch and nothing else: check_step raises, or answers the slots that the items name. Commits and
+Owns the checks of a StepBatch and nothing else: check_step raises, or returns the slots that the items name. Commits and
 reservations, which name every running sequence, are checked as columns; the other lists are short and are walked, on an
 overlay that shows each item the sequences as the items before it leave them.
 """
@@ -30,7 +30,7 @@ _ZERO = np.int32(0)
 
 
 class StepPlan(NamedTuple):
-    """Slots of a lawful step. reserve_slots is None when reservations may name children that the step makes.
+    """Slots of a valid step. reserve_slots is None when reservations may name children that the step makes.
 
     needs_published: it shares, cuts or moves blocks, so what was committed before has to be in the index first.
     """
@@ -42,7 +42,7 @@ class StepPlan(NamedTuple):
 
 
 class _Commits(NamedTuple):
-    """Slots of lawful commits. all_run: none of them is swapped, which commits may be and reservations may not."""
+    """Slots of valid commits. all_run: none of them is swapped, which commits may be and reservations may not."""
 
     slots: Int64Array
     all_run: bool
@@ -62,7 +62,7 @@ class _Seen:
 
 
 def check_step(sequences: SequenceTable, owner: SessionState, batch: StepBatch) -> StepPlan:
-    """Raises the CacheError of the first item that is not lawful; changes nothing."""
+    """Raises the CacheError of the first item that is not valid; changes nothing."""
     commits = _check_commits(sequences, owner, batch)
     commit_slots, start_slots = commits.slots, check_starts(sequences, owner, batch)
     if len(batch.fork_children) or len(batch.truncate_ids) or len(batch.release_ids) or has_swaps(batch):
@@ -116,7 +116,7 @@ def _check_commits(sequences: SequenceTable, owner: SessionState, batch: StepBat
 
 
 def _check_states(sequences: SequenceTable, batch: StepBatch, slots: Int64Array) -> None:
-    """Raises InvalidField for a length whose states no entry can hold. Lengths are lawful otherwise; 0 needs none."""
+    """Raises InvalidField for a length whose states no entry can hold. Lengths are valid otherwise; 0 needs none."""
     last = np.maximum(batch.commit_lens - 1, 0) // sequences.block_size
     for group in sequences.new_entries.state_groups:
         lost = (sequences.tables[slots, last + group * sequences.max_blocks] == NULL_BLOCK) & (batch.commit_lens > 0)
@@ -191,7 +191,7 @@ def _check_reservations(sequences: SequenceTable, owner: SessionState, batch: St
 
 
 def check_starts(sequences: SequenceTable, owner: SessionState, batch: StepBatch) -> Int64Array:
-    """Slots of the starts. Raises the CacheError of the first that is not lawful."""
+    """Slots of the starts. Raises the CacheError of the first that is not valid."""
     if not len(batch.start_ids):
         return NO_INT64
     slots = owner.ids.find(batch.start_ids, "start_sequence_ids")
@@ -216,7 +216,7 @@ class _Walk:
         self._released: set[int] = set()
 
     def check(self, commits: _Commits) -> Int64Array | None:
-        """Forks, truncates, releases, swaps, then the starts and reservations they leave. Answers the reservations' slots."""
+        """Forks, truncates, releases, swaps, then the starts and reservations they leave. Returns the reservations' slots."""
         sequences, batch = self._sequences, self._batch
         if len(batch.fork_children):
             self._check_forks()

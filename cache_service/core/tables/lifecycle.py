@@ -1,8 +1,8 @@
 """SequenceLifecycle: the items of a step that change running sequences: commit, fork, truncate, release.
 
 Owns the changes and their rules: sharing by forks, fences on what is dropped (R6), all or nothing per item (R7). Every method
-takes lawful items and cannot fail. Committed blocks come to be shared by publisher.py. Does not know how items arrive or what
-lawful is.
+takes valid items and cannot fail. Committed blocks come to be shared by publisher.py. Does not know how items arrive or what
+valid is.
 """
 
 import numpy as np
@@ -56,7 +56,7 @@ class SequenceLifecycle:
             self._spans.drop_outside(owner, slots)
 
     def fork(self, parent: int, child_id: int, owner: SessionState, num_tokens: int) -> int:
-        """Makes a child on the parent's first blocks and answers its slot; needs a free one.
+        """Makes a child on the parent's first blocks and returns its slot; needs a free one.
 
         Where layers have states, less may be committed of it than num_tokens.
         """

@@ -2,7 +2,7 @@
 
 Owns granting, and the decision on copy-on-write (copies_due): a block that another holder has is copied before it is written
 (R5). Rules: all or nothing per item (R7); blocks reserved for the oldest claim go to no later arrival. Which new entries have a
-block is new_entries.py's to say. Takes lawful items and cannot fail.
+block is new_entries.py's to say. Takes valid items and cannot fail.
 """
 
 import numpy as np

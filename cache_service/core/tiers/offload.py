@@ -118,7 +118,7 @@ class Offloader:
         self._pool.end_transfers(destinations)
 
     def demote(self, victims: Int32Array) -> Int32Array:
-        """Moves evicted blocks to the host tier, as far as it has room; answers those that are to be forgotten.
+        """Moves evicted blocks to the host tier, as far as it has room; returns those that are to be forgotten.
 
         Victims come leaves first, so the last ones get the room: a parent that is forgotten takes its children along. Pages of
         a tail are forgotten: hits do without them, and what they are a copy of is worth the room more.
@@ -154,7 +154,7 @@ class Offloader:
     def end_session(self, owner: SessionState, *, may_still_write: bool) -> tuple[Int32Array, list[TransferOrder]]:
         """The session's orders will never be run, or are still being run: none counts.
 
-        Answers their device destinations, quarantined where it may still write, and the orders, whose waiters are to be told.
+        Returns their device destinations, quarantined where it may still write, and the orders, whose waiters are to be told.
         """
         orders = self.transfers.take_orders(order.id for order in self.transfers.orders_of(owner))
         loads = _destinations([order for order in orders if order.kind is TransferKind.SWAP_IN])

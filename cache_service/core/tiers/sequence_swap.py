@@ -70,7 +70,7 @@ class SequenceSwapper:
         self.end_reported_orders(self.at_once)
 
     def end_reported_orders(self, max_orders: int) -> bool:
-        """Applies the ends of up to so many reported orders to blocks and sequences. Answers whether any are left."""
+        """Applies the ends of up to so many reported orders to blocks and sequences. Returns whether any are left."""
         transfers = self.offloader.transfers
         while max_orders > 0 and (reported := transfers.take_reported_orders(max_orders)) is not None:
             orders, ok = reported
@@ -79,7 +79,7 @@ class SequenceSwapper:
         return transfers.has_reported
 
     def conclude_arrived(self, owner: SessionState) -> list[int]:
-        """Concludes what has arrived for this session. Answers the slots that run from now on."""
+        """Concludes what has arrived for this session. Returns the slots that run from now on."""
         arrived = self.arrived.pop(owner.number, [])
         return [move.slot for move in arrived if not move.is_over and self._conclude(move)]
 
@@ -108,7 +108,7 @@ class SequenceSwapper:
         return int(np.count_nonzero(hosts == 0)), self.host.pool.num_available - self.host.pool.num_revived(hosts)
 
     def swap_out(self, owner: SessionState, slot: int) -> bool:
-        """Moves a running sequence to the host tier; or answers False and changes nothing."""
+        """Moves a running sequence to the host tier; or returns False and changes nothing."""
         seqs, index, host = self._sequences, self._index, self.host
         num_missing, num_room = self.shortage(owner, slot)
         if num_missing > num_room or not can_leave(seqs, slot):
@@ -191,7 +191,7 @@ class SequenceSwapper:
     # Starting
 
     def join_loads(self, owner: SessionState, hosts: Int32Array, blocks: Int32Array) -> list[tuple[TransferOrder, int]]:
-        """Fills in the blocks [n] that are being loaded from host copies [n]; answers the orders, each with its place."""
+        """Fills in the blocks [n] that are being loaded from host copies [n]; returns the orders, each with its place."""
         return self._join(owner, hosts, blocks, any_session=True)
 
     def start_load(
@@ -247,7 +247,7 @@ class SequenceSwapper:
             self.host.drop_table(slot)
 
     def end_session(self, owner: SessionState, *, may_still_write: bool) -> Int32Array:
-        """After its sequences were released: its orders have failed, for all that wait. Answers blocks in quarantine."""
+        """After its sequences were released: its orders have failed, for all that wait. Returns blocks in quarantine."""
         self.end_reported_orders(self.offloader.transfers.num_issued)  # what was run before it ended was run
         self.arrived.pop(owner.number, None)
         blocks, orders = self.offloader.end_session(owner, may_still_write=may_still_write)
@@ -274,7 +274,7 @@ class SequenceSwapper:
                     self._leave_device(move)
 
     def _conclude(self, move: Move) -> bool:
-        """All orders of the move have ended, or one has failed. Answers whether the sequence runs now."""
+        """All orders of the move have ended, or one has failed. Returns whether the sequence runs now."""
         seqs, slot = self._sequences, move.slot
         if move.towards == SequenceState.SWAPPED:
             self._return_to_device(move)

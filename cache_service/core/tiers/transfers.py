@@ -96,7 +96,7 @@ class Transfers:
                 self._reported.append((ids.tolist(), ok))
 
     def take_reported_orders(self, max_orders: int) -> tuple[list[TransferOrder], bool] | None:
-        """Takes at most so many orders of the oldest report out of flight. Answers them, and whether they were run."""
+        """Takes at most so many orders of the oldest report out of flight. Returns them, and whether they were run."""
         if not self._reported:
             return None
         ids, ok = self._reported[0]

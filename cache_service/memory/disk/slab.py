@@ -109,7 +109,7 @@ class Slab:
         return found
 
     def write(self, orders: Sequence[TierOrder], hosts: ByteArray) -> list[TierResult]:
-        """Stores hosts [num_host_blocks, block_bytes] as the orders say. Answers a result for each."""
+        """Stores hosts [num_host_blocks, block_bytes] as the orders say. Returns a result for each."""
         results: list[TierResult] = []
         for run in self._runs(orders):
             try:

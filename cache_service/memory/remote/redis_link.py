@@ -44,7 +44,7 @@ class RedisLink(Protocol):
         """As BulkConnection.exchange; each command's second word is its key. Raises ServerError."""
 
     def close(self) -> None:
-        """No thread is at work."""
+        """No thread is running."""
 
 
 class OneServer:

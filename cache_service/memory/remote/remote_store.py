@@ -64,7 +64,7 @@ class RemoteServer(Protocol):
     def delete(self, places: Sequence[bytes]) -> None: ...
 
     def close(self) -> None:
-        """No thread is at work, but for calls that were given up."""
+        """No thread is running, but for calls that were given up."""
 
 
 _MAGIC = b"kvkeeper remote1"
@@ -167,7 +167,7 @@ class RemoteStore:
         return _guarded(read) or [TierResult.FAILED] * len(orders)
 
     def write(self, orders: Sequence[TierOrder], hosts: ByteArray) -> list[TierResult]:
-        """Puts hosts [num_host_blocks, block_bytes] there as the orders say. Answers a result for each."""
+        """Puts hosts [num_host_blocks, block_bytes] there as the orders say. Returns a result for each."""
 
         def write() -> list[TierResult]:
             era = self._settled_era()

@@ -119,7 +119,7 @@ class DecodeInputs:
         draws: how the rows of the batch are drawn; None: nothing is drawn from what `drawing` has.
         counted: those of them that are penalised; None: nothing is penalised by what `counting` has.
 
-        Answers the call that brings them to the device; the batch may change before it is made.
+        Returns the call that brings them to the device; the batch may change before it is made.
         """
         count, used = batch.block_tables.shape
         num_groups = self.num_groups

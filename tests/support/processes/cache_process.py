@@ -25,7 +25,7 @@ class CacheProcess:
 
 @asynccontextmanager
 async def cache_process(*flags: str) -> AsyncIterator[CacheProcess]:
-    """Answers calls when the block begins, and is gone after it."""
+    """Returns calls when the block begins, and is gone after it."""
     with short_folder() as folder:
         address, log_path = f"unix:{folder}/s", folder / "log"
         with log_path.open("wb") as log:

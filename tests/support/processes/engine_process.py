@@ -91,7 +91,7 @@ class Engine:
         return Writer([arena[block] for block in blocks])
 
     def _start(self) -> list[int]:
-        """A sequence with its first tokens committed, and a fork of it; answers the block that each goes on writing."""
+        """A sequence with its first tokens committed, and a fork of it; returns the block that each goes on writing."""
         self._num_sequences += 1
         first, number = 100_000 * self._num_sequences, 2 * self._num_sequences
         session = self._session

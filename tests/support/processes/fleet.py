@@ -52,7 +52,7 @@ class Service:
                 await self._news.wait()
 
     async def until_stopped(self) -> None:
-        """Until a signal has stopped it, its own or another's. It goes on with resume."""
+        """Until a signal has stopped it, its own or another's. It continues with resume."""
         async with asyncio.timeout(DEADLINE_S):
             await asyncio.to_thread(os.waitid, os.P_PID, self.process.pid, os.WSTOPPED)
 

@@ -389,7 +389,7 @@ class NaiveCache:
         self.victims += evicted
 
     def split_copies(self, sources: list[int], destinations: list[int]) -> list[tuple[int, int]]:
-        """Takes out the copies of the null block, by which a block is cleared; answers the copies-on-write."""
+        """Takes out the copies of the null block, by which a block is cleared; returns the copies-on-write."""
         pairs = list(zip(sources, destinations, strict=True))
         self.cleared = [destination for source, destination in pairs if source == NULL_BLOCK]
         return [pair for pair in pairs if pair[0] != NULL_BLOCK]

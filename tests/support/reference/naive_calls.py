@@ -26,7 +26,7 @@ class NaiveCalls(NaiveSteps):
     def extend(
         self, q: NaiveSequence, num_tokens: int, shown: list[int], copies: list[Pair] | None, *, look_up: bool
     ) -> list[int]:
-        """Answers the blocks that are new in the table; copies is None where the service does not tell them."""
+        """Returns the blocks that are new in the table; copies is None where the service does not tell them."""
         with self._one_step(q):
             name = f"extend of {q.sequence_id}"
             match, num_short = self._shortage(q, num_tokens, look_up=look_up)

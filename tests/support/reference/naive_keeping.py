@@ -140,7 +140,7 @@ class NaiveKeeping(NaiveCache):
         return self.num_available() - len(self.cached().intersection(blocks))
 
     def clear(self) -> tuple[int, int]:
-        """Answers (blocks that came free, entries forgotten)."""
+        """Returns (blocks that came free, entries forgotten)."""
         self.pins.clear()
         num_cached, num_entries = len(self.cached()), len(self.index)
         self.index.clear()

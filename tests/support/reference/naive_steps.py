@@ -49,7 +49,7 @@ class NaiveSteps(NaiveClaims):
         return q
 
     def close(self, session: str, *, may_still_write: bool) -> tuple[int, int]:
-        """Answers (sequences released, blocks in quarantine): what a step in flight may still write is not reused."""
+        """Returns (sequences released, blocks in quarantine): what a step in flight may still write is not reused."""
         self.clock += 1
         self.publish()
         self.observe()
@@ -257,7 +257,7 @@ class NaiveSteps(NaiveClaims):
         del q.table[self.num_blocks(q.reserved) :]
 
     def release(self, q: NaiveSequence) -> int:
-        """Answers how many of its blocks no other table names."""
+        """Returns how many of its blocks no other table names."""
         del self.sequences[q.session, q.sequence_id]
         self.promised.pop((q.session, q.sequence_id), None)
         self.commits = [(clock, other) for clock, other in self.commits if other is not q]
@@ -272,7 +272,7 @@ class NaiveSteps(NaiveClaims):
         return any(self.could_grow(self.sequences[session, sequence_id], max_hit) for sequence_id, max_hit in starts)
 
     def _forks(self, session: str, batch: StepBatch, reply: StepReply) -> set[int]:
-        """Answers the children that there was no slot for: later items that name one do nothing."""
+        """Returns the children that there was no slot for: later items that name one do nothing."""
         refused: set[int] = set()
         expect(len(reply.fork_results), len(batch.fork_parents), "fork results")
         columns = (batch.fork_parents, batch.fork_children, batch.fork_lens, reply.fork_results)
@@ -382,7 +382,7 @@ class NaiveSteps(NaiveClaims):
         *,
         blocked: bool,
     ) -> tuple[bool, list[Update]]:
-        """The largest count that fits. Answers whether later items get nothing, and the table updates."""
+        """The largest count that fits. Returns whether later items get nothing, and the table updates."""
         target = max(q.reserved, most)
         copied_idx = self.must_copy(q, target)
         needed = max(0, self.num_blocks(least) - len(q.table)) + (copied_idx is not None)

@@ -93,7 +93,7 @@ class DiskSimulation:
         self.world = self._make_world(self.config, self.num_slots, self.rules, **kept, **self.sizes)
 
     def finish(self) -> DiskCounts:
-        """The last audit: no block of any tier is left behind. Answers the sums."""
+        """The last audit: no block of any tier is left behind. Returns the sums."""
         self.world.drain()
         self._add_up(self.world)
         return self.counts

@@ -218,7 +218,7 @@ class TierAnswers:
                 self.counts.loading += 1
 
     def _apply_ready(self, engine: TierEngine, before: dict[int, SequenceState], reply: StepReply) -> set[int]:
-        """Answers the starts among those that are ready."""
+        """Returns the starts among those that are ready."""
         late_starts: set[int] = set()
         first = 0
         for row, sequence_id in enumerate(reply.ready_ids.tolist()):

@@ -1,7 +1,7 @@
 """An engine on a pool with a host tier: what it knows of its sequences, what it sends in a step, and what it reports.
 
 It sends any number of items for each sequence, and for the children that the step forks, of which there may be too many:
-commit, fork, truncate, swaps and reservation in one step, all of them lawful. Orders are reported late, twice, as failed or
+commit, fork, truncate, swaps and reservation in one step, all of them valid. Orders are reported late, twice, as failed or
 never; `TierCounts` says how often each thing happened.
 """
 
@@ -185,7 +185,7 @@ class TierEngine:
         return items
 
     def wrong_items(self, choose: Choose) -> TierItems | None:
-        """Items of which one is for a sequence in another state than it may have, beside lawful ones; None where there is none.
+        """Items of which one is for a sequence in another state than it may have, beside valid ones; None where there is none.
 
         The commits repeat what is committed. The reservations are often the very list of the commits, which name swapped ones.
         """

@@ -53,7 +53,7 @@ class TierPool(CorePool):
         return reply
 
     def run(self, reply: StepReply) -> list[int]:
-        """Runs the orders of a reply. Answers their ids."""
+        """Runs the orders of a reply. Returns their ids."""
         columns = (reply.transfer_kinds.tolist(), reply.transfer_sources.tolist(), reply.transfer_destinations.tolist())
         for kind, source, destination in zip(*columns, strict=True):
             if kind == TransferKind.SWAP_OUT:
@@ -63,7 +63,7 @@ class TierPool(CorePool):
         return [int(order_id) for order_id in reply.transfer_ids]
 
     def fill(self, sequence_id: int, *, session: SessionId = A) -> list[int]:
-        """Writes something into each block of a sequence. Answers what."""
+        """Writes something into each block of a sequence. Returns what."""
         table = self.table(sequence_id, session=session)
         for place, block in enumerate(table):
             self.device[block] = 100 * sequence_id + place + 1
@@ -90,7 +90,7 @@ class TierPool(CorePool):
 
 
 def cached(pool: TierPool, sequence_id: int, tokens: range) -> list[int]:
-    """Computes a prompt and leaves it cached. Answers what its blocks hold."""
+    """Computes a prompt and leaves it cached. Returns what its blocks hold."""
     pool.prefill(sequence_id, tokens)
     written = pool.fill(sequence_id)
     pool.step(releases=[sequence_id])
@@ -99,7 +99,7 @@ def cached(pool: TierPool, sequence_id: int, tokens: range) -> list[int]:
 
 
 def push_out(pool: TierPool, num_tokens: int, *, sequence_id: int = 50, report: bool = True) -> list[int]:
-    """Another sequence takes all blocks, runs the orders that this causes, and goes. Answers the order ids."""
+    """Another sequence takes all blocks, runs the orders that this causes, and goes. Returns the order ids."""
     pool.create(sequence_id, range(1000 * sequence_id, 1000 * sequence_id + num_tokens), session=B)
     reply = pool.step(B, starts=[(sequence_id, ALL, 0)])
     assert reply.start_results.tolist() == [StartResult.STARTED]

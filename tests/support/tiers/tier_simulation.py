@@ -85,7 +85,7 @@ class TierSimulation:
         world.audit()
 
     def finish(self) -> TierCounts:
-        """The last audit: no block of either tier is left behind. Answers the sums."""
+        """The last audit: no block of either tier is left behind. Returns the sums."""
         self.world.drain()
         return self.world.counts
 

@@ -41,7 +41,7 @@ def rpcs(files: Sequence[Any] = FILES) -> Iterator[tuple[str, MethodDescriptor]]
 
 
 class CountingRouter(grpc.GenericRpcHandler):
-    """Answers every RPC of a service with nothing, and counts who entered."""
+    """Returns every RPC of a service with nothing, and counts who entered."""
 
     def __init__(self, service: ServiceDescriptor, entered: "Counter[tuple[str, Caller]]") -> None:
         self.service_name = service.full_name

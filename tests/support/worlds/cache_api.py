@@ -102,7 +102,7 @@ class Session:
         self.ids: dict[str, Any] = {"session_id": opened.session_id, "epoch": opened.epoch}
 
     async def create(self, sequence_id: int, num_tokens: int, *, first: int = 0, **fields: Any) -> int:
-        """A prompt of consecutive numbers; answers the tokens that are cached."""
+        """A prompt of consecutive numbers; returns the tokens that are cached."""
         tokens = range(first, first + num_tokens)
         request = pb.CreateSequenceRequest(**self.ids, sequence_id=sequence_id, token_ids=tokens, **fields)
         return (await self.api.stub.CreateSequence(request, timeout=DEADLINE)).num_matched_tokens

@@ -82,7 +82,7 @@ class CorePool:
         return reply
 
     def prefill(self, sequence_id: int, tokens: Sequence[int], *, session: SessionId = A, **args: object) -> list[int]:
-        """Creates, starts and commits a whole prompt. Answers its table."""
+        """Creates, starts and commits a whole prompt. Returns its table."""
         self.create(sequence_id, tokens, session=session, **args)
         self.step(session, starts=[(sequence_id, ALL, ALL)])
         self.step(session, commits=[(sequence_id, len(tokens), [])])

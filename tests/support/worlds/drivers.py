@@ -78,7 +78,7 @@ class Driver(Protocol):
     def withdraw(self, session: SessionId, sequence_id: int) -> None: ...
 
     def take(self, session: SessionId, offer: bytes, sequence_id: int) -> list[int]:
-        """Answers the table."""
+        """Returns the table."""
 
     def view(self, session: SessionId, sequence_id: int) -> SequenceView: ...
 

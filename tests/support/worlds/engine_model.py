@@ -1,8 +1,8 @@
-"""What an engine knows of its sequences, and the lawful steps it makes of it.
+"""What an engine knows of its sequences, and the valid steps it makes of it.
 
 Owns the engine's side: tokens it has sampled and not yet reported, how far it has computed, what of that is certain at each
 completed step. Rules: every choice is drawn through `choose`, so Hypothesis shrinks it and a seed replays it; a plan is
-always lawful, and as nasty as the protocol allows: lengths beside block edges, rejected drafts, steps that overlap, forks of
+always valid, and as nasty as the protocol allows: lengths beside block edges, rejected drafts, steps that overlap, forks of
 forks, everything about one sequence in one step. Knows nothing of blocks but what replies tell.
 """
 
@@ -170,7 +170,7 @@ class EngineModel:
     def compute(self, choose: Choose, q: EngineSequence, granted: int) -> tuple[int, int]:
         """The engine computes some of [num_computed, granted) in this step, sampling or drafting tokens it lacks.
 
-        Answers the range of positions written. Sometimes it takes back what it drafted before.
+        Returns the range of positions written. Sometimes it takes back what it drafted before.
         """
         if choose(5) == 4:  # rejected drafts, or a recomputation
             kept = q.committed + choose(q.num_computed - q.committed + 1)

@@ -149,7 +149,7 @@ class Column(Bound):
 
 @dataclass(frozen=True)
 class Bytes(Bound):
-    """Blobs of one lawful size or of none."""
+    """Blobs of one valid size or of none."""
 
     size: int
 

@@ -1,4 +1,4 @@
-"""A pool of several groups of layers, driven by random lawful steps, with the bytes of every block watched.
+"""A pool of several groups of layers, driven by random valid steps, with the bytes of every block watched.
 
 Owns two sessions whose device work runs late, what each computes, hands to the other and pins, and the comparison of three
 views after every step: the tables that the pool has, those that a client keeps of what it was told, and the contents of the

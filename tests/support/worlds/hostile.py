@@ -1,7 +1,7 @@
-"""Steps that the protocol refuses, each with one thing wrong and lawful items beside it.
+"""Steps that the protocol refuses, each with one thing wrong and valid items beside it.
 
 Owns the list of defects. Each answers the columns of the wrong item and the reasons it may be refused with, or None where
-the world has nothing to do it with. The lawful items would change state, so that half an application shows.
+the world has nothing to do it with. The valid items would change state, so that half an application shows.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def refuse_step(world: World, session: SessionId, choose: Choose) -> bool:
 
 
 def _beside(batch: StepBatch, scene: Scene) -> StepBatch:
-    """Adds lawful items on sequences that the wrong one does not name."""
+    """Adds valid items on sequences that the wrong one does not name."""
     columns = [getattr(batch, name) for name in batch._fields if name.endswith(("ids", "parents", "children"))]
     named = {int(i) for column in columns for i in column}
     spare = [q for q in scene.running if q.sequence_id not in named]
@@ -177,7 +177,7 @@ def _commit_of_what_still_runs(scene: Scene) -> Defect:
 
 
 def _fork_wrong(scene: Scene) -> Defect:
-    """More tokens than committed, none, or a child that is there already or has no lawful id."""
+    """More tokens than committed, none, or a child that is there already or has no valid id."""
     parents = [q for q in scene.running if q.committed]
     if not parents:
         return None

@@ -1,8 +1,8 @@
 """What must hold of a pool at any moment, with anything in flight, and what the end of a session must leave.
 
 Asked between two operations of a TierWorld; changes nothing. `check_contents`: all that could be found, or read by its owner,
-is there right now. `check_crash`: an engine that dies goes on with all that it was told to copy, to load and to write, so none
-of that may be in blocks that another session has, or could get. `check_residue`: what an engine was told and will never do has
+is there right now. `check_crash`: an engine that dies continues with all that it was told to copy, load and write: none of it
+may be in blocks that another session has, or could get. `check_residue`: what an engine was told and will never do has
 left no other tenant's content behind where it would not be cleared (R8). The session ends in a twin of the pool.
 """
 
@@ -34,7 +34,7 @@ def check_contents(world: TierWorld) -> None:
 
 
 def check_crash(world: TierWorld, session: SessionId) -> int:
-    """Answers the number of blocks that the engine still fills or writes to."""
+    """Returns the number of blocks that the engine still fills or writes to."""
     twin = copy.deepcopy(world.manager)
     swapper = twin.swapper
     assert swapper is not None
@@ -50,7 +50,7 @@ def check_crash(world: TierWorld, session: SessionId) -> int:
 
 
 def check_residue(world: TierWorld, session: SessionId) -> int:
-    """Answers the number of blocks that would be cleared for their next owner."""
+    """Returns the number of blocks that would be cleared for their next owner."""
     twin = copy.deepcopy(world.manager)
     twin.sessions.close(session, may_still_write=False)
     pool = twin.state.pool

@@ -213,7 +213,7 @@ class World:
         device.is_known = True
 
     def check_hit(self, q: NaiveSequence, hit: int) -> list[int]:
-        """Blocks hit must hold the prompt before anything in flight has run (R4, R6). Answers the blocks behind them."""
+        """Blocks hit must hold the prompt before anything in flight has run (R4, R6). Returns the blocks behind them."""
         num_hit = hit // self.config.block_size
         wanted = self.contents.spell(q.tenant, q.tokens[:hit])
         if not self.memory.spells(q.table[:num_hit], wanted):

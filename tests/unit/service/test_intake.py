@@ -21,7 +21,7 @@ FOREVER_S = 600.0
 
 
 class Echo(grpc.GenericRpcHandler):
-    """Answers each message; the order of arrival is kept."""
+    """Returns each message; the order of arrival is kept."""
 
     def __init__(self) -> None:
         self.seen: list[bytes] = []

@@ -352,4 +352,4 @@ async def test_certificates_are_exchanged_without_a_restart(tmp_path: Path) -> N
             async with tls_channel(server, other.ca, world.client) as channel:
                 error = await raw_call(channel, STEP, FIRST)
                 assert error is not None and error.code is grpc.StatusCode.UNAVAILABLE
-            assert await raw_call(old, STEP, FIRST) is None  # a connection goes on with what it was made with
+            assert await raw_call(old, STEP, FIRST) is None  # a connection continues with what it was made with

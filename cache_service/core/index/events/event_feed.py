@@ -81,7 +81,7 @@ class EventFeed:
             self._index.change_log = None
 
     def advance(self, budget: int) -> bool:
-        """Tells the watches of about `budget` blocks. Answers whether more blocks can be told now."""
+        """Tells the watches of about `budget` blocks. Returns whether more blocks can be told now."""
         if not self.watches:
             return False
         if self._change_log.has_overflowed:

@@ -219,7 +219,7 @@ def test_r6_a_block_is_not_shared_while_the_copy_that_fills_it_is_in_flight() ->
     pool.step(starts=[(1, 8, 0)])
     pool.step(commits=[(1, 6, [])])
     pool.step(forks=[(1, 2, 6)], reserves=[(1, 9, 9)])  # block 1 of sequence 1 is being copied
-    pool.step(lag=1, commits=[(1, 8, [])])  # lawful: the step that computed it has completed
+    pool.step(lag=1, commits=[(1, 8, [])])  # valid: the step that computed it has completed
     assert len(pool.matched(range(8))) == 1
     pool.step(commits=[(1, 8, [])])
     assert pool.matched(range(8)) == pool.table(1)[:2]

@@ -15,7 +15,7 @@ from tests.support.worlds.core_pool import ALL, A, B, CorePool
 
 
 def pool_with_a_copy_in_flight(**config: object) -> tuple[CorePool, int]:
-    """Step 4 of session a copies block 1 of its sequence, which the commit for step 3 has filled. Answers the destination."""
+    """Step 4 of session a copies block 1 of its sequence, which the commit for step 3 has filled. Returns the destination."""
     pool = CorePool(**config)
     pool.prefill(1, range(6))
     return pool, copy_in_flight(pool)

@@ -104,7 +104,7 @@ async def test_a_block_that_loses_its_node_while_it_is_digested_gets_no_row(
     written = asyncio.create_task(keeper.written())
     assert await asyncio.to_thread(digests.begun.wait, 10)
     kept.manager.state.index.forget_blocks(int32([2]))
-    kept.publish(3, tokens=9)  # it begins to lack something while a thread is at work
+    kept.publish(3, tokens=9)  # it begins to lack something while a thread is running
     assert kept.written == []
     kept.may_digest.set()
     await written

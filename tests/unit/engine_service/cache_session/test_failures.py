@@ -18,6 +18,6 @@ from kvkeeper.engine_service.cache_session.failures import refuses_groups
     ],
 )
 def test_a_service_that_knows_no_such_groups_is_told_apart(metadata: dict[str, str], is_refused: bool) -> None:
-    """Then the engine goes on with one table for all layers; any other refusal is a fault."""
+    """Then the engine continues with one table for all layers; any other refusal is a fault."""
     error = KvkeeperError(grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED", "not served by this build", metadata)
     assert refuses_groups(error) is is_refused

@@ -125,7 +125,7 @@ async def test_the_memory_of_a_lost_device_stays_mapped_until_the_process_ends(m
 
 
 async def test_a_session_is_not_drained_while_another_rank_cannot_end() -> None:
-    """As one may not that hangs on its device, whatever kills it."""
+    """As one may not that depends on its device, whatever kills it."""
     world = World(lambda: None)
     memory = await world.open()
     world.may_unmap = False

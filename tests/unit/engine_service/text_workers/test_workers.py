@@ -189,7 +189,7 @@ async def test_a_job_that_ends_each_worker_is_refused(how: Callable[[int], None]
 
 
 def kill_in_set_up(monkeypatch: pytest.MonkeyPatch, num_killed: int, number: signal.Signals) -> list[int]:
-    """The first workers end by this signal before they are set up. Answers those that did, as they come."""
+    """The first workers end by this signal before they are set up. Returns those that did, as they come."""
     from kvkeeper.engine_service.text_workers import workers as module
 
     exchange, killed = module._exchange, list[int]()

@@ -1,4 +1,4 @@
-"""Rows that are drawn behind a captured decode, on the Triton path, interpreted: what they hang on is what it was before it."""
+"""Rows that are drawn behind a captured decode, on the Triton path, interpreted: what they depend on is as before."""
 
 import dataclasses
 

@@ -14,7 +14,7 @@ PROMPT = list(range(100, 116))  # four blocks of 4
 def pinned(
     pool: CorePool, tokens: list[int], ttl: float = 60.0, *, session: SessionId = A, pin_id: str = "p", tenant: str = ""
 ) -> int:
-    """Answers the tokens that the pin keeps."""
+    """Returns the tokens that the pin keeps."""
     result = pool.manager.prefixes.pin(session, pin_id, tenant, int32(tokens), ttl)
     pool.audit()
     assert result.pin_id == (pin_id if result.num_tokens else "")

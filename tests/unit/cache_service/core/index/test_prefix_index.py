@@ -18,7 +18,7 @@ from tests.support.worlds.core_pool import CorePool, int32
 
 
 def family() -> tuple[PrefixIndex, dict[str, int]]:
-    """Block size 1; a tree of one parent with three children of two children each. Answers the nodes by their path."""
+    """Block size 1; a tree of one parent with three children of two children each. Returns the nodes by their path."""
     index = PrefixIndex(num_blocks=16, block_size=1)
     nodes = {"": index.root("tenant")}
     paths = ("p", "pa", "pb", "pc", "pax", "pay", "pbx", "pby", "pcx", "pcy", "q")

@@ -14,7 +14,7 @@ NUM_BLOCKS = 24
 
 
 def swapped_out(at_once: int) -> tuple[TierPool, list[int]]:
-    """A pool where session a has swapped out a sequence of many blocks and has run the orders. Answers their ids."""
+    """A pool where session a has swapped out a sequence of many blocks and has run the orders. Returns their ids."""
     pool = TierPool(num_blocks=NUM_BLOCKS + 8, block_size=1, num_host_blocks=NUM_BLOCKS + 8)
     swapper = pool.manager.swapper
     assert swapper is not None

@@ -90,7 +90,7 @@ def test_a_server_that_goes_in_the_middle_of_a_value_is_an_error(peer: Peer) -> 
 
 
 def serve(listener: socket.socket, answers: list[bytes], heard: list[bytes]) -> threading.Thread:
-    """Answers one connection for each, with the whole answer at once."""
+    """Returns one connection for each, with the whole answer at once."""
 
     def run() -> None:
         for answer in answers:
