@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkeeper.engine_service.serving.calls import FrontCalls
+from kvkeeper.engine_service.serving.calls import FrontCalls, _Call
 from kvkeeper.engine_service.serving.frames import Kind
 from kvkeeper.engine_service.values.output_chunk import NO_TOKEN_COLUMNS, OutputChunk, TokenColumns
 
@@ -48,13 +48,13 @@ async def test_what_does_not_wait_for_a_round_takes_no_columns_along() -> None:
         take_of=lambda reader: columns.pop() if columns else NO_TOKEN_COLUMNS, drop_reader=lambda reader: None
     )
     calls = FrontCalls(SimpleNamespace(pace=pace, unread=unread), lane)  # type: ignore[arg-type]
-    waiting, urgent = (SimpleNamespace(number=n, unsent=[], is_dropped=False, refusal=None) for n in (1, 2))
+    waiting, urgent = _Call(1), _Call(2)
     calls.notify()
     await turns_of_the_loop()
     waiting.unsent.append(OutputChunk(0, "a", (1,)))
-    calls._tell(waiting, at_once=False)  # type: ignore[arg-type]
+    calls._tell(waiting, at_once=False)
     urgent.unsent.append(OutputChunk(0, "b", (2,)))
-    calls._tell(urgent, at_once=True)  # type: ignore[arg-type]
+    calls._tell(urgent, at_once=True)
     await turns_of_the_loop()
     assert lane.kinds == [Kind.CHUNK]
     for write in pace.due:
