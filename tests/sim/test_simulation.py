@@ -24,7 +24,7 @@ def test_a_million_seeded_operations(capsys: pytest.CaptureFixture[str]) -> None
             counts.add(part)
     with capsys.disabled():
         print(json.dumps({"soak": "core", "seconds": round(time.perf_counter() - started, 1), "changes": counts.changes}))
-    assert counts.changes >= scaled(NUM_OPERATIONS, 10)
+    assert counts.changes >= scaled(NUM_OPERATIONS, 11)  # a seed has a few more or fewer
     # The run counts only if its faults fired and its guarded paths were on.
     for name in counts.__dataclass_fields__:
         assert getattr(counts, name) > at_least(100), name

@@ -29,5 +29,5 @@ def scaled(number: int, share: int = 5) -> int:
 
 
 def at_least(number: int) -> int:
-    """How often what a run is about must have happened in it. A slice is small: few events show no more than that they do."""
-    return number if IS_WHOLE else max(number // 50, 1)
+    """How often what a run is about must have happened in it. A slice is small: of rare events, below 50, it may have none."""
+    return number if IS_WHOLE else number // 50

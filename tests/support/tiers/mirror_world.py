@@ -108,6 +108,11 @@ class MirrorWorld(DiskWorld):
         host[order.host] = list(values[order.name])
         return TierResult.DONE
 
+    def kill(self, choose: Choose) -> None:
+        super().kill(choose)
+        for slot in self.slab.values():  # one that was being written has a name and torn content
+            self.outliving.note(Tier.DISK, slot.order)
+
     def finish_disk(self) -> None:
         super().finish_disk()
         while self._remote_jobs or self.remote.flight.loads or self.remote.flight.stores or self.remote.flight.questions:
