@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: this program tells an error in one line of its own
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: this program reports an error in one line of its own
 
 from kvkeeper.common.service.process import first_of, run, stop_signals
 
@@ -30,7 +30,7 @@ def _check(config: CacheConfig) -> None:
 async def _serve(config: CacheConfig) -> None:
     """A first signal drains, a second one stops at once."""
     from kvkeeper.common.service.pollers import (
-        add_pollers,  # after the checks, so that a wrong address is told without loading grpc
+        add_pollers,  # after the checks, so that a wrong address is reported without loading grpc
     )
 
     from .server import start_server, take_over

@@ -68,7 +68,7 @@ def parse_quotas(text: str) -> tuple[tuple[str, float], ...]:
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Names of "a,b". Raises ValueError, also for none at all: who leaves a list empty does not mean everybody."""
+    """Names of "a,b". Raises ValueError, also for none at all: an empty list must not be taken for everybody."""
     names = tuple(text.split(","))
     if _names_refusal(names):
         raise ValueError("names, each once and without spaces around it, such as a,b")

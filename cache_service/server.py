@@ -58,7 +58,7 @@ _END_SECONDS = 30.0  # that a service may take to end after its drain, which is 
 
 @dataclass(slots=True, eq=False)
 class RunningServer:
-    """A cache service that answers. address is the target of a client's channel."""
+    """A cache service that serves calls. address is the target of a client's channel."""
 
     attach_path: Path
     session_manager: SessionManager

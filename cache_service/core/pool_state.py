@@ -123,7 +123,7 @@ class PoolState:
 
     @property
     def now(self) -> float:
-        """Seconds of a monotone clock, as last told by `tick`."""
+        """Seconds of a monotone clock, as last set by `tick`."""
         return self.clock.now
 
     def tick(self, now: float) -> None:

@@ -1,12 +1,12 @@
 """The attach socket: hands an arena to the process at the other end, and notices when that process or its mapping ends.
 
-Owns the listening socket and one connection per attached process. The kernel names the process that connects (SO_PEERCRED)
-and tells when it dies (pidfd); gRPC in Python can tell neither. The client sends a token that is good once for each rank,
-perhaps the names of the parts that it wants and its rank, and a newline. The answer is one JSON line with the descriptors of
-the parts: of the rank's arena, of the host tier's arena where there is one, and of the step lane; an arena in CUDA memory has a
-handle in the line instead of a descriptor. The client keeps the connection open for as long as it maps the arenas. So the end
-of the connection is the end of the mapping (forked children inherit both), and the pidfd is the end of a process without which
-the session cannot go on; a killed process shows both. Knows tokens, parts, ranks and descriptors, no sessions.
+Owns the listening socket and one connection per attached process. The kernel names the process that connects (SO_PEERCRED) and
+reports when it dies (pidfd); gRPC in Python can do neither. The client sends a token that is good once for each rank, perhaps
+the names of the parts that it wants and its rank, and a newline. The answer is one JSON line with the descriptors of the parts:
+of the rank's arena, of the host tier's arena where there is one, and of the step lane; an arena in CUDA memory has a handle in
+the line instead of a descriptor. The client keeps the connection open for as long as it maps the arenas. So the end of the
+connection is the end of the mapping (forked children inherit both), and the pidfd is the end of a process without which the
+session cannot go on; a killed process shows both. Knows tokens, parts, ranks and descriptors, no sessions.
 """
 
 import array

@@ -1,7 +1,7 @@
 """Locks that the kernel drops by itself: of a folder's one service, and of every process that maps a file.
 
 A lock on an open file description lasts as long as anything refers to the description: a descriptor, a copy of it that was sent
-to another process, or a mapping made with it, also in forked children. So `is_held_by_others` tells whether a process of an
+to another process, or a mapping made with it, also in forked children. So `is_held_by_others` returns whether a process of an
 earlier run may still write a file that this run has opened anew, and a killed process needs no sweep.
 """
 
@@ -39,7 +39,7 @@ def lock_folder(path: Path, *, keep: bool) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(descriptor), os.stat(path / "lock")):
                 for byte in (_OWNER, _KEEPER) if keep else (_OWNER,):
-                    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)  # of the process: the kernel tells its pid
+                    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)  # of the process: the kernel shows its pid
                 return descriptor
         except BlockingIOError:
             os.close(descriptor)

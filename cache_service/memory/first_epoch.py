@@ -26,14 +26,14 @@ _LINE = re.compile(rb"(\d{1,18}) (\d{1,18}) ([0-9a-f-]{36})\n")
 
 
 class _Moment(NamedTuple):
-    """microseconds: since the boot of this id, which is zeros where the system does not tell it."""
+    """microseconds: since the boot of this id, which is zeros where the system does not show it."""
 
     microseconds: int
     boot_id: str
 
 
 def first_epoch(folder: Path) -> int:
-    """Of a run that begins now. Raises AddressInUse where the folder is not this user's alone."""
+    """The first epoch of a run that begins now. Raises AddressInUse where the folder is not this user's alone."""
     path, begin = private_directory(folder) / FILE, _now()
     first = max(time.time_ns() // 1000, _least(path, begin))
     try:

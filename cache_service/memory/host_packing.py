@@ -12,7 +12,7 @@ from .kv_numbers import SCALE_BYTES, ByteArray, dequantise, elements_of, numbers
 
 
 class HostPacking:
-    """Of one KV spec with a host_kv_dtype, for each of its ranks."""
+    """How host blocks are packed, for one KV spec with a host_kv_dtype and each of its ranks."""
 
     def __init__(self, spec: KvSpec) -> None:
         assert spec.host_kv_dtype, "blocks that are kept as they are need no packing"

@@ -99,7 +99,7 @@ _BETWEEN: Final = (_E4M3[:126] + _E4M3[1:127]) / 2  # [126] halfway to the next 
 
 
 def _to_e4m3(numbers: Float32Array) -> ByteArray:
-    """Of numbers from -448 to 448: the nearest, of two that are as near the even one."""
+    """Rounds numbers from -448 to 448 to the nearest, of two that are as near to the even one."""
     sizes = np.abs(numbers)
     codes = np.searchsorted(_BETWEEN, sizes, "left")
     is_tie = _BETWEEN[np.minimum(codes, 125)] == sizes

@@ -53,7 +53,7 @@ class SharedMemoryArena:
 
     @cached_property
     def read_only_descriptor(self) -> int:
-        """Of the same file, for processes that must not write; they cannot map it to write."""
+        """A descriptor of the same file, for processes that must not write; they cannot map it to write."""
         descriptor = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, descriptor)
         return descriptor

@@ -93,7 +93,7 @@ class KvCalls:
 
 
 def _rows_of(pool: Pool, kv_dtype: "pb.KvDtype") -> KvRows:
-    """The pool's K and V, told in this type. Raises InvalidField, NotImplementedYet.
+    """The pool's K and V, read and written in this type. Raises InvalidField, NotImplementedYet.
 
     Raises OpaquePages where this service does not know where in a block a token's K and V are.
     """

@@ -38,7 +38,7 @@ CONTRACT = Contract(
     refusals=REFUSALS,
 )
 _LOOK_UPS = frozenset({"MatchPrefix", "ExplainMatch", "PinPrefix"})
-EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read answers when the client has ended its side
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read returns when the client has ended its side
 
 _WRITE_KV = CONTRACT.service.methods_by_name["WriteKv"]
 # In a step: 36 to commit and to reserve with one new token, and more to start, release or swap, and for guessed tokens.
@@ -46,12 +46,12 @@ _BYTES_PER_SEQUENCE = 128
 
 
 def max_message_bytes(max_sequences: int) -> int:
-    """Of a message that carries neither a prompt nor K and V: a step may name each sequence of a pool."""
+    """The size limit of a message that carries neither a prompt nor K and V: a step may name each sequence of a pool."""
     return max(MAX_MESSAGE_BYTES, _BYTES_PER_SEQUENCE * max_sequences)
 
 
 def prompt_limit(method: str, max_tokens: int) -> int:
-    """Of a message with a prompt, where a sequence has at most so many tokens.
+    """The size limit of a message with a prompt, where a sequence has at most so many tokens.
 
     A look-up finds nothing behind them, so it is not even read where it has far more.
     """
@@ -59,7 +59,7 @@ def prompt_limit(method: str, max_tokens: int) -> int:
 
 
 def register(groups: Sequence[object], most_bytes: int, max_tokens: Callable[[], int]) -> MethodRouter:
-    """The methods of all groups, side by side. A group has a method for each RPC that it answers, in snake case.
+    """The methods of all groups, side by side. A group has a method for each RPC that it serves, in snake case.
 
     most_bytes: of a message without a prompt. max_tokens: of a sequence of any pool that there is now.
     """

@@ -1,8 +1,8 @@
 """What a caller may see and change: sessions of its tenant, and sequences and prefixes of it.
 
-A session belongs to the tenant of the caller that opened it. What belongs to another tenant answers as if it did not exist,
-with the same words. A caller that only looks may do so in the sessions of callers for all tenants, and finds the sequences
-of its own tenant there. Of a caller for all tenants nothing is asked but its role. Looked at once a call, or once a stream of
+A session belongs to the tenant of the caller that opened it. What belongs to another tenant is treated as if it did not exist,
+with the same words. A caller that only looks may do so in the sessions of callers for all tenants, and finds the sequences of
+its own tenant there. Of a caller for all tenants nothing is asked but its role. Looked at once a call, or once a stream of
 steps.
 """
 
@@ -30,7 +30,8 @@ class SessionRequest(Protocol):
 def counted_caller(client_name: str) -> str:
     """The caller that a session counts for, which leaves some sessions and sequences to others.
 
-    A tenant, else a connection. gRPC tells no connections of a Unix socket apart, so there it is what the client calls itself.
+    A tenant, else a connection. gRPC does not distinguish connections of a Unix socket, so there it is what the client calls
+    itself.
     """
     tenant, connection = caller.calling().tenant, peer.get()
     if tenant != ANY_TENANT:

@@ -1,9 +1,9 @@
 """WatchEvents: carries the events of the pools' feeds to the readers.
 
 Owns the number of watches, and when the feeds work. A feed works a little after a change, so that the reply of the step goes
-first and changes made together are told together. It works in slices of about a millisecond with a rest after each, so that
-steps pass between them. A watch ends with its session, when the service drains, and when its reader falls behind; a slow
-reader delays nothing else.
+first and changes made together are reported together. It works in slices of about a millisecond with a rest after each, so that
+steps pass between them. A watch ends with its session, when the service drains, and when its reader falls behind; a slow reader
+delays nothing else.
 """
 
 import asyncio

@@ -37,7 +37,7 @@ class Memory(Protocol):
 
 
 class ArenaSupply:
-    """Of one service. directory: where arenas outlive it; they are allocated there then."""
+    """Allocates the arenas of one service. directory: where arenas outlive it; they are allocated there then."""
 
     def __init__(
         self, config: CacheConfig, memory: Memory, directory: MemoryDirectory | None, now: Callable[[], float]

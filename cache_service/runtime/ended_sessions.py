@@ -2,7 +2,7 @@
 
 Rules: blocks that a session may still write stay in quarantine until its mappings and the pool's running copies are gone, and
 on a device a while longer, or until its client says that it has drained. A session is remembered at least as long as its
-quarantine lasts, and a while longer, so that a repeated CloseSession is answered.
+quarantine lasts, and a while longer, so that a repeated CloseSession gets its reply.
 """
 
 from collections import OrderedDict
@@ -31,7 +31,7 @@ class _Ended:
 
 
 class EndedSessions:
-    """Of one service."""
+    """The ended sessions of one service."""
 
     def __init__(self, clock: Clock, quiet: float) -> None:
         """quiet: seconds that a device may continue with the work of a process that is gone."""

@@ -33,7 +33,7 @@ class Session:
     ttl: float
     client_name: str
     deadline: float
-    caller: str = ""  # that it counts for: a tenant or a connection; empty where callers cannot be told apart
+    caller: str = ""  # that it counts for: a tenant or a connection; empty where callers cannot be distinguished
     step_id: int = 0
     completed_step_id: int = 0
     mode: SessionMode | None = None

@@ -18,7 +18,7 @@ class CarrierKind(Enum):
 
 
 class Stream(Protocol):
-    """A call that answers a session on its own: WatchEvents."""
+    """A call that sends messages to a session unasked: WatchEvents."""
 
     def end_with(self, error: CacheError) -> None:
         """Ends it from outside; its client gets this error."""

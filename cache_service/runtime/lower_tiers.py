@@ -54,7 +54,7 @@ class LowerTiers:
         remote: RemoteMaker | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """now: the clock that tiers are told the time of."""
+        """now: the clock that gives tiers the time."""
         self._config = config
         self._disks = disks
         self._remote = remote

@@ -124,7 +124,7 @@ class Pool:
         return not (self.sessions or self.mappings or self.quarantines)
 
     async def published(self) -> None:
-        """Publishes what steps have committed until now, slice by slice; so that counts told after it have it in them."""
+        """Publishes what steps have committed until now, slice by slice; so that counts reported after it include it."""
         turns = Turns()
         while self.manager.maintenance.publish_pending(_SLICE_BLOCKS):
             await turns.offer()

@@ -98,7 +98,7 @@ class PoolKeeper:
             self._naming = self._loop.call_later(_NAMES_AFTER, self._store_tenants)
 
     def _store_tenants(self) -> None:
-        """Of tenants whose names found no room; again and again until they do."""
+        """Stores tenants whose names found no room; tries again and again until they do."""
         self._naming = None
         index = self._kept.device.index
         num_tenants = index.num_unstored

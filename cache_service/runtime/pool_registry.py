@@ -56,8 +56,8 @@ class PoolRegistry:
         """on_replaced is called with each pool that made room for another spec.
 
         directory: where pools outlive the service; the arenas are allocated there then. disks: where pools have their disk
-        tier. now: the clock that pools are told the time of. remote: makes the remote store of each pool. owns_process: the
-        process is the service's alone, so that its garbage collector may be told that all it holds stays.
+        tier. now: the clock that gives pools the time. remote: makes the remote store of each pool. owns_process: the process
+        is the service's alone, so that its garbage collector may leave out all that it holds.
         """
         self.num_replaced = 0
         self._config = config
@@ -79,7 +79,7 @@ class PoolRegistry:
 
     @property
     def max_tokens(self) -> int:
-        """Of a sequence, in the pool where it may have most of them."""
+        """The most tokens of a sequence, in the pool where it may have most of them."""
         return max((pool.info.max_tokens_with_retention for pool in self._pools.values()), default=0)
 
     @property
@@ -195,7 +195,7 @@ class PoolRegistry:
         self._pools[spec.key] = Pool(spec, config, manager, arena, host_arena, keeper, disk, remote)
 
     def _config_for(self, kept: KeptPool, spec: KvSpec) -> PoolConfig | None:
-        """Of a pool of an earlier run; None where this service has no place for it, or wants another size."""
+        """The configuration of a pool of an earlier run; None where this service has no place for it, or wants another size."""
         if len(self._pools) >= self._config.num_pools or spec.key in self._pools:
             return None
         try:

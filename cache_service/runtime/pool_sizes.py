@@ -10,7 +10,7 @@ from ..preflight import host_tier_bytes
 
 
 class PoolSizes:
-    """Of any spec, by one configuration."""
+    """The sizes of the pool of any spec, by one configuration."""
 
     def __init__(self, config: CacheConfig) -> None:
         self._config = config
@@ -77,6 +77,6 @@ class PoolSizes:
 
 
 def _check_room(num_bytes: int, block_bytes: int, flag: str) -> None:
-    """Of the null block and one more."""
+    """Raises OutOfPools where the null block and one more do not fit."""
     if num_bytes < 2 * block_bytes:
         raise OutOfPools(f"{flag} holds fewer than 2 blocks of {size(block_bytes)}", flag=flag)

@@ -1,9 +1,9 @@
 """PoolTier: a tier below the host tier of one running pool: what the core has ordered is run by threads, and reported back.
 
 Owns when the core is asked for orders, how they are divided among the threads, and what is measured of them. Nothing here waits
-for a disk or a server: the loop hands work over and is told of its end. What a load's deadline has overtaken before a thread
-began with it is not begun. At its end the pool waits for the threads only for a moment, because a disk may never let go of one;
-the memory that such a thread writes into stays mapped as long as it does.
+for a disk or a server: the loop hands work over and is notified of its end. What a load's deadline has overtaken before a
+thread began with it is not begun. At its end the pool waits for the threads only for a moment, because a disk may never let go
+of one; the memory that such a thread writes into stays mapped as long as it does.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ Io = Callable[[Sequence[TierOrder], ByteArray], list[TierResult]]
 
 @dataclass(slots=True)
 class Rate:
-    """Bytes a second while at least one order was at work."""
+    """Bytes a second while at least one order was running."""
 
     num_bytes: float = 0.0
     seconds: float = 0.0
@@ -152,7 +152,7 @@ class PoolTier:
             job.is_cancelled = True
 
     def close(self) -> None:
-        """Of a stopped tier, in any thread: what a thread is at is waited for, but not for long."""
+        """Closes a stopped tier, in any thread: waits for what a thread is doing, but not for long."""
         if not self._threads.close(_CLOSE_SECONDS, self._close_place):
             log.warning(f"{self._name}_hangs", num_orders=len(self._jobs))
 

@@ -122,7 +122,7 @@ class SessionManager:
         return self._live.get(SessionId(session_id))
 
     def tenant_of(self, session_id: str) -> str | None:
-        """Of a session, live or ended; None of one that is not known."""
+        """The tenant of a session, live or ended; None for one that is not known."""
         live = self.find(session_id)
         return self._ended.tenant_of(session_id) if live is None else live.tenant
 

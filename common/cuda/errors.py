@@ -1,7 +1,7 @@
-"""What errors of CUDA mean for who runs kvkeeper, and what to do: one table, by the names of the runtime and of the driver.
+"""What errors of CUDA mean for the operator, and what to do: one table, by the names of the runtime and of the driver.
 
-It knows the numbers of the runtime, too, and the words with which CUDA tells an error, because some libraries hand on no more
-than these. Pure: it knows names and sentences, and no CUDA. A name that is not here is told as it is.
+It knows the numbers of the runtime, too, and the words with which CUDA reports an error, because some libraries hand on no more
+than these. Pure: it knows names and sentences, and no CUDA. A name that is not here is shown as it is.
 """
 
 from dataclasses import dataclass
@@ -118,8 +118,8 @@ _MEANINGS: dict[Meaning, str] = {
 }
 MEANINGS = {name: meaning for meaning, names in _MEANINGS.items() for name in names.split()}
 
-# By names of the runtime: the number, which the driver has, too, and the words in which an error is told. Where they are empty,
-# an error is known by its number alone.
+# By names of the runtime: the number, which the driver has, too, and the words in which an error is reported. Where they are
+# empty, an error is known by its number alone.
 _TOLD = {
     "cudaErrorMemoryAllocation": (2, "out of memory"),
     "cudaErrorInitializationError": (3, "initialization error"),
@@ -161,7 +161,7 @@ NAMES_BY_WORDS = {words: name for name, (_, words) in _TOLD.items() if words}
 
 
 class CudaError(Exception):
-    """A call of CUDA failed. call: name of the call; name: of the error. Neither tells addresses or handles.
+    """A call of CUDA failed. call: name of the call; name: of the error. Neither shows addresses or handles.
 
     Its text has both, and what they mean where that is known.
     """

@@ -21,7 +21,7 @@ class ArenaHandle:
         ipc_handle: [HANDLE_BYTES]
         offset: of the arena in the allocation that the handle opens.
         num_bytes: of the arena.
-        generation: of the arena in its service: tells apart two allocations at the same address, one after the other.
+        generation: of the arena in its service: distinguishes two allocations at the same address, one after the other.
     """
 
     device_uuid: str
@@ -51,7 +51,7 @@ def handle_of(fields: dict[str, object]) -> ArenaHandle:
 
 
 def parse_uuid(fields: dict[str, object]) -> str:
-    """Of the device. Raises ValueError."""
+    """The UUID of the device. Raises ValueError."""
     uuid = fields.get("device_uuid")
     if not isinstance(uuid, str) or re.fullmatch(r"[0-9a-f]{32}", uuid) is None:
         raise ValueError("device_uuid")

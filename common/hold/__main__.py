@@ -1,7 +1,7 @@
 """`kvkeeper hold`: holds descriptors until SIGTERM or SIGINT; or asks the holder that runs.
 
-Exit codes: 0 stopped when asked, or answered; 1 could not start, or refused; 2 wrong configuration; the last two with one line
-on stderr.
+Exit codes: 0 stopped when asked, or got a reply; 1 could not start, or refused; 2 wrong configuration; the last two with one
+line on stderr.
 """
 
 import os
@@ -52,7 +52,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _ask(config: HoldConfig) -> int:
-    """Of the holder at the address."""
+    """Asks the holder at the address."""
     try:
         with HolderClient(config.listen) as client:
             if config.drop:

@@ -12,7 +12,7 @@ _TIMEOUT = 2.0  # seconds; the holder never waits for anything
 
 
 class HolderAway(Exception):
-    """There is no holder that answers. The text is one line without the address."""
+    """There is no holder that responds. The text is one line without the address."""
 
 
 class Held(NamedTuple):

@@ -7,7 +7,7 @@
 | `{"call": "list"}` | `{"held": {N: B, ...}}` |
 | `{"call": "drop", "name": N}` | `{}` |
 
-A refusal is `{"error": REASON}`. The reasons are names of capital letters, and tell no name.
+A refusal is `{"error": REASON}`. The reasons are names of capital letters, and show no name of a descriptor.
 """
 
 import json

@@ -35,7 +35,7 @@ async def start_child(name: str, module: str, *arguments: str, **streams: Any) -
 
 
 async def wait_end(process: Process, seconds: float) -> int:
-    """The exit code of a process that has been told to end; after so many seconds it is killed.
+    """The exit code of a process that has been asked to end; after so many seconds it is killed.
 
     Not killed at once: Process.kill polls first, which takes the exit code away from asyncio, and asyncio then reports 255.
     """

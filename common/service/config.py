@@ -1,6 +1,6 @@
 """Flags over environment over a file over defaults, into one frozen config.
 
-A service brings a dataclass of settings (see settings.py) that checks its own values; how they are read and told is here. A
+A service brings a dataclass of settings (see settings.py) that checks its own values; how they are read and shown is here. A
 wrong value is a ConfigError of one line that names the flag or the variable. Does not look at the machine: whether memory, a
 model or an address can be had is found out at start.
 """
@@ -69,7 +69,7 @@ class ConfigSource(Generic[C]):
         return [Origin(each, getattr(config, each.name), given.places.get(each.name, "")) for each in settings_of(self.config)]
 
     def variable(self, setting: Setting) -> str:
-        """Of the environment."""
+        """The variable of the environment that gives the setting."""
         return self.environment_prefix + setting.name.upper()
 
     def _collect(self, argv: Sequence[str], environ: Mapping[str, str]) -> _Given:
@@ -92,7 +92,7 @@ class ConfigSource(Generic[C]):
         places = {setting.flag: given.places.get(setting.name, setting.flag) for setting in settings_of(self.config)}
         try:
             return self.config(**given.values)
-        except ConfigError as error:  # it knows fields alone: a person who set a variable is told of the variable
+        except ConfigError as error:  # it knows fields alone: a person who set a variable sees the variable
             raise ConfigError(re.sub(r"--[a-z-]+", lambda at: places.get(at[0], at[0]), str(error))) from None
 
     def _given(self, argv: Sequence[str]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Endpoint: one address and the grpc.aio server that answers there, with health and, if wanted, reflection.
+"""Endpoint: one address and the grpc.aio server that serves there, with health and, if wanted, reflection.
 
-HealthListener is a second address for health alone, SharedAddress an address that several processes answer at.
+HealthListener is a second address for health alone, SharedAddress an address that several processes serve.
 
 Health has one rule. The name "" is liveness: SERVING until the service is asked to stop, also while it waits. The service's
 own name is readiness: SERVING while it takes requests.
@@ -32,7 +32,7 @@ _OPTIONS = [
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.per_message_decompression", 0),
     # Gateways and clients ping every few seconds, with calls and without. A connection that only pings, and does so without a
-    # pause, is closed: each ping is answered, which costs the sender less than this service.
+    # pause, is closed: each ping gets a reply, which costs the sender less than this service.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 100),
     ("grpc.http2.max_ping_strikes", 64),
@@ -54,7 +54,7 @@ MAX_CALLS_EACH = 256  # of one connection, where no setting says so; sessions an
 
 
 def _call_options(max_calls_each: int, max_connections: int = _MOST) -> list[tuple[str, int]]:
-    """Of a server: how many calls of one connection it knows at once.
+    """The options of a server that bound how many calls of one connection it knows at once.
 
     Calls that were let in wait here for their turn, so gRPC itself is to drop none of them. Calls that the client has ended
     count, too, until they are put away: a client that begins and ends calls without a pause would else fill the memory with
@@ -78,7 +78,7 @@ class Admission:
     interceptors: Sequence[grpc.aio.ServerInterceptor]
 
     def options(self) -> list[tuple[str, int]]:
-        """Of the server."""
+        """The options of the server."""
         return [
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             *_call_options(self.max_calls_each, self.max_connections),
@@ -101,15 +101,15 @@ class Guard(Protocol):
 
 
 class HealthListener:
-    """A second address that answers grpc.health.v1 and nothing else, for probes that have no credentials.
+    """A second address that serves grpc.health.v1 and nothing else, for probes that have no credentials.
 
     Whatever its caller asks, it says only whether the service serves: the statuses are those of the service's own address,
     from one servicer. So any host may reach it. It is bounded: few connections, each ended after a while, small messages.
-    `address` tells the port where 0 was asked for. Has to be made on the running loop.
+    `address` shows the port where 0 was asked for. Has to be made on the running loop.
     """
 
     def __init__(self, listen: str, servicer: Any) -> None:
-        """No call is answered yet. Raises StartError."""
+        """No call is served yet. Raises StartError."""
         self._server = grpc.aio.server(options=_HEALTH_OPTIONS)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
         try:
@@ -151,7 +151,7 @@ class Endpoint:
         *,
         is_shared: bool = False,
     ) -> "Endpoint":
-        """Takes the address; no call is answered yet. max_message_bytes: of any message, where that is more than 4 MiB.
+        """Takes the address; no call is served yet. max_message_bytes: of any message, where that is more than 4 MiB.
 
         admission: None where all clients are trusted with the service's time. guard: None where every caller is let in.
         health: a HealthServicer of the service's own. is_shared: another process has taken the address (SharedAddress)
@@ -203,7 +203,7 @@ class Endpoint:
             await self.health_listener.start()
 
     def open_health(self, listen: str) -> None:
-        """Takes a second address, where health alone is answered from start to stop. Raises StartError."""
+        """Takes a second address, where health alone is served from start to stop. Raises StartError."""
         self.health_listener = HealthListener(listen, self._health)
 
     async def set_serving(self, is_serving: bool) -> None:

@@ -24,7 +24,7 @@ class FairQueue(Generic[T]):
     def __init__(self, *, max_waiting: int, max_waiting_each: int, max_busy_each: int) -> None:
         """max_waiting_each, max_busy_each: of one client; max_waiting: of all together."""
         self._max_waiting, self._max_waiting_each, self._max_busy_each = max_waiting, max_waiting_each, max_busy_each
-        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # the client whose turn is next comes first; none is empty
+        self._waiting: OrderedDict[str, deque[T]] = OrderedDict()  # the next client comes first; none is empty
         self._busy: Counter[str] = Counter()  # jobs under way; none is zero
         self.num_waiting = 0
 

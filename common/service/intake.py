@@ -21,7 +21,7 @@ from kvkeeper.common.service.fair_queue import TooManyWaiting
 from kvkeeper.common.service.status import Refusals
 from kvkeeper.common.service.turns import TurnLimits, Turns, TurnSource
 
-EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read answers when the client has ended its side
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read returns when the client has ended its side
 SMALL_BYTES = 64 << 10  # of a message that leaves its place at once
 _HEALTH_PREFIX = f"/{health.SERVICE_NAME}/"
 _NUM_HEALTH_CHECKS = 16
@@ -96,7 +96,7 @@ class Intake(grpc.aio.ServerInterceptor):
 
 
 def _dropping(answer: Callable[[grpc.aio.ServicerContext], Awaitable[Any]]) -> Any:
-    """A handler that answers, and of a call that fails keeps no message.
+    """A handler that calls `answer`, and keeps no message of a call that fails.
 
     gRPC's state of a call refers to the exception that ended it, the exception to the frames that it passed, and one of them to
     that state: a circle, which holds the message until Python looks for circles.
@@ -114,7 +114,7 @@ def _dropping(answer: Callable[[grpc.aio.ServicerContext], Awaitable[Any]]) -> A
 
 
 def forget_frames(error: BaseException) -> None:
-    """Have an error that was told hold nothing of the call that it ended, whatever still refers to it."""
+    """Makes an error that was reported hold nothing of the call that it ended, whatever still refers to it."""
     failed: BaseException | None = error
     while failed is not None:
         traceback.clear_frames(failed.__traceback__)

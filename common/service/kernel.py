@@ -1,6 +1,6 @@
 """What the services need of the kernel: looked at by trying it, with what to do where a container or an old kernel denies it.
 
-Imports no grpc, so that what is missing is told at once.
+Imports no grpc, so that what is missing is reported at once.
 """
 
 import os

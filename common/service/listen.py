@@ -1,6 +1,6 @@
 """Where a service may listen: one live service per address, and no leftovers of dead ones.
 
-gRPC binds over an existing socket file without an error, so a lock file beside each Unix socket tells whether its owner lives:
+gRPC binds over an existing socket file without an error, so a lock file beside each Unix socket shows whether its owner lives:
 the kernel drops the lock with the process. Stale sockets are removed; files that are no sockets are left alone.
 """
 
@@ -128,7 +128,7 @@ def _check_folder(folder: Path) -> None:
     try:
         mode = folder.stat().st_mode
     except OSError:
-        return  # told by what makes the socket
+        return  # reported by what makes the socket
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise AddressInUse(f"everybody may replace files in {folder}: chmod o-w {folder}")
 

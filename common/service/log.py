@@ -2,7 +2,7 @@
 
 Every line names the service, its process and its version, because `kvkeeper up` shows two services in one stream.
 Events are short names with fields. Never in a log: attach tokens, descriptors, prompts, outputs, tenants.
-Rule: a call that logs returns, whatever becomes of its line: output.py takes it, and where fields cannot be told, a line tells
+Rule: a call that logs returns, whatever becomes of its line: output.py takes it, and where fields cannot be written, a line has
 its event alone. What a process says that a service has started for itself goes through the log of that service.
 """
 
@@ -46,7 +46,7 @@ def configure(level: str, service: str, stream: TextIO | None = None) -> None:
 
 
 def _line_maker(processors: Sequence[structlog.typing.Processor]) -> Callable[[Any, str, structlog.typing.EventDict], str]:
-    """A processor that makes the text of an event with these. Where they fail on its fields, the event is told without."""
+    """A processor that makes the text of an event with these. Where they fail on its fields, the text has the event alone."""
 
     def run(logger: Any, level: str, event: Any) -> str:
         for processor in processors:

@@ -3,7 +3,7 @@
 Owns message size limits, parsing, and the Status of each exception. Every call arrives here as bytes, so that a wrong size or
 form is refused with a documented reason before anything is built from the message. Methods take a message, return one or a
 stream, and raise the service's refusals. A host that gives no more threads, processes, descriptors or memory is a refusal, too;
-any other exception is a bug, which is logged here and answered without details.
+any other exception is a bug, which is logged here and reported to the caller without details.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ _BESIDE_BYTES = 64 << 10  # that a message has for all but the prompt
 
 
 def prompt_bytes(max_tokens: int) -> int:
-    """Of a message with a prompt of so many tokens, whatever they are."""
+    """The most bytes of a message with a prompt of so many tokens, whatever they are."""
     return _TOKEN_BYTES * max_tokens + _BESIDE_BYTES
 
 
 def max_prompt_message_bytes(max_tokens: int) -> int:
-    """Of a message with one prompt or with several, where a prompt has at most so many tokens."""
+    """The size limit of a message with one prompt or with several, where a prompt has at most so many tokens."""
     return max(MAX_PROMPT_MESSAGE_BYTES, prompt_bytes(max_tokens))
 
 

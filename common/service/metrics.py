@@ -33,7 +33,7 @@ Collect = Callable[[], Iterable[Metric]]
 
 
 class MetricsServer:
-    """Serves /metrics at host:port; address tells the port where 0 was asked for. Made by open."""
+    """Serves /metrics at host:port; address shows the port where 0 was asked for. Made by open."""
 
     def __init__(self, host: str, http: WSGIServer) -> None:
         self.address = f"{host}:{http.server_port}"
@@ -100,7 +100,7 @@ class MetricsServer:
             self._waited_for.pop(writer, None)
 
     def _answer(self, head: bytes) -> bytes:
-        """What the standard library and prometheus_client answer to a request."""
+        """What the standard library and prometheus_client reply to a request."""
         answer = BytesIO()
         _Exchange((BytesIO(head), answer), ("", 0), self._http)  # type: ignore[arg-type]  # it reads and writes at once
         return answer.getvalue()
@@ -127,7 +127,7 @@ def build_info(prefix: str) -> Metric:
 
 
 def _only_metrics(registry: CollectorRegistry) -> Callable[..., Any]:
-    """Metrics at one path. The library's app answers at any path, so a probe with a wrong path would be misled."""
+    """Metrics at one path. The library's app responds at any path, so a probe with a wrong path would be misled."""
     tell = make_wsgi_app(registry)
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:

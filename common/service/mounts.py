@@ -1,4 +1,4 @@
-"""What kind of file system a folder lies on, as the kernel tells it."""
+"""What kind of file system a folder lies on, as the kernel shows it."""
 
 import os
 from pathlib import Path

@@ -2,7 +2,8 @@
 
 A disk may be full, a reader gone or at rest: that costs lines, and nothing else. A thread for each stream writes what waits, in
 its order. A line that finds no room, or that cannot be written, is dropped and counted; in the place of those that were dropped
-a line tells how many, once there is room again. What native code writes does not wait here, but goes to the descriptor at once.
+a line reports how many, once there is room again. What native code writes does not wait here, but goes to the descriptor at
+once.
 """
 
 import io
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 _MAX_WAITING_BYTES = 1 << 20
-_AGAIN_S = 1.0  # until it is tried again to tell what was dropped
+_AGAIN_S = 1.0  # until it is tried again to report what was dropped
 _LAST_WORDS_S = 2.0  # for what waits when a process ends
 _LONGEST_LINE = 1 << 16  # bytes of another process's line that are taken as one
 
@@ -28,7 +29,7 @@ class QueuedStream(io.TextIOBase):
     def __init__(self, stream: TextIO) -> None:
         """stream: has a descriptor, which stays its own. Raises RuntimeError where there is no thread to be had."""
         self.num_dropped = 0  # lines
-        self.dropped_line: Callable[[int], str] = _dropped_line  # what tells how many they are; a log sets its own
+        self.dropped_line: Callable[[int], str] = _dropped_line  # reports how many they are; a log sets its own
         self._stream = stream
         self._descriptor = stream.fileno()
         self._num_told = 0  # of the dropped lines

@@ -1,7 +1,7 @@
 """A service as a process: it runs until SIGTERM or SIGINT.
 
 Exit codes: 0 stopped when asked, 1 could not start, 2 wrong configuration; the last two with one line on stderr. LOST where a
-service that served cannot go on in this process. Imports no grpc, so that a wrong flag is told at once.
+service that served cannot go on in this process. Imports no grpc, so that a wrong flag is reported at once.
 """
 
 import asyncio

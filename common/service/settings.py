@@ -114,7 +114,7 @@ def setting(
 
 @cache
 def settings_of(config: Any) -> tuple[Setting, ...]:
-    """Of a config's dataclass, each of whose fields was made by `setting`: its own in their order, then those of its base."""
+    """The settings of a config's dataclass, whose fields `setting` has made: its own in their order, then those of its base."""
     found = []
     for item in sorted(fields(config), key=lambda item: item.name not in config.__annotations__):
         declared = dict(item.metadata)
@@ -135,7 +135,7 @@ def check_settings(config: Any) -> None:
 
 
 def flag(name: str) -> str:
-    """Of a field."""
+    """The flag of a field."""
     return "--" + name.replace("_", "-")
 
 

@@ -1,7 +1,8 @@
-"""Work in threads, and what a call is told where the host gives the process no more of what it needs.
+"""Work in threads, and how a call is refused where the host gives the process no more of what it needs.
 
 A host has a limit of threads and processes for each user and container, of descriptors for each process, and of memory. To have
-reached one is no fault of the service or of the call, and passes. So it is told as a shortage, and nothing of the call is left.
+reached one is no fault of the service or of the call, and passes. So it is reported as a shortage, and nothing of the call is
+left.
 """
 
 import asyncio

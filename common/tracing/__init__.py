@@ -2,9 +2,9 @@
 
 Only OpenTelemetry's API is used, and only in a process that has loaded it and set a provider; otherwise tracer() gives None,
 and callers skip tracing. Spans pass between processes as W3C trace context: in gRPC metadata, and as `traceparent` in the long
-stream of steps. Rule: a span tells counts, times, states and the ids of its own request; never text, tokens, metadata,
-tenants, paths or handles. What fails in OpenTelemetry fails nothing here: `harmless` says so where the spans of what is already
-done are written. exporting.py sends spans to a collector.
+stream of steps. Rule: a span shows counts, times, states and the ids of its own request; never text, tokens, metadata, tenants,
+paths or handles. What fails in OpenTelemetry fails nothing here: `harmless` says so where the spans of what is already done are
+written. exporting.py sends spans to a collector.
 
 Owns all use of OpenTelemetry. May import kvkeeper.common.service.extras and OpenTelemetry, inside a function; no service and no
 client.
@@ -43,7 +43,7 @@ class Clock:
 
 
 def harmless(otherwise: Callable[[], T]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Makes a function that writes spans one that raises nothing. Where it fails, that is told; the result is otherwise()."""
+    """Makes a function that writes spans one that raises nothing. Where it fails, that is logged; the result is otherwise()."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)

@@ -48,7 +48,7 @@ class Credentials:
     certificates: Mapping[str, Caller]
 
     def by_token(self, token: str) -> Caller | None:
-        """The caller that shows this token. The time that this takes tells nothing of the tokens that are known."""
+        """The caller that shows this token. The time that this takes reveals nothing of the tokens that are known."""
         return self.tokens.get(_blinded(digest_of(token))) if _TOKEN.fullmatch(token) is not None else None
 
     def by_certificate(self, names: Sequence[str]) -> Caller | None:
@@ -67,7 +67,7 @@ def digest_of(token: str) -> bytes:
 
 
 def _blinded(digest: bytes) -> bytes:
-    """Of a digest under a key of this process: how far two of them are alike says nothing of what they were made from."""
+    """Hashes a digest under a key of this process: how alike two results are says nothing of what they were made from."""
     return hashlib.blake2b(digest, key=_BLIND, digest_size=32).digest()
 
 

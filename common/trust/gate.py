@@ -27,7 +27,7 @@ from kvkeeper.common.trust.refusals import (
 )
 from kvkeeper.common.trust.roles import OPEN, is_known, roles_of
 
-EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read answers when the client has ended its side
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read returns when the client has ended its side
 
 # Of a Unix socket: its file has mode 0600, so its other end is this user or root, who could read all memory anyway.
 SOCKET_OWNER = Caller("socket owner", ANY_TENANT, Role.OPERATOR)
@@ -59,7 +59,7 @@ class Gate(grpc.aio.ServerInterceptor):
         return _refusing(found) if isinstance(found, Refusal) else await continuation(handler_call_details)
 
     def _by_metadata(self, metadata: Sequence[tuple[str, str | bytes]] | None) -> Caller | Refusal | None:
-        """The caller; None: its certificate has to tell."""
+        """The caller; None: its certificate has to name it."""
         shown = [value for key, value in metadata or () if key == "authorization"]
         if shown:
             scheme, _, token = str(shown[0]).partition(" ")

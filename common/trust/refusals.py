@@ -1,7 +1,7 @@
-"""What a caller is told that the gate does not let in, and how often that was, by reason.
+"""What the gate replies to a caller that it does not let in, and how often that was, by reason.
 
-A refusal says what the caller can mend, and nothing of the credentials that are known. The log tells of the first refusal of
-each reason and then of one a second at most, with the number of those between, so that a flood of calls fills no log.
+A refusal says what the caller can mend, and nothing of the credentials that are known. The log shows the first refusal of each
+reason and then of one a second at most, with the number of those between, so that a flood of calls fills no log.
 """
 
 import time

@@ -1,7 +1,7 @@
 """The settings that both services have, and which of their combinations about trust a service starts with.
 
 Rule: an address that other hosts reach needs both ends proved: the service by TLS, its callers by tokens or certificates.
-Imports no grpc, so that a wrong combination is told at once.
+Imports no grpc, so that a wrong combination is reported at once.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 Owns reference counts (tables that name a block), fence counts (steps in flight that may touch it), transfer counts (orders
 in flight with an end at it), quarantine counts (ended sessions that may still write it), the free list and the eviction
 order. Rules: a block is in exactly one BlockState, derived from its counts (R1); a block reaches the free list or the
-eviction order only when all its counts are 0. Does not know sequences, tokens or sessions; callers tell it which blocks are
+eviction order only when all its counts are 0. Does not know sequences, tokens or sessions; callers report which blocks are
 indexed. The host tier keeps its blocks in a BlockPool too.
 """
 
@@ -88,9 +88,9 @@ class BlockPool:
         return int(np.count_nonzero(self._is_evictable(blocks)))
 
     def restore(self, cached: Int32Array, withheld: Int32Array) -> None:
-        """Of a pool without any holder: cached [n] are in the index, leaves before parents; withheld [m] may still be written.
+        """Restores a pool without holders: cached [n] are indexed, leaves before parents; withheld [m] may still be written.
 
-        The caller notes who withholds them, and ends it with `end_quarantine`.
+        The caller notes which sessions withhold them, and ends it with `end_quarantine`.
         """
         self.free.take_out(np.concatenate([cached, withheld]))
         self.mark_indexed(cached)

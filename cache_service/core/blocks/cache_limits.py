@@ -6,7 +6,7 @@ blocks before any other tenant loses one; limits are enforced in slices, after t
 blocks count for their tenant's share and for no other limit; blocks that sequences hold count for none. A pool without limits
 keeps no counts.
 
-Stamps tell the time, too: the millisecond at which a block became evictable, times 2^20. So the blocks that have outlived their
+Stamps show the time, too: the millisecond at which a block became evictable, times 2^20. So the blocks that have outlived their
 time are those up to a stamp, and a clock that goes back makes no block older. They are evicted in slices, and a look-up asks
 which they are before that, so that none is a hit for longer than its time.
 """

@@ -28,7 +28,7 @@ from ..index.prefix_index import PrefixIndex
 from ..values.types import NO_INT32, Int32Array, ReuseHint
 
 SOON_SECONDS = 60.0  # that a block waits as SOON
-MOST_ALIKE = 0.9  # of the sequences that ended of late: a hint that more of them gave tells nothing apart
+MOST_ALIKE = 0.9  # of the sequences that ended of late: a hint that more of them gave distinguishes nothing
 SPAN = 32  # sequences that "of late" is about
 LEAST_ENDED = 8  # sequences, before it is known what most of them say
 _STAMPS_PER_MS = 1 << 20
@@ -38,7 +38,7 @@ _SHOWN = {_LAST: ReuseHint.NONE, _NORMAL: ReuseHint.UNSPECIFIED, _FIRST: ReuseHi
 
 
 class ReuseOrder:
-    """An EvictionPolicy around another one. Stamps tell the time, too: milliseconds times 2^20, as in cache_limits.py."""
+    """An EvictionPolicy around another one. Stamps show the time, too: milliseconds times 2^20, as in cache_limits.py."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class ReuseOrder:
         self.policy.prepare()
 
     def order(self) -> Order:
-        """Of the blocks that wait in neither queue."""
+        """The order of the blocks that wait in neither queue."""
         return self.policy.order()
 
     def _count(self, classes: npt.NDArray[np.int8], change: int) -> None:
@@ -189,7 +189,7 @@ class ReuseOrder:
     # For audits
 
     def own_order(self) -> Order:
-        """Of the blocks that wait in a queue of this one."""
+        """The order of the blocks that wait in a queue of this one."""
         return Order(self._stamps, [*self._none.rows(), *self._soon.rows()], self._stamps.clock)
 
     def are_own(self, some: slice) -> npt.NDArray[np.bool_]:

@@ -11,7 +11,7 @@ from ..values.views import Admission
 
 
 class AdmissionCalls:
-    """Answers for one pool."""
+    """Checks for one pool whether a prompt could be started, now or ever."""
 
     def __init__(self, state: PoolState, lookup: PrefixLookup) -> None:
         self._state = state

@@ -105,7 +105,7 @@ class HandOffCalls:
         )
 
     def _counters(self, slot: int) -> tuple[int, ...]:
-        """What changes with each call and each step that names a sequence; the start number tells it from another one."""
+        """What changes with each call and each step that names a sequence; the start number identifies the sequence."""
         seqs = self._sequences
         columns = (
             seqs.states,

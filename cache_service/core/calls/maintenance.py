@@ -36,10 +36,10 @@ class Maintenance:
         return is_left
 
     def publish_pending(self, max_blocks: int | None = None) -> bool:
-        """Publishes up to max_blocks of what steps have committed, all by default; whether more is left.
+        """Publishes up to max_blocks of what steps have committed, all by default. Returns whether more is left.
 
         Then it evicts as much of what is above the cache's limits. A step that only commits and reserves leaves this to its
-        caller, which answers first. Sessions hear of replaced table entries in their next reply. When nothing is left, the
+        caller, which replies first. Sessions hear of replaced table entries in their next reply. When nothing is left, the
         eviction policy does what it put off.
         """
         state, num_most = self._state, ALL_BLOCKS if max_blocks is None else max_blocks
@@ -51,7 +51,7 @@ class Maintenance:
         return is_left
 
     def end_reported_orders(self, max_orders: int) -> bool:
-        """Goes on with long reports of orders that have ended, about so many of them. Whether any are left."""
+        """Continues long reports of orders that have ended, about so many of them. Returns whether any are left."""
         if self._swapper is None or not self._swapper.offloader.transfers.has_reported:
             return False
         self._state.revision += 1

@@ -1,7 +1,7 @@
 """Sessions of a pool: how they open, and which blocks they leave behind when they end.
 
 What a session cached stays cached; what it may still write is quarantined; what it held is given back by reclaim.py.
-docs/inside/architecture.md tells it block by block.
+docs/inside/architecture.md describes it block by block.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """UpdateSequence: what of a living sequence may be changed beside its steps.
 
-Priority counts from the next decision on. Retention is never widened, because what was dropped is gone; what it drops now
-waits for the steps that were told of it, and the session hears of the holes in its next reply. A hint
-of reuse counts from now on.
+Priority counts from the next decision on. Retention is never widened, because what was dropped is gone; what it drops now waits
+for the steps in flight that may touch it, and the session hears of the holes in its next reply. A hint of reuse counts from now
+on.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
-"""Keeps the blocks that are likely to be used again, as far as the past tells; else evicts in least recently used order.
+"""Keeps the blocks that are likely to be used again, as far as the past shows; else evicts in least recently used order.
 
 Most cached prompts are never seen again, and a queue that is emptied in the order of use spends nearly all of a small cache on
-them: each waits as long as a block that ten requests shared, and both are evicted before their next use. What tells the two
-apart is not known beforehand (how long until a conversation goes on, how many documents are read twice), so it is learned.
+them: each waits as long as a block that ten requests shared, and both are evicted before their next use. What distinguishes the
+two is not known beforehand (how long until a conversation goes on, how many documents are read twice), so it is learned.
 
 How it works. Each block has a class (use_history.py): how often it was used, in which turn of a conversation, whether its
 request brought much, whether it was the last. A choice of victims takes the leaves (leaves.py), and of those the ones with the
@@ -23,7 +23,7 @@ Nothing is fitted to a workload: classes are counts, ages are octaves, and weigh
 turnovers.
 
 What it costs. A step pays for little more than the stamps of its blocks: victims are chosen hundreds ahead, and events are
-noted and counted in batches, after a step was answered (`prepare`) or when victims run out, because array operations cost the
+noted and counted in batches, after the reply to a step (`prepare`) or when victims run out, because array operations cost the
 same for one block as for hundreds. No call does work in proportion to the pool: of many leaves a sample is compared. Hit
 densities are computed anew every half turnover, in about a millisecond. About 75 bytes a block: up to 24 in the queue, 17 for
 the tree, 8 each for stamp and prefix hash, 3 for the past, 16 for ghosts; 128 for ghosts in a pool of less than 65,536 blocks.

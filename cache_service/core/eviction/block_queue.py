@@ -1,4 +1,4 @@
-"""A queue of evictable blocks in arrays, and the stamps that tell its live entries from stale ones.
+"""A queue of evictable blocks in arrays, and the stamps that distinguish its live entries from stale ones.
 
 A block that becomes evictable appends (block, stamp); a block that was hit meanwhile, or released again, leaves a stale entry,
 which is skipped when its turn comes. With a linked list, every hit and release of a long table would be a walk in Python; here

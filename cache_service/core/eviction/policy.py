@@ -43,7 +43,7 @@ class Order:
 
 
 class EvictionPolicy(Protocol):
-    """Orders the evictable blocks. It is told every block that becomes evictable and every block that ceases to be."""
+    """Orders the evictable blocks. It is notified of each block that becomes evictable or ceases to be."""
 
     wants_uses: bool  # whether `use` does anything: its argument costs a look at the tokens
 

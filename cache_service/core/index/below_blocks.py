@@ -3,7 +3,7 @@
 Owns what each tier has, as far as that is known here, and which block leads to which. A tier says what it gained and lost, and
 owns its own places. Rules: a block is found by its name alone, so that a tier's blocks outlive the nodes of the index and the
 tenants that are known to this run; what a tier has may be behind a block that no tier has. With several groups of layers the
-blocks of the first stand for all. A change costs the same whatever is stored; the index's change log is told of it.
+blocks of the first stand for all. A change costs the same whatever is stored; the index's change log records it.
 """
 
 from collections.abc import Iterable
@@ -47,7 +47,7 @@ class TierBlocks:
         return (found,) if isinstance(found, bytes) else found
 
     def gain(self, name: bytes, parent: bytes, tokens: bytes) -> None:
-        """The tier has this block, perhaps since long. An empty name is of a block that nothing is told of."""
+        """The tier has this block, perhaps since long. A block with an empty name is not reported."""
         if not name or name in self._blocks:
             return
         self._blocks[name] = parent + tokens
@@ -83,7 +83,7 @@ class TierBlocks:
 
 
 class BelowBlocks:
-    """Of all tiers below the host tier of one pool, the nearest first."""
+    """What all tiers below the host tier of one pool have, the nearest tier first."""
 
     def __init__(self) -> None:
         self.tiers: list[TierBlocks] = []

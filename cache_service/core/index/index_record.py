@@ -111,7 +111,7 @@ class SlotTable:
         self._checks[blocks] = 0
 
     def forget_all_but(self, blocks: Int32Array) -> None:
-        """Of all other rows, torn and damaged ones among them."""
+        """All other rows say nothing from now on, torn and damaged ones among them."""
         stays = np.zeros(len(self._checks), np.bool_)
         stays[blocks] = True
         self._checks[~stays] = 0

@@ -6,7 +6,7 @@ the same tokens twice behind one parent, or one name that is not the same node i
 then the program that wrote them was wrong. With several groups of layers, the first group's rows make the tree. A node without
 a row of a group that reads all tokens is left out. A row of another group counts where its node is in the tree.
 
-find_damaged tells which believed blocks do not hold what they held when their rows were written. Only rows with a digest can
+find_damaged returns which believed blocks do not hold what they held when their rows were written. Only rows with a digest can
 be compared; a sample is compared first, and where one of it differs, all are. The caller says how a digest is made, so this
 knows no memory.
 """
@@ -60,7 +60,7 @@ class KeptTree:
 
     def leaves_first(self) -> Int64Array:
         """[n] places, leaves before parents; of the others those first that were published, or had a child, longest ago."""
-        last = self.names.copy()  # names grow: the largest one below a node tells when it was last of use
+        last = self.names.copy()  # names grow: the largest one below a node shows when it was last of use
         for start, end in reversed(self.levels[1:]):
             np.maximum.at(last, self.parents[start:end] - 1, last[start:end])
         depths = np.repeat(np.arange(len(self.levels)), [end - start for start, end in self.levels])
@@ -125,7 +125,7 @@ def _all_there(places: Int32Array, of_groups: Int32Array) -> Int32Array:
 
 
 def _tree_of(device: Slots, num_roots: int, hosts: Slots) -> KeptTree:
-    """Of the first group."""
+    """The tree that the rows of the first group make."""
     rows = _joined(device, hosts)
     if rows is None:
         rows = _joined(device.at(_NO_ROWS), device.at(_NO_ROWS))
@@ -183,7 +183,7 @@ def _climb(ups: Int64Array, num: int, num_roots: int) -> tuple[Int64Array, Int64
 
 
 def _tree(rows: _Rows, places: Int64Array, ups: Int64Array, depths: Int64Array, num_roots: int) -> KeptTree:
-    """Of the rows at these places, parents before children."""
+    """The tree of the rows at these places, parents before children."""
     num = len(rows.names)
     numbers = np.zeros(num + num_roots + 1, np.int64)
     numbers[places] = np.arange(1, len(places) + 1)

@@ -34,7 +34,7 @@ Registers = npt.NDArray[np.uint8]  # [NUM_REGISTERS]
 
 
 def no_registers() -> Registers:
-    """Of nothing."""
+    """The registers of an empty set."""
     return np.zeros(NUM_REGISTERS, np.uint8)
 
 
@@ -87,7 +87,7 @@ _SEED = 0x9E3779B97F4A7C15
 
 
 class ReachStats(NamedTuple):
-    """Of the last hour, names as in PoolStats."""
+    """Counts of the last hour; their names are those in PoolStats."""
 
     recent_hit_rate: float = 0.0
     reachable_hit_rate: float = 0.0
@@ -113,7 +113,7 @@ class _Slice:
 
 
 class Reach:
-    """Of one pool."""
+    """What an index without an end would find in one pool."""
 
     def __init__(self, block_size: int, clock: Clock, counters: Counters) -> None:
         self._size, self._clock, self._counters = block_size, clock, counters

@@ -21,7 +21,7 @@ _SLICE_PLACES = 256  # published blocks compared in about a millisecond
 def audit(state: PoolState) -> Iterator[list[str]]:
     """In slices of a millisecond or a few, one sentence per violation; the pool may change between two slices.
 
-    Each slice tells of the moment when it is asked for, and all of it must hold between any two calls.
+    Each slice reports the state of the moment when it is asked for, and all of it must hold between any two calls.
     """
     for check in (_check_counters, _check_names):
         wrong = check(state)

@@ -52,7 +52,7 @@ class Queries:
             raise unknown_sequence(sequence_id)
 
     def num_sequences(self, session: SessionId | None) -> int:
-        """Of one session or of all. Raises UnknownSession."""
+        """The number of sequences of one session or of all. Raises UnknownSession."""
         owners = [self._state.session(session)] if session else self._state.sessions.values()
         return sum(len(owner.ids) for owner in owners)
 

@@ -24,7 +24,7 @@ def compare(
 ) -> Iterator[list[str]]:
     """Whether the counts of all blocks are those of the entries at one moment.
 
-    count answers those of a slice, for which little memory is needed; list_rows answers rows of what they count.
+    count returns those of a slice, which needs little memory; list_rows returns rows of what they count.
     """
     missing, entries = np.empty(num_blocks, np.int32), np.empty(sum(map(len, list_rows())), np.int32)
     yield from _touch(missing)

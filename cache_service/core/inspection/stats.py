@@ -61,7 +61,7 @@ def pool_stats(state: PoolState, swapper: SequenceSwapper | None, prompts: Promp
 
 
 def group_stats(state: PoolState) -> list[GroupStats]:
-    """Of each group of layers; none where all layers are one. Costs a look at every sequence, but at no block."""
+    """Statistics of each group of layers; none where all layers are one. Costs a look at every sequence, but at no block."""
     seqs = state.sequences
     if seqs.num_groups == 1:
         return []

@@ -106,7 +106,7 @@ class Claims:
         seqs = self._sequences
         return -int(seqs.priorities[slot]), int(seqs.start_numbers[slot]), int(seqs.owners[slot]), int(seqs.ids[slot])
 
-    # Told
+    # Noted
 
     def add_claim(self, owner: SessionState, slot: int, num_blocks: int) -> None:
         """A step of the session was refused so many blocks for this sequence."""
@@ -139,7 +139,7 @@ class Claims:
             self.forget_claim(slot)
 
     def forget_unrepeated(self, owner: SessionState) -> None:
-        """A step of the session has been answered: forgets the claims that its last steps did not ask for again."""
+        """A step of the session has its reply: forgets the claims that its last steps did not ask for again."""
         for slot, claim in list(self.claims.items()):
             if claim.owner_number == owner.number and owner.step_id - claim.step_id >= PATIENCE_STEPS:
                 self.forget_claim(slot)

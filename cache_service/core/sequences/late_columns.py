@@ -52,7 +52,7 @@ class TokenRows:
 
     @property
     def waiting_slots(self) -> frozenset[int]:
-        """Of which a prompt is kept aside: those of the sequences that wait."""
+        """The slots of the sequences that wait: their prompts are kept aside."""
         return frozenset(self._prompts)
 
     def wait(self, slot: int, prompt: Int32Array) -> None:

@@ -17,7 +17,7 @@ from ..values.types import Int32Array, Int64Array
 
 
 class NewEntries:
-    """Of the groups with these spans."""
+    """The blocks that new table entries of groups with these spans take."""
 
     def __init__(self, spans: Sequence[ReadSpan]) -> None:
         self.num_groups = len(spans)

@@ -1,10 +1,10 @@
-"""Puts committed blocks into the index, after the step that committed them was answered.
+"""Puts committed blocks into the index, after the reply to the step that committed them.
 
 Owns which sequences are behind, the adoption of duplicates, and what tables know of the index. Rules: a commit only notes its
-slots; `publish` works them off in the order of the commits, in slices where it is told so; of content that is known already the
-indexed block goes into the table, and the session hears of it in its next reply; what it gives up waits for the steps that
-were told of it. A caller that cuts a sequence publishes first, one that releases sequences publishes those. Does not know steps
-or sessions, only SessionState.
+slots; `publish` works them off in the order of the commits, in slices where the caller asks for slices; of content that is
+known already the indexed block goes into the table, and the session hears of it in its next reply; what it gives up waits for
+the steps in flight that may touch it. A caller that cuts a sequence publishes first, one that releases sequences publishes
+those. Does not know steps or sessions, only SessionState.
 """
 
 from collections import deque
@@ -44,7 +44,7 @@ class Publisher:
         self._waiting: list[tuple[SessionState, Int64Array]] = []  # slots whose next block is filled by a copy in flight
 
     def note_commits(self, owner: SessionState, slots: Int64Array) -> None:
-        """Notes commits of these sequences. A step that is not answered yet pays nothing more for publishing."""
+        """Notes commits of these sequences. A step pays nothing more for publishing before its reply."""
         if not self._is_on or self.is_paused:
             return
         if len(self._pending) == _MOST_PENDING:
@@ -52,9 +52,9 @@ class Publisher:
         self._pending.append((owner, slots))
 
     def publish(self, max_blocks: int = ALL_BLOCKS, *, told_now: SessionState | None = None) -> bool:
-        """Publishes up to max_blocks pending blocks; whether more are left. A block that a copy in flight fills waits for it.
+        """Publishes up to max_blocks pending blocks. Returns whether more are left. A block that a copy in flight fills waits.
 
-        told_now: the session whose reply, not written yet, tells its table updates; others hear of theirs in their next one.
+        told_now: the session whose reply, not written yet, reports its table updates; others hear of theirs in their next one.
         """
         pending = self._pending
         if self._waiting:
@@ -154,7 +154,7 @@ class Publisher:
         return wrong
 
     def _publish_commit(self, owner: SessionState, slots: Int64Array, max_blocks: int, told_now: SessionState | None) -> int:
-        """Of one commit; the blocks beyond the bound go back to the front. Returns the number of blocks."""
+        """Publishes one commit; the blocks beyond the bound go back to the front. Returns the number of blocks."""
         seqs = self._sequences
         behind = (self._num_to_publish(slots) > seqs.num_published[slots]).nonzero()[0]
         if not len(behind):
@@ -277,7 +277,7 @@ class Publisher:
         pool.acquire(known)
         seqs.set_blocks(slots, places, known)
         owner.updates.append(TableUpdates(slots, seqs.ids[slots], places, known))
-        # Steps that were told of the duplicate may still read it, so it is fenced like everything that is dropped.
+        # Steps in flight may still read the duplicate, so it is fenced like everything that is dropped.
         owner.drop_blocks(pool, own[::-1].copy(), until=until)
         self._counters.num_adopted_blocks += len(own)
 

@@ -53,7 +53,7 @@ class SequenceTable:
         self.last_nodes: Int32Array = np.zeros(slots, np.int32)  # node of the last of them, or the root
         # A block behind the committed length may be shared or indexed; the next reservation looks and copies.
         self.may_copy = np.zeros(slots, np.bool_)
-        # While it waits, see inflight_prefix.py: answers to wait, since the prefix that it could hit was last found longer.
+        # While it waits, see inflight_prefix.py: replies to wait, since the prefix that it could hit was last found longer.
         self.num_waits: Int32Array = np.zeros(slots, np.int32)
         self.waited_len: Int32Array = np.zeros(slots, np.int32)
         # Retention, see spans.py: sink and window, 0 for none; leading blocks that may be shared, because attention was whole
@@ -265,7 +265,7 @@ class SequenceTable:
         self.hole_ends[slot], self.share_limits[slot] = ends, shared
 
     def cut_hit(self, slot: int, num_tokens: int) -> None:
-        """Of a hit only so many tokens, whole blocks, have come, and no more slots are reserved."""
+        """Only so many tokens of a hit, whole blocks, have come; no more slots are reserved."""
         self.trim_reserved(slot, num_tokens)
         self.hole_ends[slot] = np.minimum(self.hole_ends[slot], num_tokens // self.block_size)
 
@@ -332,7 +332,7 @@ class SequenceTable:
         self.hole_ends[slot, 0], self.share_limits[slot] = 0, self._share_limit(slot)
 
     def _share_limit(self, slot: int) -> int:
-        """Of a sequence with retention and no hole."""
+        """The leading blocks that may be shared, of a sequence with retention and no hole."""
         return min(int(self.num_sink[slot] + self.num_window[slot]) // self.block_size, _ALL)
 
     def open_hole(self, slot: int, group: int, places: Int64Array, end: int) -> None:

@@ -1,8 +1,9 @@
 """What one session holds in one pool.
 
 Owns the session's sequence ids, its fences (blocks it dropped while a step in flight may still touch them), the copies that it
-was told to make and that may not have run, the table updates it was not told of yet, and the logits its starts were promised.
-Rule: fences are lifted, and copies count as run, in the order of their steps. Does not know leases, epochs or the wire.
+has to make and that may not have run, the table updates that were not reported to it yet, and the logits its starts were
+promised. Rule: fences are lifted, and copies count as run, in the order of their steps. Does not know leases, epochs or the
+wire.
 """
 
 from collections import deque
@@ -39,7 +40,7 @@ class SessionState:
     number: int
     session: SessionId
     executor: Executor
-    caller: str = ""  # that its sequences count for; empty where callers cannot be told apart
+    caller: str = ""  # that its sequences count for; empty where callers cannot be distinguished
     ids: IdMap = field(default_factory=IdMap)
     step_id: int = 0
     completed_step_id: int = 0
@@ -48,7 +49,7 @@ class SessionState:
     fences: deque[tuple[int, Int32Array]] = field(default_factory=deque)
     copies: deque[tuple[int, Int32Array]] = field(default_factory=deque)  # step, and the blocks that its copies fill
     logits: dict[int, HeldLogits] = field(default_factory=dict)  # by sequence id, of starts that are full hits
-    updates: list[TableUpdates] = field(default_factory=list)  # to be told in the next reply, as far as they still hold
+    updates: list[TableUpdates] = field(default_factory=list)  # for the next reply, as far as they still hold
 
     def drop_blocks(self, pool: BlockPool, blocks: Int32Array, until: int) -> None:
         """Gives up one reference per entry; nothing of it is reused before step `until` has completed."""
@@ -61,7 +62,7 @@ class SessionState:
             self.fences.insert(at, (until, blocks))
 
     def note_copies(self, pool: BlockPool, destinations: Int32Array) -> None:
-        """The step being applied tells the session to fill these blocks, which only its own sequences hold."""
+        """The step being applied makes the session fill these blocks, which only its own sequences hold."""
         pool.is_filling[destinations] = True
         self.copies.append((self.step_id, destinations))
 
@@ -84,6 +85,6 @@ class SessionState:
         return np.concatenate([np.empty(0, np.int32), *(blocks for _, blocks in self.copies)])
 
     def end_copies(self, pool: BlockPool) -> None:
-        """The session ends: whether they run is not known, and no session will be told."""
+        """The session ends: whether they run is not known, and no session is notified."""
         pool.is_filling[self.filling_blocks()] = False
         self.copies.clear()

@@ -29,7 +29,8 @@ def step_reply(
     revision: int,
 ) -> StepReply:
     """The reply of the step that was just applied."""
-    # A start that was refused holds nothing, so its row is zeros by itself. A loading start is told when its blocks are there.
+    # A start that was refused holds nothing, so its row is zeros by itself. A loading start is reported when its blocks are
+    # there.
     tables = [seqs.whole_table(slot) for slot in plan.start_slots.tolist()]
     update_groups, update_table_idx = NO_INT32, int32_of(log.update_table_idx)
     if seqs.num_groups > 1 and len(update_table_idx):
@@ -84,7 +85,7 @@ def _has_logits(owner: SessionState, batch: StepBatch) -> Int32Array:
 
 def _with_moves(reply: StepReply, seqs: SequenceTable, owner: SessionState, log: StepLog) -> StepReply:
     """The reply with what only few have: results of swaps, orders, sequences that run now."""
-    # What was released or swapped out again in this very step is not told.
+    # What was released or swapped out again in this very step is not reported.
     ready = [slot for slot in dict.fromkeys(log.ready) if seqs.states[slot] == SequenceState.RUNNING]
     ready = [slot for slot in ready if seqs.owners[slot] == owner.number]
     tables = [seqs.whole_table(slot) for slot in ready]

@@ -3,7 +3,7 @@
 Looked up when a start asks for it: the running sequences whose next block is the one wanted are found by one comparison of
 columns, which all starts of a step share, and a pool in which no start asks pays nothing. Rules: a sequence counts only while
 it is still to publish the block: a step under way computes it, or it is committed and waits for a copy. One that idles on what
-it was granted once does not count. A start is told to wait only a bounded number of times without progress, so that it never
+it was granted once does not count. A start has to wait only a bounded number of times without progress, so that it never
 depends on other sequences for good.
 """
 
@@ -17,7 +17,7 @@ from ..sequences.session_state import SessionState
 from ..values.types import Int32Array, Int64Array
 from .prefix_lookup import PrefixLookup
 
-MOST_WAITS = 64  # answers in a row, between which the cached prefix has not grown
+MOST_WAITS = 64  # replies in a row, between which the cached prefix has not grown
 _STEPS_TO_COMMIT = 2  # with the second step after it, all that a step computed has completed and may be committed
 
 

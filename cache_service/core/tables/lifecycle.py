@@ -31,7 +31,7 @@ class SequenceLifecycle:
         self._counters = state.counters
         self._swapper = swapper
         self._reach, self._is_shared = state.reach, state.config.prefix_caching
-        self._ending_slot = -1  # the policy was told of the end of its sequence, and a part of it was given back
+        self._ending_slot = -1  # the policy was notified of the end of its sequence, and a part of it was given back
 
     def commit(
         self,
@@ -125,7 +125,7 @@ class SequenceLifecycle:
         self.truncate(owner, slot, num_kept * self._block_size)
 
     def _tell_uses(self, slots: list[int]) -> None:
-        """Tells the eviction order of the end of each running sequence, once, before any of them gives up a block."""
+        """Notifies the eviction order of the end of each running sequence, once, before any of them gives up a block."""
         pool, seqs = self._pool, self._sequences
         if pool.policy.wants_uses:
             for slot in slots:

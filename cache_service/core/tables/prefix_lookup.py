@@ -105,7 +105,7 @@ class PrefixLookup:
         return self._index.held.usable(nodes, None if self._host is None else self._host.is_filling)
 
     def whole_windows(self, nodes: Int32Array) -> list[bool]:
-        """Of each group of layers behind the first, whether it has what its window reads behind all of these nodes.
+        """Whether each group of layers behind the first has what its window reads behind all of these nodes.
 
         None of a tail, which ends no hit.
         """

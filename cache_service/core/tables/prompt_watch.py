@@ -15,7 +15,7 @@ _RUNNING = int(SequenceState.RUNNING)
 
 
 class PromptWatch:
-    """Of one pool."""
+    """How long the prompts of one pool take to compute."""
 
     def __init__(self, state: PoolState) -> None:
         self.is_on = False
@@ -25,7 +25,7 @@ class PromptWatch:
 
     @property
     def tokens_per_second(self) -> int:
-        """Of a prompt's computation; 0 before it was measured."""
+        """The speed of a prompt's computation; 0 before it was measured."""
         each = self.seconds.each
         return min(round(1 / each), 2**31 - 1) if self.seconds.is_known and each else 0
 

@@ -11,7 +11,7 @@ from ..values.types import NO_INT32, NULL_BLOCK, Int32Array, ItemResult, StartRe
 
 @dataclass(slots=True)
 class StepLog:
-    """What a step tells its engine: results of its items, orders and copies to run, and replaced table entries.
+    """What a step returns to its engine: results of its items, orders and copies to run, and replaced table entries.
 
     ready: slots of sequences that run now without having been started.
     """
@@ -28,7 +28,7 @@ class StepLog:
     update_blocks: list[int] = field(default_factory=list)
     orders: list[TransferOrder] = field(default_factory=list)
     ready: list[int] = field(default_factory=list)
-    computing_lens: dict[int, int] = field(default_factory=dict)  # slots told COMPUTING, and the lengths to come
+    computing_lens: dict[int, int] = field(default_factory=dict)  # slots with the result COMPUTING, and the lengths to come
     forked_lens: list[int] = field(default_factory=list)  # committed tokens of each fork, and of what each truncate left
     truncated_lens: list[int] = field(default_factory=list)
 

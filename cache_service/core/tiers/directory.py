@@ -41,7 +41,7 @@ class Directory(Protocol):
         """Whether there is such a block, or will be."""
 
     def names(self) -> set[bytes]:
-        """Of all that could be read; for audits."""
+        """The names of all blocks that could be read; for audits."""
 
     def learn(self, contents: Iterable[Content], lost: Iterable[bytes] = ()) -> None:
         """The tier has these now, and not the lost names, or none that leads to them."""
@@ -69,7 +69,7 @@ class Directory(Protocol):
 
 
 class SlotDirectory:
-    """Of a slab: slots 1 to num_slots."""
+    """The directory of a slab: slots 1 to num_slots."""
 
     def __init__(self, blocks: TierBlocks, num_slots: int, stored: Sequence[StoredBlock] = ()) -> None:
         """blocks: of this tier, empty. stored: what earlier runs have left."""
@@ -219,7 +219,7 @@ class SlotDirectory:
         self._block_names[slot] = b""
 
     def _release(self, slot: int) -> None:
-        """Of a slot at rest that is not in the order of eviction."""
+        """Frees a slot at rest that is not in the order of eviction."""
         name = self._names[slot]
         if name is not None and self._of_name.get(name) == slot:
             del self._of_name[name]
@@ -228,7 +228,7 @@ class SlotDirectory:
 
 
 class RemoteDirectory:
-    """Of a shared store, whose places have no number: they are 0."""
+    """The directory of a shared store, whose places have no number: they are 0."""
 
     num_slots = last_number = 0
 

@@ -22,7 +22,7 @@ class HostTier:
     """The blocks of one pool's host tier. Block ids are its own; 0 is its null block."""
 
     def __init__(self, config: PoolConfig, index: PrefixIndex, forget: Callable[[Int32Array, MatchEnd], None]) -> None:
-        """forget(host blocks, why) tells the index which copies are lost."""
+        """forget(host blocks, why) reports to the index which copies are lost."""
         self._tell_index = forget
         self.num_blocks = config.num_host_blocks
         # Least recently used; of the limits only the time to live, which starts anew when a block is cached here.
@@ -45,7 +45,7 @@ class HostTier:
         return self.num_blocks - 1 - len(self.pool.free) - self.num_cached - self.num_held
 
     def restore(self, cached: Int32Array, session: SessionId, withheld: Int32Array) -> None:
-        """Of a tier that was not used yet: cached [n] are in the index, leaves before parents; the session may write others."""
+        """Restores an unused tier: cached [n] are indexed, leaves before parents; the session may still write withheld [m]."""
         self.pool.restore(cached, withheld)
         if len(withheld):
             self._quarantines[session] = withheld

@@ -1,8 +1,7 @@
 """What a tier asked by name brings to the host tier: which blocks of a prompt it has, and parts of prompts on their way.
 
 TierQuestions asks a tier that does not report what is stored. Rules: nothing is asked whose answer could not pay, see worth.py;
-what is answered is learned by the directory; with several groups of layers a question may be followed by others, for a shorter
-hit.
+the directory learns the answers; with several groups of layers a question may be followed by others, for a shorter hit.
 
 TierLoads orders what is there. Rules: nothing that was read counts before it was verified; a load is taken into the index top
 down, up to its first block that failed, behind a parent that is still there; what is on its way for one sequence is joined by

@@ -3,8 +3,8 @@
 Owns the names of content, and the choice of the blocks. The name of a block is a keyed hash of its parent's name and its
 tokens; a tenant's root has one of the tenant; what another group of layers than the first has of a block is named after its
 node. The key is made of the secret of a slab and the whole KV spec. So two models, revisions or layouts never have a name in
-common, names of two slabs cannot be compared, and without the key a name tells nothing of a prompt, nor are two prompts of one
-name found.
+common, names of two slabs cannot be compared, and without the key a name reveals nothing of a prompt, nor are two prompts of
+one name found.
 
 Rules: a load ends where each group has what the next token reads, in the tiers above or in this one; it brings all that groups
 which read all tokens lack up to there, and the last window of the others; of a tail nothing, because hits do without it. A node

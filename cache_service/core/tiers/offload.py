@@ -4,8 +4,8 @@ Owns issuing and ending them: copies to the host for sequences that are swapped 
 (demotion), loads for sequences that come back and for hits (promotion). Rules: both ends of an order in flight are kept from
 reuse in both tiers until it ends; a host copy counts from its completion on, and a device block is its node's from then on;
 an order that fails leaves no copy, and what only that copy held is forgotten. Orders of one session run in the order of their
-issue, before the copies and writes of the step that they were told with: so a victim may be granted in that very step. Knows
-sequences only by the moves that wait.
+issue, before the copies and writes of the step that brought them: so a victim may be granted in that very step. Knows sequences
+only by the moves that wait.
 """
 
 from collections.abc import Callable
@@ -31,13 +31,13 @@ class Offloader:
         self.outs: dict[int, TransferOrder] = {}
         self.loads: dict[int, TransferOrder] = {}  # host block: a load in flight that reads it
         self.fills: dict[int, TransferOrder] = {}  # host block: the order in flight that fills it
-        self.on_filled: list[Callable[[Int32Array], None]] = []  # told the host blocks that were written
-        self.on_used: list[Callable[[Int32Array], None]] = []  # told the host blocks that were loaded from
+        self.on_filled: list[Callable[[Int32Array], None]] = []  # called with the host blocks that were written
+        self.on_used: list[Callable[[Int32Array], None]] = []  # called with the host blocks that were loaded from
         self._index = state.index
         self._pool = state.pool
         self._allocator = state.allocator
         self._publisher = state.publisher
-        self._for: SessionState | None = None  # the session of this call: its answer tells the orders
+        self._for: SessionState | None = None  # the session of this call: its answer lists the orders
         self._told: list[TransferOrder] = []
 
     # The call at hand
@@ -154,7 +154,8 @@ class Offloader:
     def end_session(self, owner: SessionState, *, may_still_write: bool) -> tuple[Int32Array, list[TransferOrder]]:
         """The session's orders will never be run, or are still being run: none counts.
 
-        Returns their device destinations, quarantined where it may still write, and the orders, whose waiters are to be told.
+        Returns their device destinations, quarantined where it may still write, and the orders; the caller notifies their
+        waiters.
         """
         orders = self.transfers.take_orders(order.id for order in self.transfers.orders_of(owner))
         loads = _destinations([order for order in orders if order.kind is TransferKind.SWAP_IN])

@@ -1,4 +1,4 @@
-"""What a tier asked by name is told to do, how it is used, and which of its orders have not ended.
+"""What a tier asked by name is ordered to do, how it is used, and which of its orders have not ended.
 
 Rules: a tier that fails rests, see Breaker; while an order is overdue nothing new is asked of the tier, and after a rest one
 order at a time.

@@ -5,7 +5,7 @@ side: a sequence that is swapped out keeps its device blocks until its orders ha
 host blocks until its loads have. Of a swap-out that failed the sequence is back on the device, untouched; of a swap-in, still
 in the host tier; of a start, its hit ends where each group of layers has what the next token reads. Tables of several groups
 are moved as one, one behind the other, and their holes stay holes; so a tail comes back as it was. A sequence changes its state
-only in a call of its own session, which is told of it there, so that no session acts on what it does not know.
+only in a call of its own session, which learns of it there, so that no session acts on what it does not know.
 """
 
 import numpy as np
@@ -47,7 +47,7 @@ class SequenceSwapper:
     # Calls
 
     def begin_call(self, owner: SessionState, told: list[TransferOrder]) -> None:
-        """A call of the session begins, which will tell the orders. Without one nothing is demoted."""
+        """A call of the session begins, which will list the orders. Without one nothing is demoted."""
         self._caller, self._told, self._num_run = owner, told, 0
         self.offloader.begin_call(owner, told)
 
@@ -88,7 +88,7 @@ class SequenceSwapper:
     def copies_of(self, owner: SessionState, slot: int) -> tuple[Int64Array, Int32Array]:
         """Places in the tables that have a block, and the host copy of each that may be shared, or 0.
 
-        A copy on its way is waited for only where this session makes it: of another's failure it would not be told.
+        A copy on its way is waited for only where this session makes it: it would not hear of another's failure.
         """
         table = self._sequences.whole_table(slot)
         places = np.flatnonzero(table)
@@ -212,7 +212,7 @@ class SequenceSwapper:
         """Only a start may wait for a load that another session runs: if the load fails, the hit is merely shorter."""
         joined: list[tuple[TransferOrder, int]] = []
         if self.offloader.loads:
-            any_session &= owner.executor is Executor.ENGINE  # a session that is answered at once waits for no other
+            any_session &= owner.executor is Executor.ENGINE  # a session that gets its reply at once waits for no other
             for at in np.flatnonzero((blocks == 0) & (hosts > 0)).tolist():
                 order = self.offloader.loads.get(int(hosts[at]))
                 if order is not None and (any_session or order.owner is owner):

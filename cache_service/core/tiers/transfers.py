@@ -1,4 +1,4 @@
-"""Transfer orders in flight: which session was told to move what, and which sequences wait for it.
+"""Transfer orders in flight: which session has to move what, and which sequences wait for it.
 
 Owns the ids, which grow over the life of a pool, and the orders that are neither completed nor failed yet. Rules: an order
 ends once, so a repeated report of its end changes nothing; a session reports its own orders only; a report is checked whole

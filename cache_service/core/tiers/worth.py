@@ -13,7 +13,7 @@ import math
 
 _LEAST_SAMPLES = 4  # before a line counts
 _FADE = 0.9  # of what was measured, with each new measurement: about the last ten count
-_LEAST_SPREAD = 0.1  # of the counts, over their mean: below it first part and slope cannot be told apart
+_LEAST_SPREAD = 0.1  # of the counts, over their mean: below it first part and slope cannot be distinguished
 _LEAST_SLOPE = 0.05  # of the mean seconds for each: a line that claims less has seen noise
 _BAND = 1.25  # how far the length in force may be from what was measured, either way, in load time
 _TRY_EVERY, _TRY_AFTER = 16, 60.0  # loads that do not pay; seconds since the last measured one
@@ -53,7 +53,7 @@ class Line:
 
 
 class TierWorth:
-    """Of one tier."""
+    """Which loads of one tier pay."""
 
     def __init__(self, prompts: Line, block_size: int, *, is_on: bool) -> None:
         """prompts: what tokens of prompts took to compute. is_on: else every load pays, and is measured."""
@@ -71,7 +71,7 @@ class TierWorth:
 
     @property
     def least_blocks(self) -> float | None:
-        """Of a load that pays; infinite where none does, None while that is not known."""
+        """The fewest blocks of a load that pays; infinite where none does, None while that is not known."""
         if not (self.loads.is_known and self._prompts.is_known):
             return None
         cautious, bold = self._break_even(_BAND), self._break_even(1 / _BAND)

@@ -1,4 +1,4 @@
-"""The time of one pool: seconds of a monotone clock, told from outside."""
+"""The time of one pool: seconds of a monotone clock, set from outside."""
 
 from dataclasses import dataclass
 

@@ -57,7 +57,7 @@ class TierOrder(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a shared store was heard to have. The names of blocks and the tokens are empty where nothing is told of it."""
+    """What a shared store was heard to have. The names of blocks and the tokens are empty where it is not reported."""
 
     name: bytes
     block_name: bytes = b""

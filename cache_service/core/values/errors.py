@@ -160,7 +160,7 @@ class ProtocolVersionUnsupported(CacheError):
 
 
 class OpaquePages(CacheError):
-    """The pool's blocks are pages in which this service cannot tell K from V."""
+    """The pool's blocks are pages in which this service cannot distinguish K from V."""
 
     reason = "OPAQUE_PAGES"
 

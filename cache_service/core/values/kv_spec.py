@@ -72,12 +72,12 @@ WHOLE = ReadSpan()
 
 
 def state_span(checkpoint_blocks: int) -> ReadSpan:
-    """Of a group of states, of which each so many-th is kept."""
+    """The span of a group of states, of which every checkpoint_blocks-th is kept."""
     return ReadSpan(2, checkpoint_blocks=checkpoint_blocks)
 
 
 def spans_of(*windows: int) -> tuple[ReadSpan, ...]:
-    """Of groups with these windows in tokens, 0 for all."""
+    """The spans of groups with these windows in tokens, 0 for all tokens."""
     return tuple(ReadSpan(window) for window in windows)
 
 
@@ -127,8 +127,8 @@ class KvSpec:
     and their bytes, or else page_bytes alone: then a block is an opaque page, and the other four are 0. With groups a block
     has the layers of one group, and the bytes of the largest with K and V; states are no larger.
 
-    With several ranks all that is told of heads, elements and bytes is of each rank alone: each has its share of every block in
-    an arena of its own, under the same number.
+    With several ranks the numbers of heads, elements and bytes are those of each rank alone: each has its share of every block
+    in an arena of its own, under the same number.
 
     host_kv_dtype is none of the facts: it is how this service keeps blocks below the device, and differs from run to run.
     """
@@ -189,7 +189,7 @@ class KvSpec:
         """The same with blocks below the device in this format; as they are, where they are none of numbers without scales.
 
         So are heads whose length the format cannot hold, or so short that with their scales they would take no fewer bytes,
-        specs of a time that did not tell the type of an element, and pools some of whose blocks are states.
+        specs of a time that did not name the type of an element, and pools some of whose blocks are states.
         """
         bits = HOST_BITS.get(host_kv_dtype, 0)
         are_numbers = self.element_type and not self.scaled_bits and not self.has_states
@@ -231,5 +231,5 @@ def first_parent(spec_key: bytes, tenant: str) -> bytes:
 
 
 def block_name(parent: bytes, tokens: bytes) -> bytes:
-    """Of a block with these tokens, LE32, behind a parent of that name. Takes about a microsecond."""
+    """The name of a block with these tokens, LE32, behind a parent of that name. Takes about a microsecond."""
     return sha256(parent + tokens).digest()

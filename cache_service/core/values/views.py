@@ -33,7 +33,7 @@ class SequenceView:
 class Readable(NamedTuple):
     """A sequence, and its first num_tokens, whose K and V may be read.
 
-    These are the committed tokens; fewer where an engine was told to copy later ones and may not have done so yet.
+    These are the committed tokens; fewer where an engine has to copy later ones and may not have done so yet.
     """
 
     view: SequenceView

@@ -106,7 +106,7 @@ class HeldMemory:
     """See KeptMemory. Raises CudaError where there is no such device."""
 
     def __init__(self, runtime: CudaRuntime, driver: VmmDriver, device: int, address: str, folder: Path) -> None:
-        """address: of the holder. folder: the memory directory, by which the holder tells its services apart."""
+        """address: of the holder. folder: the memory directory, by which the holder distinguishes its services."""
         self._device_memory = CudaMemory(runtime, device)
         self._runtime, self._driver, self._device = runtime, driver, device
         self._uuid = runtime.device_uuids()[device]
@@ -116,7 +116,7 @@ class HeldMemory:
     is_in_files = False
 
     def can_open(self) -> bool:
-        """Whether the holder answers; it is told where it does not."""
+        """Whether the holder responds; logs why where it does not."""
         return self._link.probe()
 
     def require(self, num_bytes: int, num_host_bytes: int) -> None:

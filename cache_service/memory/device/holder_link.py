@@ -38,7 +38,7 @@ class HolderLink:
         self._thread: threading.Thread | None = None
 
     def probe(self) -> bool:
-        """Whether a holder answers now."""
+        """Whether a holder responds now."""
         try:
             with HolderClient(self._address) as client:
                 client.held()
@@ -72,7 +72,7 @@ class HolderLink:
             self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """Ends the thread once the holder has what is wanted, or is away, or has not answered for so long."""
+        """Ends the thread once the holder has what is wanted, or is away, or has not replied for so long."""
         if self._thread is not None:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_done, seconds)

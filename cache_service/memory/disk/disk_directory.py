@@ -164,7 +164,7 @@ class DiskDirectory:
 
 
 def _size(path: Path) -> int:
-    """Of a file; 0 where there is none."""
+    """The size of a file; 0 where there is none."""
     try:
         return path.lstat().st_size
     except FileNotFoundError:

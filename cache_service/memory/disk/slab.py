@@ -130,7 +130,7 @@ class Slab:
         return results
 
     def close(self) -> None:
-        """No thread may be at work."""
+        """No thread may be running."""
         for descriptor in (self._file, self._data):
             if descriptor >= 0:
                 os.close(descriptor)

@@ -52,7 +52,7 @@ class Form(NamedTuple):
 
     @property
     def rows_bytes(self) -> int:
-        """Of the file of rows."""
+        """The size of the file of rows."""
         return whole_pages(self.row_at(self.num_slots + 1))
 
     def row_at(self, slot: int) -> int:

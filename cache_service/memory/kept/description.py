@@ -36,7 +36,7 @@ class Description:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block in the tier that the index is of."""
+        """The size of one block in the tier that the index belongs to."""
         return self.spec.stored_bytes if self.pool else self.spec.block_bytes
 
     @property
@@ -119,7 +119,7 @@ def _has_lawful_states(spec: KvSpec, group: LayerGroup) -> bool:
 
 
 def _told_counts(spec: KvSpec) -> list[int]:
-    """The counts that a block's bytes follow from, which must all be above 0. Raises FileRefused where others are told, too."""
+    """The counts that a block's bytes follow from, which must all be above 0. Raises FileRefused where others are set, too."""
     elements = [getattr(spec, name) for name in _ELEMENT_COUNTS]
     told, untold = ([spec.page_bytes], elements) if spec.page_bytes != 0 else (elements, [])
     if any(type(count) is not int or count != 0 for count in untold):

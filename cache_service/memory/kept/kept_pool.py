@@ -96,7 +96,7 @@ _MARK = 1 << 32  # no digest is 0
 
 
 class BlockDigests:
-    """Of both tiers of one pool. Blocks must not be written meanwhile, or the digest is of no use."""
+    """The digests of blocks in both tiers of one pool. Blocks must not be written meanwhile, or the digest is of no use."""
 
     def __init__(self, pool: KeptPool) -> None:
         self.block_bytes = pool.spec.block_bytes

@@ -1,7 +1,7 @@
 """Connections to a Valkey or Redis server for values as large as blocks, sent from and received into the arena itself.
 
 A client library makes bytes of each value first and copies them several times on either way, which costs more than the network.
-Only what is needed is spoken: commands in one batch, and their answers in order (RESP 2). Rules: a connection on which anything
+Only what is needed is spoken: commands in one batch, and the answers, in order (RESP 2). Rules: a connection on which anything
 unexpected came is closed, because what follows on it could be taken for another answer, and so are those that wait for their
 next use, because the server may be another one; no answer is believed to be much longer than what was asked for. Times out as
 its sockets do. May be used by any thread, one at a time for each.
@@ -43,10 +43,10 @@ class BulkConnection:
     def exchange(
         self, commands: Sequence[Sequence[Part]], into: Sequence[Sequence[memoryview]] = ()
     ) -> list[Answer | Refusal | Received]:
-        """Runs the commands, and answers their answers in order.
+        """Runs the commands, and returns the answers, in order.
 
         into: buffers for the values of the last commands; a value counts as received if it is as long as all of its buffers
-        together, and is told as it is if it has another length. Raises OSError, ValueError.
+        together, and is returned as it is if it has another length. Raises OSError, ValueError.
         """
         self.send(commands)
         return self.receive(len(commands) - len(into), into)

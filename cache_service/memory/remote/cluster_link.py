@@ -118,7 +118,7 @@ class ClusterLink:
                 return True
             if self._clock() < each.until:
                 return False
-            self._rest(node, each)  # for all others, until it has answered
+            self._rest(node, each)  # for all others, until its answer has come
             return True
 
     def _of(self, node: Node) -> _OfNode:
@@ -170,7 +170,7 @@ class ClusterLink:
         each.rest = min(2 * each.rest, _LONGEST_REST)
 
     def _learn_anew(self, client: Any, lost: Node) -> None:
-        """Who has what, of the nodes that are left; where none answers, the next use begins with those of the address."""
+        """Who has what, of the nodes that are left; where none responds, the next use begins with those of the address."""
         try:
             client.nodes_manager.initialize(last_failed_node_name=get_node_name(*lost))
         except UNANSWERED:
@@ -186,7 +186,7 @@ class ClusterLink:
             found = guarded(lambda: client.execute_command(words[0].decode(), *words[1:]))
         except ServerError as error:
             return Refusal(str(error))
-        if isinstance(found, bool):  # as the library reads what SET and PEXPIRE answer
+        if isinstance(found, bool):  # as the library reads what SET and PEXPIRE return
             return (b"OK" if found else None) if words[0] == b"SET" else int(found)
         if not isinstance(found, bytes) or sum(map(len, buffers)) != len(found) or not buffers:
             return found if isinstance(found, bytes | int) else None

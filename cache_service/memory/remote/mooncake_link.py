@@ -63,7 +63,7 @@ class _Child:
                 pass_fds=(staging, theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # the library tells addresses and keys
+                stderr=subprocess.DEVNULL,  # the library prints addresses and keys
             )
             on_failure.pop_all()
         self.sending = threading.Lock()  # held while bytes go to the connection, and to close that
@@ -73,7 +73,7 @@ class _Child:
         self.is_gone = False
 
     def end(self) -> None:
-        """Of a process that nothing was asked of."""
+        """Ends a process that was asked nothing."""
         self.process.kill()
         self.process.wait()
         self.connection.close()
@@ -81,7 +81,7 @@ class _Child:
 
 
 class MooncakeLink:
-    """Of one store. Methods may be called in any thread."""
+    """The link to one store. Methods may be called in any thread."""
 
     def __init__(self, address: RemoteAddress, part_bytes: int, *, memory: int, timeout: float, module: str = _MODULE) -> None:
         """part_bytes: that one call can move. memory: bytes that the process gives to the store. timeout: seconds of a call.
@@ -141,13 +141,13 @@ class MooncakeLink:
     def _send(self, child: _Child, message: bytes) -> bool:
         """Whether its turn to be sent has come in time.
 
-        A process that does not read in time is killed, and told as gone: half a message may have reached it.
+        A process that does not read in time is killed, and reported as gone: half a message may have reached it.
         """
         if not child.sending.acquire(timeout=self._timeout):
             return False
         try:
             child.connection.send_bytes(message)
-        except OSError:  # its end is told to all that wait
+        except OSError:  # its end is reported to all that wait
             with self._lock:
                 child.is_gone = True
             child.process.kill()

@@ -1,7 +1,7 @@
 """RedisServer: values in a Valkey or Redis server, or in a cluster of them; and RedisLink, how commands get there.
 
-The era is the first question of each batch. In a cluster it lies on one node, and is answered beside the values of others: what
-was asked between a clearing's begin and end may count or not, as it may with one server; what is asked later does not.
+The era is the first question of each batch. In a cluster it lies on one node, and its answer comes beside the values of others:
+what was asked between a clearing's begin and end may count or not, as it may with one server; what is asked later does not.
 
 Small things go by the client library (control), batches with blocks by sockets of our own (exchange). A batch may go to several
 places, see cluster_link.py: then some commands have answers and others none.

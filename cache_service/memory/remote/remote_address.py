@@ -89,7 +89,7 @@ class RemoteSecret:
     password: str | None = field(default=None, repr=False)
 
     def derive(self, purpose: bytes, text: bytes = b"") -> bytes:
-        """32 bytes for one purpose, of up to 16 bytes, that tell nothing of the key."""
+        """32 bytes for one purpose, of up to 16 bytes, that reveal nothing of the key."""
         key = hashlib.blake2b(self.key.encode(), digest_size=64).digest()
         return hashlib.blake2b(text, digest_size=32, key=key, person=purpose).digest()
 

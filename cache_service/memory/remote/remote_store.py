@@ -1,6 +1,6 @@
 """RemoteStore: the blocks of one pool in a store of others, as the threads of its tier put them there and fetch them.
 
-Rules: keys are `kvkeeper:1:` and a keyed hash of era and name, so they tell nothing of a prompt; every batch comes with the
+Rules: keys are `kvkeeper:1:` and a keyed hash of era and name, so they reveal nothing of a prompt; every batch comes with the
 server's era, and what was asked under another one does not count. The era is a random value that all services of one secret and
 KV spec share: a clearing draws a new one, and none that was there before comes back, also where the server has lost it. Where
 the server itself goes back to an older one, as a replica may that stands in for it, a new one is drawn. A clearing that the
@@ -130,7 +130,7 @@ class RemoteStore:
         self._num_clearings += 1
 
     def write_era(self, era: int) -> bool:
-        """Tells the server of a new era, if it does not know it yet. Whether it knows."""
+        """Sends the server a new era, if it does not know it yet. Returns whether it knows."""
         return _guarded(self._settled_era) is not None
 
     def ask(self, names: Sequence[bytes]) -> int | None:
@@ -180,7 +180,7 @@ class RemoteStore:
         return _guarded(write) or [TierResult.FAILED] * len(orders)
 
     def close(self) -> None:
-        """No thread may be at work."""
+        """No thread may be running."""
         _guarded(self._server.close)
 
     def _at(self, era: bytes, name: bytes) -> bytes:
@@ -207,7 +207,7 @@ class RemoteStore:
             return era
 
     def _is_still(self, era: bytes, told: bytes | None) -> bool:
-        """Whether what was asked in this era counts, now that the server has told the one that it is in."""
+        """Whether what was asked in this era counts, now that the server has named the one that it is in."""
         if told != era:
             with self._asking:
                 if self._era == era:

@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
 
 class KvRows:
-    """One pool's, told as told_type: float16, bfloat16 or float32; without scales also what the pool stores."""
+    """The K and V of one pool as told_type: float16, bfloat16 or float32; without scales also the type that the pool stores."""
 
     def __init__(self, spec: KvSpec, arena: Arena, told_type: str) -> None:
         self._spec, self._arena = spec, arena
@@ -87,7 +87,7 @@ class KvRows:
 
     @property
     def _stored_bytes(self) -> int:
-        """Of the elements of K, or of V, of a token with scales."""
+        """The bytes that the elements of K, or of V, take for a token with scales."""
         return self._num_elements * self._spec.scaled_bits // 8
 
     def _scaled(self, run: Run, layer_idx: int, side: int) -> tuple[int, int]:

@@ -29,7 +29,7 @@ _MOST_CHECKPOINT_BLOCKS = 1 << 20
 _MOST_PAGE_BYTES = 1 << 30
 MOST_RANKS = 64
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_OF_ELEMENTS = ("num_layers", "num_kv_heads", "head_dim", "kv_dtype")  # what an opaque page does not tell
+_OF_ELEMENTS = ("num_layers", "num_kv_heads", "head_dim", "kv_dtype")  # what an opaque page does not show
 
 
 def kv_spec(spec: pb.KvSpec) -> KvSpec:
@@ -127,7 +127,7 @@ def _tails(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
 
 
 def _refuse_states(group: pb.LayerGroup) -> None:
-    """Raises InvalidField where a group without states tells of some."""
+    """Raises InvalidField where a group without states names some."""
     if group.state_bytes or group.checkpoint_blocks:
         field = "spec.groups.state_bytes" if group.state_bytes else "spec.groups.checkpoint_blocks"
         raise InvalidField("states are of LAYER_GROUP_KIND_RECURRENT", field=field, limit=0)

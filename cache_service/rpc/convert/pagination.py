@@ -24,7 +24,7 @@ class Position(NamedTuple):
 def page(ids: Iterable[tuple[str, Int64Array]], size: int, token: str) -> tuple[list[Position], str]:
     """At most size positions behind the token's page, and the token of the next page, empty on the last page.
 
-    ids: sessions in order, with the ascending ids of their sequences. Raises InvalidField for a token that no page answered.
+    ids: sessions in order, with the ascending ids of their sequences. Raises InvalidField for a token that came with no page.
     """
     after, rows = _position_of(token), list[Position]()
     for session_id, own in ids:

@@ -88,7 +88,7 @@ def step_batch(request: pb.StepRequest) -> StepBatch:
 
 
 def step_response(reply: StepReply, step_id: int, epoch: int, executor: Executor) -> bytes:
-    """The StepResponse that answers a Step, as the bytes that every repeat of the Step gets."""
+    """The StepResponse to a Step, as the bytes that every repeat of the Step gets."""
     response = pb.StepResponse(
         step_id=step_id,
         epoch=epoch,

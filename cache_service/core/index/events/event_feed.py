@@ -1,11 +1,11 @@
 """The events of the watches of one pool: first all blocks that are cached for the tenant, then every change.
 
-Owns the names of the index's nodes, and the progress of each watch; told_below tells of what lies below the host tier alone. A
+Owns the names of the index's nodes, and the progress of each watch; told_below reports what lies below the host tier alone. A
 name takes about a microsecond, so names are made here, a slice at a time, and never by a step. Rules, for each watch: a block
-is told once, as part of the snapshot or as stored, after its parent; its removal comes after that or not at all; a reader that
-applies snapshot and events in order has what can be reached in the tiers. The rules hold because a slice looks at the index
-only when the change log is read to its end, and because a change is told exactly if the watch was told of that very node. A
-watch whose reader does not keep up ends; a snapshot waits for its reader, changes do not.
+is reported once, as part of the snapshot or as stored, after its parent; its removal comes after that or not at all; a reader
+that applies snapshot and events in order has what can be reached in the tiers. The rules hold because a slice looks at the
+index only when the change log is read to its end, and because a change is reported exactly if that very node was reported to
+the watch. A watch whose reader does not keep up ends; a snapshot waits for its reader, changes do not.
 """
 
 import struct
@@ -21,7 +21,7 @@ from ..prefix_index import PrefixIndex
 from .told_below import ToldBelow
 from .watch import Event, Watch, zeros
 
-_LOOKS_PER_NAME = 8  # looks at unused node numbers that cost as much as telling of one block
+_LOOKS_PER_NAME = 8  # looks at unused node numbers that cost as much as reporting one block
 _parent_of = struct.Struct("<i").unpack_from
 
 
@@ -66,7 +66,7 @@ class EventFeed:
         return watch
 
     def tell_all(self, event: Event) -> None:
-        """Tells every watch at once, also within its snapshot, of an event that is not about this pool's blocks."""
+        """Reports an event that is not about this pool's blocks to every watch at once, also within its snapshot."""
         for watch in self.watches:
             if not watch.is_lagging:
                 watch.add(event)
@@ -81,7 +81,7 @@ class EventFeed:
             self._index.change_log = None
 
     def advance(self, budget: int) -> bool:
-        """Tells the watches of about `budget` blocks. Returns whether more blocks can be told now."""
+        """Reports about `budget` blocks to the watches. Returns whether more blocks can be reported now."""
         if not self.watches:
             return False
         if self._change_log.has_overflowed:
@@ -109,11 +109,11 @@ class EventFeed:
         return is_behind or any(watch.wants_snapshot for watch in self.watches)
 
     def _tell_change(self, node: int, change: Change, budget: int) -> tuple[int, bool]:
-        """(cost, whether the change has been told whole: its ancestors may have to be told first)."""
+        """(cost, whether the change is reported completely: its ancestors may have to be reported first)."""
         if isinstance(change, PressureLevel):
             self._pressure = change
             for watch in self.watches:
-                if watch.told is None:  # other watches are told the level at the end of their snapshot
+                if watch.told is None:  # other watches get the level at the end of their snapshot
                     watch.add(Event(EventKind.PRESSURE, pressure=change))
             return 1, True
         if change is STORED:
@@ -122,7 +122,7 @@ class EventFeed:
             for view in self._views:
                 view.changed(change) if isinstance(change, bytes) else view.cleared()
             return 1 + len(self._views), True
-        root = self._roots[node]  # known for a node that a watch was told of
+        root = self._roots[node]  # known for a node that was reported to a watch
         views = [view for view in self._views if root and view.root == root and view.readers[0].knows(node)]
         if change is REMOVED:
             if self._named[node]:
@@ -148,7 +148,7 @@ class EventFeed:
             above = self._untold(watch, node)[1:]
             cost += self._tell_all(watch, above[-budget:], EventKind.SNAPSHOT)
             if len(above) > budget:
-                return cost, False  # before any watch is told of the node itself
+                return cost, False  # before the node itself is reported to any watch
         for view in views:
             is_told = view.came_above(self._make_name(node))
             for watch in view.readers:
@@ -162,7 +162,7 @@ class EventFeed:
         return cost, True
 
     def _tell_snapshot(self, watch: Watch, budget: int) -> int:
-        """Goes on with a snapshot. Called only when the change log is read to its end, because node numbers are used again."""
+        """Continues a snapshot. Called only when the change log is read to its end, because node numbers are used again."""
         assert watch.told is not None
         view = self._view_of[watch]
         if watch.next_node == self._num_nodes:
@@ -201,7 +201,7 @@ class EventFeed:
         return cost
 
     def _tell_all(self, watch: Watch, path: list[int], kind: EventKind) -> int:
-        """Tells of these nodes, from the last to the first; each node is the parent of the one before it."""
+        """Reports these nodes, from the last to the first; each node is the parent of the one before it."""
         told, view = watch.told, self._view_of[watch]
         for node in reversed(path):
             name, key = self._make_name(node), self._key(node)
@@ -229,7 +229,7 @@ class EventFeed:
         return name
 
     def _untold(self, watch: Watch, node: int) -> list[int]:
-        """The node and those of its ancestors that the watch has not been told of."""
+        """The node and those of its ancestors that were not reported to the watch."""
         path = [node]
         while watch.told is not None:
             (node,) = _parent_of(self._key(node))

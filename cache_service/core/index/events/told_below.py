@@ -1,9 +1,9 @@
-"""What watches were told of the blocks that lie below the host tier alone.
+"""The blocks below the host tier alone that were reported to watches.
 
-Owns the told blocks, each with its tier, and those to be looked at. Rules: a block is told while a tier below has it and it can
-be reached: it is the first of a prompt, or the block before it is told, here or as one of the index. So it comes after its
-parent, and goes with it. A look compares what was told with what is so now, so it may come late, and too often. A block that
-comes or goes has the blocks behind it looked at, so that no look walks far.
+Owns the reported blocks, each with its tier, and those to be looked at. Rules: a block is reported while a tier below has it
+and it can be reached: it is the first of a prompt, or the block before it is reported, here or as one of the index. So it comes
+after its parent, and goes with it. A look compares what was reported with what is so now, so it may come late, and too often. A
+block that comes or goes has the blocks behind it looked at, so that no look walks far.
 """
 
 from ...values.types import EventKind, Tier
@@ -12,17 +12,17 @@ from .watch import Watch
 
 
 class ToldBelow:
-    """Of one watch, or of several of one tenant whose snapshots are complete."""
+    """The blocks reported to one watch, or to several of one tenant whose snapshots are complete."""
 
     def __init__(self, root_name: bytes, below: BelowBlocks, above: dict[bytes, int]) -> None:
-        """root_name: what the tenant's first blocks are behind. above: the names of told nodes, each with its root."""
+        """root_name: what the tenant's first blocks are behind. above: the names of reported nodes, each with its root."""
         self.readers: list[Watch] = []
         self.root_name = root_name
         self.root = 0  # in the index, once the tenant has one there
         self._below, self._above = below, above
         self._told: dict[bytes, Tier] = {}
-        self._wanted: dict[bytes, None] = {}  # to be looked at: told, or below and reached; a dictionary, so that none is twice
-        self._doubted: list[bytes] = []  # to be looked at: told when a tier was cleared
+        self._wanted: dict[bytes, None] = {}  # to be looked at: reported, or below and reached; none twice
+        self._doubted: list[bytes] = []  # to be looked at: reported before a tier was cleared
 
     @property
     def has_work(self) -> bool:
@@ -45,11 +45,11 @@ class ToldBelow:
         self._doubted = list(self._told)
 
     def came_above(self, name: bytes) -> bool:
-        """This block is in the index now. Whether it was told here until now."""
+        """This block is in the index now. Returns whether it was reported here until now."""
         return self._told.pop(name, None) is not None
 
     def left_above(self, name: bytes) -> None:
-        """A told node of this name left the index: it moved to a tier below, or is removed."""
+        """A reported node of this name left the index: it moved to a tier below, or is removed."""
         block = self._below.find(name)
         if block is not None and self._is_reached(block.parent):
             self._told[name] = block.tier

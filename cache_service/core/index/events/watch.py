@@ -13,7 +13,7 @@ import numpy as np
 from ...values.types import EventKind, PressureLevel, Tier
 
 MAX_NAMES = 512  # of an event
-MAX_WAITING_NAMES = 65_536  # told to a watch and unread
+MAX_WAITING_NAMES = 65_536  # reported to a watch and unread
 MAX_WAITING_TOKENS = 1 << 20  # of a watch that wants token ids, beside the names
 _MAX_TOKENS = 1 << 16  # of an event
 MAX_WAITING_EVENTS = 4_096
@@ -37,7 +37,7 @@ class Event:
 
 
 class Watch:
-    """The progress of one reader. `told` has a byte per node while the snapshot lasts; afterwards every node has been told."""
+    """The progress of one reader. `told` has a byte per node during the snapshot; afterwards every node has been reported."""
 
     def __init__(self, tenant: str, num_nodes: int, num_tokens_each: int = 0) -> None:
         """num_tokens_each: of a block, for a reader that wants token ids; 0 for one that does not."""
