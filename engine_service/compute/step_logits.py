@@ -9,7 +9,7 @@ NOT_FINITE = -1  # in the place of a token: the logits are not finite
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogits:
-    """Of R rows.
+    """The logits of R rows.
 
     Attributes:
         values: float32 [R, vocab_size].
@@ -24,7 +24,7 @@ class StepLogits:
     drawn: torch.Tensor | None = None
 
     def first(self, count: int) -> "StepLogits":
-        """Of the first rows."""
+        """The same of the first rows."""
         parts = (self.values, self.likeliest, self.told, self.drawn)
         return StepLogits(*(part if part is None else part[:count] for part in parts))  # type: ignore[arg-type]
 

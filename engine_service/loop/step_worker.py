@@ -1,9 +1,9 @@
 """StepWorker: computes the steps' work in a thread of its own, and knows how long it took and what it waited for.
 
 The loop puts the next step together while one is computed. It begins as late as it can, so that requests that arrive
-meanwhile are part of it, and early enough for the answer to be there in time: the durations of the last steps of the same kind
-and of the last answers tell when. The next step may be started before this one has ended: it runs ahead, behind it in the
-thread or on the device.
+meanwhile are part of it, and early enough for the answer to be there in time: the moment follows from the durations of the last
+steps of the same kind and of the last answers. The next step may be started before this one has ended: it runs ahead, behind it
+in the thread or on the device.
 """
 
 import asyncio

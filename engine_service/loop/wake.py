@@ -1,4 +1,4 @@
-"""Wake: how other tasks tell the loop, and the task that creates sequences, that there is something new."""
+"""Wake: how other tasks notify the loop, and the task that creates sequences, that there is something new."""
 
 import asyncio
 

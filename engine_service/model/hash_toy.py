@@ -7,7 +7,7 @@ output. Integers only: exact on every machine. Of several ranks each has all of 
 there is not what the others have read, the token is another one. Each rank writes it in its own way, so that what one has of
 another's is wrong, too.
 
-expected_next_token says from the tokens alone what the toy must answer.
+expected_next_token says from the tokens alone which token the toy must return.
 """
 
 from collections.abc import Sequence
@@ -140,7 +140,7 @@ class HashToyRunner:
 def expected_next_token(
     token_ids: Sequence[int], config: HashToyConfig | None = None, retention: Retention | None = None
 ) -> int:
-    """What the toy must answer after `token_ids` (at least one), worked out without a cache."""
+    """What the toy must return after `token_ids` (at least one), worked out without a cache."""
     config = config or HashToyConfig()
     last = len(token_ids) - 1
     seen = np.arange(last + 1) if retention is None else _seen(last, retention)

@@ -95,12 +95,12 @@ class EngineService:
 
     @property
     def unread(self) -> UnreadTokens:
-        """Of all requests."""
+        """The unread tokens of all requests."""
         return self._engine.requests.unread
 
     @property
     def num_streams(self) -> int:
-        """Streams to clients that have not been answered to their end."""
+        """The number of streams to clients that have not been written to their end."""
         return self.streams.num_open
 
     @property

@@ -55,7 +55,7 @@ class Submissions:
                 submission.generation.cancel()
 
     def digest_of(self, request_id: str) -> bytes:
-        """Of the submission of a request; empty for one that was not submitted."""
+        """The digest of the submission of a request; empty for a request that was not submitted."""
         submission = self._by_id.get(request_id)
         return b"" if submission is None else submission.digest
 

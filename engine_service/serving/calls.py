@@ -71,7 +71,7 @@ class FrontServices:
     turns: Turns
     admit: AdmitForFront
     stop_at: Callable[[Generation, int, int], None]  # a continuation's text met a stop string with so many tokens
-    counted: Callable[[], AbstractContextManager[None]]  # for as long as a stream is not answered to its end
+    counted: Callable[[], AbstractContextManager[None]]  # for as long as a stream is not written to its end
     pace: StreamPace
     note_foreign: Callable[[str, str], None]  # path, name of the caller: it named a tenant that is not its
     text: ModelText
@@ -88,7 +88,7 @@ class _Call:
     over: asyncio.Event = field(default_factory=asyncio.Event)  # its last was sent, or the front dropped it
     refusal: EngineError | None = None  # with which its request has ended
     generation: Generation | None = None
-    has_begun: bool = False  # something of its output was told
+    has_begun: bool = False  # some of its output was sent
     is_dropped: bool = False
     counted: ExitStack = field(default_factory=ExitStack)
 

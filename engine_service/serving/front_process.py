@@ -43,7 +43,7 @@ class FrontRunner(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Of its process; None: the engine's."""
+        """The id of its process; None: it runs in the engine's."""
 
     @property
     def processor_s(self) -> float:

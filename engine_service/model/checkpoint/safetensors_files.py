@@ -144,7 +144,7 @@ class TensorSize(NamedTuple):
 
 
 def tensor_sizes(files: tuple[Path, ...]) -> Iterator[TensorSize]:
-    """Of all tensors, from the files' headers.
+    """The sizes of all tensors, from the files' headers.
 
     Raises:
         WeightsError: as iterate_tensors.
