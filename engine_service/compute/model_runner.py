@@ -156,7 +156,7 @@ def _needed_layout(model: Model, layout: AnyLayout, groups: Sequence[LayerGroup]
 
 
 def _state_pages(model: Model, kv_view: torch.Tensor, groups: Sequence[LayerGroup]) -> dict[int, StatePages]:
-    """By number of the group, of the recurrent ones."""
+    """The pages of the recurrent groups, by number of the group."""
     if not isinstance(model, Decoder) or model.config.delta is None:
         return {}
     shape = model.config.delta.shape

@@ -30,7 +30,7 @@ class StepLogits:
 
 
 def with_likeliest(values: torch.Tensor) -> StepLogits:
-    """With the first of the likeliest tokens of each row."""
+    """These logits with the first of the likeliest tokens of each row."""
     likeliest = values.argmax(dim=1)
     is_finite = torch.isfinite(values.amax(dim=1))  # NaN and +inf win a maximum; -inf only if all are
     return StepLogits(values, likeliest, torch.where(is_finite, likeliest, NOT_FINITE))

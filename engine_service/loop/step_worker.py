@@ -117,7 +117,7 @@ class StepWorker:
         how: StepRows,
         moves: Moves | None,
     ) -> None:
-        """In the thread. What a device has done is read in the other one, so that the next step can be launched meanwhile."""
+        """Runs in the thread. What a device has done is read in the other, so that the next step can be launched meanwhile."""
         flight.started_at = time.perf_counter()
         try:
             launched = compute.launch(flight.work, how, moves)

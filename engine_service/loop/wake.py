@@ -17,7 +17,7 @@ class Wake:
 
 
 async def wait_for(signal: asyncio.Event, seconds: float | None) -> bool:
-    """Until the signal is set, but no longer than so many seconds; None: however long that takes. Whether it was set."""
+    """Wait until the signal is set, for at most so many seconds; None: without a limit. Returns whether it was set."""
     try:
         async with asyncio.timeout(seconds):
             return await signal.wait()

@@ -131,7 +131,7 @@ class HashToyRunner:
             self._hashes[blocks, layer, 1, offsets] = _mix_all(keys ^ np.uint64(_VALUE_SALT)) ^ self._mask
 
     def _read(self, table: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """For each of these positions [T] the digest of the K and V of those up to it."""
+        """The digest, for each of these positions [T], of the K and V of the positions up to it."""
         blocks, offsets = table[positions // self._layout.block_size], positions % self._layout.block_size
         layers = self._hashes.swapaxes(0, 1)
         return _digests([tuple(h[blocks, kind, offsets] ^ self._mask for kind in (0, 1)) for h in layers], positions)

@@ -206,7 +206,7 @@ class Team:
             raise self.lose(str(error), member) from None
 
     def _listen(self, member: Member) -> None:
-        """In a thread of its own: what the rank logs goes through this process's log, and the end of it is noticed."""
+        """Runs in a thread of its own: what the rank logs goes through this process's log, and the end of it is noticed."""
         assert member.process.stdout is not None
         with member.process.stdout as lines:
             for line in lines:

@@ -124,7 +124,7 @@ class EngineService:
         await self._remote_prefill.close()
 
     async def wait_delivered(self) -> None:
-        """Until every client has what its ended request gave: streams read to their end, results fetched."""
+        """Wait until every client has what its ended request gave: streams read to their end, results fetched."""
         await self.streams.wait_none()
         await self._submissions.wait_fetched()
 

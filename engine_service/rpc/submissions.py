@@ -106,7 +106,7 @@ class Submissions:
         return submission
 
     async def wait_fetched(self) -> None:
-        """Until all requests that were submitted so far have ended, and their results are fetched, forgotten or not wanted."""
+        """Wait until all requests submitted so far have ended, and their results are fetched, forgotten or not wanted."""
         for submission in list(self._by_id.values()):
             await submission.fetched.wait()
 

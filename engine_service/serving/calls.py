@@ -53,7 +53,7 @@ class ServedMethod:
 
 
 def served_methods(contract: Contract, service: Any) -> dict[str, ServedMethod]:
-    """By path, those that fronts forward; the service has a method for each, in snake case."""
+    """The methods that fronts forward, by path; the service has a method for each, in snake case."""
     return {
         f"/{contract.service.full_name}/{method.name}": ServedMethod(
             contract, method, getattr(service, snake_case(method.name))
@@ -103,7 +103,7 @@ class _Call:
 
 
 class FrontCalls:
-    """To be made when the front's lane is open, and ended when it is lost."""
+    """The calls of one front, made when its lane is open, and ended when the lane is lost."""
 
     def __init__(self, services: FrontServices, lane: Lane) -> None:
         self._services, self._lane = services, lane

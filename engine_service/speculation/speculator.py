@@ -27,7 +27,7 @@ class Proposer(Protocol):
     is_slow: bool
 
     def propose(self, histories: Mapping[int, Int32Array], most: Mapping[int, int]) -> dict[int, Int32Array]:
-        """By row, up to most[row] tokens that may follow histories[row]; rows without a guess are left out."""
+        """Up to most[row] tokens, by row, that may follow histories[row]; rows without a guess are left out."""
 
 
 class PromptLookUp:
@@ -76,7 +76,7 @@ class Speculator:
             return {}
 
     def _most(self, running: RunningSequences) -> dict[int, int]:
-        """By row, how many tokens to guess; rows for which none are wanted now are left out."""
+        """How many tokens to guess, by row; rows for which none are wanted now are left out."""
         most: dict[int, int] = {}
         if not self.switch.is_on:
             return most

@@ -103,7 +103,7 @@ def _awq(said: Mapping[str, Any]) -> Scheme:
 
 
 def _fp8(said: Mapping[str, Any]) -> Scheme:
-    """By blocks, as of DeepSeek-V3 (arXiv 2412.19437), or with one scale for a weight."""
+    """A scheme by blocks, as of DeepSeek-V3 (arXiv 2412.19437), or with one scale for a weight."""
     _one_of(said, "fmt", "e4m3", ("e4m3",))
     block = said.get("weight_block_size")
     return Scheme("plain", 8, "weight_scale") if block is None else Scheme("plain", 8, "weight_scale_inv", block=_block(block))
