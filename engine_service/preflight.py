@@ -94,7 +94,7 @@ def needed_bytes(config: EngineConfig, memory: ModelMemory) -> int:
 
 
 def model_memory(config: EngineConfig) -> ModelMemory:
-    """Of the model and the draft model together. Raises StartError for a folder whose model cannot be served."""
+    """The memory of the model and the draft model together. Raises StartError for a folder whose model cannot be served."""
     found = [ModelMemory(0, 0, "float32")]
     for flag, model in (("--model", config.model), ("--draft-model", config.draft_model)):
         if not model or model == HASH_TOY:

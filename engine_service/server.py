@@ -306,7 +306,7 @@ def _wake_from_a_thread(loop: asyncio.AbstractEventLoop, engine: Engine) -> None
 
 
 def _gateway(config: EngineConfig, service: EngineService, engine: Engine, served: ServedModel) -> list[tuple[Contract, Any]]:
-    """The gateway's protocol, where it is wanted and its package is installed: its contract, and what answers."""
+    """The gateway's protocol, where it is wanted and its package is installed: its contract, and what serves its calls."""
     if config.gateway == "off" or missing(GATEWAY_PACKAGE):
         return []
     from .rpc.gateway.calls import VllmEngine
@@ -326,7 +326,7 @@ def credentials_of(config: EngineConfig) -> Credentials:
 
 
 def call_options(config: EngineConfig) -> CallOptions:
-    """Of calls to the cache service, which is worth a wait: after a stall it continues with everything in place."""
+    """The options of calls to the cache service, which is worth a wait: after a stall it continues with everything in place."""
     return CallOptions(timeout_s=min(max(config.reconnect_timeout, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
 
 

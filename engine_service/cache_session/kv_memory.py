@@ -184,7 +184,7 @@ async def open_memory(
 ) -> KvMemory:
     """Open a session for the model, attach, and put the model on the memory.
 
-    Raises KvkeeperError; where the device of a rank fails, what fault_of tells.
+    Raises KvkeeperError; where the device of a rank fails, an error for which fault_of returns a fault.
 
     address: of this engine. ranks: the others, where several share the model; they are started where they do not run.
     """

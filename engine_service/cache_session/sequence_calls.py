@@ -1,4 +1,4 @@
-"""SequenceCalls: tells the cache service of sequences that wait, as many as there are in one call."""
+"""SequenceCalls: reports waiting sequences to the cache service, as many as there are in one call."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
@@ -19,7 +19,7 @@ class SequenceCalls:
         self._session = session
 
     async def create(self, sequences: SequenceOf[Sequence]) -> list[int | KvkeeperError]:
-        """Of each sequence its start number, or why it was refused. Raises KvkeeperError where that is not known."""
+        """The start number of each sequence, or why it was refused. Raises KvkeeperError where that is not known."""
         try:
             created = await self._session.create_sequences([_new_sequence(sequence) for sequence in sequences])
         except KvkeeperError as error:

@@ -121,7 +121,7 @@ class TransferRunner:
 
 
 def _start_clock(device: torch.device) -> Callable[[], Callable[[], float]]:
-    """A call that stops the clock. It answers a second call that gives the seconds, once the device has got that far."""
+    """A call that stops the clock. It returns a second call that gives the seconds, once the device has got that far."""
     if device.type == "cuda":
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()

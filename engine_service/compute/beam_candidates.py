@@ -14,7 +14,7 @@ from .penalties import apply_penalties
 
 @torch.inference_mode()
 def find_candidates(logits: torch.Tensor, rows: Sequence[SearchRow]) -> list[Candidates | None]:
-    """One answer per row; None where the logits are not finite. The host waits for them.
+    """One entry per row; None where the logits are not finite. The host waits for them.
 
     Args:
         logits: float32 [R, V], not changed. -inf is a token that never comes.

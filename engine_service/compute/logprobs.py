@@ -13,7 +13,7 @@ from ..values.token_logprobs import TokenLogprobs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogprobTensors:
-    """Of R rows: the token, its log probability and rank [R]; ids and log probabilities of the likeliest tokens [R, top]."""
+    """R rows: the token, its log probability and rank [R]; ids and log probabilities of the likeliest tokens [R, top]."""
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
@@ -22,11 +22,11 @@ class LogprobTensors:
     top_logprobs: torch.Tensor
 
     def fetched(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> "LogprobTensors":
-        """The same, each tensor as fetch answers it."""
+        """The same, each tensor as fetch returns it."""
         return LogprobTensors(*map(fetch, (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)))
 
     def told(self, num_top: Sequence[int]) -> list[TokenLogprobs]:
-        """One answer per row, with so many of the likeliest tokens; of tensors on the host."""
+        """One entry per row, with so many of the likeliest tokens; the tensors are on the host."""
         columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
         return [
             TokenLogprobs(token_id, logprob, rank, tuple(ids[:count]), tuple(values[:count]))

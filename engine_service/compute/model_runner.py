@@ -156,7 +156,7 @@ def _needed_layout(model: Model, layout: AnyLayout, groups: Sequence[LayerGroup]
 
 
 def _state_pages(model: Model, kv_view: torch.Tensor, groups: Sequence[LayerGroup]) -> dict[int, StatePages]:
-    """By number of the group, of the recurrent ones."""
+    """The pages of the recurrent groups, by number of the group."""
     if not isinstance(model, Decoder) or model.config.delta is None:
         return {}
     shape = model.config.delta.shape
@@ -221,7 +221,7 @@ class ModelRunner:
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
         """Run all variants of all kernels, so that none is compiled while requests wait, and capture decodes if graphs can be.
 
-        A decoder whose launches cannot be captured is told in the log, and computes plainly; so does one with recurrent layers.
+        The log names a decoder whose launches cannot be captured; it computes plainly, and so does one with recurrent layers.
 
         Args:
             with_retention: whether steps will have rows with sink and window.
@@ -309,7 +309,7 @@ class ModelRunner:
     def stage(self, batch: Batch, rows: SampledRows = (), counted: Counted | None = None) -> Staged[StepLogits]:
         """Take what the batch says; it may change before the call that computes it, as forward does, is made.
 
-        rows: how a token is drawn from each row of logits, in their order: a graph draws what it can. (): not told.
+        rows: how a token is drawn from each row of logits, in their order: a graph draws what it can. (): not given.
         counted: of the rows that are penalised, by `counts`.
         """
         if self.graphed is not None and (replay := self.graphed.stage(batch, rows, counted)) is not None:

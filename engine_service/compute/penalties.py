@@ -57,7 +57,7 @@ def counted_logits(logits: torch.Tensor, counted: Counted, last: LastTokens) -> 
 
 
 def _by_walking(logits: torch.Tensor, rows: PenalisedRows, last: LastTokens | None) -> torch.Tensor:
-    """On a host, without threads, which so little work does not pay for."""
+    """Penalise on a host, without threads, which so little work does not pay for."""
     logits, awaited = torch.from_numpy(logits.numpy().copy()), _awaited_tokens(rows, last)
     compiled_penalise(logits, rows.where, rows.penalties, rows.tokens, rows.which, rows.num_known, rows.num_prompts, awaited)
     return logits

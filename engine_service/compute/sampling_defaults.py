@@ -18,7 +18,7 @@ _LEAST_TEMPERATURE: Final = 1e-3  # below it the distribution is the likeliest t
 
 
 def read_sampling_defaults(folder: Path) -> SamplingParams:
-    """Of a model folder. Raises ModelConfigError for a value that no request may have."""
+    """Read the sampling defaults of a model folder. Raises ModelConfigError for a value that no request may have."""
     path = folder / _FILE
     raw = read_json_object(path) if path.is_file() else {}
     given = {name: value for name in _FIELDS if (value := raw.get(name)) is not None}

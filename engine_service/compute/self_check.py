@@ -146,7 +146,7 @@ def _lengths(config: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _random_prompts(config: Any, lengths: list[int]) -> list[_Prompt]:
-    """Of tokens that are not padding, which some models leave out. The same each time."""
+    """Prompts of tokens that are not padding, which some models leave out. They are the same each time."""
     text = config.get_text_config()
     generator = np.random.default_rng(0)
     prompts = []
@@ -233,7 +233,10 @@ def _batch(prompts: list[_Prompt], starts: IntArray, ends: IntArray, tables: Int
 
 
 def _error(ours: torch.Tensor, theirs: torch.Tensor, *, strict: bool) -> float:
-    """Of the worst row, or of the median row of the worst part: two halves that are prefilled, and the decoded rows."""
+    """The error of the worst row, or of the median row of the worst part.
+
+    The parts are two halves that are prefilled, and the decoded rows.
+    """
     centred = theirs - theirs.mean(dim=1, keepdim=True)
     errors = (ours - theirs).norm(dim=1) / centred.norm(dim=1).clamp(min=1e-6)
     if strict:

@@ -77,7 +77,7 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """What clients call it, and what people are told."""
+        """The name that clients use and that people are shown."""
         return self.served_as or self.model_id
 
     @property
@@ -199,7 +199,7 @@ def _ready_on_device(served: ServedModel, config: EngineConfig, *, progress: boo
 
 
 def _device_of(config: EngineConfig, num_ranks: int) -> torch.device:
-    """Of the first rank; the others are on the next ones. Raises NoDeviceError where torch does not see them."""
+    """The device of the first rank; the others are on the next ones. Raises NoDeviceError where torch does not see them."""
     device = torch.device(config.device)
     if device.type != "cuda":
         return device

@@ -79,7 +79,7 @@ class _Results:
     lost: DeviceLost | None = None
 
     def fail(self, error: Exception) -> None:
-        """The step has failed; the error is being handled. Logs why, unless the device is lost, which the loop tells once."""
+        """The step has failed; the error is being handled. Logs why, unless the device is lost, which the loop reports once."""
         self.has_failed = True
         self.lost = self.lost or lost_by(error)
         if self.lost is not None:
@@ -225,7 +225,7 @@ class StepCompute:
         return Staged(partial(self._forward_with_known, batch))
 
     def _forward_with_known(self, batch: Batch) -> StepLogits:
-        """Of a runner that takes its tokens from the host."""
+        """The logits of a runner that takes its tokens from the host."""
         if batch.awaited_rows is not None:
             batch = replace(batch, token_ids=self._last.filled(batch.token_ids, batch.awaited_rows), awaited_rows=None)
         return StepLogits(self._runner.forward(batch))

@@ -9,7 +9,7 @@ NOT_FINITE = -1  # in the place of a token: the logits are not finite
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLogits:
-    """Of R rows.
+    """The logits of R rows.
 
     Attributes:
         values: float32 [R, vocab_size].
@@ -24,13 +24,13 @@ class StepLogits:
     drawn: torch.Tensor | None = None
 
     def first(self, count: int) -> "StepLogits":
-        """Of the first rows."""
+        """The same of the first rows."""
         parts = (self.values, self.likeliest, self.told, self.drawn)
         return StepLogits(*(part if part is None else part[:count] for part in parts))  # type: ignore[arg-type]
 
 
 def with_likeliest(values: torch.Tensor) -> StepLogits:
-    """With the first of the likeliest tokens of each row."""
+    """These logits with the first of the likeliest tokens of each row."""
     likeliest = values.argmax(dim=1)
     is_finite = torch.isfinite(values.amax(dim=1))  # NaN and +inf win a maximum; -inf only if all are
     return StepLogits(values, likeliest, torch.where(is_finite, likeliest, NOT_FINITE))

@@ -1,6 +1,6 @@
 """BetweenSteps: changes that other tasks want made where no step is running.
 
-Owns the changes that wait, and who is to know once the cache service knows what was computed before them.
+Owns the changes that wait, and the tasks that are to know once the cache service knows what was computed before them.
 """
 
 import asyncio

@@ -57,13 +57,13 @@ class Engine:
         *,
         runs_ahead: bool = True,
     ) -> None:
-        """requests, wake: the same wake, by which requests tell the loop. speculator None: every token takes a step.
+        """requests, wake: the same wake, by which requests notify the loop. speculator None: every token takes a step.
 
         runs_ahead: whether a step may be launched before the tokens of the one before are read.
         """
         self.scheduler, self.requests, self.stats, self.speculator = scheduler, requests, stats, speculator
         self.memory: KvMemory | None = None  # of the session that is served on
-        self.on_turn: Callable[[bool], None] = lambda is_computing: None  # told in each turn of the loop
+        self.on_turn: Callable[[bool], None] = lambda is_computing: None  # called in each turn of the loop
         self.last_iteration: Iteration | None = None
         self._tracing, self._wake = tracing, wake
         self._step_worker, self._runs_ahead = StepWorker(), runs_ahead
@@ -140,7 +140,7 @@ class Engine:
 
         Raises DeviceLost, also where the session was lost for the same reason, as where ranks share a model.
 
-        tell_ready is awaited once requests are taken, so that no client that was told is refused.
+        tell_ready is awaited once requests are taken, so that no client that was notified is refused.
         """
         self.memory, self._num_reported = memory, 0
         self._has_turned.set()

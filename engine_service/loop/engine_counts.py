@@ -1,4 +1,4 @@
-"""What GetStats and the metrics tell of an engine: sums over its life, and what is true now. Names are the protocol's."""
+"""What GetStats and the metrics report of an engine: sums over its life, and what is true now. Names are the protocol's."""
 
 from kvkeeper.common.service.output import num_dropped_lines
 

@@ -36,7 +36,7 @@ class OpenRequests:
     def __init__(
         self, scheduler: Scheduler, stats: EngineStats, tracing: EngineTracing, max_waiting: int, wake_up: Callable[[], None]
     ) -> None:
-        """wake_up: tells the loop that a request came or ended."""
+        """wake_up: notifies the loop that a request came or ended."""
         self.generations: dict[str, Generation] = {}  # open ones, in order of arrival
         self._scheduler, self._stats, self._tracing = scheduler, stats, tracing
         self._max_waiting, self._wake_up = max_waiting, wake_up
@@ -117,7 +117,7 @@ class OpenRequests:
         return self._scheduler.take_out(generation.request, keeps_blocks=keeps_blocks)
 
     def put_back(self, generation: Generation, taken: Mapping[int, TakenBlocks] = NO_BLOCKS) -> None:
-        """Go on with a request that was taken out, if it is still open: from the tokens that it has.
+        """Continue a request that was taken out, if it is still open, from the tokens that it has.
 
         taken: by index, blocks of the session that is served on, which its continuations run on with.
         """

@@ -1,4 +1,4 @@
-"""SequenceCreator: tells the cache service of waiting sequences, beside the steps, so that no step waits for it.
+"""SequenceCreator: reports waiting sequences to the cache service, beside the steps, so that no step waits for it.
 
 One task per session, in order of the queue, as far as the cache service has slots. What waits is created in one call: a call of
 many costs a fraction of as many calls, and what is created together starts together, in one step instead of many. What comes
@@ -27,7 +27,7 @@ from .wake import Wake, wait_for
 _MOST_CALLS = 4  # under way at once
 _MOST_IN_CALL = 256  # sequences
 _MOST_TOKENS_IN_CALL = 1 << 16  # of their prompts, 256 KiB; a prompt that has more goes alone
-_RETRY_S = 0.05  # another engine that frees a slot does not tell this one
+_RETRY_S = 0.05  # another engine that frees a slot does not notify this one
 _USUAL_WAIT_S = 1.0  # for a slot; what lasts longer is logged
 _LOG_PAUSE_S = 10.0
 

@@ -1,4 +1,4 @@
-"""EngineStats: sums over the engine's life, for GetStats and the metrics. The scheduler answers what is true now."""
+"""EngineStats: sums over the engine's life, for GetStats and the metrics. The scheduler knows what is true now."""
 
 import time
 from collections import Counter, deque
@@ -91,7 +91,7 @@ class EngineStats:
         self.requests.note(time.monotonic() - generation.started_at)
 
     def utilization(self, max_sequences: int, token_budget: int) -> dict[str, float]:
-        """Of the latest steps; names are the protocol's. All 0 before the first."""
+        """The utilization of the latest steps; names are the protocol's. All 0 before the first."""
         count = max(len(self._recent), 1)
         columns = list(zip(*self._recent, strict=True)) or [(0,)] * 4
         sequences, tokens, seconds, waited = (sum(column) for column in columns)

@@ -1,9 +1,9 @@
 """StepWorker: computes the steps' work in a thread of its own, and knows how long it took and what it waited for.
 
 The loop puts the next step together while one is computed. It begins as late as it can, so that requests that arrive
-meanwhile are part of it, and early enough for the answer to be there in time: the durations of the last steps of the same kind
-and of the last answers tell when. The next step may be started before this one has ended: it runs ahead, behind it in the
-thread or on the device.
+meanwhile are part of it, and early enough for the answer to be there in time: the moment follows from the durations of the last
+steps of the same kind and of the last answers. The next step may be started before this one has ended: it runs ahead, behind it
+in the thread or on the device.
 """
 
 import asyncio
@@ -117,7 +117,7 @@ class StepWorker:
         how: StepRows,
         moves: Moves | None,
     ) -> None:
-        """In the thread. What a device has done is read in the other one, so that the next step can be launched meanwhile."""
+        """Runs in the thread. What a device has done is read in the other, so that the next step can be launched meanwhile."""
         flight.started_at = time.perf_counter()
         try:
             launched = compute.launch(flight.work, how, moves)

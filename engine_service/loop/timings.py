@@ -64,7 +64,7 @@ class Timings:
 
     @property
     def histogram(self) -> Histogram:
-        """Of all so far."""
+        """The histogram of all durations so far."""
         self._sort_in()
         return self._histogram
 
@@ -73,7 +73,7 @@ class Timings:
         return int(self.histogram.counts.sum())
 
     def percentile_ms(self, percentile: float) -> float:
-        """Of the latest 4,096 durations, in milliseconds; 0 without any."""
+        """A percentile of the latest 4,096 durations, in milliseconds; 0 without any."""
         self._sort_in()
         recent = self._recent[: min(self._num_seen, _NUM_RECENT)]
         return float(np.percentile(recent, percentile) * 1000) if len(recent) else 0.0

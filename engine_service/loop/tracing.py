@@ -1,6 +1,6 @@
 """EngineTracing: the spans of requests, and of a few of the steps that compute for them.
 
-A request's span lasts from its arrival to its end, and tells when it left the queue and when its first token came. A span for
+A request's span lasts from its arrival to its end, and records when it left the queue and when its first token came. A span for
 every step would say little and cost much: a step has a span when a traced request starts with it, and every 64th step has one.
 The span is part of the trace of the first traced request in the step, links to the others, and goes to the cache service with
 the step. Without a tracer no request is traced, and each call returns at its first line.

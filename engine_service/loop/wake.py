@@ -1,4 +1,4 @@
-"""Wake: how other tasks tell the loop, and the task that creates sequences, that there is something new."""
+"""Wake: how other tasks notify the loop, and the task that creates sequences, that there is something new."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ class Wake:
 
 
 async def wait_for(signal: asyncio.Event, seconds: float | None) -> bool:
-    """Until the signal is set, but no longer than so many seconds; None: however long that takes. Whether it was set."""
+    """Wait until the signal is set, for at most so many seconds; None: without a limit. Returns whether it was set."""
     try:
         async with asyncio.timeout(seconds):
             return await signal.wait()

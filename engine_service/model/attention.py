@@ -79,7 +79,7 @@ class StepAttention:
         return self.groups[group], at
 
     def states_of(self, layer: int) -> tuple[StateMetadata, int]:
-        """Of a recurrent layer, the metadata and the layer's index in its group's pages."""
+        """The metadata of a recurrent layer, and the layer's index in its group's pages."""
         group, at = self.places[layer]
         return self.states[group], at
 

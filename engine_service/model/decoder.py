@@ -146,7 +146,7 @@ class Decoder:
             logits_out: float32 [R, vocab_size], where the logits go; None: memory of their own. Not used where there are none.
 
         Returns:
-            Logits, float32 [R, vocab_size]; [R, 0] on the ranks that give none. The watch, where there is one, is told the
+            Logits, float32 [R, vocab_size]; [R, 0] on the ranks that give none. The watch, where there is one, is given the
             number of each layer, its rotated queries [T, N, D], and what its heads attend to [T, N * D].
         """
         eps = self.config.rms_norm_eps
@@ -185,11 +185,11 @@ class Decoder:
 
     @property
     def sink_logits(self) -> tuple[torch.Tensor | None, ...]:
-        """Of each layer, see paged_attention_decode."""
+        """The sink logits of each layer, see paged_attention_decode."""
         return tuple(layer.sink_logits for layer in self._layers)
 
     def _turns(self, positions: torch.Tensor, sink_positions: torch.Tensor | None, max_position: int) -> list[_Turn]:
-        """Of each layer."""
+        """The rotation of each layer."""
         rotation = self._rotary.rows(positions, max_position)
         at_sinks = None if sink_positions is None else self._rotary.rows(sink_positions, max_position)
         every = local = none = _Turn(rotation, at_sinks)

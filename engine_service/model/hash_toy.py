@@ -7,7 +7,7 @@ output. Integers only: exact on every machine. Of several ranks each has all of 
 there is not what the others have read, the token is another one. Each rank writes it in its own way, so that what one has of
 another's is wrong, too.
 
-expected_next_token says from the tokens alone what the toy must answer.
+expected_next_token says from the tokens alone which token the toy must return.
 """
 
 from collections.abc import Sequence
@@ -131,7 +131,7 @@ class HashToyRunner:
             self._hashes[blocks, layer, 1, offsets] = _mix_all(keys ^ np.uint64(_VALUE_SALT)) ^ self._mask
 
     def _read(self, table: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """For each of these positions [T] the digest of the K and V of those up to it."""
+        """The digest, for each of these positions [T], of the K and V of the positions up to it."""
         blocks, offsets = table[positions // self._layout.block_size], positions % self._layout.block_size
         layers = self._hashes.swapaxes(0, 1)
         return _digests([tuple(h[blocks, kind, offsets] ^ self._mask for kind in (0, 1)) for h in layers], positions)
@@ -140,7 +140,7 @@ class HashToyRunner:
 def expected_next_token(
     token_ids: Sequence[int], config: HashToyConfig | None = None, retention: Retention | None = None
 ) -> int:
-    """What the toy must answer after `token_ids` (at least one), worked out without a cache."""
+    """What the toy must return after `token_ids` (at least one), worked out without a cache."""
     config = config or HashToyConfig()
     last = len(token_ids) - 1
     seen = np.arange(last + 1) if retention is None else _seen(last, retention)

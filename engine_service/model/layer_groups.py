@@ -93,6 +93,6 @@ def _cost(kinds: _Kinds, size: int) -> int:
 
 
 def places_of(groups: Sequence[LayerGroup]) -> tuple[tuple[int, int], ...]:
-    """Of each layer, its group and which layer of the group's blocks it is."""
+    """The place of each layer: its group, and which layer of the group's blocks it is."""
     places = {layer: (group_idx, at) for group_idx, group in enumerate(groups) for at, layer in enumerate(group.layers)}
     return tuple(places[layer] for layer in range(len(places)))

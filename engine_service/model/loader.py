@@ -115,7 +115,7 @@ def left_out_of(names: Collection[str], config: ModelConfig, *, is_first: bool =
 
 
 def _tied_if_equal(weights: DecoderWeights, config: ModelConfig) -> tuple[DecoderWeights, ModelConfig]:
-    """Of a config that ties the head to the embeddings, and a file that has both: where they differ the file's head counts."""
+    """Tie the head to the embeddings, as the config does. Where the file has both and they differ, the file's head counts."""
     if weights.lm_head is None or torch.equal(weights.lm_head.data, weights.embed):
         lm_head = None if weights.lm_head is None else LinearWeight(weights.embed)
         return replace(weights, lm_head=lm_head), replace(config, tied_embeddings=True)

@@ -24,7 +24,7 @@ _USUAL_TOKENS = 4096  # of a sequence that the tail's groups are cut for
 
 
 class Options(TypedDict):
-    """What both ways of attention are told, as paged_attention_decode is."""
+    """The options of both ways of attention, as paged_attention_decode takes them."""
 
     scale: float
     window: int | None
@@ -52,7 +52,7 @@ class StoredAttention:
     sink_positions: None = None
 
     def of_layer(self, layer: int) -> tuple[StoredMetadata, int]:
-        """The metadata; the layer's place is in it, so the second answer means nothing."""
+        """The metadata; the layer's place is in it, so the second value means nothing."""
         return self.layers[layer], 0
 
 

@@ -104,7 +104,7 @@ async def _replay_output(generation: Generation, index: int, token_ids: list[int
         if place % _TOKENS_A_TURN == 0:
             await asyncio.sleep(0)
         if not generation.is_open:
-            break  # told by the caller
+            break  # reported by the caller
         if generation.take_token(index, token_id, logprobs[place] if logprobs else None):
             if place + 1 < len(token_ids):
                 raise InvalidField("outputs.token_ids: tokens behind the end", field="outputs.token_ids")

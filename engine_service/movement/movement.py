@@ -83,7 +83,7 @@ class Movement:
             raise
 
     async def take(self, generation: Generation, offers: Mapping[int, bytes]) -> dict[int, TakenBlocks]:
-        """By index, the blocks of another engine's sequences, as far as they are still offered. Use them at once."""
+        """The blocks of another engine's sequences by index, as far as they are still offered. Use them at once."""
         memory, taken = self._engine.memory, dict[int, TakenBlocks]()
         for index, offer in offers.items():
             if memory is not None:

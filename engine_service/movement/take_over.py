@@ -3,7 +3,7 @@
 Rules: a request is computed in one engine alone, and not at all while it is on its way. The engine that takes over queues it
 first and then confirms it; the request ends in the other one with REQUEST_MOVED. A request that is not confirmed continues
 where it was, from the tokens that it has. A request that the other engine does not give up is dropped by the one that takes
-over; where the other engine dies before it has answered, the request continues here. Sequences that run are offered to the
+over; where the other engine dies before it has replied, the request continues here. Sequences that run are offered to the
 session of the engine that takes over, so that their blocks go along.
 """
 
@@ -128,7 +128,7 @@ class RequestHandover:
         self._engine.is_handing_over = False
 
     async def _wait_answers(self, current: _Handover) -> None:
-        """Until each request is answered or has ended. Raises TimedOut."""
+        """Wait until each request has its answer or has ended. Raises TimedOut."""
         while any(generation.is_open for generation in current.unanswered.values()):
             current.progress.clear()
             try:

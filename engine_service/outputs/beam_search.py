@@ -97,7 +97,10 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Of each list that are looked at: so many that num_beams are left when as many end as can, by strings too."""
+        """How many candidates of a list are looked at.
+
+        They are so many that num_beams are left when as many end as can, by strings too.
+        """
         num_beams = self.options.num_beams
         return num_beams + self.num_ending_ids + (num_beams if self.text is not None else 0)
 

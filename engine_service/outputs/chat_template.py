@@ -63,7 +63,7 @@ def _default_of(source: object) -> str:
 
 
 def _refusal(error: Exception) -> TokenizerError:
-    """In one line that every message can hold, whatever the template put into its error."""
+    """The refusal in one line that every message can hold, whatever the template put into its error."""
     reason = " ".join(str(error).encode(errors="replace").decode().split())[:_MOST_REASON_CHARS]
     return TokenizerError(f"chat template: {reason or type(error).__name__}")
 

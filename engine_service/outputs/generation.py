@@ -65,12 +65,12 @@ class Generation:
     outputs: list[TextOutput]  # one per continuation
     send: Send
     on_close: Callable[["Generation"], None] = lambda generation: None
-    num_logprobs: int | None = None  # likeliest tokens told beside each one drawn; None: nothing is told
+    num_logprobs: int | None = None  # likeliest tokens returned beside each one drawn; None: no log probabilities are
     constraints: Sequence[Constraint] = ()  # one per continuation, or none at all
-    search: BeamSearch | None = None  # finds the continuations instead of drawing them; one list of `outputs` for each told
-    best_of: BestOf | None = None  # chooses the continuations that are told; None: all are, as they come
+    search: BeamSearch | None = None  # finds the continuations instead of drawing them; one of `outputs` for each list returned
+    best_of: BestOf | None = None  # chooses the continuations that are returned; None: all are, as they come
     session_id: str = ""  # conversation that it belongs to, as its client calls it
-    metadata: Mapping[str, str] = field(default_factory=dict)  # the client's own; told back, never logged
+    metadata: Mapping[str, str] = field(default_factory=dict)  # the client's own; returned to it, never logged
     started_at: float = field(default_factory=time.monotonic)
     timer: Timer | None = None  # of its time-out
     first_token_at: float | None = None
@@ -83,7 +83,7 @@ class Generation:
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     _told_prompt: bool = False
     _undelivered: list[OutputChunk | EngineError] = field(default_factory=list)
-    plain_params: SamplingParams | None = field(init=False)  # its draws depend on these, and nothing else is told of them
+    plain_params: SamplingParams | None = field(init=False)  # its draws depend on these, and nothing else is returned of them
     _slot: UnreadSlot | None = None  # of plain tokens of the only continuation, behind the chunks
     _is_read: bool = False  # a reader takes what is in the slot
 
@@ -112,7 +112,7 @@ class Generation:
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
-        """Of the continuations that have ended, by index."""
+        """The finish reasons of the continuations that have ended, by index."""
         return [reason for _, reason in sorted(self._ended.items())]
 
     @property
@@ -205,11 +205,11 @@ class Generation:
 
     @property
     def prompt_logprobs(self) -> Sequence[TokenLogprobs]:
-        """Of the prompt's tokens from the second on, as far as they are known."""
+        """Log probabilities of the prompt's tokens from the second on, as far as they are known."""
         return self._prompt_logprobs
 
     def logprobs_of(self, index: int) -> Sequence[TokenLogprobs]:
-        """Of the tokens of a continuation so far, also of one that ended it; empty where they are not told."""
+        """Log probabilities of a continuation's tokens so far, also of one that ended it; empty where they are not returned."""
         return self._logprobs.get(index, ())
 
     def num_taken_of(self, index: int) -> int:

@@ -41,7 +41,7 @@ class Histories(NamedTuple):
 
 
 class SlotDraws:
-    """By slot. One that was never set is NONE."""
+    """The draws by slot. A slot that was never set is NONE."""
 
     def __init__(self) -> None:
         self._kinds = np.zeros(0, np.int8)

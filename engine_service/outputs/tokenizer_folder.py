@@ -104,14 +104,14 @@ def _special_tokens(config: Mapping[str, Any], file: str) -> tuple[dict[str, Add
 
 
 def _listed_by_id(tokens: object) -> list[AddedToken]:
-    """Of added_tokens_decoder, in the order of their ids."""
+    """The tokens of added_tokens_decoder, in the order of their ids."""
     if not isinstance(tokens, Mapping) or not all(key.isdecimal() for key in tokens):
         raise ModelConfigError(_CONFIG, "added_tokens_decoder must hold tokens by id")
     return [_token(value, _CONFIG) for _, value in sorted(tokens.items(), key=lambda entry: int(entry[0]))]
 
 
 def _added_tokens(folder: Path, backend: tokenizers.Tokenizer, special: set[str]) -> Iterator[AddedToken]:
-    """Of added_tokens.json, in the order of their ids, without those whose id is that of a token of tokenizer.json."""
+    """The tokens of added_tokens.json, in the order of their ids, without those whose id a token of tokenizer.json has."""
     added = _read_optional(folder / _ADDED_TOKENS)
     if not all(isinstance(token_id, int) for token_id in added.values()):
         raise ModelConfigError(_ADDED_TOKENS, "must hold ids by token")

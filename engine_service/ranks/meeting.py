@@ -21,8 +21,8 @@ import torch.distributed as dist
 from ..compute.device.device_errors import fault_of
 from .failures import SumFailed
 
-# By default torch's watchdog ends the process where a sum fails, comes late, or meets a lost device: a rank before it can tell
-# why, and the first one with its requests. So it may only break the sums off.
+# By default torch's watchdog ends the process where a sum fails, comes late, or meets a lost device: a rank before it can
+# report why, and the first one with its requests. So it may only break the sums off.
 _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 
 
@@ -36,7 +36,7 @@ class Meeting:
     def join(self, path: Path, rank: int, device: torch.device, timeout_s: float) -> None:
         """Returns once all have joined at this path. timeout_s: of each sum, too.
 
-        Raises RuntimeError where one stays away, or where this rank's device fails, which fault_of tells.
+        Raises RuntimeError where one stays away; where this rank's device fails, an error for which fault_of returns a fault.
         """
         timeout = timedelta(seconds=timeout_s)
         store = dist.FileStore(str(path), self._num_ranks)

@@ -1,7 +1,7 @@
-"""Member: another rank as the first one sees it: its process, the pipe to it, and what it told of its end.
+"""Member: another rank as the first one sees it: its process, the pipe to it, and what it reported about its end.
 
 A pipe is read by the thread that computes and, once a rank is lost, by the thread that looks for the cause: one at a time. What
-a rank tells before it ends is kept, whichever of them reads it.
+a rank reports before it ends is kept, whichever of them reads it.
 """
 
 import json
@@ -36,7 +36,7 @@ class Member:
         self._pipe.send(kind, body, timeout_s)
 
     def hear(self, timeout_s: float | None) -> bytearray:
-        """The body of its next answer. Raises PipeEnded, also where it tells why it ends; RankRefused."""
+        """The body of its next answer. Raises PipeEnded, also where it reports why it ends; RankRefused."""
         with self._reading:
             return self._receive(timeout_s)
 

@@ -40,17 +40,17 @@ _ALIGNMENT: Final = 8
 
 
 class Kind(enum.IntEnum):
-    """Kinds of messages. Only the first four and MAKE_READY, FORWARD and SYNCHRONIZE are answered."""
+    """Kinds of messages. Only the first four and MAKE_READY, FORWARD and SYNCHRONIZE have an answer."""
 
-    SET_UP = 1  # JSON: what to load; answered once it is loaded
+    SET_UP = 1  # JSON: what to load; the answer comes once it is loaded
     JOIN = 2  # JSON: where the ranks meet
     ATTACH = 3  # JSON: the session's memory
     DETACH = 4  # nothing: unmap it
     MAKE_READY = 5  # JSON: the largest step
     TRANSFERS = 6  # int64 [4, N]: ids, kinds, sources and destinations of a step's orders
     COPIES = 7  # int64 [N, 2]: sources and destinations of a step's copies
-    FORWARD = 8  # a batch; answered by the ids of orders that failed in this step
-    SYNCHRONIZE = 9  # nothing: the device is to have done all; answered as FORWARD
+    FORWARD = 8  # a batch; the answer has the ids of orders that failed in this step
+    SYNCHRONIZE = 9  # nothing: the device is to have done all; the answer is as that of FORWARD
 
 
 IN_STEPS: Final = frozenset((Kind.TRANSFERS, Kind.COPIES, Kind.FORWARD, Kind.SYNCHRONIZE))

@@ -58,7 +58,7 @@ class RankProcess:
 
     def __init__(self, pipe: Pipe, set_up: dict[str, Any]) -> None:
         """Loads the rank's part of the model, which takes as long as that takes. Raises ModelError, CudaError."""
-        import torch  # seconds; the process that starts this one has been told of it by then
+        import torch  # takes seconds; the process that starts this one knows of it by then
 
         from ..compute.cpu_kernels import switch_kernels
         from ..config import EngineConfig
@@ -199,7 +199,7 @@ def obey_all(pipe: Pipe, set_up: dict[str, Any]) -> int:
 
 
 def _tell_failed(error: BaseException, pipe: Pipe, kind: int, set_up: dict[str, Any]) -> None:
-    """Tell the first rank of a fault of the device, which that logs; log anything else.
+    """Report a fault of the device to the first rank, which logs it; log anything else.
 
     error: is being handled. kind: of the message that was obeyed.
     """

@@ -1,8 +1,8 @@
 """RankedRunner: the model on all ranks, as one Runner.
 
-The engine's loop and its worker thread meet it as they meet a model on one rank. Each call goes to the other ranks first, who
+The engine's loop and its worker thread meet it as they meet a model on one rank. Each call goes to the other ranks first, which
 then compute beside this one; what they add up meets in the model's layers. A forward pass or synchronize returns when all ranks
-have answered: so what a step has copied, moved and written is done on all of them.
+have replied: so what a step has copied, moved and written is done on all of them.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class RankedRunner:
 
     @property
     def counts(self) -> TokenCounts | None:
-        """Of the first rank, which draws."""
+        """The counts of the first rank, which draws."""
         return self._own.counts if isinstance(self._own, ModelRunner) else None
 
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:

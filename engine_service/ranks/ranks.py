@@ -72,12 +72,12 @@ class Ranks:
 
     @property
     def fault(self) -> DeviceFault | None:
-        """Of the device that was lost to a rank; None: none was."""
+        """The fault of the device that was lost to a rank; None: none was."""
         return None if self._team is None else self._team.fault
 
     @property
     def are_hopeless(self) -> bool:
-        """Whether ranks were lost again and again while no request got on; one that gets on is told by forget_losses."""
+        """Whether ranks were lost again and again while no request got on; forget_losses reports one that gets on."""
         return self._num_losses >= _MOST_LOSSES
 
     @property
@@ -134,7 +134,7 @@ class Ranks:
         self._num_losses = 0
 
     def ask(self, kind: Kind, body: bytes = b"") -> None:
-        """A message to all that each answers; such a one is no step. Raises RankLost, RankRefused, FaultTold."""
+        """Send a message to all and wait for the reply of each; it is no step. Raises RankLost, RankRefused, FaultTold."""
         team = self._required()
         team.tell(kind, body)
         team.hear()

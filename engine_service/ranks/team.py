@@ -36,7 +36,7 @@ from .messages import Kind, Pipe
 log = structlog.get_logger()
 
 _END_S = 10.0  # until all killed processes are gone
-_LAST_WORDS_S = 2.0  # for a rank whose end another one was told of first
+_LAST_WORDS_S = 2.0  # for a rank whose end another one noticed first
 
 
 class Team:
@@ -107,7 +107,7 @@ class Team:
     def lose(self, why: str, suspect: Member | None = None, *, is_ours: bool = False) -> RankLost | FaultTold:
         """Note that the team is of no use any more; the error for it. Only the first reason counts.
 
-        A lost device is not logged here: the engine ends of it, and tells it.
+        A lost device is not logged here: the engine ends because of it, and reports it.
 
         suspect: which rank did not answer, or has ended; None: any of them, unless is_ours says that it is the first rank.
         """
@@ -133,8 +133,8 @@ class Team:
     def _culprit(self, suspect: Member | None, why: str) -> tuple[Member | None, str]:
         """Which rank is the cause, and what happened to it.
 
-        It is one that has told why it ends. Of the others, a rank that cannot go on without another ends by itself, and says so
-        by its code. So it is the first that has ended with another code, else one that neither ends nor answers.
+        It is a rank that has reported why it ends. Of the others, a rank that cannot go on without another ends by itself, and
+        says so by its code. So it is the first that has ended with another code, else one that neither ends nor answers.
         """
         members = self._members if suspect is None else [suspect, *(each for each in self._members if each is not suspect)]
         for member in members:
@@ -206,7 +206,7 @@ class Team:
             raise self.lose(str(error), member) from None
 
     def _listen(self, member: Member) -> None:
-        """In a thread of its own: what the rank logs goes through this process's log, and the end of it is noticed."""
+        """Runs in a thread of its own: what the rank logs goes through this process's log, and the end of it is noticed."""
         assert member.process.stdout is not None
         with member.process.stdout as lines:
             for line in lines:

@@ -205,7 +205,7 @@ class Admission:
 
 
 def client_of(peer: str, tenant: str) -> str:
-    """The client that a call's work is counted for: its connection, or its tenant where gRPC tells no connections apart."""
+    """The client that a call's work is counted for: its connection, or its tenant where gRPC distinguishes no connections."""
     return tenant or peer if peer.startswith("unix:") else peer
 
 

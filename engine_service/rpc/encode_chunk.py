@@ -1,4 +1,4 @@
-"""From values to messages: what streams tell of a request, chunk by chunk."""
+"""From values to messages: what streams report of a request, chunk by chunk."""
 
 from collections.abc import AsyncIterator
 from typing import Protocol

@@ -25,10 +25,10 @@ CONTRACT = Contract(
     refusals=REFUSALS,
 )
 
-FRONTS_OWN = frozenset({"Generate", "GenerateMany"})  # methods that fronts answer themselves, of all protocols
+FRONTS_OWN = frozenset({"Generate", "GenerateMany"})  # methods that fronts serve themselves, of all protocols
 
 _GENERATE_MANY = CONTRACT.service.methods_by_name["GenerateMany"]
-_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read answers when the client has ended its side
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read returns when the client has ended its side
 
 
 def router_of(

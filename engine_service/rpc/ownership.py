@@ -1,7 +1,7 @@
 """What a caller may see and end: the requests that came with credentials of its tenant.
 
 A request of a caller for one tenant is known by an id that begins with a name of that tenant. So two tenants may use one id,
-neither learns of the other's, and what belongs to another tenant answers as if it did not exist. The name is a digest, because
+neither learns of the other's, and what belongs to another tenant looks as if it did not exist. The name is a digest, because
 ids are logged and tenants are not. A caller for all tenants names ids as they are known.
 """
 

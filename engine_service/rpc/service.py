@@ -95,12 +95,12 @@ class EngineService:
 
     @property
     def unread(self) -> UnreadTokens:
-        """Of all requests."""
+        """The unread tokens of all requests."""
         return self._engine.requests.unread
 
     @property
     def num_streams(self) -> int:
-        """Streams to clients that have not been answered to their end."""
+        """The number of streams to clients that have not been written to their end."""
         return self.streams.num_open
 
     @property
@@ -124,7 +124,7 @@ class EngineService:
         await self._remote_prefill.close()
 
     async def wait_delivered(self) -> None:
-        """Until every client has what its ended request gave: streams read to their end, results fetched."""
+        """Wait until every client has what its ended request gave: streams read to their end, results fetched."""
         await self.streams.wait_none()
         await self._submissions.wait_fetched()
 

@@ -18,7 +18,7 @@ class StreamPace:
     """Lets streams be written in rounds, not more often than every interval_s seconds; 0: whenever there is something."""
 
     def __init__(self, interval_s: float, loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.get_running_loop) -> None:
-        """loop: whose clock and timers count."""
+        """loop: its clock and timers count."""
         self._interval_s = interval_s
         self._loop = loop
         self._due: list[Callable[[], None]] = []
@@ -50,7 +50,7 @@ class StreamPace:
 
 
 class HasUnread:
-    """Whether there is something to write on one stream. Its first is told at once."""
+    """Whether there is something to write on one stream. The first of it is reported at once."""
 
     def __init__(self, pace: StreamPace) -> None:
         self._pace = pace
@@ -71,7 +71,7 @@ class HasUnread:
         self._event.set()
 
     async def wait(self) -> bool:
-        """Until something is to be written. Whether what waited for a round is, too; else it still waits."""
+        """Wait until something is to be written. Returns whether what waited for a round is, too; else it still waits."""
         await self._event.wait()
         self._event.clear()
         has_round, self._has_round = self._has_round, False
@@ -81,7 +81,7 @@ class HasUnread:
 
 
 class OpenStreams:
-    """How many streams have not been answered to their end."""
+    """How many streams have not been written to their end."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -89,12 +89,12 @@ class OpenStreams:
         self._has_none.set()
 
     async def wait_none(self) -> None:
-        """Until each stream has been answered to its end."""
+        """Wait until each stream has been written to its end."""
         await self._has_none.wait()
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Counts a stream that has not been answered to its end."""
+        """Counts a stream until it has been written to its end."""
         self.num_open += 1
         self._has_none.clear()
         try:

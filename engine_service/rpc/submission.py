@@ -91,7 +91,7 @@ class Submission:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fetched: asyncio.Event = field(default_factory=asyncio.Event)  # its results are fetched whole, forgotten, or not wanted
     on_end: Callable[["Submission"], None] = lambda submission: None
-    readers: set[HasUnread] = field(default_factory=set)  # each is told when there is more
+    readers: set[HasUnread] = field(default_factory=set)  # each is notified when there is more
     has_client: bool = True  # it need not wait for one: it was submitted, or its client has come
     is_stream: bool = False  # taken over from a Generate call: it ends with its client
     ended_at: float = 0.0

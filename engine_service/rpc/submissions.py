@@ -55,7 +55,7 @@ class Submissions:
                 submission.generation.cancel()
 
     def digest_of(self, request_id: str) -> bytes:
-        """Of the submission of a request; empty for one that was not submitted."""
+        """The digest of the submission of a request; empty for a request that was not submitted."""
         submission = self._by_id.get(request_id)
         return b"" if submission is None else submission.digest
 
@@ -106,7 +106,7 @@ class Submissions:
         return submission
 
     async def wait_fetched(self) -> None:
-        """Until all requests that were submitted so far have ended, and their results are fetched, forgotten or not wanted."""
+        """Wait until all requests submitted so far have ended, and their results are fetched, forgotten or not wanted."""
         for submission in list(self._by_id.values()):
             await submission.fetched.wait()
 

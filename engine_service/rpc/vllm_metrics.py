@@ -1,7 +1,7 @@
 """The engine's metrics once more under vLLM's names, where both mean the same, for dashboards and autoscalers made for vLLM.
 
 Owns the table of names and nothing that is counted: each family is made of one or two of ours. Rule: a metric whose meaning
-differs is left out, so that no panel tells something else than it says; docs/operate/watch.md says which, and why.
+differs is left out, so that no panel shows something else than it says; docs/operate/watch.md says which, and why.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -30,7 +30,7 @@ class RowParts(NamedTuple):
 
 
 def rows_to_compute(running: RunningSequences, rows: IndexArray, targets: Int32Array, *, has_guesses: bool) -> RowParts:
-    """Of these rows, those that have something to compute up to their targets.
+    """Those of these rows that have something to compute up to their targets.
 
     Since the plan was made, a step may have ended: sequences with it, or short of what was counted on when it failed.
     """
@@ -200,7 +200,7 @@ def assemble_batch(running: RunningSequences, part: RowParts, tokens: Runs, logi
 
 
 def _retention(running: RunningSequences, rows: IndexArray, seq_lens: Int32Array) -> BatchRetention | None:
-    """Of the rows that are longer than what they keep."""
+    """The retention of the rows that are longer than what they keep."""
     sinks, windows = running.num_sink[rows], running.num_window[rows]
     is_cut = (windows > 0) & (seq_lens > sinks + windows)
     return BatchRetention(np.where(is_cut, sinks, 0), np.where(is_cut, windows, 0)) if is_cut.any() else None

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 _FADING = 0.02
 _LEAST_OF_MEAN = 0.25
-_LEAST_SPREAD = 0.5  # of the numbers of tokens, as a variance: below it, no slope can be told
+_LEAST_SPREAD = 0.5  # of the numbers of tokens, as a variance: below it, no slope can be determined
 _PROMPT_FADING = 0.9  # of what is measured, with each step that computes prompts
 _MOST_STEPS = 256  # that a debt lasts
 _LEAST_TOKENS = 64  # fewer at a time would cost little less, but where
@@ -67,7 +67,7 @@ class DecodeCosts:
     def fixed_sequences(self) -> float | None:
         """How many sequences cost as much as the fixed time; None before the first step.
 
-        Twice as many as ran together of late where their price does not show: steps grow no faster than it can be told.
+        Twice as many as ran together of late where their price does not show: steps grow no faster than can be measured.
         """
         if self._spread < _LEAST_SPREAD or self._covariance <= 0:
             return 2 * self._largest if self._weight else None

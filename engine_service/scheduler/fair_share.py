@@ -1,6 +1,6 @@
 """FairShare: counts the tokens that each tenant was served, so that the tenant served least starts next.
 
-A tenant is what requests are told apart by: the tenant that they name, or the client that sent them. The counters are those
+A tenant is what requests are distinguished by: the tenant that they name, or the client that sent them. The counters are those
 of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): a computed prompt token counts once, a new token
 twice, which is about its cost, and a cached token not at all. A tenant without waiting sequences comes back with the least
 count of the tenants that have waiting sequences, so that it cannot save up its share. Thus of two tenants that always have

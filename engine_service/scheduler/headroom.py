@@ -53,7 +53,7 @@ class Headroom:
         """A start of the last step found no room."""
         return self._refused is not None
 
-    # -- noted when a step is answered
+    # -- noted when the answer to a step comes
 
     def note_answer(self, answer: StepAnswer) -> None:
         self._num_available = answer.num_free + answer.num_evictable + answer.num_fenced

@@ -44,7 +44,7 @@ class Plan(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to tell the cache service, nothing to compute."""
+        """Nothing to report to the cache service, nothing to compute."""
         columns = (self.start_ids, self.reserve_ids, self.swap_in_ids)
         return self.only_asks and not any(len(column) for column in columns)
 

@@ -235,7 +235,7 @@ class Planner:
     def _reservations(
         self, rows: IndexArray, computed: Int32Array, num_new: Int32Array, forks: list[Sequence]
     ) -> dict[str, Any]:
-        """Of rows, which compute num_new tokens behind those that are computed, and of forks, which compute their last."""
+        """Reservations of rows, which compute num_new tokens behind computed ones, and of forks, which compute their last."""
         ids, least, most = self._state.running.sequence_ids[rows], computed + 1, computed + num_new
         if not forks:
             return {"reserve_ids": ids, "reserve_min": least, "reserve_max": most, "reserve_rows": rows}
@@ -253,7 +253,7 @@ class Planner:
         }
 
     def _releases(self, ended: IndexArray, swapped: IndexArray, ids: list[int]) -> dict[str, Any]:
-        """Of rows that are released and swapped out, and of ids without a row that are released."""
+        """What is released, of rows and of ids without a row, and the rows that are swapped out."""
         if not (len(ended) or len(swapped) or ids):
             return {}
         running = self._state.running

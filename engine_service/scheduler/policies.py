@@ -42,7 +42,7 @@ class Policy(Protocol):
 
 
 class FirstComeFirstServed:
-    """By arrival."""
+    """Orders sequences by arrival."""
 
     name, has_levels = "fcfs", False
 
@@ -54,10 +54,11 @@ class FirstComeFirstServed:
 
 
 class ShortestJobFirst:
-    """By the tokens to compute, as if nothing were cached: each token of a job makes it count as arriving a little later.
+    """Orders sequences by the tokens to compute, as if nothing were cached.
 
-    A job counts as later by MOST_JOB_SECONDS at most; jobs that arrive after that never overtake it. A sequence that had its
-    turn, and was refused a start or gave its blocks back, counts from its arrival, so that no later one overtakes it.
+    Each token of a job makes it count as arriving a little later. A job counts as later by MOST_JOB_SECONDS at most; jobs
+    that arrive after that never overtake it. A sequence that had its turn, and was refused a start or gave its blocks back,
+    counts from its arrival, so that no later one overtakes it.
     """
 
     name, has_levels = "sjf", False
@@ -74,7 +75,7 @@ class ShortestJobFirst:
 
 
 class PriorityWithAging:
-    """By priority, which grows by LEVELS_PER_SECOND while a sequence waits."""
+    """Orders sequences by priority, which grows by LEVELS_PER_SECOND while a sequence waits."""
 
     name, has_levels = "priority", True
 
@@ -134,5 +135,5 @@ class Adaptive(Ordering):
 
 
 def make_ordering(name: str) -> Ordering:
-    """By its name in POLICY_NAMES."""
+    """Make an ordering by its name in POLICY_NAMES."""
     return Adaptive() if name == "adaptive" else Ordering(POLICIES[name])

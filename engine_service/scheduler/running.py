@@ -37,7 +37,7 @@ class RunningSequences:
         self.num_prompt = np.zeros(num_rows, np.int32)
         self.num_tokens = np.zeros(num_rows, np.int32)
         self.num_computed = np.zeros(num_rows, np.int32)
-        self.num_committed = np.zeros(num_rows, np.int32)  # as told to the cache service
+        self.num_committed = np.zeros(num_rows, np.int32)  # as reported to the cache service
         self.num_known = np.zeros(num_rows, np.int32)  # tokens of which it knows the ids
         self.num_reserved = np.zeros(num_rows, np.int32)
         self.num_blocks = np.zeros(num_rows, np.int32)
@@ -46,7 +46,7 @@ class RunningSequences:
         # tokens that it draws; both are known to come.
         self.num_computing = np.zeros(num_rows, np.int32)
         self.num_drawing = np.zeros(num_rows, np.int32)
-        self.serials = np.zeros(num_rows, np.int64)  # tell a row from the same row with another sequence
+        self.serials = np.zeros(num_rows, np.int64)  # distinguish a row from the same row with another sequence
         self.slots = np.zeros(num_rows, np.int64)  # of unread tokens, see Request
         self._num_added = 0
         self.num_sink = np.zeros(num_rows, np.int32)
@@ -91,7 +91,7 @@ class RunningSequences:
 
     @property
     def searching(self) -> IndexArray:
-        """Of live, those of beam searches."""
+        """Those of live whose sequences are of beam searches."""
         live = self.live
         return live[self.searches[live]]
 

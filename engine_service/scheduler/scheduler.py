@@ -259,6 +259,6 @@ class Scheduler:
 
 
 def _prompts_of(work: Work) -> Counter[str]:
-    """Of each client, the sequences that the step computes prompt tokens of."""
+    """For each client, the number of sequences whose prompt tokens the step computes."""
     contexts = zip(work.sequences, work.num_context.tolist(), strict=True)
     return Counter(sequence.request.client for sequence, num_context in contexts if num_context < len(sequence.request.prompt))

@@ -26,7 +26,7 @@ class SchedulerState:
         self.decode_costs = DecodeCosts()
         self.prompt_shares = PromptShares()
         self.num_arrivals = self.num_preemptions = self.num_swapped_out = 0
-        self.num_plans = 0  # that were answered
+        self.num_plans = 0  # that have been applied
         self.loads_have_failed = False  # since the last plan was made
         self.start_session(limits)
 

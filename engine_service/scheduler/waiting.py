@@ -37,8 +37,8 @@ class WaitingSequences:
         self.num_of: Counter[str] = Counter()  # of them, those of each client
         self.num_tokens = 0  # of these sequences, that are to be computed
         self.releases: list[int] = []  # ids of ended or preempted ones that the next step gives back
-        self.num_known = 0  # sequences that the cache service knows, or is being told of
-        self._found_no_slot = False  # for the last one that it was told of
+        self.num_known = 0  # sequences that the cache service knows, or that are being reported to it
+        self._found_no_slot = False  # for the last one that was reported to it
         self._new = TenantLanes(self.ordering, shares)
         self._waiting = TenantLanes(self.ordering, shares)
         self._next_id = 1

@@ -77,7 +77,7 @@ class Work:
 
     Attributes:
         rows, num_new: rows of RunningSequences and how many tokens of each are computed, as the batch has them.
-        serials: of the rows, which tell whether they still have these sequences.
+        serials: of the rows, which show whether they still have these sequences.
         num_prompt_tokens: how many of them are their requests' prompts.
         batch: None when nothing is computed.
         sampled: sequences whose next token is chosen: those of sample_rows, then continuations that wait to be forked,
@@ -89,10 +89,10 @@ class Work:
             guesses, concatenated.
         searched, search_idx: lists of beam searches that were computed to their last tokens, and for each the row of the
             batch's logits that the candidates for its next one come from.
-        scores: prompt tokens to tell the log probabilities of.
+        scores: prompt tokens whose log probabilities are returned.
         unfinished, check_idx: sequences whose prompt goes on after this step, and for each the logits of its last token, which
             are not finite if any K or V before them was not: such K and V must not be shared.
-        sequences, num_context: of each row, to tell what the step did; context is what was computed before.
+        sequences, num_context: of each row, to report what the step did; context is what was computed before.
         changes: the sequences that came and went with it.
     """
 

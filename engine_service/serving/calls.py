@@ -53,7 +53,7 @@ class ServedMethod:
 
 
 def served_methods(contract: Contract, service: Any) -> dict[str, ServedMethod]:
-    """By path, those that fronts forward; the service has a method for each, in snake case."""
+    """The methods that fronts forward, by path; the service has a method for each, in snake case."""
     return {
         f"/{contract.service.full_name}/{method.name}": ServedMethod(
             contract, method, getattr(service, snake_case(method.name))
@@ -71,7 +71,7 @@ class FrontServices:
     turns: Turns
     admit: AdmitForFront
     stop_at: Callable[[Generation, int, int], None]  # a continuation's text met a stop string with so many tokens
-    counted: Callable[[], AbstractContextManager[None]]  # for as long as a stream is not answered to its end
+    counted: Callable[[], AbstractContextManager[None]]  # for as long as a stream is not written to its end
     pace: StreamPace
     note_foreign: Callable[[str, str], None]  # path, name of the caller: it named a tenant that is not its
     text: ModelText
@@ -88,7 +88,7 @@ class _Call:
     over: asyncio.Event = field(default_factory=asyncio.Event)  # its last was sent, or the front dropped it
     refusal: EngineError | None = None  # with which its request has ended
     generation: Generation | None = None
-    has_begun: bool = False  # something of its output was told
+    has_begun: bool = False  # some of its output was sent
     is_dropped: bool = False
     counted: ExitStack = field(default_factory=ExitStack)
 
@@ -103,7 +103,7 @@ class _Call:
 
 
 class FrontCalls:
-    """To be made when the front's lane is open, and ended when it is lost."""
+    """The calls of one front, made when its lane is open, and ended when the lane is lost."""
 
     def __init__(self, services: FrontServices, lane: Lane) -> None:
         self._services, self._lane = services, lane

@@ -2,8 +2,8 @@
 
 The engine has calls take turns, and their messages wait there meanwhile. So that they are not many, no further message is read
 from clients while those that the engine has not answered yet are large together. Counted are those that hold no place of the
-front any more (turns.py). A large message holds its place until it is answered, and a GenerateMany call has a bound of its own:
-counted here as well, a few of them would keep the messages of all others out.
+front any more (turns.py). A large message holds its place until its answer comes, and a GenerateMany call has a bound of its
+own: counted here as well, a few of them would keep the messages of all others out.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class EngineLink:
     """The lane, and the calls that were asked for on it."""
 
     def __init__(self, on_state: Callable[[FrontState], None], on_stop: Callable[[float], None]) -> None:
-        """on_state: told each state of the engine; on_stop: told the seconds in which to end."""
+        """on_state: called with each state of the engine; on_stop: called with the seconds in which to end."""
         self.lane = Lane(self.take, self._note_loss)  # to be joined to the engine's
         self.set_up: asyncio.Future[FrontSetUp] = asyncio.get_running_loop().create_future()
         self.lost = asyncio.Event()
@@ -89,7 +89,7 @@ class EngineLink:
         self.lane.send(Kind.MESSAGE, asked.number, message)
 
     async def wait_room(self) -> None:
-        """Until another message may be read: those that the engine has not answered are few."""
+        """Wait until another message may be read: those that the engine has not answered are few."""
         while self._num_unanswered > self.max_unanswered:
             self._has_room.clear()
             await self._has_room.wait()
@@ -118,7 +118,7 @@ class EngineLink:
             asked.drop()
 
     async def ping(self) -> None:
-        """Until the engine's loop has answered."""
+        """Wait until the engine's loop has replied."""
         asked = self.ask()
         try:
             asked.tell(Kind.PING)

@@ -1,10 +1,10 @@
 """Frames between an engine and a front: what each of them says to the other. codec.py makes bytes of them.
 
 Numbers are a front's, one for each call, and are not used again. A call begins with MESSAGE; Generate is a call, too, with
-answers of its own. An engine answers a call with FULL; or with ANSWER, each confirmed by TAKEN, and END; or with ADMITTED, then
-CHUNK and TOKENS; and with ERROR in place of all that is still to come. A front ends a call with DROPPED, whether it is over or
-not; then nothing more is said of it. A front has found the caller at its gate; the engine takes its word, since no other
-process has an end of their lane. Pure.
+answers of its own. An engine replies to a call with FULL; or with ANSWER, each confirmed by TAKEN, and END; or with ADMITTED,
+then CHUNK and TOKENS; and with ERROR in place of all that is still to come. A front ends a call with DROPPED, whether it is
+over or not; then nothing more is said of it. A front has found the caller at its gate; the engine takes its word, since no
+other process has an end of their lane. Pure.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ Frame = tuple[Kind, int, Any]  # kind, number, body; None: it has none
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The message of one call, who calls, by which connection, and the trace that it is part of."""
+    """The message of one call, its caller, its connection, and the trace that it is part of."""
 
     path: str  # /package.Service/Method
     caller: Caller

@@ -1,6 +1,6 @@
 """Front: puts a front together, and takes it apart when its engine says so, or is gone.
 
-It answers streams of tokens itself, and forwards all other calls to its engine, as bytes.
+It serves streams of tokens itself, and forwards all other calls to its engine, as bytes.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _TELL_REFUSED_S = 0.1
 
 
 class PingedHealth(HealthServicer):
-    """Health that is told only while the engine's loop answers."""
+    """Health that is reported only while the engine's loop replies."""
 
     def __init__(self, link: EngineLink) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Front:
                 await self._endpoint.set_serving(self._state.is_serving)
 
     async def _tell_refused(self, guard: Guard) -> None:
-        """Tell the engine how many calls were not let in, for its metrics."""
+        """Report to the engine how many calls were not let in, for its metrics."""
         told: dict[str, int] = {}
         while True:
             await asyncio.sleep(_TELL_REFUSED_S)
@@ -186,7 +186,7 @@ class FrontService:
 
 
 class FrontGateway:
-    """The same of a gateway's protocol. max_len: most tokens of a sequence, as the engine told last."""
+    """The same of a gateway's protocol. max_len: most tokens of a sequence, as the engine reported last."""
 
     def __init__(self, streams: Streams, link: EngineLink) -> None:
         self._calls = _OwnCalls(streams, link)

@@ -43,7 +43,7 @@ class FrontRunner(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Of its process; None: the engine's."""
+        """The id of its process; None: it runs in the engine's."""
 
     @property
     def processor_s(self) -> float:
@@ -99,7 +99,7 @@ class FrontHandle:
         return self.runner.processor_s
 
     async def wait_end(self) -> int:
-        """Until it has ended, killed if it lingers once its lane is lost. The exit code."""
+        """Wait until it has ended; it is killed if it lingers once its lane is lost. Returns the exit code."""
         await self.lost.wait()
         return await self.runner.wait_end(_END_S)
 

@@ -1,7 +1,7 @@
 """FrontRequest: one request of a client whose tokens are computed in the engine, and made text here.
 
-Owns the text of each continuation, and when it ends by a stop string: the engine is told, and what it has computed behind the
-stop is dropped. The end of a continuation is told once the engine has confirmed it, because its counts come from there.
+Owns the text of each continuation, and when it ends by a stop string: the engine is notified, and what it has computed behind
+the stop is dropped. The end of a continuation is reported once the engine has confirmed it, because its counts come from there.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class FrontRequest:
         self._asked.take_tokens = lambda token_ids: None
 
     def take_tokens(self, token_ids: list[int]) -> None:
-        """The next tokens of continuation 0, of which there is nothing more to tell but their text."""
+        """The next tokens of continuation 0, of which nothing more than their text is to be reported."""
         if self._stops:
             self._take_chunk(OutputChunk(0, "", tuple(token_ids)))
             return None

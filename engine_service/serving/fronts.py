@@ -2,7 +2,7 @@
 
 Owns the address, and which fronts there are: so many processes, or one in the engine's own. It takes the state of the service,
 drains, stops and gives the address back. A front that dies is started again; its streams end, and their requests with them.
-Health on an address of its own is answered here, because it is about the engine.
+Health on an address of its own is served here, because it is about the engine.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Fronts:
         self._past_processor_s = 0.0
 
     async def start(self, services: FrontServices, config: FrontConfig, max_len: Callable[[], int]) -> None:
-        """Answer calls from now on. max_len: most tokens of a sequence. Raises StartError."""
+        """Serve calls from now on. max_len: most tokens of a sequence. Raises StartError."""
         self._services, self._config, self._max_len = services, config, max_len
         for front in self._fronts:
             front.set_up(config, self._state(), services)
@@ -68,7 +68,7 @@ class Fronts:
             await self.health_listener.start()
 
     def open_health(self, listen: str) -> None:
-        """Takes a second address, where health alone is answered from start to stop. Raises StartError."""
+        """Takes a second address, where health alone is served from start to stop. Raises StartError."""
         self.health_listener = HealthListener(listen, self._health)
 
     async def set_serving(self, is_serving: bool) -> None:
@@ -109,7 +109,7 @@ class Fronts:
         return sum((front.refused for front in self._fronts), Counter(self._past_refused))
 
     def metrics(self, prefix: str, model: str) -> Iterator[Metric]:
-        """Of the fronts together."""
+        """The metrics of the fronts together."""
         label = {"model": model}
         for family, name, text, value in (
             (GaugeMetricFamily, "fronts", "Front processes.", float(len(self.processes))),
@@ -179,7 +179,7 @@ async def _end(front: FrontHandle, grace: float | None) -> None:
 
 
 async def open_fronts(listen: str, num_processes: int, log_level: str) -> Fronts:
-    """Takes the address, and starts the fronts; no call is answered yet. Raises StartError, AddressInUse.
+    """Takes the address, and starts the fronts; no call is served yet. Raises StartError, AddressInUse.
 
     num_processes: 0: one front, in this process.
     """

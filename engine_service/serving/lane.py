@@ -1,9 +1,9 @@
 """Lane: what joins an engine and a front, from either end; over a socket, or in memory where both are in one process.
 
 Frames that are sent in one turn of the event loop leave together. The socket is one of a pair that the engine made, and no
-other process has an end of it; when either process ends, the other one is told at once. Both carry the same frames, in order.
-Over a socket a frame is a head of fixed size, then its body: a message, columns, or JSON of the values in frames.py. Nothing is
-pickled. Both ends are of one build, on one machine.
+other process has an end of it; when either process ends, the other one is notified at once. Both carry the same frames, in
+order. Over a socket a frame is a head of fixed size, then its body: a message, columns, or JSON of the values in frames.py.
+Nothing is pickled. Both ends are of one build, on one machine.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Joins an engine's service to its fronts: what they are given at their start, and what is told of them in a scrape."""
+"""Joins an engine's service to its fronts: what they are given at their start, and what a scrape reports about them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -18,7 +18,7 @@ from .calls import FrontServices, served_methods
 from .front_config import FrontConfig
 from .fronts import Fronts
 
-Protocols = Sequence[tuple[Contract, Any]]  # beside our own, each with what answers
+Protocols = Sequence[tuple[Contract, Any]]  # beside our own, each with what serves its calls
 
 
 async def serve_at(
@@ -62,7 +62,7 @@ def front_config(config: EngineConfig, address: str, message_bytes: int, *, has_
 
 
 def metrics_at(fronts: Fronts, service: EngineService, guard: Guard) -> Iterator[Metric]:
-    """Of a scrape."""
+    """The metrics of a scrape."""
     yield from service.metrics()
     yield from fronts.metrics(PREFIX, service.model_name)
     yield from guard.metrics(PREFIX, fronts.refused, model=service.model_name)

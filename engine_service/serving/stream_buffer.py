@@ -52,7 +52,7 @@ class StreamBuffer:
         self._note_more(at_once=is_last)
 
     def add(self, token_ids: Sequence[int], texts: Sequence[str] = ()) -> None:
-        """Tokens of continuation 0, of which there is nothing more to tell than the text of each, if they have any."""
+        """Tokens of continuation 0, of which nothing more than the text of each, if any, is to be reported."""
         if not self._is_full:
             self._token_ids += token_ids
             self._texts += texts
@@ -73,7 +73,7 @@ class StreamBuffer:
         return (coalesce(chunks) if self._merges else chunks), self._error
 
     def take_tokens(self) -> tuple[list[int], str] | None:
-        """Everything that has come, tokens and text, where there is nothing more to tell; None: take has the rest."""
+        """Everything that has come, tokens and text, where nothing else is to be reported; None: take has the rest."""
         if self._chunks or not self._token_ids or self._error is not None:
             return None
         token_ids, texts = self._token_ids, self._texts

@@ -2,8 +2,8 @@
 
 It guesses greedily. Its K and V are shared with nothing and worth little, so they stay in memory of its own, a fixed run of
 blocks for each of a few sequences. Which part of them is still good is found by comparing tokens, so no end, preemption or
-resumption has to be told to it. Guessing pays for few sequences at once, so there are few places; a sequence without a place
-gets no guesses.
+resumption has to be reported to it. Guessing pays for few sequences at once, so there are few places; a sequence without a
+place gets no guesses.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
 """Speculator: decides for which sequences tokens are guessed, and learns from the outcome.
 
-Asked before each step for guesses for the sequences that decode, told after it what was kept. Guessing is left to a Proposer;
-whether it pays is guess_control.py's to know. Sequences under a constraint are left alone: their masks are made token by token.
+It is asked before each step for guesses for the sequences that decode; after the step it is given what was kept. Guessing is
+left to a Proposer; whether it pays is guess_control.py's to know. Sequences under a constraint are left alone: their masks are
+made token by token.
 """
 
 import weakref
@@ -26,7 +27,7 @@ class Proposer(Protocol):
     is_slow: bool
 
     def propose(self, histories: Mapping[int, Int32Array], most: Mapping[int, int]) -> dict[int, Int32Array]:
-        """By row, up to most[row] tokens that may follow histories[row]; rows without a guess are left out."""
+        """Up to most[row] tokens, by row, that may follow histories[row]; rows without a guess are left out."""
 
 
 class PromptLookUp:
@@ -58,7 +59,7 @@ class Speculator:
         return bool(self._most(running))
 
     def ask(self, running: RunningSequences) -> Callable[[], dict[int, Int32Array]] | None:
-        """A call that answers guesses by row, for the running sequences that compute one token now; None: none is wanted.
+        """A call that returns guesses by row, for the running sequences that compute one token now; None: none is wanted.
 
         The call reads the sequences' tokens, which must not grow meanwhile.
         """
@@ -75,7 +76,7 @@ class Speculator:
             return {}
 
     def _most(self, running: RunningSequences) -> dict[int, int]:
-        """By row, how many tokens to guess; rows for which none are wanted now are left out."""
+        """How many tokens to guess, by row; rows for which none are wanted now are left out."""
         most: dict[int, int] = {}
         if not self.switch.is_on:
             return most

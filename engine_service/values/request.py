@@ -130,7 +130,7 @@ class Request:
     reuse_hint: ReuseHint = ReuseHint.UNSPECIFIED
     arrival: int = 0  # place in the order of arrivals, given by Scheduler.add
     arrived_at: float = 0.0  # seconds of the engine's clock
-    start_number: int = 0  # place among all engines' arrivals, told by the cache service; kept when it is preempted
+    start_number: int = 0  # place among all engines' arrivals, given by the cache service; kept when it is preempted
     num_hit_tokens: int | None = None  # prompt tokens found cached at the first start
     num_copied_blocks: int = 0
     num_preemptions: int = 0

@@ -95,7 +95,7 @@ class SamplingRow:
         sample_idx: which of the request's n samples.
         token_ids: int [position], prompt and output so far, without the token that is awaited.
         num_prompt_tokens: how many of them are the prompt's.
-        num_logprobs: how many likeliest tokens to tell beside the one drawn; None: tell nothing.
+        num_logprobs: how many likeliest tokens to return beside the one drawn; None: return no log probabilities.
         constraint: what may be drawn; None: any token.
         awaited_row: the row for which the step before draws a token that stands behind token_ids; None: nothing is awaited.
     """
@@ -111,11 +111,11 @@ class SamplingRow:
 
     @property
     def position(self) -> int:
-        """Of the token that is drawn."""
+        """The position of the token that is drawn."""
         return len(self.token_ids) + (self.awaited_row is not None)
 
 
-# In the place of every row whose token is the likeliest, whatever came before, and of which nothing else is told. It
+# In the place of every row whose token is the likeliest, whatever came before, and of which nothing else is returned. It
 # needs no history, and is found again by identity.
 LIKELIEST = SamplingRow(GREEDY, 0, 0, np.empty(0, np.int32), 0)
 
@@ -130,7 +130,7 @@ class PenalisedRows:
         tokens: int32 [N, W], tokens of sequences; which [P]: the row of each; num_known [P]: how many of it are there.
         num_prompts: int64 [P], how many of them are the prompt's.
         awaited: int64 [P], the row for which the step before draws one token more, or NOTHING_AWAITED.
-        serials: int64 [P], of each sequence while it has its row of `tokens`: its tokens only grow under it. None: not told.
+        serials: int64 [P], of each sequence while it has its row of `tokens`: its tokens only grow under it. None: not given.
     """
 
     where: npt.NDArray[np.int64]

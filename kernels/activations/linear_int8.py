@@ -98,7 +98,7 @@ def linear_int8(x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
 
 
 def _multiply(rows: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
-    """Of rows [T, in_features] between -1 and 1."""
+    """Multiply rows [T, in_features], which are between -1 and 1."""
     multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default  # a shorter way than by its name
     product: torch.Tensor = multiply(rows, 1 / _LEVELS, _ZERO_POINT, weight.packed)
     return product

@@ -108,8 +108,8 @@ def paged_attention_decode(
         scale: factor of the scores.
         window: keys visible to the query, itself included; None: all.
         soft_cap: bound that the scores are bent towards, see dense_attention; None: none.
-        retention: int32 [S] sink_lens and [S] window_lens, window 0: the sequence keeps everything; retention.py tells the keys
-            that a query sees. Not together with window. None: all sequences keep everything.
+        retention: int32 [S] sink_lens and [S] window_lens, window 0: the sequence keeps everything; retention.py says which
+            keys a query sees. Not together with window. None: all sequences keep everything.
         q_sink: like q, the same queries rotated at min(p, sink + window - 1) where q's are at p; with retention.
         sink_logits: float32 [num_heads], scores of one more key of each head, which has no value (gpt-oss, arXiv 2508.10925);
             None: there is none. Not to be confused with the sinks of retention, which are tokens.

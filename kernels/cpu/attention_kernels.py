@@ -200,7 +200,7 @@ def begin_rows(highest, totals, logits_at, row_at, num_rows, size):
 
 @helper
 def weigh_scores(scores, count, highest, totals, row_at, num_rows, size, scale, cap, have_seen):
-    """Of `count` scores of each row in place their weights, and what the rows have seen scaled down to the new highest."""
+    """Replace `count` scores of each row by their weights, and scale what the rows have seen down to the new highest."""
     for row in range(num_rows):
         place = row * TILE
         own, total = _exponentials(scores[place : place + count], highest[row], scale, cap)

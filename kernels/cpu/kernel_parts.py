@@ -30,7 +30,10 @@ def _can_keep() -> bool:
 
 
 def _stamp_sources() -> str:
-    """Of all files of this folder: numba renews what is on disk when a kernel's own file has changed, and asks for no other."""
+    """A stamp of all files of this folder.
+
+    Numba renews what is on disk when a kernel's own file has changed, and asks for no other.
+    """
     stamp = 0
     for file in sorted(Path(__file__).parent.glob("*.py")):
         stamp = zlib.crc32(file.read_bytes(), stamp)

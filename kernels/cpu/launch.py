@@ -20,7 +20,7 @@ _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
 class _Threads:
-    """GOMP_parallel of torch's libgomp, and the addresses of the two functions that tell a thread its share."""
+    """GOMP_parallel of torch's libgomp, and the addresses of the two functions that a thread's share follows from."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.parallel = library.GOMP_parallel
@@ -31,7 +31,7 @@ class _Threads:
 
 
 def _find_threads() -> _Threads | None:
-    """Of the library that torch has loaded."""
+    """The functions of the library that torch has loaded."""
     for path in (Path(torch.__file__).parent / "lib").glob("libgomp*.so*"):
         try:
             return _Threads(ctypes.CDLL(str(path)))

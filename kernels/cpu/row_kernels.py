@@ -152,7 +152,7 @@ def multiply_row(data):
 
 @helper
 def _scale_row(x, out, least):
-    """Write x [D], divided by the greatest of its magnitudes, but not by less than `least`; answer by which."""
+    """Write x [D], divided by the greatest of its magnitudes, but not by less than `least`; return the divisor."""
     scale, poison = max(greatest_magnitude(x), least), np.float32(0)
     factor = np.float32(1) / scale
     for i in range(len(x)):

@@ -23,7 +23,7 @@ _SEQS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """Of S sequences.
+    """The work of S sequences.
 
     Attributes:
         items: int32 [W, 4]: sequence, first tile, end tile, and whether it is merged with others; sequence -1: nothing.
@@ -126,7 +126,7 @@ def plan_kernel(
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device."""
+    """The number of multiprocessors of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

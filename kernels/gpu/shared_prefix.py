@@ -29,7 +29,7 @@ _BLOCKS_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True)
 class SharedWork:
-    """Of S sequences, in the order of their groups.
+    """The work of S sequences, in the order of their groups.
 
     Attributes:
         order: int32 [S], the sequences.
@@ -176,7 +176,10 @@ def _tiles_of_rows(member_ptr, seqs, live):
 def rows_of_members(
     order_ptr, first_member, size, first_head, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, AT_ONCE: tl.constexpr
 ):
-    """Of each row of a matrix, for AT_ONCE members of an item of `size`: member, sequence and head, and whether it is one's."""
+    """Member, sequence and head of each row of a matrix, and whether the row is a member's.
+
+    The matrix is for AT_ONCE members of an item of `size`.
+    """
     rows = tl.arange(0, AT_ONCE * GROUP_ROWS)
     members, in_group = first_member + rows // GROUP_ROWS, rows % GROUP_ROWS
     live = (members < size) & (in_group < GROUP)
@@ -294,5 +297,5 @@ def plan_shared(
 
 
 def members_at_once(group: int) -> int:
-    """Of a row, for so many query heads of one KV head."""
+    """How many members of a row are taken at once, for so many query heads of one KV head."""
     return max(min(_MOST_ROWS_AT_ONCE // power_of_2(group), MEMBERS), 1)

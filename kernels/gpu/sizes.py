@@ -27,5 +27,5 @@ def power_of_2(least: int) -> int:
 
 
 def warps_for(num_elements: int) -> int:
-    """Of a program that moves memory: as many as give every thread 16 bytes at a time; num_elements is a power of two."""
+    """The warps of a program that moves memory: as many as give a thread 16 bytes at a time. num_elements: a power of two."""
     return min(max(num_elements // _WARP_ELEMENTS, 1), _MOST_WARPS)

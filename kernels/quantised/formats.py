@@ -46,7 +46,7 @@ class KvFormat:
         return 2 if self.most else 0
 
     def row_bytes(self, head_dim: int) -> int:
-        """Of the elements of one head of one token. Raises KernelArgumentError for an odd number of elements."""
+        """The bytes of the elements of one head of one token. Raises KernelArgumentError for an odd number of elements."""
         step = 4 if self.bits == 4 else 2
         require(
             head_dim % step == 0, "KvFormat", "head_dim", "must be a multiple of {} for {}, is {}", step, self.name, head_dim

@@ -44,7 +44,7 @@ class HostBlocks:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block on the host."""
+        """The bytes of a block on the host."""
         return -(-self.num_sides * self._side_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def pack(self, blocks: torch.Tensor) -> torch.Tensor:

@@ -43,12 +43,12 @@ class QuantisedLayout:
 
     @property
     def elements_bytes(self) -> int:
-        """Of the elements of K, or of V, of one layer."""
+        """The bytes of the elements of K, or of V, of one layer."""
         return self.block_size * self.num_kv_heads * self.kv_format.row_bytes(self.head_dim)
 
     @property
     def side_bytes(self) -> int:
-        """Of K, or of V, of one layer."""
+        """The bytes of K, or of V, of one layer."""
         return self.elements_bytes + self.block_size * self.num_kv_heads * self.kv_format.scale_bytes
 
     @property

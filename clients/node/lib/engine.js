@@ -109,7 +109,7 @@ export class EngineClient {
     return (await this.#transport.call('Tokenize', { text })).tokenIds;
   }
 
-  /** The text of these tokens. @param {{keepSpecialTokens?: boolean}} [options] tell also what tokenize puts around a text */
+  /** The text of these tokens. @param {{keepSpecialTokens?: boolean}} [options] include what tokenize puts around a text */
   async detokenize(tokenIds, options = {}) {
     const { keepSpecialTokens } = checkedOptions(options, { keepSpecialTokens: false });
     return (await this.#transport.call('Detokenize', { tokenIds, keepSpecialTokens })).text;
@@ -221,7 +221,7 @@ function contentOf(content, place) {
   }).join('');
 }
 
-/** finishReason is null until it ends; usage and cumulativeLogprob are null where they are not told. */
+/** finishReason is null until it ends; usage and cumulativeLogprob are null where they are not reported. */
 function chunkOf(message) {
   const finishReason = plainName(message.finishReason, 'FINISH_REASON_');
   return {

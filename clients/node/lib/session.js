@@ -15,7 +15,7 @@ export class CacheSession {
     this.sessionId = opened.sessionId;
     this.epoch = opened.epoch;
     this.pool = opened.pool;
-    this.stepId = 0; // the last one answered
+    this.stepId = 0; // the last one whose answer has come
   }
 
   /** Any unary method, with the session's id and epoch in its request. */
@@ -23,7 +23,7 @@ export class CacheSession {
     return this.#transport.call(method, { ...this.#head, ...request });
   }
 
-  /** Any method that answers with a stream, all of it. */
+  /** Any method that returns a stream, all of it. */
   #collect(method, request) {
     return this.#transport.collect(method, { ...this.#head, ...request });
   }
@@ -34,7 +34,7 @@ export class CacheSession {
   }
 
   /**
-   * Applies one iteration; see lib/steps.js for items and answer. A repeat of the same step is answered once.
+   * Applies one iteration; see lib/steps.js for items and answer. A step that is repeated is applied once.
    * @param {Object<string, ArrayLike<number>>} items
    * @param {number} [completedStepId] all device work up to it has finished; by default that of all earlier steps
    */

@@ -63,7 +63,7 @@ class DeviceFault:
 
 
 class FaultTold(Exception):
-    """Another process that computes the same model told a fault of its device, with which neither it nor the engine goes on."""
+    """Another process of the same model reported a fault of its device, after which neither it nor the engine continues."""
 
     def __init__(self, fault: DeviceFault) -> None:
         super().__init__(fault.text())
@@ -90,7 +90,7 @@ def keep_until_end(thing: object) -> None:
     """Keep what has memory of a lost device, or is mapped from it, until the process ends.
 
     Nothing can be given back to such a device. To free memory that copies were made to may end the process at once, before its
-    clients are told; and what is not unmapped must not look so to the cache service.
+    clients are notified; and what is not unmapped must not look so to the cache service.
     """
     _kept.append(thing)
 

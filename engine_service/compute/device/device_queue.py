@@ -15,7 +15,7 @@ class Mark(Protocol):
     """A place in the queue."""
 
     def wait(self) -> None:
-        """Until the device has done all that is before it."""
+        """Wait until the device has done all that is before it."""
 
 
 class CopyQueue(Protocol):
@@ -49,7 +49,7 @@ class DeviceQueue(Protocol):
         """A copy in the host's memory, valid once a later mark was waited for. Called by work that was submitted."""
 
     def mark(self) -> Mark:
-        """Behind all that was submitted."""
+        """Set a mark behind all that was submitted."""
 
 
 @runtime_checkable

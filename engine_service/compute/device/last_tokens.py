@@ -29,7 +29,7 @@ class LastTokens:
         self._stays = True
 
     def copied(self) -> "LastTokens":
-        """As they are now, whatever the next step leaves."""
+        """A copy of them as they are now, whatever the next step leaves."""
         copied = LastTokens(self._tokens.device)
         copied._tokens = self._tokens.clone()
         return copied
@@ -52,7 +52,7 @@ class LastTokens:
         self._tokens.index_copy_(0, at_device(rows, self._tokens), token_ids)
 
     def filled(self, token_ids: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """On the host, which waits for a device: token_ids [n], and where rows [n] are not -1, what those drew."""
+        """token_ids [n], and where rows [n] are not -1, what those drew; on the host, which waits for a device."""
         if not len(self._tokens):
             return token_ids
         return np.where(rows >= 0, self._tokens.cpu().numpy()[rows], token_ids)

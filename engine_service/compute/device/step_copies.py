@@ -2,7 +2,7 @@
 
 They run on a stream of their own (CopyQueue), behind the steps that were launched before: those may still read and write the
 blocks. The forward pass waits for the copies on write, and for a step's transfers only where it touches one of their blocks.
-Nothing else of the step does, and its end waits for them, so that the one mark behind the step tells of all that it did.
+Nothing else of the step does, and its end waits for them, so that the one mark behind the step covers all that it did.
 """
 
 from collections.abc import Callable

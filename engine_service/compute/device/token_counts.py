@@ -92,7 +92,7 @@ class TokenCounts:
 
     @property
     def padding_slot(self) -> int:
-        """Of rows without penalties."""
+        """The slot of rows without penalties."""
         return self.num_slots
 
     def forget(self) -> None:
@@ -102,7 +102,7 @@ class TokenCounts:
     def stage(self, rows: PenalisedRows) -> Counted | None:
         """The rows of the next step in the device's order.
 
-        None: whose they are is not told, or there are not enough slots; nothing was done.
+        None: the rows have no serials, or there are not enough slots; nothing was done.
         """
         if rows.serials is None or len(rows) > self.num_slots:
             return None

@@ -43,7 +43,7 @@ class Upload(Protocol):
 
 
 def upload_to(memory: torch.Tensor, queue: DeviceQueue) -> Upload:
-    """To the device that this memory is on, which works in this order."""
+    """The upload to the device that this memory is on, which works in this order."""
     is_cuda = memory.device.type == "cuda"
     if queue.is_immediate and not memory.is_cuda:
         return AsTheyAre()

@@ -51,7 +51,7 @@ class _Turn:
 
 
 class DecodeInputs:
-    """Of at most `most_rows` rows with tables of `table_width` blocks, one for each group of layers."""
+    """The inputs of at most `most_rows` rows with tables of `table_width` blocks, one for each group of layers."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class DecodeInputs:
         return self._params[:, :num_rows], self._numbers[:, :num_rows]
 
     def counting(self, token_ids: torch.Tensor) -> CountedTensors:
-        """Of the first rows, which compute these tokens; in views that stay valid."""
+        """What is counted of the first rows, which compute these tokens, in views that stay valid."""
         slots, addends = self._places[:, : len(token_ids)]
         return CountedTensors(slots, token_ids, addends, self._penalties[:, : len(token_ids)])
 

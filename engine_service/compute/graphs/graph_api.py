@@ -18,7 +18,7 @@ class GraphApi(Protocol):
     """Captures what a function launches; the launches of the capture itself need not have an effect."""
 
     def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
-        """The graph, and what `run` answered, whose tensors each replay writes anew."""
+        """The graph, and what `run` returned, whose tensors each replay writes anew."""
 
 
 class CudaGraphs:

@@ -57,7 +57,7 @@ class DecodeShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizeGraphs:
-    """Of one batch size, each with what it leaves: the decode with the likeliest tokens, and draws from its logits.
+    """The graphs of one batch size, each with what it leaves: the decode with the likeliest tokens, and draws from its logits.
 
     penalise: draws from them less penalties.
     token_ids: what the decode computed, which penalise reads.
@@ -95,7 +95,7 @@ class GraphedDecode:
         """A call that computes the batch; None: no graph fits, nothing was done.
 
         rows: how the batch's rows are drawn, in their order. They are drawn at once where as_plain knows how, or where nothing
-        but penalties is in its way. (): not told.
+        but penalties is in its way. (): not given.
         counted: of the rows that are penalised.
 
         Its logits, float32 [S, vocab_size], and what is beside them are valid until the next one is made.
@@ -147,7 +147,7 @@ def capture_decode(
 ) -> GraphedDecode:
     """Capture every size, the largest first: the smaller ones fit its memory.
 
-    queue: in whose order the graphs are replayed.
+    queue: the graphs are replayed in its order.
     last: of as many rows as there are sequences, and one more for padding; its memory stays where it is.
     counts: of as many rows as a step has.
     progress: show a bar on stderr.

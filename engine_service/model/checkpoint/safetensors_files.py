@@ -105,7 +105,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """As it is stored."""
+        """The number of bytes, as the tensor is stored."""
         return math.prod(self.shape) * _ITEM_BYTES.get(self._part.get_dtype(), 4)
 
     def __getitem__(self, part: tuple[slice, ...]) -> "torch.Tensor":
@@ -144,7 +144,7 @@ class TensorSize(NamedTuple):
 
 
 def tensor_sizes(files: tuple[Path, ...]) -> Iterator[TensorSize]:
-    """Of all tensors, from the files' headers.
+    """The sizes of all tensors, from the files' headers.
 
     Raises:
         WeightsError: as iterate_tensors.

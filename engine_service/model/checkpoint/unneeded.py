@@ -26,7 +26,7 @@ def unneeded(
     part_of: Callable[[str], str] | None,
     is_first: bool,
 ) -> dict[str, str]:
-    """Of the tensors of these names, those that are left out, with the reason.
+    """The names of the tensors that are left out, each with the reason.
 
     Args:
         has_later_layers: whether layers behind the last one may predict further tokens.

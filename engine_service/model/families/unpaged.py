@@ -14,7 +14,7 @@ _ALIBI: Final = ("build_alibi_tensor", "build_mpt_alibi_tensor")  # names of the
 
 
 def why_not_paged(config: Any, network_class: type) -> str:
-    """Of a config and the class of its network; empty: nothing that is known."""
+    """Why a model of this config and this class of network cannot be paged; empty: no reason is known."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or []
     others = [kind for kind in kinds if kind not in _ATTENTION | _KEEPS_NOTHING]
     if others or getattr(network_class, "_is_stateful", False):

@@ -7,7 +7,7 @@ whichever experts the tokens choose. Where there are fewer KV heads than ranks, 
 embeddings are whole on every rank. The product with the vocabulary is the first rank's alone: it is the one that draws tokens,
 and to collect the parts of the result would cost more on a CPU than it saves.
 
-A split by layers (pipeline parallelism) would be a second kind of Split, with its own answer to which layers a rank has.
+A split by layers (pipeline parallelism) would be a second kind of Split, with its own rule for which layers a rank has.
 """
 
 import dataclasses
@@ -95,7 +95,7 @@ def config_of_rank(config: ModelConfig, split: Split) -> ModelConfig:
 
 
 def require_one_rank(model_type: object, num_ranks: int) -> None:
-    """Of models that the transformers library computes. Raises UnsupportedModelError."""
+    """Require one rank for a model that the transformers library computes. Raises UnsupportedModelError."""
     if num_ranks > 1:
         raise UnsupportedModelError("tensor parallelism of model type", model_type, "the native families")
 

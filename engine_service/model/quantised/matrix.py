@@ -71,7 +71,7 @@ def parts_of(scheme: Scheme) -> frozenset[str]:
 
 
 def matrix_of(scheme: Scheme, parts: Mapping[str, torch.Tensor]) -> QuantisedMatrix:
-    """From the tensors of parts_of. Raises ValueError, which says what does not fit."""
+    """Make a matrix from the tensors of parts_of. Raises ValueError, which says what does not fit."""
     order = parts.get("g_idx", parts.get("weight_g_idx"))
     zeros = None
     if scheme.form in ("gptq", "awq"):

@@ -1,7 +1,7 @@
 """Scheme: how the projections of a checkpoint are stored, read from `quantization_config` of its config.json.
 
 What would change results, or is not understood, is refused with the name of the field. Schemes of activations are not: they
-tell how a server may round what it multiplies the weights with, and here nothing of it is rounded.
+say how a server may round what it multiplies the weights with, and here nothing of it is rounded.
 """
 
 from collections.abc import Callable, Mapping
@@ -55,7 +55,7 @@ class Scheme:
         return module, part
 
     def name_of(self, module: str) -> str:
-        """Of the whole weight, as a checkpoint has it that is not quantised."""
+        """The name of the whole weight, as a checkpoint that is not quantised has it."""
         return module if self.form == "mxfp4" else f"{module}.weight"
 
     def num_weights(self, tensor: str, num_elements: int) -> int:
@@ -69,7 +69,7 @@ class Scheme:
 
 
 def parse_scheme(raw: Mapping[str, Any]) -> Scheme | None:
-    """Of the object of a config.json; None: nothing is quantised.
+    """Read the scheme from the object of a config.json; None: nothing is quantised.
 
     Raises:
         ModelConfigError: a value of the wrong type.
@@ -103,7 +103,7 @@ def _awq(said: Mapping[str, Any]) -> Scheme:
 
 
 def _fp8(said: Mapping[str, Any]) -> Scheme:
-    """By blocks, as of DeepSeek-V3 (arXiv 2412.19437), or with one scale for a weight."""
+    """A scheme by blocks, as of DeepSeek-V3 (arXiv 2412.19437), or with one scale for a weight."""
     _one_of(said, "fmt", "e4m3", ("e4m3",))
     block = said.get("weight_block_size")
     return Scheme("plain", 8, "weight_scale") if block is None else Scheme("plain", 8, "weight_scale_inv", block=_block(block))

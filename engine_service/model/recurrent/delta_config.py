@@ -28,11 +28,14 @@ class DeltaNetShape:
 
     @property
     def memory_bytes(self) -> int:
-        """Of one layer's matrices, one for each value head, in float32."""
+        """The bytes of one layer's matrices, one for each value head, in float32."""
         return 4 * self.num_value_heads * self.key_dim * self.value_dim
 
     def state_bytes(self, itemsize: int) -> int:
-        """Of one layer: the matrices, and the convolution's last inputs of so many bytes each, to the next multiple of 16."""
+        """The bytes of one layer's state, to the next multiple of 16.
+
+        The state consists of the matrices and of the convolution's last inputs of `itemsize` bytes each.
+        """
         conv_bytes = self.conv_dim * (self.kernel - 1) * itemsize
         return -(-(self.memory_bytes + conv_bytes) // _ALIGNMENT) * _ALIGNMENT
 

@@ -57,7 +57,7 @@ class RopeConfig:
 
 
 def parse_rope(raw: Mapping[str, Any], max_position: int, family: Family) -> RopeConfig:
-    """Of the layers without a window, or of all."""
+    """The rope of the layers without a window, or of all."""
     theta = raw.get("rope_theta", family.default_theta)
     parameters = raw.get("rope_parameters")
     if parameters is None:
@@ -74,7 +74,7 @@ def parse_rope(raw: Mapping[str, Any], max_position: int, family: Family) -> Rop
 
 
 def parse_local_rope(raw: Mapping[str, Any], max_position: int, default_theta: float | None) -> RopeConfig | None:
-    """Of the layers with a window, where the family gives them their own."""
+    """The rope of the layers with a window, where the family gives them their own."""
     if default_theta is None:
         return None
     theta = raw.get("rope_local_base_freq", default_theta)

@@ -72,7 +72,7 @@ class Answer:
         self._prompt_logprobs: list[own.TokenLogprobs] = []
 
     def add(self, message: own.GenerateResponse) -> Iterator[pb.GenerateResponse]:
-        """What the gateway is told now that this message has come."""
+        """What the gateway is sent now that this message has come."""
         output = self._outputs[message.index]
         output.num_tokens += len(message.token_ids)
         if message.prompt_logprobs:
@@ -118,7 +118,7 @@ class Answer:
             yield pb.GenerateResponse(complete=complete)
 
     def _input_logprobs(self) -> pb.InputLogProbs | None:
-        """Of the whole prompt; its first token has none."""
+        """Log probabilities of the whole prompt; its first token has none."""
         if not self._prompt_logprobs:
             return None
         found = self._prompt_logprobs

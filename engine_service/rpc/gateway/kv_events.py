@@ -28,9 +28,9 @@ _MAX_NUMBER = 2**63  # of the last batch that a gateway may name: as many follow
 
 
 async def batches(engine: Engine, tenant: str, last_number: int) -> AsyncGenerator[pb.KvEventBatch, None]:
-    """Until the engine stops. tenant: whose cache it is about. last_number: of the last batch that the gateway had, or 0.
+    """The batches of a tenant's cache, until the engine stops. Raises InvalidField.
 
-    Raises InvalidField.
+    last_number: that of the last batch that the gateway had, or 0.
     """
     if last_number > _MAX_NUMBER:
         text = f"start_sequence_number: at most {_MAX_NUMBER}"

@@ -45,7 +45,10 @@ class Credentials:
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str] = os.environ) -> "Credentials":
-        """By KVKEEPER_TOKEN_FILE, KVKEEPER_TLS_CA, KVKEEPER_TLS_CERT and KVKEEPER_TLS_KEY; an empty one counts as not given."""
+        """Credentials from variables of the environment; an empty one counts as not given.
+
+        The variables are KVKEEPER_TOKEN_FILE, KVKEEPER_TLS_CA, KVKEEPER_TLS_CERT and KVKEEPER_TLS_KEY.
+        """
         names = ("token_file", "tls_ca", "tls_cert", "tls_key")
         return cls(**{name: environ.get(f"KVKEEPER_{name.upper()}") or None for name in names})  # type: ignore[arg-type]
 

@@ -40,8 +40,8 @@ def split(
 ) -> Iterator[pb.WriteKvRequest]:
     """The chunks of a WriteKv; head holds the fields that all of them carry, the type of K and V among them.
 
-    Raises ValueError for another shape or dtype, for K and V in a type that has scales, and for opaque pages what the service
-    would answer.
+    Raises ValueError for another shape or dtype, and for K and V in a type that has scales; for opaque pages, the error that
+    the service would return.
     """
     if spec.layout == pb.KV_LAYOUT_OPAQUE:
         text = "the blocks of this pool are opaque pages, which have no K and V of single tokens"

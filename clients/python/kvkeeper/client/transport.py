@@ -124,7 +124,7 @@ class AsyncTransport:
 
 
 class AsyncStream:
-    """Answers of a server stream, one by one. Repeated only while nothing has been received."""
+    """The answers of a server stream, one by one. Repeated only while nothing has been received."""
 
     def __init__(
         self,

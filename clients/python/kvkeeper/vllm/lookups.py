@@ -1,7 +1,7 @@
 """Look-ups on a thread of their own, so that vLLM's scheduler never waits for the cache service.
 
-Look-ups that are waiting go out together and take one round trip. A service that is lost, refuses or takes too long is
-answered for with 0: the prompt is computed. It is tried again after pauses that grow. With several ranks each has a pool of
+Look-ups that are waiting go out together and take one round trip. Where the service is lost, refuses or takes too long, the
+answer is 0: the prompt is computed. The service is tried again after pauses that grow. With several ranks each has a pool of
 its own, and a prefix counts as far as all of them have it.
 """
 
@@ -43,7 +43,7 @@ class Matcher(Protocol):
 
 @dataclass(slots=True)
 class _Lookup:
-    """A look-up. num_tokens None: not answered; at: when it was asked or answered."""
+    """A look-up. num_tokens None: there is no answer yet; at: when it was asked, or when the answer came."""
 
     at: float
     num_tokens: int | None = None

@@ -19,10 +19,10 @@ class Pages(Protocol):
     """Copies whole blocks. Ids on both sides are equally many."""
 
     def load(self, page_ids: Sequence[int], block_ids: Sequence[int]) -> None:
-        """From the pool into vLLM's blocks; done when it returns."""
+        """Copy from the pool into vLLM's blocks; done when it returns."""
 
     def store(self, block_ids: Sequence[int], page_ids: Sequence[int]) -> None:
-        """From vLLM's blocks into the pool; done when it returns."""
+        """Copy from vLLM's blocks into the pool; done when it returns."""
 
     def close(self) -> None:
         """Views the pool's memory no more, so that it can be unmapped."""

@@ -21,7 +21,7 @@ class Lookups(Protocol):
         """Look it up; again, if it was asked before."""
 
     def answer(self, request_id: str) -> int | None:
-        """Tokens that are cached, 0 where the service cannot say; None: not answered yet."""
+        """Tokens that are cached, 0 where the service cannot say; None: there is no answer yet."""
 
     def forget(self, request_id: str) -> None:
         """Nothing will be asked of it any more."""

@@ -2,8 +2,8 @@
 
 Owns the session that maps the memory, and its end: a failure of any kind drops it, and it is opened again after a pause. The
 first step finds and holds what is loaded and reserves what is stored; the second commits and releases. What was loaded counts
-only once the second step was answered: until then nothing says that the session lived, and that the blocks were still what
-they were.
+only once the answer to the second step has come: until then nothing says that the session lived, and that the blocks were still
+what they were.
 """
 
 import contextlib

@@ -162,5 +162,5 @@ def _figures(num_asked: int, num_hits: int, num_evicted: int, step_seconds: npt.
 
 
 def _bar(requests: Requests, name: str) -> "tqdm[list[int]]":
-    """On a terminal only."""
+    """A bar, which is shown on a terminal only."""
     return tqdm(requests, name, unit=" requests", leave=False, disable=None)

@@ -59,7 +59,7 @@ class _Conversation:
         self._turns: list[dict[str, str]] = []  # of the user and of the model, in turns
 
     def run(self, read: Callable[[], str]) -> int:
-        """Until the last line; the exit code."""
+        """Converse until the last line. Returns the exit code."""
         while True:
             try:
                 line = read()

@@ -180,7 +180,7 @@ def _counts(*values: int) -> str:
 
 
 def break_even(num_tokens: int) -> str:
-    """From which length on a load pays."""
+    """The length from which on a load pays."""
     if not num_tokens:
         return "not measured yet"
     return "never" if num_tokens == _NEVER else f"from {num_tokens:,} tokens on"

@@ -1,6 +1,6 @@
 """`kvkeeper drain`: asks the service at an address to stop, and returns when its process has ended; for preStop hooks.
 
-Owns how the process is found: the kernel names who listens. So it works on the service's own host, for the service's own user,
+Owns how the process is found: the kernel names the listener. So it works on the service's own host, for the service's own user,
 and where containers share a PID namespace. Rule: a process is signalled through a descriptor of it, so that its number, used
 again, leads to no other. A second signal would end a drain, so of several callers one alone may ask (--only-wait).
 """

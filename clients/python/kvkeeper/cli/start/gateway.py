@@ -39,7 +39,7 @@ async def until_serving(http: str) -> None:
 
 
 def _is_ready(http: str) -> bool:
-    """By its probe, which it does not log."""
+    """Whether its probe succeeds; the gateway does not log a probe."""
     try:
         with urllib.request.urlopen(f"http://{http}/readiness", timeout=_ANSWER_S):
             return True
