@@ -43,20 +43,17 @@ OF_CODE = {
 PARTICIPLES = {"Told", "ToldTable", "Leaving", "Streamed", "Asked", "TakesPlace"}
 # Today's counts; they may only shrink.
 MOST_IN_CODE = {
-    "answers": 52,
-    "tell": 378,
+    "answers": 10,
+    "tell": 146,
     "hang on": 1,
     "lawful": 1,
     "owed": 2,
-    "whose turn": 1,
-    "at work": 4,
-    "go on with": 4,
-    "everybody": 1,
+    "at work": 1,
+    "go on with": 1,
     "x_of": 166,
     "participle": 2,
-    "no sentence": 132,
 }
-MOST_IN_PROTOS = {"answers": 11, "tell": 39}
+MOST_IN_PROTOS: dict[str, int] = {}
 GENERATED = {"docs/api/api.md", "docs/operate/configuration.md", "docs/inside/imports.md", "docs/inside/states.md"}
 HISTORY = {"docs/CHANGELOG.md"}  # of what was, in the words of its time
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
