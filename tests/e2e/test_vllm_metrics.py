@@ -42,6 +42,7 @@ COUNTED = {
         "logits",
         "tenants",
         "answers",
+        "waits",
         "changes",
         "watches",
         "offs",

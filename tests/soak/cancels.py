@@ -23,8 +23,8 @@ from kvkeeper.client.engine.calls import generate_request, submit_request
 from kvkeeper.common.service import methods
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
-from kvkeeper.engine_service.rpc.methods import router_of
 from kvkeeper.engine_service.server import RunningServer
+from kvkeeper.engine_service.serving.front import Front, own_router
 from tests.soak.row import Counts
 from tests.support.processes.service_pair import Services, generate, services, toy_output, until
 from tests.support.worlds.cancelling import cancelled_at
@@ -116,6 +116,9 @@ class _Cancels:
         self.count = 0
         self._world, self._engine, self._client, self._rng = world, engine, client, rng
         self._num_ids = 0
+        (handle,) = engine._fronts._fronts
+        front: Front = handle.runner._front  # type: ignore[union-attr]  # it is in this process
+        self._router = own_router(front._streams, front._link, 1 << 20)
 
     def _new_id(self) -> str:
         self._num_ids += 1
@@ -208,7 +211,7 @@ class _Cancels:
         raise AssertionError("the call does not end")
 
     async def _handled(self, method: str, request: Message) -> None:
-        handler: Any = router_of(self._engine.service).service(_Details(_PREFIX + method))
+        handler: Any = self._router.service(_Details(_PREFIX + method))
         run = handler.unary_stream or handler.unary_unary
         with contextlib.suppress(_Refused):
             await run(request.SerializeToString(), _Context())

@@ -13,8 +13,6 @@ import numpy as np
 
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan as CoreSpan
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.step_columns import StepBatch
-from kvkeeper.cache_service.core.values.types import NO_INT32, NO_INT64
 from kvkeeper.cache_service.tiny_cache import OutOfSequences
 from kvkeeper.engine_service.scheduler.limits import Limits
 from kvkeeper.engine_service.scheduler.plan import Plan
@@ -66,10 +64,7 @@ def content(tokens: tuple[int, ...], retention: Retention | None) -> tuple[objec
 
 def make_plan(**columns: Any) -> Plan:
     """A step of these columns alone."""
-    empty: dict[str, Any] = {name: NO_INT64 if name.endswith("ids") else NO_INT32 for name in StepBatch._fields[2:]}
-    empty |= {"fork_parents": NO_INT64, "fork_children": NO_INT64, "commit_rows": NO_INT64, "reserve_rows": NO_INT64}
-    empty |= {"guesses": {}, "forked": (), "released": (), "swapped_out": (), "swapped_in": (), "started": ()}
-    return Plan(**{name: columns.get(name, empty[name]) for name in Plan.__dataclass_fields__ if name in empty})
+    return Plan(**columns)
 
 
 Slots = dict[int, tuple[int, ...]]

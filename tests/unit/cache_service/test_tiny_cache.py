@@ -101,7 +101,7 @@ def test_the_core_gives_the_same() -> None:
                 world.step()
         world.run()
         world.check_outputs()
-        assert world.scheduler.num_preemptions == 0
+        assert world.scheduler.state.num_preemptions == 0
         assert world.cache.tiny.num_reusable_blocks == num_blocks - 1
         num_hits, num_copies = num_hits + world.cache.num_hits, num_copies + world.cache.num_copies
         num_forks, num_evicting = num_forks + world.cache.num_forks, num_evicting + world.cache.num_evicting

@@ -45,7 +45,7 @@ async def test_it_ends_with_its_lane_and_with_no_signal_of_a_terminal_or_manager
     assert front.processor_s > 0
     front.lane.close()
     async with asyncio.timeout(20):
-        assert await front.runner.wait() == 0
+        assert await front.wait_end() == 0
 
 
 async def test_one_in_this_process_serves_and_ends_with_its_lane() -> None:
