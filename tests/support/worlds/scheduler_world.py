@@ -13,6 +13,7 @@ import numpy as np
 
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan as CoreSpan
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.types import NO_INT32, NO_INT64
 from kvkeeper.cache_service.tiny_cache import OutOfSequences
 from kvkeeper.engine_service.scheduler.limits import Limits
 from kvkeeper.engine_service.scheduler.plan import Plan
@@ -64,7 +65,9 @@ def content(tokens: tuple[int, ...], retention: Retention | None) -> tuple[objec
 
 def make_plan(**columns: Any) -> Plan:
     """A step of these columns alone."""
-    return Plan(**columns)
+    required = [name for name in Plan._fields if name not in Plan._field_defaults]
+    empty: dict[str, Any] = {name: NO_INT64 if name.endswith(("ids", "rows")) else NO_INT32 for name in required}
+    return Plan(**empty | {"guesses": {}} | columns)
 
 
 Slots = dict[int, tuple[int, ...]]
