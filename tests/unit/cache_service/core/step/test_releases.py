@@ -33,3 +33,12 @@ def test_a_start_does_not_wait_for_a_sequence_that_its_step_releases() -> None:
     batch = step_batch(2, 1, releases=[1], starts=[(2, ALL, ALL)])
     reply = pool.manager.steps.step(A, batch._replace(start_may_wait=batch.start_max_hit // ALL))
     assert reply.start_reserved.tolist() == [14]
+
+
+def test_what_a_sequence_commits_in_the_step_that_releases_it_stays_cached() -> None:
+    pool = CorePool(num_blocks=9)
+    pool.create(1, range(8))
+    pool.step(starts=[(1, ALL, ALL)])
+    reply = pool.step(commits=[(1, 8, [])], releases=[1])
+    assert reply.num_evictable == 2, "both are in the index when the blocks are given back"
+    assert len(pool.matched(range(8))) == 2
