@@ -117,7 +117,7 @@ class EngineConfig(ServiceConfig):
         "auto",
         "what steps reach the cache service on; auto takes a socket of this host where the cache service has one to give",
         choices=("auto", "grpc"),
-        details="Over that socket a step costs less than half. Where it breaks, steps go on over gRPC in the same session.",
+        details="Over that socket a step costs about two thirds. Where it breaks, steps go on over gRPC in the same session.",
     )
     policy: str = _scheduling(
         "adaptive",
