@@ -13,6 +13,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.common.service.intake import EOF
 from kvkeeper.common.service.methods import (
     MAX_MESSAGE_BYTES,
     Context,
@@ -38,7 +39,6 @@ CONTRACT = Contract(
     refusals=REFUSALS,
 )
 _LOOK_UPS = frozenset({"MatchPrefix", "ExplainMatch", "PinPrefix"})
-EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read returns when the client has ended its side
 
 _WRITE_KV = CONTRACT.service.methods_by_name["WriteKv"]
 # In a step: 36 to commit and to reserve with one new token, and more to start, release or swap, and for guessed tokens.

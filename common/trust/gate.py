@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from grpc_status import rpc_status
 
+from kvkeeper.common.service.intake import EOF
 from kvkeeper.common.trust.caller import ANY_TENANT, Caller, Role, note_caller
 from kvkeeper.common.trust.certificate_names import names_of
 from kvkeeper.common.trust.credentials import KnownCallers
@@ -26,8 +27,6 @@ from kvkeeper.common.trust.refusals import (
     role_refusal,
 )
 from kvkeeper.common.trust.roles import OPEN, is_known, roles_of
-
-EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read returns when the client has ended its side
 
 # Of a Unix socket: its file has mode 0600, so its other end is this user or root, who could read all memory anyway.
 SOCKET_OWNER = Caller("socket owner", ANY_TENANT, Role.OPERATOR)

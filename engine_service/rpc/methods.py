@@ -7,7 +7,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from kvkeeper.common.service.intake import Intake
+from kvkeeper.common.service.intake import EOF, Intake
 from kvkeeper.common.service.methods import Context, Contract, MethodRouter
 from kvkeeper.common.service.turns import TurnLimits
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
@@ -28,7 +28,6 @@ CONTRACT = Contract(
 FRONTS_OWN = frozenset({"Generate", "GenerateMany"})  # methods that fronts serve themselves, of all protocols
 
 _GENERATE_MANY = CONTRACT.service.methods_by_name["GenerateMany"]
-_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what read returns when the client has ended its side
 
 
 def router_of(
@@ -42,7 +41,7 @@ def router_of(
 def _many(contract: Contract, function: Callable[..., Awaitable[None]]) -> Any:
     async def stream(_: object, context: Context) -> None:
         async def read() -> AsyncIterator[Message]:
-            while (raw := await context.read()) is not _EOF:
+            while (raw := await context.read()) is not EOF:
                 yield contract.parse(_GENERATE_MANY, raw)
 
         async def write(response: Message) -> None:
