@@ -173,7 +173,7 @@ class PoolState:
 
     def publish(self, max_blocks: int = ALL_BLOCKS) -> bool:
         """Publishes up to so many blocks of what steps have committed. Whether more is left."""
-        self.sequences.settle()
+        self.sequences.tokens.settle()
         is_left = self.publisher.publish(max_blocks)
         self.update_pressure()
         return is_left

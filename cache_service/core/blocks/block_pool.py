@@ -251,7 +251,7 @@ class BlockPool:
         """The index names these blocks from now on; it may have named some before."""
         new = blocks[~self.indexed[blocks]]
         self.indexed[new] = True
-        self.num_indexed += self.num_distinct(new) if len(new) > 1 else len(new)
+        self.num_indexed += self.num_distinct(new)
 
     def _unmark(self, blocks: Int32Array) -> None:
         """The index names these distinct blocks no more; some may have been unmarked already."""
@@ -276,7 +276,7 @@ class BlockPool:
             self.num_in_transfer += change * (len(busy) - num_quarantined)
 
     def num_distinct(self, blocks: Int32Array) -> int:
-        return len(self._distinct(blocks))
+        return len(set(blocks.tolist())) if len(blocks) <= _FEW else len(self._distinct(blocks))
 
     def _distinct(self, blocks: Int32Array) -> Int32Array:
         """Each block once, in order."""

@@ -4,6 +4,8 @@ A step notes what it adds; it is written at the next look. A thousand rows are a
 wait for them. Rule: a look at a row sees all that was noted of it. Does not know what a sequence is.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -89,13 +91,22 @@ class TokenRows:
         self._noted.clear()
 
 
+@dataclass(slots=True)
+class _Named:
+    """Sequences that so many steps in a row have named, the last one at this time."""
+
+    slots: Int64Array
+    num_steps: int
+    now: float
+
+
 class Accesses:
     """How many steps named each sequence, and when a step or a read last did, or made it."""
 
     def __init__(self, num_slots: int) -> None:
         self._counts: Int64Array = np.zeros(num_slots, np.int64)
         self._last = np.zeros(num_slots, np.float64)
-        self._noted: list[tuple[Int64Array, float]] = []  # slots, and when: not counted yet
+        self._noted: list[_Named] = []  # not counted yet
 
     @property
     def counts(self) -> Int64Array:
@@ -110,8 +121,13 @@ class Accesses:
         return self._last
 
     def note(self, slots: Int64Array, now: float) -> None:
-        """A step names these distinct sequences."""
-        self._noted.append((slots, now))
+        """A step names these distinct sequences. Steps in a row that name the same ones are one note."""
+        last = self._noted[-1] if self._noted else None
+        if last is not None and last.slots is slots:
+            last.num_steps += 1
+            last.now = now
+            return
+        self._noted.append(_Named(slots, 1, now))
         if len(self._noted) == _MOST_NOTED:
             self.settle()
 
@@ -126,7 +142,7 @@ class Accesses:
 
     def settle(self) -> None:
         """Counts what was noted."""
-        for slots, now in self._noted:
-            self._counts[slots] += 1
-            self._last[slots] = now
+        for noted in self._noted:
+            self._counts[noted.slots] += noted.num_steps
+            self._last[noted.slots] = noted.now
         self._noted.clear()

@@ -156,13 +156,12 @@ class Publisher:
     def _publish_commit(self, owner: SessionState, slots: Int64Array, max_blocks: int, told_now: SessionState | None) -> int:
         """Publishes one commit; the blocks beyond the bound go back to the front. Returns the number of blocks."""
         seqs = self._sequences
-        behind = (self._num_to_publish(slots) > seqs.num_published[slots]).nonzero()[0]
+        first, last = seqs.num_published[slots], self._num_to_publish(slots)
+        behind = (last > first).nonzero()[0]
+        behind = behind[seqs.states[slots[behind]] == _RUNNING]
         if not len(behind):
             return 0
-        slots = slots[behind]
-        slots = slots[seqs.states[slots] == _RUNNING]
-        first = seqs.num_published[slots]
-        last = self._num_to_publish(slots)
+        slots, first, last = slots[behind], first[behind], last[behind]
         waiting = self._stop_at_copies(slots, first, last) if owner.copies and len(slots) else NO_INT64
         ends = np.cumsum(last - first)
         if len(ends) and ends[-1] > max_blocks:
