@@ -9,10 +9,9 @@ import numpy as np
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 from .values.errors import WrongTokenId
-from .values.output_chunk import Usage
+from .values.output_chunk import TokenLogprobs, Usage
 from .values.request import Int32Array
 from .values.sampling_params import SamplingParams
-from .values.token_logprobs import TokenLogprobs
 
 DEFAULT_MAX_TOKENS = 256
 

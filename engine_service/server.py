@@ -46,9 +46,8 @@ from .ranks.ranks import Ranks
 from .rpc.admission import connection_of
 from .rpc.methods import turn_limits
 from .rpc.service import EngineService
-from .scheduler.fair_share import FairShare
 from .scheduler.policies import make_ordering
-from .scheduler.waiting import WaitingSequences
+from .scheduler.waiting import FairShare, WaitingSequences
 from .serving.fronts import Fronts, open_fronts
 from .serving.set_up import metrics_at, serve_at
 from .speculation.draft_model import DraftModel

@@ -18,7 +18,7 @@ from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 from ..compute.device.step_copies import Moves
 from ..ranks.block_copies import copies_for
 from ..ranks.move_blocks import SWAP_OUT, BlockMover
-from ..scheduler.preemption_cost import Moved
+from ..scheduler.headroom import Moved
 
 _NO_BLOCKS = torch.empty((0, 1), dtype=torch.uint8)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..values.beam_values import Candidates, SearchRow
+from ..values.sampling_params import Candidates, SearchRow
 from .penalties import apply_penalties
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..values.token_logprobs import TokenLogprobs
+from ..values.output_chunk import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

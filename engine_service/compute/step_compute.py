@@ -15,12 +15,11 @@ import numpy as np
 import structlog
 import torch
 
-from ..scheduler.work import PromptScore, Work
+from ..scheduler.plan import PromptScore, Work
 from ..values.batch import Batch
-from ..values.beam_values import Candidates, SearchRow
 from ..values.errors import DeviceLost
-from ..values.sampling_params import NOTHING_AWAITED, PlainDraws, SampledRows, are_likeliest
-from ..values.token_logprobs import TokenLogprobs
+from ..values.output_chunk import TokenLogprobs
+from ..values.sampling_params import NOTHING_AWAITED, Candidates, PlainDraws, SampledRows, SearchRow, are_likeliest
 from .beam_candidates import find_candidates
 from .device.device_errors import fault_of, keep_until_end, lost_by
 from .device.device_queue import DeviceQueue, HostQueue, Mark, Queued

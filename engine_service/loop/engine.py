@@ -20,14 +20,13 @@ from ..cache_session.kv_memory import KvMemory
 from ..compute.step_compute import StepCompute
 from ..outputs.generation import Generation
 from ..scheduler.limits import Limits
-from ..scheduler.plan import Plan
+from ..scheduler.plan import Plan, StepWait
 from ..scheduler.planner import NO_GUESSES
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.waiting import WaitingSequences
 from ..speculation.speculator import Proposer, Speculator
 from ..values.errors import CacheServiceDown, Draining, NeverFits
 from ..values.request import Int32Array
-from ..values.step_wait import StepWait
 from .between_steps import BetweenSteps
 from .iteration import Iteration
 from .open_requests import OpenRequests, with_bound

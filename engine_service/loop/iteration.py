@@ -6,7 +6,7 @@ Made of what the step had at hand, so that keeping the last one costs nothing; t
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..scheduler.work import Task, Work
+from ..scheduler.plan import Task, Work
 
 
 @dataclass(frozen=True, slots=True)

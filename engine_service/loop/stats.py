@@ -7,9 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..outputs.generation import Generation
-from ..scheduler.work import NewTokens, Work
+from ..scheduler.plan import NewTokens, StepWait, Work
 from ..values.request import FinishReason, RequestState
-from ..values.step_wait import StepWait
 from .timings import TOKEN_BOUNDS, Histogram, Timings
 
 _NUM_STEPS = 256

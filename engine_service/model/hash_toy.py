@@ -23,7 +23,7 @@ from kvkeeper.kernels.errors import KernelArgumentError
 from kvkeeper.kernels.layout import KvLayout
 
 from ..values.batch import Batch
-from ..values.retention import Retention
+from ..values.request import Retention
 from .parallel.split import WHOLE, Split
 
 _MASK: Final = (1 << 64) - 1

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..values.beam_values import Branch, Candidates
 from ..values.request import FinishReason
+from ..values.sampling_params import Branch, Candidates
 from .stopping import StopRules, TextOutput
 
 

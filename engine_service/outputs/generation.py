@@ -17,12 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from ..values.beam_values import Branch, Candidates, SearchRow
 from ..values.errors import EngineError, RequestFailed, RequestMoved
-from ..values.output_chunk import OutputChunk, Send, Usage
+from ..values.output_chunk import OutputChunk, Send, TokenLogprobs, Usage
 from ..values.request import NO_SLOT, FinishReason, Int32Array, Request, RequestState
-from ..values.sampling_params import LIKELIEST, SamplingParams, SamplingRow
-from ..values.token_logprobs import TokenLogprobs
+from ..values.sampling_params import LIKELIEST, Branch, Candidates, SamplingParams, SamplingRow, SearchRow
 from .beam_search import BeamSearch, Finished
 from .best_of import BestOf
 from .stopping import StopRules, TextOutput

@@ -17,9 +17,9 @@ from ..compute.served_model import ServedModel
 from ..loop.engine import Engine
 from ..loop.engine_counts import engine_counts
 from ..loop.timings import Histogram
+from ..scheduler.plan import StepWait
 from ..scheduler.policies import POLICIES
 from ..values.request import FinishReason
-from ..values.step_wait import StepWait
 
 _GAUGES = (
     "num_waiting_requests",

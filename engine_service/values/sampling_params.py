@@ -3,12 +3,12 @@
 A row is one object, or a place in columns: PlainDraws has the rows of a step, and PenalisedRows those of them whose draws
 depend on the tokens before. A penalised row's history is named, not copied: it is the start of a row of a table of tokens,
 which many of the loop's rows share. The token that the step before draws is not in it yet; where the model computes, it is
-known under its row.
+known under its row. A beam search has rows of its own, which candidates come back for, and branches follow from.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -238,3 +238,26 @@ def as_plain(rows: SampledRows) -> PlainDraws | None:
 def are_likeliest(rows: SampledRows) -> bool:
     """Whether all rows are LIKELIEST."""
     return not isinstance(rows, PlainDraws) and rows.count(LIKELIEST) == len(rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SearchRow:
+    """One list: its parameters and tokens, and how many candidates are wanted."""
+
+    row: SamplingRow
+    num_candidates: int
+
+
+class Candidates(NamedTuple):
+    """A list's likeliest next tokens and their log probabilities, the likeliest first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class Branch(NamedTuple):
+    """The list in `slot` is from now on the one that was in `parent`, and this token behind it."""
+
+    parent: int
+    slot: int
+    token_id: int

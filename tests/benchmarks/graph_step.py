@@ -24,7 +24,7 @@ from kvkeeper.engine_service.compute.graphs.graph_api import Graph
 from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, capture_decode
 from kvkeeper.engine_service.compute.model_runner import ModelRunner
 from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
-from kvkeeper.engine_service.scheduler.work import Work
+from kvkeeper.engine_service.scheduler.plan import Work
 from kvkeeper.engine_service.values.sampling_params import (
     GREEDY,
     LIKELIEST,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...scheduler.work import Work
+from ...scheduler.plan import Work
 from .device_queue import DeviceQueue
 
 BlockIds = npt.NDArray[np.integer]

@@ -9,8 +9,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import KvkeeperError, NewSequence
 from kvkeeper.engine_service.cache_session.sequence_calls import SequenceCalls
-from kvkeeper.engine_service.values.request import Request, Sequence, SequenceState
-from kvkeeper.engine_service.values.retention import Retention
+from kvkeeper.engine_service.values.request import Request, Retention, Sequence, SequenceState
 
 REFUSED = KvkeeperError(grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_SEQUENCES", "all are in use")
 
