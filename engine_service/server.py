@@ -48,8 +48,7 @@ from .rpc.methods import turn_limits
 from .rpc.service import EngineService
 from .scheduler.policies import make_ordering
 from .scheduler.waiting import FairShare, WaitingSequences
-from .serving.fronts import Fronts, open_fronts
-from .serving.set_up import metrics_at, serve_at
+from .serving.fronts import Fronts, metrics_at, open_fronts, serve_at
 from .speculation.draft_model import DraftModel
 from .speculation.speculator import PromptLookUp, Proposer
 from .text_workers.text_work import TextWork

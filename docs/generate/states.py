@@ -15,11 +15,11 @@ defect."""
 _TABLES = {
     "A sequence in the cache service": "kvkeeper.cache_service.core.sequences.transitions",
     "A sequence in the engine's scheduler": "kvkeeper.engine_service.values.request",
-    "A request that changes its engine": "kvkeeper.engine_service.movement.states",
+    "A request that changes its engine": "kvkeeper.engine_service.movement.movement",
 }
 _BORN = {
     "kvkeeper.engine_service.values.request": ("NEW",),
-    "kvkeeper.engine_service.movement.states": ("RUNNING",),
+    "kvkeeper.engine_service.movement.movement": ("RUNNING",),
 }  # states that others lead to as well
 _NO_SEQUENCE = ("FREE_SLOT", "NONE", "GONE")  # states that stand for no sequence: drawn as the beginning and the end
 

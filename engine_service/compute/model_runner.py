@@ -31,8 +31,7 @@ from ..values.batch import Batch, IntArray
 from ..values.sampling_params import SampledRows
 from .device.device_errors import fault_of, lost_by
 from .device.device_queue import DeviceQueue, queue_of
-from .device.last_tokens import LastTokens
-from .device.token_counts import Counted, TokenCounts
+from .device.token_counts import Counted, LastTokens, TokenCounts
 from .device.upload import Staged, upload_to
 from .graphs.graph_api import GraphApi
 from .graphs.graphed_decode import DecodeShape, GraphedDecode, capture_decode

@@ -17,8 +17,7 @@ from kvkeeper.kernels.philox import uniforms, uniforms_there
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 
 from ..values.sampling_params import PlainDraws, SampledRows, SamplingRow, are_likeliest
-from .device.last_tokens import LastTokens
-from .device.token_counts import Counted
+from .device.token_counts import Counted, LastTokens
 from .device.upload import at_device
 from .penalties import apply_penalties, counted_logits, penalised_logits
 from .step_logits import NOT_FINITE, StepLogits, with_likeliest

@@ -23,9 +23,8 @@ from ..values.sampling_params import NOTHING_AWAITED, Candidates, PlainDraws, Sa
 from .beam_candidates import find_candidates
 from .device.device_errors import fault_of, keep_until_end, lost_by
 from .device.device_queue import DeviceQueue, HostQueue, Mark, Queued
-from .device.last_tokens import LastTokens
 from .device.step_copies import Moves, submit_step
-from .device.token_counts import Counted, Counting
+from .device.token_counts import Counted, Counting, LastTokens
 from .device.upload import Staged, at_device
 from .logprobs import LogprobTensors, find_logprobs
 from .model_runner import ModelRunner, Runner

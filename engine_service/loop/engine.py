@@ -27,14 +27,12 @@ from ..scheduler.waiting import WaitingSequences
 from ..speculation.speculator import Proposer, Speculator
 from ..values.errors import CacheServiceDown, Draining, NeverFits
 from ..values.request import Int32Array
-from .between_steps import BetweenSteps
-from .iteration import Iteration
+from .between_steps import BetweenSteps, Wake, wait_for
 from .open_requests import OpenRequests, with_bound
 from .sequence_creator import SequenceCreator
-from .stats import EngineStats
+from .stats import EngineStats, Iteration
 from .step_worker import InFlight, StepWorker
 from .tracing import EngineTracing
-from .wake import Wake, wait_for
 
 log = structlog.get_logger()
 T = TypeVar("T")

@@ -15,8 +15,7 @@ import structlog
 from ..compute.sampler import SampledTokens
 from ..compute.step_compute import Computed, StepRows
 from ..outputs.generation import Generation
-from ..outputs.slot_draws import Histories, SlotDraws
-from ..outputs.unread_tokens import UnreadTokens
+from ..outputs.unread_tokens import Histories, SlotDraws, UnreadTokens
 from ..scheduler.limits import Limits
 from ..scheduler.plan import NewTokens, Plan, Work
 from ..scheduler.scheduler import NO_BLOCKS, Scheduler

@@ -21,8 +21,8 @@ from ..cache_session.sequence_calls import SequenceCalls
 from ..scheduler.scheduler import Scheduler
 from ..values.errors import EngineError, RequestFailed
 from ..values.request import Request, Sequence
+from .between_steps import Wake, wait_for
 from .tracing import EngineTracing
-from .wake import Wake, wait_for
 
 _MOST_CALLS = 4  # under way at once
 _MOST_IN_CALL = 256  # sequences

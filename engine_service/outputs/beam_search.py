@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..values.request import FinishReason
 from ..values.sampling_params import Branch, Candidates
-from .stopping import StopRules, TextOutput
+from .model_text import StopRules, TextOutput
 
 
 @dataclass(frozen=True, slots=True)

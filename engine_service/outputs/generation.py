@@ -23,7 +23,7 @@ from ..values.request import NO_SLOT, FinishReason, Int32Array, Request, Request
 from ..values.sampling_params import LIKELIEST, Branch, Candidates, SamplingParams, SamplingRow, SearchRow
 from .beam_search import BeamSearch, Finished
 from .best_of import BestOf
-from .stopping import StopRules, TextOutput
+from .model_text import StopRules, TextOutput
 from .unread_tokens import Reader, UnreadSlot, UnreadTokens
 
 log = structlog.get_logger()

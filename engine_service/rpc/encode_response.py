@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ..loop.iteration import Iteration
+from ..loop.stats import Iteration
 from ..messages import logprobs_of, usage_of
 from ..outputs.generation import Generation
 from ..scheduler.plan import Task

@@ -30,8 +30,7 @@ from ..rpc.methods import CONTRACT, FRONTS_OWN, intake_of, router_of
 from ..rpc.stream_pace import StreamPace
 from ..values.errors import EngineError
 from .engine_link import EngineLink, TraceNote
-from .frames import FrontState, Kind
-from .front_config import FrontConfig
+from .frames import FrontConfig, FrontState, Kind
 from .front_requests import FrontRequests
 from .streams import Read, Streams, Write
 

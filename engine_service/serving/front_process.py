@@ -19,9 +19,8 @@ from kvkeeper.common.service.child_process import start_child, wait_end
 
 from ..outputs.model_text import ModelText
 from .calls import FrontCalls, FrontServices
-from .frames import FrontSetUp, FrontState, Kind
+from .frames import FrontConfig, FrontSetUp, FrontState, Kind
 from .front import Front
-from .front_config import FrontConfig
 from .lane import Lane, join_by_socket, join_in_memory
 
 log = structlog.get_logger()

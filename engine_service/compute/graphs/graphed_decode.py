@@ -26,8 +26,7 @@ from kvkeeper.kernels.scratch import Scratch
 from ...values.batch import Batch
 from ...values.sampling_params import PlainDraws, SampledRows, as_plain
 from ..device.device_queue import DeviceQueue
-from ..device.last_tokens import LastTokens
-from ..device.token_counts import Counted, TokenCounts
+from ..device.token_counts import Counted, LastTokens, TokenCounts
 from ..device.upload import Staged
 from ..sampler import draw_penalised, draw_plain
 from ..step_logits import StepLogits, with_likeliest

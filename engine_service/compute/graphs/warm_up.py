@@ -12,8 +12,7 @@ import torch
 
 from ...values.batch import Batch, BatchRetention
 from ...values.sampling_params import GREEDY, PenalisedRows, PlainDraws, SamplingParams, SamplingRow
-from ..device.last_tokens import LastTokens
-from ..device.token_counts import TokenCounts
+from ..device.token_counts import LastTokens, TokenCounts
 from ..sampler import draw, sample
 from ..step_logits import StepLogits
 

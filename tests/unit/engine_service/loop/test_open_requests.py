@@ -11,7 +11,7 @@ from kvkeeper.engine_service.loop.open_requests import OpenRequests
 from kvkeeper.engine_service.loop.stats import EngineStats
 from kvkeeper.engine_service.loop.tracing import EngineTracing
 from kvkeeper.engine_service.outputs.generation import Generation
-from kvkeeper.engine_service.outputs.stopping import StopRules
+from kvkeeper.engine_service.outputs.model_text import StopRules
 from kvkeeper.engine_service.scheduler.limits import Limits
 from kvkeeper.engine_service.scheduler.plan import Work
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler

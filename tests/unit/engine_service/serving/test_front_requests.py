@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.engine_service.outputs.stopping import TextOutput
+from kvkeeper.engine_service.outputs.model_text import TextOutput
 from kvkeeper.engine_service.outputs.tokenizer import StopStrings
 from kvkeeper.engine_service.serving import stream_buffer
 from kvkeeper.engine_service.serving.frames import Admitted, Kind, Stopped
