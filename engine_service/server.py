@@ -39,9 +39,9 @@ from .loop.session_loop import CacheServiceRefused, keep_serving
 from .loop.time_limits import end_stalled
 from .loop.tracing import EngineTracing
 from .model.checkpoint.errors import ModelError, NoDeviceError
-from .model.parallel.split import WHOLE
+from .model.split import WHOLE
 from .movement.take_over import TakeOverRefused
-from .ranks.failures import RankLost
+from .ranks.messages import RankLost
 from .ranks.ranks import Ranks
 from .rpc.admission import connection_of
 from .rpc.methods import turn_limits

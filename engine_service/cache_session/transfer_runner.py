@@ -15,9 +15,8 @@ import torch
 from kvkeeper.client.steps import StepResult
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
-from ..compute.device.step_copies import Moves
-from ..ranks.block_copies import copies_for
-from ..ranks.move_blocks import SWAP_OUT, BlockMover
+from ..compute.device.device_queue import Moves
+from ..ranks.block_copies import SWAP_OUT, BlockMover, copies_for
 from ..scheduler.headroom import Moved
 
 _NO_BLOCKS = torch.empty((0, 1), dtype=torch.uint8)

@@ -33,11 +33,10 @@ from .device.device_errors import fault_of, lost_by
 from .device.device_queue import DeviceQueue, queue_of
 from .device.token_counts import Counted, LastTokens, TokenCounts
 from .device.upload import Staged, upload_to
-from .graphs.graph_api import GraphApi
+from .graphs.graph_api import MOST_ROWS, GraphApi
 from .graphs.graphed_decode import DecodeShape, GraphedDecode, capture_decode
-from .graphs.sizes import MOST_ROWS
 from .graphs.warm_up import warm_up_batches, warm_up_sampling
-from .step_logits import StepLogits
+from .sampler import StepLogits
 
 log = structlog.get_logger()
 

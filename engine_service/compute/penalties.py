@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from kvkeeper.kernels.cpu import compiled
-from kvkeeper.kernels.cpu.penalties import penalise as compiled_penalise
+from kvkeeper.kernels.cpu.rows import penalise as compiled_penalise
 from kvkeeper.kernels.penalise_counted import penalise_counted
 from kvkeeper.kernels.types import CountedTensors
 

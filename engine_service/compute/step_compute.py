@@ -20,16 +20,13 @@ from ..values.batch import Batch
 from ..values.errors import DeviceLost
 from ..values.output_chunk import TokenLogprobs
 from ..values.sampling_params import NOTHING_AWAITED, Candidates, PlainDraws, SampledRows, SearchRow, are_likeliest
-from .beam_candidates import find_candidates
 from .device.device_errors import fault_of, keep_until_end, lost_by
-from .device.device_queue import DeviceQueue, HostQueue, Mark, Queued
-from .device.step_copies import Moves, submit_step
+from .device.device_queue import DeviceQueue, HostQueue, Mark, Moves, Queued, submit_step
 from .device.token_counts import Counted, Counting, LastTokens
 from .device.upload import Staged, at_device
-from .logprobs import LogprobTensors, find_logprobs
+from .logprobs import LogprobTensors, find_candidates, find_logprobs
 from .model_runner import ModelRunner, Runner
-from .sampler import SampledTokens, draw, tokens_of
-from .step_logits import StepLogits
+from .sampler import SampledTokens, StepLogits, draw, tokens_of
 
 log = structlog.get_logger()
 

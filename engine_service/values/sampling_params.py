@@ -7,8 +7,8 @@ known under its row. A beam search has rows of its own, which candidates come ba
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -75,8 +75,18 @@ class SamplingParams:
             raise SamplingParamsError(field, getattr(self, field), text)
 
 
+_LEAST_TEMPERATURE = 1e-3  # below it the distribution is the likeliest token to float precision
 NEUTRAL = SamplingParams()
 GREEDY = SamplingParams(temperature=0)
+
+
+def with_fields(defaults: SamplingParams, given: dict[str, Any]) -> SamplingParams:
+    """The defaults but for what is given, in the bounds of a request. Raises SamplingParamsError."""
+    if 0 < given.get("temperature", 0) < _LEAST_TEMPERATURE:
+        given = {**given, "temperature": _LEAST_TEMPERATURE}
+    if not 0 <= given.get("min_p", 0) < 1:
+        raise SamplingParamsError("min_p", given["min_p"], "0 to below 1")
+    return replace(defaults, **given)
 
 
 class Allowing(Protocol):

@@ -60,7 +60,7 @@ class World:
         )
         fail: Callable[..., None] = lambda request, error: self.failed.append(error)  # noqa: E731
         tracing = SimpleNamespace(within_request=lambda *requests: nullcontext())
-        parts = (scheduler, SimpleNamespace(create=create), self.wake, fail, tracing)
+        parts = (scheduler, create, self.wake, fail, tracing)
         creator = SequenceCreator(*(cast(Any, part) for part in parts))
         try:
             yield creator

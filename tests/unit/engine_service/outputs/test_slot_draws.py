@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from kvkeeper.engine_service.compute.device.token_counts import LastTokens
-from kvkeeper.engine_service.compute.sampler import draw, sample
-from kvkeeper.engine_service.compute.step_logits import StepLogits
+from kvkeeper.engine_service.compute.sampler import StepLogits, draw, sample
 from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.engine_service.outputs.model_text import StopRules
 from kvkeeper.engine_service.outputs.unread_tokens import Histories, SlotDraws

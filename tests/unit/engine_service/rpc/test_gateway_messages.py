@@ -15,10 +15,10 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from kvkeeper.engine.v1 import engine_service_pb2 as own
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.rpc.gateway.calls import CHUNK_BYTES, archive_of
 from kvkeeper.engine_service.rpc.gateway.generating import Answer, generate
 from kvkeeper.engine_service.rpc.gateway.methods import CONTRACT
 from kvkeeper.engine_service.rpc.gateway.requests import own_id, own_sampling
-from kvkeeper.engine_service.rpc.gateway.tokenizer_files import CHUNK_BYTES, archive_of
 from kvkeeper.engine_service.values.errors import EngineError, InvalidField, NotImplementedYet
 
 PROMPT = [5, 6, 7]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.beam_candidates import find_candidates
+from kvkeeper.engine_service.compute.logprobs import find_candidates
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions, BeamSearch, TokenList, why_ends
 from kvkeeper.engine_service.outputs.model_text import StopRules
 from kvkeeper.engine_service.values.request import FinishReason
