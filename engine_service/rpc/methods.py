@@ -81,12 +81,10 @@ FRONTS_OWN = frozenset({"Generate", "GenerateMany"})  # methods that fronts serv
 _GENERATE_MANY = CONTRACT.service.methods_by_name["GenerateMany"]
 
 
-def router_of(
-    service: Any, contract: Contract = CONTRACT, given: Mapping[str, grpc.RpcMethodHandler] | None = None
-) -> MethodRouter:
+def router_of(service: Any, contract: Contract, given: Mapping[str, grpc.RpcMethodHandler]) -> MethodRouter:
     """The methods of the service, which has one for each RPC that is not given, in snake case. contract: with limits."""
     generate_many = grpc.stream_stream_rpc_method_handler(_many(contract, service.generate_many))
-    return MethodRouter(contract, service, {"GenerateMany": generate_many, **(given or {})})
+    return MethodRouter(contract, service, {"GenerateMany": generate_many, **given})
 
 
 def _many(contract: Contract, function: Callable[..., Awaitable[None]]) -> Any:

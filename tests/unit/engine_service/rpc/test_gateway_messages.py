@@ -48,7 +48,7 @@ class OwnCalls:
 async def served(message: pb.GenerateRequest, max_len: int = 100) -> tuple[own.GenerateRequest, list[pb.GenerateResponse]]:
     """What the engine is asked for, and what the gateway is told."""
     calls = OwnCalls()
-    told = [each async for each in generate(message, max_len, calls)]
+    told = [each async for each in generate(message, max_len, calls.generate, calls.tokenize)]
     (asked,) = calls.asked
     return asked, told
 
