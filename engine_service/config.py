@@ -28,9 +28,9 @@ from kvkeeper.common.trust.settings import (
 )
 
 from .model.demo_model import DEMO_MODEL_DIR
+from .scheduler.headroom import Preemption
 from .scheduler.policies import POLICY_NAMES
-from .scheduler.preemption_cost import Preemption
-from .values.input_limits import InputLimits
+from .values.request import InputLimits
 
 GATEWAY_PACKAGE = "smg_grpc_proto"  # the messages of the gateway's protocol
 MAX_TOKENS = 1 << 22  # of a sequence

@@ -1,18 +1,17 @@
 """From values to messages and back, where streams, calls and engines among each other use the same message."""
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from .values.errors import WrongTokenId
-from .values.output_chunk import Usage
+from .values.errors import EngineError, WrongTokenId
+from .values.output_chunk import OutputChunk, TokenLogprobs, Usage
 from .values.request import Int32Array
 from .values.sampling_params import SamplingParams
-from .values.token_logprobs import TokenLogprobs
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -47,3 +46,38 @@ def token_array(ids: Any, vocab_size: int, field: str) -> Int32Array:
             f"{field}: token id {largest} of a vocabulary of {vocab_size}", token_id=largest, vocab_size=vocab_size
         )
     return token_ids.astype(np.int32)
+
+
+class TakesUnread(Protocol):
+    """What reads the output of one request."""
+
+    async def take_unread(self) -> tuple[list[OutputChunk], EngineError | None]:
+        """What is new, once there is something, and the error that ends it."""
+
+
+def response_of(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:
+    """The message of a chunk."""
+    reason = f"FINISH_REASON_{chunk.finish_reason.name}" if chunk.finish_reason is not None else None
+    return pb.GenerateResponse(
+        request_id=request_id,
+        index=chunk.index,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        finish_reason=reason,
+        usage=usage_of(chunk.usage) if chunk.usage is not None else None,
+        logprobs=logprobs_of(chunk.logprobs),
+        prompt_logprobs=logprobs_of(chunk.prompt_logprobs),
+        cumulative_logprob=chunk.cumulative_logprob,
+    )
+
+
+async def responses(request_id: str, unread: TakesUnread) -> AsyncIterator[pb.GenerateResponse]:
+    """The messages of a request, to its last. Raises the error that ends it."""
+    while True:
+        chunks, error = await unread.take_unread()
+        for chunk in chunks:
+            yield response_of(request_id, chunk)
+        if error is not None:
+            raise error
+        if chunks and chunks[-1].usage is not None:
+            return

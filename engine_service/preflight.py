@@ -18,8 +18,7 @@ from kvkeeper.common.service.sizes import size
 
 from .config import GATEWAY_PACKAGE, HASH_TOY, EngineConfig, wants_compiled
 from .model.checkpoint.errors import ModelError, UnsupportedModelError
-from .model.checkpoint.json_fields import CONFIG_FILE
-from .model.checkpoint.json_file import read_json_object
+from .model.checkpoint.json_file import CONFIG_FILE, read_json_object
 from .model.config import not_native, parse_model_config, why_library
 from .model.dtype_name import DTYPE_BYTES, INT8, dtype_name
 

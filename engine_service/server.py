@@ -39,18 +39,16 @@ from .loop.session_loop import CacheServiceRefused, keep_serving
 from .loop.time_limits import end_stalled
 from .loop.tracing import EngineTracing
 from .model.checkpoint.errors import ModelError, NoDeviceError
-from .model.parallel.split import WHOLE
+from .model.split import WHOLE
 from .movement.take_over import TakeOverRefused
-from .ranks.failures import RankLost
+from .ranks.messages import RankLost
 from .ranks.ranks import Ranks
 from .rpc.admission import connection_of
 from .rpc.methods import turn_limits
 from .rpc.service import EngineService
-from .scheduler.fair_share import FairShare
 from .scheduler.policies import make_ordering
-from .scheduler.waiting import WaitingSequences
-from .serving.fronts import Fronts, open_fronts
-from .serving.set_up import metrics_at, serve_at
+from .scheduler.waiting import FairShare, WaitingSequences
+from .serving.fronts import Fronts, metrics_at, open_fronts, serve_at
 from .speculation.draft_model import DraftModel
 from .speculation.speculator import PromptLookUp, Proposer
 from .text_workers.text_work import TextWork

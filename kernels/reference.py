@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .activations.linear_weight import LinearWeight
 from .attention.retention import Retention
-from .types import CountedTensors
+from .types import CountedTensors, LinearWeight
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, kv_layer: torch.Tensor, slot_mapping: torch.Tensor) -> None:

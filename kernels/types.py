@@ -10,8 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .cpu.rows import RowBlocks
+
 if TYPE_CHECKING:
     from .gpu.decode_work import DecodeWork
+
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -86,3 +89,19 @@ class CountedTensors(NamedTuple):
     tokens: torch.Tensor
     addends: torch.Tensor
     penalties: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """A weight [out_features, in_features] as linear takes it.
+
+    Attributes:
+        bias: [out_features] or None.
+        packed: whether `data` is in oneDNN's layout, and opaque.
+        blocks: how packed data lies in memory, where that is known.
+    """
+
+    data: torch.Tensor
+    bias: torch.Tensor | None = None
+    packed: bool = False
+    blocks: RowBlocks | None = None

@@ -14,12 +14,12 @@ _INTRO = """What a sequence or a request can be, and what takes it from one stat
 defect."""
 _TABLES = {
     "A sequence in the cache service": "kvkeeper.cache_service.core.sequences.transitions",
-    "A sequence in the engine's scheduler": "kvkeeper.engine_service.scheduler.transitions",
-    "A request that changes its engine": "kvkeeper.engine_service.movement.states",
+    "A sequence in the engine's scheduler": "kvkeeper.engine_service.values.request",
+    "A request that changes its engine": "kvkeeper.engine_service.movement.movement",
 }
 _BORN = {
-    "kvkeeper.engine_service.scheduler.transitions": ("NEW",),
-    "kvkeeper.engine_service.movement.states": ("RUNNING",),
+    "kvkeeper.engine_service.values.request": ("NEW",),
+    "kvkeeper.engine_service.movement.movement": ("RUNNING",),
 }  # states that others lead to as well
 _NO_SEQUENCE = ("FREE_SLOT", "NONE", "GONE")  # states that stand for no sequence: drawn as the beginning and the end
 

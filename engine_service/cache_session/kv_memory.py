@@ -9,6 +9,8 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict
 from functools import partial
 from traceback import clear_frames
 
@@ -21,6 +23,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.arena import Arena
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.client.new_sequence import NewSequence
 from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.client.steps import StepItems, StepResult
 from kvkeeper.common.service.threads import in_thread, in_thread_or_here
@@ -30,17 +33,16 @@ from ..compute.device.device_errors import FaultTold, keep_until_end, lost_by
 from ..compute.model_runner import AnyLayout, Runner, StepBounds
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
-from ..ranks.failures import RankLost, RankRefused
 from ..ranks.mapped_arena import arena_tensor, host_blocks, packing_of
+from ..ranks.messages import RankLost, RankRefused
 from ..ranks.ranked_runner import RankedRunner
 from ..ranks.ranks import Ranks, attachment_of
 from ..scheduler.plan import Plan
-from ..values.request import TakenBlocks
-from .failures import is_unknown_sequence, rank_lost, refuses_groups
+from ..values.request import Sequence, TakenBlocks
+from .failures import is_invalid, is_unknown_sequence, rank_lost, refuses_groups
 from .kv_spec import host_format_of, kv_spec_of
 from .lease import Lease
 from .pool_limits import limits_of
-from .sequence_calls import SequenceCalls
 from .transfer_runner import TransferRunner
 
 log = structlog.get_logger()
@@ -64,7 +66,6 @@ class KvMemory:
         """transfers, runner: on views of the arena, which close drops. ranks: the others, on their arenas of the session."""
         self._ranks = ranks
         self.session = session
-        self.sequences = SequenceCalls(session)
         self.transfers = transfers
         self.lease = Lease(session.ttl_ms / 1000)
         self.kv_utilization = 0.0  # share of the pool's blocks that are referenced, as of the last step
@@ -172,6 +173,35 @@ class KvMemory:
         if not is_away:
             with contextlib.suppress(KvkeeperError):  # the session or the service is gone: the session ends either way
                 await self.session.close(drained=drained)
+
+
+async def create_sequences(session: AsyncCacheSession, sequences: SequenceOf[Sequence]) -> list[int | KvkeeperError]:
+    """Report waiting sequences to the cache service, in one call.
+
+    The start number of each, or why it was refused. Raises KvkeeperError where that is not known.
+    """
+    try:
+        created = await session.create_sequences([_new_sequence(sequence) for sequence in sequences])
+    except KvkeeperError as error:
+        if not is_invalid(error):
+            raise
+        return [error] * len(sequences)  # a prompt alone that no message can carry
+    return [each if isinstance(each, KvkeeperError) else each.start_number for each in created]
+
+
+def _new_sequence(sequence: Sequence) -> NewSequence:
+    request = sequence.request
+    assert sequence.sequence_id is not None
+    return NewSequence(
+        sequence.sequence_id,
+        sequence.token_ids,
+        request.max_len,
+        request.tenant,
+        request.priority,
+        None if request.retention is None else pb.Retention(**asdict(request.retention)),
+        request.start_number,
+        int(request.reuse_hint),  # type: ignore[arg-type]  # the numbers are the protocol's
+    )
 
 
 def client_name(model: ServedModel, address: str) -> str:

@@ -17,7 +17,6 @@ _KV_DTYPES = {
     torch.float32: pb.KV_DTYPE_FLOAT32,
 }
 
-
 _STORED_DTYPES = {
     "fp16": pb.KV_DTYPE_FLOAT16,
     "bf16": pb.KV_DTYPE_BFLOAT16,
@@ -25,8 +24,6 @@ _STORED_DTYPES = {
     "int8": pb.KV_DTYPE_INT8,
     "int4": pb.KV_DTYPE_INT4,
 }
-
-
 _HOST_FORMATS = {number: name for name, number in _STORED_DTYPES.items()} | {pb.KV_DTYPE_UNSPECIFIED: ""}
 
 
@@ -38,72 +35,41 @@ def host_format_of(pool: pb.PoolInfo) -> str:
 def kv_spec_of(model: ServedModel, block_size: int) -> pb.KvSpec:
     """What must be equal in another engine's model for the two to share K and V."""
     layout, groups = model.layout(block_size), model.groups
-    if isinstance(layout, QuantisedLayout):
-        return _stored_spec(model, layout)
-    if layout.is_latent:
-        return _latent_spec(model, layout)
-    return pb.KvSpec(
+    spec = pb.KvSpec(
         model_id=model.model_id,
         revision=model.revision,
-        num_layers=sum(len(group.layers) for group in groups) or layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        kv_dtype=_KV_DTYPES[layout.dtype],
         block_size=block_size,
-        layout=pb.KV_LAYOUT_GROUPED if groups else pb.KV_LAYOUT_BLOCK_MAJOR,
-        groups=[_group(group) for group in groups],
-        sliding_window=model.sliding_window,
         rope_parameters=model.rope_parameters,
         compute_dtype=model.compute_dtype,
         tensor_parallel_size=model.num_ranks,
     )
-
-
-def _stored_spec(model: ServedModel, layout: QuantisedLayout) -> pb.KvSpec:
-    """The spec of K and V that are stored in another format. Without scales a block is as any of that element type."""
-    tail = _KV_DTYPES[layout.dtype]
-    groups = [
-        pb.LayerGroup(
-            kind=pb.LAYER_GROUP_KIND_TAIL if group.window else pb.LAYER_GROUP_KIND_FULL,
-            layer_idx=group.layers,
-            window_tokens=group.window or 0,
-            kv_dtype=tail if group.window else pb.KV_DTYPE_UNSPECIFIED,
+    if isinstance(layout, KvLayout) and layout.is_latent:
+        # A latent is K and V at once, so to the cache service a block is an opaque page, and reading K and V of it is refused.
+        # The digest is of what the page is, in words: engines that agree in them lay out the same bytes.
+        words = f"latent and rotated key, {list(layout.view_shape)} {str(layout.dtype).removeprefix('torch.')}"
+        spec.layout, spec.tensor_parallel_size = pb.KV_LAYOUT_OPAQUE, 1  # a latent is whole on every rank
+        spec.page.CopyFrom(pb.PageLayout(page_bytes=layout.block_bytes, digest=sha256(words.encode()).hexdigest()))
+        return spec
+    spec.num_kv_heads, spec.head_dim, spec.sliding_window = layout.num_kv_heads, layout.head_dim, model.sliding_window
+    if isinstance(layout, QuantisedLayout):  # without scales a block is as any of that element type
+        spec.num_layers, spec.kv_dtype = layout.num_layers, _STORED_DTYPES[layout.kv_format.name]
+        spec.layout = pb.KV_LAYOUT_SCALED if layout.kv_format.scale_bytes else pb.KV_LAYOUT_BLOCK_MAJOR
+        spec.groups.extend(_stored_group(group, _KV_DTYPES[layout.dtype]) for group in groups)
+    else:
+        spec.num_layers, spec.kv_dtype = (
+            sum(len(group.layers) for group in groups) or layout.num_layers,
+            _KV_DTYPES[layout.dtype],
         )
-        for group in model.groups
-    ]
-    return pb.KvSpec(
-        model_id=model.model_id,
-        revision=model.revision,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        kv_dtype=_STORED_DTYPES[layout.kv_format.name],
-        block_size=layout.block_size,
-        layout=pb.KV_LAYOUT_SCALED if layout.kv_format.scale_bytes else pb.KV_LAYOUT_BLOCK_MAJOR,
-        groups=groups,
-        sliding_window=model.sliding_window,
-        rope_parameters=model.rope_parameters,
-        compute_dtype=model.compute_dtype,
-        tensor_parallel_size=model.num_ranks,
-    )
+        spec.layout = pb.KV_LAYOUT_GROUPED if groups else pb.KV_LAYOUT_BLOCK_MAJOR
+        spec.groups.extend(map(_group, groups))
+    return spec
 
 
-def _latent_spec(model: ServedModel, layout: KvLayout) -> pb.KvSpec:
-    """A latent is K and V at once, so to the cache service a block is an opaque page, and reading K and V of it is refused.
-
-    The digest is of what the page is, in words: engines that agree in them lay out the same bytes.
-    """
-    words = f"latent and rotated key, {list(layout.view_shape)} {str(layout.dtype).removeprefix('torch.')}"
-    return pb.KvSpec(
-        model_id=model.model_id,
-        revision=model.revision,
-        block_size=layout.block_size,
-        layout=pb.KV_LAYOUT_OPAQUE,
-        page=pb.PageLayout(page_bytes=layout.block_bytes, digest=sha256(words.encode()).hexdigest()),
-        rope_parameters=model.rope_parameters,
-        compute_dtype=model.compute_dtype,
-        tensor_parallel_size=1,
-    )
+def _stored_group(group: LayerGroup, tail_dtype: pb.KvDtype) -> pb.LayerGroup:
+    """All layers, or those of a tail, which is kept as the model computes it."""
+    if not group.window:
+        return pb.LayerGroup(kind=pb.LAYER_GROUP_KIND_FULL, layer_idx=group.layers)
+    return pb.LayerGroup(kind=pb.LAYER_GROUP_KIND_TAIL, layer_idx=group.layers, window_tokens=group.window, kv_dtype=tail_dtype)
 
 
 def _group(group: LayerGroup) -> pb.LayerGroup:

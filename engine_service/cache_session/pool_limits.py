@@ -4,9 +4,8 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
-from ..scheduler.limits import Limits
-from ..scheduler.preemption_cost import Preemption
-from ..values.read_span import WHOLE, ReadSpan
+from ..scheduler.headroom import Preemption
+from ..scheduler.limits import WHOLE, Limits, ReadSpan
 
 _OWN_BOUND = "see --max-tokens-per-sequence of the engine service"
 _CACHE_BOUND = "see --max-tokens-per-sequence of the cache service, and its --max-sequences"

@@ -7,7 +7,6 @@ learned of it. When such a report is lost, so is the session, and its orders wit
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,24 +14,12 @@ import torch
 from kvkeeper.client.steps import StepResult
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
-from ..compute.device.step_copies import Moves
-from ..ranks.block_copies import copies_for
-from ..ranks.move_blocks import SWAP_OUT, BlockMover
-from ..scheduler.preemption_cost import Moved
+from ..compute.device.device_queue import Moves
+from ..ranks.block_copies import SWAP_OUT, BlockMover, copies_for
+from ..ranks.ranked_runner import RankedRunner
+from ..scheduler.headroom import Moved
 
 _NO_BLOCKS = torch.empty((0, 1), dtype=torch.uint8)
-
-
-class OtherRanks(Protocol):
-    """What runs the same orders on the arenas of the other ranks, where there are several."""
-
-    def run_transfers(self, answer: StepResult) -> None: ...
-
-    def synchronize(self) -> None:
-        """Return once they have run them."""
-
-    def take_failed(self) -> list[int]:
-        """Ids of the orders that failed there, of the steps that were computed since the last call."""
 
 
 class TransferRunner:
@@ -42,7 +29,7 @@ class TransferRunner:
         self,
         device_blocks: torch.Tensor,
         host_blocks: torch.Tensor,
-        other_ranks: OtherRanks | None = None,
+        other_ranks: RankedRunner | None = None,
         packing: HostBlocks | None = None,
     ) -> None:
         """Both: uint8 [blocks, bytes of a block], views of the arena. An order is done when it is done on all ranks.

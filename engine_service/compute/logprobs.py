@@ -1,4 +1,4 @@
-"""Log probabilities of the model's own distribution: of a token, its rank, and the likeliest tokens beside it.
+"""Log probabilities of the model's own distribution: of a token, its rank, and the likeliest beside it; and of a beam search.
 
 Taken from the logits as the model gave them, before penalties, temperature and filters, so that they compare across requests.
 """
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..values.token_logprobs import TokenLogprobs
+from ..values.output_chunk import TokenLogprobs
+from ..values.sampling_params import Candidates, SearchRow
+from .penalties import apply_penalties
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,3 +50,25 @@ def find_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -
     top = logits.topk(min(num_top, logits.shape[1]), dim=1)
     ranks = (logits > of_token).sum(1) + 1
     return LogprobTensors(token_ids, of_token[:, 0] - totals, ranks, top.indices, top.values - totals[:, None])
+
+
+@torch.inference_mode()
+def find_candidates(logits: torch.Tensor, rows: Sequence[SearchRow]) -> list[Candidates | None]:
+    """From a step's logits to the likeliest next tokens of each list of a beam search. The host waits for them.
+
+    One entry per row; None where the logits are not finite. Penalties are applied to the log probabilities, as Hugging Face
+    transformers does in beam search, and not to the logits as where a token is drawn; temperature and filters have no part.
+
+    Args:
+        logits: float32 [R, V], not changed. -inf is a token that never comes.
+        rows: R of them. At most V candidates are found.
+    """
+    assert logits.shape[0] == len(rows), "one row per row of logits"
+    finite = torch.isfinite(logits.amax(dim=1)).tolist()
+    logprobs = apply_penalties(logits.log_softmax(dim=1), [each.row for each in rows])
+    top = logprobs.topk(min(max(each.num_candidates for each in rows), logits.shape[1]), dim=1)
+    columns = zip(finite, rows, top.indices.tolist(), top.values.tolist(), strict=True)
+    return [
+        Candidates(token_ids[: each.num_candidates], values[: each.num_candidates]) if is_finite else None
+        for is_finite, each, token_ids, values in columns
+    ]

@@ -23,22 +23,22 @@ from kvkeeper.kernels.scratch import Scratch
 
 from ..model.attention import StepAttention, attention_arrays, attention_parts, build_step_attention
 from ..model.checkpoint.errors import ModelError
+from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup
 from ..model.recurrent.state_pages import Runs, StatePages, build_state_metadata, runs_of, state_arrays
 from ..model.stored_attention import StoredAttention, build_stored_attention
+from ..model.transformers_model import ModelShape, TransformersModel
 from ..values.batch import Batch, IntArray
 from ..values.sampling_params import SampledRows
 from .device.device_errors import fault_of, lost_by
 from .device.device_queue import DeviceQueue, queue_of
-from .device.last_tokens import LastTokens
-from .device.token_counts import Counted, TokenCounts
+from .device.token_counts import Counted, LastTokens, TokenCounts
 from .device.upload import Staged, upload_to
-from .graphs.graph_api import GraphApi
+from .graphs.graph_api import MOST_ROWS, GraphApi
 from .graphs.graphed_decode import DecodeShape, GraphedDecode, capture_decode
-from .graphs.sizes import MOST_ROWS
 from .graphs.warm_up import warm_up_batches, warm_up_sampling
-from .step_logits import StepLogits
+from .sampler import StepLogits
 
 log = structlog.get_logger()
 
@@ -82,55 +82,9 @@ class Warmed(Protocol):
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None: ...
 
 
-class Shape(Protocol):
-    """The part of a model's config that decides its K and V."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def max_position(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def is_latent(self) -> bool: ...
-
-    @property
-    def windows(self) -> tuple[int | None, ...]: ...
-
-    @property
-    def chunks(self) -> tuple[int | None, ...]: ...
-
-    @property
-    def query_groups(self) -> frozenset[int]: ...
-
-
-class Model(Protocol):
-    """A Decoder, or a TransformersModel; the former explains forward."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def config(self) -> Shape: ...
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        max_position: int,
-        kv_view: torch.Tensor,
-        metadata: StepAttention | StoredAttention,
-        logit_rows: torch.Tensor,
-    ) -> torch.Tensor: ...
+# The same in what the engine needs of it; Decoder explains forward.
+Model = Decoder | TransformersModel
+Shape = ModelConfig | ModelShape
 
 
 def kv_layout_of(config: Shape, dtype: torch.dtype, block_size: int, groups: Sequence[LayerGroup] = ()) -> KvLayout:

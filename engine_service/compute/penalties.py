@@ -13,13 +13,12 @@ import numpy.typing as npt
 import torch
 
 from kvkeeper.kernels.cpu import compiled
-from kvkeeper.kernels.cpu.penalties import penalise as compiled_penalise
+from kvkeeper.kernels.cpu.rows import penalise as compiled_penalise
 from kvkeeper.kernels.penalise_counted import penalise_counted
 from kvkeeper.kernels.types import CountedTensors
 
 from ..values.sampling_params import NOTHING_AWAITED, PenalisedRows, SamplingRow
-from .device.last_tokens import LastTokens
-from .device.token_counts import Counted
+from .device.token_counts import Counted, LastTokens
 from .device.upload import at_device
 
 _COLUMN_UNIT = 16  # a kernel is compiled anew where a column begins at, or is as long as, no multiple of 16

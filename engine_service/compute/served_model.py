@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import structlog
 import torch
@@ -20,11 +20,9 @@ from kvkeeper.kernels.quantised.formats import KvFormat
 
 from ..config import HASH_TOY, MAX_TOKENS, EngineConfig
 from ..model.checkpoint.digest import weights_digest
-from ..model.checkpoint.errors import ModelError, NoDeviceError
-from ..model.checkpoint.json_fields import CONFIG_FILE
-from ..model.checkpoint.json_file import read_json_object
-from ..model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
-from ..model.checkpoint.unneeded import EMBEDDINGS, HEAD
+from ..model.checkpoint.errors import ModelConfigError, ModelError, NoDeviceError
+from ..model.checkpoint.json_file import CONFIG_FILE, read_json_object
+from ..model.checkpoint.safetensors_files import EMBEDDINGS, HEAD, list_weight_files, tensor_sizes
 from ..model.chunked import check_chunks
 from ..model.config import ModelConfig, parse_model_config, why_library
 from ..model.decoder import Decoder
@@ -32,16 +30,32 @@ from ..model.dtype_name import INT8, DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
 from ..model.layer_groups import LayerGroup, group_layers
 from ..model.loader import left_out_of, load_model
-from ..model.parallel.split import WHOLE, Split, require_one_rank
+from ..model.split import WHOLE, Split, require_one_rank
 from ..outputs.model_text import ModelText
 from ..outputs.tokenizer import Tokenizer
-from ..values.sampling_params import NEUTRAL, SamplingParams
+from ..values.sampling_params import NEUTRAL, SamplingParams, SamplingParamsError, with_fields
 from .graphs.graph_api import CudaGraphs
 from .model_runner import AnyLayout, Model, ModelRunner, Runner, StepBounds, Warmed, kv_layout_of
-from .recurrent_model import has_states, refuse_settings, state_groups
-from .sampling_defaults import read_sampling_defaults
 from .self_check import load_checked_model
-from .stored_model import format_for, prepare_for, refuse_stored, stored_layout
+from .stored_model import format_for, has_states, prepare_for, refuse_settings, refuse_stored, state_groups, stored_layout
+
+_FILE: Final = "generation_config.json"
+_FIELDS: Final = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+
+
+def read_sampling_defaults(folder: Path) -> SamplingParams:
+    """Read the sampling defaults of a model folder. Raises ModelConfigError for a value that no request may have."""
+    path = folder / _FILE
+    raw = read_json_object(path) if path.is_file() else {}
+    given = {name: value for name in _FIELDS if (value := raw.get(name)) is not None}
+    for name, value in given.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ModelConfigError(_FILE, f"{name} must be a number, is {value!r}")
+    try:
+        return with_fields(NEUTRAL, given)
+    except SamplingParamsError as error:
+        raise ModelConfigError(_FILE, str(error)) from None
+
 
 log = structlog.get_logger()
 

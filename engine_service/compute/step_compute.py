@@ -15,23 +15,18 @@ import numpy as np
 import structlog
 import torch
 
-from ..scheduler.work import PromptScore, Work
+from ..scheduler.plan import PromptScore, Work
 from ..values.batch import Batch
-from ..values.beam_values import Candidates, SearchRow
 from ..values.errors import DeviceLost
-from ..values.sampling_params import NOTHING_AWAITED, PlainDraws, SampledRows, are_likeliest
-from ..values.token_logprobs import TokenLogprobs
-from .beam_candidates import find_candidates
+from ..values.output_chunk import TokenLogprobs
+from ..values.sampling_params import NOTHING_AWAITED, Candidates, PlainDraws, SampledRows, SearchRow, are_likeliest
 from .device.device_errors import fault_of, keep_until_end, lost_by
-from .device.device_queue import DeviceQueue, HostQueue, Mark, Queued
-from .device.last_tokens import LastTokens
-from .device.step_copies import Moves, submit_step
-from .device.token_counts import Counted, Counting
+from .device.device_queue import DeviceQueue, HostQueue, Mark, Moves, Queued, submit_step
+from .device.token_counts import Counted, Counting, LastTokens
 from .device.upload import Staged, at_device
-from .logprobs import LogprobTensors, find_logprobs
+from .logprobs import LogprobTensors, find_candidates, find_logprobs
 from .model_runner import ModelRunner, Runner
-from .sampler import SampledTokens, draw, tokens_of
-from .step_logits import StepLogits
+from .sampler import SampledTokens, StepLogits, draw, tokens_of
 
 log = structlog.get_logger()
 

@@ -1,6 +1,8 @@
-"""A served model whose K and V are stored in another format than it computes in (--kv-dtype), with the tail that goes with it.
+"""A served model that keeps something else than K and V in the type that it computes in.
 
-Owns which format that is, what is refused, and how the layers are cut into groups of the tail.
+That is K and V in another format (--kv-dtype), with the tail that goes with it; or, of recurrent layers, states, which can be
+neither taken back by a token, nor split, nor rounded. Owns which format that is, what is refused, and how the layers are cut
+into groups.
 """
 
 import dataclasses
@@ -13,9 +15,11 @@ from kvkeeper.kernels.errors import KernelArgumentError
 from kvkeeper.kernels.quantised.formats import FORMATS, KvFormat
 from kvkeeper.kernels.quantised.layout import QuantisedLayout
 
+from ..config import EngineConfig
 from ..model.checkpoint.errors import UnsupportedModelError
+from ..model.config import ModelConfig
 from ..model.decoder import Decoder
-from ..model.layer_groups import LayerGroup
+from ..model.layer_groups import LayerGroup, group_states
 from ..model.stored_attention import tail_layers_of
 
 
@@ -57,3 +61,38 @@ def prepare_for(model: Decoder, kv_format: KvFormat) -> None:
     """Compile what computes with this format on a CPU, before a request waits for it."""
     if compiled.serves(torch.empty(0, dtype=model.dtype, device=model.device)):
         prepare(kv_format)
+
+
+_WHAT = "models without recurrent layers"
+
+
+def has_states(config: ModelConfig) -> bool:
+    """Whether any layer keeps a state."""
+    return config.delta is not None and bool(config.delta.layers)
+
+
+def state_groups(model: Decoder, block_size: int, checkpoint_blocks: int) -> tuple[LayerGroup, ...]:
+    """The groups of such a model. Raises UnsupportedModelError where a block is too small for a state."""
+    config = model.config
+    assert config.delta is not None, "asked of models with states"
+    return group_states(
+        config.delta.layers,
+        config.num_layers,
+        config.delta.shape.state_bytes(model.dtype.itemsize),
+        2 * config.num_kv_heads * config.head_dim * model.dtype.itemsize,
+        block_size,
+        checkpoint_blocks,
+    )
+
+
+def refuse_settings(config: EngineConfig) -> None:
+    """Raise UnsupportedModelError for a setting that such a model cannot be served with."""
+    if not config.groups:
+        raise UnsupportedModelError("--no-groups", "of recurrent layers", f"{_WHAT}: a state has a block table of its own")
+    if config.speculation != "off":
+        why = "a guess that is not kept has changed the state"
+        raise UnsupportedModelError("--speculation", config.speculation, f"off; others for {_WHAT}: {why}")
+    if config.role != "both":
+        raise UnsupportedModelError("--role", config.role, f"both; others for {_WHAT}: a running state stays with its engine")
+    if config.kv_dtype != "auto":
+        raise UnsupportedModelError("--kv-dtype", config.kv_dtype, f"auto; others for {_WHAT}: a state is not rounded")

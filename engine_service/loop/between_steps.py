@@ -1,4 +1,4 @@
-"""BetweenSteps: changes that other tasks want made where no step is running.
+"""BetweenSteps: changes that other tasks want made where no step is running. Wake: that there is something new at all.
 
 Owns the changes that wait, and the tasks that are to know once the cache service knows what was computed before them.
 """
@@ -6,6 +6,28 @@ Owns the changes that wait, and the tasks that are to know once the cache servic
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+
+class Wake:
+    """Two signals, each cleared by the task that waits for it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.Event()
+        self.creator = asyncio.Event()
+
+    def all(self) -> None:
+        """A request came or ended, or the engine is to stop."""
+        self.loop.set()
+        self.creator.set()
+
+
+async def wait_for(signal: asyncio.Event, seconds: float | None) -> bool:
+    """Wait until the signal is set, for at most so many seconds; None: without a limit. Returns whether it was set."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await signal.wait()
+    except TimeoutError:
+        return False
 
 
 @dataclass(slots=True, eq=False)

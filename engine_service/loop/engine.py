@@ -10,32 +10,30 @@ Steps overlap: Engine.step says what does, and why.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 import structlog
 
 from kvkeeper.client.steps import StepResult
 
-from ..cache_session.kv_memory import KvMemory
+from ..cache_session.kv_memory import KvMemory, create_sequences
 from ..compute.step_compute import StepCompute
 from ..outputs.generation import Generation
 from ..scheduler.limits import Limits
-from ..scheduler.plan import Plan
+from ..scheduler.plan import Plan, StepWait
 from ..scheduler.planner import NO_GUESSES
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.waiting import WaitingSequences
 from ..speculation.speculator import Proposer, Speculator
 from ..values.errors import CacheServiceDown, Draining, NeverFits
 from ..values.request import Int32Array
-from ..values.step_wait import StepWait
-from .between_steps import BetweenSteps
-from .iteration import Iteration
+from .between_steps import BetweenSteps, Wake, wait_for
 from .open_requests import OpenRequests, with_bound
 from .sequence_creator import SequenceCreator
-from .stats import EngineStats
+from .stats import EngineStats, Iteration
 from .step_worker import InFlight, StepWorker
 from .tracing import EngineTracing
-from .wake import Wake, wait_for
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -149,7 +147,8 @@ class Engine:
             text = with_bound(f"{request.max_len} tokens are too many for the pool as it is now", limits, request)
             limit = limits.max_len_of(request.retention)
             self.requests.fail(request, NeverFits(text, requested=request.max_len, limit=limit))
-        self._creator = SequenceCreator(self.scheduler, memory.sequences, self._wake, self.requests.fail, self._tracing)
+        create = partial(create_sequences, memory.session)
+        self._creator = SequenceCreator(self.scheduler, create, self._wake, self.requests.fail, self._tracing)
         self._compute = StepCompute(memory.runner)
         try:
             await tell_ready()

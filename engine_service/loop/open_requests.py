@@ -15,15 +15,13 @@ import structlog
 from ..compute.sampler import SampledTokens
 from ..compute.step_compute import Computed, StepRows
 from ..outputs.generation import Generation
-from ..outputs.slot_draws import Histories, SlotDraws
-from ..outputs.unread_tokens import UnreadTokens
+from ..outputs.unread_tokens import Histories, SlotDraws, UnreadTokens
 from ..scheduler.limits import Limits
-from ..scheduler.plan import Plan
+from ..scheduler.plan import NewTokens, Plan, Work
 from ..scheduler.scheduler import NO_BLOCKS, Scheduler
-from ..scheduler.work import NewTokens, Work
-from ..values.beam_values import Candidates
 from ..values.errors import DuplicateRequest, EngineError, NeverFits, QueueFull, RequestFailed, UnknownRequest
 from ..values.request import NO_SLOT, Request, Sequence, SequenceState, TakenBlocks
+from ..values.sampling_params import Candidates
 from .stats import EngineStats
 from .tracing import EngineTracing
 

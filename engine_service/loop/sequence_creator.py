@@ -10,19 +10,18 @@ ends the task, and wakes the loop.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import structlog
 
 from kvkeeper.client.errors import KvkeeperError
 
 from ..cache_session.failures import is_invalid, is_out_of_sequences
-from ..cache_session.sequence_calls import SequenceCalls
 from ..scheduler.scheduler import Scheduler
 from ..values.errors import EngineError, RequestFailed
 from ..values.request import Request, Sequence
+from .between_steps import Wake, wait_for
 from .tracing import EngineTracing
-from .wake import Wake, wait_for
 
 _MOST_CALLS = 4  # under way at once
 _MOST_IN_CALL = 256  # sequences
@@ -33,6 +32,9 @@ _LOG_PAUSE_S = 10.0
 
 log = structlog.get_logger()
 
+# The start number of each sequence, or why it was refused. Raises KvkeeperError where that is not known.
+Create = Callable[[list[Sequence]], Awaitable[list[int | KvkeeperError]]]
+
 
 class SequenceCreator:
     """The task that creates one session's sequences. It wakes the loop when a sequence may start, and when it fails itself."""
@@ -40,13 +42,13 @@ class SequenceCreator:
     def __init__(
         self,
         scheduler: Scheduler,
-        calls: SequenceCalls,
+        create: Create,
         wake: Wake,
         fail: Callable[[Request, EngineError], None],
         tracing: EngineTracing,
     ) -> None:
         self._scheduler = scheduler
-        self._cache = calls
+        self._create_all = create
         self._wake = wake
         self._fail = fail
         self._tracing = tracing
@@ -116,7 +118,7 @@ class SequenceCreator:
     async def _create(self, together: list[Sequence]) -> bool:
         """False when there is no slot for now."""
         has_slot = True
-        for sequence, result in zip(together, await self._cache.create(together), strict=True):
+        for sequence, result in zip(together, await self._create_all(together), strict=True):
             has_slot &= self._told(sequence, result)
         self._wake.loop.set()  # where there is no slot, sequences that hold one may have to be preempted
         return has_slot

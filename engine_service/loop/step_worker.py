@@ -16,9 +16,9 @@ from functools import partial
 from typing import TypeVar
 
 from ..compute.device.device_errors import lost_by
-from ..compute.device.step_copies import Moves
+from ..compute.device.device_queue import Moves
 from ..compute.step_compute import Computed, Launched, StepCompute, StepRows
-from ..scheduler.work import Work
+from ..scheduler.plan import Work
 from ..values.errors import DeviceLost
 
 T = TypeVar("T")

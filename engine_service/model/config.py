@@ -15,15 +15,14 @@ from kvkeeper.common.service.extras import install_command
 from kvkeeper.kernels.attention.latent_widths import LatentWidths
 
 from .checkpoint.errors import ModelError, UnsupportedModelError
-from .checkpoint.json_fields import CONFIG_FILE, bad, count, flag, number
-from .checkpoint.json_file import read_json_object
+from .checkpoint.json_file import CONFIG_FILE, bad, count, flag, number, read_json_object
 from .experts_config import ExpertsConfig, parse_experts
 from .families.family import Family, LatentFamily, QkNorm
 from .families.table import FAMILIES
 from .layer_kinds import parse_chunks, parse_unrotated, parse_windows
 from .quantised.scheme import FIELD, Scheme, parse_scheme
 from .recurrent.delta_config import DeltaConfig, parse_delta
-from .rope.rope_config import RopeConfig, parse_local_rope, parse_rope
+from .rope_config import RopeConfig, parse_local_rope, parse_rope
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,20 +16,20 @@ from torch.nn import functional
 from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul
 from kvkeeper.kernels.activations.linear import linear, pack_linear
 from kvkeeper.kernels.activations.linear_int8 import quantise_linear
-from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.attention.latent_attention import latent_layer
 from kvkeeper.kernels.quantised.store import rotary_store_quantised
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
+from kvkeeper.kernels.types import LinearWeight
 
 from .attention import AttentionMetadata, StepAttention, attend_stored
 from .config import ModelConfig
 from .experts import ExpertWeights, MlpWeights, Weight, apply_mlp
 from .latent import LatentWeights, latent_attention
-from .parallel.split import WHOLE, Split
 from .recurrent.delta_layer import DeltaWeights, delta_layer
-from .rope.rotary_table import RotaryTable
+from .rotary_table import RotaryTable
+from .split import WHOLE, Split
 from .stored_attention import StoredAttention, StoredMetadata, attend_as_stored
 
 Rotation = tuple[torch.Tensor, torch.Tensor]

@@ -13,9 +13,9 @@ import torch
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
 from kvkeeper.kernels.activations.linear import linear
 from kvkeeper.kernels.activations.linear_int8 import Int8Weight
-from kvkeeper.kernels.activations.linear_weight import LinearWeight
+from kvkeeper.kernels.types import LinearWeight
 
-from .routing import Routing
+from .experts_config import Routing
 
 Weight = LinearWeight | Int8Weight
 

@@ -23,8 +23,8 @@ from kvkeeper.kernels.errors import KernelArgumentError
 from kvkeeper.kernels.layout import KvLayout
 
 from ..values.batch import Batch
-from ..values.retention import Retention
-from .parallel.split import WHOLE, Split
+from ..values.request import Retention
+from .split import WHOLE, Split
 
 _MASK: Final = (1 << 64) - 1
 _SEED: Final = 0x9E3779B97F4A7C15

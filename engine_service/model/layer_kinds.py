@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .checkpoint.errors import UnsupportedModelError
-from .checkpoint.json_fields import bad, count, flag
+from .checkpoint.json_file import bad, count, flag
 from .families.family import Family
 
 

@@ -1,7 +1,7 @@
 """load_model: a Hugging Face folder in, a Decoder out.
 
 Weights are read one tensor at a time, straight into the fused matrices of the decoder, and converted on the way to
-the dtype that is computed in. Every tensor is used, left out by its name (checkpoint/unneeded.py), or refused.
+the dtype that is computed in. Every tensor is used, left out by its name (see unneeded), or refused.
 """
 
 import sys
@@ -15,22 +15,29 @@ import structlog
 import torch
 from tqdm import tqdm
 
-from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.errors import UnsupportedDeviceError
+from kvkeeper.kernels.types import LinearWeight
 
-from .checkpoint.destination import Destination
 from .checkpoint.errors import ModelFileMissingError, UnsupportedModelError, WeightsError
-from .checkpoint.json_fields import CONFIG_FILE
-from .checkpoint.json_file import read_json_object
-from .checkpoint.safetensors_files import StoredTensor, iterate_stored, iterate_tensors, list_weight_files, tensor_sizes
-from .checkpoint.unneeded import EMBEDDINGS, HEAD, unneeded
+from .checkpoint.json_file import CONFIG_FILE, read_json_object
+from .checkpoint.safetensors_files import (
+    EMBEDDINGS,
+    HEAD,
+    Destination,
+    StoredTensor,
+    iterate_stored,
+    iterate_tensors,
+    list_weight_files,
+    tensor_sizes,
+    unneeded,
+)
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder, DecoderWeights
 from .dtype_name import INT8, DtypeChoice, dtype_name
 from .families.table import FAMILIES
-from .parallel.split import WHOLE, Split, config_of_rank
 from .quantised.restored import restored
 from .quantised.scheme import Scheme
+from .split import WHOLE, Split, config_of_rank
 from .weight_map import allocate_weights, biases_added_up, norms_of, pair_rotated
 
 log = structlog.get_logger()

@@ -10,6 +10,7 @@ Needs the extra `transformers`.
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,9 +24,30 @@ from .attention import AttentionMetadata, StepAttention, attend
 from .checkpoint.errors import UnsupportedModelError, WeightsError
 from .config import close_to, not_native
 from .dtype_name import INT8, DtypeChoice
-from .families.unpaged import why_not_paged
+from .families.table import FAMILIES
 from .loader import compute_dtype
 from .stored_attention import StoredAttention
+
+_ATTENTION: Final = frozenset(("full_attention", "sliding_attention", "chunked_attention"))
+_KEEPS_NOTHING: Final = frozenset(("mlp", "moe"))
+_ALIBI: Final = ("build_alibi_tensor", "build_mpt_alibi_tensor")  # names of the library's functions
+
+
+def why_not_paged(config: Any, network_class: type) -> str:
+    """Why a model of this config and this class of network cannot be paged; empty: no reason is known."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or []
+    others = [kind for kind in kinds if kind not in _ATTENTION | _KEEPS_NOTHING]
+    if others or getattr(network_class, "_is_stateful", False):
+        layers = f"{len(others)} of its {len(kinds)} layers keep" if others else "its layers keep"
+        named = f" ({', '.join(sorted(set(others)))})" if others else ""
+        ours = ", ".join(name for name, family in FAMILIES.items() if family.delta is not None)
+        return f"{layers} a state of their own for each sequence{named}, which this engine computes for {ours} alone"
+    module = sys.modules[network_class.__module__]
+    says_alibi = getattr(config, "alibi", getattr(getattr(config, "attn_config", None), "alibi", True))
+    if says_alibi and any(hasattr(module, name) for name in _ALIBI):
+        return "it adds a bias by distance to attention scores (ALiBi), which this engine's attention does not have"
+    return ""
+
 
 log = structlog.get_logger()
 

@@ -5,19 +5,19 @@ from functools import partial
 
 import torch
 
-from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.attention.latent_widths import LatentWidths
+from kvkeeper.kernels.types import LinearWeight
 
-from .checkpoint.destination import ALL, Destination, Empty, all_of
+from .checkpoint.safetensors_files import ALL, Destination, Empty, all_of
 from .config import LatentConfig, ModelConfig
 from .decoder import DecoderWeights, LayerWeights
 from .experts import ExpertWeights, MlpWeights, StackedExperts, Weight
 from .families.family import ExpertNames
 from .families.table import FAMILIES
 from .latent import LatentWeights
-from .parallel.split import WHOLE, Split, config_of_rank
-from .recurrent.delta_map import allocate_delta, delta_destinations
-from .rope.rotary_table import rotated_order
+from .recurrent.delta_layer import allocate_delta, delta_destinations
+from .rotary_table import rotated_order
+from .split import WHOLE, Split, config_of_rank
 
 
 def allocate_weights(

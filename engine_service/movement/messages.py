@@ -16,8 +16,8 @@ from ..compute.served_model import ServedModel
 from ..messages import logprobs_of, sampling_message, token_array, usage_of
 from ..outputs.generation import Generation
 from ..values.errors import ForeignEngine, InvalidField
+from ..values.output_chunk import TokenLogprobs
 from ..values.request import HeldTokens
-from ..values.token_logprobs import TokenLogprobs
 
 _TOKENS_A_TURN = 256  # that are replayed before other tasks have their turn
 

@@ -1,4 +1,8 @@
-"""Movement: the requests of one engine that are on their way to another one or wait for it, each in a state of states.py.
+"""Movement: the requests of one engine that are on their way to another one or wait for it, each in a state of TRANSITIONS.
+
+A request is RUNNING in the engine that computes for it, and in that one alone. Both uses go the same way: an engine takes
+over (all requests leave), or an engine computes a prompt for another (the request leaves once it has its first tokens). The
+engine that has a prompt computed by another holds the request meanwhile.
 
 Owns which requests left the steps, and the sequences of theirs that keep their blocks for another engine's session. A request
 that is still open continues here after put_back. Blocks that were kept and not taken are released by `release`. All calls come
@@ -7,6 +11,7 @@ from tasks beside the loop; what takes requests out of the steps runs between tw
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 
 import structlog
 
@@ -17,7 +22,31 @@ from ..outputs.generation import Generation
 from ..scheduler.scheduler import NO_BLOCKS
 from ..values.errors import EngineError
 from ..values.request import Sequence, TakenBlocks
-from .states import TRANSITIONS, MoveState
+
+
+class MoveState(Enum):
+    """Where a request is on its way."""
+
+    RUNNING = "running"  # it waits or computes here, as the scheduler says
+    LEAVING = "leaving"  # it is to leave the steps, as soon as it may and no step is running
+    HELD = "held"  # out of the steps: it computes nothing, and sequences that were running may keep their blocks
+    OFFERED = "offered"  # the cache service knows all that was computed, and offers the kept blocks to the other engine
+    ENDED = "ended"  # it ended here, or continues in the other engine
+
+
+_S = MoveState
+
+TRANSITIONS: dict[tuple[MoveState, MoveState], str] = {
+    (_S.RUNNING, _S.LEAVING): "another engine takes over, or asked for the prompt alone",
+    (_S.RUNNING, _S.HELD): "it is new, and another engine computes its prompt",
+    (_S.LEAVING, _S.HELD): "no step is running, or there is no session",
+    (_S.LEAVING, _S.RUNNING): "the hand-over was given up",
+    (_S.HELD, _S.OFFERED): "its state is sent to the other engine",
+    (_S.HELD, _S.RUNNING): "its prompt is computed, or the other engine failed",
+    (_S.OFFERED, _S.RUNNING): "the other engine does not want it, or died",
+    **{(state, _S.ENDED): "ended, or confirmed by the other engine" for state in (_S.LEAVING, _S.HELD, _S.OFFERED)},
+}
+
 
 log = structlog.get_logger()
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..values.beam_values import Branch, Candidates
 from ..values.request import FinishReason
-from .stopping import StopRules, TextOutput
+from ..values.sampling_params import Branch, Candidates
+from .model_text import StopRules, TextOutput
 
 
 @dataclass(frozen=True, slots=True)

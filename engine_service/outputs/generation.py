@@ -11,22 +11,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 
-from ..values.beam_values import Branch, Candidates, SearchRow
 from ..values.errors import EngineError, RequestFailed, RequestMoved
-from ..values.output_chunk import OutputChunk, Send, Usage
+from ..values.output_chunk import OutputChunk, Send, TokenLogprobs, Usage
 from ..values.request import NO_SLOT, FinishReason, Int32Array, Request, RequestState
-from ..values.sampling_params import LIKELIEST, SamplingParams, SamplingRow
-from ..values.token_logprobs import TokenLogprobs
+from ..values.sampling_params import LIKELIEST, Branch, Candidates, SamplingParams, SamplingRow, SearchRow
 from .beam_search import BeamSearch, Finished
 from .best_of import BestOf
-from .stopping import StopRules, TextOutput
+from .model_text import StopRules, TextOutput
 from .unread_tokens import Reader, UnreadSlot, UnreadTokens
+
+if TYPE_CHECKING:
+    from .constraint import Constraint  # its library loads where requests are constrained
 
 log = structlog.get_logger()
 
@@ -35,23 +34,6 @@ class Timer(Protocol):
     """The timer that ends a request that takes too long."""
 
     def cancel(self) -> None: ...
-
-
-class Constraint(Protocol):
-    """What a continuation has to be."""
-
-    def allowed(self) -> npt.NDArray[np.bool_]:
-        """[vocab_size] the tokens that may come next."""
-
-    def take_token(self, token_id: int) -> None:
-        """The next token."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Nothing more can follow."""
-
-    def refusal(self) -> EngineError:
-        """The error that ends the request when the constraint allows nothing."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +48,7 @@ class Generation:
     send: Send
     on_close: Callable[["Generation"], None] = lambda generation: None
     num_logprobs: int | None = None  # likeliest tokens returned beside each one drawn; None: no log probabilities are
-    constraints: Sequence[Constraint] = ()  # one per continuation, or none at all
+    constraints: Sequence["Constraint"] = ()  # one per continuation, or none at all
     search: BeamSearch | None = None  # finds the continuations instead of drawing them; one of `outputs` for each list returned
     best_of: BestOf | None = None  # chooses the continuations that are returned; None: all are, as they come
     session_id: str = ""  # conversation that it belongs to, as its client calls it

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..compute.device.device_errors import fault_of
-from .failures import SumFailed
+from .messages import SumFailed
 
 # By default torch's watchdog ends the process where a sum fails, comes late, or meets a lost device: a rank before it can
 # report why, and the first one with its requests. So it may only break the sums off.

@@ -14,7 +14,30 @@ import numpy as np
 import numpy.typing as npt
 
 from ..values.batch import Batch, BatchRetention
-from .failures import PipeEnded
+
+
+class PipeEnded(Exception):
+    """The process at the other end has ended, or does not read or answer in time."""
+
+
+class SumFailed(RuntimeError):
+    """Another rank has ended, or did not come in time."""
+
+
+class RankLost(Exception):
+    """A rank has ended or hangs, or its sums fail; another process can take its place. The text names the rank.
+
+    Where its device is lost to it, a FaultTold of device_errors comes instead.
+    """
+
+
+class RankRefused(Exception):
+    """The cache service refused a rank. fields: code, reason and message of its error."""
+
+    def __init__(self, fields: dict[str, str]) -> None:
+        super().__init__(fields["message"])
+        self.fields = fields
+
 
 HEAD: Final = struct.Struct("<B3xI")
 MOST_BYTES: Final = (1 << 32) - 1

@@ -13,7 +13,7 @@ from ..model.dtype_name import DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
 from ..model.layer_groups import group_layers
 from ..model.loader import load_model
-from ..model.parallel.split import Split
+from ..model.split import Split
 
 # (bytes of the arena, block size, whether layers are in groups) -> the model on it
 OnArena = Callable[[torch.Tensor, int, bool], Runner]

@@ -28,14 +28,13 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 from kvkeeper.common.service import log as service_log
 from kvkeeper.common.service import output
 
-from .failures import PipeEnded, SumFailed
-from .messages import IN_STEPS, Answer, Kind, Pipe, decode_batch, encode_fault, encode_ids
+from .messages import IN_STEPS, Answer, Kind, Pipe, PipeEnded, SumFailed, decode_batch, encode_fault, encode_ids
 
 if TYPE_CHECKING:
     from kvkeeper.client.arena import Arena
 
     from ..compute.model_runner import Runner
-    from .move_blocks import BlockMover
+    from .block_copies import BlockMover
 
 log = structlog.get_logger()
 
@@ -62,7 +61,7 @@ class RankProcess:
 
         from ..compute.cpu_kernels import switch_kernels
         from ..config import EngineConfig
-        from ..model.parallel.split import Split
+        from ..model.split import Split
         from .meeting import Meeting
         from .rank_model import load_rank_model
 
@@ -126,9 +125,8 @@ class RankProcess:
         from kvkeeper.client.errors import KvkeeperError
 
         from ..compute.device.device_errors import lost_by
-        from .block_copies import copies_for
+        from .block_copies import BlockMover, copies_for
         from .mapped_arena import arena_tensor, host_blocks, packing_from
-        from .move_blocks import BlockMover
 
         sizes = fields["arena_bytes"], self._timeout_s, fields["host_arena_bytes"]
         try:

@@ -21,8 +21,7 @@ from ..compute.device.token_counts import TokenCounts
 from ..compute.graphs.graph_api import GraphApi
 from ..compute.model_runner import AnyLayout, ModelRunner, Runner, StepBounds
 from ..values.batch import Batch
-from .failures import RankLost, SumFailed
-from .messages import Kind, decode_ids, encode_batch
+from .messages import Kind, RankLost, SumFailed, decode_ids, encode_batch
 from .ranks import Ranks
 
 

@@ -19,11 +19,10 @@ from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
 from ..compute.device.device_errors import DeviceFault, FaultTold
 from ..config import EngineConfig
-from ..model.parallel.split import Split
-from .failures import RankLost, RankRefused
+from ..model.split import Split
 from .mapped_arena import told_packing
 from .meeting import Meeting
-from .messages import Kind
+from .messages import Kind, RankLost, RankRefused
 from .team import Team
 
 log = structlog.get_logger()

@@ -13,13 +13,10 @@ from typing import Any
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ..compute.sampling_defaults import with_fields
 from ..outputs.beam_search import BeamOptions
 from ..values.errors import InvalidField
-from ..values.input_limits import InputLimits
-from ..values.request import ReuseHint
-from ..values.retention import Retention
-from ..values.sampling_params import SamplingParams, SamplingParamsError
+from ..values.request import InputLimits, Retention, ReuseHint
+from ..values.sampling_params import SamplingParams, SamplingParamsError, with_fields
 from .ownership import known_id, own_tenant
 from .submission import Received
 

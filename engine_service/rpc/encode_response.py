@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ..loop.iteration import Iteration
+from ..loop.stats import Iteration
 from ..messages import logprobs_of, usage_of
 from ..outputs.generation import Generation
-from ..scheduler.work import Task
+from ..scheduler.plan import Task
 from .ownership import shown_id
 from .submission import Submission
 

@@ -1,6 +1,6 @@
 """EngineService's methods: messages in, messages out, on the engine and the model.
 
-Streams of tokens are a front's to serve. Limits of fields are in decode_request.py, the status of each error in status.py.
+Streams of tokens are a front's to serve. Limits of fields are in decode_request.py, the status of each error in methods.py.
 """
 
 import time
@@ -17,8 +17,7 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
 from ..loop.engine import Engine
-from ..loop.engine_counts import engine_counts
-from ..messages import sampling_message, token_array
+from ..messages import responses, sampling_message, token_array
 from ..movement.movement import Movement
 from ..movement.prefill import PrefillServer, RemotePrefill
 from ..movement.take_over import Queue, RequestHandover, TakeOver
@@ -37,14 +36,12 @@ from .decode_request import (
     submission_of,
     wait_of,
 )
-from .encode_chunk import responses
 from .encode_response import iteration_plan, request_info, results_of
-from .metrics import engine_metrics
+from .metrics import engine_counts, engine_metrics, vllm_metrics
 from .ownership import is_own, known_id, require_all_tenants
 from .stream_pace import OpenStreams, StreamPace
 from .submission import SubmissionReader
 from .submissions import Submissions
-from .vllm_metrics import vllm_metrics
 
 
 class EngineService:

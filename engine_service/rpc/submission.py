@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from ..outputs.generation import Generation
 from ..values.errors import EngineError, InvalidField
-from ..values.output_chunk import OutputChunk, Usage
+from ..values.output_chunk import OutputChunk, TokenLogprobs, Usage
 from ..values.request import FinishReason
-from ..values.token_logprobs import TokenLogprobs
 from .stream_pace import HasUnread, StreamPace
 
 EACH_BYTES = 4096  # counted for a submission beside its results

@@ -6,16 +6,13 @@ with it; or it is still computed, and the one that is planned runs ahead behind 
 
 import numpy as np
 
-from ..values.request import Int32Array, Sequence, SequenceState
-from ..values.step_wait import StepWait
+from ..values.request import Int32Array, Sequence, SequenceState, move_to
 from .batch_builder import assemble_work, rows_to_compute
 from .forks import Forks
-from .plan import Plan, StepAnswer
+from .plan import NO_CHANGES, Plan, StepAnswer, StepChanges, StepWait, Work
 from .preemption import Preemptor
 from .running import NO_ROWS, IndexArray, choose
 from .scheduler_state import SchedulerState
-from .transitions import move_to
-from .work import NO_CHANGES, StepChanges, Work
 
 _STARTED, _LOADING, _NO_ROOM = 1, 2, 4  # StartResult of the protocol; COMPUTING waits, and asks again with the next step
 _FORKED = 1  # ItemResult.OK of the protocol

@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from ..values.batch import Batch, BatchRetention
 from ..values.request import NO_TOKENS, Int32Array, Sequence
-from .plan import StepAnswer
+from .plan import PromptScore, StepAnswer, StepChanges, Work
 from .running import NO_IDS, IndexArray, Int64Array, RunningSequences, Runs, choose
-from .work import PromptScore, StepChanges, Work
 
 
 class RowParts(NamedTuple):

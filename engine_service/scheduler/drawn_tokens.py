@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..values.request import NO_TOKENS, Int32Array, Sequence, SequenceState
-from .fair_share import FairShare
+from .plan import NewTokens, Work
 from .running import RunningSequences, choose
 from .scheduler_state import SchedulerState
-from .work import NewTokens, Work
+from .waiting import FairShare
 
 _MOST_TENANTS = 4096  # that are remembered
 

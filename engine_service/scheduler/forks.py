@@ -13,11 +13,10 @@ preempted like any other sequence. Pure.
 
 import numpy as np
 
-from ..values.beam_values import Branch
-from ..values.request import Int32Array, Request, Sequence, SequenceState
+from ..values.request import Int32Array, Request, Sequence, SequenceState, move_to
+from ..values.sampling_params import Branch
 from .plan import Plan
 from .scheduler_state import SchedulerState
-from .transitions import move_to
 
 
 class Forks:

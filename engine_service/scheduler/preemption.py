@@ -7,13 +7,11 @@ in its place by arrival, and after its swap-in goes on from the same token. If a
 transfer failed, the sequence is computed again. Pure.
 """
 
-from ..values.request import Sequence, SequenceState
+from ..values.request import Sequence, SequenceState, move_to
 from .forks import Forks
-from .plan import Plan, StepAnswer
-from .preemption_cost import Victim
+from .headroom import Victim
+from .plan import Plan, StepAnswer, Task
 from .scheduler_state import SchedulerState
-from .transitions import move_to
-from .work import Task
 
 _OK = 1  # ItemResult of the protocol
 

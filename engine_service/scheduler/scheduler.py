@@ -20,22 +20,19 @@ from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ..values.beam_values import Branch
-from ..values.request import HeldTokens, Int32Array, Request, Sequence, SequenceState, TakenBlocks
-from ..values.step_wait import StepWait
+from ..values.request import HeldTokens, Int32Array, Request, Sequence, SequenceState, TakenBlocks, move_to
+from ..values.sampling_params import Branch
 from .apply_answer import AnswerApplier
 from .drawn_tokens import DrawnTokens
 from .forks import BeamForks, Forks
+from .headroom import Moved
 from .limits import Limits
-from .plan import Plan, StepAnswer
+from .plan import NewTokens, Plan, StepAnswer, StepWait, Work
 from .planner import NO_GUESSES, Planner
 from .preemption import Preemptor
-from .preemption_cost import Moved
 from .running import RunningSequences
 from .scheduler_state import SchedulerState
-from .transitions import move_to
 from .waiting import WaitingSequences
-from .work import NewTokens, Work
 
 NO_BLOCKS: Mapping[int, TakenBlocks] = MappingProxyType({})
 

@@ -6,9 +6,8 @@ of preemption, and the counters. Each part changes what its own verbs are about.
 
 from ..values.request import Int32Array, Sequence, TakenBlocks
 from .client_shares import DecodeCosts, PromptShares
-from .headroom import Headroom
+from .headroom import Costs, Headroom
 from .limits import Limits
-from .preemption_cost import Costs
 from .running import RunningSequences
 from .waiting import WaitingSequences
 

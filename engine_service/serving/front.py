@@ -4,9 +4,7 @@ It serves streams of tokens itself, and forwards all other calls to its engine, 
 """
 
 import asyncio
-
-# The engine sends in rounds; a round is written as it comes, unless the writes of the one before took longer.
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -30,10 +28,9 @@ from ..rpc.methods import CONTRACT, FRONTS_OWN, intake_of, router_of
 from ..rpc.stream_pace import StreamPace
 from ..values.errors import EngineError
 from .engine_link import EngineLink, TraceNote
-from .frames import FrontState, Kind
-from .front_config import FrontConfig
+from .frames import FrontConfig, FrontState, Kind
 from .front_requests import FrontRequests
-from .streams import Read, Streams, Write
+from .streams import Streams
 
 # The engine sends in rounds; a round is written as it comes, unless the writes of the one before took longer.
 _SHORTEST_PACE_S = 1e-4
@@ -172,47 +169,26 @@ def _hide_bug() -> EngineError:
 _TOKENIZE_PATH = f"/{CONTRACT.service.full_name}/Tokenize"
 
 
-class FrontService:
-    """The methods of the engine's service that are streams of tokens, in snake case."""
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-
-    def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
-        return self._streams.generate(request)
-
-    async def generate_many(self, read: Read, write: Write) -> None:
-        await self._streams.generate_many(read, write)
-
-
 class FrontGateway:
-    """The same of a gateway's protocol. max_len: most tokens of a sequence, as the engine reported last."""
+    """The stream of tokens of a gateway's protocol. max_len: most tokens of a sequence, as the engine reported last."""
 
     def __init__(self, streams: Streams, link: EngineLink) -> None:
-        self._calls = _OwnCalls(streams, link)
+        self._streams, self._link = streams, link
         self.max_len = 0
 
     def generate(self, request: Any) -> AsyncIterator[Any]:
         from ..rpc.gateway.generating import generate
 
-        return generate(request, self.max_len, self._calls)
+        return generate(request, self.max_len, self._streams.generate, self._tokenize)
 
-
-class _OwnCalls:
-    """What a gateway's Generate needs of the engine's own service."""
-
-    def __init__(self, streams: Streams, link: EngineLink) -> None:
-        self.generate = streams.generate
-        self._link = link
-
-    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+    async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         return pb.TokenizeResponse.FromString(await self._link.call(_TOKENIZE_PATH, request.SerializeToString()))
 
 
 def own_router(streams: Streams, link: EngineLink, message_bytes: int) -> MethodRouter:
     """All methods of the engine's own service. message_bytes: of a message with a prompt."""
     contract = replace(CONTRACT.with_prompts_of(message_bytes), has_spans=False)  # the engine's end has them
-    return router_of(FrontService(streams), contract, _forwarded(contract, link))
+    return router_of(streams, contract, _forwarded(contract, link))
 
 
 def gateway_router(gateway: FrontGateway, link: EngineLink, message_bytes: int) -> MethodRouter:

@@ -11,7 +11,7 @@ from asyncio.subprocess import DEVNULL, Process
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -19,9 +19,8 @@ from kvkeeper.common.service.child_process import start_child, wait_end
 
 from ..outputs.model_text import ModelText
 from .calls import FrontCalls, FrontServices
-from .frames import FrontSetUp, FrontState, Kind
+from .frames import FrontConfig, FrontSetUp, FrontState, Kind
 from .front import Front
-from .front_config import FrontConfig
 from .lane import Lane, join_by_socket, join_in_memory
 
 log = structlog.get_logger()
@@ -38,25 +37,65 @@ class FrontFailed(Exception):
     """It cannot serve. One line."""
 
 
-class FrontRunner(Protocol):
-    """What a front runs in: a process of its own, or a task of the engine's loop."""
+_MODULE = "kvkeeper.engine_service.serving.front_main"
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
-    @property
-    def pid(self) -> int | None:
-        """The id of its process; None: it runs in the engine's."""
+
+class FrontProcess:
+    """What a front runs in: a process of its own. Its time is known as far as it was read while it ran."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.pid = process.pid
+        self._spent_s = 0.0
 
     @property
     def processor_s(self) -> float:
-        """Processor seconds that its own process has spent. Never less than before."""
+        """Processor seconds that it has spent. Never less than before."""
+        if self._process.returncode is None:
+            with suppress(OSError):  # it has just ended
+                fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+                self._spent_s = max(self._spent_s, (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND)
+        return self._spent_s
 
     def share(self, text: ModelText) -> dict[str, Any] | None:
         """Let the front make text; the state of the tokenizer that it is to be sent, if it needs one."""
+        return None if text.tokenizer is None else text.tokenizer.state()
 
     async def wait_end(self, seconds: float) -> int:
         """The exit code, once it has ended; after so many seconds it is killed."""
+        return await wait_end(self._process, seconds)
 
     def kill(self) -> None:
         """End it now. Idempotent."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+
+class FrontTask:
+    """The same in the engine's process."""
+
+    pid, processor_s = None, 0.0
+
+    def __init__(self, lane: Lane) -> None:
+        """lane: the engine's end."""
+        self._front = Front()
+        join_in_memory(lane, self._front.lane)
+        self._task = asyncio.create_task(self._front.run())
+
+    def share(self, text: ModelText) -> None:
+        self._front.text = text
+
+    async def wait_end(self, seconds: float) -> int:
+        await asyncio.wait((self._task,), timeout=seconds)
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+        if not self._task.cancelled() and (error := self._task.exception()) is not None:
+            log.error("broken_invariant", exc_info=error)
+        return 0
+
+    def kill(self) -> None:
+        self._task.cancel()
 
 
 class FrontHandle:
@@ -64,7 +103,7 @@ class FrontHandle:
 
     def __init__(self) -> None:
         self.lane = Lane(self._take, self._note_loss)
-        self.runner: FrontRunner
+        self.runner: FrontProcess | FrontTask
         self.refused: Counter[str] = Counter()  # calls that it did not let in, by reason
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost = asyncio.Event()
@@ -147,63 +186,6 @@ class FrontHandle:
         if not self.ready.done():
             self.ready.set_exception(FrontFailed(text))
             self.ready.exception()  # its owner may be gone
-
-
-_MODULE = "kvkeeper.engine_service.serving.front_main"
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-
-
-class FrontProcess:
-    """A process of a front. Its time is known as far as it was read while it ran."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-        self.pid = process.pid
-        self._spent_s = 0.0
-
-    @property
-    def processor_s(self) -> float:
-        if self._process.returncode is None:
-            with suppress(OSError):  # it has just ended
-                fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-                self._spent_s = max(self._spent_s, (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND)
-        return self._spent_s
-
-    def share(self, text: ModelText) -> dict[str, Any] | None:
-        return None if text.tokenizer is None else text.tokenizer.state()
-
-    async def wait_end(self, seconds: float) -> int:
-        return await wait_end(self._process, seconds)
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.kill()
-
-
-class FrontTask:
-    """A front in the engine's process."""
-
-    pid, processor_s = None, 0.0
-
-    def __init__(self, lane: Lane) -> None:
-        """lane: the engine's end."""
-        self._front = Front()
-        join_in_memory(lane, self._front.lane)
-        self._task = asyncio.create_task(self._front.run())
-
-    def share(self, text: ModelText) -> None:
-        self._front.text = text
-
-    async def wait_end(self, seconds: float) -> int:
-        await asyncio.wait((self._task,), timeout=seconds)
-        self._task.cancel()
-        await asyncio.wait((self._task,))
-        if not self._task.cancelled() and (error := self._task.exception()) is not None:
-            log.error("broken_invariant", exc_info=error)
-        return 0
-
-    def kill(self) -> None:
-        self._task.cancel()
 
 
 async def start_front_task() -> FrontHandle:

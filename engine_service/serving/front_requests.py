@@ -14,8 +14,7 @@ import structlog
 from kvkeeper.common.service.turns import leave_place
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ..outputs.model_text import ModelText
-from ..outputs.stopping import TextOutput
+from ..outputs.model_text import ModelText, TextOutput
 from ..values.errors import EngineError, RequestFailed
 from ..values.output_chunk import OutputChunk, Usage
 from ..values.request import FinishReason

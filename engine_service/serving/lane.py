@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, cast
 from kvkeeper.common.trust.caller import Caller, Role
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ..rpc.encode_chunk import response_of
+from ..messages import response_of
 from ..values.errors import EngineError
 from ..values.output_chunk import OutputChunk, TokenColumns, Usage
 from ..values.request import FinishReason

@@ -19,9 +19,9 @@ from kvkeeper.common.service.methods import peer
 from kvkeeper.common.trust.caller import is_still_known
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ..rpc.encode_chunk import response_of, responses
+from ..messages import response_of, responses
+from ..rpc.methods import REFUSALS
 from ..rpc.ownership import shown_id
-from ..rpc.status import REFUSALS
 from ..rpc.stream_pace import HasUnread, StreamPace
 from ..values.errors import EngineError, InvalidField, QueueFull, WrongCredential
 from .stream_buffer import PacedBuffer, StreamBuffer

@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 import structlog
 
+from ..scheduler.plan import NewTokens, Work
 from ..scheduler.running import RunningSequences
-from ..scheduler.work import NewTokens, Work
 from ..values.request import Int32Array, Sequence
 from .guess_control import LookAhead, Switch, look_up
 

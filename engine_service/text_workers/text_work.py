@@ -20,8 +20,7 @@ from kvkeeper.common.service.turns import leave_place
 from ..outputs.constraint import MAX_CHOICES, Constraint, UnknownTokenizer, Vocabulary, compile_grammar
 from ..outputs.model_text import NO_TOKENIZER, ModelText
 from ..values.errors import InvalidField, TooComplex
-from ..values.input_limits import InputLimits
-from ..values.request import Int32Array
+from ..values.request import InputLimits, Int32Array
 from .text_worker import TOKEN_DTYPE, Kind, Limits, SetUp
 from .workers import JobRefused, JobTooMuch, Workers
 

@@ -11,7 +11,17 @@ import numpy.typing as npt
 
 from .errors import EngineError
 from .request import FinishReason
-from .token_logprobs import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities of one position; names are the protocol's. rank 1 is the likeliest; equals share the better rank."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)

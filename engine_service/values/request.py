@@ -1,4 +1,4 @@
-"""Requests and their sequences, as the scheduler sees them.
+"""Requests and their sequences, as the scheduler sees them; the states of a sequence, and the one function that sets a state.
 
 A request is what a client asked for; each of its continuations is a sequence: a token list that gets a block table
 while it runs. Sequence 0 computes the prompt, the others are forked from it. Plain data, moved from state to state by
@@ -12,14 +12,56 @@ from enum import Enum, IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from .retention import Retention
-
 Int32Array = npt.NDArray[np.int32]
 
 NO_TOKENS: Int32Array = np.empty(0, np.int32)
 NO_TOKENS.flags.writeable = False
 
 NO_SLOT = 0  # of UnreadTokens: no sequence's
+
+
+@dataclass(frozen=True, slots=True)
+class InputLimits:
+    """The most bytes and strings of text that one request may bring, before anything is made of them.
+
+    Each is a setting of its own, and a refusal names the setting's flag beside the limit.
+    """
+
+    text_bytes: int = 1 << 20  # of a text, or of the contents of a chat
+    constraint_bytes: int = 64 << 10  # of a schema, a pattern, or all choices together
+    num_stop_strings: int = 16
+    stop_bytes: int = 256  # of one stop string
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The first and the last tokens stay readable, the blocks between come back (StreamingLLM, Xiao et al., arXiv 2309.17453).
+
+    num_sink_tokens: 0 or more; num_window_tokens: 1 or more, the query's own included. The arithmetic is the cache service's,
+    which decides: a block is given back that holds none of the first and none of the last of the committed tokens.
+    """
+
+    num_sink_tokens: int
+    num_window_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens that a query sees."""
+        return self.num_sink_tokens + self.num_window_tokens
+
+    def num_held_blocks(self, block_size: int) -> int:
+        """Most blocks that a sequence holds which grows by one token at a time."""
+        return -(-self.num_sink_tokens // block_size) + (self.num_window_tokens - 1) // block_size + 2
+
+    def holes(self, num_committed: int, block_size: int) -> range:
+        """Table indices that name no block any more; empty while all are held."""
+        first = -(-self.num_sink_tokens // block_size)
+        return range(first, max(first, (num_committed - self.num_window_tokens) // block_size))
+
+    def may_fork(self, num_committed: int, num_tokens: int, block_size: int) -> bool:
+        """Whether the first num_tokens of so many committed ones still have their own window, so that they can be forked."""
+        holes = self.holes(num_committed, block_size)
+        return not holes or not holes.start * block_size < num_tokens < holes.stop * block_size + self.num_window_tokens
 
 
 class FinishReason(IntEnum):
@@ -186,3 +228,38 @@ class Request:
         if SequenceState.RUNNING in states:
             return RequestState.RUNNING
         return RequestState.PREEMPTED if self.num_preemptions else RequestState.PENDING
+
+
+_S = SequenceState
+
+# A sequence is born NEW, as the first of its request or with tokens of its own, or UNFORKED, as a continuation; of a request
+# that is started over also ENDED, where it had ended before. A new session starts everything that lives again, because its
+# cache service knows no sequence of the one before. ENDED is final.
+TRANSITIONS: dict[tuple[SequenceState, SequenceState], str] = {
+    (_S.UNFORKED, _S.RUNNING): "forked from its parent",
+    (_S.UNFORKED, _S.NEW): "its parent cannot be forked: it starts alone",
+    (_S.NEW, _S.RUNNING): "taken over with its blocks",
+    (_S.NEW, _S.CREATING): "the cache service is being told of it",
+    (_S.CREATING, _S.WAITING): "the cache service knows it",
+    (_S.CREATING, _S.NEW): "no slot was free, or the session is new",
+    (_S.WAITING, _S.RUNNING): "started",
+    (_S.WAITING, _S.LOADING): "started; its hits are in the host tier",
+    (_S.WAITING, _S.NEW): "the session is new",
+    (_S.LOADING, _S.RUNNING): "its hits are on the device",
+    (_S.LOADING, _S.NEW): "the session is new",
+    (_S.RUNNING, _S.LEAVING): "preempted",
+    (_S.RUNNING, _S.NEW): "the session is new",
+    (_S.LEAVING, _S.SWAPPED): "swapped out",
+    (_S.LEAVING, _S.NEW): "released, or the session is new: it is computed again",
+    (_S.SWAPPED, _S.RETURNING): "swapped in",
+    (_S.SWAPPED, _S.NEW): "a transfer failed, or the session is new: it is computed again",
+    (_S.RETURNING, _S.RUNNING): "its blocks are on the device",
+    (_S.RETURNING, _S.NEW): "a transfer failed, or the session is new: it is computed again",
+    **{(state, _S.ENDED): "finished, cancelled or given up" for state in _S if state is not _S.ENDED},
+}
+
+
+def move_to(sequence: Sequence, state: SequenceState) -> None:
+    """Set a sequence's state. Nothing else does."""
+    assert (sequence.state, state) in TRANSITIONS, f"{sequence.state.name} -> {state.name}"
+    sequence.state = state

@@ -3,12 +3,12 @@
 A row is one object, or a place in columns: PlainDraws has the rows of a step, and PenalisedRows those of them whose draws
 depend on the tokens before. A penalised row's history is named, not copied: it is the start of a row of a table of tokens,
 which many of the loop's rows share. The token that the step before draws is not in it yet; where the model computes, it is
-known under its row.
+known under its row. A beam search has rows of its own, which candidates come back for, and branches follow from.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -75,8 +75,18 @@ class SamplingParams:
             raise SamplingParamsError(field, getattr(self, field), text)
 
 
+_LEAST_TEMPERATURE = 1e-3  # below it the distribution is the likeliest token to float precision
 NEUTRAL = SamplingParams()
 GREEDY = SamplingParams(temperature=0)
+
+
+def with_fields(defaults: SamplingParams, given: dict[str, Any]) -> SamplingParams:
+    """The defaults but for what is given, in the bounds of a request. Raises SamplingParamsError."""
+    if 0 < given.get("temperature", 0) < _LEAST_TEMPERATURE:
+        given = {**given, "temperature": _LEAST_TEMPERATURE}
+    if not 0 <= given.get("min_p", 0) < 1:
+        raise SamplingParamsError("min_p", given["min_p"], "0 to below 1")
+    return replace(defaults, **given)
 
 
 class Allowing(Protocol):
@@ -238,3 +248,26 @@ def as_plain(rows: SampledRows) -> PlainDraws | None:
 def are_likeliest(rows: SampledRows) -> bool:
     """Whether all rows are LIKELIEST."""
     return not isinstance(rows, PlainDraws) and rows.count(LIKELIEST) == len(rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SearchRow:
+    """One list: its parameters and tokens, and how many candidates are wanted."""
+
+    row: SamplingRow
+    num_candidates: int
+
+
+class Candidates(NamedTuple):
+    """A list's likeliest next tokens and their log probabilities, the likeliest first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class Branch(NamedTuple):
+    """The list in `slot` is from now on the one that was in `parent`, and this token behind it."""
+
+    parent: int
+    slot: int
+    token_id: int

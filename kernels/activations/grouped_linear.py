@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from ..checks import on_cuda, require
-from .linear_weight import LinearWeight
+from ..types import LinearWeight
 
 _OP = "grouped_linear"
 

@@ -17,8 +17,8 @@ import torch
 from ..checks import on_cuda, require
 from ..cpu import compiled
 from ..cpu.rows import multiply_row
+from ..types import LinearWeight, RowBlocks
 from .linear_int8 import Int8Weight, linear_int8
-from .linear_weight import LinearWeight, RowBlocks
 
 _OP = "linear"
 _WIDTHS, _INPUTS = (64, 48, 32, 16), 16  # of oneDNN's blocks: outputs, and the multiple that inputs are filled up to

@@ -18,7 +18,7 @@ from ..checks import require
 from ..cpu import compiled
 from ..cpu.rows import Int8Rows, Levels, multiply_row_int8, scale_rows, unscale_rows
 from ..errors import UnsupportedDeviceError
-from .linear_weight import LinearWeight
+from ..types import LinearWeight
 
 _OP = "linear_int8"
 # On either side of 0. AVX2 adds two products in 16 bits: (90 + 91) * 90 * 2 just fits, and an equal share of the bits for both

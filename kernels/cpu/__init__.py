@@ -2,6 +2,6 @@
 
 Owns loops and their launchers, and the switch for them. Rules. The wrappers in `kernels` import a launcher where
 `compiled.serves` says so; else they compute with torch, which gives the same within rounding. numba is imported by kernels.py
-and quantised_kernels.py alone, and these by the switch and of_format.py alone: an import takes a second, and it may not be
+and quantised_kernels.py alone, and these by the switch and quantised.py alone: an import takes a second, and it may not be
 installed. A launcher trusts its arguments. May import numba, torch and the modules of kernels that are in no folder.
 """

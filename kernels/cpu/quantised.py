@@ -1,16 +1,41 @@
 """Store, decode and read of K and V in few bits, compiled: launches the kernels of the layer's format."""
 
+import sys
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
 from .launch import Launcher
-from .of_format import of_format
 
 if TYPE_CHECKING:
     from ..quantised.formats import KvFormat
     from ..quantised.layout import QuantisedLayer
+
+
+_FOLDER = Path(__file__).parent
+
+
+@cache
+def of_format(kv_format: "KvFormat") -> ModuleType:
+    """Compile the format's kernels, or take them from disk. Raises ImportError where numba is not installed."""
+    name = f"{__package__}.quantised_kernels_{kv_format.name}"
+    spec = spec_from_file_location(name, _FOLDER / "quantised_kernels.py")
+    assert spec is not None, "of a Python file"
+    assert spec.loader is not None, "of a Python file"
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
 
 _ALL_KEYS = 1 << 62
 _LAYOUTS = {"store": "q" * 21, "attend_decode": "q" * 20 + "ddqq", "read": "q" * 15}

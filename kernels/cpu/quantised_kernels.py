@@ -2,7 +2,7 @@
 
 Follows the rules in kernel_parts.py: what a kernel is given, how threads share its items, and that numbers that are not finite
 stay so.
-of_format.py loads this file once for each format, as a module whose name ends in the format's, so that a loop has the decoding
+of_format loads this file once for each format, as a module whose name ends in the format's, so that a loop has the decoding
 of its elements inside and nothing of other formats; under its own name it is of int8. Kernels have no closures: numba never
 finds one on disk whose closure has a helper in it, and would compile it in every process.
 """

@@ -5,16 +5,25 @@ one number is drawn by inverse CDF in token order. Where a row has several chunk
 each threshold first (sampling_bounds.py); what is left for the one program that draws are the tokens within it. A row with more
 of these than are kept, and one with typical_p, is searched as a whole by that program. Both ways give the same token.
 
-Filters are those of kernels/sampling.py, but weights are whole numbers made in float32 here (sampling_row.py): a draw within a
-rounding error of the border between two tokens, or a token within one of a filter's border, can differ from the CPU's.
+Filters are those of kernels/sampling.py, but weights are whole numbers made in float32 here (sampling_bounds.py): a draw within
+a rounding error of the border between two tokens, or a token within one of a filter's border, can differ from the CPU's.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .sampling_bounds import MOST_CANDIDATES, filters_of, find_bounds, row_extremes
-from .sampling_row import finite_extremes, least_scaled, load_chunk, row_factor, whole_weights
+from .sampling_bounds import (
+    MOST_CANDIDATES,
+    filters_of,
+    find_bounds,
+    finite_extremes,
+    least_scaled,
+    load_chunk,
+    row_extremes,
+    row_factor,
+    whole_weights,
+)
 from .sizes import cdiv, power_of_2
 
 _CHUNK = 4096

@@ -9,9 +9,9 @@ import torch
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.values.types import SequenceId
 from kvkeeper.client import AsyncCacheClient, KvTokens
+from kvkeeper.kernels.quantised.attention import read_kv
 from kvkeeper.kernels.quantised.formats import FORMATS, dequantise, quantise
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
-from kvkeeper.kernels.quantised.read_kv import read_kv
 from tests.api.test_layer_groups import commit, start, step, tables
 from tests.support.worlds.cache_api import Api, blocks_of, le32, le64, refusal, serving
 from tests.support.worlds.memory_folder import memory_folder

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvkeeper.kernels.attention.dense_attention import dense_attention
+from kvkeeper.kernels.attention.gathered import dense_attention
 from kvkeeper.kernels.quantised.formats import KvFormat, dequantise, quantise
 
 

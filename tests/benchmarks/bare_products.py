@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from kvkeeper.kernels.activations.linear import linear, pack_linear
-from kvkeeper.kernels.activations.linear_weight import LinearWeight
+from kvkeeper.kernels.types import LinearWeight
 from tests.benchmarks.llama import VOCAB_SIZE
 
 _NUM_LAYERS, _HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS = 8, 512, 1408, 512, 512

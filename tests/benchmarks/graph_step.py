@@ -18,13 +18,12 @@ import torch
 
 from kvkeeper.engine_service.compute import sampler
 from kvkeeper.engine_service.compute.device.device_queue import HostQueue
-from kvkeeper.engine_service.compute.device.last_tokens import LastTokens
-from kvkeeper.engine_service.compute.device.token_counts import TokenCounts
+from kvkeeper.engine_service.compute.device.token_counts import LastTokens, TokenCounts
 from kvkeeper.engine_service.compute.graphs.graph_api import Graph
 from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, capture_decode
 from kvkeeper.engine_service.compute.model_runner import ModelRunner
 from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
-from kvkeeper.engine_service.scheduler.work import Work
+from kvkeeper.engine_service.scheduler.plan import Work
 from kvkeeper.engine_service.values.sampling_params import (
     GREEDY,
     LIKELIEST,

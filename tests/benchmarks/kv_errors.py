@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 
 from kvkeeper.engine_service.compute.model_runner import AnyLayout, ModelRunner, kv_layout_of
-from kvkeeper.engine_service.compute.recurrent_model import has_states
-from kvkeeper.engine_service.compute.stored_model import format_for, stored_layout
+from kvkeeper.engine_service.compute.stored_model import format_for, has_states, stored_layout
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
 from kvkeeper.engine_service.model.dtype_name import DtypeChoice
 from kvkeeper.engine_service.model.layer_groups import LayerGroup

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvkeeper.engine_service.scheduler.fair_share import FairShare
 from kvkeeper.engine_service.scheduler.limits import Limits
 from kvkeeper.engine_service.scheduler.policies import POLICY_NAMES, make_ordering
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
-from kvkeeper.engine_service.scheduler.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.waiting import FairShare, WaitingSequences
 from kvkeeper.engine_service.values.request import Request, SequenceState
 from tests.support.worlds.core_cache import CoreCache
 

@@ -75,7 +75,7 @@ async def test_the_prompt_is_computed_for_them_though_it_is_cached(world: Servic
 
 def test_a_preempted_prompt_tells_each_position_once() -> None:
     from kvkeeper.engine_service.outputs.generation import Generation
-    from kvkeeper.engine_service.outputs.stopping import StopRules
+    from kvkeeper.engine_service.outputs.model_text import StopRules
     from kvkeeper.engine_service.values.request import Request
     from kvkeeper.engine_service.values.sampling_params import GREEDY
 

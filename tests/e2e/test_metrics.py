@@ -10,8 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from kvkeeper.common.service.process import StartError
-from kvkeeper.engine_service.loop.stats import EngineStats
-from kvkeeper.engine_service.loop.timings import Timings
+from kvkeeper.engine_service.loop.stats import EngineStats, Timings
 from kvkeeper.engine_service.outputs.generation import Generation
 from kvkeeper.engine_service.outputs.unread_tokens import Added, Slots, UnreadTokens
 from tests.support.models.odd_models import GATE_TOKEN

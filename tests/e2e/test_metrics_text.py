@@ -15,7 +15,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.client import GenerateOptions, KvkeeperError
 from kvkeeper.common.service import VERSION
 from kvkeeper.engine.v1 import engine_service_pb2 as engine_pb
-from kvkeeper.engine_service.loop.timings import BOUNDS, TOKEN_BOUNDS
+from kvkeeper.engine_service.loop.stats import BOUNDS, TOKEN_BOUNDS
 from tests.support.models.odd_models import NAN_TOKEN, odd_model
 from tests.support.processes.service_pair import GREEDY, Services, generate
 

@@ -9,7 +9,7 @@ import pytest
 from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, Retention, Sampling
 from kvkeeper.engine_service.compute import step_compute
 from kvkeeper.engine_service.loop.engine import Engine
-from kvkeeper.engine_service.values.step_wait import StepWait
+from kvkeeper.engine_service.scheduler.plan import StepWait
 from tests.support.processes.service_pair import GREEDY, Services, generate, services, toy_output
 from tests.support.stand_ins.late_queue import LateQueue
 

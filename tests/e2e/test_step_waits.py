@@ -13,8 +13,8 @@ from kvkeeper.engine_service.cache_session.lease import Lease
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.scheduler.plan import StepWait
 from kvkeeper.engine_service.server import RunningServer
-from kvkeeper.engine_service.values.step_wait import StepWait
 from tests.e2e.test_metrics import ANY_PORT, scrape_labels
 from tests.e2e.test_take_over import is_closed, reached, start_giver
 from tests.support.models.odd_models import GATE_TOKEN

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from kvkeeper.client import GenerateOptions, KvkeeperError, Sampling
-from kvkeeper.engine_service.rpc.vllm_metrics import SAME
+from kvkeeper.engine_service.rpc.metrics import SAME
 from tests.e2e.test_metrics_text import ANY_PORT, families
 from tests.support.documents.markdown import ROOT
 from tests.support.models.odd_models import NAN_TOKEN, odd_model

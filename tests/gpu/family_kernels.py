@@ -8,12 +8,12 @@ import torch
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.gates import clamped_swiglu
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
-from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.attention.latent_attention import latent_attention_decode, latent_attention_prefill, latent_layer
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.store_latent import store_latent
+from kvkeeper.kernels.types import LinearWeight
 from tests.gpu.far import far_pool
 from tests.unit.kernels.worlds import make_latents, make_world, random_queries
 

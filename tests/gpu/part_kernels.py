@@ -13,7 +13,7 @@ import torch
 
 from kvkeeper.engine_service.compute.device.device_queue import queue_of
 from kvkeeper.engine_service.compute.penalties import apply_penalties
-from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
+from kvkeeper.engine_service.ranks.block_copies import SWAP_OUT, BlockMover
 from kvkeeper.engine_service.values.sampling_params import SamplingParams, SamplingRow
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.gates import gelu_and_mul, silu_and_mul

@@ -22,8 +22,7 @@ import torch
 
 from kvkeeper.engine_service.compute.graphs.graph_api import CudaGraphs
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, kv_layout_of
-from kvkeeper.engine_service.compute.sampler import draw
-from kvkeeper.engine_service.compute.step_logits import StepLogits
+from kvkeeper.engine_service.compute.sampler import StepLogits, draw
 from kvkeeper.engine_service.model.decoder import Decoder
 from kvkeeper.engine_service.model.layer_groups import LayerGroup, group_layers
 from kvkeeper.engine_service.model.loader import load_model

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from kvkeeper.engine_service.compute.device.device_queue import queue_of
-from kvkeeper.engine_service.ranks.block_copies import copies_for
-from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
+from kvkeeper.engine_service.ranks.block_copies import SWAP_OUT, BlockMover, copies_for
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.quantised.attention import plan_rows, quantised_decode, quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS, quantise

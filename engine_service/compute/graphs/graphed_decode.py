@@ -26,14 +26,11 @@ from kvkeeper.kernels.scratch import Scratch
 from ...values.batch import Batch
 from ...values.sampling_params import PlainDraws, SampledRows, as_plain
 from ..device.device_queue import DeviceQueue
-from ..device.last_tokens import LastTokens
-from ..device.token_counts import Counted, TokenCounts
+from ..device.token_counts import Counted, LastTokens, TokenCounts
 from ..device.upload import Staged
-from ..sampler import draw_penalised, draw_plain
-from ..step_logits import StepLogits, with_likeliest
+from ..sampler import StepLogits, draw_penalised, draw_plain, with_likeliest
 from .decode_inputs import DecodeInputs
-from .graph_api import Graph, GraphApi
-from .sizes import graph_sizes, size_for
+from .graph_api import Graph, GraphApi, graph_sizes, size_for
 
 # (tensors by name, scratch, where logits go) -> logits; reads the values of the tensors on the device alone
 PlainDecode = Callable[[Mapping[str, torch.Tensor], Scratch, torch.Tensor], torch.Tensor]

@@ -12,10 +12,8 @@ import torch
 
 from ...values.batch import Batch, BatchRetention
 from ...values.sampling_params import GREEDY, PenalisedRows, PlainDraws, SamplingParams, SamplingRow
-from ..device.last_tokens import LastTokens
-from ..device.token_counts import TokenCounts
-from ..sampler import draw, sample
-from ..step_logits import StepLogits
+from ..device.token_counts import LastTokens, TokenCounts
+from ..sampler import StepLogits, draw, sample
 
 _SHORT_CONTEXT = 1  # tokens
 _LONG_CONTEXT = 4096  # tokens, with the new ones; cut into items, and split where few queries see it

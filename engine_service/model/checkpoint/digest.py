@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from .errors import ModelFileMissingError, WeightsError
-from .json_fields import CONFIG_FILE
+from .json_file import CONFIG_FILE
 from .safetensors_files import list_weight_files
 
 _MEMORY_FILE: Final = "weights_digests.json"

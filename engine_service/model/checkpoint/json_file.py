@@ -1,6 +1,7 @@
-"""Reading a JSON object from a model folder, with every way it can be wrong as a typed error."""
+"""Reading a JSON object from a model folder, and typed fields of its config.json; every way they can be wrong is an error."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,3 +37,33 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise ModelConfigError(path.name, f"must hold an object, holds {type(parsed).__name__}")
     return parsed
+
+
+CONFIG_FILE: Final = "config.json"
+
+
+def count(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer; a missing or null one is `default`, or refused."""
+    value = raw.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        raise bad(key, f"must be a positive integer, is {value!r}")
+    return value
+
+
+def number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = raw.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise bad(key, f"must be a positive number, is {value!r}")
+    return float(value)
+
+
+def flag(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise bad(key, f"must be true or false, is {value!r}")
+    return bool(value)
+
+
+def bad(key: str, problem: str) -> ModelConfigError:
+    return ModelConfigError(CONFIG_FILE, f"{key} {problem}")

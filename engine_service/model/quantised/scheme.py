@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from ..checkpoint.errors import ModelConfigError, UnsupportedModelError
-from ..checkpoint.json_fields import CONFIG_FILE
+from ..checkpoint.json_file import CONFIG_FILE
 
 Form = Literal["gptq", "awq", "packed", "plain", "mxfp4"]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint.errors import UnsupportedModelError
-from ..checkpoint.json_fields import bad, count
+from ..checkpoint.json_file import bad, count
 from ..families.family import DeltaFamily
 
 _ALIGNMENT = 16  # bytes; of each layer's state in a page

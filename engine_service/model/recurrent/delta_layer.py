@@ -3,16 +3,17 @@
 Follows transformers' Qwen3-Next in the order of its operations.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
 
 from kvkeeper.kernels.activations.linear import linear
-from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
+from kvkeeper.kernels.types import LinearWeight
 
+from ..checkpoint.safetensors_files import Destination, Empty, all_of
 from ..experts import Weight
 from .delta_config import DeltaNetShape
 from .delta_net import DeltaState, convolve, convolve_one, delta_rule, delta_rule_one
@@ -94,3 +95,39 @@ def _heads(made: torch.Tensor, shape: DeltaNetShape) -> tuple[torch.Tensor, torc
     keys = shape.num_key_heads * shape.key_dim
     q, k, v = made.split((keys, keys, made.shape[-1] - 2 * keys), -1)
     return (q.unflatten(-1, (-1, shape.key_dim)), k.unflatten(-1, (-1, shape.key_dim)), v.unflatten(-1, (-1, shape.value_dim)))
+
+
+def allocate_delta(shape: DeltaNetShape, hidden_size: int, empty: Empty) -> DeltaWeights:
+    """Empty weights of one layer."""
+    heads, outputs = shape.num_value_heads, shape.num_value_heads * shape.value_dim
+    return DeltaWeights(
+        mixed=LinearWeight(empty(shape.conv_dim + outputs, hidden_size)),
+        gates=LinearWeight(empty(2 * heads, hidden_size)),
+        conv=empty(shape.conv_dim, shape.kernel),
+        decay_bias=empty(heads).float(),
+        decay_log=empty(heads).float(),
+        norm=empty(shape.value_dim),
+    )
+
+
+def delta_destinations(shape: DeltaNetShape, weights: DeltaWeights) -> Iterator[tuple[str, Destination]]:
+    """(name within the layer, destination) of every stored tensor but the output projection."""
+    assert isinstance(weights.mixed, LinearWeight), "weights are quantised when all are read"
+    keys, values = shape.key_dim, shape.num_value_heads // shape.num_key_heads * shape.value_dim
+    each = shape.num_value_heads // shape.num_key_heads
+    yield "linear_attn.in_proj_qkvz.weight", _by_kind(weights.mixed.data, (keys, keys, values, values), shape)
+    yield "linear_attn.in_proj_ba.weight", _by_kind(weights.gates.data, (each, each), shape)
+    yield "linear_attn.conv1d.weight", all_of(weights.conv[:, None])
+    yield "linear_attn.dt_bias", all_of(weights.decay_bias)
+    yield "linear_attn.A_log", all_of(weights.decay_log)
+    yield "linear_attn.norm.weight", all_of(weights.norm)
+
+
+def _by_kind(part: torch.Tensor, sizes: Sequence[int], shape: DeltaNetShape) -> Destination:
+    """Stored are for each key head so many rows of every kind; `part` has all rows of a kind together."""
+
+    def turned(stored: torch.Tensor) -> torch.Tensor:
+        kinds = stored.unflatten(0, (shape.num_key_heads, -1)).split(list(sizes), 1)
+        return torch.cat([kind.flatten(0, 1) for kind in kinds])
+
+    return Destination(part, tuple(part.shape), turned)

@@ -5,9 +5,13 @@ ended already, which is no error.
 """
 
 import contextlib
+import hashlib
+import io
 import json
 import time
-from collections.abc import AsyncIterator
+import zipfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from smg_grpc_proto.generated import common_pb2
@@ -25,7 +29,50 @@ from ..ownership import known_id, own_tenant
 from ..service import EngineService
 from . import kv_events
 from .requests import own_id, require_only_rank
-from .tokenizer_files import Archive, archive_of
+
+CHUNK_BYTES = 64 << 10
+_NAMES = frozenset({
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A zip file, with the SHA-256 of its bytes in hex: a model's tokenizer, for a gateway that makes tokens of texts itself.
+
+    Read once, when the first gateway asks. No weights, and no other file than those that tokenizers are made of.
+    """
+
+    data: bytes
+    sha256: str
+
+    def chunks(self) -> Iterator[tuple[bytes, str]]:
+        """Its bytes in order, and with the last of them the digest."""
+        for start in range(0, len(self.data), CHUNK_BYTES):
+            is_last = start + CHUNK_BYTES >= len(self.data)
+            yield self.data[start : start + CHUNK_BYTES], self.sha256 if is_last else ""
+
+
+def archive_of(folder: Path) -> Archive:
+    """The archive of a model's folder; the same bytes for the same files."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(folder.iterdir()):
+            if path.name in _NAMES and path.is_file():
+                archive.writestr(zipfile.ZipInfo(path.name), path.read_bytes(), zipfile.ZIP_DEFLATED)
+    data = out.getvalue()
+    return Archive(data, hashlib.sha256(data).hexdigest())
+
 
 _SERVER_TYPE = "kvkeeper"
 # A gateway reads a tokenizer from this path, where it has such a file. Where it has none, it takes the path for a name and

@@ -9,9 +9,8 @@ thoughts and stop strings in it, and parsers that were made for token after toke
 
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
@@ -38,23 +37,22 @@ class _Output:
     reason: str = ""
 
 
-class OwnCalls(Protocol):
-    """The calls of our own service that a gateway's Generate is made of."""
-
-    def generate(self, request: own.GenerateRequest) -> AsyncGenerator[own.GenerateResponse, None]: ...
-
-    async def tokenize(self, request: own.TokenizeRequest) -> own.TokenizeResponse: ...
+# The calls of our own service that a gateway's Generate is made of.
+OwnGenerate = Callable[[own.GenerateRequest], AsyncGenerator[own.GenerateResponse, None]]
+OwnTokenize = Callable[[own.TokenizeRequest], Awaitable[own.TokenizeResponse]]
 
 
-async def generate(request: pb.GenerateRequest, max_len: int, calls: OwnCalls) -> AsyncIterator[pb.GenerateResponse]:
+async def generate(
+    request: pb.GenerateRequest, max_len: int, own_generate: OwnGenerate, own_tokenize: OwnTokenize
+) -> AsyncIterator[pb.GenerateResponse]:
     """The answer to a gateway. max_len: tokens of the longest sequence."""
     message = own_request(request)
     prompt: Sequence[int] = request.tokenized.input_ids
     if request.WhichOneof("input") == "text":  # how many tokens fit behind it is known by its tokens alone
-        prompt = (await calls.tokenize(own.TokenizeRequest(text=request.text))).token_ids
+        prompt = (await own_tokenize(own.TokenizeRequest(text=request.text))).token_ids
     fill_prompt(message, prompt, max_len)
     answer = Answer(prompt, message.n, is_streamed=request.stream)
-    async with contextlib.aclosing(calls.generate(message)) as responses:
+    async with contextlib.aclosing(own_generate(message)) as responses:
         async for response in responses:
             for told in answer.add(response):
                 yield told

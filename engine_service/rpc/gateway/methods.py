@@ -7,7 +7,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from kvkeeper.common.service.methods import Contract
 
-from ..status import REFUSALS
+from ..methods import REFUSALS
 
 # Method -> feature of the NOT_IMPLEMENTED answer.
 UNIMPLEMENTED_METHODS = {

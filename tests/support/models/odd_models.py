@@ -11,7 +11,7 @@ from kvkeeper.engine_service.compute.model_runner import Runner
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.model.hash_toy import HashToyConfig, HashToyRunner
-from kvkeeper.engine_service.model.parallel.split import WHOLE, Split
+from kvkeeper.engine_service.model.split import WHOLE, Split
 from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.quantised.layout import QuantisedLayout

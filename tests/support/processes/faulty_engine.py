@@ -14,7 +14,7 @@ from kvkeeper.engine_service.__main__ import main
 from kvkeeper.engine_service.compute.model_runner import Runner, StepBounds
 from kvkeeper.engine_service.compute.served_model import ServedModel
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.model.parallel.split import WHOLE, Split
+from kvkeeper.engine_service.model.split import WHOLE, Split
 from kvkeeper.engine_service.ranks import team
 from tests.support.models.odd_models import faulty_model
 from tests.support.processes import faulty_rank

@@ -7,7 +7,7 @@ import torch
 
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.hash_toy import HashToyConfig
-from kvkeeper.engine_service.model.parallel.split import Split
+from kvkeeper.engine_service.model.split import Split
 from kvkeeper.engine_service.ranks import rank_model
 from kvkeeper.engine_service.ranks.rank_model import OnArena
 from kvkeeper.engine_service.ranks.rank_process import PARTED, main

@@ -12,8 +12,7 @@ import socket
 import sys
 from typing import Any
 
-from kvkeeper.engine_service.ranks.failures import PipeEnded
-from kvkeeper.engine_service.ranks.messages import Answer, Kind, Pipe, encode_fault, encode_ids
+from kvkeeper.engine_service.ranks.messages import Answer, Kind, Pipe, PipeEnded, encode_fault, encode_ids
 
 PARTED = 70  # as rank_process
 

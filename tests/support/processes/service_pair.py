@@ -21,7 +21,7 @@ from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.model.hash_toy import expected_next_token
 from kvkeeper.engine_service.server import RunningServer as RunningEngine
 from kvkeeper.engine_service.server import start_server as start_engine
-from kvkeeper.engine_service.values.retention import Retention as ToyRetention
+from kvkeeper.engine_service.values.request import Retention as ToyRetention
 from tests.support.models.odd_models import odd_model
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvkeeper.engine_service.scheduler.work import StepChanges, Work
+from kvkeeper.engine_service.scheduler.plan import StepChanges, Work
 from kvkeeper.engine_service.values.batch import Batch, IntArray
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions, BeamSearch, TokenList
-from kvkeeper.engine_service.values.beam_values import Candidates
 from kvkeeper.engine_service.values.request import FinishReason, Request, SequenceState
+from kvkeeper.engine_service.values.sampling_params import Candidates
 from tests.support.worlds.scheduler_world import Flight, World
 
 NUM_CHOICES = 7

@@ -12,7 +12,7 @@ from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
 from kvkeeper.cache_service.tiny_cache import OutOfSequences as TinyOutOfSequences
 from kvkeeper.engine_service.scheduler.plan import Plan
-from kvkeeper.engine_service.values.retention import Retention as EngineRetention
+from kvkeeper.engine_service.values.request import Retention as EngineRetention
 
 _COLUMNS = set(StepBatch._fields) & set(Plan._fields)
 

@@ -16,7 +16,7 @@ from kvkeeper.engine_service.loop.open_requests import OpenRequests
 from kvkeeper.engine_service.loop.stats import EngineStats
 from kvkeeper.engine_service.loop.tracing import EngineTracing
 from kvkeeper.engine_service.outputs.generation import Generation
-from kvkeeper.engine_service.outputs.stopping import StopRules
+from kvkeeper.engine_service.outputs.model_text import StopRules
 from kvkeeper.engine_service.values.errors import NeverFits
 from kvkeeper.engine_service.values.request import Request
 from kvkeeper.engine_service.values.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
-from kvkeeper.engine_service.compute.recurrent_model import has_states, state_groups
+from kvkeeper.engine_service.compute.stored_model import has_states, state_groups
 from kvkeeper.engine_service.model.decoder import Decoder
 from tests.support.models.tiny_models import NumericsCase
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch

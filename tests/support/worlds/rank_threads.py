@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from kvkeeper.engine_service.model.parallel.split import Split
+from kvkeeper.engine_service.model.split import Split
 
 T = TypeVar("T")
 _DEADLINE_S = 60.0

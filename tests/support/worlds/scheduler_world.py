@@ -15,15 +15,12 @@ from kvkeeper.cache_service.core.values.kv_spec import ReadSpan as CoreSpan
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import NO_INT32, NO_INT64
 from kvkeeper.cache_service.tiny_cache import OutOfSequences
-from kvkeeper.engine_service.scheduler.limits import Limits
-from kvkeeper.engine_service.scheduler.plan import Plan
-from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
+from kvkeeper.engine_service.scheduler.headroom import Preemption
+from kvkeeper.engine_service.scheduler.limits import WHOLE, Limits, ReadSpan
+from kvkeeper.engine_service.scheduler.plan import Plan, Work
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from kvkeeper.engine_service.scheduler.waiting import WaitingSequences
-from kvkeeper.engine_service.scheduler.work import Work
-from kvkeeper.engine_service.values.read_span import WHOLE, ReadSpan
-from kvkeeper.engine_service.values.request import Request, Sequence, SequenceState
-from kvkeeper.engine_service.values.retention import Retention
+from kvkeeper.engine_service.values.request import Request, Retention, Sequence, SequenceState
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.tiny_columns import TinyColumns
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkeeper.engine_service.values.read_span import WHOLE, ReadSpan
+from kvkeeper.engine_service.scheduler.limits import WHOLE, ReadSpan
 from kvkeeper.engine_service.values.request import SequenceState
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import Flight, World

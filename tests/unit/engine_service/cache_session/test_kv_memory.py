@@ -20,7 +20,7 @@ from kvkeeper.engine_service.compute.device import device_errors
 from kvkeeper.engine_service.compute.device.device_errors import DeviceFault, FaultTold
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
-from kvkeeper.engine_service.ranks.failures import RankLost, RankRefused
+from kvkeeper.engine_service.ranks.messages import RankLost, RankRefused
 from tests.support.stand_ins.device_faults import out_of_memory
 
 DEADLINE, BLOCK_SIZE, NUM_BLOCKS = 20.0, 4, 3

@@ -8,9 +8,8 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import KvkeeperError, NewSequence
-from kvkeeper.engine_service.cache_session.sequence_calls import SequenceCalls
-from kvkeeper.engine_service.values.request import Request, Sequence, SequenceState
-from kvkeeper.engine_service.values.retention import Retention
+from kvkeeper.engine_service.cache_session.kv_memory import create_sequences
+from kvkeeper.engine_service.values.request import Request, Retention, Sequence, SequenceState
 
 REFUSED = KvkeeperError(grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_SEQUENCES", "all are in use")
 
@@ -40,8 +39,8 @@ class Session:
         return REFUSED if sequence_id == 2 else pb.CreateSequenceResponse(start_number=10 + sequence_id)
 
 
-def calls_of(session: Session) -> SequenceCalls:
-    return SequenceCalls(cast(Any, session))
+async def create(session: Session, *sequences: Sequence) -> list[int | KvkeeperError]:
+    return await create_sequences(cast(Any, session), sequences)
 
 
 async def test_all_go_in_one_call_with_what_their_requests_say() -> None:
@@ -49,7 +48,7 @@ async def test_all_go_in_one_call_with_what_their_requests_say() -> None:
     one = sequence(1, tenant="acme", priority=3, retention=Retention(4, 8))
     two = sequence(2)
     two.request.start_number = 7
-    assert await calls_of(session).create([one, two]) == [11, REFUSED]
+    assert await create(session, one, two) == [11, REFUSED]
     assert session.num_calls == 1
     retention = pb.Retention(num_sink_tokens=4, num_window_tokens=8)
     assert session.created == [(1, [1, 5], 8, "acme", 3, retention, 0, 0), (2, [2, 5], 8, "", 0, None, 7, 0)]
@@ -57,7 +56,7 @@ async def test_all_go_in_one_call_with_what_their_requests_say() -> None:
 
 async def test_a_prompt_that_no_message_can_carry_is_refused_alone() -> None:
     too_large = KvkeeperError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "too large", {"field": "request"})
-    assert await calls_of(Session(too_large)).create([sequence(1)]) == [too_large]
+    assert await create(Session(too_large), sequence(1)) == [too_large]
 
 
 @pytest.mark.parametrize("reason", ["STALE_EPOCH", ""])
@@ -65,6 +64,6 @@ async def test_a_lost_session_is_an_error_of_the_call(reason: str) -> None:
     code = grpc.StatusCode.FAILED_PRECONDITION if reason else grpc.StatusCode.UNAVAILABLE
     session = Session(KvkeeperError(code, reason))
     with pytest.raises(KvkeeperError) as lost:
-        await calls_of(session).create([sequence(1)])
+        await create(session, sequence(1))
     assert lost.value is session.error
     assert session.created == []

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.device.last_tokens import LastTokens
+from kvkeeper.engine_service.compute.device.token_counts import LastTokens
 
 NONE = np.array([-1, -1])
 

@@ -11,7 +11,7 @@ from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.parallel.split import WHOLE, Split
+from kvkeeper.engine_service.model.split import WHOLE, Split
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 9

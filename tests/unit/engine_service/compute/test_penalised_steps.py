@@ -12,7 +12,7 @@ from kvkeeper.engine_service.compute.device.device_queue import HostQueue
 from kvkeeper.engine_service.compute.device.token_counts import TokenCounts
 from kvkeeper.engine_service.compute.model_runner import ModelRunner
 from kvkeeper.engine_service.compute.step_compute import StepRows
-from kvkeeper.engine_service.outputs.slot_draws import Histories, SlotDraws
+from kvkeeper.engine_service.outputs.unread_tokens import Histories, SlotDraws
 from kvkeeper.engine_service.values.sampling_params import PlainDraws, SamplingParams
 from kvkeeper.kernels.penalise_counted import IN_PROMPT, ONE_MORE
 from tests.support.stand_ins.late_queue import LateQueue

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.device.last_tokens import LastTokens
+from kvkeeper.engine_service.compute.device.token_counts import LastTokens
 from kvkeeper.engine_service.compute.penalties import apply_penalties
 from kvkeeper.engine_service.values.sampling_params import SamplingParams, SamplingRow
 from tests.unit.kernels.gpu.pretend import on_cuda

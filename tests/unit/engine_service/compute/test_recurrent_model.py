@@ -12,7 +12,7 @@ from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.parallel.split import Split
+from kvkeeper.engine_service.model.split import Split
 from tests.benchmarks import kv_errors
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvkeeper.engine_service.compute.sampling_defaults import read_sampling_defaults, with_fields
+from kvkeeper.engine_service.compute.served_model import read_sampling_defaults
 from kvkeeper.engine_service.model.checkpoint.errors import ModelConfigError
-from kvkeeper.engine_service.values.sampling_params import GREEDY, SamplingParams, SamplingParamsError
+from kvkeeper.engine_service.values.sampling_params import GREEDY, SamplingParams, SamplingParamsError, with_fields
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.device.device_queue import HostQueue
-from kvkeeper.engine_service.compute.device.step_copies import Moves
+from kvkeeper.engine_service.compute.device.device_queue import HostQueue, Moves
 from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
-from kvkeeper.engine_service.ranks.block_copies import copies_for
-from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
-from kvkeeper.engine_service.scheduler.work import StepChanges, Work
+from kvkeeper.engine_service.ranks.block_copies import SWAP_OUT, BlockMover, copies_for
+from kvkeeper.engine_service.scheduler.plan import StepChanges, Work
 from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.kernels.copy_blocks import copy_blocks
 from kvkeeper.kernels.layout import KvLayout

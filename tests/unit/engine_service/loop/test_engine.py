@@ -22,7 +22,7 @@ from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
 from kvkeeper.engine_service.loop import sequence_creator
 from kvkeeper.engine_service.loop.open_requests import OpenRequests
 from kvkeeper.engine_service.loop.step_worker import StepWorker
-from kvkeeper.engine_service.scheduler.work import Work
+from kvkeeper.engine_service.scheduler.plan import Work
 from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage, coalesce
 from kvkeeper.engine_service.values.request import FinishReason

@@ -11,10 +11,10 @@ from kvkeeper.engine_service.loop.open_requests import OpenRequests
 from kvkeeper.engine_service.loop.stats import EngineStats
 from kvkeeper.engine_service.loop.tracing import EngineTracing
 from kvkeeper.engine_service.outputs.generation import Generation
-from kvkeeper.engine_service.outputs.stopping import StopRules
+from kvkeeper.engine_service.outputs.model_text import StopRules
 from kvkeeper.engine_service.scheduler.limits import Limits
+from kvkeeper.engine_service.scheduler.plan import Work
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
-from kvkeeper.engine_service.scheduler.work import Work
 from kvkeeper.engine_service.values.errors import EngineError
 from kvkeeper.engine_service.values.output_chunk import OutputChunk
 from kvkeeper.engine_service.values.request import FinishReason, Request, SequenceState

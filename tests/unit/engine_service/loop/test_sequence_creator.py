@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.engine_service.loop import sequence_creator
+from kvkeeper.engine_service.loop.between_steps import Wake
 from kvkeeper.engine_service.loop.sequence_creator import SequenceCreator
-from kvkeeper.engine_service.loop.wake import Wake
 
 LOST = KvkeeperError(grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH", "another run of the service")
 NO_SLOT = KvkeeperError(grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_SEQUENCES", "all are in use")
@@ -60,7 +60,7 @@ class World:
         )
         fail: Callable[..., None] = lambda request, error: self.failed.append(error)  # noqa: E731
         tracing = SimpleNamespace(within_request=lambda *requests: nullcontext())
-        parts = (scheduler, SimpleNamespace(create=create), self.wake, fail, tracing)
+        parts = (scheduler, create, self.wake, fail, tracing)
         creator = SequenceCreator(*(cast(Any, part) for part in parts))
         try:
             yield creator

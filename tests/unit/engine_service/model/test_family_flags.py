@@ -22,7 +22,7 @@ from kvkeeper.engine_service.model.config import read_model_config
 from kvkeeper.engine_service.model.families import table
 from kvkeeper.engine_service.model.families.family import DeltaFamily, ExpertNames, Family, LatentFamily, RoutingRule
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.parallel.split import Split, config_of_rank
+from kvkeeper.engine_service.model.split import Split, config_of_rank
 from tests.support.models.tiny_models import (
     TINY_MODELS,
     NumericsCase,

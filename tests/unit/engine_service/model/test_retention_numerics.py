@@ -15,8 +15,8 @@ import torch
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
 from kvkeeper.engine_service.model.decoder import Decoder
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.rope.rope_config import RopeConfig
-from kvkeeper.engine_service.model.rope.rotary_table import RotaryTable
+from kvkeeper.engine_service.model.rope_config import RopeConfig
+from kvkeeper.engine_service.model.rotary_table import RotaryTable
 from kvkeeper.engine_service.values.batch import BatchRetention
 from kvkeeper.kernels.activations.rotary import rotary
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens

@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.rope.rope_config import RopeConfig
-from kvkeeper.engine_service.model.rope.rotary_table import RotaryTable
+from kvkeeper.engine_service.model.rope_config import RopeConfig
+from kvkeeper.engine_service.model.rotary_table import RotaryTable
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
 
 HEAD_DIM, MOST = 16, 6000

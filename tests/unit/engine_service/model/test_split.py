@@ -13,7 +13,7 @@ from kvkeeper.engine_service.model.config import read_model_config
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.model.hash_toy import HashToyConfig, HashToyRunner, expected_next_token
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.parallel.split import WHOLE, Split, config_of_rank
+from kvkeeper.engine_service.model.split import WHOLE, Split, config_of_rank
 from kvkeeper.engine_service.ranks.rank_model import load_rank_model
 from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.layout import QuantisedLayout

@@ -12,10 +12,9 @@ from kvkeeper.engine_service.cache_session.kv_memory import KvMemory
 from kvkeeper.engine_service.loop.between_steps import BetweenSteps
 from kvkeeper.engine_service.loop.engine import Engine, make_engine
 from kvkeeper.engine_service.movement import movement as movement_part
-from kvkeeper.engine_service.movement.movement import Movement
-from kvkeeper.engine_service.movement.states import TRANSITIONS, MoveState
+from kvkeeper.engine_service.movement.movement import TRANSITIONS, Movement, MoveState
 from kvkeeper.engine_service.outputs.generation import Generation
-from kvkeeper.engine_service.outputs.stopping import StopRules
+from kvkeeper.engine_service.outputs.model_text import StopRules
 from kvkeeper.engine_service.scheduler.limits import Limits
 from kvkeeper.engine_service.values.errors import Draining, RequestMoved
 from kvkeeper.engine_service.values.request import Request, TakenBlocks

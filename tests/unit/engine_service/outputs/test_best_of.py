@@ -5,11 +5,10 @@ import pytest
 
 from kvkeeper.engine_service.outputs.best_of import BestOf, rank
 from kvkeeper.engine_service.outputs.generation import Generation
-from kvkeeper.engine_service.outputs.stopping import StopRules
-from kvkeeper.engine_service.values.output_chunk import OutputChunk, coalesce
+from kvkeeper.engine_service.outputs.model_text import StopRules
+from kvkeeper.engine_service.values.output_chunk import OutputChunk, TokenLogprobs, coalesce
 from kvkeeper.engine_service.values.request import FinishReason, Request, RequestState
 from kvkeeper.engine_service.values.sampling_params import GREEDY
-from kvkeeper.engine_service.values.token_logprobs import TokenLogprobs
 
 EOS = 9
 

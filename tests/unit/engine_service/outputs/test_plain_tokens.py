@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvkeeper.engine_service.outputs.best_of import BestOf
 from kvkeeper.engine_service.outputs.generation import Generation
-from kvkeeper.engine_service.outputs.stopping import StopRules
+from kvkeeper.engine_service.outputs.model_text import StopRules
 from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
 from kvkeeper.engine_service.values.errors import EngineError, RequestFailed
 from kvkeeper.engine_service.values.output_chunk import OutputChunk, joined

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.device.last_tokens import LastTokens
-from kvkeeper.engine_service.compute.sampler import draw, sample
-from kvkeeper.engine_service.compute.step_logits import StepLogits
+from kvkeeper.engine_service.compute.device.token_counts import LastTokens
+from kvkeeper.engine_service.compute.sampler import StepLogits, draw, sample
 from kvkeeper.engine_service.outputs.generation import Generation
-from kvkeeper.engine_service.outputs.slot_draws import Histories, SlotDraws
-from kvkeeper.engine_service.outputs.stopping import StopRules
+from kvkeeper.engine_service.outputs.model_text import StopRules
+from kvkeeper.engine_service.outputs.unread_tokens import Histories, SlotDraws
 from kvkeeper.engine_service.values.request import NO_SLOT, Request
 from kvkeeper.engine_service.values.sampling_params import GREEDY, LIKELIEST, PlainDraws, SamplingParams, as_plain
 

@@ -6,8 +6,15 @@ import torch
 
 from kvkeeper.common.cuda import runtime
 from kvkeeper.engine_service.ranks import block_copies
-from kvkeeper.engine_service.ranks.block_copies import BatchedCopies, SmallCopies, copies_between, copy_spans, spans_of
-from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
+from kvkeeper.engine_service.ranks.block_copies import (
+    SWAP_OUT,
+    BatchedCopies,
+    BlockMover,
+    SmallCopies,
+    copies_between,
+    copy_spans,
+    spans_of,
+)
 from tests.support.stand_ins.fake_cuda import FakeCuda
 
 SWAP_IN, STREAM = 2, 7

@@ -10,8 +10,8 @@ import torch
 
 from kvkeeper.engine_service.compute.device.device_errors import fault_of
 from kvkeeper.engine_service.ranks import meeting
-from kvkeeper.engine_service.ranks.failures import SumFailed
 from kvkeeper.engine_service.ranks.meeting import Meeting
+from kvkeeper.engine_service.ranks.messages import SumFailed
 from tests.support.stand_ins.device_faults import accelerator_error, out_of_memory
 
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1, {}, NCCL version 2.27\nnccl{}: a call failed.\nLast error:\n{}"

@@ -8,8 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvkeeper.engine_service.ranks.failures import PipeEnded
-from kvkeeper.engine_service.ranks.messages import Kind, Pipe, decode_batch, decode_ids, encode_batch, encode_ids
+from kvkeeper.engine_service.ranks.messages import Kind, Pipe, PipeEnded, decode_batch, decode_ids, encode_batch, encode_ids
 from kvkeeper.engine_service.values.batch import Batch, BatchRetention
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
 

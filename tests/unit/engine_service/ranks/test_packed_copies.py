@@ -11,8 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from kvkeeper.engine_service.ranks.block_copies import PackedCopies, copy_spans
-from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
+from kvkeeper.engine_service.ranks.block_copies import SWAP_OUT, BlockMover, PackedCopies, copy_spans
 from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 

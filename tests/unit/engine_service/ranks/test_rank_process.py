@@ -14,8 +14,7 @@ from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.common.cuda.errors import CudaError
 from kvkeeper.engine_service.config import HASH_TOY
 from kvkeeper.engine_service.ranks import rank_model
-from kvkeeper.engine_service.ranks.failures import PipeEnded, SumFailed
-from kvkeeper.engine_service.ranks.messages import Answer, Kind, Pipe, decode_fault
+from kvkeeper.engine_service.ranks.messages import Answer, Kind, Pipe, PipeEnded, SumFailed, decode_fault
 from kvkeeper.engine_service.ranks.rank_process import PARTED, RankProcess, obey_all
 from tests.support.stand_ins.device_faults import accelerator_error, out_of_memory
 

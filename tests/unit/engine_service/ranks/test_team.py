@@ -17,8 +17,7 @@ from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.model.hash_toy import HashToyConfig, HashToyRunner
 from kvkeeper.engine_service.ranks import ranks as ranks_module
 from kvkeeper.engine_service.ranks import team as team_module
-from kvkeeper.engine_service.ranks.failures import RankLost, RankRefused, SumFailed
-from kvkeeper.engine_service.ranks.messages import Answer, Kind
+from kvkeeper.engine_service.ranks.messages import Answer, Kind, RankLost, RankRefused, SumFailed
 from kvkeeper.engine_service.ranks.ranked_runner import RankedRunner
 from kvkeeper.engine_service.ranks.ranks import Ranks
 from kvkeeper.engine_service.ranks.team import Team

@@ -15,10 +15,10 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from kvkeeper.engine.v1 import engine_service_pb2 as own
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.rpc.gateway.calls import CHUNK_BYTES, archive_of
 from kvkeeper.engine_service.rpc.gateway.generating import Answer, generate
 from kvkeeper.engine_service.rpc.gateway.methods import CONTRACT
 from kvkeeper.engine_service.rpc.gateway.requests import own_id, own_sampling
-from kvkeeper.engine_service.rpc.gateway.tokenizer_files import CHUNK_BYTES, archive_of
 from kvkeeper.engine_service.values.errors import EngineError, InvalidField, NotImplementedYet
 
 PROMPT = [5, 6, 7]
@@ -48,7 +48,7 @@ class OwnCalls:
 async def served(message: pb.GenerateRequest, max_len: int = 100) -> tuple[own.GenerateRequest, list[pb.GenerateResponse]]:
     """What the engine is asked for, and what the gateway is told."""
     calls = OwnCalls()
-    told = [each async for each in generate(message, max_len, calls)]
+    told = [each async for each in generate(message, max_len, calls.generate, calls.tokenize)]
     (asked,) = calls.asked
     return asked, told
 

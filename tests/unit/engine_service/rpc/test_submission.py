@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from kvkeeper.engine_service.rpc.stream_pace import StreamPace
 from kvkeeper.engine_service.rpc.submission import Received, Submission, SubmissionReader
 from kvkeeper.engine_service.values.errors import InvalidField, RequestFailed
-from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
+from kvkeeper.engine_service.values.output_chunk import OutputChunk, TokenLogprobs, Usage
 from kvkeeper.engine_service.values.request import FinishReason
-from kvkeeper.engine_service.values.token_logprobs import TokenLogprobs
 
 AT_ONCE = StreamPace(0)
 TEXTS = ["", "a", "bc", "é"]  # of token i, by i % 4: text runs behind tokens

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.beam_candidates import find_candidates
+from kvkeeper.engine_service.compute.logprobs import find_candidates
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions, BeamSearch, TokenList, why_ends
-from kvkeeper.engine_service.outputs.stopping import StopRules
-from kvkeeper.engine_service.values.beam_values import Branch, Candidates, SearchRow
+from kvkeeper.engine_service.outputs.model_text import StopRules
 from kvkeeper.engine_service.values.request import FinishReason
-from kvkeeper.engine_service.values.sampling_params import GREEDY, SamplingRow
+from kvkeeper.engine_service.values.sampling_params import GREEDY, Branch, Candidates, SamplingRow, SearchRow
 
 EOS, STOP = 9, 8
 

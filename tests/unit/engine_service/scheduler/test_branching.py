@@ -5,8 +5,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions
-from kvkeeper.engine_service.scheduler.fair_share import NEW_TOKEN_WEIGHT, FairShare
-from kvkeeper.engine_service.scheduler.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.waiting import NEW_TOKEN_WEIGHT, FairShare, WaitingSequences
 from kvkeeper.engine_service.values.request import RequestState, SequenceState
 from tests.support.slices import scaled
 from tests.support.worlds.beam_world import BeamWorld

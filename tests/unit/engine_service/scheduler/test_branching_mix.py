@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions
-from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
+from kvkeeper.engine_service.scheduler.headroom import Preemption
 from tests.support.worlds.beam_world import BeamWorld
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import make_request

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from kvkeeper.engine_service.rpc.admission import connection_of
-from kvkeeper.engine_service.scheduler.fair_share import FairShare
-from kvkeeper.engine_service.scheduler.preemption_cost import Moved
-from kvkeeper.engine_service.scheduler.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.headroom import Moved
+from kvkeeper.engine_service.scheduler.waiting import FairShare, WaitingSequences
 from tests.support.worlds.scheduler_world import World, make_request
 
 pytestmark = pytest.mark.usefixtures("each_cache")

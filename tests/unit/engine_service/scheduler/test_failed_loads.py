@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
+from kvkeeper.engine_service.scheduler.headroom import Preemption
 from tests.support.worlds.scheduler_world import make_request, tiered
 
 

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from kvkeeper.engine_service.scheduler.fair_share import FairShare
 from kvkeeper.engine_service.scheduler.policies import POLICY_NAMES, make_ordering
-from kvkeeper.engine_service.scheduler.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.waiting import FairShare, WaitingSequences
 from kvkeeper.engine_service.values.request import Request
 from tests.support.worlds.scheduler_world import World
 

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from kvkeeper.engine_service.scheduler.limits import Limits
+from kvkeeper.engine_service.scheduler.limits import WHOLE, Limits, ReadSpan
 from kvkeeper.engine_service.scheduler.running import RunningSequences
-from kvkeeper.engine_service.values.read_span import WHOLE, ReadSpan
 from kvkeeper.engine_service.values.request import Request, Sequence, SequenceState
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeeper.engine_service.scheduler.preemption_cost import (
+from kvkeeper.engine_service.scheduler.headroom import (
     Costs,
     Moved,
     Preemption,

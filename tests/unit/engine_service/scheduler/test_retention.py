@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvkeeper.engine_service.scheduler.headroom import Preemption
 from kvkeeper.engine_service.scheduler.limits import Limits
-from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
-from kvkeeper.engine_service.values.retention import Retention
+from kvkeeper.engine_service.values.request import Retention
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request, tiered
 

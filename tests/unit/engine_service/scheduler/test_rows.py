@@ -1,6 +1,6 @@
 """Rows: however many sequences come back through the host tier at once, no more of them than there are rows start."""
 
-from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
+from kvkeeper.engine_service.scheduler.headroom import Preemption
 from tests.support.worlds.scheduler_world import make_request, tiered
 
 

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkeeper.engine_service.scheduler.fair_share import FairShare
 from kvkeeper.engine_service.scheduler.policies import POLICY_NAMES, make_ordering
-from kvkeeper.engine_service.scheduler.waiting import WaitingSequences
+from kvkeeper.engine_service.scheduler.waiting import FairShare, WaitingSequences
 from kvkeeper.engine_service.values.request import RequestState, SequenceState
 from tests.support.slices import scaled
 from tests.support.worlds.scheduler_world import World, expected_output, make_request

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
+from kvkeeper.engine_service.scheduler.headroom import Preemption
 from tests.support.worlds.scheduler_world import make_request
 from tests.support.worlds.state_world import StateWorld
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.values.step_columns import StepReply
+from kvkeeper.engine_service.scheduler.headroom import Preemption
 from kvkeeper.engine_service.scheduler.plan import Plan
-from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
 from kvkeeper.engine_service.values.request import Request, RequestState, SequenceState
 from tests.support.worlds.scheduler_world import World, make_request, tiered
 

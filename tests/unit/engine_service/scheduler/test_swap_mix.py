@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions
-from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
-from kvkeeper.engine_service.scheduler.work import Work
-from kvkeeper.engine_service.values.retention import Retention
+from kvkeeper.engine_service.scheduler.headroom import Preemption
+from kvkeeper.engine_service.scheduler.plan import Work
+from kvkeeper.engine_service.values.request import Retention
 from tests.support.worlds.beam_world import BeamWorld
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request, tiered

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import kvkeeper.engine_service.scheduler.transitions as transitions
+import kvkeeper.engine_service.values.request as transitions
 from kvkeeper.engine_service.outputs.beam_search import BeamOptions
-from kvkeeper.engine_service.scheduler.preemption_cost import Preemption
+from kvkeeper.engine_service.scheduler.headroom import Preemption
 from kvkeeper.engine_service.values.request import Sequence, SequenceState
 from tests.support.worlds.beam_world import BeamWorld
 from tests.support.worlds.core_cache import CoreCache
@@ -121,4 +121,4 @@ def test_nothing_else_sets_a_state() -> None:
             if isinstance(node, ast.Attribute) and node.attr == "state" and isinstance(node.ctx, ast.Store):
                 is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
                 found += [] if is_own else [path.name]
-    assert found == ["transitions.py"]
+    assert found == ["request.py"]

@@ -2,10 +2,9 @@
 
 import pytest
 
-from kvkeeper.engine_service.scheduler.plan import Plan
-from kvkeeper.engine_service.scheduler.preemption_cost import Moved
+from kvkeeper.engine_service.scheduler.headroom import Moved
+from kvkeeper.engine_service.scheduler.plan import Plan, StepWait
 from kvkeeper.engine_service.values.request import Request
-from kvkeeper.engine_service.values.step_wait import StepWait
 from tests.support.worlds.scheduler_world import World, make_request, tiered
 from tests.support.worlds.state_world import StateWorld
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvkeeper.common.service.turns import TurnLimits, Turns
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.outputs.generation import Generation
-from kvkeeper.engine_service.outputs.stopping import StopRules
+from kvkeeper.engine_service.outputs.model_text import StopRules
 from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
 from kvkeeper.engine_service.rpc.stream_pace import StreamPace
 from kvkeeper.engine_service.serving.calls import FrontCalls, FrontServices

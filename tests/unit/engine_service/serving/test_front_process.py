@@ -17,10 +17,9 @@ from kvkeeper.engine_service.outputs.unread_tokens import UnreadTokens
 from kvkeeper.engine_service.rpc.stream_pace import StreamPace
 from kvkeeper.engine_service.serving import front_process
 from kvkeeper.engine_service.serving.calls import FrontServices
-from kvkeeper.engine_service.serving.frames import FrontState, Kind
-from kvkeeper.engine_service.serving.front_config import FrontConfig
+from kvkeeper.engine_service.serving.frames import FrontConfig, FrontState, Kind
 from kvkeeper.engine_service.serving.front_process import FrontFailed, FrontHandle, start_front_process, start_front_task
-from kvkeeper.engine_service.serving.set_up import front_config
+from kvkeeper.engine_service.serving.fronts import front_config
 
 NOBODY: Any = None
 STATE = FrontState(is_serving=False, is_leaving=False, max_len=0)

@@ -6,16 +6,15 @@ from typing import Any
 import pytest
 
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.engine_service.outputs.stopping import TextOutput
+from kvkeeper.engine_service.outputs.model_text import TextOutput
 from kvkeeper.engine_service.outputs.tokenizer import StopStrings
 from kvkeeper.engine_service.serving import stream_buffer
 from kvkeeper.engine_service.serving.frames import Admitted, Kind, Stopped
 from kvkeeper.engine_service.serving.front_requests import FrontRequest
 from kvkeeper.engine_service.serving.stream_buffer import StreamBuffer
 from kvkeeper.engine_service.values.errors import EngineError, NotRead, RequestMoved
-from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
+from kvkeeper.engine_service.values.output_chunk import OutputChunk, TokenLogprobs, Usage
 from kvkeeper.engine_service.values.request import FinishReason
-from kvkeeper.engine_service.values.token_logprobs import TokenLogprobs
 
 BROKEN_TOKEN = 0
 HALF_A_CHARACTER = 26  # z: what is held back behind it cannot be made text

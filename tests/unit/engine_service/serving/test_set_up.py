@@ -3,7 +3,7 @@
 import pytest
 
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.serving.set_up import front_config
+from kvkeeper.engine_service.serving.fronts import front_config
 
 MIB = 1 << 20
 

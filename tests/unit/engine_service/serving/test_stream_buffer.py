@@ -8,9 +8,8 @@ from kvkeeper.engine_service.rpc.stream_pace import StreamPace
 from kvkeeper.engine_service.serving import stream_buffer
 from kvkeeper.engine_service.serving.stream_buffer import PacedBuffer, StreamBuffer
 from kvkeeper.engine_service.values.errors import EngineError, NotRead, RequestFailed
-from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage
+from kvkeeper.engine_service.values.output_chunk import OutputChunk, TokenLogprobs, Usage
 from kvkeeper.engine_service.values.request import FinishReason
-from kvkeeper.engine_service.values.token_logprobs import TokenLogprobs
 
 LIMIT = 10
 USAGE = Usage(1, 0, LIMIT, 0, 0)

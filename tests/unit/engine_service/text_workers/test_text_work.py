@@ -17,7 +17,7 @@ from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
 from kvkeeper.engine_service.text_workers.text_work import TextWork
 from kvkeeper.engine_service.text_workers.text_worker import Limits
 from kvkeeper.engine_service.values.errors import Draining, EngineError, InvalidField, TooComplex
-from kvkeeper.engine_service.values.input_limits import InputLimits
+from kvkeeper.engine_service.values.request import InputLimits
 
 LIMITS = Limits(20.0, 512 << 20)
 MANY = 1 << 20  # tokens

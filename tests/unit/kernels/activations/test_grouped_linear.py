@@ -5,8 +5,8 @@ import torch
 
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
-from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
+from kvkeeper.kernels.types import LinearWeight
 
 
 def groups_of(*counts):

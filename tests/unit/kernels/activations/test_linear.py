@@ -5,8 +5,8 @@ import torch
 
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.linear import linear, pack_linear
-from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
+from kvkeeper.kernels.types import LinearWeight
 
 
 @pytest.mark.parametrize("bias", [False, True])

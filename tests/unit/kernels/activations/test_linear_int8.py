@@ -6,8 +6,8 @@ import torch
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.linear import linear
 from kvkeeper.kernels.activations.linear_int8 import linear_int8, quantise_linear
-from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
+from kvkeeper.kernels.types import LinearWeight
 
 pytestmark = pytest.mark.usefixtures("kernel_path")
 

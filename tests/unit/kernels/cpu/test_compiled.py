@@ -12,15 +12,15 @@ from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.gates import silu_and_mul
 from kvkeeper.kernels.activations.linear import linear, pack_linear
 from kvkeeper.kernels.activations.linear_int8 import linear_int8, quantise_linear
-from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode, plan_decode
 from kvkeeper.kernels.attention.paged_rows import GatherPlan
 from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.cpu.attention import DirectDecode
-from kvkeeper.kernels.cpu.of_format import of_format
+from kvkeeper.kernels.cpu.quantised import of_format
 from kvkeeper.kernels.quantised.formats import FP8, INT4, INT8
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
+from kvkeeper.kernels.types import LinearWeight
 from tests.unit.kernels.worlds import make_world, random_queries
 
 caching = pytest.importorskip("numba.core.caching")
@@ -29,7 +29,7 @@ caching = pytest.importorskip("numba.core.caching")
 STORED = (INT4, INT8, FP8)
 TELL_HITS = """
 import sys
-from kvkeeper.kernels.cpu.of_format import of_format
+from kvkeeper.kernels.cpu.quantised import of_format
 from kvkeeper.kernels.quantised.formats import FORMATS
 for name in sys.argv[1:]:
     module = of_format(FORMATS[name])

@@ -8,7 +8,6 @@ import torch
 from kvkeeper.engine_service.model.chunked import decode_in_chunks
 from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, silu_and_mul
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
-from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.attention.latent_attention import latent_attention_decode, latent_attention_prefill, latent_layer
@@ -28,7 +27,7 @@ from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
 from kvkeeper.kernels.store_latent import store_latent
-from kvkeeper.kernels.types import CountedTensors, QuantisedRows, QuantisedSlots
+from kvkeeper.kernels.types import CountedTensors, LinearWeight, QuantisedRows, QuantisedSlots
 from tests.unit.kernels.gpu.pretend import nowhere
 
 LAUNCHES: dict[str, Callable[[], object]] = {}

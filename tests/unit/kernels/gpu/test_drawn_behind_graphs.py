@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.sampler import draw
+from kvkeeper.engine_service.compute.sampler import StepLogits, draw
 from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
-from kvkeeper.engine_service.compute.step_logits import StepLogits
 from kvkeeper.engine_service.values.sampling_params import PenalisedRows, PlainDraws, SamplingParams, SamplingRow
 from tests.support.worlds.batches import decode_work
 from tests.unit.kernels.gpu.captured import CONTEXTS, TEXTS, all_claim_to_be_on_cuda, model, plain, prompts, ready, rows

@@ -18,10 +18,10 @@ from kvkeeper.common.cuda import runtime, vmm
 from kvkeeper.common.service.process import StartError
 from kvkeeper.engine_service.cache_session import kv_memory
 from kvkeeper.engine_service.compute.device.device_queue import HostQueue
-from kvkeeper.engine_service.compute.graphs.sizes import graph_sizes
+from kvkeeper.engine_service.compute.graphs.graph_api import graph_sizes
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.ranks.move_blocks import BlockMover
+from kvkeeper.engine_service.ranks.block_copies import BlockMover
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
 from tests.support.processes.holder_process import holding
 from tests.support.processes.service_pair import Services, generate, services

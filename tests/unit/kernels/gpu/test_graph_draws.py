@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.sampler import draw
-from kvkeeper.engine_service.compute.step_logits import StepLogits
+from kvkeeper.engine_service.compute.sampler import StepLogits, draw
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.sampling_params import LIKELIEST, PenalisedRows, PlainDraws, SamplingParams, SamplingRow
 from tests.support.models.tiny_models import build_model_folder

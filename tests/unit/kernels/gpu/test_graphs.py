@@ -8,8 +8,8 @@ import torch
 from structlog.testing import capture_logs
 
 from kvkeeper.engine_service.compute.device.device_errors import lost_by
+from kvkeeper.engine_service.compute.graphs.graph_api import graph_sizes
 from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, capture_decode
-from kvkeeper.engine_service.compute.graphs.sizes import graph_sizes
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
 from kvkeeper.engine_service.model.layer_groups import group_layers, places_of
 from kvkeeper.engine_service.model.loader import load_model

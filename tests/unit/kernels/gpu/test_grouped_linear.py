@@ -5,8 +5,8 @@ import torch
 
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
-from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.errors import KernelArgumentError
+from kvkeeper.kernels.types import LinearWeight
 from tests.unit.kernels.gpu.pretend import on_cuda
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}

@@ -13,10 +13,16 @@ import pytest
 import torch
 
 from kvkeeper.engine_service.compute.step_compute import Computed, StepCompute, StepRows
-from kvkeeper.engine_service.scheduler.work import PromptScore, StepChanges, Work
+from kvkeeper.engine_service.scheduler.plan import PromptScore, StepChanges, Work
 from kvkeeper.engine_service.values.batch import Batch
-from kvkeeper.engine_service.values.beam_values import SearchRow
-from kvkeeper.engine_service.values.sampling_params import LIKELIEST, PenalisedRows, PlainDraws, SamplingParams, SamplingRow
+from kvkeeper.engine_service.values.sampling_params import (
+    LIKELIEST,
+    PenalisedRows,
+    PlainDraws,
+    SamplingParams,
+    SamplingRow,
+    SearchRow,
+)
 from kvkeeper.kernels.layout import KvLayout
 from tests.support.stand_ins.host_reads import HostReads
 from tests.support.stand_ins.late_queue import LateQueue

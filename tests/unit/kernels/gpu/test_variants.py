@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvkeeper.kernels.activations.grouped_linear import grouped_linear
-from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.attention.latent_attention import latent_attention_prefill, latent_layer
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.gpu.variants import MANY_STORED, group_tokens, prefill_lens
@@ -15,7 +14,7 @@ from kvkeeper.kernels.quantised.attention import quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
 from kvkeeper.kernels.store_kv import store_kv
-from kvkeeper.kernels.types import QuantisedRows
+from kvkeeper.kernels.types import LinearWeight, QuantisedRows
 from tests.unit.kernels.gpu.pretend import nowhere
 from tests.unit.kernels.gpu.specialised import note_launches
 

@@ -20,9 +20,8 @@ from kvkeeper.engine_service.compute.served_model import _ready_on_device, _refu
 from kvkeeper.engine_service.compute.stored_model import stored_layout
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.ranks import move_blocks
-from kvkeeper.engine_service.ranks.block_copies import SmallCopies, copy_spans
-from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
+from kvkeeper.engine_service.ranks import block_copies
+from kvkeeper.engine_service.ranks.block_copies import SWAP_OUT, BlockMover, SmallCopies, copy_spans
 from kvkeeper.engine_service.values.batch import Batch, BatchRetention
 from kvkeeper.engine_service.values.sampling_params import SamplingRow
 from kvkeeper.kernels.quantised.formats import FORMATS
@@ -175,7 +174,7 @@ def test_no_kernel_is_compiled_by_the_guesses_of_a_draft_model(tmp_path, monkeyp
 def tiers(monkeypatch):
     """Blocks of a device, and of a host tier that two ranks share. It is pinned once `is_pinned` is not empty."""
     is_pinned = []
-    monkeypatch.setattr(move_blocks, "copies_between", lambda *memories: SmallCopies(copy_spans, lambda: bool(is_pinned)))
+    monkeypatch.setattr(block_copies, "copies_between", lambda *memories: SmallCopies(copy_spans, lambda: bool(is_pinned)))
     device, host = torch.arange(32 * 16, dtype=torch.int32), torch.arange(32 * 2 * 16, dtype=torch.int32)
     blocks = device.view(torch.uint8).view(32, 64), host.view(torch.uint8).view(32, 2, 64)[:, 1]
     return BlockMover(*on_cuda(blocks[0]), blocks[1]), blocks, is_pinned

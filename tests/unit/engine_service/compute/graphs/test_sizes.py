@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeeper.engine_service.compute.graphs.sizes import MOST_ROWS, graph_sizes, size_for
+from kvkeeper.engine_service.compute.graphs.graph_api import MOST_ROWS, graph_sizes, size_for
 
 
 def test_small_sizes_singly_then_in_steps():

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checkpoint.errors import UnsupportedModelError
-from ..config import ModelConfig
+from .checkpoint.errors import UnsupportedModelError
+from .config import ModelConfig
 
 AddUp = Callable[[torch.Tensor], torch.Tensor]
 

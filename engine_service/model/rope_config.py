@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ..checkpoint.errors import UnsupportedModelError
-from ..checkpoint.json_fields import bad, count, flag, number
-from ..families.family import Family
+from .checkpoint.errors import UnsupportedModelError
+from .checkpoint.json_file import bad, count, flag, number
+from .families.family import Family
 
 _ROPE_KINDS: Final = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 _BETAS: Final = {"beta_fast": 32.0, "beta_slow": 1.0}
