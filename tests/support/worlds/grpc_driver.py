@@ -57,7 +57,7 @@ def step_reply(result: StepResult) -> StepReply:
     return StepReply(**{name: getattr(result, name) for name in _REPLY})
 
 
-class Refused(CacheError):
+class Refused(CacheError, code="UNKNOWN"):
     """What a service refused, with its reason."""
 
     def __init__(self, error: KvkeeperError) -> None:
