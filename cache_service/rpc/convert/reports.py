@@ -12,7 +12,7 @@ from kvkeeper.common.cuda import vmm
 from ...core.index.events.watch import Event
 from ...core.inspection.explain import Explanation, in_words
 from ...core.values.types import BlockState, Executor
-from ...core.values.views import BlockView, PoolStats
+from ...core.values.views import BlockView
 from ...runtime.lease import Session
 from ...runtime.live_session import CarrierKind
 from ...runtime.pool import Pool, PoolInfo
@@ -74,7 +74,6 @@ def pool_info(info: PoolInfo) -> pb.PoolInfo:
 def pool_stats(pool: Pool) -> pb.PoolStats:
     """Field names are the same on both sides; bytes and watches are added to the core's counts."""
     stats, info = pool.manager.queries.stats(), pool.info
-    values = {name: getattr(stats, name) for name in PoolStats.__slots__}
     groups = [pb.GroupStats(**each._asdict()) for each in pool.manager.queries.group_stats()]
     bytes_of_ranks = info.spec.num_ranks * info.block_bytes
     num_used = info.num_blocks - 1 - stats.num_free_blocks - stats.num_cached_blocks
@@ -89,7 +88,7 @@ def pool_stats(pool: Pool) -> pb.PoolStats:
         disk_write_rate_bytes=pool.disk.writes.bytes_per_second if pool.disk is not None else 0,
         remote_read_rate_bytes=pool.remote.reads.bytes_per_second if pool.remote is not None else 0,
         remote_write_rate_bytes=pool.remote.writes.bytes_per_second if pool.remote is not None else 0,
-        **values,
+        **vars(stats),
     )
 
 

@@ -352,7 +352,7 @@ class GrpcDriver:
 
     def stats(self) -> PoolStats:
         (pool,) = self._run(self._client.stats()).pools
-        values = {field.name: getattr(pool, field.name) for field in fields(PoolStats)}
+        values = {field.name: getattr(pool, field.name) for field in pool.DESCRIPTOR.fields}
         return PoolStats(**values | {"pressure": PressureLevel(pool.pressure)})
 
     def reclaim(self, max_blocks: int) -> bool:
