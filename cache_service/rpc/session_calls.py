@@ -17,7 +17,7 @@ from .convert.kv_spec import kv_spec
 from .convert.reports import pool_info
 from .convert.step import transfer_report
 from .convert.versions import SPOKEN
-from .methods import UNIMPLEMENTED_METHODS, max_message_bytes
+from .methods import max_message_bytes
 from .ownership import check_own, counted_caller, require_all_tenants
 
 _EXECUTORS = {
@@ -47,7 +47,6 @@ class SessionCalls:
             max_sequences=self._config.max_sequences,
             max_step_items=MAX_STEP_ITEMS,
             max_tokens_per_sequence=self._config.most_tokens,
-            unimplemented_methods=sorted(UNIMPLEMENTED_METHODS),
             pools=[pool_info(pool.info) for pool in self._session_manager.registry.pools],
             max_sessions=self._config.max_sessions,
             logits_memory_bytes=self._config.logits_memory,
