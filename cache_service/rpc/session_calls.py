@@ -20,12 +20,6 @@ from .convert.versions import SPOKEN
 from .methods import max_message_bytes
 from .ownership import check_own, counted_caller, require_all_tenants
 
-_EXECUTORS = {
-    pb.EXECUTOR_UNSPECIFIED: Executor.CACHE,
-    pb.EXECUTOR_CACHE: Executor.CACHE,
-    pb.EXECUTOR_ENGINE: Executor.ENGINE,
-}
-
 
 class SessionCalls:
     """attach_path is the socket that OpenSession sends processes to that want to map the arena."""
@@ -59,9 +53,8 @@ class SessionCalls:
         ttl_ms = request.ttl_ms or _ms(DEFAULT_TTL)
         check_range("ttl_ms", ttl_ms, _ms(MIN_TTL), _ms(MAX_UNATTACHED_TTL))
         check_text("client_name", request.client_name, 256)
-        if request.executor not in _EXECUTORS:
-            raise InvalidField("executor is one of Executor", field="executor")
-        spec, executor = kv_spec(request.spec), _EXECUTORS[request.executor]
+        check_range("executor", request.executor, 0, max(Executor))
+        spec, executor = kv_spec(request.spec), Executor(request.executor or Executor.CACHE)
         if executor is Executor.ENGINE:
             require_all_tenants()  # it writes the memory of all, and runs copies of all
         read_only = request.read_only_memory

@@ -1,6 +1,6 @@
 """The reports that the service gives of itself, as messages: pools, sessions, blocks, explanations, events."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
 
@@ -11,7 +11,6 @@ from kvkeeper.common.cuda import vmm
 
 from ...core.index.events.watch import Event
 from ...core.inspection.explain import Explanation, in_words
-from ...core.values.types import BlockState, Executor
 from ...core.values.views import BlockView
 from ...runtime.lease import Session
 from ...runtime.live_session import CarrierKind
@@ -24,14 +23,6 @@ _ARENA_KINDS = {
     cuda_handles.KIND: pb.ARENA_KIND_CUDA_IPC,
     vmm.DESCRIPTOR_KIND: pb.ARENA_KIND_CUDA_VMM,
 }
-_EXECUTOR_NUMBERS = {Executor.CACHE: pb.EXECUTOR_CACHE, Executor.ENGINE: pb.EXECUTOR_ENGINE}
-
-_CARRIERS: dict[CarrierKind | None, Any] = {
-    None: pb.STEP_CARRIER_UNSPECIFIED,
-    CarrierKind.GRPC: pb.STEP_CARRIER_GRPC,
-    CarrierKind.LANE: pb.STEP_CARRIER_LANE,
-}
-_BLOCK_STATES: dict[BlockState, Any] = {state: pb.BlockState.Value(f"BLOCK_STATE_{state.name}") for state in BlockState}
 
 
 class Number(NamedTuple):
@@ -99,28 +90,19 @@ def session_info(
     return pb.SessionInfo(
         session_id=session.id,
         client_name=session.client_name,
-        executor=_EXECUTOR_NUMBERS[session.executor],
+        executor=int(session.executor),  # type: ignore[arg-type]  # the numbers are the protocol's, as below
         step_id=session.step_id,
         completed_step_id=session.completed_step_id,
         num_sequences=num_sequences,
         lease_left_ms=max(0, round((session.deadline - now) * 1000)),
         num_attached_processes=num_processes,
-        step_carrier=_CARRIERS[carrier],
+        step_carrier=int(carrier or 0),  # type: ignore[arg-type]
     )
 
 
 def block_info(view: BlockView) -> pb.GetBlockResponse:
     """A block for people to look at."""
-    return pb.GetBlockResponse(
-        state=_BLOCK_STATES[view.state],
-        num_references=view.num_references,
-        num_fences=view.num_fences,
-        num_transfers=view.num_transfers,
-        num_quarantines=view.num_quarantines,
-        indexed=view.indexed,
-        has_host_copy=view.has_host_copy,
-        reuse_hint=int(view.reuse_hint),  # type: ignore[arg-type]  # the numbers are the protocol's
-    )
+    return pb.GetBlockResponse(**{name: getattr(view, name) for name in BlockView.__slots__})
 
 
 def explanation(found: Explanation, host_kv_dtype: str) -> pb.ExplainMatchResponse:
