@@ -1,9 +1,9 @@
-"""Replays requests in order against the core, against a policy alone, and against what the best policy could have done.
+"""Replays requests in order against the core, and against what the best policy could have done.
 
 A request is a list of numbers, one per block, equal numbers for equal prefixes (`hash_ids` of a Mooncake trace). It hits its
-leading cached blocks, computes the others, and ends before the next begins. The hit rate is hit blocks over all blocks. All
-three ways count alike. The core computes at least one token of a request that is cached whole, so its pool has one block more.
-No part of the service: benchmarks and tests are built of it.
+leading cached blocks, computes the others, and ends before the next begins. The hit rate is hit blocks over all blocks. Both
+ways count alike. The core computes at least one token of a request that is cached whole, so its pool has one block more.
+No part of the service: `kvkeeper bench`, benchmarks and tests are built of it.
 """
 
 import heapq
@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .core.eviction import Use, make_policy
 from .core.manager import PoolManager
 from .core.values.pool_config import PoolConfig
 from .core.values.sequence_args import SequenceArgs
 from .core.values.step_columns import StepBatch
-from .core.values.types import Executor, Int32Array, ReuseHint, SequenceId, SessionId
+from .core.values.types import Executor, ReuseHint, SequenceId, SessionId
 
 Requests = list[list[int]]
 
@@ -30,7 +29,7 @@ _COMPUTED_TOKEN = 2**31 - 1  # ends each prompt, so that all of the request befo
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Sums of one replay, and the seconds of each step of the core (of each request where there is no core)."""
+    """Sums of one replay, and the seconds of each step of the core."""
 
     num_requests: int
     num_blocks: int
@@ -103,57 +102,6 @@ class CoreReplay:
         return reply
 
 
-def replay_policy(requests: Iterable[list[int]], num_blocks: int, policy: str) -> Replayed:
-    """Against a policy with a dictionary as its index: several times faster, and the same hits."""
-    replay = _PolicyReplay(num_blocks, policy)
-    num_asked = num_hits = 0
-    seconds: list[float] = []
-    for request in requests:
-        num_asked += len(request)
-        begin = time.perf_counter()
-        num_hits += replay.run(request)
-        seconds.append(time.perf_counter() - begin)
-    return Replayed(len(seconds), num_asked, num_hits, replay.num_evicted, np.array(seconds))
-
-
-class _PolicyReplay:
-    def __init__(self, num_blocks: int, policy: str) -> None:
-        self._policy = make_policy(policy, num_blocks + 1)
-        self._block_of: dict[int, int] = {}
-        self._contents = [0] * (num_blocks + 1)
-        self._free = list(range(1, num_blocks + 1))
-        self.num_evicted = 0
-
-    def run(self, request: list[int]) -> int:
-        blocks: list[int] = []
-        for content in request:
-            block = self._block_of.get(content)
-            if block is None:
-                break
-            blocks.append(block)
-        num_hits, num_new = len(blocks), len(request) - len(blocks)
-        held = _int32(blocks)
-        self._policy.hit(held)
-        if num_new > len(self._free):
-            self._evict(num_new - len(self._free))
-        for content in request[num_hits:]:
-            block = self._free.pop()
-            self._block_of[content], self._contents[block] = block, content
-            blocks.append(block)
-        held = _int32(blocks)
-        self._policy.use(Use(held, _int32(request), root=-1, priority=0, num_blocks=len(held)))
-        self._policy.add(held[::-1])
-        self._policy.prepare()
-        return num_hits
-
-    def _evict(self, count: int) -> None:
-        victims = self._policy.take_victims(count)
-        self.num_evicted += count
-        for block in victims.tolist():
-            del self._block_of[self._contents[block]]
-            self._free.append(block)
-
-
 def replay_optimum(requests: Requests, num_blocks: int) -> Replayed:
     """The offline optimum: the block whose next use is farthest goes first (Belady, IBM Systems Journal 1966).
 
@@ -187,7 +135,3 @@ def replay_optimum(requests: Requests, num_blocks: int) -> Replayed:
             next_use[content] = coming[content][-1] if coming[content] else never
             heapq.heappush(farthest, (-next_use[content], -depth, content))
     return Replayed(len(requests), num_asked, num_hits, num_evicted, np.zeros(0))
-
-
-def _int32(values: list[int]) -> Int32Array:
-    return np.array(values, np.int32)

@@ -20,7 +20,7 @@ from .calls.sessions import SessionCalls
 from .calls.update import SequenceUpdates
 from .calls.victims import VictimCalls
 from .index.below_blocks import TierBlocks
-from .index.record_writer import RecordWriter
+from .index.index_record import IndexRecord
 from .inspection.queries import Queries
 from .pool_state import PoolState
 from .sequences.claims import StartNumbers
@@ -72,7 +72,6 @@ class PoolManager:
         self.maintenance = Maintenance(state, swapper)
         self.garbage = GarbageCalls(state, self.maintenance, swapper)
         self.sessions = SessionCalls(state, self.reclaim, swapper)
-        self.record = RecordWriter(state.index)
         self.queries = Queries(state, lookup, swapper, prompts)
         self.disk: ContentTier | None = None
         self.remote: ContentTier | None = None
@@ -115,6 +114,12 @@ class PoolManager:
         return tier
 
     # A kept index
+
+    @property
+    def record(self) -> IndexRecord:
+        """What the pool's kept index lacks; after `restore`."""
+        assert self.state.index.record is not None, "a pool whose index is not kept"
+        return self.state.index.record
 
     def restore(
         self,

@@ -1,4 +1,4 @@
-"""The methods of CacheService on the server: how each is called, how large its messages may be, and what this build leaves out.
+"""The methods of CacheService on the server: how each is called, how large its messages may be.
 
 Step and StreamSteps pass as bytes, both ways, because exactly once is a matter of bytes; WriteKv is a stream of messages.
 """
@@ -21,11 +21,10 @@ from kvkeeper.common.service.methods import (
     MethodRouter,
     max_prompt_message_bytes,
     prompt_bytes,
+    snake_case,
 )
 
 from .status import REFUSALS
-
-UNIMPLEMENTED_METHODS: dict[str, str] = {}  # method -> feature of the NOT_IMPLEMENTED answer
 
 CONTRACT = Contract(
     service=pb.DESCRIPTOR.services_by_name["CacheService"],
@@ -35,7 +34,6 @@ CONTRACT = Contract(
             *("MatchPrefix", "CheckAdmission", "ExplainMatch", "PinPrefix"),
         }
     ),
-    unimplemented=UNIMPLEMENTED_METHODS,
     refusals=REFUSALS,
 )
 _LOOK_UPS = frozenset({"MatchPrefix", "ExplainMatch", "PinPrefix"})
@@ -77,15 +75,13 @@ def register(groups: Sequence[object], most_bytes: int, max_tokens: Callable[[],
 
 
 def handlers_of(groups: Sequence[object]) -> dict[str, Callable[..., Any]]:
-    """Handlers by the RPC's name in snake case: exactly one of each RPC, none of those that this build leaves out."""
+    """Handlers by the RPC's name in snake case: exactly one of each RPC."""
     handlers = {}
     for rpc in CONTRACT.service.methods:
-        name = "".join("_" + letter.lower() if letter.isupper() else letter for letter in rpc.name).lstrip("_")
+        name = snake_case(rpc.name)
         found = [getattr(group, name) for group in groups if hasattr(group, name)]
-        num_wanted = 0 if rpc.name in UNIMPLEMENTED_METHODS else 1
-        assert len(found) == num_wanted, f"{rpc.name} has {len(found)} handlers, not {num_wanted}"
-        if found:
-            handlers[name] = found[0]
+        assert len(found) == 1, f"{rpc.name} has {len(found)} handlers"
+        handlers[name] = found[0]
     return handlers
 
 

@@ -17,14 +17,8 @@ from .convert.kv_spec import kv_spec
 from .convert.reports import pool_info
 from .convert.step import transfer_report
 from .convert.versions import SPOKEN
-from .methods import UNIMPLEMENTED_METHODS, max_message_bytes
+from .methods import max_message_bytes
 from .ownership import check_own, counted_caller, require_all_tenants
-
-_EXECUTORS = {
-    pb.EXECUTOR_UNSPECIFIED: Executor.CACHE,
-    pb.EXECUTOR_CACHE: Executor.CACHE,
-    pb.EXECUTOR_ENGINE: Executor.ENGINE,
-}
 
 
 class SessionCalls:
@@ -47,7 +41,6 @@ class SessionCalls:
             max_sequences=self._config.max_sequences,
             max_step_items=MAX_STEP_ITEMS,
             max_tokens_per_sequence=self._config.most_tokens,
-            unimplemented_methods=sorted(UNIMPLEMENTED_METHODS),
             pools=[pool_info(pool.info) for pool in self._session_manager.registry.pools],
             max_sessions=self._config.max_sessions,
             logits_memory_bytes=self._config.logits_memory,
@@ -60,9 +53,8 @@ class SessionCalls:
         ttl_ms = request.ttl_ms or _ms(DEFAULT_TTL)
         check_range("ttl_ms", ttl_ms, _ms(MIN_TTL), _ms(MAX_UNATTACHED_TTL))
         check_text("client_name", request.client_name, 256)
-        if request.executor not in _EXECUTORS:
-            raise InvalidField("executor is one of Executor", field="executor")
-        spec, executor = kv_spec(request.spec), _EXECUTORS[request.executor]
+        check_range("executor", request.executor, 0, max(Executor))
+        spec, executor = kv_spec(request.spec), Executor(request.executor or Executor.CACHE)
         if executor is Executor.ENGINE:
             require_all_tenants()  # it writes the memory of all, and runs copies of all
         read_only = request.read_only_memory

@@ -2,7 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 from typing import Protocol
 
 from ..core.values.errors import CacheError
@@ -10,11 +10,11 @@ from .lease import Session
 from .pool import Pool
 
 
-class CarrierKind(Enum):
-    """How the steps of a session come."""
+class CarrierKind(IntEnum):
+    """How the steps of a session come. The numbers are the protocol's."""
 
-    GRPC = "grpc"
-    LANE = "lane"
+    GRPC = 1
+    LANE = 2
 
 
 class Stream(Protocol):

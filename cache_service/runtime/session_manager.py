@@ -100,7 +100,7 @@ class SessionManager:
         self._watch_deadlines()
         if self._ticker is None:
             self._ticker = self.clock.call_at(self.clock.time() + _TICK, self._tick_pools)
-        log.info("session_opened", client_name=client_name, executor=executor.value, ttl=ttl)
+        log.info("session_opened", client_name=client_name, executor=executor.name.lower(), ttl=ttl)
         return live
 
     def require(self, session_id: str, epoch: int, *, published: bool = True) -> LiveSession:

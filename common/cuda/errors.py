@@ -4,6 +4,7 @@ It knows the numbers of the runtime, too, and the words with which CUDA reports 
 than these. Pure: it knows names and sentences, and no CUDA. A name that is not here is shown as it is.
 """
 
+import re
 from dataclasses import dataclass
 
 
@@ -87,77 +88,63 @@ _NO_CONTEXT = Meaning(
 )
 _OTHER_CODE = Meaning("no kernel was built for this device", "see that torch and triton serve its compute capability")
 
-_MEANINGS: dict[Meaning, str] = {
-    NO_MEMORY: "cudaErrorMemoryAllocation CUDA_ERROR_OUT_OF_MEMORY",
-    _NO_DEVICE: "cudaErrorNoDevice CUDA_ERROR_NO_DEVICE",
-    _WRONG_DEVICE: "cudaErrorInvalidDevice CUDA_ERROR_INVALID_DEVICE",
-    _OLD_DRIVER: "cudaErrorInsufficientDriver cudaErrorSystemDriverMismatch cudaErrorCompatNotSupportedOnDevice"
-    " CUDA_ERROR_SYSTEM_DRIVER_MISMATCH CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
-    _NOT_STARTED: "cudaErrorInitializationError cudaErrorUnknown CUDA_ERROR_NOT_INITIALIZED CUDA_ERROR_UNKNOWN",
-    _TAKEN: "cudaErrorDevicesUnavailable CUDA_ERROR_DEVICE_UNAVAILABLE",
-    _NOT_READY: "cudaErrorSystemNotReady CUDA_ERROR_SYSTEM_NOT_READY",
-    _STUB: "cudaErrorStubLibrary CUDA_ERROR_STUB_LIBRARY",
-    _GONE: "cudaErrorInvalidResourceHandle CUDA_ERROR_INVALID_HANDLE",
-    _OWN: "cudaErrorDeviceUninitialized CUDA_ERROR_INVALID_CONTEXT",
-    _NOT_MAPPED: "cudaErrorMapBufferObjectFailed CUDA_ERROR_MAP_FAILED",
-    _NOT_SUPPORTED: "cudaErrorNotSupported CUDA_ERROR_NOT_SUPPORTED",
-    _NOT_PERMITTED: "cudaErrorNotPermitted CUDA_ERROR_NOT_PERMITTED",
-    _SYSTEM: "cudaErrorOperatingSystem CUDA_ERROR_OPERATING_SYSTEM",
-    _PINNED: "cudaErrorHostMemoryAlreadyRegistered CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
-    _BAD_ACCESS: "cudaErrorIllegalAddress cudaErrorLaunchFailure cudaErrorMisalignedAddress cudaErrorAssert"
-    " cudaErrorHardwareStackError cudaErrorIllegalInstruction cudaErrorInvalidAddressSpace cudaErrorInvalidPc"
-    " cudaErrorTensorMemoryLeak CUDA_ERROR_ILLEGAL_ADDRESS CUDA_ERROR_LAUNCH_FAILED CUDA_ERROR_MISALIGNED_ADDRESS"
-    " CUDA_ERROR_ASSERT CUDA_ERROR_HARDWARE_STACK_ERROR CUDA_ERROR_ILLEGAL_INSTRUCTION CUDA_ERROR_INVALID_ADDRESS_SPACE"
-    " CUDA_ERROR_INVALID_PC CUDA_ERROR_TENSOR_MEMORY_LEAK",
-    _SLOW_KERNEL: "cudaErrorLaunchTimeout CUDA_ERROR_LAUNCH_TIMEOUT",
-    _DAMAGED: "cudaErrorECCUncorrectable CUDA_ERROR_ECC_UNCORRECTABLE",
-    _BAD_LINK: "cudaErrorNvlinkUncorrectable cudaErrorContained CUDA_ERROR_NVLINK_UNCORRECTABLE CUDA_ERROR_CONTAINED",
-    _NO_CONTEXT: "cudaErrorContextIsDestroyed cudaErrorMpsClientTerminated"
-    " CUDA_ERROR_CONTEXT_IS_DESTROYED CUDA_ERROR_MPS_CLIENT_TERMINATED",
-    _OTHER_CODE: "cudaErrorNoKernelImageForDevice CUDA_ERROR_NO_BINARY_FOR_GPU",
+# By the runtime's names: what the error means, its number, which the driver has, too, and the words in which it is reported.
+# Where they are empty, an error is known by its number alone.
+_ERRORS = {
+    "MemoryAllocation": (NO_MEMORY, 2, "out of memory"),
+    "InitializationError": (_NOT_STARTED, 3, "initialization error"),
+    "StubLibrary": (_STUB, 34, ""),
+    "InsufficientDriver": (_OLD_DRIVER, 35, "CUDA driver version is insufficient for CUDA runtime version"),
+    "DevicesUnavailable": (_TAKEN, 46, "CUDA-capable device(s) is/are busy or unavailable"),
+    "NoDevice": (_NO_DEVICE, 100, "no CUDA-capable device is detected"),
+    "InvalidDevice": (_WRONG_DEVICE, 101, "invalid device ordinal"),
+    "DeviceUninitialized": (_OWN, 201, "invalid device context"),
+    "MapBufferObjectFailed": (_NOT_MAPPED, 205, "mapping of buffer object failed"),
+    "NoKernelImageForDevice": (_OTHER_CODE, 209, "no kernel image is available for execution on the device"),
+    "ECCUncorrectable": (_DAMAGED, 214, "uncorrectable ECC error encountered"),
+    "NvlinkUncorrectable": (_BAD_LINK, 220, "uncorrectable NVLink error detected during the execution"),
+    "Contained": (_BAD_LINK, 226, "Invalid access of peer GPU memory over nvlink or a hardware error"),
+    "OperatingSystem": (_SYSTEM, 304, "OS call failed or operation not supported on this OS"),
+    "InvalidResourceHandle": (_GONE, 400, "invalid resource handle"),
+    "IllegalAddress": (_BAD_ACCESS, 700, "an illegal memory access was encountered"),
+    "LaunchTimeout": (_SLOW_KERNEL, 702, "the launch timed out and was terminated"),
+    "ContextIsDestroyed": (_NO_CONTEXT, 709, "context is destroyed"),
+    "Assert": (_BAD_ACCESS, 710, "device-side assert triggered"),
+    "HostMemoryAlreadyRegistered": (_PINNED, 712, "part or all of the requested memory range is already mapped"),
+    "HardwareStackError": (_BAD_ACCESS, 714, "hardware stack error"),
+    "IllegalInstruction": (_BAD_ACCESS, 715, "an illegal instruction was encountered"),
+    "MisalignedAddress": (_BAD_ACCESS, 716, "misaligned address"),
+    "InvalidAddressSpace": (_BAD_ACCESS, 717, "operation not supported on global/shared address space"),
+    "InvalidPc": (_BAD_ACCESS, 718, "invalid program counter"),
+    "LaunchFailure": (_BAD_ACCESS, 719, "unspecified launch failure"),
+    "TensorMemoryLeak": (_BAD_ACCESS, 721, "tensor memory not completely freed"),
+    "NotPermitted": (_NOT_PERMITTED, 800, "operation not permitted"),
+    "NotSupported": (_NOT_SUPPORTED, 801, "operation not supported"),
+    "SystemNotReady": (_NOT_READY, 802, "system not yet initialized"),
+    "SystemDriverMismatch": (_OLD_DRIVER, 803, "system has unsupported display driver / cuda driver combination"),
+    "CompatNotSupportedOnDevice": (_OLD_DRIVER, 804, ""),
+    "MpsClientTerminated": (_NO_CONTEXT, 810, ""),
+    "Unknown": (_NOT_STARTED, 999, "unknown error"),
 }
-MEANINGS = {name: meaning for meaning, names in _MEANINGS.items() for name in names.split()}
-
-# By names of the runtime: the number, which the driver has, too, and the words in which an error is reported. Where they are
-# empty, an error is known by its number alone.
-_TOLD = {
-    "cudaErrorMemoryAllocation": (2, "out of memory"),
-    "cudaErrorInitializationError": (3, "initialization error"),
-    "cudaErrorStubLibrary": (34, ""),
-    "cudaErrorInsufficientDriver": (35, "CUDA driver version is insufficient for CUDA runtime version"),
-    "cudaErrorDevicesUnavailable": (46, "CUDA-capable device(s) is/are busy or unavailable"),
-    "cudaErrorNoDevice": (100, "no CUDA-capable device is detected"),
-    "cudaErrorInvalidDevice": (101, "invalid device ordinal"),
-    "cudaErrorDeviceUninitialized": (201, "invalid device context"),
-    "cudaErrorMapBufferObjectFailed": (205, "mapping of buffer object failed"),
-    "cudaErrorNoKernelImageForDevice": (209, "no kernel image is available for execution on the device"),
-    "cudaErrorECCUncorrectable": (214, "uncorrectable ECC error encountered"),
-    "cudaErrorNvlinkUncorrectable": (220, "uncorrectable NVLink error detected during the execution"),
-    "cudaErrorContained": (226, "Invalid access of peer GPU memory over nvlink or a hardware error"),
-    "cudaErrorOperatingSystem": (304, "OS call failed or operation not supported on this OS"),
-    "cudaErrorInvalidResourceHandle": (400, "invalid resource handle"),
-    "cudaErrorIllegalAddress": (700, "an illegal memory access was encountered"),
-    "cudaErrorLaunchTimeout": (702, "the launch timed out and was terminated"),
-    "cudaErrorContextIsDestroyed": (709, "context is destroyed"),
-    "cudaErrorAssert": (710, "device-side assert triggered"),
-    "cudaErrorHostMemoryAlreadyRegistered": (712, "part or all of the requested memory range is already mapped"),
-    "cudaErrorHardwareStackError": (714, "hardware stack error"),
-    "cudaErrorIllegalInstruction": (715, "an illegal instruction was encountered"),
-    "cudaErrorMisalignedAddress": (716, "misaligned address"),
-    "cudaErrorInvalidAddressSpace": (717, "operation not supported on global/shared address space"),
-    "cudaErrorInvalidPc": (718, "invalid program counter"),
-    "cudaErrorLaunchFailure": (719, "unspecified launch failure"),
-    "cudaErrorTensorMemoryLeak": (721, "tensor memory not completely freed"),
-    "cudaErrorNotPermitted": (800, "operation not permitted"),
-    "cudaErrorNotSupported": (801, "operation not supported"),
-    "cudaErrorSystemNotReady": (802, "system not yet initialized"),
-    "cudaErrorSystemDriverMismatch": (803, "system has unsupported display driver / cuda driver combination"),
-    "cudaErrorCompatNotSupportedOnDevice": (804, ""),
-    "cudaErrorMpsClientTerminated": (810, ""),
-    "cudaErrorUnknown": (999, "unknown error"),
+# The driver's names where they are other words than the runtime's.
+_OF_DRIVER = {
+    "OUT_OF_MEMORY": NO_MEMORY,
+    "NOT_INITIALIZED": _NOT_STARTED,
+    "DEVICE_UNAVAILABLE": _TAKEN,
+    "INVALID_HANDLE": _GONE,
+    "INVALID_CONTEXT": _OWN,
+    "MAP_FAILED": _NOT_MAPPED,
+    "LAUNCH_FAILED": _BAD_ACCESS,
+    "ECC_UNCORRECTABLE": _DAMAGED,
+    "NO_BINARY_FOR_GPU": _OTHER_CODE,
 }
-NAMES_BY_NUMBER = {number: name for name, (number, _) in _TOLD.items()}
-NAMES_BY_WORDS = {words: name for name, (_, words) in _TOLD.items() if words}
+MEANINGS = (
+    {f"cudaError{name}": meaning for name, (meaning, _, _) in _ERRORS.items()}
+    | {"CUDA_ERROR_" + re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper(): error[0] for name, error in _ERRORS.items()}
+    | {f"CUDA_ERROR_{name}": meaning for name, meaning in _OF_DRIVER.items()}
+)
+NAMES_BY_NUMBER = {number: f"cudaError{name}" for name, (_, number, _) in _ERRORS.items()}
+NAMES_BY_WORDS = {words: f"cudaError{name}" for name, (_, _, words) in _ERRORS.items() if words}
 
 
 class CudaError(Exception):

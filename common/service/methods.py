@@ -10,7 +10,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -54,8 +54,8 @@ class Contract:
 
     service: ServiceDescriptor
     with_prompt: frozenset[str]  # methods whose messages may be as large as prompts
-    unimplemented: Mapping[str, str]  # method -> feature of the NOT_IMPLEMENTED answer
     refusals: Refusals
+    unimplemented: Mapping[str, str] = field(default_factory=dict)  # method -> feature of the NOT_IMPLEMENTED answer
     max_message_bytes: int = MAX_MESSAGE_BYTES  # of those without a prompt
     prompt_limit: Callable[[str], int] = lambda method: MAX_PROMPT_MESSAGE_BYTES  # of those with one, by method
     has_spans: bool = True  # of its calls; else what it forwards them to has them

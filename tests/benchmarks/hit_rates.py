@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from kvkeeper.cache_service.replay import replay_optimum, replay_policy
+from kvkeeper.cache_service.replay import replay_optimum
 from kvkeeper.cli.benchmark.bench import add_trace_flags, checked_policies, read_trace, reported
 from kvkeeper.cli.benchmark.traces import Requests
 from tests.benchmarks import plot
+from tests.support.reference.policy_replay import replay_policy
 
 _PLOTTED = 14  # capacities
 

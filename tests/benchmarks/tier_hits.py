@@ -14,12 +14,12 @@ from typing import Any
 from tqdm import tqdm
 
 from kvkeeper.cache_service.core.eviction import POLICY_NAMES
-from kvkeeper.cache_service.replay import replay_policy
 from kvkeeper.cli.benchmark.bench import add_trace_flags, described, least, read_trace, reported
 from kvkeeper.cli.console.problems import EXIT_OK, UsageFailure
 from kvkeeper.common.service.sizes import parse_size, size
 from tests.benchmarks import plot
 from tests.benchmarks.tier_replay import TierSizes, TierSums, replay_tiers
+from tests.support.reference.policy_replay import replay_policy
 
 _BLOCKS, _HOST_BLOCKS, _DISK_BLOCKS = 2000, 5000, 50_000
 

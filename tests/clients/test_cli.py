@@ -14,7 +14,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.server import RunningServer
 from kvkeeper.cli import main
-from kvkeeper.cli.console.as_json import as_json
+from kvkeeper.cli.console.messages import as_json
 from kvkeeper.cli.console.tables import facts, table
 from kvkeeper.client import AsyncCacheClient, GenerateOptions, KvkeeperError, Retention
 from kvkeeper.common.service import VERSION

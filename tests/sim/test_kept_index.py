@@ -134,7 +134,7 @@ def test_what_is_restored_after_a_kill_is_what_the_memory_holds() -> None:
 def test_a_table_that_does_not_forget_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that another sequence has now is still believed; the table's own audit is not asked."""
     monkeypatch.setattr(SlotTable, "forget", lambda self, blocks: None)
-    monkeypatch.setattr(IndexRecord, "check", lambda self, tier, node_of_block, groups: iter(()))
+    monkeypatch.setattr(IndexRecord, "check", lambda self: iter(()))
     with pytest.raises(AssertionError, match=r"is believed and holds something else|are shared, while an engine writes"):
         list(map(killed, range(NUM_SEEDS)))
 

@@ -52,8 +52,7 @@ def restore(
     any more. on_behind() is called when the kept index begins to lack something. verification: how blocks are compared with
     their digests, where they are.
     """
-    has_groups = len(state.config.group_spans) > 1
-    record = IndexRecord(kept, len(state.index.block_of_node), on_behind, has_groups=has_groups)
+    record = IndexRecord(kept, state.index.held, state.index.key, on_behind)
     records = [one for one in (record.device, record.hosts) if one is not None]
     num_claimed = sum(one.table.num_written() for one in records)
     for tenant in kept.tenants:

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..values.kept_index import KeptIndex, KeptTable, UInt64Array, row_words
+from ..values.kept_index import Digest, KeptIndex, KeptTable, UInt64Array, row_words
 from ..values.types import NO_INT32, Int32Array, Int64Array, Tier
+from .node_blocks import GroupArray, NodeBlocks
 
 _GROUP_BITS = 56  # of a name; above them stands the number of the group of layers
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -143,7 +144,6 @@ def _mixed(values: UInt64Array) -> UInt64Array:
     return np.asarray(values ^ (values >> np.uint64(31)), np.uint64)
 
 
-GroupArray = npt.NDArray[np.int8]
 _SLICE_ROWS = 1024  # audited in less than a millisecond
 
 
@@ -214,20 +214,19 @@ class IndexRecord:
     def __init__(
         self,
         kept: KeptIndex,
-        num_nodes: int,
+        held: NodeBlocks,
+        key: Callable[[int], bytes | None],
         on_behind: Callable[[], None] = lambda: None,
-        *,
-        has_groups: bool = False,
     ) -> None:
-        """on_behind() is called when there is something to write, once until all of it is written.
+        """held: what the index's nodes have. key(node): its parent and tokens, as LE32; None for a number not in use.
 
-        has_groups: blocks are of several groups of layers.
+        on_behind() is called when there is something to write, once until all of it is written.
         """
-        self.device = TierRecord(kept.device, fills_late=False, has_groups=has_groups)
-        self.hosts = None if kept.hosts is None else TierRecord(kept.hosts, fills_late=True, has_groups=has_groups)
+        self._held, self._key, self._on_behind = held, key, on_behind
+        self.device = TierRecord(kept.device, fills_late=False, has_groups=held.has_groups)
+        self.hosts = None if kept.hosts is None else TierRecord(kept.hosts, fills_late=True, has_groups=held.has_groups)
         self.note_tenant = kept.add_tenant
-        self._on_behind = on_behind
-        self._names: Int64Array = np.zeros(num_nodes, np.int64)  # by node; 0 for a node that was never written
+        self._names: Int64Array = np.zeros(len(held.block_of_node), np.int64)  # by node; 0 for one that was never written
         self._next_name = 1
 
     @property
@@ -261,51 +260,57 @@ class IndexRecord:
         """These nodes were removed; their numbers may be used again."""
         self._names[nodes] = 0
 
-    def take(self, max_blocks: int, node_of_block: Int32Array, node_of_host: Int32Array) -> Unwritten:
-        """At most so many noted blocks of one tier, the device's first."""
+    def write(self, max_blocks: int, digest: Digest | None = None) -> bool:
+        """Writes down up to so many of the blocks that lack it. Whether more are left."""
+        taken = self.take(max_blocks)
+        return self.write_taken(taken, digest(taken.tier, taken.blocks) if digest is not None else None)
+
+    def take(self, max_blocks: int) -> Unwritten:
+        """At most so many noted blocks of one tier, the device's first; for `write_taken`, perhaps after other calls."""
         if self.device.noted or self.hosts is None:
-            return Unwritten(Tier.DEVICE, self.device.take(max_blocks, node_of_block))
-        return Unwritten(Tier.HOST, self.hosts.take(max_blocks, node_of_host))
+            return Unwritten(Tier.DEVICE, self.device.take(max_blocks, self._held.node_of_block))
+        return Unwritten(Tier.HOST, self.hosts.take(max_blocks, self._held.node_of_host))
 
-    def write(
-        self,
-        tier: Tier,
-        blocks: Int32Array,
-        nodes: Int32Array,
-        parents: Int32Array,
-        tokens: Int32Array,
-        digests: UInt64Array,
-        groups: GroupArray | None = None,
-    ) -> None:
-        """blocks [n] that were taken; nodes [n], parents [n] (nodes or roots), tokens [n, block_size], digests [n].
-
-        groups [n]: of layers; None: all of the first.
-        """
-        record, below = self.of(tier), parents > 0
+    def write_taken(self, taken: Unwritten, digests: UInt64Array | None) -> bool:
+        """Writes these down, as far as they have not lost their nodes since. digests [n]. Whether more are left."""
+        record, held = self.of(taken.tier), self._held
         assert record is not None, "blocks of a tier that is not kept"
-        self._name(np.concatenate([parents[below], nodes]))
-        names = np.where(below, self._names[np.maximum(parents, 0)], parents)
-        record.table.write(Slots(blocks, self._names[nodes], names, tokens, digests, groups))
+        stays = record.end_taking(taken.blocks)
+        blocks = taken.blocks[stays]
+        if len(blocks):
+            is_device = taken.tier is Tier.DEVICE
+            nodes = (held.node_of_block if is_device else held.node_of_host)[blocks]
+            groups = held.groups_of(blocks) if is_device else held.groups_of_hosts(blocks)
+            keys = [key for node in nodes.tolist() if (key := self._key(node)) is not None]
+            words = np.frombuffer(b"".join(keys), "<i4").reshape(len(nodes), -1)
+            made = digests[stays] if digests is not None else np.zeros(len(blocks), np.uint64)
+            parents, below = words[:, 0], words[:, 0] > 0
+            self._name(np.concatenate([parents[below], nodes]))
+            names = np.where(below, self._names[np.maximum(parents, 0)], parents)
+            record.table.write(Slots(blocks, self._names[nodes], names, words[:, 1:], made, groups))
+        return self.is_behind
 
-    def check(self, tier: Tier, node_of_block: Int32Array, groups: GroupArray | None = None) -> Iterator[list[str]]:
+    def check(self) -> Iterator[list[str]]:
         """The broken invariants, for audits, in slices: a row that says something names its block's node."""
-        record = self.of(tier)
-        for first in range(0, len(node_of_block) if record is not None else 0, _SLICE_ROWS):
-            assert record is not None
-            yield self._check_rows(record.table, node_of_block, groups, first, first + _SLICE_ROWS)
+        held = self._held
+        sides = ((self.device, held.node_of_block, held.groups_of), (self.hosts, held.node_of_host, held.groups_of_hosts))
+        for record, node_of, groups_of in sides:
+            for first in range(0, len(node_of) if record is not None else 0, _SLICE_ROWS):
+                assert record is not None
+                yield self._check_rows(record.table, node_of, groups_of, first)
 
     def _check_rows(
-        self, table: SlotTable, node_of_block: Int32Array, groups: GroupArray | None, first: int, end: int
+        self, table: SlotTable, node_of: Int32Array, groups_of: Callable[[Int32Array], GroupArray | None], first: int
     ) -> list[str]:
-        written = table.read(first, end)
+        written = table.read(first, first + _SLICE_ROWS)
         wrong: list[str] = []
-        if len(written) < table.num_written(first, end):
+        if len(written) < table.num_written(first, first + _SLICE_ROWS):
             wrong.append("a row of the kept index has another check than it should")
-        nodes = node_of_block[written.blocks]
+        nodes, groups = node_of[written.blocks], groups_of(written.blocks)
         if ((nodes == 0) | (self._names[nodes] != written.names)).any():
             wrong.append("the kept index names a block that the index does not name, or under another node")
         named = written.groups if written.groups is not None else np.zeros(len(written), np.int8)
-        if (named != (groups[written.blocks] if groups is not None else 0)).any():
+        if (named != (groups if groups is not None else 0)).any():
             wrong.append("the kept index names a block under another group of layers")
         return wrong
 

@@ -305,9 +305,7 @@ class PrefixIndex:
         for start in range(1, len(self._keys), _SLICE_NODES):
             yield [text for node in range(start, min(start + _SLICE_NODES, len(self._keys))) for text in self._check_node(node)]
         if self.record is not None:
-            has_groups, held = self.held.has_groups, self.held
-            yield from self.record.check(Tier.DEVICE, self.node_of_block, held.group_of_block if has_groups else None)
-            yield from self.record.check(Tier.HOST, self.node_of_host, held.group_of_host if has_groups else None)
+            yield from self.record.check()
         yield self._check_totals()
 
     def _check_node(self, node: int) -> Iterator[str]:

@@ -4,207 +4,155 @@ A shortage of blocks and a missed look-up are ordinary answers, not errors; a bu
 or other tenants' ids. `reason` is a name of the protocol's ErrorReason without its prefix.
 """
 
+import re
+from typing import ClassVar
+
 
 class CacheError(Exception):
-    """A call was refused and changed nothing. metadata has what the caller needs to go on, as strings."""
+    """A call was refused and changed nothing. metadata has what the caller needs to go on, as strings.
 
-    reason = "BROKEN_INVARIANT"
+    code: the name of the gRPC code, which the comments of the proto's ErrorReason name as well. reason: the class's own name
+    unless it is given.
+    """
+
+    code: ClassVar[str]
+    reason: ClassVar[str]
+
+    def __init_subclass__(cls, *, code: str, reason: str = "") -> None:
+        cls.code = code
+        cls.reason = reason or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).upper()
 
     def __init__(self, message: str, **metadata: object) -> None:
         super().__init__(message)
         self.metadata = {key: str(value) for key, value in metadata.items()}
 
 
-class InvalidField(CacheError):
+class InvalidField(CacheError, code="INVALID_ARGUMENT"):
     """A field is out of its range or contradicts another. Metadata: field, and limit where there is one."""
 
-    reason = "INVALID_FIELD"
 
-
-class UnknownSession(CacheError):
+class UnknownSession(CacheError, code="NOT_FOUND"):
     """No live session has this id."""
 
-    reason = "UNKNOWN_SESSION"
 
-
-class StaleEpoch(CacheError):
+class StaleEpoch(CacheError, code="FAILED_PRECONDITION"):
     """The epoch is not the session's. Metadata: current_epoch."""
 
-    reason = "STALE_EPOCH"
 
-
-class UnknownSequence(CacheError):
+class UnknownSequence(CacheError, code="NOT_FOUND"):
     """The session has no such sequence. Metadata: sequence_id."""
 
-    reason = "UNKNOWN_SEQUENCE"
 
-
-class DuplicateSequence(CacheError):
+class DuplicateSequence(CacheError, code="ALREADY_EXISTS"):
     """The id is taken with other arguments. Metadata: sequence_id."""
 
-    reason = "DUPLICATE_SEQUENCE"
 
-
-class UnknownOffer(CacheError):
+class UnknownOffer(CacheError, code="NOT_FOUND"):
     """Nothing is offered with these bytes: never, not any more, or to another session."""
 
-    reason = "UNKNOWN_OFFER"
 
-
-class StepNotCompleted(CacheError):
+class StepNotCompleted(CacheError, code="FAILED_PRECONDITION"):
     """A step that works on the sequence is in flight. Metadata: sequence_id, completed_step_id."""
 
-    reason = "STEP_NOT_COMPLETED"
 
-
-class WrongState(CacheError):
+class WrongState(CacheError, code="FAILED_PRECONDITION"):
     """The sequence is not in a state for this. Metadata: sequence_id, state."""
 
-    reason = "WRONG_STATE"
 
-
-class WrongMode(CacheError):
+class WrongMode(CacheError, code="FAILED_PRECONDITION"):
     """Steps and one-item calls do not mix in one session. Metadata: mode."""
 
-    reason = "WRONG_MODE"
 
-
-class StepConflict(CacheError):
+class StepConflict(CacheError, code="ABORTED"):
     """The step id was used with other contents. Metadata: expected_step_id."""
 
-    reason = "STEP_CONFLICT"
 
-
-class StepGap(CacheError):
+class StepGap(CacheError, code="ABORTED"):
     """The step id is not the next one. Metadata: expected_step_id."""
 
-    reason = "STEP_GAP"
 
-
-class StreamReplaced(CacheError):
+class StreamReplaced(CacheError, code="ABORTED"):
     """Another stream of the session took over."""
 
-    reason = "STREAM_REPLACED"
 
-
-class OutOfBlocks(CacheError):
+class OutOfBlocks(CacheError, code="RESOURCE_EXHAUSTED"):
     """Not enough blocks for an all-or-nothing call. Metadata: requested, available."""
 
-    reason = "OUT_OF_BLOCKS"
 
-
-class OutOfSequences(CacheError):
+class OutOfSequences(CacheError, code="RESOURCE_EXHAUSTED"):
     """No sequence slot is left. Metadata: limit."""
 
-    reason = "OUT_OF_SEQUENCES"
 
-
-class OutOfSessions(CacheError):
+class OutOfSessions(CacheError, code="RESOURCE_EXHAUSTED"):
     """No session slot is left. Metadata: limit."""
 
-    reason = "OUT_OF_SESSIONS"
 
-
-class OutOfHostBlocks(CacheError):
+class OutOfHostBlocks(CacheError, code="RESOURCE_EXHAUSTED"):
     """Not enough room in the host tier. Metadata: requested, available."""
 
-    reason = "OUT_OF_HOST_BLOCKS"
 
-
-class UnknownPin(CacheError):
+class UnknownPin(CacheError, code="NOT_FOUND"):
     """The session has no pin of this id."""
 
-    reason = "UNKNOWN_PIN"
 
-
-class OutOfPins(CacheError):
+class OutOfPins(CacheError, code="RESOURCE_EXHAUSTED"):
     """No room for another pin. Metadata: limit."""
 
-    reason = "OUT_OF_PINS"
 
-
-class WatchLagged(CacheError):
+class WatchLagged(CacheError, code="ABORTED"):
     """The reader of a watch fell behind."""
 
-    reason = "WATCH_LAGGED"
 
-
-class OutOfWatches(CacheError):
+class OutOfWatches(CacheError, code="RESOURCE_EXHAUSTED"):
     """Too many watches. Metadata: limit."""
 
-    reason = "OUT_OF_WATCHES"
 
-
-class UnknownLogits(CacheError):
+class UnknownLogits(CacheError, code="NOT_FOUND"):
     """No logits are held for this sequence. Metadata: sequence_id."""
 
-    reason = "UNKNOWN_LOGITS"
 
-
-class UnknownBlock(CacheError):
+class UnknownBlock(CacheError, code="NOT_FOUND"):
     """The pool has no such block. Metadata: limit."""
 
-    reason = "UNKNOWN_BLOCK"
 
-
-class OutOfPools(CacheError):
+class OutOfPools(CacheError, code="RESOURCE_EXHAUSTED"):
     """No memory for another pool. Metadata: flag."""
 
-    reason = "OUT_OF_POOLS"
 
-
-class ProtocolVersionUnsupported(CacheError):
+class ProtocolVersionUnsupported(CacheError, code="FAILED_PRECONDITION"):
     """A client of another time. Metadata: protocol_version, oldest_protocol_version, newest_protocol_version."""
 
-    reason = "PROTOCOL_VERSION_UNSUPPORTED"
 
-
-class OpaquePages(CacheError):
+class OpaquePages(CacheError, code="FAILED_PRECONDITION"):
     """The pool's blocks are pages in which this service cannot distinguish K from V."""
 
-    reason = "OPAQUE_PAGES"
 
-
-class NeverFits(CacheError):
+class NeverFits(CacheError, code="INVALID_ARGUMENT"):
     """Longer than a sequence of this pool can ever be. Metadata: requested, limit."""
 
-    reason = "NEVER_FITS"
 
-
-class Draining(CacheError):
+class Draining(CacheError, code="UNAVAILABLE"):
     """The service is stopping."""
 
-    reason = "DRAINING"
 
-
-class PoolNotReady(CacheError):
+class PoolNotReady(CacheError, code="UNAVAILABLE"):
     """The pool's memory is not there yet."""
 
-    reason = "POOL_NOT_READY"
 
-
-class NotImplementedYet(CacheError):
+class NotImplementedYet(CacheError, code="UNIMPLEMENTED", reason="NOT_IMPLEMENTED"):
     """Part of the protocol, not of this build. Metadata: feature."""
 
-    reason = "NOT_IMPLEMENTED"
 
-
-class HostExhausted(CacheError):
+class HostExhausted(CacheError, code="UNAVAILABLE"):
     """The host gives the service no more of what the call needs. Metadata: resource."""
 
-    reason = "HOST_EXHAUSTED"
 
-
-class BrokenInvariant(CacheError):
+class BrokenInvariant(CacheError, code="INTERNAL"):
     """The service found itself inconsistent."""
 
-    reason = "BROKEN_INVARIANT"
 
-
-class TenantNotAllowed(CacheError):
+class TenantNotAllowed(CacheError, code="PERMISSION_DENIED"):
     """The caller acts for one tenant, and names another or all of them. Metadata: field, where one names it."""
-
-    reason = "TENANT_NOT_ALLOWED"
 
 
 def out_of_sequences(limit: int) -> OutOfSequences:

@@ -1,6 +1,6 @@
 """Identifiers, array types and enumerations of the core. The numbers of an IntEnum are the protocol's."""
 
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import NewType
 
 import numpy as np
@@ -21,11 +21,11 @@ NO_INT64: Int64Array = np.empty(0, np.int64)
 NO_INT32.flags.writeable = NO_INT64.flags.writeable = False
 
 
-class Executor(Enum):
+class Executor(IntEnum):
     """The process that executes copies and transfer orders."""
 
-    CACHE = "cache"
-    ENGINE = "engine"
+    CACHE = 1
+    ENGINE = 2
 
 
 class SequenceState(IntEnum):
@@ -116,13 +116,13 @@ class EventKind(IntEnum):
     POOL_REPLACED = 7
 
 
-class BlockState(Enum):
+class BlockState(IntEnum):
     """Every block is in exactly one of these (rule R1)."""
 
-    NULL = "null"
-    FREE = "free"
-    CACHED = "cached"  # indexed, in no table: evictable now
-    REFERENCED = "referenced"
-    FENCED = "fenced"  # in no table, but a step in flight may touch it
-    IN_TRANSFER = "in_transfer"  # in no table, an end of a transfer order in flight
-    QUARANTINED = "quarantined"  # a session that ended may still write to it
+    NULL = 1
+    FREE = 2
+    CACHED = 3  # indexed, in no table: evictable now
+    REFERENCED = 4
+    FENCED = 5  # in no table, but a step in flight may touch it
+    IN_TRANSFER = 6  # in no table, an end of a transfer order in flight
+    QUARANTINED = 7  # a session that ended may still write to it

@@ -1,10 +1,11 @@
 """What callers are shown of a pool: sequences, blocks, admission and counts."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from .sequence_args import Retention
-from .types import BlockState, Int32Array, PressureLevel, ReuseHint, SequenceId, SequenceState, SessionId
+from .types import BlockState, Int32Array, ReuseHint, SequenceId, SequenceState, SessionId
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,96 +75,8 @@ class GroupStats(NamedTuple):
     num_passed_entries: int
 
 
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """Counts of one pool, derived from its state, and sums over its life. The names are the protocol's."""
+class PoolStats(SimpleNamespace):
+    """Counts of one pool, derived from its state, and sums over its life: numbers of the protocol's PoolStats by their names.
 
-    num_free_blocks: int
-    num_cached_blocks: int
-    num_referenced_blocks: int
-    num_fenced_blocks: int
-    num_quarantined_blocks: int
-    num_indexed_blocks: int
-    peak_used_blocks: int
-    num_shared_blocks: int
-    num_waiting_sequences: int
-    num_running_sequences: int
-    slot_utilization: float
-    num_starts: int
-    num_look_ups: int
-    num_hits: int
-    num_look_up_tokens: int
-    num_hit_tokens: int
-    num_full_hits: int
-    num_evicted_blocks: int
-    num_forks: int
-    num_copies_on_write: int
-    num_adopted_blocks: int
-    num_retention_dropped_blocks: int
-    num_steps: int
-    num_refusals: int
-    revision: int
-    pressure: PressureLevel
-    num_sessions: int
-    num_misses: int
-    hit_rate: float
-    block_utilization: float
-    num_pins: int
-    num_pinned_blocks: int
-    num_expired_blocks: int
-    num_cleared_blocks: int
-    num_tenants: int
-    num_quota_evictions: int
-    num_stored_logits: int
-    num_transfer_blocks: int = 0
-    num_loading_sequences: int = 0
-    num_swapped_sequences: int = 0
-    num_free_host_blocks: int = 0
-    num_cached_host_blocks: int = 0
-    num_held_host_blocks: int = 0
-    num_busy_host_blocks: int = 0
-    num_swap_outs: int = 0
-    num_swap_ins: int = 0
-    num_demoted_blocks: int = 0
-    num_promoted_blocks: int = 0
-    num_evicted_host_blocks: int = 0
-    num_transfers: int = 0
-    num_failed_transfers: int = 0
-    num_refused_starts: int = 0
-    num_computing_answers: int = 0
-    num_claimed_blocks: int = 0
-    num_pressure_changes: int = 0
-    num_collected_blocks: int = 0
-    num_hand_offs: int = 0
-    num_no_reuse_blocks: int = 0
-    num_soon_blocks: int = 0
-    num_free_disk_blocks: int = 0
-    num_cached_disk_blocks: int = 0
-    num_busy_disk_blocks: int = 0
-    num_queued_disk_blocks: int = 0
-    num_disk_loads: int = 0
-    num_late_disk_loads: int = 0
-    num_disk_hit_blocks: int = 0
-    num_disk_stored_blocks: int = 0
-    num_evicted_disk_blocks: int = 0
-    num_damaged_disk_blocks: int = 0
-    num_failed_disk_blocks: int = 0
-    num_disk_rests: int = 0
-    num_queued_remote_blocks: int = 0
-    num_remote_loads: int = 0
-    num_late_remote_loads: int = 0
-    num_remote_hit_blocks: int = 0
-    num_remote_stored_blocks: int = 0
-    num_damaged_remote_blocks: int = 0
-    num_failed_remote_blocks: int = 0
-    num_remote_rests: int = 0
-    num_unworthy_disk_loads: int = 0
-    num_unworthy_remote_loads: int = 0
-    disk_first_byte_seconds: float = 0.0
-    remote_first_byte_seconds: float = 0.0
-    disk_break_even_tokens: int = 0
-    remote_break_even_tokens: int = 0
-    prefill_rate_tokens: int = 0
-    recent_hit_rate: float = 0.0
-    reachable_hit_rate: float = 0.0
-    num_recent_distinct_blocks: int = 0
+    A tier that the pool lacks has no counts here.
+    """

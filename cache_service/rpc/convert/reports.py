@@ -1,6 +1,6 @@
 """The reports that the service gives of itself, as messages: pools, sessions, blocks, explanations, events."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
 
@@ -11,8 +11,7 @@ from kvkeeper.common.cuda import vmm
 
 from ...core.index.events.watch import Event
 from ...core.inspection.explain import Explanation, in_words
-from ...core.values.types import BlockState, Executor
-from ...core.values.views import BlockView, PoolStats
+from ...core.values.views import BlockView
 from ...runtime.lease import Session
 from ...runtime.live_session import CarrierKind
 from ...runtime.pool import Pool, PoolInfo
@@ -24,14 +23,6 @@ _ARENA_KINDS = {
     cuda_handles.KIND: pb.ARENA_KIND_CUDA_IPC,
     vmm.DESCRIPTOR_KIND: pb.ARENA_KIND_CUDA_VMM,
 }
-_EXECUTOR_NUMBERS = {Executor.CACHE: pb.EXECUTOR_CACHE, Executor.ENGINE: pb.EXECUTOR_ENGINE}
-
-_CARRIERS: dict[CarrierKind | None, Any] = {
-    None: pb.STEP_CARRIER_UNSPECIFIED,
-    CarrierKind.GRPC: pb.STEP_CARRIER_GRPC,
-    CarrierKind.LANE: pb.STEP_CARRIER_LANE,
-}
-_BLOCK_STATES: dict[BlockState, Any] = {state: pb.BlockState.Value(f"BLOCK_STATE_{state.name}") for state in BlockState}
 
 
 class Number(NamedTuple):
@@ -74,7 +65,6 @@ def pool_info(info: PoolInfo) -> pb.PoolInfo:
 def pool_stats(pool: Pool) -> pb.PoolStats:
     """Field names are the same on both sides; bytes and watches are added to the core's counts."""
     stats, info = pool.manager.queries.stats(), pool.info
-    values = {name: getattr(stats, name) for name in PoolStats.__slots__}
     groups = [pb.GroupStats(**each._asdict()) for each in pool.manager.queries.group_stats()]
     bytes_of_ranks = info.spec.num_ranks * info.block_bytes
     num_used = info.num_blocks - 1 - stats.num_free_blocks - stats.num_cached_blocks
@@ -89,7 +79,7 @@ def pool_stats(pool: Pool) -> pb.PoolStats:
         disk_write_rate_bytes=pool.disk.writes.bytes_per_second if pool.disk is not None else 0,
         remote_read_rate_bytes=pool.remote.reads.bytes_per_second if pool.remote is not None else 0,
         remote_write_rate_bytes=pool.remote.writes.bytes_per_second if pool.remote is not None else 0,
-        **values,
+        **vars(stats),
     )
 
 
@@ -100,28 +90,19 @@ def session_info(
     return pb.SessionInfo(
         session_id=session.id,
         client_name=session.client_name,
-        executor=_EXECUTOR_NUMBERS[session.executor],
+        executor=int(session.executor),  # type: ignore[arg-type]  # the numbers are the protocol's, as below
         step_id=session.step_id,
         completed_step_id=session.completed_step_id,
         num_sequences=num_sequences,
         lease_left_ms=max(0, round((session.deadline - now) * 1000)),
         num_attached_processes=num_processes,
-        step_carrier=_CARRIERS[carrier],
+        step_carrier=int(carrier or 0),  # type: ignore[arg-type]
     )
 
 
 def block_info(view: BlockView) -> pb.GetBlockResponse:
     """A block for people to look at."""
-    return pb.GetBlockResponse(
-        state=_BLOCK_STATES[view.state],
-        num_references=view.num_references,
-        num_fences=view.num_fences,
-        num_transfers=view.num_transfers,
-        num_quarantines=view.num_quarantines,
-        indexed=view.indexed,
-        has_host_copy=view.has_host_copy,
-        reuse_hint=int(view.reuse_hint),  # type: ignore[arg-type]  # the numbers are the protocol's
-    )
+    return pb.GetBlockResponse(**{name: getattr(view, name) for name in BlockView.__slots__})
 
 
 def explanation(found: Explanation, host_kv_dtype: str) -> pb.ExplainMatchResponse:

@@ -11,6 +11,9 @@ from ...core.values.views import SequenceView
 from .checks import MAX_INT32, check_range, sequence_id, tenant
 from .step import int32_column
 
+_OTHERWISE = {"block_table", "group_tables", "retention", "idle_seconds"}
+_SAME = tuple(name for name in SequenceView.__slots__ if name not in _OTHERWISE)  # fields of a view as the message has them
+
 
 def sequence_args(request: pb.CreateSequenceRequest | pb.NewSequence) -> SequenceArgs:
     """Raises InvalidField."""
@@ -72,22 +75,10 @@ def sequence_info(view: SequenceView, *, with_table: bool = True, tokens: Int32A
         sink, window = view.retention.num_sink_tokens, view.retention.num_window_tokens
         retention = pb.Retention(num_sink_tokens=sink, num_window_tokens=window)
     return pb.SequenceInfo(
-        sequence_id=view.sequence_id,
-        session_id=view.session_id,
-        state=int(view.state),  # type: ignore[arg-type]  # the numbers are the protocol's
-        num_tokens=view.num_tokens,
-        num_committed_tokens=view.num_committed_tokens,
-        num_reserved_tokens=view.num_reserved_tokens,
-        max_tokens=view.max_tokens,
-        priority=view.priority,
-        num_hit_tokens=view.num_hit_tokens,
+        **{name: getattr(view, name) for name in _SAME},
         block_table=view.block_table.tolist() if with_table else (),
         token_ids=tokens.tolist(),
-        num_accesses=view.num_accesses,
-        num_host_blocks=view.num_host_blocks,
         retention=retention,
         idle_ms=round(view.idle_seconds * 1000),
-        start_number=view.start_number,
-        reuse_hint=int(view.reuse_hint),  # type: ignore[arg-type]
         group_tables=[pb.GroupTable(block_table=table.tolist()) for table in view.group_tables] if with_table else (),
     )

@@ -94,15 +94,8 @@ export class EngineClient {
 
   /** Requests that wait or run, in order of arrival. @param {{sessionId?: string}} [options] of one conversation only */
   async listRequests(options = {}) {
-    const { sessionId } = checkedOptions(options, { sessionId: '' });
-    const rows = [];
-    let pageToken = '';
-    do {
-      const page = await this.#transport.call('ListRequests', { sessionId, pageSize: 1000, pageToken });
-      rows.push(...page.requests.map((row) => ({ ...row, state: plainName(row.state, 'REQUEST_STATE_') })));
-      pageToken = page.nextPageToken;
-    } while (pageToken);
-    return rows;
+    const rows = await this.#transport.list('ListRequests', checkedOptions(options, { sessionId: '' }), 'requests');
+    return rows.map((row) => ({ ...row, state: plainName(row.state, 'REQUEST_STATE_') }));
   }
 
   async tokenize(text) {

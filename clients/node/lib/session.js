@@ -55,20 +55,17 @@ export class CacheSession {
 
   /** Leading tokens that are cached now, by tier, and their blocks on the device. */
   async matchPrefix(tokenIds, options = {}) {
-    const { tenant } = checkedOptions(options, { tenant: '' });
-    return this.#call('MatchPrefix', { tokenIds, tenant });
+    return this.#call('MatchPrefix', { tokenIds, ...checkedOptions(options, { tenant: '' }) });
   }
 
   /** Leading tokens that are cached now, by tier, and why what a start would take of them ends where it does. */
   async explainMatch(tokenIds, options = {}) {
-    const { tenant } = checkedOptions(options, { tenant: '' });
-    return this.#call('ExplainMatch', { tokenIds, tenant });
+    return this.#call('ExplainMatch', { tokenIds, ...checkedOptions(options, { tenant: '' }) });
   }
 
   /** Keeps the cached blocks of a prefix for a time: {pinId, numPinnedTokens}. */
   async pinPrefix(tokenIds, ttlMs, options = {}) {
-    const { tenant } = checkedOptions(options, { tenant: '' });
-    return this.#call('PinPrefix', { tokenIds, ttlMs, tenant });
+    return this.#call('PinPrefix', { tokenIds, ttlMs, ...checkedOptions(options, { tenant: '' }) });
   }
 
   async unpinPrefix(pinId) {
@@ -175,14 +172,12 @@ export class CacheSession {
 
   /** Appends tokenIds at firstTokenIdx, and declares K and V written up to an absolute length. */
   async commit(sequenceId, numTokens, firstTokenIdx = 0, tokenIds = []) {
-    const request = { sequenceId, numTokens, firstTokenIdx, tokenIds };
-    return (await this.#call('CommitSequence', request)).sequence;
+    return (await this.#call('CommitSequence', { sequenceId, numTokens, firstTokenIdx, tokenIds })).sequence;
   }
 
   /** Makes a child that shares the parent's first tokens; 0 is all committed ones. */
   async fork(parentId, childId, numTokens = 0) {
-    const request = { parentId, childId, numTokens };
-    return (await this.#call('ForkSequence', request)).sequence;
+    return (await this.#call('ForkSequence', { parentId, childId, numTokens })).sequence;
   }
 
   /** Cuts to an absolute length. */
@@ -227,22 +222,12 @@ export class CacheSession {
 
   /** One sequence with its block table. */
   async get(sequenceId, options = {}) {
-    const { includeTokens } = checkedOptions(options, { includeTokens: false });
-    return (await this.#call('GetSequence', { sequenceId, includeTokens })).sequence;
+    return (await this.#call('GetSequence', { sequenceId, ...checkedOptions(options, { includeTokens: false }) })).sequence;
   }
 
   /** The session's sequences, without tables. */
   async list() {
-    const rows = [];
-    let token = '';
-    do {
-      const page = await this.#transport.call('ListSequences', {
-        sessionId: this.sessionId, pageSize: 1000, pageToken: token,
-      });
-      rows.push(...page.sequences);
-      token = page.nextPageToken;
-    } while (token);
-    return rows;
+    return this.#transport.list('ListSequences', { sessionId: this.sessionId }, 'sequences');
   }
 
   /**
@@ -261,28 +246,13 @@ export class CacheSession {
    *   kvDtype: string, storedKvDtype: string}[]>}
    */
   async readKv(sequenceId, options = {}) {
-    const { firstTokenIdx, numTokens, layers, kvDtype } = checkedOptions(options, {
+    const { layers, ...fields } = checkedOptions(options, {
       firstTokenIdx: 0,
       numTokens: 0,
       layers: [],
       kvDtype: 'KV_DTYPE_UNSPECIFIED',
     });
-    const chunks = await this.#collect('ReadKv', {
-      sequenceId,
-      firstTokenIdx,
-      numTokens,
-      layerIdx: layers,
-      kvDtype,
-    });
-    return chunks.map((chunk) => ({
-      layerIdx: chunk.layerIdx,
-      firstTokenIdx: chunk.firstTokenIdx,
-      numTokens: chunk.numTokens,
-      key: chunk.key,
-      value: chunk.value,
-      kvDtype: chunk.kvDtype,
-      storedKvDtype: chunk.storedKvDtype,
-    }));
+    return this.#collect('ReadKv', { sequenceId, ...fields, layerIdx: layers });
   }
 
   #stepRequest(items, completedStepId) {

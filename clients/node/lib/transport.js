@@ -60,6 +60,18 @@ export class Transport {
     }));
   }
 
+  /** All rows of a unary method that lists them by pages. rows: their field in the answer. */
+  async list(method, request, rows) {
+    const found = [];
+    let pageToken = '';
+    do {
+      const page = await this.call(method, { ...request, pageSize: 1000, pageToken });
+      found.push(...page[rows]);
+      pageToken = page.nextPageToken;
+    } while (pageToken);
+    return found;
+  }
+
   /** The answer of a method that takes a stream of requests. */
   async send(method, requests) {
     const messages = requests.map((request) => this.checked(method, request));

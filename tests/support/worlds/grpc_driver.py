@@ -57,7 +57,7 @@ def step_reply(result: StepResult) -> StepReply:
     return StepReply(**{name: getattr(result, name) for name in _REPLY})
 
 
-class Refused(CacheError):
+class Refused(CacheError, code="UNKNOWN"):
     """What a service refused, with its reason."""
 
     def __init__(self, error: KvkeeperError) -> None:
@@ -352,7 +352,7 @@ class GrpcDriver:
 
     def stats(self) -> PoolStats:
         (pool,) = self._run(self._client.stats()).pools
-        values = {field.name: getattr(pool, field.name) for field in fields(PoolStats)}
+        values = {field.name: getattr(pool, field.name) for field in pool.DESCRIPTOR.fields}
         return PoolStats(**values | {"pressure": PressureLevel(pool.pressure)})
 
     def reclaim(self, max_blocks: int) -> bool:

@@ -1,6 +1,6 @@
 """Takes the command line apart and runs the command that it names.
 
-Each command is a module of its name, with add_parser and a function that its parser sets as `run`. Only the module of the named
+Each command is a module of its name, with add_flags and run. Only the module of the named
 command is imported, because the imports of the others (grpc, numpy, rich) take longer than a command takes. `cache` and
 `engine` hand their arguments over to the services, which know their own flags; no other command imports torch.
 """
@@ -118,7 +118,10 @@ def _parser(wanted: Collection[str]) -> tuple[Parser, dict[str, Parser]]:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, text in (services.NAMES | COMMANDS).items():
         if name in wanted:
-            importlib.import_module(MODULES[name]).add_parser(commands, text)
+            module = importlib.import_module(MODULES[name])
+            command = commands.add_parser(name, help=text, allow_abbrev=False)
+            command.set_defaults(run=module.run, usage_error=command.error)
+            module.add_flags(command)
         else:
             commands.add_parser(name, help=text, add_help=False)
     return parser, commands.choices

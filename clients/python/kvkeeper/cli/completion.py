@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import importlib
-from typing import Any
 
 from kvkeeper.cli.console.problems import EXIT_OK
 
@@ -11,17 +10,13 @@ _SHELLS = ("bash", "zsh", "fish")
 _FILES = ("PATH", "FILE", "FILE_OR_JSON")  # metavars of arguments that are completed as file names
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser(
-        "completion",
-        help=text,
-        description="Prints a script for one shell. In bash, for this session: source <(kvkeeper completion bash)."
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Prints a script for one shell. In bash, for this session: source <(kvkeeper completion bash)."
         " For good: kvkeeper completion bash > ~/.local/share/bash-completion/completions/kvkeeper; in zsh > _kvkeeper in a"
-        " folder of $fpath; in fish > ~/.config/fish/completions/kvkeeper.fish.",
-        allow_abbrev=False,
+        " folder of $fpath; in fish > ~/.config/fish/completions/kvkeeper.fish."
     )
     parser.add_argument("shell", choices=_SHELLS, help="shell that the script is for")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

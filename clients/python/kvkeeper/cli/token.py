@@ -6,20 +6,16 @@ The token goes to stdout and the entry to stderr, so that a shell can put each w
 import argparse
 import json
 import sys
-from typing import Any
 
 from kvkeeper.cli.console.addresses import add_json_flag
 from kvkeeper.common.trust.caller import ANY_TENANT, MAX_NAME_CHARS, Caller, Role
 from kvkeeper.common.trust.credentials import entry_of, make_token
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser(
-        "token",
-        help=text,
-        description="Prints a new token on stdout, which nothing keeps, and on stderr the entry for the file of --auth-tokens,"
-        " with its SHA-256. Give the token to the program that calls, in a file that only it may read (--token-file).",
-        allow_abbrev=False,
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Prints a new token on stdout, which nothing keeps, and on stderr the entry for the file of --auth-tokens,"
+        " with its SHA-256. Give the token to the program that calls, in a file that only it may read (--token-file)."
     )
     parser.add_argument("--name", type=_name, required=True, help="of the caller, as the log shows it")
     parser.add_argument("--role", choices=[role.value for role in Role], required=True, help="what it may do")
@@ -27,7 +23,6 @@ def add_parser(commands: Any, text: str) -> None:
         "--tenant", type=_tenant, default=ANY_TENANT, help="the tenant that it acts for, or * for all (default: %(default)s)"
     )
     add_json_flag(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -107,18 +107,26 @@ class AsyncCacheSession:
         self, completed_step_id: int = 0, completed_transfers: Sequence[int] = (), failed_transfers: Sequence[int] = ()
     ) -> pb.RenewSessionResponse:
         """Renew the lease; completed_step_id 0 reports nothing. Transfer orders may be reported, too, by their ids."""
-        request = pb.RenewSessionRequest(
-            **self._head,
+        return await self._call(
+            "RenewSession",
             completed_step_id=completed_step_id,
             completed_transfer_ids=np.array(completed_transfers, "<i8").tobytes(),
             failed_transfer_ids=np.array(failed_transfers, "<i8").tobytes(),
         )
-        return await self._transport.call_by_name("RenewSession", request)
+
+    async def _call(self, method: str, least_timeout_s: float = 0.0, /, **fields: Any) -> Any:
+        """The answer of a unary method. fields: of its request, beside the session's id and epoch."""
+        request = getattr(pb, f"{method}Request")(**self._head, **fields)
+        return await self._transport.call_by_name(method, request, least_timeout_s)
+
+    async def _sequence(self, method: str, /, **fields: Any) -> pb.SequenceInfo:
+        """The sequence in the answer."""
+        return (await self._call(method, **fields)).sequence
 
     async def close(self, drained: bool = True) -> pb.CloseSessionResponse:
         """End the session. drained says that nothing of it will write to the arena any more."""
         try:
-            return await self._transport.call_by_name("CloseSession", pb.CloseSessionRequest(**self._head, drained=drained))
+            return await self._call("CloseSession", drained=drained)
         finally:
             self.disconnect()
 
@@ -141,8 +149,8 @@ class AsyncCacheSession:
 
         reuse_hint: what is known of the next use of its blocks, once it has ended.
         """
-        request = pb.CreateSequenceRequest(
-            **self._head,
+        return await self._call(
+            "CreateSequence",
             sequence_id=sequence_id,
             packed_token_ids=pack(token_ids),
             max_tokens=max_tokens,
@@ -152,46 +160,38 @@ class AsyncCacheSession:
             start_number=start_number,
             reuse_hint=reuse_hint,
         )
-        return await self._transport.call_by_name("CreateSequence", request)
 
     async def create_sequences(self, sequences: Sequence[NewSequence]) -> list[Created]:
         """Store several prompts, in order. Each has an answer of its own, or the error for which it was refused.
 
         One that is refused leaves the others be. A service of before there was this call raises UNIMPLEMENTED without a reason.
         """
-        request = pb.CreateSequencesRequest(**self._head, sequences=[each.message() for each in sequences])
-        answer = await self._transport.call_by_name("CreateSequences", request)
+        answer = await self._call("CreateSequences", sequences=[each.message() for each in sequences])
         return [each.response if each.HasField("response") else error_of_status(each.error) for each in answer.results]
 
     async def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:
         """Start the sequence if it waits, and reserve slots up to an absolute length, all or nothing."""
-        request = pb.ExtendSequenceRequest(
-            **self._head, sequence_id=sequence_id, num_tokens=num_tokens, skip_look_up=not look_up
-        )
-        return (await self._transport.call_by_name("ExtendSequence", request)).sequence
+        return await self._sequence("ExtendSequence", sequence_id=sequence_id, num_tokens=num_tokens, skip_look_up=not look_up)
 
     async def commit(
         self, sequence_id: int, num_tokens: int, first_token_idx: int = 0, token_ids: TokenIds = ()
     ) -> pb.SequenceInfo:
         """Append token_ids at first_token_idx, and declare K and V written up to an absolute length."""
-        request = pb.CommitSequenceRequest(
-            **self._head,
+        return await self._sequence(
+            "CommitSequence",
             sequence_id=sequence_id,
             num_tokens=num_tokens,
             first_token_idx=first_token_idx,
             token_ids=to_list(token_ids),
         )
-        return (await self._transport.call_by_name("CommitSequence", request)).sequence
 
     async def fork(self, parent_id: int, child_id: int, num_tokens: int = 0) -> pb.SequenceInfo:
         """Make a child that shares the parent's first tokens; 0 is all committed ones."""
-        request = pb.ForkSequenceRequest(**self._head, parent_id=parent_id, child_id=child_id, num_tokens=num_tokens)
-        return (await self._transport.call_by_name("ForkSequence", request)).sequence
+        return await self._sequence("ForkSequence", parent_id=parent_id, child_id=child_id, num_tokens=num_tokens)
 
     async def truncate(self, sequence_id: int, num_tokens: int) -> pb.SequenceInfo:
         """Cut to an absolute length."""
-        request = pb.TruncateSequenceRequest(**self._head, sequence_id=sequence_id, num_tokens=num_tokens)
-        return (await self._transport.call_by_name("TruncateSequence", request)).sequence
+        return await self._sequence("TruncateSequence", sequence_id=sequence_id, num_tokens=num_tokens)
 
     async def update(
         self,
@@ -201,61 +201,52 @@ class AsyncCacheSession:
         reuse_hint: pb.ReuseHint | None = None,
     ) -> pb.SequenceInfo:
         """Change its priority, its retention or its reuse hint; None leaves it as it is."""
-        request = pb.UpdateSequenceRequest(
-            **self._head, sequence_id=sequence_id, priority=priority, retention=retention, reuse_hint=reuse_hint
+        return await self._sequence(
+            "UpdateSequence", sequence_id=sequence_id, priority=priority, retention=retention, reuse_hint=reuse_hint
         )
-        return (await self._transport.call_by_name("UpdateSequence", request)).sequence
 
     async def release(self, sequence_id: int) -> int:
         """Give the sequence's blocks back; the number that nothing else holds."""
-        request = pb.ReleaseSequenceRequest(**self._head, sequence_id=sequence_id)
-        return (await self._transport.call_by_name("ReleaseSequence", request)).num_dropped_blocks
+        return (await self._call("ReleaseSequence", sequence_id=sequence_id)).num_dropped_blocks
 
     async def hand_off(self, sequence_id: int) -> bytes:
         """Offer a running sequence to another session of the pool, which takes it with the bytes that this returns.
 
         The sequence is this session's until then. No step that works on it may be in flight.
         """
-        request = pb.HandOffSequenceRequest(**self._head, sequence_id=sequence_id)
-        return (await self._transport.call_by_name("HandOffSequence", request)).offer
+        return (await self._call("HandOffSequence", sequence_id=sequence_id)).offer
 
     async def take(self, offer: bytes, sequence_id: int) -> pb.SequenceInfo:
         """Take a sequence that another session offers; it has this id from now on. No byte is copied."""
-        request = pb.TakeSequenceRequest(**self._head, offer=offer, sequence_id=sequence_id)
-        return (await self._transport.call_by_name("TakeSequence", request)).sequence
+        return await self._sequence("TakeSequence", offer=offer, sequence_id=sequence_id)
 
     async def withdraw(self, sequence_id: int) -> None:
         """End the offer of a sequence. Raises KvkeeperError UNKNOWN_SEQUENCE where it was taken."""
-        await self._transport.call_by_name("WithdrawHandOff", pb.WithdrawHandOffRequest(**self._head, sequence_id=sequence_id))
+        await self._call("WithdrawHandOff", sequence_id=sequence_id)
 
     async def swap_out(self, sequence_id: int) -> pb.SequenceInfo:
         """Move the sequence with its bytes to the host tier; does nothing to one that is there."""
-        request = pb.SwapOutSequenceRequest(**self._head, sequence_id=sequence_id)
-        return (await self._transport.call_by_name("SwapOutSequence", request)).sequence
+        return await self._sequence("SwapOutSequence", sequence_id=sequence_id)
 
     async def swap_in(self, sequence_id: int) -> pb.SequenceInfo:
         """Move the sequence back to the device; does nothing to one that is there."""
-        request = pb.SwapInSequenceRequest(**self._head, sequence_id=sequence_id)
-        return (await self._transport.call_by_name("SwapInSequence", request)).sequence
+        return await self._sequence("SwapInSequence", sequence_id=sequence_id)
 
     async def get(self, sequence_id: int, include_tokens: bool = False) -> pb.SequenceInfo:
         """One sequence with its block table."""
-        request = pb.GetSequenceRequest(**self._head, sequence_id=sequence_id, include_tokens=include_tokens)
-        return (await self._transport.call_by_name("GetSequence", request)).sequence
+        return await self._sequence("GetSequence", sequence_id=sequence_id, include_tokens=include_tokens)
 
     async def get_block(self, block_id: int) -> pb.GetBlockResponse:
         """The state of one block of the pool, and the numbers of its holders."""
-        return await self._transport.call_by_name("GetBlock", pb.GetBlockRequest(**self._head, block_id=block_id))
+        return await self._call("GetBlock", block_id=block_id)
 
     async def match_prefix(self, token_ids: TokenIds, tenant: str = "") -> pb.MatchPrefixResponse:
         """Leading tokens that are cached now, by tier, as far as that is known without asking a disk or a server."""
-        request = pb.MatchPrefixRequest(**self._head, token_ids=to_list(token_ids), tenant=tenant)
-        return await self._transport.call_by_name("MatchPrefix", request)
+        return await self._call("MatchPrefix", token_ids=to_list(token_ids), tenant=tenant)
 
     async def explain_match(self, token_ids: TokenIds, tenant: str = "") -> pb.ExplainMatchResponse:
         """Leading tokens that are cached now, by tier, and why what a start would take of them ends where it does."""
-        request = pb.ExplainMatchRequest(**self._head, token_ids=to_list(token_ids), tenant=tenant)
-        return await self._transport.call_by_name("ExplainMatch", request)
+        return await self._call("ExplainMatch", token_ids=to_list(token_ids), tenant=tenant)
 
     def watch_events(
         self, tenant: str = "", timeout_s: float = WATCH_TIMEOUT_S, include_token_ids: bool = False
@@ -278,49 +269,48 @@ class AsyncCacheSession:
         retention: pb.Retention | None = None,
     ) -> pb.CheckAdmissionResponse:
         """Whether a prompt could start now, later or never."""
-        request = pb.CheckAdmissionRequest(
-            **self._head,
+        return await self._call(
+            "CheckAdmission",
             token_ids=to_list(token_ids),
             num_prompt_tokens=num_prompt_tokens,
             num_new_tokens=num_new_tokens,
             tenant=tenant,
             retention=retention,
         )
-        return await self._transport.call_by_name("CheckAdmission", request)
 
     async def pin_prefix(self, token_ids: TokenIds, ttl_ms: int, tenant: str = "") -> pb.PinPrefixResponse:
         """Keep the cached blocks of a prefix from eviction for a time."""
-        request = pb.PinPrefixRequest(**self._head, token_ids=to_list(token_ids), ttl_ms=ttl_ms, tenant=tenant)
-        return await self._transport.call_by_name("PinPrefix", request)
+        return await self._call("PinPrefix", token_ids=to_list(token_ids), ttl_ms=ttl_ms, tenant=tenant)
 
     async def unpin_prefix(self, pin_id: str) -> None:
         """End a pin of this session."""
-        await self._transport.call_by_name("UnpinPrefix", pb.UnpinPrefixRequest(**self._head, pin_id=pin_id))
+        await self._call("UnpinPrefix", pin_id=pin_id)
 
     async def store_logits(self, sequence_id: int, num_tokens: int, logits: Logits) -> None:
         """Store the logits that follow a cached prefix of whole blocks, so that a prompt of just these tokens needs no pass."""
-        request = pb.StoreLogitsRequest(
-            **self._head, sequence_id=sequence_id, num_tokens=num_tokens, logits=logits.astype("<f4", casting="safe").tobytes()
+        await self._call(
+            "StoreLogits", sequence_id=sequence_id, num_tokens=num_tokens, logits=logits.astype("<f4", casting="safe").tobytes()
         )
-        await self._transport.call_by_name("StoreLogits", request)
 
     async def read_logits(self, sequence_id: int) -> Logits:
         """The logits that a start with a full hit promised, until its step is completed."""
-        request = pb.ReadLogitsRequest(**self._head, sequence_id=sequence_id)
-        return np.frombuffer((await self._transport.call_by_name("ReadLogits", request)).logits, "<f4")
+        return np.frombuffer((await self._call("ReadLogits", sequence_id=sequence_id)).logits, "<f4")
 
     async def clear_prefix_cache(self) -> pb.ClearPrefixCacheResponse:
         """Forget all cached blocks of the pool that nothing holds."""
-        return await self._transport.call_by_name("ClearPrefixCache", pb.ClearPrefixCacheRequest(**self._head))
+        return await self._call("ClearPrefixCache")
 
     async def evict_blocks(
         self, num_free_blocks: int = 0, num_blocks: int = 0, max_utilization: float | None = None
     ) -> pb.EvictBlocksResponse:
         """Evict until so many blocks are free, so many cached blocks, or until this share of the pool is held or cached."""
-        request = pb.EvictBlocksRequest(
-            **self._head, num_free_blocks=num_free_blocks, num_blocks=num_blocks, max_utilization=max_utilization
+        return await self._call(
+            "EvictBlocks",
+            SLICED_TIMEOUT_S,
+            num_free_blocks=num_free_blocks,
+            num_blocks=num_blocks,
+            max_utilization=max_utilization,
         )
-        return await self._transport.call_by_name("EvictBlocks", request, SLICED_TIMEOUT_S)
 
     async def select_victims(
         self,
@@ -329,12 +319,11 @@ class AsyncCacheSession:
         max_utilization: float | None = None,
     ) -> pb.SelectVictimsResponse:
         """The session's sequences to preempt so that so many blocks come free; without a number, one victim."""
-        request = pb.SelectVictimsRequest(**self._head, policy=policy, num_blocks=num_blocks, max_utilization=max_utilization)
-        return await self._transport.call_by_name("SelectVictims", request)
+        return await self._call("SelectVictims", policy=policy, num_blocks=num_blocks, max_utilization=max_utilization)
 
     async def collect_garbage(self) -> pb.CollectGarbageResponse:
         """Free blocks that nothing can use any more."""
-        return await self._transport.call_by_name("CollectGarbage", pb.CollectGarbageRequest(**self._head))
+        return await self._call("CollectGarbage")
 
     async def write_kv(
         self,

@@ -25,8 +25,7 @@ _BLOCK_SIZE = 16
 _ALL = "all"
 
 
-def add_parser(commands: Any, text: str) -> None:
-    bench = commands.add_parser("bench", help=text, allow_abbrev=False)
+def add_flags(bench: argparse.ArgumentParser) -> None:
     names = bench.add_subparsers(title="benchmarks", metavar="NAME", required=True)
     parser = names.add_parser(
         "trace",
@@ -44,7 +43,6 @@ def add_parser(commands: Any, text: str) -> None:
     )
     parser.add_argument("--live", action="store_true", help="replay against the cache service at --cache, not the core alone")
     add_cache_flag(parser)
-    parser.set_defaults(run=reported(_run), asks="cache")
 
 
 Run = Callable[[argparse.Namespace], int]
@@ -111,6 +109,9 @@ def _run(args: argparse.Namespace) -> int:
         report["results"] = _core(policies, args.blocks or [_BLOCKS], requests, args.block_size)
     print(json.dumps(report))
     return EXIT_OK
+
+
+run = reported(_run)
 
 
 def checked_policies(asked: Sequence[str]) -> list[str]:

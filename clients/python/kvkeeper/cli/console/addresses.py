@@ -15,22 +15,17 @@ _FLAGS = {
 
 
 def add_cache_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--cache",
-        metavar="ADDRESS",
-        default=cache_address(),
-        help="cache service, host:port or unix:/path (default: %(default)s)",
-    )
-    add_credentials_flags(parser)
+    _add_address(parser, "cache", cache_address())
 
 
 def add_engine_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--engine",
-        metavar="ADDRESS",
-        default=engine_address(),
-        help="engine service, host:port or unix:/path (default: %(default)s)",
-    )
+    _add_address(parser, "engine", engine_address())
+
+
+def _add_address(parser: argparse.ArgumentParser, service: str, default: str) -> None:
+    text = f"{service} service, host:port or unix:/path (default: %(default)s)"
+    parser.add_argument(f"--{service}", metavar="ADDRESS", default=default, help=text)
+    parser.set_defaults(asks=service)  # where a call failed; a command that asks both says which
     add_credentials_flags(parser)
 
 

@@ -8,7 +8,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 from kvkeeper.cli.console.addresses import add_engine_flag
 from kvkeeper.cli.console.arguments import number, seed, stop_text, utf8, whole
@@ -27,11 +26,8 @@ _COMMANDS = {
 }
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser(
-        "chat", help=text, description="One turn a line; /help says what else. Ctrl-C ends an answer, Ctrl-D the conversation.",
-        allow_abbrev=False,
-    )  # fmt: skip
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = "One turn a line; /help says what else. Ctrl-C ends an answer, Ctrl-D the conversation."
     parser.add_argument("--system", type=utf8, metavar="TEXT", help="system message of the conversation")
     parser.add_argument("--max-tokens", type=whole, metavar="X", help="most new tokens of an answer (default: 256, or as fit)")
     parser.add_argument("--temperature", type=number, metavar="X", help="0 takes the likeliest (default: the model's, else 1)")
@@ -41,7 +37,6 @@ def add_parser(commands: Any, text: str) -> None:
     )
     parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="tenant whose cache the conversation shares")
     add_engine_flag(parser)
-    parser.set_defaults(run=run, asks="engine")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,21 +5,15 @@ import json
 import sys
 import time
 from functools import cache
-from typing import Any
 
 from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_OK, EXIT_USAGE, complain, warn
 from kvkeeper.cli.generation.continuations import Printer, logprobs_table, report, summary
-from kvkeeper.cli.generation.flags import add_flags, options_of, wrong_together
+from kvkeeper.cli.generation.flags import add_flags as add_flags
+from kvkeeper.cli.generation.flags import options_of, wrong_together
 from kvkeeper.client import EngineClient, Usage
 from kvkeeper.common.service import VERSION
 from kvkeeper.common.tracing.exporting import TracingUnavailable, export_spans
-
-
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser("generate", help=text, allow_abbrev=False)
-    add_flags(parser)
-    parser.set_defaults(run=run, asks="engine", usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ import argparse
 import importlib
 import json
 import os
-from typing import Any
 
 from kvkeeper.cli.console.addresses import add_json_flag
 from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_OK, EXIT_USAGE, complain
@@ -13,14 +12,12 @@ from kvkeeper.cli.console.tables import table
 _SERVICES = ("cache", "engine")
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser("config", help=text, allow_abbrev=False)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("show",), help="what to do")
     parser.add_argument("service", nargs="?", choices=_SERVICES, help="one service only")
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings, as given to the services")
     parser.add_argument("--set", action="store_true", help="leave out what is at its default")
     add_json_flag(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

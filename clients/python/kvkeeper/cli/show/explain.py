@@ -2,25 +2,22 @@
 
 import argparse
 import json
-from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.console.addresses import add_cache_flag, add_engine_flag, add_json_flag
 from kvkeeper.cli.console.arguments import utf8
-from kvkeeper.cli.console.as_json import as_json
+from kvkeeper.cli.console.messages import as_json
 from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_OK
 from kvkeeper.client import CacheClient, EngineClient
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser("explain", help=text, allow_abbrev=False)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", type=utf8, help="text, as for generate")
     parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="tenant whose cache is asked")
     add_cache_flag(parser)
     add_engine_flag(parser)
     add_json_flag(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,25 +1,22 @@
 """`kvkeeper requests`: the requests that wait or run in the engine, of all conversations or of one."""
 
 import argparse
-from typing import Any
 
 from kvkeeper.cli.console.addresses import add_engine_flag, add_json_flag
 from kvkeeper.cli.console.arguments import utf8
+from kvkeeper.cli.console.messages import print_list
 from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_OK
-from kvkeeper.cli.show.lists import print_list
 from kvkeeper.client import EngineClient
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 _HEADERS = ("request", "conversation", "state", "prompt", "new", "n", "priority", "seconds")
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser("requests", help=text, allow_abbrev=False)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--session-id", default="", type=utf8, metavar="NAME", help="show one conversation only")
     add_engine_flag(parser)
     add_json_flag(parser)
-    parser.set_defaults(run=run, asks="engine")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,24 +1,21 @@
 """`kvkeeper sequences`: the live sequences of all sessions."""
 
 import argparse
-from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.console.addresses import add_cache_flag, add_json_flag
+from kvkeeper.cli.console.messages import print_list
 from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_OK
-from kvkeeper.cli.show.lists import print_list
 from kvkeeper.client import CacheClient
 
 _HEADERS = ("session", "sequence", "state", "tokens", "committed", "reserved", "hit", "retention", "priority", "steps")
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser("sequences", help=text, allow_abbrev=False)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--session", default="", metavar="ID", help="show one session only")
     add_cache_flag(parser)
     add_json_flag(parser)
-    parser.set_defaults(run=run, asks="cache")
 
 
 def run(args: argparse.Namespace) -> int:

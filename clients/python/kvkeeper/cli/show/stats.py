@@ -7,7 +7,7 @@ from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.cli.console.addresses import add_cache_flag, add_engine_flag, add_json_flag
-from kvkeeper.cli.console.as_json import as_json
+from kvkeeper.cli.console.messages import as_json
 from kvkeeper.cli.console.outcome import OPTIONS, failure
 from kvkeeper.cli.console.problems import EXIT_OK
 from kvkeeper.cli.console.tables import facts, table
@@ -16,12 +16,10 @@ from kvkeeper.client import CacheClient, EngineClient, KvkeeperError
 from kvkeeper.engine.v1 import engine_service_pb2 as engine_pb
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser("stats", help=text, allow_abbrev=False)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add_cache_flag(parser)
     add_engine_flag(parser)
     add_json_flag(parser)
-    parser.set_defaults(run=run, asks="cache")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -27,13 +27,11 @@ class ServiceStatus:
     detail: str = ""
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser("status", help=text, allow_abbrev=False)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add_cache_flag(parser)
     add_engine_flag(parser)
     parser.add_argument("--only", choices=("cache", "engine"), help="ask one of them, as a container's health check does")
     add_json_flag(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

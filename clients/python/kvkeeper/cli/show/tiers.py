@@ -6,7 +6,7 @@ from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.console.addresses import add_cache_flag, add_json_flag
-from kvkeeper.cli.console.as_json import as_json
+from kvkeeper.cli.console.messages import as_json
 from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_OK
 from kvkeeper.cli.console.tables import table
@@ -18,11 +18,9 @@ from kvkeeper.common.service.sizes import size
 _HEADERS = ("tier", "blocks", "size", "free", "cached", "held", "moving", "came", "evicted")
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser("tiers", help=text, allow_abbrev=False)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add_cache_flag(parser)
     add_json_flag(parser)
-    parser.set_defaults(run=run, asks="cache")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,6 @@ import termios
 import time
 import tty
 from collections.abc import Iterator
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -26,14 +25,12 @@ from kvkeeper.client import CacheClient, CallOptions, KvkeeperError
 _OPTIONS = CallOptions(timeout_s=2.0, retry_s=0.0)
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser("top", help=text, allow_abbrev=False)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="S", help="seconds between frames, 0.1 to 3600 (default: 1)"
     )
     parser.add_argument("--frames", type=_count, default=0, metavar="N", help="end after so many frames")
     add_cache_flag(parser)
-    parser.set_defaults(run=run, asks="cache")
 
 
 def run(args: argparse.Namespace) -> int:

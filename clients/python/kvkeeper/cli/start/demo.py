@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, complain
 from kvkeeper.cli.console.tables import facts, table
@@ -49,9 +49,8 @@ class Answer:
     tokens_per_second: float
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser("demo", help=text, description=__doc__, allow_abbrev=False)
-    parser.set_defaults(run=run)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
 
 
 def run(_: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from kvkeeper.cli.console.addresses import add_json_flag
 from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_OK, UsageFailure
@@ -29,17 +28,13 @@ class Finding:
     mend: str = ""
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        help=text,
-        description="Looks at this host as the services will meet it: packages, processes, memory, addresses, devices. Exit"
-        " code 1 where something would keep a service from starting.",
-        allow_abbrev=False,
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Looks at this host as the services will meet it: packages, processes, memory, addresses, devices. Exit"
+        " code 1 where something would keep a service from starting."
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings, as given to the services")
     add_json_flag(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 from pathlib import Path
-from typing import Any
 
 from kvkeeper.cli.console.problems import EXIT_DOWN, EXIT_FAILED, EXIT_OK, complain
 
@@ -20,18 +19,14 @@ _FRONT = b"kvkeeper.engine_service.serving.front_main"  # what a front process r
 _LISTENS = "0A"  # as /proc/net/tcp writes the state
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser(
-        "drain",
-        help=text,
-        description="Asks the service that listens at ADDRESS to stop, as SIGTERM does, and waits until its process has ended:"
-        " what runs goes on for its --drain-timeout. Exit code 3 where nothing listens there.",
-        allow_abbrev=False,
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Asks the service that listens at ADDRESS to stop, as SIGTERM does, and waits until its process has ended:"
+        " what runs goes on for its --drain-timeout. Exit code 3 where nothing listens there."
     )
     parser.add_argument("address", metavar="ADDRESS", help="host:port or unix:/path, on this host")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="to wait at most (default: %(default)g)")
     parser.add_argument("--only-wait", action="store_true", help="do not ask it to stop; another one does")
-    parser.set_defaults(run=run, usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ What `up` does, and one process more, which starts last and ends first. There is
 import argparse
 import json
 from functools import partial
-from typing import Any
 
 from kvkeeper.cli.console.problems import EXIT_FAILED, complain
 from kvkeeper.cli.console.tables import facts
@@ -23,20 +22,16 @@ _HTTP = "127.0.0.1:8000"
 _PROMPT = "def fibonacci(n):"
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser(
-        "serve",
-        help=text,
-        usage="%(prog)s [MODEL] [flags]",
-        description="Runs both services and a gateway that speaks HTTP, until Ctrl-C; what dies is started again. MODEL is a"
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s [MODEL] [flags]"
+    parser.description = (
+        "Runs both services and a gateway that speaks HTTP, until Ctrl-C; what dies is started again. MODEL is a"
         " Hugging Face folder (default: the embedded demo model). Any flag of one of the three is written with its name in"
         " front: --cache-max-sequences 64, --engine-dtype int8, --gateway-prometheus-port 29001 (see kvkeeper cache --help,"
-        " kvkeeper engine --help, smg launch --help).",
-        allow_abbrev=False,
+        " kvkeeper engine --help, smg launch --help)."
     )
     parser.add_argument("--http", metavar="ADDRESS", default=_HTTP, help="where clients find it (default: %(default)s)")
     up.add_service_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from kvkeeper.cli.console.addresses import add_json_flag
 from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_USAGE, UsageFailure, complain
@@ -31,17 +30,13 @@ from kvkeeper.client.targets import ENGINE, cache_address, engine_address
 _FIRST_PROMPT = "def fibonacci(n):  # the first n Fibonacci numbers, smallest first"
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser(
-        "up",
-        help=text,
-        description="Runs both services until Ctrl-C; one that dies is started again. Any flag of one service is written with"
-        " its name in front: --cache-max-sequences 64 (see kvkeeper cache --help, kvkeeper engine --help).",
-        allow_abbrev=False,
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs both services until Ctrl-C; one that dies is started again. Any flag of one service is written with"
+        " its name in front: --cache-max-sequences 64 (see kvkeeper cache --help, kvkeeper engine --help)."
     )
     parser.add_argument("--model", metavar="PATH", help="Hugging Face folder (default: the embedded demo model)")
     add_service_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def add_service_flags(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +57,7 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine-listen", metavar="ADDRESS", help=f"(default: {engine_address()})")
     parser.add_argument("--log-level", metavar="LEVEL", help="of both (default: info)")
     add_json_flag(parser)
-    parser.set_defaults(takes_other_flags=True, usage_error=parser.error)
+    parser.set_defaults(takes_other_flags=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,8 @@ import pytest
 
 from kvkeeper.cache_service.core.eviction import POLICY_NAMES
 from kvkeeper.cache_service.core.values.types import Int32Array
-from kvkeeper.cache_service.replay import CoreReplay, replay_core, replay_optimum, replay_policy
+from kvkeeper.cache_service.replay import CoreReplay, replay_core, replay_optimum
+from tests.support.reference.policy_replay import replay_policy
 from tests.support.reference.workloads import WORKLOADS, multi_turn, recency, scan, zipf
 from tests.support.slices import todays
 

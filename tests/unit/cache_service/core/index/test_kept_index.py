@@ -6,7 +6,6 @@ import pytest
 from kvkeeper.cache_service.core.index.index_record import IndexRecord, Slots, SlotTable
 from kvkeeper.cache_service.core.index.kept_tree import KeptTree, tree_of
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
-from kvkeeper.cache_service.core.index.record_writer import RecordWriter
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from tests.support.reference.naive_kept import Chain, NaiveRow
 from tests.support.reference.naive_kept import believed as believed_by_reference
@@ -150,8 +149,13 @@ def test_blocks_are_evicted_leaves_first_and_the_oldest_branch_before_younger_on
 
 def kept_index(num_blocks: int = 8) -> tuple[PrefixIndex, KeptMemory]:
     memory, index = KeptMemory(PoolConfig(num_blocks, 1)), PrefixIndex(num_blocks, 1)
-    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, num_blocks))
+    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, index.held, index.key))
     return index, memory
+
+
+def record_of(index: PrefixIndex) -> IndexRecord:
+    assert index.record is not None
+    return index.record
 
 
 def test_what_was_forgotten_before_it_was_written_never_is() -> None:
@@ -159,7 +163,7 @@ def test_what_was_forgotten_before_it_was_written_never_is() -> None:
     index.insert_run(index.root(""), int32([7, 8]), int32([1, 2]))
     index.forget_blocks(int32([2]))
     assert not memory.checks.any(), "written later, not at once"
-    assert not RecordWriter(index).write(10)
+    assert not record_of(index).write(10)
     assert np.flatnonzero(memory.checks).tolist() == [1]
     assert memory.tenants == [""]
     index.forget_blocks(int32([1]))
@@ -172,13 +176,13 @@ def test_a_number_that_is_used_again_gets_another_name_and_finds_its_new_parent(
     root = index.root("")
     index.insert_run(root, int32([7]), int32([1]))
     index.insert_run(root, int32([8]), int32([2]))
-    RecordWriter(index).write(10)
+    record_of(index).write(10)
     before = set(SlotTable(memory.device).read().names.tolist())
     index.insert_run(root, int32([9]), int32([3]))
     index.forget_blocks(int32([1, 2]))
     nodes = index.insert_run(root, int32([5, 6]), int32([4, 5])).tolist()
     assert nodes == [2, 1], "the child has the number that was noted first"
-    while RecordWriter(index).write(1):
+    while record_of(index).write(1):
         pass
     written = SlotTable(memory.device).read()
     assert not before.intersection(written.names.tolist())
@@ -189,22 +193,22 @@ def test_a_number_that_is_used_again_gets_another_name_and_finds_its_new_parent(
 def test_a_child_finds_a_parent_that_was_away_when_both_were_to_be_written() -> None:
     """The parent lies in the host tier alone at that moment, and comes back to another block."""
     memory, index = KeptMemory(PoolConfig(8, 1)), PrefixIndex(8, 1, num_host_blocks=8)
-    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, 16))
+    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, index.held, index.key))
     nodes = index.insert_run(index.root(""), int32([7, 8]), int32([1, 2]))
     index.add_hosts(nodes[:1], int32([5]))
     index.leave_device(int32([1]))
-    RecordWriter(index).write(10)
+    record_of(index).write(10)
     assert np.flatnonzero(memory.checks).tolist() == [2]
     assert len(tree_of(SlotTable(memory.device).read(), 1).parents) == 0, "without its parent it is not believed"
     index.add_blocks(nodes[:1], int32([3]))
-    RecordWriter(index).write(10)
+    record_of(index).write(10)
     assert tree_of(SlotTable(memory.device).read(), 1).blocks.tolist() == [3, 2]
 
 
 def test_an_audit_finds_a_row_of_a_block_that_has_no_node() -> None:
     index, memory = kept_index()
     index.insert_run(index.root(""), int32([7, 8]), int32([1, 2]))
-    RecordWriter(index).write(10)
+    record_of(index).write(10)
     kept = memory.checks[2]
     index.forget_blocks(int32([2]))
     assert not any(index.check())
@@ -262,7 +266,7 @@ def test_whatever_the_rows_say_the_tree_is_that_of_the_reference_model() -> None
 
 def kept_index_with_hosts() -> tuple[PrefixIndex, KeptMemory]:
     memory, index = KeptMemory(PoolConfig(8, 1, num_host_blocks=8)), PrefixIndex(8, 1, num_host_blocks=8)
-    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, 16))
+    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, index.held, index.key))
     return index, memory
 
 
@@ -276,10 +280,10 @@ def test_a_host_block_is_written_down_once_it_is_filled_and_forgotten_with_its_n
     nodes = index.insert_run(index.root(""), int32([7, 8]), int32([1, 2]))
     index.add_hosts(nodes, int32([5, 6]))
     index.leave_device(int32([1, 2]))
-    RecordWriter(index).write(10)
+    record_of(index).write(10)
     assert written(memory) == ([], []), "the copies are on their way"
     index.note_filled(int32([5, 6]))
-    while RecordWriter(index).write(1):
+    while record_of(index).write(1):
         pass
     assert written(memory) == ([], [5, 6])
     index.forget_hosts(int32([6]))
@@ -296,7 +300,7 @@ def test_a_host_block_that_was_filled_for_another_node_meanwhile_is_not_written_
     index.note_filled(int32([5]))
     index.forget_hosts(int32([5]))
     index.add_hosts(nodes[1:], int32([5]))  # it is being filled again
-    while RecordWriter(index).write(10):
+    while record_of(index).write(10):
         pass
     assert written(memory) == ([1, 2], [])
 
@@ -307,14 +311,14 @@ def test_a_digest_counts_only_where_the_block_kept_its_node_meanwhile(is_back: b
     root = index.root("")
     index.insert_run(root, int32([7]), int32([1]))
     index.insert_run(root, int32([8]), int32([2]))
-    taken = RecordWriter(index).take(10)
+    taken = record_of(index).take(10)
     index.forget_blocks(int32([1]))
     if is_back:
         index.insert_run(root, int32([9]), int32([1]))
-    RecordWriter(index).write_taken(taken, np.array([11, 12], np.uint64))
+    record_of(index).write_taken(taken, np.array([11, 12], np.uint64))
     found = SlotTable(memory.device).read()
     assert (found.blocks.tolist(), found.digests.tolist()) == ([2], [12])
-    while RecordWriter(index).write(10, lambda tier, blocks: np.full(len(blocks), 13, np.uint64)):
+    while record_of(index).write(10, lambda tier, blocks: np.full(len(blocks), 13, np.uint64)):
         pass
     found = SlotTable(memory.device).read()
     assert found.digests.tolist() == ([13, 12] if is_back else [12]), "that of its new content"
