@@ -22,10 +22,14 @@ BUNDLE := gpu-bundle
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s '	'
 
-# $(1): extras of pyproject.toml.
-define install
+define check_python
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' \
 	    || { echo "kvkeeper needs Python 3.11 or 3.12; name one: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+endef
+
+# $(1): extras of pyproject.toml.
+define install
+	$(check_python)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 $(TORCH_INDEX)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[$(1)]'
@@ -108,15 +112,17 @@ test-computing: $(TEST_NEEDS)  ## the lane of kernels, models, the scheduler, do
 test-core: $(TEST_NEEDS)  ## the lane of the cache service's core, with its simulations
 	$(call in_background,$(BIN)/python -m pytest $(CORE))
 
-install-core: .venv-core/.installed  ## a small virtual environment, in which `make test-core-alone` runs
+install-core: .venv-core/.installed  ## a small virtual environment, in half a minute: the tour and the core's tests run in it
 
 .venv-core/.installed: constraints.txt
+	$(check_python)
 	$(PYTHON) -m venv .venv-core
 	.venv-core/bin/pip install --disable-pip-version-check -c constraints.txt $(CORE_ALONE)
+	echo "$(CURDIR)/clients/python" >"$$(.venv-core/bin/python -c 'import site; print(site.getsitepackages()[0])')/kvkeeper.pth"
 	touch $@
 
 test-core-alone: .venv-core/.installed  ## the tests of the core without torch, gRPC or npm
-	PYTHONPATH=clients/python .venv-core/bin/python -m pytest $(CORE) tests/unit/cache_service/test_tiny_cache.py
+	.venv-core/bin/python -m pytest $(CORE) tests/unit/cache_service/test_tiny_cache.py
 
 test-lint: $(TEST_NEEDS)  ## lint, behind the tests
 	$(call in_background,$(MAKE) --no-print-directory lint)
@@ -165,6 +171,6 @@ gpu-bundle: $(VENV)/.dev $(GENERATED)  ## what a GPU host that can reach nothing
 	$(BIN)/python -m tests.gpu.bundle $(BUNDLE) $(BUNDLE_PYTHON)
 
 clean:  ## remove what was built
-	rm -rf $(VENV) $(BUNDLE) build dist *.egg-info clients/node/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-core $(BUNDLE) build dist *.egg-info clients/node/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find protos -name '*_pb2*' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -128,7 +128,7 @@ def check(line: str) -> None:
     words = [word for word in shlex.split(line, comments=True) if not re.match(r"\d?>", word)]  # output that goes to a file
     if not words or re.fullmatch(r"[A-Z]+=.*", words[0]):  # a variable of the shell
         return None
-    match re.sub(r"^(\.venv|/opt/kvkeeper)/bin/", "", words[0]), words[1:]:
+    match re.sub(r"^(\.venv|\.venv-core|/opt/kvkeeper)/bin/", "", words[0]), words[1:]:
         case "make", rest:
             return _check_make(rest)
         case "kvkeeper", rest:

@@ -104,7 +104,7 @@ def test_the_managers_socket_may_have_an_abstract_name() -> None:
 
 
 def test_the_unit_starts_a_holder_whose_descriptors_all_have_a_place() -> None:
-    folder = Path(__file__).parents[3] / "deploy" / "systemd"
+    folder = Path(__file__).parents[4] / "deploy" / "systemd"
     unit = configparser.ConfigParser(interpolation=None, strict=False)  # systemd takes an option more than once
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read_string((folder / "kvkeeper-hold.service").read_text())

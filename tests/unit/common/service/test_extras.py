@@ -9,7 +9,7 @@ import pytest
 
 from kvkeeper.common.service.extras import install_command, packages
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
