@@ -15,24 +15,11 @@ from tests.support.worlds.cache_api import (
     SPEC,
     Api,
     ManualClock,
-    Session,
     blocks_of,
     int32s,
     kv_of,
-    le32,
-    le64,
-    refusal,
+    refused,
 )  # fmt: skip
-
-
-async def start(session: Session, sequence_id: int, num_tokens: int) -> list[int]:
-    """Runs a prompt, and commits its full blocks; returns its table."""
-    await session.create(sequence_id, num_tokens)
-    raw = await session.api.raw_step(session.start_bytes(1, sequence_id))
-    await session.step(
-        2, commit_sequence_ids=le64(sequence_id), commit_num_tokens=le32(num_tokens // 4 * 4), commit_num_new_tokens=le32(0)
-    )
-    return int32s(pb.StepResponse.FromString(raw).start_block_ids)
 
 
 async def test_the_memory_is_shared(api: Api, processes: Processes) -> None:
@@ -47,7 +34,7 @@ async def test_the_memory_is_shared(api: Api, processes: Processes) -> None:
 
 async def test_a_killed_process_loses_its_session_and_leaves_a_warm_cache(api: Api, processes: Processes) -> None:
     session = await api.open()
-    await start(session, 1, 10)
+    await session.prefill(1, 10, num_committed=8)
     child = await processes.attach(session)
     child.process.kill()
     stats = await api.until(lambda stats: not stats.sessions)
@@ -72,7 +59,7 @@ async def test_a_killed_process_ends_its_open_stream(api: Api, processes: Proces
 
 async def test_a_stopped_process_keeps_its_blocks_in_quarantine(api: Api, processes: Processes, clock: ManualClock) -> None:
     session = await api.open()
-    table = await start(session, 1, 10)
+    table = await session.prefill(1, 10, num_committed=8)
     child = await processes.attach(session)
     child.process.send_signal(signal.SIGSTOP)
     clock.advance(11)
@@ -93,7 +80,7 @@ async def test_a_stopped_process_keeps_its_blocks_in_quarantine(api: Api, proces
 
 async def test_a_drained_close_ends_the_quarantine(api: Api, processes: Processes, clock: ManualClock) -> None:
     session = await api.open()
-    await start(session, 1, 10)
+    await session.prefill(1, 10, num_committed=8)
     await processes.attach(session)
     clock.advance(11)
     assert (await api.stats()).pools[0].num_quarantined_blocks == 1
@@ -104,7 +91,7 @@ async def test_a_drained_close_ends_the_quarantine(api: Api, processes: Processe
 
 async def test_closing_without_draining_quarantines(api: Api, processes: Processes) -> None:
     session = await api.open()
-    await start(session, 1, 10)
+    await session.prefill(1, 10, num_committed=8)
     child = await processes.attach(session)
     answer = await session.call("CloseSession")
     assert (answer.num_released_sequences, answer.num_quarantined_blocks) == (1, 1)
@@ -116,14 +103,14 @@ async def test_closing_without_draining_quarantines(api: Api, processes: Process
 
 async def test_closing_drained_quarantines_nothing(api: Api, processes: Processes) -> None:
     session = await api.open()
-    await start(session, 1, 10)
+    await session.prefill(1, 10, num_committed=8)
     await processes.attach(session)
     assert (await session.call("CloseSession", drained=True)).num_quarantined_blocks == 0
 
 
 async def test_a_session_outlives_its_mapping(api: Api, processes: Processes) -> None:
     session = await api.open()
-    await start(session, 1, 10)
+    await session.prefill(1, 10, num_committed=8)
     child = await processes.attach(session)
     await child.tell("unmap")
     await child.says("unmapped")
@@ -160,12 +147,8 @@ async def test_a_lease_longer_than_a_minute_does_not_attach(api: Api, processes:
 
 async def test_a_session_with_read_only_memory_reads_in_place_and_writes_nothing(api: Api, processes: Processes) -> None:
     writer = await api.open(engine=False)
-    await writer.create(1, 10)
-    await writer.call("ExtendSequence", sequence_id=1, num_tokens=10)
     written = kv_of(range(10), salt=3)
-    await writer.write_kv(1, 0, written)
-    table = await writer.call("CommitSequence", sequence_id=1, num_tokens=10, first_token_idx=10)
-    assert table is not None
+    await writer.compute(1, 10, written)
     async with AsyncCacheClient(api.server.address) as client:
         session = await client.open_session(SPEC, read_only_memory=True)
         arena = await session.attach()
@@ -188,6 +171,5 @@ async def test_read_only_memory_cannot_be_mapped_to_write(api: Api, processes: P
 
 
 async def test_an_engine_has_no_read_only_memory(api: Api) -> None:
-    error = await refusal(api.open(read_only_memory=True))
-    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "read_only_memory")
+    await refused(api.open(read_only_memory=True), "INVALID_FIELD", field="read_only_memory")
     assert (await api.stats()).num_opened_sessions == 0

@@ -26,7 +26,7 @@ from kvkeeper.common.cuda.handle import ArenaHandle, handle_of
 from kvkeeper.common.cuda.runtime import BoundRuntime
 from kvkeeper.common.service.process import StartError
 from tests.support.stand_ins.fake_cuda import DEVICE, FakeCuda, bytes_at
-from tests.support.worlds.cache_api import BLOCK_BYTES, SPEC, Api, ManualClock, Session, kv_of, read_all, refusal, serving
+from tests.support.worlds.cache_api import BLOCK_BYTES, SPEC, Api, ManualClock, Session, kv_of, read_all, refused, serving
 
 
 @pytest.fixture
@@ -62,11 +62,8 @@ async def opened(client: AsyncCacheClient) -> AsyncCacheSession:
 
 
 async def filled(session: Session, sequence_id: int, num_tokens: int) -> np.ndarray:
-    await session.create(sequence_id, num_tokens, first=100 * sequence_id)
-    await session.call("ExtendSequence", sequence_id=sequence_id, num_tokens=num_tokens)
     content = kv_of(range(num_tokens), salt=sequence_id)
-    await session.write_kv(sequence_id, 0, content)
-    await session.call("CommitSequence", sequence_id=sequence_id, num_tokens=num_tokens, first_token_idx=num_tokens)
+    await session.compute(sequence_id, num_tokens, content, first=100 * sequence_id)
     return content
 
 
@@ -195,8 +192,7 @@ async def test_a_process_without_the_device_is_told(api: Api, client: AsyncCache
 async def test_no_room_on_the_device_names_the_flag(service: FakeCuda, tmp_path: Path) -> None:
     service.capacity = 1 << 20
     async with serving(num_blocks=1 << 15, memory=CudaMemory(service, 0)) as api:
-        error = await refusal(api.open())
-        assert (error.reason, error.metadata["flag"]) == ("OUT_OF_POOLS", "--num-blocks")
+        await refused(api.open(), "OUT_OF_POOLS", flag="--num-blocks")
     config = CacheConfig(listen=f"unix:{tmp_path}/s", runtime_dir=tmp_path / "run", pool_memory=8 << 20, device_wait=0.0)
     with pytest.raises(StartError, match=r"--pool-memory 8 MiB .* available on the device"):
         await start_server(config, memory=CudaMemory(service, 0))

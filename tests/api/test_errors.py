@@ -1,8 +1,5 @@
 """Refusals on the wire: every reason has the code that the protocol says, and nothing from inside gets out."""
 
-import re
-from pathlib import Path
-
 import grpc
 import pytest
 from google.rpc import error_details_pb2
@@ -11,17 +8,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.values import errors
 from kvkeeper.cache_service.rpc.status import REFUSALS
 from kvkeeper.common.trust.refusals import CODES
-from tests.support.worlds.cache_api import DEADLINE, Api, refusal
-
-PROTO = Path(pb.__file__).with_name("cache_service.proto")
-
-
-def documented_codes() -> dict[str, str]:
-    """Reason -> code, as the comments of ErrorReason say."""
-    body = re.search(r"enum ErrorReason \{(.*?)\n\}", PROTO.read_text(), re.DOTALL)
-    assert body is not None
-    pattern = r"// ([A-Z_]+)(?: with RetryInfo)?: [^/]*?(?:// [^/]*?)*ERROR_REASON_([A-Z_]+) = "
-    return {reason: code for code, reason in re.findall(pattern, body[1])}
+from tests.support.worlds.cache_api import DEADLINE, Api, documented_codes, refusal
 
 
 def refusals() -> list[type[errors.CacheError]]:

@@ -18,6 +18,7 @@ from tests.support.worlds.cache_api import (
     Api,
     ManualClock,
     Session,
+    commit_columns,
     int32s,
     kv_of,
     le32,
@@ -37,9 +38,7 @@ async def forked(api: Api, **fields: int) -> tuple[Session, list[int]]:
     blocks_of(api)[table] = np.arange(2 * BLOCK_BYTES).reshape(2, -1) % 251
     await session.step(
         2,
-        commit_sequence_ids=le64(1),
-        commit_num_tokens=le32(6),
-        commit_num_new_tokens=le32(0),
+        **commit_columns(1, 6),
         fork_parent_ids=le64(1),
         fork_child_ids=le64(2),
         fork_num_tokens=le32(6),

@@ -11,7 +11,7 @@ from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.memory.host_packing import HostPacking
 from kvkeeper.client import AsyncCacheClient, KvTokens
 from kvkeeper.common.service.settings import ConfigError
-from tests.support.worlds.cache_api import Api, refusal, serving
+from tests.support.worlds.cache_api import Api, refused, serving
 from tests.support.worlds.memory_folder import memory_folder
 
 LAYERS, HEADS, DIM, SIZE = 2, 2, 8, 4
@@ -94,8 +94,7 @@ async def test_a_wrong_scale_is_found(api: Api, monkeypatch: pytest.MonkeyPatch)
 
 async def test_an_engine_that_does_not_convert_is_refused_and_other_pools_keep_what_they_have(api: Api) -> None:
     async with AsyncCacheClient(api.server.address) as client:
-        error = await refusal(client.open_session(SPEC, pb.EXECUTOR_ENGINE))
-        assert (error.reason, error.metadata["feature"]) == ("NOT_IMPLEMENTED", "host_kv_dtype")
+        await refused(client.open_session(SPEC, pb.EXECUTOR_ENGINE), "NOT_IMPLEMENTED", feature="host_kv_dtype")
         await (await client.open_session(SPEC, pb.EXECUTOR_ENGINE, packs_host_blocks=True)).close()
     async with serving(num_blocks=9, num_host_blocks=13, host_kv_dtype="int8") as served:
         page = pb.PageLayout(page_bytes=64, digest="0" * 64)

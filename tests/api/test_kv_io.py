@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, kv_of, le32, le64, read_all, refusal, serving
+from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, kv_of, le32, le64, read_all, refusal, refused, serving
 
 
 async def test_writes_stay_within_the_uncommitted_slots(api: Api) -> None:
@@ -14,8 +14,7 @@ async def test_writes_stay_within_the_uncommitted_slots(api: Api) -> None:
     await session.call("CommitSequence", sequence_id=1, num_tokens=4, first_token_idx=6)
     content = await read_all(session, 1)
     for first, count in ((3, 1), (0, 6), (5, 2), (6, 1), (-1, 1), (2**31 - 1, 1)):
-        error = await refusal(session.write_kv(1, first, kv_of(range(count), salt=9)))
-        assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "first_token_idx")
+        await refused(session.write_kv(1, first, kv_of(range(count), salt=9)), "INVALID_FIELD", field="first_token_idx")
     np.testing.assert_array_equal(await read_all(session, 1), content)
     for changed in ({"layer_idx": 2}, {"layer_idx": -1}, {"key": b""}, {"key": bytes(11)}, {"value": bytes(24)}):
         chunk = {"sequence_id": 1, "first_token_idx": 4, "key": bytes(12), "value": bytes(12)} | changed
@@ -77,17 +76,14 @@ async def test_reads_of_an_engines_sequence_stop_before_a_copy_that_may_not_have
     assert (await session.call("GetSequence", sequence_id=1)).sequence.num_committed_tokens == length
     assert sum(chunk.num_tokens for chunk in await session.read_kv(1, layer_idx=[0])) == size
     for fields in ({"num_tokens": length}, {"first_token_idx": size, "num_tokens": 1}, {"first_token_idx": length}):
-        error = await refusal(session.read_kv(1, **fields))
-        assert (error.reason, error.metadata["limit"]) == ("INVALID_FIELD", str(size))
+        await refused(session.read_kv(1, **fields), "INVALID_FIELD", limit=str(size))
     await session.call("RenewSession", completed_step_id=3)
     assert sum(chunk.num_tokens for chunk in await session.read_kv(1, layer_idx=[0])) == length
 
 
 async def test_a_read_counts_as_one_access_and_a_refused_one_as_none(api: Api) -> None:
     session = await api.open(engine=False)
-    await session.create(1, 6)
-    await session.call("ExtendSequence", sequence_id=1, num_tokens=6)
-    await session.call("CommitSequence", sequence_id=1, num_tokens=6, first_token_idx=6)
+    await session.compute(1, 6)
     before = (await session.call("GetSequence", sequence_id=1)).sequence.num_accesses
     await session.read_kv(1)
     await refusal(session.read_kv(1, first_token_idx=7))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.worlds.cache_api import Api, Session, le32, le64, refusal, serving
+from tests.support.worlds.cache_api import Api, Session, commit_columns, le32, le64, refusal, serving
 from tests.support.worlds.memory_folder import memory_folder
-from tests.support.worlds.small_steps import commit, start, step
+from tests.support.worlds.small_steps import start, step
 
 FULL, WINDOW = pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_SLIDING_WINDOW
 CHUNKED, RECURRENT = pb.LAYER_GROUP_KIND_CHUNKED, pb.LAYER_GROUP_KIND_RECURRENT
@@ -48,7 +48,7 @@ async def test_a_window_gives_its_blocks_back_and_a_hit_needs_the_last_window_al
     assert len(set(blocks.ravel().tolist())) == 18
     assert await tables(session, 1) == blocks.tolist()
     # Token 21 reads from token 15 on in a window of 7: blocks 0 to 2 of both window groups go.
-    answer = await step(session, 2, **commit(1, 21))
+    answer = await step(session, 2, **commit_columns(1, 21))
     told = list(
         zip(answer.update_groups.tolist(), answer.update_table_idx.tolist(), answer.update_block_ids.tolist(), strict=True)
     )
@@ -77,7 +77,7 @@ async def test_new_blocks_name_their_group(api: Api) -> None:
     await session.create(1, 4)
     await step(session, 1, **start(1))
     reserve = {"reserve_sequence_ids": le64(1), "reserve_min_tokens": le32(5), "reserve_max_tokens": le32(5)}
-    answer = await step(session, 2, **commit(1, 4), **reserve)
+    answer = await step(session, 2, **commit_columns(1, 4), **reserve)
     assert answer.new_block_groups.tolist() == [0, 1, 2]
     assert answer.new_block_item_idx.tolist() == [0, 0, 0]
     assert [table[-1] for table in await tables(session, 1)] == answer.new_block_ids.tolist()
@@ -90,7 +90,7 @@ async def test_a_fork_copies_the_partial_block_of_each_group(api: Api) -> None:
     fork = {"fork_parent_ids": le64(1), "fork_child_ids": le64(2), "fork_num_tokens": le32(6)}
     reserve = {"reserve_sequence_ids": le64(1), "reserve_min_tokens": le32(7), "reserve_max_tokens": le32(7)}
     before = await tables(session, 1)
-    answer = await step(session, 2, **commit(1, 6), **fork, **reserve)
+    answer = await step(session, 2, **commit_columns(1, 6), **fork, **reserve)
     assert answer.copy_sources.tolist() == [table[1] for table in before]
     assert answer.update_groups.tolist() == [0, 1, 2]
     assert await tables(session, 2) == before
@@ -101,7 +101,7 @@ async def test_a_cut_into_what_a_window_left_behind_is_refused(api: Api) -> None
     session = await api.open(spec=SPEC)
     await session.create(1, 21)
     await step(session, 1, **start(1))
-    await step(session, 2, **commit(1, 21))
+    await step(session, 2, **commit_columns(1, 21))
     cut = {"truncate_sequence_ids": le64(1), "truncate_num_tokens": le32(17)}
     error = await refusal(session.step(3, **cut))
     assert (error.reason, error.metadata["limit"]) == ("INVALID_FIELD", "18")  # 12 tokens are gone, and 6 before it are read
@@ -114,12 +114,12 @@ async def test_a_chunk_is_given_back_whole_and_a_hit_needs_its_start(api: Api) -
     session = await api.open(spec=spec_of(pb.LayerGroup(kind=FULL, layer_idx=[2]), chunked))
     await session.create(1, 24)
     await step(session, 1, **start(1))
-    await step(session, 2, **commit(1, 23))
+    await step(session, 2, **commit_columns(1, 23))
     full, chunks = await tables(session, 1)
     assert (full.count(0), chunks[:4].count(0), chunks[4:].count(0)) == (0, 4, 0)
     cut = {"truncate_sequence_ids": le64(1), "truncate_num_tokens": le32(15)}
     assert (await refusal(session.step(3, **cut))).metadata["limit"] == "16"
-    await step(session, 3, **commit(1, 24))
+    await step(session, 3, **commit_columns(1, 24))
     assert (await tables(session, 1))[1] == [0] * 6
     await session.create(2, 30)
     answer = await step(session, 4, **start(2))
@@ -237,10 +237,10 @@ async def test_a_pin_is_as_long_as_there_is_room_for_all_groups() -> None:
         await session.create(1, 32)
         await step(session, 1, **start(1))
         reserve = {"reserve_sequence_ids": le64(1), "reserve_min_tokens": le32(32), "reserve_max_tokens": le32(32)}
-        await step(session, 2, **commit(1, 28))
+        await step(session, 2, **commit_columns(1, 28))
         await step(session, 3)
         await step(session, 4, **reserve)
-        await step(session, 5, **commit(1, 32))
+        await step(session, 5, **commit_columns(1, 32))
         pinned = await session.call("PinPrefix", token_ids=range(32), ttl_ms=60_000)
         await api.audit()
         (pool,) = (await api.stats()).pools
@@ -256,7 +256,7 @@ async def test_stored_logits_stand_for_a_prompt_whose_windows_are_there() -> Non
         session = await api.open(spec=SPEC)
         await session.create(1, 20)
         await step(session, 1, **start(1))
-        await step(session, 2, **commit(1, 20))
+        await step(session, 2, **commit_columns(1, 20))
         await session.call("StoreLogits", sequence_id=1, num_tokens=20, logits=b"1234")
         await session.create(2, 20)
         answer = await step(session, 3, **start(2))
@@ -277,7 +277,7 @@ async def test_a_sequence_is_swapped_with_the_tables_of_all_groups() -> None:
         session = await api.open(spec=SPEC)
         await session.create(1, 21)
         await step(session, 1, **start(1))
-        await step(session, 2, **commit(1, 21))
+        await step(session, 2, **commit_columns(1, 21))
         before = await tables(session, 1)
         answer = await step(session, 3, swap_out_sequence_ids=le64(1))
         assert sorted(answer.transfer_sources.tolist()) == sorted(block for table in before for block in table if block)
@@ -296,9 +296,7 @@ async def test_a_sequence_is_swapped_with_the_tables_of_all_groups() -> None:
 
 async def test_one_item_calls_grow_and_share_all_groups(api: Api) -> None:
     session = await api.open(spec=SPEC, engine=False)
-    await session.create(1, 21)
-    await session.call("ExtendSequence", sequence_id=1, num_tokens=21)
-    await session.call("CommitSequence", sequence_id=1, num_tokens=21, first_token_idx=21)
+    await session.compute(1, 21)
     assert [table.count(0) for table in await tables(session, 1)] == [0, 3, 3]
     await session.call("ForkSequence", parent_id=1, child_id=2)
     assert await tables(session, 2) == await tables(session, 1)

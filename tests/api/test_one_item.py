@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.worlds.cache_api import BLOCK_SIZE, DEADLINE, Api, kv_of, le32, read_all, refusal, serving
+from tests.support.worlds.cache_api import BLOCK_SIZE, DEADLINE, Api, kv_of, le32, read_all, refusal, refused, serving
 
 
 async def test_the_life_of_a_sequence(api: Api) -> None:
@@ -28,17 +28,13 @@ async def test_the_life_of_a_sequence(api: Api) -> None:
     shown = (await session.call("GetSequence", sequence_id=1, include_tokens=True)).sequence
     assert list(shown.token_ids) == [0, 1, 2, 3]
     assert (await session.call("ReleaseSequence", sequence_id=2)).num_dropped_blocks == 1
-    error = await refusal(session.call("ReleaseSequence", sequence_id=2))
-    assert (error.code, error.reason) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_SEQUENCE")
+    await refused(session.call("ReleaseSequence", sequence_id=2), "UNKNOWN_SEQUENCE")
 
 
 async def test_copy_on_write_really_copies(api: Api) -> None:
     session = await api.open(engine=False)
-    await session.create(1, 6)
-    await session.call("ExtendSequence", sequence_id=1, num_tokens=6)
     content = kv_of(range(6))
-    await session.write_kv(1, 0, content)
-    await session.call("CommitSequence", sequence_id=1, num_tokens=6, first_token_idx=6)
+    await session.compute(1, 6, content)
     await session.call("ForkSequence", parent_id=1, child_id=2)
     own = (await session.call("ExtendSequence", sequence_id=2, num_tokens=7)).sequence.block_table
     parents = (await session.call("GetSequence", sequence_id=1)).sequence.block_table
@@ -54,11 +50,8 @@ async def test_copy_on_write_really_copies(api: Api) -> None:
 
 async def test_a_released_prefix_is_hit(api: Api) -> None:
     session = await api.open(engine=False)
-    await session.create(1, 9)
-    await session.call("ExtendSequence", sequence_id=1, num_tokens=9)
     content = kv_of(range(9))
-    await session.write_kv(1, 0, content)
-    await session.call("CommitSequence", sequence_id=1, num_tokens=9, first_token_idx=9)
+    await session.compute(1, 9, content)
     await session.call("ReleaseSequence", sequence_id=1)
     assert (await session.call("MatchPrefix", token_ids=range(9))).num_matched_tokens == 8
     assert (await session.call("MatchPrefix", token_ids=range(9), tenant="other")).num_matched_tokens == 0
@@ -74,9 +67,7 @@ async def test_a_released_prefix_is_hit(api: Api) -> None:
 async def test_clearing_and_evicting(api: Api) -> None:
     session = await api.open(engine=False)
     for number in (1, 2):
-        await session.create(number, 9, first=100 * number)
-        await session.call("ExtendSequence", sequence_id=number, num_tokens=9)
-        await session.call("CommitSequence", sequence_id=number, num_tokens=9, first_token_idx=9)
+        await session.compute(number, 9, first=100 * number)
         await session.call("ReleaseSequence", sequence_id=number)
     stats = (await api.stats()).pools[0]
     assert (stats.num_cached_blocks, stats.num_indexed_blocks) == (4, 4)
@@ -106,9 +97,7 @@ async def test_creating_is_idempotent_by_arguments(api: Api) -> None:
     session = await api.open()
     await session.create(1, 6)
     await session.create(1, 6)
-    error = await refusal(session.create(1, 7))
-    assert (error.code, error.reason) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_SEQUENCE")
-    assert error.metadata["sequence_id"] == "1"
+    await refused(session.create(1, 7), "DUPLICATE_SEQUENCE", sequence_id="1")
 
 
 async def test_packed_and_plain_prompts_are_the_same(api: Api) -> None:
@@ -148,15 +137,12 @@ async def test_sequences_and_blocks_run_out() -> None:
     async with serving(max_sequences=1, num_blocks=4) as api:
         session = await api.open(engine=False)
         await session.create(1, 8)
-        error = await refusal(session.create(2, 4))
-        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_SEQUENCES")
-        assert error.metadata["limit"] == "1"
+        await refused(session.create(2, 4), "OUT_OF_SEQUENCES", limit="1")
         await session.call("ExtendSequence", sequence_id=1, num_tokens=8)
         error = await refusal(session.call("ForkSequence", parent_id=1, child_id=2, num_tokens=8))
         assert error.reason == "INVALID_FIELD"  # nothing is committed yet
         other = await api.open(engine=False)
-        error = await refusal(session.create(5, 100))
-        assert (error.reason, error.metadata["limit"]) == ("NEVER_FITS", "12")
+        await refused(session.create(5, 100), "NEVER_FITS", limit="12")
         await other.call("CloseSession")
 
 
@@ -184,8 +170,7 @@ async def test_a_waiting_sequence_cannot_be_committed(api: Api) -> None:
 async def test_an_engine_that_copies_itself_cannot_use_one_item_calls(api: Api) -> None:
     session = await api.open(engine=True)
     await session.create(1, 6)
-    error = await refusal(session.call("ExtendSequence", sequence_id=1, num_tokens=6))
-    assert (error.reason, error.metadata["mode"]) == ("WRONG_MODE", "steps")
+    await refused(session.call("ExtendSequence", sequence_id=1, num_tokens=6), "WRONG_MODE", mode="steps")
 
 
 async def test_lists_page_over_sessions(api: Api) -> None:
@@ -232,7 +217,5 @@ async def test_lists_that_are_refused(api: Api, fields: dict[str, object], reaso
 )
 async def test_messages_have_limits(api: Api, method: str, limit: int) -> None:
     call = api.channel.unary_unary(f"/kvkeeper.cache.v1.CacheService/{method}")
-    error = await refusal(call(b"\x0a" + bytes(limit), timeout=DEADLINE))
-    assert (error.reason, error.metadata["field"], error.metadata["limit"]) == ("INVALID_FIELD", "request", str(limit))
-    error = await refusal(call(b"\xff\xff", timeout=DEADLINE))
-    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "request")
+    await refused(call(b"\x0a" + bytes(limit), timeout=DEADLINE), "INVALID_FIELD", field="request", limit=str(limit))
+    await refused(call(b"\xff\xff", timeout=DEADLINE), "INVALID_FIELD", field="request")

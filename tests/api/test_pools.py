@@ -5,7 +5,6 @@ import threading
 import weakref
 from typing import Any
 
-import grpc
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
@@ -14,7 +13,7 @@ from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.rpc.convert.kv_spec import kv_spec_message
 from kvkeeper.cache_service.runtime import pool_registry
 from kvkeeper.common.service.memory_limit import OutOfMemory
-from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, MemoryOf, blocks_of, refusal, serving
+from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, MemoryOf, blocks_of, refusal, refused, serving
 
 
 def spec_of(**changes: object) -> pb.KvSpec:
@@ -36,9 +35,7 @@ async def test_equal_specs_share_a_pool_and_others_do_not(api: Api) -> None:
 async def test_every_pool_in_use_is_a_refusal(api: Api) -> None:
     first = await api.open()
     await api.open(spec=spec_of(revision="b"))
-    error = await refusal(api.open(spec=spec_of(revision="c")))
-    assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_POOLS")
-    assert error.metadata["flag"] == "--num-pools"
+    await refused(api.open(spec=spec_of(revision="c")), "OUT_OF_POOLS", flag="--num-pools")
     await first.call("CloseSession")
     await api.open(spec=spec_of(revision="c"))
 
@@ -133,21 +130,18 @@ async def test_no_memory_for_a_pool_names_the_flag() -> None:
         raise OutOfMemory(f"{num_bytes} bytes are wanted, 0 are available")
 
     async with serving(num_blocks=4, memory=MemoryOf(allocate)) as api:
-        error = await refusal(api.open())
-        assert (error.reason, error.metadata["flag"]) == ("OUT_OF_POOLS", "--num-blocks")
+        await refused(api.open(), "OUT_OF_POOLS", flag="--num-blocks")
         assert (await api.stats()).num_opened_sessions == 0
 
 
 async def test_a_block_that_does_not_fit_names_the_flag(api: Api) -> None:
-    error = await refusal(api.open(spec=spec_of(num_layers=1024)))
-    assert (error.reason, error.metadata["flag"]) == ("OUT_OF_POOLS", "--pool-memory")
+    await refused(api.open(spec=spec_of(num_layers=1024)), "OUT_OF_POOLS", flag="--pool-memory")
 
 
 async def test_a_pool_larger_than_the_machine_is_refused() -> None:
     spec = spec_of(num_layers=1024, num_kv_heads=1024, head_dim=4096, block_size=1024)
     async with serving(num_blocks=1 << 20) as api:
-        error = await refusal(api.open(spec=spec))
-        assert (error.reason, error.metadata["flag"]) == ("OUT_OF_POOLS", "--num-blocks")
+        await refused(api.open(spec=spec), "OUT_OF_POOLS", flag="--num-blocks")
         await api.open(spec=spec_of(num_layers=1))
 
 
@@ -187,17 +181,14 @@ async def test_tiny_blocks_do_not_make_a_huge_core() -> None:
     ],
 )
 async def test_specs_that_are_refused(api: Api, changes: dict[str, object], field: str) -> None:
-    error = await refusal(api.open(spec=spec_of(**changes)))
-    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
-    assert error.metadata["field"] == f"spec.{field}"
+    await refused(api.open(spec=spec_of(**changes)), "INVALID_FIELD", field=f"spec.{field}")
     assert (await api.stats()).pools == []
 
 
 @pytest.mark.parametrize(("fields", "field"), [({"executor": 9}, "executor"), ({"client_name": "n" * 257}, "client_name")])
 async def test_openings_that_are_refused(api: Api, fields: dict[str, object], field: str) -> None:
     request = pb.OpenSessionRequest(spec=SPEC, **fields)
-    error = await refusal(api.stub.OpenSession(request, timeout=DEADLINE))
-    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", field)
+    await refused(api.stub.OpenSession(request, timeout=DEADLINE), "INVALID_FIELD", field=field)
 
 
 async def test_a_pool_that_made_room_leaves_no_memory_behind() -> None:

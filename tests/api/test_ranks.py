@@ -24,10 +24,12 @@ from tests.support.worlds.cache_api import (
     Api,
     ManualClock,
     Session,
+    commit_columns,
     int32s,
     le32,
     le64,
     refusal,
+    refused,
     serving,
 )
 from tests.support.worlds.memory_folder import memory_folder
@@ -58,7 +60,7 @@ async def attach(processes: Processes, session: Session, rank: int) -> Attached:
     return child
 
 
-async def refused(processes: Processes, session: Session, words: str) -> str:
+async def denied(processes: Processes, session: Session, words: str) -> str:
     child = await processes.start(session.opened.attach_socket_path, f"{session.opened.attach_token}{words}")
     _, error = await asyncio.wait_for(child.process.communicate(), DEADLINE)
     return error.decode().strip()
@@ -90,7 +92,7 @@ async def test_pools_of_other_numbers_of_ranks_are_other_pools(api: Api) -> None
 async def test_a_rank_that_is_none_of_the_pool_is_refused(api: Api, processes: Processes, rank: str) -> None:
     session = await api.open(spec=spec_of())
     wanted = "UNKNOWN_PART" if rank.endswith(" ") else "UNKNOWN_RANK"
-    assert await refused(processes, session, f" memory rank:{rank}") == f'{{"error": "{wanted}"}}'
+    assert await denied(processes, session, f" memory rank:{rank}") == f'{{"error": "{wanted}"}}'
     await attach(processes, session, 1)  # the token is not spent
 
 
@@ -98,19 +100,19 @@ async def test_a_token_is_good_once_for_each_rank(api: Api, processes: Processes
     session = await api.open(spec=spec_of())
     for rank in range(NUM_RANKS):
         await attach(processes, session, rank)
-        assert await refused(processes, session, f" memory rank:{rank}") == '{"error": "UNKNOWN_TOKEN"}'
+        assert await denied(processes, session, f" memory rank:{rank}") == '{"error": "UNKNOWN_TOKEN"}'
 
 
 async def test_a_rank_of_a_pool_of_one_is_refused(api: Api, processes: Processes) -> None:
     session = await api.open()
-    assert await refused(processes, session, " memory rank:1") == '{"error": "UNKNOWN_RANK"}'
+    assert await denied(processes, session, " memory rank:1") == '{"error": "UNKNOWN_RANK"}'
     child = await attach(processes, session, 0)
     await child.tell("unmap")
 
 
 async def test_the_first_rank_alone_gets_a_step_lane(api: Api, processes: Processes) -> None:
     session = await api.open(spec=spec_of())
-    assert await refused(processes, session, " memory step-lane rank:1") == '{"error": "UNKNOWN_PART"}'
+    assert await denied(processes, session, " memory step-lane rank:1") == '{"error": "UNKNOWN_PART"}'
 
 
 async def test_a_session_ends_with_its_first_rank_and_its_quarantine_with_the_last(api: Api, processes: Processes) -> None:
@@ -162,9 +164,7 @@ async def test_copies_are_made_in_the_arenas_of_all_ranks(api: Api) -> None:
         blocks_of(api, rank)[table[1]] = 10 + rank
     await session.step(
         2,
-        commit_sequence_ids=le64(1),
-        commit_num_tokens=le32(6),
-        commit_num_new_tokens=le32(0),
+        **commit_columns(1, 6),
         fork_parent_ids=le64(1),
         fork_child_ids=le64(2),
         fork_num_tokens=le32(6),
@@ -273,19 +273,16 @@ async def test_what_is_not_served_for_several_ranks_says_so(api: Api) -> None:
     await session.create(1, 6)
     await session.call("ExtendSequence", sequence_id=1, num_tokens=6)
     for call in (session.write_kv(1, 0, np.zeros((2, 2, 6, 3), np.float32)), session.read_kv(1)):
-        error = await refusal(call)
-        assert (error.reason, error.metadata["feature"]) == ("NOT_IMPLEMENTED", "tensor_parallel_size")
+        await refused(call, "NOT_IMPLEMENTED", feature="tensor_parallel_size")
     with memory_folder() as folder:
         async with serving(memory_dir=folder, num_blocks=9) as kept:
-            error = await refusal(kept.open(spec=spec_of()))
-            assert (error.reason, error.metadata["feature"]) == ("NOT_IMPLEMENTED", "tensor_parallel_size")
+            await refused(kept.open(spec=spec_of()), "NOT_IMPLEMENTED", feature="tensor_parallel_size")
 
 
 async def test_opaque_pages_are_of_one_rank(api: Api) -> None:
     page = pb.PageLayout(page_bytes=64, digest="0" * 64)
     spec = pb.KvSpec(model_id="m", block_size=4, layout=pb.KV_LAYOUT_OPAQUE, page=page, tensor_parallel_size=2)
-    error = await refusal(api.open(spec=spec))
-    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "spec.tensor_parallel_size")
+    await refused(api.open(spec=spec), "INVALID_FIELD", field="spec.tensor_parallel_size")
 
 
 async def test_a_client_asks_for_its_rank(api: Api) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.worlds.cache_api import Api, Session, le32, le64, refusal, serving
+from tests.support.worlds.cache_api import Api, Session, commit_columns, le32, le64, refusal, refused, serving
 from tests.support.worlds.memory_folder import memory_folder
-from tests.support.worlds.small_steps import commit, start, step
+from tests.support.worlds.small_steps import start, step
 
 FULL, RECURRENT = pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_RECURRENT
 SIZE = 4
@@ -30,7 +30,7 @@ async def computed(api: Api, length: int, spec: pb.KvSpec = SPEC) -> Session:
     session = await api.open(spec=spec)
     await session.create(1, length)
     await step(session, 1, **start(1))
-    await step(session, 2, **commit(1, length))
+    await step(session, 2, **commit_columns(1, length))
     return session
 
 
@@ -96,9 +96,7 @@ async def test_cuts_tell_how_much_of_the_sequence_is_committed(api: Api) -> None
 
 async def test_calls_tell_it_as_well(api: Api) -> None:
     session = await api.open(spec=SPEC, engine=False)
-    await session.create(1, 21)
-    await session.call("ExtendSequence", sequence_id=1, num_tokens=21)
-    await session.call("CommitSequence", sequence_id=1, num_tokens=21, first_token_idx=21)
+    await session.compute(1, 21)
     child = (await session.call("ForkSequence", parent_id=1, child_id=2, num_tokens=18)).sequence
     assert (child.num_tokens, child.num_committed_tokens) == (18, 16)
     cut = (await session.call("TruncateSequence", sequence_id=1, num_tokens=15)).sequence
@@ -113,7 +111,7 @@ async def test_a_pool_without_states_tells_nothing_of_cuts(api: Api) -> None:
     await step(session, 1, **start(1))
     fork = {"fork_parent_ids": le64(1), "fork_child_ids": le64(2), "fork_num_tokens": le32(7)}
     cut = {"truncate_sequence_ids": le64(1), "truncate_num_tokens": le32(7)}
-    answer = await session.step(2, **commit(1, 9), **fork, **cut)
+    answer = await session.step(2, **commit_columns(1, 9), **fork, **cut)
     assert (answer.fork_num_committed_tokens, answer.truncate_num_committed_tokens) == (b"", b"")
 
 
@@ -131,8 +129,7 @@ async def test_k_and_v_are_read_of_the_layers_that_have_them_and_written_of_none
 
 async def test_a_sequence_with_states_is_not_handed_over(api: Api) -> None:
     session = await computed(api, 9)
-    error = await refusal(session.call("HandOffSequence", sequence_id=1))
-    assert (error.reason, error.metadata["feature"]) == ("NOT_IMPLEMENTED", "layer_group_kind")
+    await refused(session.call("HandOffSequence", sequence_id=1), "NOT_IMPLEMENTED", feature="layer_group_kind")
 
 
 async def test_states_come_back_from_the_host_tier_and_from_kept_memory() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.worlds.cache_api import Api, Session, kv_of, le32, le64, read_all, refusal, serving
+from tests.support.worlds.cache_api import Api, Session, kv_of, le32, le64, read_all, refusal, refused, serving
 
 SINK, WINDOW = 3, 6
 
@@ -68,8 +68,7 @@ async def test_a_sequence_longer_than_its_pool() -> None:
         (stats,) = (await api.stats()).pools
         # Two of the dropped ones were published below sink + window, stayed cached and were evicted for want of room.
         assert (stats.num_retention_dropped_blocks, stats.num_evicted_blocks) == (13, 15)
-        error = await refusal(session.call("ExtendSequence", sequence_id=1, num_tokens=65))
-        assert (error.reason, error.metadata["limit"]) == ("INVALID_FIELD", "64")
+        await refused(session.call("ExtendSequence", sequence_id=1, num_tokens=65), "INVALID_FIELD", limit="64")
         verdict = await session.call("CheckAdmission", num_prompt_tokens=64)
         assert (verdict.verdict, verdict.limit_tokens) == (pb.ADMISSION_VERDICT_NEVER, 20)
         verdict = await session.call("CheckAdmission", num_prompt_tokens=64, retention=retention(4, 8))
@@ -85,8 +84,7 @@ async def test_forks_and_truncates_into_holes_are_refused(api: Api) -> None:
         ("ForkSequence", {"parent_id": 1, "child_id": 2, "num_tokens": 13}),
         ("TruncateSequence", {"sequence_id": 1, "num_tokens": 13}),
     ):
-        error = await refusal(session.call(method, **fields))
-        assert (error.reason, error.metadata["limit"]) == ("INVALID_FIELD", "14")
+        await refused(session.call(method, **fields), "INVALID_FIELD", limit="14")
     child = (await session.call("ForkSequence", parent_id=1, child_id=2)).sequence
     assert (child.num_committed_tokens, child.retention) == (17, retention(SINK, WINDOW))
     await session.call("TruncateSequence", sequence_id=2, num_tokens=14)
@@ -111,8 +109,7 @@ async def test_retention_that_is_refused(api: Api, sink: int, window: int, field
     session = await api.open(engine=False)
     for call in (session.create(1, 4, retention=retention(sink, window)),
                  session.call("CheckAdmission", num_prompt_tokens=4, retention=retention(sink, window))):  # fmt: skip
-        error = await refusal(call)
-        assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", f"retention.{field}")
+        await refused(call, "INVALID_FIELD", field=f"retention.{field}")
     await session.create(1, 4, retention=retention(2**31 - 1, 2**31 - 1))  # keeps everything
     await grow(session, 9, chunk=9)
     np.testing.assert_array_equal(await read_all(session, 1), written(0, 9))

@@ -3,7 +3,7 @@
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.worlds.cache_api import Api, ManualClock, int32s, le32, le64, refusal, serving
+from tests.support.worlds.cache_api import Api, ManualClock, int32s, le32, le64, refusal, refused, serving
 
 
 async def test_a_place_in_the_order_of_arrivals_is_told_and_kept(api: Api) -> None:
@@ -55,8 +55,7 @@ async def test_a_start_that_may_wait_is_told_that_its_prefix_is_being_computed(a
     assert int32s(answer.start_results) == [pb.START_RESULT_COMPUTING]
     assert int32s(answer.start_num_hit_tokens) == [12]
     assert (await api.stats()).pools[0].num_computing_answers == 1
-    error = await refusal(other.step(2, **starts(1, may_wait=2)))
-    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "start_may_wait")
+    await refused(other.step(2, **starts(1, may_wait=2)), "INVALID_FIELD", field="start_may_wait")
 
 
 async def test_victims_are_named_with_what_comes_free(api: Api) -> None:
@@ -85,9 +84,7 @@ async def test_eviction_takes_one_target(api: Api, fields: dict[str, float]) -> 
 async def test_blocks_are_evicted_by_number_and_by_share() -> None:
     async with serving(num_blocks=11, evict_above=0.8, clock=ManualClock()) as api:
         session = await api.open(engine=False)
-        await session.create(1, 40)
-        await session.call("ExtendSequence", sequence_id=1, num_tokens=40)
-        await session.call("CommitSequence", sequence_id=1, num_tokens=40, first_token_idx=40)
+        await session.compute(1, 40)
         await session.call("ReleaseSequence", sequence_id=1)
         await api.until(lambda stats: stats.pools[0].num_free_blocks == 2)  # above the threshold: it went by itself
         answer = await session.call("EvictBlocks", num_blocks=3)
@@ -110,9 +107,7 @@ async def test_garbage_is_collected_once(api: Api, clock: ManualClock) -> None:
 
 async def test_reading_counts_as_use(api: Api, clock: ManualClock) -> None:
     session = await api.open(engine=False)
-    await session.create(1, 4)
-    await session.call("ExtendSequence", sequence_id=1, num_tokens=4)
-    await session.call("CommitSequence", sequence_id=1, num_tokens=4, first_token_idx=4)
+    await session.compute(1, 4)
     clock.advance(2.5)
     before = (await session.call("GetSequence", sequence_id=1)).sequence
     assert before.idle_ms == 2500

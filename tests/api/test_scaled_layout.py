@@ -12,8 +12,8 @@ from kvkeeper.client import AsyncCacheClient, KvTokens
 from kvkeeper.kernels.quantised.attention import read_kv
 from kvkeeper.kernels.quantised.formats import FORMATS, dequantise, quantise
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
-from tests.api.test_layer_groups import commit, start, step, tables
-from tests.support.worlds.cache_api import Api, blocks_of, le32, le64, refusal, serving
+from tests.api.test_layer_groups import start, step, tables
+from tests.support.worlds.cache_api import Api, blocks_of, commit_columns, le32, le64, refusal, refused, serving
 from tests.support.worlds.memory_folder import memory_folder
 
 FULL, TAIL = pb.LAYER_GROUP_KIND_FULL, pb.LAYER_GROUP_KIND_TAIL
@@ -56,7 +56,7 @@ async def test_hits_and_cuts_do_without_the_tail(api: Api) -> None:
     session = await api.open(spec=SPEC)
     await session.create(1, 21)
     blocks = (await step(session, 1, **start(1))).start_block_ids.reshape(3, 6)
-    await step(session, 2, **commit(1, 21))
+    await step(session, 2, **commit_columns(1, 21))
     # Token 21 reads from token 15 on: entries 0 to 2 of the tail are given back. A cut to 10 tokens leaves none of it.
     await step(session, 3, truncate_sequence_ids=le64(1), truncate_num_tokens=le32(10))
     assert await tables(session, 1) == [blocks[0, :3].tolist(), [0, 0, 0], [0, 0, 0]]
@@ -102,8 +102,7 @@ async def test_hits_and_cuts_do_without_the_tail(api: Api) -> None:
     ],
 )
 async def test_what_no_scaled_layout_can_be_is_refused(api: Api, spec: pb.KvSpec, field: str) -> None:
-    error = await refusal(api.open(spec=spec))
-    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", field)
+    await refused(api.open(spec=spec), "INVALID_FIELD", field=field)
 
 
 async def test_a_tail_is_no_group_of_numbers(api: Api) -> None:
@@ -119,10 +118,8 @@ async def test_reading_and_writing_by_call_needs_a_type_of_numbers(api: Api) -> 
     session = await api.open(spec=spec_of(), engine=False)
     await session.create(1, 9)
     for call in (session.read_kv(1), session.write_kv(1, 0, np.zeros((5, 2, 1, 12), np.float32))):
-        error = await refusal(call)
-        assert (error.reason, error.metadata["feature"]) == ("NOT_IMPLEMENTED", "scaled_layout")
-    error = await refusal(session.read_kv(1, kv_dtype=pb.KV_DTYPE_INT8))
-    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "kv_dtype")
+        await refused(call, "NOT_IMPLEMENTED", feature="scaled_layout")
+    await refused(session.read_kv(1, kv_dtype=pb.KV_DTYPE_INT8), "INVALID_FIELD", field="kv_dtype")
 
 
 def numbers(num_tokens: int) -> KvTokens:
@@ -195,9 +192,7 @@ async def test_the_tail_is_written_beside_what_is_stored(api: Api) -> None:
 async def test_a_sequence_comes_back_from_the_host_tier_with_its_tail_and_a_hit_without() -> None:
     async with serving(num_blocks=40, num_host_blocks=41) as api:
         session = await api.open(spec=SPEC, engine=False)
-        await session.create(1, 21)
-        await session.call("ExtendSequence", sequence_id=1, num_tokens=21)
-        await session.call("CommitSequence", sequence_id=1, num_tokens=21, first_token_idx=21)
+        await session.compute(1, 21)
         (pool,) = api.server.session_manager.registry.pools
 
         def content() -> list[list[bytes]]:
@@ -216,9 +211,7 @@ async def test_a_sequence_comes_back_from_the_host_tier_with_its_tail_and_a_hit_
         assert content() == before
         await session.call("ReleaseSequence", sequence_id=1)
         # What is evicted goes to the host without its tail, and is hit there all the same.
-        await session.create(2, 21)
-        await session.call("ExtendSequence", sequence_id=2, num_tokens=21)
-        await session.call("CommitSequence", sequence_id=2, num_tokens=21, first_token_idx=21)
+        await session.compute(2, 21)
         await session.call("ReleaseSequence", sequence_id=2)
         evicted = await session.call("EvictBlocks", num_free_blocks=39)
         assert evicted.num_demoted_blocks == 5

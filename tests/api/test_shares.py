@@ -13,7 +13,7 @@ import grpc
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.common.trust.caller import Caller, Role
 from tests.support.trust.guarded_server import TokenFile, bearer
-from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, Session, int32s, le32, le64, refusal, serving
+from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, Session, commit_columns, int32s, le32, le64, refusal, serving
 
 LISTEN = "127.0.0.1:0"
 
@@ -85,9 +85,8 @@ async def test_forks_count_for_the_share() -> None:
         await fill(one_item, 4)
         await fill(steps, 4)
         await steps.step(1, start_sequence_ids=le64(1), start_max_new_tokens=le32(1), start_max_hit_tokens=le32(0))
-        commit = {"commit_sequence_ids": le64(1), "commit_num_tokens": le32(1), "commit_num_new_tokens": le32(0)}
         forks = {"fork_parent_ids": le64(1, 1), "fork_child_ids": le64(8, 9), "fork_num_tokens": le32(1, 1)}
-        answer = await steps.step(2, **commit, **forks)
+        answer = await steps.step(2, **commit_columns(1, 1), **forks)
         assert int32s(answer.fork_results) == [pb.ITEM_RESULT_OK, pb.ITEM_RESULT_NO_ROOM]
         await one_item.call("ExtendSequence", sequence_id=1, num_tokens=1)
         await one_item.call("CommitSequence", sequence_id=1, num_tokens=1)

@@ -20,7 +20,7 @@ from kvkeeper.client.arena import attach_arena_and_lane
 from kvkeeper.client.attaching import attaching
 from kvkeeper.client.errors import KvkeeperError, error_of_status
 from tests.support.processes.child_processes import Processes
-from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, Session, int32s, le64, refusal, serving
+from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, Session, int32s, le64, refusal, refused, serving
 from tests.support.worlds.messages import differences, show
 from tests.support.worlds.step_carriers import (
     STEP_REQUEST,
@@ -53,8 +53,7 @@ async def test_a_frame_of_another_kind_is_refused_and_nothing_is_lost(
     lane, _ = await carriers.stepping(session, session.start_bytes(1, 1))
     before = (await api.stats()).pools[0]
     await lane.write_frame(frame)
-    error = await refusal(lane.read())
-    assert (error.code, error.reason, error.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "request")
+    await refused(lane.read(), "INVALID_FIELD", field="request")
     assert (await api.stats()).pools[0] == before
     clock.advance(5)  # no grace is running
     await lane.write(session.step_bytes(2))

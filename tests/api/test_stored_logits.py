@@ -1,13 +1,12 @@
 """Stored logits over the API: what a client that samples by itself does with them."""
 
-import grpc
 import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
-from tests.support.worlds.cache_api import SPEC, int32s, le32, le64, refusal, serving
+from tests.support.worlds.cache_api import SPEC, commit_columns, int32s, le32, le64, refused, serving
 
 LOGITS = np.linspace(-5, 5, 50_000, dtype="<f4")  # 200 KB
 
@@ -19,8 +18,7 @@ async def test_a_full_hit_is_told_and_read(engine: bool) -> None:
         session = await api.open(engine=engine)
         await session.create(1, 8)
         await session.step(1, **_start(1))
-        commit = {"commit_sequence_ids": le64(1), "commit_num_tokens": le32(8), "commit_num_new_tokens": le32(0)}
-        await session.step(2, **commit)
+        await session.step(2, **commit_columns(1, 8))
         await session.call("StoreLogits", sequence_id=1, num_tokens=8, logits=LOGITS.tobytes())
         await session.create(2, 8)
         reply = await session.step(3, **_start(2))
@@ -28,8 +26,7 @@ async def test_a_full_hit_is_told_and_read(engine: bool) -> None:
         assert int32s(reply.start_has_logits) == [1]
         assert (await session.call("ReadLogits", sequence_id=2)).logits == LOGITS.tobytes()
         assert not (await session.step(4)).start_has_logits
-        error = await refusal(session.call("ReadLogits", sequence_id=2))
-        assert (error.code, error.reason) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_LOGITS")
+        await refused(session.call("ReadLogits", sequence_id=2), "UNKNOWN_LOGITS")
         (stats,) = (await api.stats()).pools
         assert (stats.num_full_hits, stats.num_stored_logits) == (1, 1)
         await api.audit()

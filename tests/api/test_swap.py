@@ -15,12 +15,13 @@ from tests.support.worlds.cache_api import (
     Api,
     Session,
     blocks_of,
+    commit_columns,
     int32s,
     kv_of,
-    le32,
     le64,
     read_all,
     refusal,
+    refused,
     serving,
 )
 
@@ -35,11 +36,8 @@ async def tiers() -> AsyncIterator[Api]:
 
 async def computed(session: Session, sequence_id: int, num_tokens: int, *, salt: int = 0) -> np.ndarray:
     """A sequence of the one-item calls; returns its K and V."""
-    await session.create(sequence_id, num_tokens, first=100 * sequence_id)
-    await session.call("ExtendSequence", sequence_id=sequence_id, num_tokens=num_tokens)
     content = kv_of(range(num_tokens), salt=salt)
-    await session.write_kv(sequence_id, 0, content)
-    await session.call("CommitSequence", sequence_id=sequence_id, num_tokens=num_tokens, first_token_idx=num_tokens)
+    await session.compute(sequence_id, num_tokens, content, first=100 * sequence_id)
     return content
 
 
@@ -60,8 +58,7 @@ async def test_a_swapped_sequence_comes_back_to_the_byte(tiers: Api) -> None:
     assert (again.state, again.num_host_blocks) == (out.state, 3)
     await session.call("ClearPrefixCache")
     spoil(tiers)
-    error = await refusal(read_all(session, 1))
-    assert (error.reason, error.metadata["state"]) == ("WRONG_STATE", "SWAPPED")
+    await refused(read_all(session, 1), "WRONG_STATE", state="SWAPPED")
     assert (await refusal(session.write_kv(1, 9, kv_of(range(1))))).reason == "WRONG_STATE"
     assert (await refusal(session.call("ExtendSequence", sequence_id=1, num_tokens=12))).reason == "WRONG_STATE"
     back = (await session.call("SwapInSequence", sequence_id=1)).sequence
@@ -117,7 +114,7 @@ async def test_an_engine_runs_the_orders_in_both_arenas(tiers: Api) -> None:
         table = int32s(started.start_block_ids)
         blocks[table] = np.arange(2 * BLOCK_BYTES).reshape(2, -1) % 249
         written = blocks[table].copy()
-        await raw.step(2, commit_sequence_ids=le64(1), commit_num_tokens=le32(6), commit_num_new_tokens=le32(0))
+        await raw.step(2, **commit_columns(1, 6))
         out = await raw.step(3, swap_out_sequence_ids=le64(1))
         assert int32s(out.swap_out_results) == [pb.ITEM_RESULT_OK]
         sources, destinations = int32s(out.transfer_source_block_ids), int32s(out.transfer_destination_block_ids)
@@ -133,8 +130,7 @@ async def test_an_engine_runs_the_orders_in_both_arenas(tiers: Api) -> None:
         assert ready.ready_sequence_ids == le64(1)
         assert int32s(ready.ready_num_reserved_tokens) == [6]
         np.testing.assert_array_equal(blocks[int32s(ready.ready_block_ids)], written)
-        error = await refusal(raw.step(6, failed_transfer_ids=le64(10**6)))
-        assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "failed_transfer_ids")
+        await refused(raw.step(6, failed_transfer_ids=le64(10**6)), "INVALID_FIELD", field="failed_transfer_ids")
         del blocks, hosts
         arena.close()
         await session.close()
@@ -142,9 +138,7 @@ async def test_an_engine_runs_the_orders_in_both_arenas(tiers: Api) -> None:
 
 async def test_a_step_of_a_cache_executed_session_tells_no_orders(tiers: Api) -> None:
     session = await tiers.open(engine=False)
-    await session.create(1, 6)
-    await tiers.raw_step(session.start_bytes(1, 1))
-    await session.step(2, commit_sequence_ids=le64(1), commit_num_tokens=le32(6), commit_num_new_tokens=le32(0))
+    await session.prefill(1, 6)
     out = await session.step(3, swap_out_sequence_ids=le64(1))
     assert (int32s(out.swap_out_results), out.transfer_ids) == ([pb.ITEM_RESULT_OK], b"")
     await session.call("ClearPrefixCache")

@@ -23,10 +23,7 @@ def prompt(number: int) -> list[int]:
 async def store_all(api: Api, session: Session) -> None:
     """Each prompt is computed, and evicted once the disk has what was evicted before."""
     for number in range(NUM_PROMPTS):
-        fields = {"sequence_id": number + 1, "num_tokens": NUM_BLOCKS * BLOCK_SIZE}
-        await session.create(number + 1, fields["num_tokens"], first=100 * number, tenant=TENANT)
-        await session.call("ExtendSequence", **fields)
-        await session.call("CommitSequence", **fields, first_token_idx=fields["num_tokens"])
+        await session.compute(number + 1, NUM_BLOCKS * BLOCK_SIZE, first=100 * number, tenant=TENANT)
         await session.call("ReleaseSequence", sequence_id=number + 1)
         await session.call("EvictBlocks", num_free_blocks=8)
         num_stored = NUM_BLOCKS * (number + 1)

@@ -8,7 +8,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.rpc import eviction_calls, prefix_calls
 from kvkeeper.cache_service.runtime import turns
-from tests.support.worlds.cache_api import DEADLINE, Api, Session, le32, le64, refusal, serving
+from tests.support.worlds.cache_api import DEADLINE, Api, Session, commit_columns, le64, refusal, serving
 
 NUM_BLOCKS, NUM_CACHED, NUM_CREATED = 65, 40, 200
 
@@ -27,10 +27,7 @@ async def wide() -> AsyncIterator[Api]:
 
 async def _cached(session: Session) -> None:
     """40 blocks that nothing holds, by the session's first four steps."""
-    await session.create(1, 4 * NUM_CACHED + 1)
-    await session.api.raw_step(session.start_bytes(1, 1))
-    commit = {"commit_num_tokens": le32(4 * NUM_CACHED), "commit_num_new_tokens": le32(0)}
-    await session.step(2, commit_sequence_ids=le64(1), **commit)
+    await session.prefill(1, 4 * NUM_CACHED + 1, num_committed=4 * NUM_CACHED)
     await session.step(3, release_sequence_ids=le64(1))
     await session.step(4)
 
@@ -147,10 +144,7 @@ async def test_others_step_while_the_cache_is_cleared_and_what_runs_is_shared_an
     monkeypatch.setattr(prefix_calls, "_SLICE_BLOCKS", 1)
     session, other = await wide.open(), await wide.open()
     await _cached(session)
-    await other.create(1, 9, first=500)
-    await other.api.raw_step(other.start_bytes(1, 1))
-    commit = {"commit_num_tokens": le32(8), "commit_num_new_tokens": le32(0)}
-    await other.step(2, commit_sequence_ids=le64(1), **commit)
+    await other.prefill(1, 9, num_committed=8, first=500)
     assert (await other.call("MatchPrefix", token_ids=range(500, 509))).num_matched_tokens == 8
     clearing = asyncio.ensure_future(session.call("ClearPrefixCache"))
     auditing = asyncio.ensure_future(wide.audit())
@@ -186,6 +180,5 @@ async def test_a_clearing_whose_caller_goes_away_leaves_the_pool_publishing(wide
     assert pool.manager.queries.stats().num_cached_blocks > 0
     await session.create(2, 9, first=900)
     await session.api.raw_step(session.start_bytes(5, 2))
-    commit = {"commit_num_tokens": le32(8), "commit_num_new_tokens": le32(0)}
-    await session.step(6, commit_sequence_ids=le64(2), **commit)
+    await session.step(6, **commit_columns(2, 8))
     assert (await session.call("MatchPrefix", token_ids=range(900, 909))).num_matched_tokens == 8

@@ -163,10 +163,7 @@ async def fill(api: Api) -> None:
     """Caches all prompts, each with K and V of its own. Returns when it is written down."""
     session = await api.open(engine=False)
     for prompt in range(NUM_PROMPTS):
-        await session.create(prompt + 1, NUM_TOKENS, first=first_token(prompt))
-        await session.call("ExtendSequence", sequence_id=prompt + 1, num_tokens=NUM_TOKENS)
-        await session.write_kv(prompt + 1, 0, kv_of(range(NUM_TOKENS), salt=prompt))
-        await session.call("CommitSequence", sequence_id=prompt + 1, num_tokens=NUM_TOKENS, first_token_idx=NUM_TOKENS)
+        await session.compute(prompt + 1, NUM_TOKENS, kv_of(range(NUM_TOKENS), salt=prompt), first=first_token(prompt))
         await session.call("ReleaseSequence", sequence_id=prompt + 1)
     await session.call("CloseSession", drained=True)
     assert (await api.stats()).pools[0].num_cached_blocks == NUM_PROMPTS * (NUM_TOKENS // 4)
@@ -384,10 +381,7 @@ async def test_the_host_tier_is_kept_beside_it() -> None:
 async def fill_one_by_one(session: Session) -> None:
     """More than the pool holds, so that blocks are demoted."""
     for prompt in range(NUM_PROMPTS):
-        await session.create(prompt + 1, NUM_TOKENS, first=first_token(prompt))
-        await session.call("ExtendSequence", sequence_id=prompt + 1, num_tokens=NUM_TOKENS)
-        await session.write_kv(prompt + 1, 0, kv_of(range(NUM_TOKENS), salt=prompt))
-        await session.call("CommitSequence", sequence_id=prompt + 1, num_tokens=NUM_TOKENS, first_token_idx=NUM_TOKENS)
+        await session.compute(prompt + 1, NUM_TOKENS, kv_of(range(NUM_TOKENS), salt=prompt), first=first_token(prompt))
         await session.call("ReleaseSequence", sequence_id=prompt + 1)
 
 

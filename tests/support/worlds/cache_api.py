@@ -1,8 +1,10 @@
 """A cache service in this process behind a real channel, its clock, and calls on it as a client in any language makes them."""
 
 import asyncio
+import functools
 import heapq
 import itertools
+import re
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -48,6 +50,11 @@ def le64(*values: int) -> bytes:
 
 def int32s(column: bytes) -> list[int]:
     return np.frombuffer(column, "<i4").tolist()
+
+
+def commit_columns(sequence_id: int, num_tokens: int) -> dict[str, bytes]:
+    """One item, with no new tokens."""
+    return {"commit_sequence_ids": le64(sequence_id), "commit_num_tokens": le32(num_tokens), "commit_num_new_tokens": le32(0)}
 
 
 class ManualClock:
@@ -106,6 +113,24 @@ class Session:
         tokens = range(first, first + num_tokens)
         request = pb.CreateSequenceRequest(**self.ids, sequence_id=sequence_id, token_ids=tokens, **fields)
         return (await self.api.stub.CreateSequence(request, timeout=DEADLINE)).num_matched_tokens
+
+    async def compute(
+        self, sequence_id: int, num_tokens: int, kv: np.ndarray | None = None, *, num_reserved: int = 0, **fields: Any
+    ) -> list[int]:
+        """A prompt by one-item calls, committed whole. kv: its K and V, as write_kv takes them. Returns the table."""
+        await self.create(sequence_id, num_tokens, **fields)
+        await self.call("ExtendSequence", sequence_id=sequence_id, num_tokens=max(num_tokens, num_reserved))
+        if kv is not None:
+            await self.write_kv(sequence_id, 0, kv)
+        end = {"num_tokens": num_tokens, "first_token_idx": num_tokens}
+        return list((await self.call("CommitSequence", sequence_id=sequence_id, **end)).sequence.block_table)
+
+    async def prefill(self, sequence_id: int, num_tokens: int, *, num_committed: int = 0, **fields: Any) -> list[int]:
+        """A prompt by the session's first two steps, committed whole or in part. Returns the table."""
+        await self.create(sequence_id, num_tokens, **fields)
+        started = pb.StepResponse.FromString(await self.api.raw_step(self.start_bytes(1, sequence_id)))
+        await self.step(2, **commit_columns(sequence_id, num_committed or num_tokens))
+        return int32s(started.start_block_ids)
 
     def step_bytes(self, step_id: int, *, completed: int | None = None, **columns: bytes) -> bytes:
         completed = step_id - 1 if completed is None else completed
@@ -193,6 +218,22 @@ async def refusal(call: Awaitable[Any]) -> KvkeeperError:
     except KvkeeperError as error:
         return error
     raise AssertionError(f"not refused: {answer!r}")
+
+
+@functools.cache
+def documented_codes() -> dict[str, str]:
+    """Reason -> code, as the comments of ErrorReason say."""
+    body = re.search(r"enum ErrorReason \{(.*?)\n\}", Path(pb.__file__).with_name("cache_service.proto").read_text(), re.DOTALL)
+    assert body is not None
+    pattern = r"// ([A-Z_]+)(?: with RetryInfo)?: [^/]*?(?:// [^/]*?)*ERROR_REASON_([A-Z_]+) = "
+    return {reason: code for code, reason in re.findall(pattern, body[1])}
+
+
+async def refused(call: Awaitable[Any], reason: str, **metadata: str) -> None:
+    """The call fails with this reason and its documented code, and with these metadata among its own."""
+    error = await refusal(call)
+    assert (error.reason, error.code.name) == (reason, documented_codes()[reason]), error
+    assert metadata.items() <= error.metadata.items(), error.metadata
 
 
 def kv_of(tokens: range, salt: int = 0) -> np.ndarray:

@@ -13,7 +13,3 @@ async def step(session: Session, step_id: int, **columns: Any) -> Any:
 
 def start(sequence_id: int) -> dict[str, bytes]:
     return {"start_sequence_ids": le64(sequence_id), "start_max_new_tokens": le32(64), "start_max_hit_tokens": le32(64)}
-
-
-def commit(sequence_id: int, length: int) -> dict[str, bytes]:
-    return {"commit_sequence_ids": le64(sequence_id), "commit_num_tokens": le32(length), "commit_num_new_tokens": le32(0)}
