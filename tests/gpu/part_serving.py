@@ -84,7 +84,7 @@ async def _swap(model: Path, shape: Shape, device: str) -> list[Check]:
     cache_flags = ("--device", device, "--num-pools", "1", "--num-blocks", str(blocks), "--num-host-blocks", str(4 * blocks))
     flags = ("--device", device, "--model", str(model), "--dtype", "bfloat16", "--preemption", "swap", "--policy", "fcfs",
              "--max-sequences", str(num_seqs))  # fmt: skip
-    async with both_services(*flags, cache_flags=cache_flags) as client:
+    async with both_services(*flags, cache_flags=cache_flags) as (client, _):
         await _load(client, shape, num_seqs, new_tokens)
         stats = await client.stats()
     figures = {"swapped_out": stats.num_swapped_out, "steps": stats.num_steps}
@@ -109,7 +109,7 @@ async def _serve(
     pool = "64MiB" if device == "cpu" else "24GiB"
     cache_flags = ("--device", device, "--num-pools", "1", "--pool-memory", pool, "--max-sequences", "512")
     flags = ("--device", device, "--model", str(model), "--dtype", "bfloat16", "--max-sequences", "256", *ways)
-    async with both_services(*flags, cache_flags=cache_flags) as client:
+    async with both_services(*flags, cache_flags=cache_flags) as (client, _):
         await _load(client, shape, 2, 4)  # kernels are compiled with their first use
         if ways in (_DEFAULT, _PLAIN):
             outputs[ways] = await outputs_of(client, shape.vocab_size, is_told=ways == _PLAIN)
