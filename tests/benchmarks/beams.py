@@ -26,7 +26,7 @@ def figures() -> Iterator[dict[str, object]]:
 
 async def _measure() -> list[dict[str, object]]:
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_DIR, dtype=torch.float32).eval()
-    async with both_services("--threads", "1") as client:
+    async with both_services("--threads", "1") as (client, _):
         return [await _compare(client, model, num_requests) for num_requests in (1, 4)]
 
 

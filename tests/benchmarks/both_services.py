@@ -1,4 +1,4 @@
-"""Both services as processes, and a client of the engine: what figures of whole requests are measured through."""
+"""Both services as processes, and a client of each: what figures of whole requests are measured through."""
 
 import asyncio
 import tempfile
@@ -9,49 +9,77 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
+from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, Sampling
 from tests.benchmarks.processes import process
 
 
 @asynccontextmanager
 async def both_services(
-    *engine_flags: str, cache_flags: Sequence[str] = (), engine: Sequence[str] = ("kvkeeper.engine_service",)
-) -> AsyncIterator[AsyncEngineClient]:
-    """engine: the module that runs the engine service, and arguments of its own."""
+    *engine_flags: str,
+    cache_flags: Sequence[str] = (),
+    engine: Sequence[str] = ("kvkeeper.engine_service",),
+    cache: Sequence[str] = ("kvkeeper.cache_service",),
+    listen: str = "",
+) -> AsyncIterator[tuple[AsyncEngineClient, AsyncCacheClient]]:
+    """engine, cache: the module that runs the service, and arguments of its own. listen: of the engine, else a Unix socket."""
     with tempfile.TemporaryDirectory() as folder:
-        cache, address = f"unix:{folder}/cache", f"unix:{folder}/engine"
-        flags = ("--listen", address, "--cache", cache, *engine_flags)
+        pool_at, address = f"unix:{folder}/cache", listen or f"unix:{folder}/engine"
         async with (
-            process("-m", "kvkeeper.cache_service", "--listen", cache, "--runtime-dir", folder, *cache_flags),
-            process("-m", *engine, *flags),
+            process("-m", *cache, "--listen", pool_at, "--runtime-dir", folder, *cache_flags),
+            process("-m", *engine, "--listen", address, "--cache", pool_at, *engine_flags),
             AsyncEngineClient(address) as client,
+            AsyncCacheClient(pool_at) as pools,
         ):
-            yield client
+            yield client, pools
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """When a request had its first token and its last, in seconds from its submission."""
+    """When each chunk of a request came, in seconds from its submission, and what it was."""
 
-    first_token_seconds: float
-    seconds: float
+    times: list[float]
+    token_ids: list[int]
+    num_cached: int
+
+    @property
+    def first_token_seconds(self) -> float:
+        return self.times[0]
+
+    @property
+    def seconds(self) -> float:
+        return self.times[-1]
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between the tokens of the stream."""
+        return np.diff(self.times).tolist()
 
 
 async def ask(
-    client: AsyncEngineClient, prompt: np.ndarray | str, num_new: int, *, temperature: float = 0.0, seed: int = 0
+    client: AsyncEngineClient,
+    prompt: np.ndarray | str,
+    num_new: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    skip_look_up: bool = False,
 ) -> Reply:
     """num_new tokens behind the prompt, streamed."""
     sampling = Sampling(max_tokens=num_new, temperature=temperature, seed=seed, repetition_penalty=1.0, ignore_eos=True)
-    options = GenerateOptions(sampling=sampling)
-    begin, first, count = time.perf_counter(), 0.0, 0
+    options = GenerateOptions(sampling=sampling, skip_look_up=skip_look_up)
+    begin, times, token_ids = time.perf_counter(), list[float](), list[int]()
     async with client.generate(prompt, options) as chunks:
         async for chunk in chunks:
-            first = first or time.perf_counter() - begin
-            count += len(chunk.token_ids)
-    assert count == num_new, "every token was asked for"
-    return Reply(first, time.perf_counter() - begin)
+            times.append(time.perf_counter() - begin)
+            token_ids += chunk.token_ids
+    assert len(token_ids) == num_new, "every token was asked for"
+    assert chunks.usage is not None, "a request that ended well has usage"
+    return Reply(times, token_ids, chunks.usage.cached_tokens)
 
 
-async def ask_all(client: AsyncEngineClient, prompts: Sequence[np.ndarray], nums_new: Sequence[int]) -> list[Reply]:
+async def ask_all(
+    client: AsyncEngineClient, prompts: Sequence[np.ndarray], nums_new: Sequence[int], *, skip_look_up: bool = False
+) -> list[Reply]:
     """All of them at once."""
-    return await asyncio.gather(*(ask(client, *item) for item in zip(prompts, nums_new, strict=True)))
+    pairs = zip(prompts, nums_new, strict=True)
+    return await asyncio.gather(*(ask(client, *pair, skip_look_up=skip_look_up) for pair in pairs))

@@ -25,9 +25,9 @@ from kvkeeper.client.errors import error_of
 from kvkeeper.client.new_sequence import NewSequence
 from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.client.steps import StepItems
-from tests.benchmarks.delay import Steady, start_child, tell_child
+from tests.benchmarks.delay import Steady
 from tests.benchmarks.growing import Growing
-from tests.benchmarks.processes import process
+from tests.benchmarks.processes import process, start_child, tell_child
 from tests.benchmarks.sessions import open_session, ready_session
 
 NUM_TOKENS = 800_000  # of a look-up

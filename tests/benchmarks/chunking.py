@@ -30,7 +30,7 @@ async def _measure() -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
         build_folder(Path(folder))
         for chunk_size in (512, 2048):
-            async with both_services("--model", folder, "--threads", "1", "--chunk-size", str(chunk_size)) as client:
+            async with both_services("--model", folder, "--threads", "1", "--chunk-size", str(chunk_size)) as (client, _):
                 waits = np.array(await _waits(client, f"chunks of {chunk_size}")) * 1e3
             rows.append(
                 {

@@ -5,7 +5,6 @@ the longest of as many steps while nothing does.
 """
 
 import asyncio
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.client.steps import StepItems
 from tests.benchmarks.disturber import NUM_BLOCKS, NUM_LISTED, NUM_SEQUENCES, NUM_TOKENS
 from tests.benchmarks.growing import Growing
-from tests.benchmarks.processes import process
+from tests.benchmarks.processes import process, start_child, tell_child
 from tests.benchmarks.sessions import ready_session
 
 _LOAD = Growing(64)
@@ -79,21 +78,3 @@ class Steady:
             took.append((time.perf_counter() - begin) * 1e6)
             await asyncio.sleep(_PAUSE)
         return took
-
-
-async def start_child(*args: str) -> asyncio.subprocess.Process:
-    """`python ARGS`, which has said "ready"."""
-    pipe = asyncio.subprocess.PIPE
-    child = await asyncio.create_subprocess_exec(sys.executable, *args, stdin=pipe, stdout=pipe)
-    assert child.stdout is not None
-    line = await child.stdout.readline()
-    if b"ready" not in line:
-        raise RuntimeError(f"{' '.join(args)} ended before it was ready")
-    return child
-
-
-async def tell_child(child: asyncio.subprocess.Process) -> float:
-    """Tells it to begin. Returns how long it took."""
-    assert child.stdin is not None and child.stdout is not None
-    child.stdin.write(b"go\n")
-    return float(await child.stdout.readline())

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepBatch
-from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
+from kvkeeper.cache_service.core.values.types import Executor
+from tests.benchmarks.core_pool import CorePool
 
 _POLICIES = ("lru", "adaptive")
 _POOLS = (10_000, 100_000, 1_000_000)
@@ -24,9 +23,8 @@ _ROUND = 32
 _BLOCK_SIZE = 16
 _FILL_LEN = 128 * _BLOCK_SIZE
 _PROMPT_LEN = 16 * _BLOCK_SIZE
-_SESSION = SessionId("bench")
 
-Job = tuple[SequenceArgs | None, StepBatch]
+Job = tuple[tuple[int, np.ndarray] | None, StepBatch]  # the sequence that it creates
 
 
 def figures() -> Iterator[dict[str, object]]:
@@ -55,18 +53,16 @@ class _FullPool:
 
     def __init__(self, num_blocks: int, policy: str) -> None:
         self._rng = np.random.default_rng(0)
-        self._manager = PoolManager(
-            PoolConfig(num_blocks, _BLOCK_SIZE, _NUM_SEQUENCES + 1, watermark=0, eviction_policy=policy)
-        )
-        self._manager.sessions.open(_SESSION, Executor.CACHE)
-        self._step_id = self._last_id = 0
+        self._core = CorePool(PoolConfig(num_blocks, _BLOCK_SIZE, _NUM_SEQUENCES + 1, watermark=0, eviction_policy=policy))
+        self._core.open(Executor.CACHE)
+        self._last_id = 0
         self._ids = np.zeros(_NUM_SEQUENCES, np.int64)
         self._lens = np.zeros(_NUM_SEQUENCES, np.int32)
         self._prompts: list[np.ndarray] = []
-        while len(self._manager.state.pool.free) > 0:
+        while len(self._core.manager.state.pool.free) > 0:
             self._run_once(self._tokens(_FILL_LEN))
         for at in range(_NUM_SEQUENCES):
-            self._do(self._new(at, self._tokens(_PROMPT_LEN - at % _BLOCK_SIZE)), self._batch(**self._start(at)))
+            self._do(self._new(at, self._tokens(_PROMPT_LEN - at % _BLOCK_SIZE)), self._core.next_batch(**self._start(at)))
         for _ in range(2 * _NUM_SEQUENCES):
             self._do(*self.turn_over())
 
@@ -78,40 +74,40 @@ class _FullPool:
             step_begins = time.perf_counter()
             self._do(*job)
             took.append(time.perf_counter() - step_begins)
-            self._manager.maintenance.publish_pending()
+            self._core.publish()
         return time.process_time() - begin, took
 
     def grow(self) -> Job:
         """A step in which all sequences grow."""
-        return None, self._batch(**self._growth(np.arange(_NUM_SEQUENCES)))
+        return None, self._core.next_batch(**self._growth(np.arange(_NUM_SEQUENCES)))
 
     def turn_over(self) -> Job:
         """A step in which one ends, one begins, and the others grow; the new one's creation counts with it."""
-        at = self._step_id % _NUM_SEQUENCES
+        at = self._last_id % _NUM_SEQUENCES
         ended = np.array([self._ids[at]])
         others = np.delete(np.arange(_NUM_SEQUENCES), at)
         prompt = self._tokens(_PROMPT_LEN)
         prompt[: _PROMPT_LEN // 2] = self._prompts[0][: _PROMPT_LEN // 2]
         created = self._new(at, prompt)
-        return created, self._batch(release_ids=ended, **self._growth(others), **self._start(at))
+        return created, self._core.next_batch(release_ids=ended, **self._growth(others), **self._start(at))
 
     def _run_once(self, prompt: np.ndarray) -> None:
-        self._do(self._new(0, prompt), self._batch(**self._start(0)))
+        self._do(self._new(0, prompt), self._core.next_batch(**self._start(0)))
         length = np.array([len(prompt)], np.int32)
-        self._do(None, self._batch(commit_ids=self._ids[:1], commit_lens=length, commit_num_new=0 * length))
-        self._do(None, self._batch(release_ids=self._ids[:1]))
+        self._do(None, self._core.next_batch(commit_ids=self._ids[:1], commit_lens=length, commit_num_new=0 * length))
+        self._do(None, self._core.next_batch(release_ids=self._ids[:1]))
 
-    def _do(self, created: SequenceArgs | None, batch: StepBatch) -> None:
+    def _do(self, created: tuple[int, np.ndarray] | None, batch: StepBatch) -> None:
         if created is not None:
-            self._manager.creation.create(_SESSION, created)
-        reply = self._manager.steps.step(_SESSION, batch)
+            self._core.create(*created)
+        reply = self._core.take(batch)
         assert np.array_equal(reply.reserve_reserved, batch.reserve_max), "a refused step is not the one to be measured"
 
-    def _new(self, at: int, prompt: np.ndarray) -> SequenceArgs:
+    def _new(self, at: int, prompt: np.ndarray) -> tuple[int, np.ndarray]:
         self._last_id += 1
         self._ids[at], self._lens[at] = self._last_id, len(prompt)
         self._prompts = [*self._prompts[-_NUM_SEQUENCES:], prompt]
-        return SequenceArgs(SequenceId(self._last_id), prompt)
+        return self._last_id, prompt
 
     def _start(self, at: int) -> dict[str, np.ndarray]:
         most = self._lens[at : at + 1].copy()
@@ -130,10 +126,6 @@ class _FullPool:
             "reserve_min": lens + 1,
             "reserve_max": lens + 1,
         }
-
-    def _batch(self, **columns: np.ndarray) -> StepBatch:
-        self._step_id += 1
-        return StepBatch(self._step_id, self._step_id - 1, **columns)
 
     def _tokens(self, count: int) -> np.ndarray:
         return self._rng.integers(0, 32_000, count).astype(np.int32)

@@ -4,26 +4,22 @@ Steps of the pools alternate, so that all meet the same machine. Blocks are cach
 released; then the measured sequences grow by evicting.
 """
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
-from kvkeeper.cache_service.core.values.step_columns import StepBatch
-from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
+from tests.benchmarks.core_pool import CorePool, microseconds
 from tests.benchmarks.growing import BLOCK_SIZE, Growing
 
-_SESSION = SessionId("bench")
 _NUM_SEQUENCES, _NUM_STEPS, _WARM_UP = 256, 480, 32
 _FILLER_TOKENS = 65_536
 
 
 def figures() -> Iterator[dict[str, object]]:
-    pools = {num_blocks: _Pool(num_blocks) for num_blocks in (10_000, 100_000, 1_000_000, 10_000_000)}
+    pools = {num_blocks: _Pool.full(num_blocks) for num_blocks in (10_000, 100_000, 1_000_000, 10_000_000)}
     took: dict[int, list[float]] = {num_blocks: [] for num_blocks in pools}
     for step_idx in range(_NUM_STEPS):
         for num_blocks, pool in pools.items():
@@ -43,46 +39,37 @@ def figures() -> Iterator[dict[str, object]]:
     yield _crowded_session()
 
 
-def _timed(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return (time.perf_counter() - begin) * 1e6
-
-
 class _Pool:
-    """A full pool in which _NUM_SEQUENCES sequences grow."""
+    """A full pool in which sequences grow, in a session that may have others."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self._load = Growing(_NUM_SEQUENCES)
-        before = _resident_bytes()
-        config = PoolConfig(
-            num_blocks + 1, BLOCK_SIZE, max_sequences=_NUM_SEQUENCES, max_tokens_per_sequence=_FILLER_TOKENS, watermark=0.0
-        )
-        self._manager = PoolManager(config)
-        self._manager.sessions.open(_SESSION, Executor.ENGINE)
-        self._step_id = 0
-        self._fill(num_blocks)
-        self.bytes_per_block = (_resident_bytes() - before) / num_blocks
-        for sequence_id, prompt in zip(self._load.ids.tolist(), self._load.prompts(), strict=True):
-            self._manager.creation.create(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))
-        self._step(**self._load.start_columns())
+    def __init__(self, config: PoolConfig, load: Growing, num_cached: int = 0, num_others: int = 0) -> None:
+        self._load, before = load, _resident_bytes()
+        self._core = CorePool(config)
+        self._core.open()
+        self._fill(num_cached)
+        self.bytes_per_block = (_resident_bytes() - before) / max(num_cached, 1)
+        self._core.begin(load)
+        if num_others:
+            others = np.arange(len(load.ids) + 1, len(load.ids) + num_others + 1)
+            for sequence_id in others.tolist():
+                self._core.create(sequence_id, np.array([sequence_id], np.int32))
+            most = np.ones(num_others, np.int32)
+            self._core.step(start_ids=others, start_max_new=most, start_max_hit=most)
+
+    @classmethod
+    def full(cls, num_blocks: int) -> "_Pool":
+        config = PoolConfig(num_blocks + 1, BLOCK_SIZE, _NUM_SEQUENCES, _FILLER_TOKENS, watermark=0.0)
+        return cls(config, Growing(_NUM_SEQUENCES), num_blocks)
 
     def stats(self) -> float:
         """Microseconds of the pool's statistics, the least of ten."""
-        return min(_timed(self._manager.queries.stats) for _ in range(10))
+        return min(microseconds(self._core.manager.queries.stats) for _ in range(10))
 
     def step(self, step_idx: int) -> float:
         """Microseconds of one step of all sequences; what it leaves for later is not among them."""
-        columns = self._load.grow_columns(step_idx)
-        begin = time.perf_counter()
-        self._step(**columns)
-        took = (time.perf_counter() - begin) * 1e6
-        self._manager.maintenance.publish_pending()
+        took = microseconds(partial(self._core.step, **self._load.grow_columns(step_idx)))
+        self._core.publish()
         return took
-
-    def _step(self, **columns: np.ndarray) -> None:
-        self._step_id += 1
-        self._manager.steps.step(_SESSION, StepBatch(self._step_id, self._step_id - 1, **columns))
 
     def _fill(self, num_blocks: int) -> None:
         """Caches so many blocks: one long sequence after the other, in the same slot."""
@@ -91,36 +78,18 @@ class _Pool:
         while left:
             count = min(left, _FILLER_TOKENS)
             left -= count
-            tokens, length = rng.integers(0, 32_000, count).astype(np.int32), np.array([count], np.int32)
-            self._manager.creation.create(_SESSION, SequenceArgs(SequenceId(1), tokens))
-            one = np.array([1])
-            self._step(start_ids=one, start_max_new=length, start_max_hit=np.zeros(1, np.int32))
-            self._step(commit_ids=one, commit_lens=length, commit_num_new=np.zeros(1, np.int32))
-            self._step(release_ids=one)
+            self._core.create(1, rng.integers(0, 32_000, count).astype(np.int32))
+            self._core.start(1, count, max_hit=0)
+            self._core.commit(1, count)
+            self._core.step(release_ids=np.array([1]))
 
 
 def _crowded_session() -> dict[str, object]:
     """A step of 1,024 sequences in a session that has 10,000."""
-    load, num_all = Growing(1024), 10_000
-    config = PoolConfig(load.num_blocks(_NUM_STEPS) + num_all, BLOCK_SIZE, max_sequences=num_all, max_tokens_per_sequence=4096)
-    manager = PoolManager(config)
-    manager.sessions.open(_SESSION, Executor.ENGINE)
-    before = _resident_bytes()
-    for sequence_id, prompt in zip(load.ids.tolist(), load.prompts(), strict=True):
-        manager.creation.create(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))
-    others = np.arange(len(load.ids) + 1, num_all + 1)
-    for sequence_id in others.tolist():
-        manager.creation.create(_SESSION, SequenceArgs(SequenceId(sequence_id), np.array([sequence_id], np.int32)))
-    manager.steps.step(_SESSION, StepBatch(1, 0, **load.start_columns()))
-    most = np.ones(len(others), np.int32)
-    manager.steps.step(_SESSION, StepBatch(2, 1, start_ids=others, start_max_new=most, start_max_hit=most))
-    took = []
-    for step_idx in range(_NUM_STEPS):
-        batch = StepBatch(step_idx + 3, step_idx + 2, **load.grow_columns(step_idx))
-        begin = time.perf_counter()
-        manager.steps.step(_SESSION, batch)
-        took.append((time.perf_counter() - begin) * 1e6)
-        manager.maintenance.publish_pending()
+    load, num_all, before = Growing(1024), 10_000, _resident_bytes()
+    config = PoolConfig(load.num_blocks(_NUM_STEPS) + num_all, BLOCK_SIZE, num_all, 4096)
+    pool = _Pool(config, load, num_others=num_all - 1024)
+    took = [pool.step(step_idx) for step_idx in range(_NUM_STEPS)]
     return {
         "live_sequences": num_all,
         "sequences": 1024,

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import httpx2
 import numpy as np
 
-from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
+from kvkeeper.client import AsyncEngineClient
+from tests.benchmarks.both_services import ask
 from tests.support.processes.nodes import Nodes, nodes
 
 _STREAMS = (1, 16, 64)
@@ -38,10 +39,10 @@ async def _compare(world: Nodes, direct: AsyncEngineClient, http: httpx2.AsyncCl
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     rates: dict[str, list[float]] = {way: [] for way in ways}
     for round_idx in range(_NUM_ROUNDS + 1):
-        for way, ask in ways.items():
+        for way, ask_by in ways.items():
             prompts = [f"def f_{way}_{num_streams}_{round_idx}_{number}(x):\n    return" for number in range(num_streams)]
             begin = time.perf_counter()
-            found = await asyncio.gather(*map(ask, prompts))
+            found = await asyncio.gather(*map(ask_by, prompts))
             if round_idx:  # the first one warms up
                 rates[way].append(num_streams * _NUM_NEW / (time.perf_counter() - begin))
                 times[way] += found
@@ -78,11 +79,5 @@ async def _over_http(world: Nodes, http: httpx2.AsyncClient, prompt: str) -> tup
 
 
 async def _over_grpc(client: AsyncEngineClient, prompt: str) -> tuple[float, float]:
-    sampling = Sampling(max_tokens=_NUM_NEW, temperature=0, repetition_penalty=1.0, ignore_eos=True)
-    begin, first, count = time.perf_counter(), 0.0, 0
-    async with client.generate(prompt, GenerateOptions(sampling=sampling)) as chunks:
-        async for chunk in chunks:
-            first = first or time.perf_counter() - begin
-            count += len(chunk.token_ids)
-    assert count == _NUM_NEW, "every token was asked for"
-    return first, time.perf_counter() - begin
+    reply = await ask(client, prompt, _NUM_NEW)
+    return reply.first_token_seconds, reply.seconds

@@ -17,8 +17,7 @@ from tqdm import tqdm
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, Sampling
-from tests.benchmarks.both_services import ask
-from tests.benchmarks.processes import process
+from tests.benchmarks.both_services import ask, both_services
 
 _CONTEXT, _WINDOW, _NUM_LAYERS, _NUM_NEW, _NUM_ROUNDS = 8192, 512, 6, 65, 3
 _VOCAB_SIZE, _AIM = 4096, 0.30
@@ -70,19 +69,10 @@ def _build(folder: Path) -> None:
 async def _measure(model: str, *, grouped: bool) -> tuple[int, float]:
     """Bytes of the blocks that a sequence of the context holds, and its decoded tokens a second."""
     prompt = np.random.default_rng(0).integers(3, _VOCAB_SIZE, _CONTEXT).astype(np.int32)
-    with tempfile.TemporaryDirectory() as folder:
-        cache, engine = f"unix:{folder}/cache", f"unix:{folder}/engine"
-        flags = ["--listen", engine, "--cache", cache, "--model", model, "--threads", "1"]
-        flags += [] if grouped else ["--no-groups"]
-        cache_flags = ("--listen", cache, "--runtime-dir", folder, "--pool-memory", "256MiB")
-        async with (
-            process("-m", "kvkeeper.cache_service", *cache_flags),
-            process("-m", "kvkeeper.engine_service", *flags),
-            AsyncEngineClient(engine) as client,
-            AsyncCacheClient(cache) as pools,
-        ):
-            await ask(client, prompt[:64], 8)  # warms up
-            return await _decode(client, pools, prompt)
+    flags = ["--model", model, "--threads", "1", *([] if grouped else ["--no-groups"])]
+    async with both_services(*flags, cache_flags=("--pool-memory", "256MiB")) as (client, pools):
+        await ask(client, prompt[:64], 8)  # warms up
+        return await _decode(client, pools, prompt)
 
 
 async def _decode(client: AsyncEngineClient, pools: AsyncCacheClient, prompt: np.ndarray) -> tuple[int, float]:

@@ -9,7 +9,6 @@ costs that starts and ends is part of its tokens' cost; with TOKENS= streams are
 
 import asyncio
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -20,8 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
+from kvkeeper.client import AsyncEngineClient
+from tests.benchmarks.both_services import ask
 from tests.benchmarks.processes import process
+from tests.support.processes.services import free_ports
 
 _ENGINE = str(Path(__file__).with_name("null_engine.py"))
 _PROMPT_TOKENS = 64
@@ -85,7 +86,7 @@ async def _measure(python: str, num_fronts: int | None, num_streams: int, num_to
     with tempfile.TemporaryDirectory() as folder:
         cache, address = f"unix:{folder}/cache", f"unix:{folder}/engine"
         if num_fronts is not None and num_fronts > 1:
-            address = f"127.0.0.1:{_free_port()}"
+            (address,) = free_ports(1)
         num_blocks = num_streams * (_PROMPT_TOKENS + num_tokens + 16) // 16 + num_streams + 64
         cache_flags = ("--num-blocks", str(num_blocks), "--runtime-dir", folder, "--max-sequences", "2048")
         engine_flags = ("--listen", address, "--cache", cache, "--block-size", "16", "--token-budget", "4096")
@@ -124,20 +125,7 @@ async def _stream(client: AsyncEngineClient, place: int, num_tokens: int) -> flo
     """Seconds to the first token."""
     prompt = np.full(_PROMPT_TOKENS, 8 + place % 400, np.int32)
     prompt[:2] = divmod(place, 400)
-    options = GenerateOptions(sampling=Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True))
-    begin, first, count = time.perf_counter(), 0.0, 0
-    async with client.generate(prompt, options) as chunks:
-        async for chunk in chunks:
-            first = first or time.perf_counter() - begin
-            count += len(chunk.token_ids)
-    assert count == num_tokens, "every token was asked for"
-    return first
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    return (await ask(client, prompt, num_tokens)).first_token_seconds
 
 
 def _fronts_of(pid: int) -> list[int]:

@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -24,7 +23,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from tests.benchmarks.attacker import ATTACKS
-from tests.benchmarks.processes import process
+from tests.benchmarks.both_services import both_services
+from tests.benchmarks.processes import process, start_child, tell_child
+from tests.support.processes.services import free_ports
 
 _SERVICE = "kvkeeper.engine.v1.EngineService"
 _MAX_LEN = 32768  # tokens, so that texts of 1 MB are not refused for their length alone
@@ -43,7 +44,7 @@ def figures() -> Iterator[dict[str, object]]:
 
 
 async def _measure(what: str) -> dict[str, object]:
-    async with _services() as address, AsyncEngineClient(address) as client:
+    async with _services() as (client, address):
         await _quiet_round(client, address, 1.0)  # warms up
         idle = await _quiet_round(client, address, _ROUND_S)
         without: list[_Round] = []
@@ -54,11 +55,12 @@ async def _measure(what: str) -> dict[str, object]:
                 async with process("-c", _BUSY, ready_on="stdout"):
                     without.append(await _quiet_round(client, address, _ROUND_S))
                 continue
-            attacker = await _start("-m", "tests.benchmarks.attacker", address, what)
+            attacker = await start_child("-m", "tests.benchmarks.attacker", address, what)
             begin = asyncio.create_task(_quiet_round(client, address, _ROUND_S, attacker))
             beside.append(await begin)
-            for reason, num in json.loads(await _stop(attacker)).items():
+            for reason, num in json.loads(await tell_child(attacker, b"stop")).items():
                 ends[reason] = ends.get(reason, 0) + num
+            await attacker.wait()
             await _until_idle(client)
     quiet_p99 = np.median([of.gap(99) for of in without])
     return {
@@ -161,42 +163,17 @@ async def _until_idle(client: AsyncEngineClient) -> None:
 
 
 @asynccontextmanager
-async def _services() -> AsyncIterator[str]:
-    """The address of an engine; over TCP, where connections can be told apart."""
+async def _services() -> AsyncIterator[tuple[AsyncEngineClient, str]]:
+    """The client of an engine and its address; over TCP, where connections can be told apart."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         shutil.copytree(DEMO_MODEL_DIR, model)
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": _MAX_LEN}))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
-        cache = f"unix:{folder}/cache"
-        flags = ("--listen", address, "--cache", cache, "--model", str(model), "--threads", "1", *_ENGINE_FLAGS)
-        async with (
-            process("-m", "kvkeeper.cache_service", "--listen", cache, "--runtime-dir", folder),
-            process("-m", "kvkeeper.engine_service", *flags),
-        ):
-            yield address
-
-
-async def _start(*args: str) -> asyncio.subprocess.Process:
-    """`python ARGS`, which has said "ready"."""
-    pipe = asyncio.subprocess.PIPE
-    child = await asyncio.create_subprocess_exec(sys.executable, *args, stdin=pipe, stdout=pipe)
-    assert child.stdout is not None
-    if b"ready" not in await child.stdout.readline():
-        raise RuntimeError(f"{' '.join(args)} ended before it was ready")
-    return child
-
-
-async def _stop(child: asyncio.subprocess.Process) -> bytes:
-    """Its last line."""
-    assert child.stdin is not None and child.stdout is not None
-    child.stdin.write(b"stop\n")
-    told = await child.stdout.readline()
-    await child.wait()
-    return told
+        flags = ("--model", str(model), "--threads", "1", *_ENGINE_FLAGS)
+        (address,) = free_ports(1)
+        async with both_services(*flags, listen=address) as (client, _):
+            yield client, address
 
 
 def _ms(seconds: float) -> float:

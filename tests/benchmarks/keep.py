@@ -28,19 +28,16 @@ from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.kept_index import KeptIndex, KeptTable, Verification, row_words
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
-from kvkeeper.cache_service.core.values.step_columns import StepBatch
-from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
 from kvkeeper.cache_service.memory.kept.kept_pool import BlockDigests
 from kvkeeper.cache_service.memory.kept.memory_directory import MemoryDirectory
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
+from tests.benchmarks.core_pool import CorePool
 from tests.benchmarks.growing import BLOCK_SIZE, Growing
 from tests.support.processes.fleet import fleet
 from tests.support.worlds.memory_folder import memory_folder
 
 _NUM_STEPS = 640
 _WRITE_AFTER = 0.05  # seconds, as in the service
-_SESSION = SessionId("bench")
 _SHM = "/dev/shm"
 _NUM_STREAMS = 8
 _CHAIN = 250  # blocks; a prompt of 4,000 tokens
@@ -82,23 +79,21 @@ class _Pool:
         self._load = load
         self._written_at = time.perf_counter()
         num_blocks = load.num_blocks(_NUM_STEPS)
-        self._manager = PoolManager(PoolConfig(num_blocks, BLOCK_SIZE, max_sequences=load.num_sequences))
+        self._core = CorePool(PoolConfig(num_blocks, BLOCK_SIZE, max_sequences=load.num_sequences))
         if is_kept:
-            self._manager.restore(kept_index(num_blocks), may_still_write=False)
-        self._manager.sessions.open(_SESSION, Executor.ENGINE)
-        for sequence_id, prompt in zip(load.ids.tolist(), load.prompts(), strict=True):
-            self._manager.creation.create(_SESSION, SequenceArgs(SequenceId(sequence_id), prompt))
-        self._manager.steps.step(_SESSION, StepBatch(1, 0, **load.start_columns()))
+            self._core.manager.restore(kept_index(num_blocks), may_still_write=False)
+        self._core.open()
+        self._core.begin(load)
 
     def step(self, step_idx: int) -> None:
-        batch = StepBatch(step_idx + 2, step_idx + 1, **self._load.grow_columns(step_idx))
+        batch = self._core.next_batch(**self._load.grow_columns(step_idx))
         begin = time.perf_counter()
-        self._manager.steps.step(_SESSION, batch)
-        self._manager.maintenance.publish_pending()
+        self._core.take(batch)
+        self._core.publish()
         self.steps.append(time.perf_counter() - begin)
         if time.perf_counter() - self._written_at > _WRITE_AFTER:
             self._written_at, begin = time.perf_counter(), time.thread_time()
-            while self._manager.record.write(1024):
+            while self._core.manager.record.write(1024):
                 pass
             self.writing += time.thread_time() - begin
 

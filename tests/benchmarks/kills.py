@@ -9,7 +9,6 @@ import asyncio
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,13 +16,13 @@ import numpy as np
 
 from kvkeeper.cli.show.readiness import until_serving
 from kvkeeper.cli.start.processes import ServiceProcess
-from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
+from kvkeeper.client import AsyncEngineClient
+from tests.benchmarks.both_services import ask
 from tests.benchmarks.llama import build_folder, random_prompt
 from tests.support.worlds.memory_folder import memory_folder
 
 _NUM_PROMPTS, _PROMPT_LEN, _NUM_NEW, _NUM_BLOCKS = 8, 1536, 4, 1024
 _START_S, _GRACE_S = 120.0, 10.0
-_SAMPLING = Sampling(max_tokens=_NUM_NEW, temperature=0.0, ignore_eos=True)
 _COLORS = ("#9aa5b1", "#2f6db3", "#2f6db3", "#2f6db3")
 
 
@@ -44,16 +43,16 @@ async def _measure() -> list[dict[str, object]]:
         try:
             services.insert(0, await _start("engine", engine_at, *engine_flags))
             async with AsyncEngineClient(engine_at) as client:
-                await _ask(client, other)
+                await ask(client, other, _NUM_NEW)
                 rows = [await _phase("empty cache", client, prompts), await _phase("again", client, prompts)]
             await _kill(services.pop(0))
             services.insert(0, await _start("engine", engine_at, *engine_flags))
             async with AsyncEngineClient(engine_at) as client:
-                await _ask(client, other)
+                await ask(client, other, _NUM_NEW)
                 rows.append(await _phase("engine killed", client, prompts))
                 await _kill(services.pop())
                 services.append(await _start("cache", cache_at, *cache_flags))
-                await _ask(client, other)
+                await ask(client, other, _NUM_NEW)
                 rows.append(await _phase("cache service killed", client, prompts))
         finally:
             for service in services:
@@ -73,22 +72,12 @@ async def _kill(service: ServiceProcess) -> None:
 
 
 async def _phase(name: str, client: AsyncEngineClient, prompts: Sequence[np.ndarray]) -> dict[str, object]:
-    replies = [await _ask(client, prompt) for prompt in prompts]
+    replies = [await ask(client, prompt, _NUM_NEW) for prompt in prompts]
     return {
         "case": name,
-        "hit_share": round(sum(hit for _, hit in replies) / (_PROMPT_LEN * len(prompts)), 4),
-        "first_token_ms": round(statistics.median(first for first, _ in replies) * 1e3, 1),
+        "hit_share": round(sum(reply.num_cached for reply in replies) / (_PROMPT_LEN * len(prompts)), 4),
+        "first_token_ms": round(statistics.median(reply.first_token_seconds for reply in replies) * 1e3, 1),
     }
-
-
-async def _ask(client: AsyncEngineClient, prompt: np.ndarray) -> tuple[float, int]:
-    """(seconds to the first token, tokens that were in the cache)."""
-    begin, first = time.perf_counter(), 0.0
-    async with client.generate(prompt, GenerateOptions(sampling=_SAMPLING)) as chunks:
-        async for _ in chunks:
-            first = first or time.perf_counter() - begin
-    assert chunks.usage is not None, "a request that ended well has usage"
-    return first, chunks.usage.cached_tokens
 
 
 def draw(rows: Sequence[dict[str, object]], picture: Path) -> None:

@@ -40,7 +40,7 @@ async def _measure(has_caching: bool) -> dict[str, object]:
         clients = {}
         for way in _WAYS:
             services = both_services("--model", folder, "--threads", "1", "--preemption", way, cache_flags=cache_flags)
-            clients[way] = await stack.enter_async_context(services)
+            clients[way], _ = await stack.enter_async_context(services)
         for round_idx in tqdm(range(_NUM_ROUNDS + 1), desc="preempt", file=sys.stderr):
             rng = np.random.default_rng(round_idx)
             prompts = [random_prompt(rng, _PROMPT_LEN) for _ in range(_NUM_REQUESTS)]

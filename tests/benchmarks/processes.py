@@ -40,3 +40,20 @@ async def _drain(stream: asyncio.StreamReader, log: BinaryIO) -> None:
     """Reads to the end, so that a talkative child never waits for its pipe."""
     while line := await stream.readline():
         log.write(line)
+
+
+async def start_child(*args: str) -> asyncio.subprocess.Process:
+    """`python ARGS`, which has said "ready", and waits for a word."""
+    pipe = asyncio.subprocess.PIPE
+    child = await asyncio.create_subprocess_exec(sys.executable, *args, stdin=pipe, stdout=pipe)
+    assert child.stdout is not None
+    if b"ready" not in await child.stdout.readline():
+        raise RuntimeError(f"{' '.join(args)} ended before it was ready")
+    return child
+
+
+async def tell_child(child: asyncio.subprocess.Process, word: bytes = b"go") -> bytes:
+    """Tells it a word. Returns the line that it says then."""
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.write(word + b"\n")
+    return await child.stdout.readline()

@@ -35,8 +35,8 @@ async def _measure() -> list[dict[str, object]]:
         flags = ("--model", folder, "--threads", "1")
         pool = ("--num-blocks", str(_NUM_BLOCKS))
         async with (
-            both_services(*flags, cache_flags=pool) as sharing,
-            both_services(*flags, cache_flags=(*pool, "--no-prefix-caching")) as plain,
+            both_services(*flags, cache_flags=pool) as (sharing, _),
+            both_services(*flags, cache_flags=(*pool, "--no-prefix-caching")) as (plain, _),
         ):
             return [await _shared_prefix(sharing), await _no_reuse(sharing, plain)]
 

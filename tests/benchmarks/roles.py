@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
+from kvkeeper.client import AsyncEngineClient
 from tests.benchmarks.both_services import Reply, ask
 from tests.benchmarks.llama import build_folder, random_prompt
 from tests.benchmarks.processes import process
@@ -38,7 +38,9 @@ async def _measure(folder: str, *, has_roles: bool, has_prompts: bool) -> dict[s
     async with _engines(folder, has_roles=has_roles) as clients:
         rng = np.random.default_rng(1)
         await asyncio.gather(*(ask(client, random_prompt(rng, 64), 8) for client in clients))  # warms them up
-        streams = [asyncio.create_task(_gaps(clients[0], random_prompt(rng, 64))) for _ in range(_NUM_STREAMS)]
+        streams = [
+            asyncio.create_task(ask(clients[0], random_prompt(rng, 64), _NUM_STREAM_TOKENS)) for _ in range(_NUM_STREAMS)
+        ]
         replies: list[Reply] = []
         begin = time.perf_counter()
         if has_prompts:
@@ -46,7 +48,7 @@ async def _measure(folder: str, *, has_roles: bool, has_prompts: bool) -> dict[s
             askers = [_ask_on(targets, rng, streams, replies) for _ in range(_NUM_AT_ONCE)]
             await asyncio.gather(*askers)
         seconds = time.perf_counter() - begin
-        gaps = np.concatenate(await asyncio.gather(*streams)) * 1e3
+        gaps = np.concatenate([stream.gaps for stream in await asyncio.gather(*streams)]) * 1e3
         stats = await clients[0].stats()
     p50, p99 = np.percentile(gaps, (50, 99))
     found: dict[str, object] = {"gap_p50_ms": round(float(p50), 2), "gap_p99_ms": round(float(p99), 2)}
@@ -79,19 +81,9 @@ async def _engines(folder: str, *, has_roles: bool) -> AsyncIterator[Sequence[As
 async def _ask_on(
     targets: Iterator[AsyncEngineClient],
     rng: np.random.Generator,
-    streams: Sequence[asyncio.Task[np.ndarray]],
+    streams: Sequence[asyncio.Task[Reply]],
     replies: list[Reply],
 ) -> None:
     """One prompt after the other, while a stream goes on."""
     while not all(stream.done() for stream in streams):
         replies.append(await ask(next(targets), random_prompt(rng, _PROMPT_TOKENS), _PROMPT_NEW))
-
-
-async def _gaps(client: AsyncEngineClient, prompt: np.ndarray) -> np.ndarray:
-    """Seconds between the tokens of a stream."""
-    sampling = Sampling(max_tokens=_NUM_STREAM_TOKENS, temperature=0.0, repetition_penalty=1.0, ignore_eos=True)
-    times = []
-    async with client.generate(prompt, GenerateOptions(sampling=sampling)) as chunks:
-        async for _ in chunks:
-            times.append(time.perf_counter())
-    return np.diff(times)

@@ -51,7 +51,7 @@ async def _measure() -> list[dict[str, object]]:
         flags = ("--model", f"{folder}/model", "--threads", str(_NUM_THREADS), "--max-sequences", str(_MOST_RUNNING))
         found = []
         for dtype, aims in _AIMS.items():
-            async with both_services(*flags, "--dtype", dtype, engine=recorder) as client:
+            async with both_services(*flags, "--dtype", dtype, engine=recorder) as (client, _):
                 found += [await _serve(client, model, record, dtype, aims), await _lone(client, model, dtype, aims)]
         return found
 

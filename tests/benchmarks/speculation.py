@@ -25,7 +25,8 @@ def figures() -> Iterator[dict[str, object]]:
 
 async def _measure() -> list[dict[str, object]]:
     flags = ("--threads", "1")
-    async with both_services(*flags, "--speculation", "prompt-look-up") as guessing, both_services(*flags) as plain:
+    guesses = ("--speculation", "prompt-look-up")
+    async with both_services(*flags, *guesses) as (guessing, _), both_services(*flags) as (plain, _):
         return [
             await _compare(guessing, plain, "the output copies its prompt", _COPYING, 0.0, 1.2),
             await _compare(guessing, plain, "the output copies nothing", _OTHER, 1.5, 0.97),

@@ -57,7 +57,7 @@ async def _measure(folder: str) -> tuple[dict[tuple[int, int], list[float]], dic
         for ranks in (1, 2):
             flags = "--model", folder, "--tensor-parallel", str(ranks), "--threads", str(max(num_threads // ranks, 1))
             cache = "--pool-memory", "64MiB", "--num-pools", "1"
-            clients[ranks] = await stack.enter_async_context(both_services(*flags, cache_flags=cache))
+            clients[ranks], _ = await stack.enter_async_context(both_services(*flags, cache_flags=cache))
         for _ in range(_NUM_TURNS):
             for rows in _NUM_ROWS:
                 prompts = [random_prompt(rng, _NUM_PROMPT) for _ in range(rows)]

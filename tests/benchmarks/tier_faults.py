@@ -9,7 +9,6 @@ first run, for which nothing was cached. `fired` is what the service counted of 
 import asyncio
 import mmap
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, field
@@ -17,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, KvkeeperError
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from tests.benchmarks.both_services import ask, both_services
 from tests.benchmarks.faulty_disk_service import ANSWERS, HANGS, IS_FULL, IS_GONE, LIES
-from tests.benchmarks.processes import process
 from tests.support.remote.redis_server import RedisServer
 
 _NUM_PROMPTS, _PROMPT_TOKENS, _NEW_TOKENS = 24, 160, 4
@@ -48,13 +47,13 @@ def figures() -> Iterator[dict[str, object]]:
 
 async def _faults(tier: str) -> list[dict[str, object]]:
     async with AsyncExitStack() as stack:
-        cache, engine, faults = await stack.enter_async_context(_services(tier))
+        engine, cache, faults = await stack.enter_async_context(_services(tier))
         rng = np.random.default_rng(1)
         prompts = [rng.integers(3, _VOCAB_SIZE, _PROMPT_TOKENS).astype(np.int32) for _ in range(_NUM_PROMPTS)]
-        expected = [await _tokens(engine, prompt) for prompt in prompts]
+        expected = [(await ask(engine, prompt, _NEW_TOKENS)).token_ids for prompt in prompts]
         for _ in range(2):  # what comes to the tier is asked for again
             for prompt in prompts:
-                await _tokens(engine, prompt)
+                await ask(engine, prompt, _NEW_TOKENS)
         spells: dict[str, list[_Spells]] = {name: [_Spells(), _Spells()] for name in faults}
         for _ in range(_NUM_ROUNDS):
             for name, (begin, end) in faults.items():
@@ -97,20 +96,15 @@ async def _spell(
         while True:
             place = seen.num_prompts % len(prompts)
             try:
-                seen.num_wrong += await _tokens(engine, prompts[place]) != expected[place]
+                seen.num_wrong += (await ask(engine, prompts[place], _NEW_TOKENS)).token_ids != expected[place]
             except KvkeeperError:
                 seen.num_failed += 1
             seen.num_prompts += 1
 
     others = asyncio.create_task(come_and_go())
-    sampling = Sampling(max_tokens=_STREAM_TOKENS, temperature=0.0, repetition_penalty=1.0, ignore_eos=True)
-    times = list[float]()
-    async with engine.generate(prompts[0][:16], GenerateOptions(sampling=sampling)) as chunks:
-        async for _ in chunks:
-            times.append(time.perf_counter())
+    seen.gaps += (await ask(engine, prompts[0][:16], _STREAM_TOKENS)).gaps
     others.cancel()
     await asyncio.gather(others, return_exceptions=True)
-    seen.gaps += np.diff(times).tolist()
     for name, count in (await _counts(cache, tier)).items():
         seen.fired[name] = seen.fired.get(name, 0) + count - before[name]
 
@@ -121,42 +115,29 @@ async def _counts(cache: AsyncCacheClient, tier: str) -> dict[str, int]:
     return {**fired, "hit": int(getattr(pool, f"num_{tier}_hit_blocks"))}
 
 
-async def _tokens(engine: AsyncEngineClient, prompt: np.ndarray) -> list[int]:
-    sampling = Sampling(max_tokens=_NEW_TOKENS, temperature=0.0, repetition_penalty=1.0, ignore_eos=True)
-    found = list[int]()
-    async with engine.generate(prompt, GenerateOptions(sampling=sampling)) as chunks:
-        async for chunk in chunks:
-            found += chunk.token_ids
-    return found
-
-
 Faults = dict[str, tuple[Callable[[], None], Callable[[], None]]]  # how each begins, and how it ends
 
 
 @asynccontextmanager
-async def _services(tier: str) -> AsyncIterator[tuple[AsyncCacheClient, AsyncEngineClient, Faults]]:
+async def _services(tier: str) -> AsyncIterator[tuple[AsyncEngineClient, AsyncCacheClient, Faults]]:
     """Both services, with room for a few of the prompts in the pool and in the host tier."""
     async with AsyncExitStack() as stack:
         own = stack.enter_context(tempfile.TemporaryDirectory(dir=Path.cwd()))
-        cache, engine = f"unix:{own}/cache", f"unix:{own}/engine"
         sizes = ("--num-pools", "1", "--num-blocks", "60", "--num-host-blocks", "60", "--tier-worth", "always")
-        flags = ("--listen", cache, "--runtime-dir", own, *sizes)
         if tier == "disk":
             state = _shared_byte(Path(own, "state"))
-            program: tuple[str, ...] = ("-m", "tests.benchmarks.faulty_disk_service", f"{own}/state")
+            program: tuple[str, ...] = ("tests.benchmarks.faulty_disk_service", f"{own}/state")
             below: tuple[str, ...] = ("--disk-path", f"{own}/disk", "--disk-memory", "64MiB", "--disk-deadline", "0.2")
             faults = _disk_faults(state)
         else:
             server = stack.enter_context(closing(RedisServer(Path(own))))
-            program = ("-m", "kvkeeper.cache_service")
+            program = ("kvkeeper.cache_service",)
             below = ("--remote", server.address, "--remote-secret", str(server.secret()), "--remote-admit", "all")
             below += ("--remote-deadline", "0.2")
             faults = _server_faults(server)
-        await stack.enter_async_context(process(*program, *flags, *below))
-        of_engine = ("--listen", engine, "--cache", cache, "--model", str(DEMO_MODEL_DIR), "--threads", "1")
-        await stack.enter_async_context(process("-m", "kvkeeper.engine_service", *of_engine, "--dtype", "float32"))
-        clients = AsyncCacheClient(cache), AsyncEngineClient(engine)
-        yield await stack.enter_async_context(clients[0]), await stack.enter_async_context(clients[1]), faults
+        of_engine = ("--model", str(DEMO_MODEL_DIR), "--threads", "1", "--dtype", "float32")
+        services = both_services(*of_engine, cache=program, cache_flags=(*sizes, *below))
+        yield *await stack.enter_async_context(services), faults
 
 
 def _shared_byte(path: Path) -> mmap.mmap:

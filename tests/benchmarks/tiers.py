@@ -6,8 +6,7 @@ Nothing of it is in the system's cache, so reads are cold. The remote tier's sto
 redis-py on the same server, with values of the same size, in the same batches and threads; the store makes digests and keyed
 checks beside it, asks for the era with each batch, and has the bytes in the arena at the end. Then a 32 M parameter Llama in
 both services, one thread: prompts of 2,000 tokens that lie in the tier alone, after pool and host tier have had others, against
-prompts that are new. What is measured there decides whether a load pays; with `always` every load is ordered. The last are the
-times between the tokens of one stream beside others, while the server of the remote tier answers, hangs, or is gone.
+prompts that are new. What is measured there decides whether a load pays; with `always` every load is ordered.
 """
 
 import asyncio
@@ -32,15 +31,14 @@ from kvkeeper.cache_service.memory.remote.redis_link import RedisServer as Redis
 from kvkeeper.cache_service.memory.remote.remote_address import parse_address, read_secret
 from kvkeeper.cache_service.memory.remote.remote_store import RemoteStore
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
-from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, GenerateOptions, Sampling
-from tests.benchmarks.both_services import ask
+from kvkeeper.client import AsyncCacheClient, AsyncEngineClient
+from tests.benchmarks.both_services import ask, both_services
 from tests.benchmarks.llama import build_folder, random_prompt
-from tests.benchmarks.processes import process
 from tests.support.remote.redis_server import PASSWORD, RedisServer
 
 _SLAB_BYTES, _HOST_BYTES, _REMOTE_BYTES = 768 << 20, 256 << 20, 192 << 20
 _NUM_TURNS = 6
-_PROMPT_TOKENS, _NUM_PROMPTS, _STREAM_TOKENS = 2_000, 6, 300
+_PROMPT_TOKENS, _NUM_PROMPTS = 2_000, 6
 
 Work = Callable[[list[TierOrder]], None]
 
@@ -57,8 +55,6 @@ def figures() -> Iterator[dict[str, object]]:
             for worth in ("auto", "always"):
                 found = asyncio.run(_first_tokens(folder, tier, worth))
                 yield {"case": "first token", "tier": tier, "worth": worth, "prompt_tokens": _PROMPT_TOKENS, **found}
-        for row in asyncio.run(_others(folder)):
-            yield {"case": "others, while the remote tier's server", **row}
 
 
 def _rates(block_bytes: int) -> dict[str, object]:
@@ -84,33 +80,21 @@ def _rates(block_bytes: int) -> dict[str, object]:
 
             return work
 
-        def through(call: Callable[..., list[TierResult]]) -> Work:
-            def work(part: list[TierOrder]) -> None:
-                assert call(part, hosts) == [TierResult.DONE] * len(part)
-
-            return work
-
         seconds: dict[str, list[float]] = {"write": [], "plain_write": [], "read": [], "plain_read": []}
         _timed(orders, plainly(os.pwritev), block_bytes)  # the first write of a place costs the file system more
         for turn in range(_NUM_TURNS):
-            works = [("write", through(slab.write)), ("plain_write", plainly(os.pwritev))]
+            works = [("write", _through(slab.write, hosts)), ("plain_write", plainly(os.pwritev))]
             for name, work in works if turn % 2 else reversed(works):
                 seconds[name].append(_timed(orders, work, block_bytes))
-            _timed(orders, through(slab.write), block_bytes)  # so that rows and bytes fit
-            works = [("read", through(slab.read)), ("plain_read", plainly(os.preadv))]
+            _timed(orders, _through(slab.write, hosts), block_bytes)  # so that rows and bytes fit
+            works = [("read", _through(slab.read, hosts)), ("plain_read", plainly(os.preadv))]
             for name, work in works if turn % 2 else reversed(works):
                 seconds[name].append(_timed(orders, work, block_bytes))
-        num_bytes = len(orders) * block_bytes
-        rates = {f"{name}_MB_s": round(num_bytes / float(np.median(each)) / 1e6) for name, each in seconds.items()}
-        shares = {
-            f"{name}_share": round(float(np.median(seconds[f"plain_{name}"]) / np.median(seconds[name])), 3)
-            for name in ("write", "read")
-        }
         os.close(plain)
         is_direct = slab.is_direct
         slab.close()
         arena.close()
-        return {**rates, **shares, "direct": is_direct}
+        return {**_figure(seconds, "plain", len(orders) * block_bytes), "direct": is_direct}
 
 
 def _remote_rates(server: RedisServer, block_bytes: int) -> dict[str, object]:
@@ -124,12 +108,6 @@ def _remote_rates(server: RedisServer, block_bytes: int) -> dict[str, object]:
     arena.array[:] = np.random.default_rng(1).integers(0, 256, len(arena.array), np.uint8)
     hosts = arena.blocks(_REMOTE_BYTES // block_bytes, block_bytes)
     orders = [TierOrder(at, at, at.to_bytes(NAME_BYTES), bytes(NAME_BYTES), bytes(64), at, 0) for at in range(1, len(hosts))]
-
-    def through(call: Callable[..., list[TierResult]]) -> Work:
-        def work(part: list[TierOrder]) -> None:
-            assert call(part, hosts) == [TierResult.DONE] * len(part)
-
-        return work
 
     def put(part: list[TierOrder]) -> None:
         batch = bare.pipeline(transaction=False)
@@ -146,20 +124,28 @@ def _remote_rates(server: RedisServer, block_bytes: int) -> dict[str, object]:
     seconds: dict[str, list[float]] = {"write": [], "bare_write": [], "read": [], "bare_read": []}
     for turn in range(_NUM_TURNS + 1):
         for pair in (
-            (("write", through(store.write)), ("bare_write", put)),
-            (("read", through(store.read)), ("bare_read", get)),
+            (("write", _through(store.write, hosts)), ("bare_write", put)),
+            (("read", _through(store.read, hosts)), ("bare_read", get)),
         ):
             for name, work in pair if turn % 2 else reversed(pair):
                 seconds[name] += [_timed(orders, work, block_bytes)] * (turn > 0)  # the first turn makes connections and room
-    num_bytes = len(orders) * block_bytes
-    rates = {f"{name}_MB_s": round(num_bytes / float(np.median(each)) / 1e6) for name, each in seconds.items()}
-    shares = {
-        f"{name}_share": round(float(np.median(seconds[f"bare_{name}"]) / np.median(seconds[name])), 3)
-        for name in ("write", "read")
-    }
     store.close()
     arena.close()
-    return {**rates, **shares}
+    return _figure(seconds, "bare", len(orders) * block_bytes)
+
+
+def _figure(seconds: dict[str, list[float]], other: str, num_bytes: int) -> dict[str, object]:
+    """Bytes a second of each, and what share of the other's ours are."""
+    medians = {name: float(np.median(each)) for name, each in seconds.items()}
+    rates = {f"{name}_MB_s": round(num_bytes / each / 1e6) for name, each in medians.items()}
+    return rates | {f"{name}_share": round(medians[f"{other}_{name}"] / medians[name], 3) for name in ("write", "read")}
+
+
+def _through(call: Callable[..., list[TierResult]], hosts: np.ndarray) -> Work:
+    def work(part: list[TierOrder]) -> None:
+        assert call(part, hosts) == [TierResult.DONE] * len(part)
+
+    return work
 
 
 def _timed(orders: list[TierOrder], work: Work, block_bytes: int) -> float:
@@ -186,7 +172,7 @@ def _timed(orders: list[TierOrder], work: Work, block_bytes: int) -> float:
 
 
 async def _first_tokens(folder: str, tier: str, worth: str) -> dict[str, object]:
-    async with _services(folder, tier, worth) as (cache, engine):
+    async with _services(folder, tier, worth) as (engine, cache):
         rng = np.random.default_rng(2)
         await ask(engine, random_prompt(rng, 64), 4)  # warms it up
         prompts = [random_prompt(rng, _PROMPT_TOKENS) for _ in range(_NUM_PROMPTS)]
@@ -210,66 +196,15 @@ async def _first_tokens(folder: str, tier: str, worth: str) -> dict[str, object]
         }
 
 
-async def _others(folder: str) -> list[dict[str, object]]:
-    """Times between the tokens of one stream while short prompts, which ask the server, come and go; turn by turn."""
-    gaps: dict[str, list[float]] = {"answers": [], "hangs": [], "is gone": []}
-    num_asked = dict.fromkeys(gaps, 0)
-    async with AsyncExitStack() as stack:
-        server = stack.enter_context(closing(RedisServer(Path(stack.enter_context(tempfile.TemporaryDirectory())))))
-        cache, engine = await stack.enter_async_context(_services(folder, "remote", "always", server))
-        rng = np.random.default_rng(3)
-
-        async def come_and_go(state: str) -> None:
-            while True:
-                await ask(engine, random_prompt(rng, 48), 1)
-                num_asked[state] += 1
-
-        for state in ("answers", "hangs", "answers", "is gone") * 2:
-            {"hangs": server.hang, "is gone": server.kill}.get(state, lambda: None)()
-            others = asyncio.create_task(come_and_go(state))
-            gaps[state] += await _gaps(engine, random_prompt(rng, 64))
-            others.cancel()
-            await asyncio.gather(others, return_exceptions=True)
-            {"hangs": server.go_on, "is gone": server.start}.get(state, lambda: None)()
-        pool = (await cache.stats()).pools[0]
-    return [
-        {
-            "state": state,
-            "token_p50_ms": round(float(np.median(each)) * 1e3, 2),
-            "token_p99_ms": round(float(np.percentile(each, 99)) * 1e3, 2),
-            "prompts": num_asked[state],
-            "rests": pool.num_remote_rests,
-        }
-        for state, each in gaps.items()
-    ]
-
-
-async def _gaps(engine: AsyncEngineClient, prompt: np.ndarray) -> list[float]:
-    """Seconds between the tokens of a stream."""
-    sampling = Sampling(max_tokens=_STREAM_TOKENS, temperature=0.0, repetition_penalty=1.0, ignore_eos=True)
-    times = list[float]()
-    async with engine.generate(prompt, GenerateOptions(sampling=sampling)) as chunks:
-        async for _ in chunks:
-            times.append(time.perf_counter())
-    return np.diff(times).tolist()
-
-
 @asynccontextmanager
-async def _services(
-    folder: str, tier: str, worth: str, server: RedisServer | None = None
-) -> AsyncIterator[tuple[AsyncCacheClient, AsyncEngineClient]]:
+async def _services(folder: str, tier: str, worth: str) -> AsyncIterator[tuple[AsyncEngineClient, AsyncCacheClient]]:
     """Both services, with room for two of the prompts in the pool and for two in the host tier."""
     async with AsyncExitStack() as stack:
         own = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
-        cache, engine = f"unix:{own}/cache", f"unix:{own}/engine"
         sizes = ("--num-pools", "1", "--num-blocks", "300", "--num-host-blocks", "300", "--tier-worth", worth)
         below: tuple[str, ...] = ("--disk-path", f"{own}/disk", "--disk-memory", "2GiB")
         if tier == "remote":
-            server = server or stack.enter_context(closing(RedisServer(Path(own))))
+            server = stack.enter_context(closing(RedisServer(Path(own))))
             below = ("--remote", server.address, "--remote-secret", str(server.secret()), "--remote-admit", "all")
-        flags = ("--listen", cache, "--runtime-dir", own, *sizes, *below)
-        await stack.enter_async_context(process("-m", "kvkeeper.cache_service", *flags))
-        of_engine = ("--listen", engine, "--cache", cache, "--model", f"{folder}/model", "--threads", "1")
-        await stack.enter_async_context(process("-m", "kvkeeper.engine_service", *of_engine))
-        clients = AsyncCacheClient(cache), AsyncEngineClient(engine)
-        yield await stack.enter_async_context(clients[0]), await stack.enter_async_context(clients[1])
+        services = both_services("--model", f"{folder}/model", "--threads", "1", cache_flags=(*sizes, *below))
+        yield await stack.enter_async_context(services)

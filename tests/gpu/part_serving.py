@@ -23,8 +23,7 @@ import torch
 from kvkeeper.client import AsyncEngineClient
 from tests.benchmarks.both_services import ask_all, both_services
 from tests.gpu.checks import Check, text_of
-from tests.gpu.family_models import write_family
-from tests.gpu.random_model import LLAMA_1B, QWEN3_06B, TINY, Shape, write_model
+from tests.gpu.random_model import LLAMA_1B, QWEN3_06B, TINY, Shape, write_family, write_model
 from tests.gpu.same_tokens import Output, judge, outputs_of
 
 _PROMPT_TOKENS = 128
@@ -84,7 +83,7 @@ async def _swap(model: Path, shape: Shape, device: str) -> list[Check]:
     cache_flags = ("--device", device, "--num-pools", "1", "--num-blocks", str(blocks), "--num-host-blocks", str(4 * blocks))
     flags = ("--device", device, "--model", str(model), "--dtype", "bfloat16", "--preemption", "swap", "--policy", "fcfs",
              "--max-sequences", str(num_seqs))  # fmt: skip
-    async with both_services(*flags, cache_flags=cache_flags) as client:
+    async with both_services(*flags, cache_flags=cache_flags) as (client, _):
         await _load(client, shape, num_seqs, new_tokens)
         stats = await client.stats()
     figures = {"swapped_out": stats.num_swapped_out, "steps": stats.num_steps}
@@ -109,7 +108,7 @@ async def _serve(
     pool = "64MiB" if device == "cpu" else "24GiB"
     cache_flags = ("--device", device, "--num-pools", "1", "--pool-memory", pool, "--max-sequences", "512")
     flags = ("--device", device, "--model", str(model), "--dtype", "bfloat16", "--max-sequences", "256", *ways)
-    async with both_services(*flags, cache_flags=cache_flags) as client:
+    async with both_services(*flags, cache_flags=cache_flags) as (client, _):
         await _load(client, shape, 2, 4)  # kernels are compiled with their first use
         if ways in (_DEFAULT, _PLAIN):
             outputs[ways] = await outputs_of(client, shape.vocab_size, is_told=ways == _PLAIN)

@@ -32,7 +32,18 @@ def test_a_call_without_a_row_is_refused_to_every_role(path: str) -> None:
 
 def test_a_reader_changes_nothing() -> None:
     reading = {path for path, _ in rpcs() if Role.READER in roles_of(path)}
-    verbs = ("Get", "List", "Read", "Watch", "Match", "Explain", "CheckAdmission", "HealthCheck", "Subscribe", "ServerReflection")
+    verbs = (
+        "Get",
+        "List",
+        "Read",
+        "Watch",
+        "Match",
+        "Explain",
+        "CheckAdmission",
+        "HealthCheck",
+        "Subscribe",
+        "ServerReflection",
+    )
     assert reading
     assert [path for path in reading if not path.rpartition("/")[2].startswith(verbs)] == [], "does its name say that it reads?"
 
