@@ -2,7 +2,7 @@
 
 Owns the allocation. The cache service runs no kernels and holds no torch: beside the arena, it costs one context on the device.
 Such memory ends with the service; what outlives it is held_memory.py. Clients without kernels read, write and copy it through
-the service (DeviceArena), one call a block.
+the service (DeviceBytes), one call a block.
 
 Not yet run on a device.
 """
@@ -25,14 +25,15 @@ from ..host_packing import HostPacking
 from ..shared_memory import SharedMemoryArena, transfers_of
 
 
-class DeviceArena:
-    """The memory at a pointer of this process: what all arenas on a device do with it. Each call is done when it returns.
+class DeviceBytes:
+    """The memory at a pointer of this process. Each call is done when it returns. Raises CudaError."""
 
-    Raises CudaError.
-    """
+    def __init__(self, runtime: CudaRuntime, device: int, pointer: int) -> None:
+        self._runtime, self._device, self.pointer = runtime, device, pointer
 
-    def __init__(self, runtime: CudaRuntime, device: int, num_bytes: int, pointer: int) -> None:
-        self._runtime, self._device, self.num_bytes, self.pointer = runtime, device, num_bytes, pointer
+    def clear(self, num_bytes: int) -> None:
+        """Zeros from the beginning on."""
+        self._runtime.clear(self._device, self.pointer, num_bytes)
 
     def read(self, first: int, num_bytes: int) -> bytes:
         data = np.empty(num_bytes, np.uint8)
@@ -48,15 +49,19 @@ class DeviceArena:
         whole = np.empty(block_bytes if packing is not None else 0, np.uint8)  # a block on its way, as numbers
         for kind, source, destination in transfers_of(copies):
             assert hosts is not None, "a transfer without a host tier"
-            is_out = kind == TransferKind.SWAP_OUT
-            row = hosts[destination if is_out else source]
-            block, host = self._at(source if is_out else destination, block_bytes), row if packing is None else whole
-            if packing is not None and not is_out:
-                packing.unpack(row, whole)
-            to, what = (host.ctypes.data, block) if is_out else (block, host.ctypes.data)
+            if packing is not None and kind == TransferKind.SWAP_OUT:
+                self._runtime.copy(self._device, whole.ctypes.data, self._at(source, block_bytes), block_bytes)
+                packing.pack(whole, hosts[destination])
+                continue
+            if packing is not None:
+                packing.unpack(hosts[source], whole)
+                self._runtime.copy(self._device, self._at(destination, block_bytes), whole.ctypes.data, block_bytes)
+                continue
+            if kind == TransferKind.SWAP_OUT:
+                to, what = hosts[destination].ctypes.data, self._at(source, block_bytes)
+            else:
+                to, what = self._at(destination, block_bytes), hosts[source].ctypes.data
             self._runtime.copy(self._device, to, what, block_bytes)
-            if packing is not None and is_out:
-                packing.pack(whole, row)
         for source, destination in zip(copies.sources.tolist(), copies.destinations.tolist(), strict=True):
             self._runtime.copy(self._device, self._at(destination, block_bytes), self._at(source, block_bytes), block_bytes)
 
@@ -70,23 +75,24 @@ _HEADROOM = 64 << 20
 _generations = itertools.count(1)
 
 
-class CudaArena(DeviceArena):
+class CudaArena:
     """An Arena of [num_bytes] bytes on a device, all zero at first. Raises OutOfMemory, CudaError."""
 
     def __init__(self, runtime: CudaRuntime, device: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._runtime, self._device = runtime, device
         try:
-            pointer = runtime.allocate(device, -(-num_bytes // _GRANULARITY) * _GRANULARITY)
+            self._bytes = DeviceBytes(runtime, device, runtime.allocate(device, -(-num_bytes // _GRANULARITY) * _GRANULARITY))
         except CudaError as error:
             if error.is_out_of_memory:
                 raise OutOfMemory(f"{size(num_bytes)} could not be had on the device", on_device=True) from None
             raise
-        super().__init__(runtime, device, num_bytes, pointer)
         try:
-            runtime.clear(device, pointer, num_bytes)
-            handle, offset = runtime.export(device, pointer)
+            self._bytes.clear(num_bytes)
+            handle, offset = runtime.export(device, self._bytes.pointer)
             uuid = runtime.device_uuids()[device]
         except BaseException:
-            runtime.free(device, pointer)
+            runtime.free(device, self._bytes.pointer)
             raise
         self._handle = ArenaHandle(uuid, handle, offset, num_bytes, next(_generations))
 
@@ -97,10 +103,19 @@ class CudaArena(DeviceArena):
         """None: the handle is enough to map the arena."""
         return []
 
+    def read(self, first: int, num_bytes: int) -> bytes:
+        return self._bytes.read(first, num_bytes)
+
+    def write(self, first: int, data: bytes) -> None:
+        self._bytes.write(first, data)
+
+    def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None, packing: HostPacking | None = None) -> None:
+        self._bytes.copy(copies, block_bytes, hosts, packing)
+
     def close(self, *, is_mapped: bool = False) -> None:
         """Frees the memory, unless other processes map it: CUDA forbids that, so it is freed when this process ends."""
         if not is_mapped:
-            self._runtime.free(self._device, self.pointer)
+            self._runtime.free(self._device, self._bytes.pointer)
 
 
 class PinnedArena(SharedMemoryArena):

@@ -19,17 +19,19 @@ from kvkeeper.common.hold.messages import HoldRefused
 from kvkeeper.common.service.memory_limit import OutOfMemory
 from kvkeeper.common.service.sizes import size
 
-from ..arena import KeptArena, Place
+from ...core.values.copies import Copies
+from ..arena import ByteArray, KeptArena, Place
+from ..host_packing import HostPacking
 from ..private_file import FileRefused
 from ..shared_memory import SharedMemoryArena
-from .cuda import CudaMemory, DeviceArena, PinnedArena
+from .cuda import CudaMemory, DeviceBytes, PinnedArena
 from .holder_link import HolderLink
 
 _STAMP_BYTES = 4096  # behind the arena
 _CLOSE_SECONDS = 3.0
 
 
-class HeldArena(DeviceArena):
+class HeldArena:
     """The memory of one pool, a KeptArena of [num_bytes] bytes, which a holder has a descriptor of, too.
 
     Owns the mapping at pointer and both descriptors. The file in the memory directory that stands for the arena has no bytes.
@@ -51,10 +53,12 @@ class HeldArena(DeviceArena):
         file: int,
     ) -> None:
         """name: with the holder. memory, file: descriptors of the memory, and of the file that stands for it."""
-        super().__init__(runtime, device, shape.num_bytes, pointer)
+        self.num_bytes = shape.num_bytes
         self.descriptor = file
         self.place = Place(shape.device_uuid, name)
-        self._driver, self._link, self._shape, self._memory = driver, link, shape, memory
+        self._runtime, self._driver, self._link, self._device, self._shape = runtime, driver, link, device, shape
+        self._memory = memory
+        self._bytes = DeviceBytes(runtime, device, pointer)
 
     def fields(self) -> dict[str, object]:
         return self._shape.as_fields()
@@ -62,6 +66,15 @@ class HeldArena(DeviceArena):
     def descriptors(self) -> list[int]:
         """That of the memory, and that of the file, see above."""
         return [self._memory, self.descriptor]
+
+    def read(self, first: int, num_bytes: int) -> bytes:
+        return self._bytes.read(first, num_bytes)
+
+    def write(self, first: int, data: bytes) -> None:
+        self._bytes.write(first, data)
+
+    def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None, packing: HostPacking | None = None) -> None:
+        self._bytes.copy(copies, block_bytes, hosts, packing)
 
     def read_stamp(self, num_bytes: int) -> bytes:
         """From behind the arena. Raises OSError where the device fails."""
@@ -84,18 +97,18 @@ class HeldArena(DeviceArena):
     def close(self, *, is_mapped: bool = False) -> None:
         """Gives up this process's mapping and descriptors; the memory goes with the last of all processes."""
         self._runtime.synchronize(self._device)
-        self._driver.unmap(self.pointer, self._shape.mapped_bytes)
+        self._driver.unmap(self._bytes.pointer, self._shape.mapped_bytes)
         os.close(self._memory)
         os.close(self.descriptor)
 
 
-class HeldMemory(CudaMemory):
+class HeldMemory:
     """See KeptMemory. Raises CudaError where there is no such device."""
 
     def __init__(self, runtime: CudaRuntime, driver: VmmDriver, device: int, address: str, folder: Path) -> None:
         """address: of the holder. folder: the memory directory, by which the holder distinguishes its services."""
-        super().__init__(runtime, device)
-        self._driver = driver
+        self._device_memory = CudaMemory(runtime, device)
+        self._runtime, self._driver, self._device = runtime, driver, device
         self._uuid = runtime.device_uuids()[device]
         owner = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
         self._link = HolderLink(address, f"kvkeeper-{owner}-")
@@ -105,6 +118,10 @@ class HeldMemory(CudaMemory):
     def can_open(self) -> bool:
         """Whether the holder responds; logs why where it does not."""
         return self._link.probe()
+
+    def require(self, num_bytes: int, num_host_bytes: int) -> None:
+        """Raises OutOfMemory where arenas of num_bytes and host tiers of num_host_bytes do not fit now."""
+        self._device_memory.require(num_bytes, num_host_bytes)
 
     def make(self, file: int, num_bytes: int) -> KeptArena:
         """New memory, all zero. Takes over the descriptor of the file that stands for it. Raises OutOfMemory, CudaError."""
