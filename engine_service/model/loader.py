@@ -35,7 +35,7 @@ from .config import ModelConfig, read_model_config
 from .decoder import Decoder, DecoderWeights
 from .dtype_name import INT8, DtypeChoice, dtype_name
 from .families.table import FAMILIES
-from .quantised.restored import restored
+from .quantised.matrix import restored
 from .quantised.scheme import Scheme
 from .split import WHOLE, Split, config_of_rank
 from .weight_map import allocate_weights, biases_added_up, norms_of, pair_rotated

@@ -1,4 +1,4 @@
-"""The values of one step: Plan, which it asks of the cache service, and Work, which it computes once that has answered.
+"""The values of one step: Plan, which it asks of the cache service, and Work, which it computes once the answer is there.
 
 Frozen values of numpy columns; StepWait says why a step waits. Plan's columns carry the names of the protocol's StepRequest.
 Pure.

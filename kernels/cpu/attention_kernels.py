@@ -37,42 +37,40 @@ def _prefetch_rows(at, slot, size):
 
 
 @helper
-def _scores(scores, q_at, keys_at, table, first, last, block_stride, block_size, slot, size, heads, group):
-    """scores [heads * group, TILE] of the heads' queries and the keys of positions [first, last)."""
-    position = first
-    while position < last:
-        at, ahead, end = _run_of_slots(keys_at, table, position, last, block_stride, block_size, slot)
-        while position + 4 <= end:
-            for head in range(heads):
-                _prefetch_rows(at + ahead + head * size * 4, slot, size)
-                k0, k1 = floats_at(at + head * size * 4, size), floats_at(at + (slot + head * size) * 4, size)
-                k2, k3 = floats_at(at + (2 * slot + head * size) * 4, size), floats_at(at + (3 * slot + head * size) * 4, size)
-                for member in range(head * group, head * group + group):
-                    q = floats_at(q_at + member * size * 4, size)
-                    s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-                    for i in range(size):
-                        s0 += q[i] * k0[i]
-                        s1 += q[i] * k1[i]
-                        s2 += q[i] * k2[i]
-                        s3 += q[i] * k3[i]
-                    place = member * TILE + position - first
-                    scores[place] = s0
-                    scores[place + 1] = s1
-                    scores[place + 2] = s2
-                    scores[place + 3] = s3
-            at += slot * 16
-            position += 4
-        while position < end:
-            for head in range(heads):
-                k = floats_at(at + head * size * 4, size)
-                for member in range(head * group, head * group + group):
-                    q = floats_at(q_at + member * size * 4, size)
-                    total = np.float32(0)
-                    for i in range(size):
-                        total += q[i] * k[i]
-                    scores[member * TILE + position - first] = total
-            at += slot * 4
-            position += 1
+def score_run(scores, place, q_at, at, ahead, count, slot, size, heads, group):
+    """scores [heads * group, TILE] from `place` on, of `count` neighbouring slots; asks for the rows `ahead` bytes further."""
+    done = np.int64(0)
+    while done + 4 <= count:
+        for head in range(heads):
+            _prefetch_rows(at + ahead + head * size * 4, slot, size)
+            k0, k1 = floats_at(at + head * size * 4, size), floats_at(at + (slot + head * size) * 4, size)
+            k2, k3 = floats_at(at + (2 * slot + head * size) * 4, size), floats_at(at + (3 * slot + head * size) * 4, size)
+            for member in range(head * group, head * group + group):
+                q = floats_at(q_at + member * size * 4, size)
+                s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+                for i in range(size):
+                    s0 += q[i] * k0[i]
+                    s1 += q[i] * k1[i]
+                    s2 += q[i] * k2[i]
+                    s3 += q[i] * k3[i]
+                to = member * TILE + place + done
+                scores[to] = s0
+                scores[to + 1] = s1
+                scores[to + 2] = s2
+                scores[to + 3] = s3
+        at += slot * 16
+        done += 4
+    while done < count:
+        for head in range(heads):
+            k = floats_at(at + head * size * 4, size)
+            for member in range(head * group, head * group + group):
+                q = floats_at(q_at + member * size * 4, size)
+                total = np.float32(0)
+                for i in range(size):
+                    total += q[i] * k[i]
+                scores[member * TILE + place + done] = total
+        at += slot * 4
+        done += 1
 
 
 @njit(fastmath=True, error_model="numpy", boundscheck=False)
@@ -116,34 +114,32 @@ def _exponentials(scores, highest, scale, cap):
 
 
 @helper
-def _weigh(scores, out_at, values_at, table, first, last, block_stride, block_size, slot, size, heads, group):
-    """Add to out [heads * group, size] the values of positions [first, last) times their scores."""
-    position = first
-    while position < last:
-        at, ahead, end = _run_of_slots(values_at, table, position, last, block_stride, block_size, slot)
-        while position + 4 <= end:
-            for head in range(heads):
-                _prefetch_rows(at + ahead + head * size * 4, slot, size)
-                v0, v1 = floats_at(at + head * size * 4, size), floats_at(at + (slot + head * size) * 4, size)
-                v2, v3 = floats_at(at + (2 * slot + head * size) * 4, size), floats_at(at + (3 * slot + head * size) * 4, size)
-                for member in range(head * group, head * group + group):
-                    out = floats_at(out_at + member * size * 4, size)
-                    place = member * TILE + position - first
-                    w0, w1, w2, w3 = scores[place], scores[place + 1], scores[place + 2], scores[place + 3]
-                    for i in range(size):
-                        out[i] += w0 * v0[i] + w1 * v1[i] + w2 * v2[i] + w3 * v3[i]
-            at += slot * 16
-            position += 4
-        while position < end:
-            for head in range(heads):
-                v = floats_at(at + head * size * 4, size)
-                for member in range(head * group, head * group + group):
-                    out = floats_at(out_at + member * size * 4, size)
-                    weight = scores[member * TILE + position - first]
-                    for i in range(size):
-                        out[i] += weight * v[i]
-            at += slot * 4
-            position += 1
+def weigh_run(scores, place, out_at, at, ahead, count, slot, size, heads, group):
+    """Add to out [heads * group, size] the values of `count` neighbouring slots times their scores."""
+    done = np.int64(0)
+    while done + 4 <= count:
+        for head in range(heads):
+            _prefetch_rows(at + ahead + head * size * 4, slot, size)
+            v0, v1 = floats_at(at + head * size * 4, size), floats_at(at + (slot + head * size) * 4, size)
+            v2, v3 = floats_at(at + (2 * slot + head * size) * 4, size), floats_at(at + (3 * slot + head * size) * 4, size)
+            for member in range(head * group, head * group + group):
+                out = floats_at(out_at + member * size * 4, size)
+                of = member * TILE + place + done
+                w0, w1, w2, w3 = scores[of], scores[of + 1], scores[of + 2], scores[of + 3]
+                for i in range(size):
+                    out[i] += w0 * v0[i] + w1 * v1[i] + w2 * v2[i] + w3 * v3[i]
+        at += slot * 16
+        done += 4
+    while done < count:
+        for head in range(heads):
+            v = floats_at(at + head * size * 4, size)
+            for member in range(head * group, head * group + group):
+                out = floats_at(out_at + member * size * 4, size)
+                weight = scores[member * TILE + place + done]
+                for i in range(size):
+                    out[i] += weight * v[i]
+        at += slot * 4
+        done += 1
 
 
 @helper
@@ -246,7 +242,6 @@ def attend_decode(data):
             continue
         own_heads = first_head * group
         row_at, keys_at = out_at + (seq * num_heads + own_heads) * size * 4, layer_at + first_head * size * 4
-        values_at = keys_at + kv_stride * 4
         table = int32s_at(tables_at + seq * table_stride * 4, (length + block_size - 1) // block_size)
         own_logits_at = logits_at + own_heads * 4 if logits_at != 0 else logits_at
         begin_rows(highest, totals, own_logits_at, row_at, heads * group, size)
@@ -258,9 +253,18 @@ def attend_decode(data):
                 query_at, position, end = q_at + (seq * q_stride + own_heads * size) * 4, start, length
             for first in range(position, end, TILE):
                 last = min(first + TILE, end)
-                _scores(scores, query_at, keys_at, table, first, last, block_stride, block_size, slot, size, heads, group)
-                weigh_scores(scores, last - first, highest, totals, row_at, heads * group, size, scale, cap, have_seen)
-                _weigh(scores, row_at, values_at, table, first, last, block_stride, block_size, slot, size, heads, group)
+                for side in range(2):
+                    place = first
+                    while place < last:
+                        base = keys_at + side * kv_stride * 4
+                        at, ahead, stop = _run_of_slots(base, table, place, last, block_stride, block_size, slot)
+                        if side == 0:
+                            score_run(scores, place - first, query_at, at, ahead, stop - place, slot, size, heads, group)
+                        else:
+                            weigh_run(scores, place - first, row_at, at, ahead, stop - place, slot, size, heads, group)
+                        place = stop
+                    if side == 0:
+                        weigh_scores(scores, last - first, highest, totals, row_at, heads * group, size, scale, cap, have_seen)
                 have_seen = True
         if length > start:
             end_rows(totals, row_at, heads * group, size)

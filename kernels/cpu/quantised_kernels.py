@@ -13,7 +13,17 @@ import numpy as np
 from numba import carray
 
 from ..quantised.formats import BF16, FORMATS, FP8, FP16, INT4, INT8
-from .attention_kernels import TILE, begin_rows, count_keys, end_rows, own_heads_of, share_of_keys, weigh_scores
+from .attention_kernels import (
+    TILE,
+    begin_rows,
+    count_keys,
+    end_rows,
+    own_heads_of,
+    score_run,
+    share_of_keys,
+    weigh_run,
+    weigh_scores,
+)
 from .kernel_parts import floats_at, greatest_magnitude, helper, int8s_at, int32s_at, int64s_at, kernel, prefetch, share_of
 from .number_formats import (
     bits_of_float,
@@ -272,33 +282,6 @@ def _block_weigh(scores, place, out_at, at, scales_at, offset, count, size, row_
         entry += taken * num_kv_heads
 
 
-@helper
-def _float_scores(scores, place, q_at, at, count, slot, size, heads, group):
-    """scores of `count` neighbouring slots of a page, for all of a thread's heads."""
-    for head in range(heads):
-        for done in range(count):
-            k = floats_at(at + (done * slot + head * size) * 4, size)
-            for member in range(head * group, head * group + group):
-                q = floats_at(q_at + member * size * 4, size)
-                total = np.float32(0)
-                for i in range(size):
-                    total += q[i] * k[i]
-                scores[member * TILE + place + done] = total
-
-
-@helper
-def _float_weigh(scores, place, out_at, at, count, slot, size, heads, group):
-    """Add the values of `count` neighbouring slots of a page times their scores."""
-    for head in range(heads):
-        for member in range(head * group, head * group + group):
-            out = floats_at(out_at + member * size * 4, size)
-            for done in range(count):
-                v = floats_at(at + (done * slot + head * size) * 4, size)
-                weight = scores[member * TILE + place + done]
-                for i in range(size):
-                    out[i] += weight * v[i]
-
-
 @_kernel_of_format
 def attend_decode(data):
     """out [S, N, D]: one query each over the last `window` keys, block by block from the tail or from stored blocks."""
@@ -349,9 +332,9 @@ def attend_decode(data):
                     if page != 0:
                         at = tail_at + (page * tail_stride + (side * block_size + offset) * slot + first_head * size) * 4
                         if side == 0:
-                            _float_scores(scores, position - first, query_at, at, run, slot, size, heads, group)
+                            score_run(scores, position - first, query_at, at, np.int64(0), run, slot, size, heads, group)
                         else:
-                            _float_weigh(scores, position - first, row_at, at, run, slot, size, heads, group)
+                            weigh_run(scores, position - first, row_at, at, np.int64(0), run, slot, size, heads, group)
                     else:
                         block = np.int64(table[index])
                         at = layer_at + block * block_stride + side * side_bytes

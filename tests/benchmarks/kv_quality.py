@@ -104,7 +104,7 @@ def _texts(tokenizer: "Tokenizer", file: Path | None, length: int, count: int) -
     """Token ids [length] each: the beginnings of the longest held-out texts, or pieces of the file. Raises UsageFailure."""
     import numpy as np
 
-    from kvkeeper.engine_service.model.demo_model.corpus import held_out_modules
+    from tests.support.models.demo_corpus import held_out_modules
 
     if file is None:
         sources = [module.text for module in held_out_modules()]

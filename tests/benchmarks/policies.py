@@ -127,7 +127,7 @@ def _run(policy: str, arrivals: list[Arrival], seed: int, *, is_fair: bool) -> F
             )
             waiting.created(sequence)
         plan = scheduler.schedule(now)
-        work = scheduler.apply(plan, cache.step(plan))
+        work = scheduler.apply(plan, cache.step(plan))  # type: ignore[arg-type]  # the core's reply has these columns, too
         now += _BASE_S + _TOKEN_S * int(work.num_new.sum())
         scheduler.advance(work, np.ones(len(work.logit_idx), np.int32))
         for sequence in work.sampled:

@@ -15,12 +15,13 @@ import torch
 from tqdm import tqdm
 
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
-from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR, corpus
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.model.dtype_name import DtypeChoice
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
 from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.kernels.cpu import compiled
+from tests.support.models import demo_corpus as corpus
 
 _PIECE, _CHUNK, _NUM_PIECES, _BLOCK_SIZE = 512, 128, 24, 16
 _WAYS = (("float32", True), ("int8", False), ("int8", True), ("bfloat16", False))

@@ -1,8 +1,7 @@
 """The demo model: a small Llama and its tokenizer.
 
 Owns an ordinary Hugging Face model folder (config.json, model.safetensors, tokenizer.json), so that the engine can serve
-without a download, and `corpus`, which lists the text that it is trained on and the text that is held out. Serving does not
-need the latter. May import no other folder of the engine.
+without a download. May import no other folder of the engine.
 """
 
 from pathlib import Path

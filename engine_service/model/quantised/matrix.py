@@ -1,14 +1,16 @@
-"""QuantisedMatrix: a weight as numbers of few bits with scales, and the weight that is meant.
+"""Weights of quantised checkpoints: as numbers of few bits with scales, and the weights that are meant.
 
-Each format's tensors become the same four parts here. A weight is (code - zero) * scale, in float32.
+Each format's tensors become the same four parts in a QuantisedMatrix. A weight is (code - zero) * scale, in float32. MXFP4 has
+experts as 4-bit floats E2M1, 32 inputs to a scale that is a power of two, E8M0 (OCP Microscaling Formats 1.0). `restored` makes
+each weight of a checkpoint one tensor again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
-from . import mxfp4
+from ..checkpoint.errors import WeightsError
 from .scheme import Scheme
 
 # AWQ's eight numbers of a 32-bit integer stand for outputs in this order.
@@ -54,7 +56,7 @@ class QuantisedMatrix(NamedTuple):
 def parts_of(scheme: Scheme) -> frozenset[str]:
     """The tensors that together stand for a weight, by the last part of their names."""
     if scheme.form == "mxfp4":
-        return mxfp4.PARTS
+        return _MXFP4_PARTS
     if scheme.form == "gptq":
         return frozenset(("qweight", "qzeros", "scales", "g_idx"))
     if scheme.form == "awq":
@@ -147,3 +149,63 @@ def _shape(tensor: torch.Tensor) -> tuple[int, int]:
         raise ValueError(f"weight_shape has {tensor.numel()} numbers, must have 2")
     num_out, num_in = tensor.flatten().tolist()
     return int(num_out), int(num_in)
+
+
+_MXFP4_PARTS = frozenset(("blocks", "scales"))
+_MXFP4_BYTES = 16  # of a block
+_MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _mxfp4_weight(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """bfloat16 [E, in, out] of blocks [E, out, in / 32, 16] and scales [E, out, in / 32]. Raises ValueError."""
+    blocks, scales = parts["blocks"], parts["scales"]
+    if blocks.dtype is not torch.uint8 or blocks.ndim != 4 or blocks.shape[3] != _MXFP4_BYTES:
+        raise ValueError(
+            f"blocks are {blocks.dtype} {tuple(blocks.shape)}, must be uint8 [experts, out, groups, {_MXFP4_BYTES}]"
+        )
+    if scales.dtype is not torch.uint8 or scales.shape != blocks.shape[:3]:
+        raise ValueError(f"scales are {scales.dtype} {tuple(scales.shape)}, must be uint8 {tuple(blocks.shape[:3])}")
+    if bool((scales == 255).any()):
+        raise ValueError("a scale is not a number")
+    values = torch.tensor((*_MXFP4_VALUES, *(-value for value in _MXFP4_VALUES)), dtype=torch.bfloat16)
+    powers = torch.tensor([2.0 ** (scale - 127) for scale in range(255)], dtype=torch.bfloat16)
+    experts, num_out, groups, _ = blocks.shape
+    weight = torch.empty(experts, num_out, groups, _MXFP4_BYTES, 2, dtype=torch.bfloat16)
+    for expert in range(experts):  # indices of one at a time: they take eight times what the numbers do
+        weight[expert, ..., 0] = values[(blocks[expert] & 15).int()]
+        weight[expert, ..., 1] = values[(blocks[expert] >> 4).int()]
+        weight[expert] *= powers[scales[expert].int()][..., None, None]
+    return weight.flatten(2).transpose(1, 2)
+
+
+Tensors = Iterator[tuple[str, str, torch.Tensor]]
+
+
+def restored(tensors: Tensors, scheme: Scheme) -> Tensors:
+    """(file, name, tensor), where quantised weights are floats under their plain names, and all else is as it came.
+
+    Raises:
+        WeightsError: a tensor of a weight is missing, stored twice, or does not fit the others.
+    """
+    wanted = parts_of(scheme)
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    for file, name, tensor in tensors:
+        module, part = scheme.split_name(name)
+        if part not in wanted or (part == "weight" and tensor.itemsize > 1):  # most weights are, some are not
+            yield file, name, tensor
+            continue
+        held = waiting.setdefault(module, {})
+        if part in held:
+            raise WeightsError(file, f"tensor {name} is stored twice")
+        held[part] = tensor
+        if held.keys() == wanted:
+            del waiting[module]
+            try:
+                weight = _mxfp4_weight(held) if scheme.form == "mxfp4" else matrix_of(scheme, held).dense()
+            except ValueError as error:
+                raise WeightsError(file, f"{module}: {error}") from None
+            yield file, scheme.name_of(module), weight
+    if waiting:
+        module = min(waiting)
+        missing = ", ".join(sorted(wanted - waiting[module].keys()))
+        raise WeightsError(module, f"is stored without {missing}")

@@ -23,7 +23,7 @@ class Scheme:
 
     Attributes:
         form: gptq, awq and packed have several numbers in each 32-bit integer; plain has one in each 8 bits;
-            mxfp4 has two in each 8 bits (mxfp4.py).
+            mxfp4 has two in each 8 bits (matrix.py).
         bits: of a number.
         scales: the tensor with the scales. group_size: inputs that share one; 0: one for each output, or for all.
         block: outputs and inputs that share a scale, where it is more than one output.

@@ -19,7 +19,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.model.demo_model.corpus import Module, held_out_modules
+from tests.support.models.demo_corpus import Module, held_out_modules
 
 if TYPE_CHECKING:  # a development dependency: serving the model does not need it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -1,7 +1,7 @@
 """Trains the demo model: a tokenizer and a Llama of at most 4 M parameters, on Python's standard library.
 
 Run by hand, once (`python -m tests.support.models.demo_train --minutes 45`), never in CI. Its outputs are committed, in
-engine_service/model/demo_model. Owns the shape, the tokenizer and the recipe; `corpus` there owns the text, `demo_evaluate`
+engine_service/model/demo_model. Owns the shape, the tokenizer and the recipe; `demo_corpus` owns the text, `demo_evaluate`
 the measure. Rules: the budget is wall-clock time and the schedule is a function of the part of it that is used, so that an
 interrupted run goes on from its checkpoint with the time it has left; nothing is pickled, checkpoints included. The held-out
 bits per byte and zlib's are printed at the end; the exit status is not 0 if the bar is missed.
@@ -25,7 +25,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.model.demo_model.corpus import Module, held_out_modules, training_modules
+from tests.support.models.demo_corpus import Module, held_out_modules, training_modules
 from tests.support.models.demo_evaluate import evaluate, load
 
 if TYPE_CHECKING:  # a development dependency: serving the model does not need it

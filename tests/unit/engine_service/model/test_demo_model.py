@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR, corpus
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from tests.support.models import demo_corpus as corpus
 from tests.support.models import demo_evaluate as evaluate
 from tests.support.models import demo_train as train
 from tests.support.slices import scaled

@@ -9,11 +9,12 @@ from kvkeeper.engine_service.cache_session.kv_spec import kv_spec_of
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
-from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR, corpus
+from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.model.dtype_name import dtype_name
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
 from kvkeeper.kernels.activations import linear_int8
+from tests.support.models import demo_corpus as corpus
 from tests.support.models.tiny_models import (
     TINY_MODELS,
     NumericsCase,

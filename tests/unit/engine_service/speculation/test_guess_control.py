@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvkeeper.engine_service.scheduler.drawn_tokens import num_kept
-from kvkeeper.engine_service.speculation.guess_control import (
+from kvkeeper.engine_service.speculation.speculator import (
     FIRST_AHEAD,
     LEAST_AHEAD,
     MOST_AHEAD,
