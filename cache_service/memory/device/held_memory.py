@@ -89,13 +89,13 @@ class HeldArena(DeviceArena):
         os.close(self.descriptor)
 
 
-class HeldMemory(CudaMemory):
+class HeldMemory:
     """See KeptMemory. Raises CudaError where there is no such device."""
 
     def __init__(self, runtime: CudaRuntime, driver: VmmDriver, device: int, address: str, folder: Path) -> None:
         """address: of the holder. folder: the memory directory, by which the holder distinguishes its services."""
-        super().__init__(runtime, device)
-        self._driver = driver
+        self._device_memory = CudaMemory(runtime, device)
+        self._runtime, self._driver, self._device = runtime, driver, device
         self._uuid = runtime.device_uuids()[device]
         owner = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
         self._link = HolderLink(address, f"kvkeeper-{owner}-")
@@ -105,6 +105,10 @@ class HeldMemory(CudaMemory):
     def can_open(self) -> bool:
         """Whether the holder responds; logs why where it does not."""
         return self._link.probe()
+
+    def require(self, num_bytes: int, num_host_bytes: int) -> None:
+        """Raises OutOfMemory where arenas of num_bytes and host tiers of num_host_bytes do not fit now."""
+        self._device_memory.require(num_bytes, num_host_bytes)
 
     def make(self, file: int, num_bytes: int) -> KeptArena:
         """New memory, all zero. Takes over the descriptor of the file that stands for it. Raises OutOfMemory, CudaError."""

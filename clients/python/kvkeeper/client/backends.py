@@ -138,7 +138,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Closing:
-    """Of a client for threads: `with` closes it at its end."""
+    """A client for threads, which its `with` closes."""
 
     def close(self) -> object:
         raise NotImplementedError
