@@ -80,27 +80,25 @@ class LowerTiers:
         except (OutOfMemory, OSError) as error:
             log.warning("disk_refused", model_id=spec.model_id, why=str(error))
             return None
-        config = self._config
-        rules = TierRules(
-            on_second_use=config.disk_admit == "second-use",
-            deadline=config.disk_deadline,
-            weighs=config.tier_worth == "auto",
-            tenants=frozenset(config.disk_tenants) or None,
-        )
-        tier = manager.add_disk(slab.name_key, slab.form.num_slots, slab.era, stored, rules)
+        tier = manager.add_disk(slab.name_key, slab.form.num_slots, slab.era, stored, self._rules("disk", 0))
         return TierMaker(tier, slab, self._now, partial(self._disks.give_back, slab))
 
     def remote_of(self, spec: KvSpec, manager: PoolManager) -> TierMaker | None:
         """The remote tier of a pool with a host tier. The server is not asked yet."""
         if self._remote is None:
             return None
-        config, store = self._config, self._remote(spec)
-        rules = TierRules(
-            on_second_use=config.remote_admit == "second-use",
-            deadline=config.remote_deadline,
-            most_asked=_MOST_ASKED,
-            name="remote",
-            weighs=config.tier_worth == "auto",
-            tenants=frozenset(config.remote_tenants) or None,
-        )
+        store, rules = self._remote(spec), self._rules("remote", _MOST_ASKED)
         return TierMaker(manager.add_remote(store.name_key, rules), store, self._now, lambda: None)
+
+    def _rules(self, name: str, most_asked: int) -> TierRules:
+        """By the settings of the tier of this name."""
+        config = self._config
+        admit, deadline, tenants = (getattr(config, f"{name}_{what}") for what in ("admit", "deadline", "tenants"))
+        return TierRules(
+            on_second_use=admit == "second-use",
+            deadline=deadline,
+            most_asked=most_asked,
+            name=name,
+            weighs=config.tier_worth == "auto",
+            tenants=frozenset(tenants) or None,
+        )

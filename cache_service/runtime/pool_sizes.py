@@ -1,5 +1,7 @@
 """PoolSizes: what a pool of a KV spec is to have, by the configuration: its limits, and the bytes of its arenas."""
 
+from dataclasses import fields
+
 from kvkeeper.common.service.sizes import size
 
 from ..config import CacheConfig, most_blocks
@@ -7,6 +9,9 @@ from ..core.values.errors import OutOfPools
 from ..core.values.kv_spec import WHOLE, KvSpec
 from ..core.values.pool_config import PoolConfig
 from ..preflight import host_tier_bytes
+
+_SIZES = {"num_blocks", "num_host_blocks", "max_tokens_per_sequence"}  # settings, too, and a pool may have fewer of its memory
+_RULES = {field.name for field in fields(PoolConfig)} & {field.name for field in fields(CacheConfig)} - _SIZES
 
 
 class PoolSizes:
@@ -32,28 +37,15 @@ class PoolSizes:
 
     def of(self, spec: KvSpec) -> tuple[PoolConfig, int]:
         """The configuration of a pool of this spec, and the bytes of its arena. Raises OutOfPools."""
-        from_config = self._config
         num_blocks, num_bytes = self._blocks(spec.block_bytes)
         config = PoolConfig(
             num_blocks=num_blocks,
             block_size=spec.block_size,
-            max_sequences=from_config.max_sequences,
-            max_tokens_per_sequence=from_config.tokens_of_sequence((num_blocks - 1) * spec.block_size),
-            eviction_policy=from_config.eviction_policy,
-            watermark=from_config.watermark,
-            evict_above=from_config.evict_above,
-            soon_share=from_config.soon_share,
-            pressure_levels=from_config.pressure_levels,
-            prefix_caching=from_config.prefix_caching,
-            prefix_ttl=from_config.prefix_ttl,
-            min_prefix_tokens=from_config.min_prefix_tokens,
-            max_cached_blocks=from_config.max_cached_blocks,
-            tenant_quota=from_config.tenant_quota,
-            tenant_quotas=from_config.tenant_quotas,
-            logits_memory=from_config.logits_memory,
+            max_tokens_per_sequence=self._config.tokens_of_sequence((num_blocks - 1) * spec.block_size),
             num_host_blocks=self._host_blocks(spec.stored_bytes),
             group_spans=tuple(group.span for group in spec.groups) or (WHOLE,),
             has_tail=any(group.is_tail for group in spec.groups),
+            **{name: getattr(self._config, name) for name in _RULES},
         )
         return config, num_bytes
 

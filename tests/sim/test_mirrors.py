@@ -175,7 +175,7 @@ def test_mirrors_of_two_services_on_one_store_have_what_each_was_heard_to_have()
         for mirrors in readers:
             seen.update(told for reader in mirrors for told in reader.told)
         stats = [service.manager.queries.stats() for service in storm.services]
-        num_damaged += sum(each.num_damaged_remote_blocks + each.num_damaged_disk_blocks for each in stats)
+        num_damaged += sum(getattr(each, f"num_damaged_{tier}_blocks", 0) for each in stats for tier in ("remote", "disk"))
         num_missing += storm.num_forgotten
     assert not {(kind, tier) for kind in MOVES - {EventKind.SNAPSHOT} for tier in (Tier.DISK, Tier.REMOTE)} - seen.keys(), seen
     assert min(seen[EventKind.REMOVED, None], num_damaged, num_missing) >= 5

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -135,6 +135,19 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
         return result
     coroutine.close()
     raise AssertionError("a blocking call waited for an event loop")
+
+
+class Closing:
+    """A client for threads, which its `with` closes."""
+
+    def close(self) -> object:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def blocking(

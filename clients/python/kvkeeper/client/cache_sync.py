@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client.backends import BLOCKING, blocking, run
+from kvkeeper.client.backends import BLOCKING, Closing, blocking, run
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.retry import CallOptions
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvkeeper.client.session_sync import CacheSession
 
 
-class CacheClient:
+class CacheClient(Closing):
     __doc__ = AsyncCacheClient.__doc__
 
     def __init__(
@@ -23,12 +23,6 @@ class CacheClient:
     ) -> None:
         """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
         self._inner = AsyncCacheClient(target, options, credentials, backend=BLOCKING)
-
-    def __enter__(self) -> "CacheClient":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def open_session(
         self,

@@ -27,16 +27,8 @@ class NewSequence:
     reuse_hint: pb.ReuseHint = pb.REUSE_HINT_UNSPECIFIED
 
     def message(self) -> pb.NewSequence:
-        return pb.NewSequence(
-            sequence_id=self.sequence_id,
-            packed_token_ids=pack(self.token_ids),
-            max_tokens=self.max_tokens,
-            tenant=self.tenant,
-            priority=self.priority,
-            retention=self.retention,
-            start_number=self.start_number,
-            reuse_hint=self.reuse_hint,
-        )
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "token_ids"}
+        return pb.NewSequence(packed_token_ids=pack(self.token_ids), **fields)
 
 
 Created = pb.CreateSequenceResponse | KvkeeperError  # what became of one of them

@@ -4,12 +4,12 @@ A session is not for use from two threads at once.
 """
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client.backends import blocking
+from kvkeeper.client.backends import Closing, blocking
 from kvkeeper.client.session import WATCH_TIMEOUT_S, AsyncCacheSession
 from kvkeeper.client.transport import Stream
 
 
-class CacheSession:
+class CacheSession(Closing):
     __doc__ = AsyncCacheSession.__doc__
 
     def __init__(self, inner: AsyncCacheSession) -> None:
@@ -19,12 +19,6 @@ class CacheSession:
         self.epoch: int = inner.epoch
         self.pool: pb.PoolInfo = inner.pool
         self.ttl_ms: int = inner.ttl_ms
-
-    def __enter__(self) -> "CacheSession":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def step_id(self) -> int:

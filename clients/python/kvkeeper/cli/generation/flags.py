@@ -122,20 +122,10 @@ def options_of(args: argparse.Namespace) -> GenerateOptions:
     chosen = {field.name: getattr(args, field.name) for field in fields(Sampling) if hasattr(args, field.name)}
     chosen["stop"] = tuple(args.stop)
     chosen["choices"] = None if args.choice is None else tuple(args.choice)
-    return GenerateOptions(
-        n=args.n,
-        best_of=args.best_of,
-        beam_search=None if args.beams is None else BeamSearch(args.beams, args.length_penalty, args.early_stopping),
-        priority=args.priority,
-        timeout_ms=args.timeout_ms,
-        tenant=args.tenant,
-        skip_look_up=args.skip_look_up,
-        retention=_retention(args),
-        reuse_hint=args.reuse_hint,
-        session_id=args.session_id,
-        metadata=dict(args.metadata),
-        sampling=Sampling(**chosen, num_logprobs=args.logprobs),
-    )
+    options = {field.name: getattr(args, field.name) for field in fields(GenerateOptions) if hasattr(args, field.name)}
+    options["beam_search"] = None if args.beams is None else BeamSearch(args.beams, args.length_penalty, args.early_stopping)
+    options["metadata"] = dict(args.metadata)
+    return GenerateOptions(**options, retention=_retention(args), sampling=Sampling(**chosen, num_logprobs=args.logprobs))
 
 
 def _retention(args: argparse.Namespace) -> Retention | None:

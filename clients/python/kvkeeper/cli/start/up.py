@@ -29,6 +29,9 @@ from kvkeeper.client.targets import ENGINE, cache_address, engine_address
 # More than a block long, so that typing it again shows a prefix hit.
 _FIRST_PROMPT = "def fibonacci(n):  # the first n Fibonacci numbers, smallest first"
 
+# Flags of `up` that go to one service, which has them by the same name.
+_OF_ONE = (("cache", "pool-memory"), ("cache", "host-memory"), ("engine", "model"), ("engine", "model-name"))
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
@@ -164,14 +167,9 @@ def _flags_of_services(args: argparse.Namespace, others: Sequence[str]) -> dict[
         "engine": ["--listen", args.engine_listen, "--cache", args.cache_listen, *both],
         **{other: [] for other in others},
     }
-    if args.pool_memory is not None:
-        flags["cache"] += ["--pool-memory", args.pool_memory]
-    if args.host_memory is not None:
-        flags["cache"] += ["--host-memory", args.host_memory]
-    if args.model is not None:
-        flags["engine"] += ["--model", args.model]
-    if args.model_name is not None:
-        flags["engine"] += ["--model-name", args.model_name]
+    for service, name in _OF_ONE:
+        if (value := getattr(args, name.replace("-", "_"))) is not None:
+            flags[service] += [f"--{name}", value]
     own_flags = _split(args.other_flags, tuple(flags))
     if args.keep:
         flags["cache"] += ["--keep"]

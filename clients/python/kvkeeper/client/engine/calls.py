@@ -142,6 +142,10 @@ class GenerateOptions:
     sampling: Sampling = field(default_factory=Sampling)
 
 
+_OTHERWISE = {"sampling", "beam_search", "retention", "reuse_hint", "resubmit_s"}
+_PLAIN = GenerateOptions.__dataclass_fields__.keys() - _OTHERWISE  # options that are fields of the request as they are
+
+
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     """Raises TypeError and ValueError for what no request can hold; the service checks the rest."""
     if options.reuse_hint not in _REUSE_HINTS:
@@ -152,19 +156,11 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     if "choices" in sampling:
         sampling["choices"] = pb.Choices(texts=sampling["choices"])
     request = pb.GenerateRequest(
-        request_id=options.request_id,
+        **{name: getattr(options, name) for name in _PLAIN},
         sampling=pb.SamplingParams(**sampling),
-        n=options.n,
-        best_of=options.best_of,
         beam_search=None if options.beam_search is None else pb.BeamSearch(**asdict(options.beam_search)),
-        priority=options.priority,
-        timeout_ms=options.timeout_ms,
-        tenant=options.tenant,
-        skip_look_up=options.skip_look_up,
         retention=None if options.retention is None else pb.Retention(**asdict(options.retention)),
         reuse_hint=_REUSE_HINTS[options.reuse_hint],
-        session_id=options.session_id,
-        metadata=options.metadata,
     )
     set_prompt(request, prompt)
     return request

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 
-from kvkeeper.client.backends import BLOCKING, blocking, run
+from kvkeeper.client.backends import BLOCKING, Closing, blocking, run
 from kvkeeper.client.credentials import Credentials
 from kvkeeper.client.engine.calls import GenerateOptions, OutputChunk, Usage
 from kvkeeper.client.engine.client import AsyncEngineClient, AsyncGeneration, call_back
@@ -13,7 +13,7 @@ from kvkeeper.client.retry import CallOptions
 from kvkeeper.client.transport import run_next
 
 
-class EngineClient:
+class EngineClient(Closing):
     __doc__ = AsyncEngineClient.__doc__
 
     def __init__(
@@ -24,12 +24,6 @@ class EngineClient:
     ) -> None:
         """credentials: None takes those of the environment. Raises KvkeeperError where they cannot be used."""
         self._inner = AsyncEngineClient(target, options, credentials, backend=BLOCKING)
-
-    def __enter__(self) -> "EngineClient":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def generate(self, prompt: Prompt, options: GenerateOptions | None = None) -> "Generation":
         """Continue a prompt: text, token ids, or a conversation of {"role", "content"}."""
@@ -69,7 +63,7 @@ class EngineClient:
     close = blocking(AsyncEngineClient.close)
 
 
-class Generation:
+class Generation(Closing):
     __doc__ = AsyncGeneration.__doc__
 
     def __init__(self, inner: AsyncGeneration) -> None:
@@ -82,12 +76,6 @@ class Generation:
     @property
     def usage(self) -> Usage | None:
         return self._inner.usage
-
-    def __enter__(self) -> "Generation":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __iter__(self) -> Iterator[OutputChunk]:
         return self
