@@ -1,7 +1,7 @@
 """A whole KV cache on dicts and lists. Read this file first: the core does the same, fast and for many engines.
 
 Owns blocks, block tables and the prefix index of one engine. It moves no bytes: it says which block holds which tokens, and the
-engine reads and writes the memory. Start at TinyCache.step: commits, forks, releases, starts and reservations, in this order.
+engine reads and writes the memory. Start at TinyCache.step.
 
 Rules: a block is free, held by tables, or cached (in the index, and held by no table). A held block may be in the index, too.
 A block with another holder, the index included, is copied before it is written. A request that breaks the protocol fails an
@@ -59,9 +59,8 @@ class Reserve(NamedTuple):
 
 @dataclass
 class Reply:
-    """One entry for each fork, start and reservation, and what changed in tables."""
+    """One entry for each start and reservation, and what changed in tables."""
 
-    forks: list[bool] = field(default_factory=list)  # False: no room for another sequence
     starts: list[int | None] = field(default_factory=list)  # tokens found in the cache; None: no room
     reserved: list[int] = field(default_factory=list)  # slots that the sequence now has in all; below min_tokens: no room
     new_blocks: list[tuple[int, int]] = field(default_factory=list)  # (index of the reservation, block): append it
@@ -69,16 +68,11 @@ class Reply:
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination): to be made before the step's writes
 
 
-class OutOfSequences(Exception):
-    """There are as many sequences as there may be."""
-
-
 class TinyCache:
     """The cache of one engine: num_blocks blocks of block_size tokens, of which block 0 is never granted."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_sequences: int = 256) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self.max_sequences = max_sequences
         self.sequences: dict[int, Sequence] = {}
         self.free = list(range(1, num_blocks))
         self.num_tables = dict.fromkeys(self.free, 0)  # by block: how many tables name it
@@ -87,11 +81,9 @@ class TinyCache:
         self.cached: dict[int, None] = {}  # blocks that only the index holds, the least recently used first
 
     def create(self, sequence_id: int, tokens: list[int], max_tokens: int) -> None:
-        """Takes a prompt in. It holds no block until a step starts it. Raises OutOfSequences."""
+        """Takes a prompt in. It holds no block until a step starts it."""
         assert sequence_id not in self.sequences
         assert 0 < len(tokens) < max_tokens
-        if len(self.sequences) >= self.max_sequences:
-            raise OutOfSequences
         self.sequences[sequence_id] = Sequence(list(tokens), max_tokens)
 
     def step(
@@ -107,7 +99,7 @@ class TinyCache:
         for commit in commits:
             self.commit(commit, reply)
         for fork in forks:
-            reply.forks.append(self.fork(fork))
+            self.fork(fork)
         for sequence_id in releases:
             self.release(sequence_id)
         for start in starts:
@@ -134,16 +126,14 @@ class TinyCache:
                 self.drop([block])
                 reply.updates.append((commit.sequence_id, table_idx, known))
 
-    def fork(self, fork: Fork) -> bool:
-        """Copies a table, and no K or V. Returns False where there is no room for another sequence."""
+    def fork(self, fork: Fork) -> None:
+        """Copies a table, and no K or V."""
         parent = self.sequences[fork.parent_id]
+        assert fork.child_id not in self.sequences
         assert 0 < fork.num_tokens <= parent.num_committed
-        if len(self.sequences) >= self.max_sequences:
-            return False
         table = [self.hold(block) for block in parent.table[: self.num_blocks(fork.num_tokens)]]
         tokens = parent.tokens[: fork.num_tokens]
         self.sequences[fork.child_id] = Sequence(tokens, parent.max_tokens, fork.num_tokens, fork.num_tokens, table)
-        return True
 
     def release(self, sequence_id: int) -> None:
         """The sequence ends. Its blocks stay cached where the index has them."""
@@ -166,17 +156,14 @@ class TinyCache:
 
     def reserve(self, item: int, reserve: Reserve, reply: Reply, *, may_take: bool) -> bool:
         """Grants the largest length that fits. Returns whether later reservations may take blocks."""
-        sequence = self.sequences.get(reserve.sequence_id)
-        if sequence is None:  # a child whose fork was refused
-            reply.reserved.append(0)
-            return may_take
+        sequence = self.sequences[reserve.sequence_id]
         assert sequence.table
         assert reserve.min_tokens <= reserve.max_tokens <= sequence.max_tokens
         first_idx = sequence.num_committed // self.block_size  # where the engine writes next
         is_shared = first_idx < len(sequence.table) and self.num_holders(sequence.table[first_idx]) > 1
         for num_tokens in range(reserve.max_tokens, reserve.min_tokens - 1, -1):
-            num_more = max(0, self.num_blocks(num_tokens) - len(sequence.table))
-            blocks = self.take(num_more + is_shared) if may_take or not (num_more + is_shared) else None
+            num_more = max(0, self.num_blocks(num_tokens) - len(sequence.table)) + is_shared
+            blocks = self.take(num_more) if may_take or not num_more else None
             if blocks is None:
                 continue
             if is_shared:
@@ -259,10 +246,7 @@ def story() -> Iterator[tuple[str, TinyCache]]:
     cache.step(starts=[Start(1, max_new=6, max_hit=6)])
     yield "Sequence 1 starts. Its 6 tokens have slots in 2 new blocks.", cache
     cache.step(commits=[Commit(1, 6, (7,))], forks=[Fork(1, 2, 6)])
-    yield (
-        "It commits them, and token 7 follows. Block 1 is full and enters the index. A fork of 6 tokens shares both blocks.",
-        cache,
-    )
+    yield "It commits them, and token 7 follows. Full block 1 enters the index. A fork of 6 tokens shares both blocks.", cache
     reply = cache.step(commits=[Commit(2, 6, (8,))], reserves=[Reserve(1, 7, 7), Reserve(2, 7, 7)])
     yield f"Both write their 7th token next. Block 2 is shared, so it is copied first: {reply.copies}.", cache
     cache.step(releases=[1, 2])
@@ -279,10 +263,8 @@ def main() -> None:
     for text, cache in story():
         cache.check()
         print(text)
-        for sequence_id, each in cache.sequences.items():
-            print(
-                f"    sequence {sequence_id}: tokens {each.tokens}, of which {each.num_committed} committed, table {each.table}"
-            )
+        for name, each in cache.sequences.items():
+            print(f"    sequence {name}: tokens {each.tokens}, of which {each.num_committed} committed, table {each.table}")
         print(f"    index {cache.index}, cached {list(cache.cached)}, free {cache.free}")
 
 

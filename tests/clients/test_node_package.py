@@ -2,11 +2,28 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.clients.test_node_client import run_node
 from tests.support.processes.node_package import NODE_CLIENT, run
+
+METHODS_OF = {"CacheClient": "cache.js", "CacheSession": "session.js", "EngineClient": "engine.js"}
+_METHOD = re.compile(r"^  (?:async )?\*?((?!constructor)[a-z]\w*)\(", re.MULTILINE)  # of a class, two blanks in
+
+
+@pytest.mark.parametrize("name", METHODS_OF)
+def test_every_public_method_has_its_typing(name: str) -> None:
+    def methods(text: str) -> list[str]:
+        body = re.split(r"^}", re.split(rf"^export class {name}\b", text, flags=re.MULTILINE)[1], flags=re.MULTILINE)[0]
+        return sorted(_METHOD.findall(body))
+
+    found = methods((NODE_CLIENT / "lib" / METHODS_OF[name]).read_text())
+    assert len(found) > 4
+    assert methods((NODE_CLIENT / "index.d.ts").read_text()) == found
 
 
 async def test_a_request_that_cannot_be_is_refused_before_anything_is_sent() -> None:

@@ -10,9 +10,9 @@ from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import Retention, SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
-from kvkeeper.cache_service.tiny_cache import OutOfSequences as TinyOutOfSequences
 from kvkeeper.engine_service.scheduler.plan import Plan
 from kvkeeper.engine_service.values.request import Retention as EngineRetention
+from tests.support.worlds.tiny_columns import OutOfSequences as TinyOutOfSequences
 
 _COLUMNS = set(StepBatch._fields) & set(Plan._fields)
 

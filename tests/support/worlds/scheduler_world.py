@@ -14,7 +14,6 @@ import numpy as np
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan as CoreSpan
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import NO_INT32, NO_INT64
-from kvkeeper.cache_service.tiny_cache import OutOfSequences
 from kvkeeper.engine_service.scheduler.headroom import Preemption
 from kvkeeper.engine_service.scheduler.limits import WHOLE, Limits, ReadSpan
 from kvkeeper.engine_service.scheduler.plan import Plan, Work
@@ -22,7 +21,7 @@ from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from kvkeeper.engine_service.scheduler.waiting import WaitingSequences
 from kvkeeper.engine_service.values.request import Request, Retention, Sequence, SequenceState
 from tests.support.worlds.core_cache import CoreCache
-from tests.support.worlds.tiny_columns import TinyColumns
+from tests.support.worlds.tiny_columns import OutOfSequences, TinyColumns
 
 NUM_TOKENS = 3
 STEP_S = 0.01

@@ -10,12 +10,18 @@ from kvkeeper.cache_service.tiny_cache import Commit, Fork, Reply, Reserve, Star
 from kvkeeper.engine_service.scheduler.plan import Plan
 
 
+class OutOfSequences(Exception):
+    """There are as many sequences as there may be."""
+
+
 class TinyColumns(TinyCache):
-    """It checks itself after every step, and refuses forks and reports waiting engines on demand."""
+    """It checks itself after every step, has a bound of sequences, and refuses forks and reports waiting engines on demand."""
 
     def __init__(self, num_blocks: int, block_size: int, max_sequences: int = 256) -> None:
-        super().__init__(num_blocks, block_size, max_sequences)
+        super().__init__(num_blocks, block_size)
+        self.max_sequences = max_sequences
         self.num_refused_forks_to_come = 0
+        self.forks_done: list[bool] = []  # of the step
         self.num_reclaim_hint = 0  # in every reply
         self.ended_orders: tuple[list[int], list[int]] = ([], [])  # never any: there is no host tier
 
@@ -31,15 +37,24 @@ class TinyColumns(TinyCache):
         return len(self.sequences[sequence_id].table)
 
     def create(self, sequence_id: int, tokens: list[int], max_tokens: int, priority: int = 0, start_number: int = 0) -> int:
-        """Returns the start number, which this cache does not know."""
+        """Returns the start number, which this cache does not know. Raises OutOfSequences."""
+        if len(self.sequences) >= self.max_sequences:
+            raise OutOfSequences
         super().create(sequence_id, tokens, max_tokens)
         return 0
 
-    def fork(self, fork: Fork) -> bool:
-        if self.num_refused_forks_to_come > 0:
-            self.num_refused_forks_to_come -= 1
-            return False
-        return super().fork(fork)
+    def fork(self, fork: Fork) -> None:
+        is_refused = self.num_refused_forks_to_come > 0
+        self.num_refused_forks_to_come -= is_refused
+        self.forks_done.append(not is_refused and len(self.sequences) < self.max_sequences)
+        if self.forks_done[-1]:
+            super().fork(fork)
+
+    def reserve(self, item: int, reserve: Reserve, reply: Reply, *, may_take: bool) -> bool:
+        if reserve.sequence_id in self.sequences:
+            return super().reserve(item, reserve, reply, may_take=may_take)
+        reply.reserved.append(0)  # a child whose fork was refused
+        return may_take
 
     def clear(self) -> None:
         """As an operator does: all that is cached is forgotten."""
@@ -52,6 +67,7 @@ class TinyColumns(TinyCache):
         new = iter(plan.commit_tokens.tolist())
         commits = rows(plan.commit_ids, plan.commit_lens, plan.commit_num_new)
         starts = [Start(*row) for row in rows(plan.start_ids, plan.start_max_new, plan.start_max_hit)]
+        self.forks_done.clear()
         reply = super().step(
             commits=[Commit(each, length, tuple(next(new) for _ in range(num_new))) for each, length, num_new in commits],
             forks=[Fork(*row) for row in rows(plan.fork_parents, plan.fork_children, plan.fork_lens)],
@@ -68,7 +84,7 @@ class TinyColumns(TinyCache):
         new_block_items, new_blocks = transposed(reply.new_blocks, 2)
         sources, destinations = transposed(reply.copies, 2)
         return StepReply(
-            fork_results=int32([ItemResult.OK if is_done else ItemResult.NO_ROOM for is_done in reply.forks]),
+            fork_results=int32([ItemResult.OK if is_done else ItemResult.NO_ROOM for is_done in self.forks_done]),
             start_results=int32([StartResult.NO_ROOM if hit is None else StartResult.STARTED for hit in reply.starts]),
             start_hits=int32([hit or 0 for hit in reply.starts]),
             start_reserved=int32([sequence.num_reserved for sequence in started]),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.values.step_columns import StepReply
-from kvkeeper.cache_service.tiny_cache import Commit, Fork, OutOfSequences, Reserve, Start, TinyCache, story
+from kvkeeper.cache_service.tiny_cache import Commit, Start, TinyCache, story
 from kvkeeper.engine_service.scheduler.plan import Plan
 from tests.support.documents.markdown import page
 from tests.support.worlds.core_cache import CoreCache
@@ -35,17 +35,13 @@ def test_it_runs_alone() -> None:
     assert [line for line in told.stdout.splitlines() if line[0] != " "] == [text for text, _ in story()]
 
 
-def test_a_prompt_leaves_a_token_to_compute_and_a_fork_needs_a_slot_for_its_sequence() -> None:
-    cache = TinyCache(num_blocks=4, block_size=2, max_sequences=2)
+def test_a_prompt_leaves_a_token_to_compute() -> None:
+    cache = TinyCache(num_blocks=4, block_size=2)
     cache.create(1, [5, 6], 4)
     assert cache.step(starts=[Start(1, 2, 2)]).starts == [0]
     cache.create(2, [5, 6], 4)
-    with pytest.raises(OutOfSequences):
-        cache.create(3, [5, 6], 4)
-    reply = cache.step(commits=[Commit(1, 2, (7,))], forks=[Fork(1, 4, 2)], starts=[Start(2, 2, 2)])
-    assert (reply.forks, reply.starts) == ([False], [0]), "both tokens are cached, and the last one is computed again"
-    cache.step(releases=[2])
-    assert cache.step(forks=[Fork(1, 4, 2)], reserves=[Reserve(1, 3, 3), Reserve(4, 3, 3)]).reserved == [3, 3]
+    reply = cache.step(commits=[Commit(1, 2, (7,))], starts=[Start(2, 2, 2)])
+    assert reply.starts == [0], "both tokens are cached, and the last one is computed again"
     cache.check()
 
 
