@@ -88,6 +88,23 @@ class CorePool:
         self.step(session, commits=[(sequence_id, len(tokens), [])])
         return self.table(sequence_id, session=session)
 
+    def release(self, *sequence_ids: int, session: SessionId = A) -> None:
+        """Ends sequences, and the step that may still read what they held."""
+        self.step(session, releases=sequence_ids)
+        self.step(session)
+
+    def cache(self, tokens: Sequence[int], tenant: str = "", **args: object) -> None:
+        """A sequence computes these tokens and ends."""
+        self.prefill(1, tokens, tenant=tenant, **args)
+        self.release(1)
+
+    def pass_time(self, seconds: float) -> bool:
+        """Moves the clock, and does what is due. Whether something is left to do."""
+        self.manager.state.tick(self.manager.state.now + seconds)
+        is_left = self.manager.maintenance.do_due_work()
+        self.audit()
+        return is_left
+
     def view(self, sequence_id: int, *, session: SessionId = A) -> SequenceView:
         return self.manager.queries.view(session, SequenceId(sequence_id))
 

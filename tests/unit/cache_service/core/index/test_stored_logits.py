@@ -19,8 +19,7 @@ def stored(pool: CorePool, tokens: list[int] = PROMPT, first: float = 1.0, *, ke
     pool.prefill(1, tokens, **args)
     pool.manager.prefixes.store_logits(A, 1, len(tokens), logits(first))
     if not keep:
-        pool.step(releases=[1])
-        pool.step()
+        pool.release(1)
 
 
 def logits_pool(num_blocks: int = 9, memory: int = 1000, **config: object) -> CorePool:
@@ -234,8 +233,7 @@ def test_once_nothing_is_stored_the_next_logits_may_have_another_size(end: str) 
     with pytest.raises(InvalidField) as refused:
         pool.manager.prefixes.store_logits(A, 3, 4, logits(1.0, size=5))
     assert refused.value.metadata["limit"] == "12", "bytes of those that are stored"
-    pool.step(releases=[3])
-    pool.step()
+    pool.release(3)
     if end == "evict":
         pool.manager.evictions.evict_blocks(8)
     elif end == "clear":

@@ -49,8 +49,7 @@ def test_r8_a_load_that_failed_leaves_its_tenants_content_to_no_other() -> None:
     pool.step(releases=[1])
     pool.create(2, range(100, 112), tenant="red")
     pool.step(done=pool.run(pool.step(starts=[(2, ALL, 0)])))
-    pool.step(releases=[2])
-    pool.step()
+    pool.release(2)
     pool.create(3, range(12), tenant="blue")
     loads = pool.step(starts=[(3, ALL, ALL)])
     assert loads.start_results.tolist() == [StartResult.LOADING]
@@ -66,8 +65,7 @@ def test_r8_a_load_that_failed_leaves_its_tenants_content_to_no_other() -> None:
 def test_the_victim_may_be_granted_in_the_step_that_demotes_it() -> None:
     pool = TierPool(num_blocks=4)
     blocks = pool.prefill(1, range(12))
-    pool.step(releases=[1])
-    pool.step()
+    pool.release(1)
     pool.create(2, range(100, 112))
     reply = pool.step(starts=[(2, ALL, 0)])
     assert sorted(reply.transfer_sources.tolist()) == sorted(reply.start_block_ids.tolist()) == sorted(blocks)
@@ -79,8 +77,7 @@ def test_a_copy_that_is_there_already_is_not_made_again() -> None:
     push_out(pool, 16)
     pool.create(2, range(12))
     pool.step(done=pool.run(pool.step(starts=[(2, ALL, ALL)])))
-    pool.step(releases=[2])
-    pool.step()
+    pool.release(2)
     assert push_out(pool, 16, sequence_id=51) == []
     assert len(pool.matched(range(12))) == 3
 
@@ -142,8 +139,7 @@ def test_releasing_a_loading_sequence_frees_its_blocks_at_completion_and_keeps_w
     pool.create(2, range(9))
     reply = pool.step(starts=[(2, ALL, ALL)])
     loads = reply.transfer_destinations.tolist()
-    pool.step(releases=[2])
-    pool.step()
+    pool.release(2)
     pool.step()
     assert {pool.state(block) for block in loads} == {BlockState.IN_TRANSFER}
     pool.step(done=pool.run(reply))
@@ -184,23 +180,6 @@ def test_an_admission_counts_a_block_for_what_is_to_be_loaded() -> None:
     push_out(pool, 24)
     answer = pool.manager.admission.check("", int32(range(9)), 0, 1)
     assert (answer.num_hit_tokens, answer.num_required_blocks, answer.can_now) == (8, 3, True)
-
-
-def test_other_tenants_bytes_are_cleared_where_a_load_failed() -> None:
-    pool = TierPool(num_blocks=4)
-    pool.prefill(1, range(8), tenant="x")
-    pool.step(releases=[1])
-    push_out(pool, 12)
-    pool.create(2, range(9), tenant="x")
-    failing = pool.step(starts=[(2, ALL, ALL)])
-    pool.step(failed=failing.transfer_ids.tolist())
-    pool.step(releases=[2])
-    pool.step()
-    pool.step()
-    pool.create(3, range(12), session=B, tenant="y")
-    reply = pool.step(B, starts=[(3, ALL, 0)])
-    torn = set(failing.transfer_destinations.tolist())
-    assert torn <= set(reply.copy_destinations[reply.copy_sources == 0].tolist())
 
 
 def test_loads_keep_their_copies_while_they_make_room() -> None:
