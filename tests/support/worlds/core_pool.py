@@ -57,6 +57,14 @@ def step_batch(
     )
 
 
+def compute(manager: PoolManager, session: SessionId, sequence_id: int, tokens: Sequence[int]) -> None:
+    """A prompt by one-item calls, committed whole."""
+    manager.creation.create(session, SequenceArgs(SequenceId(sequence_id), int32(tokens)))
+    manager.one_item.extend(session, sequence_id, len(tokens), look_up=True)
+    manager.one_item.commit(session, sequence_id, len(tokens), 0, int32(tokens))
+    assert manager.queries.check_invariants() == []
+
+
 class CorePool:
     """A manager with sessions a and b, which step as engines do."""
 
@@ -97,6 +105,18 @@ class CorePool:
         """A sequence computes these tokens and ends."""
         self.prefill(1, tokens, tenant=tenant, **args)
         self.release(1)
+
+    def evicted(self, *prompts: list[int]) -> list[int]:
+        """With blocks of one token: all tokens of the prompts in the order of their eviction, one at a time."""
+        order: list[int] = []
+        while left := [prompt for prompt in prompts if self.matched(prompt)]:
+            before = [len(self.matched(prompt)) for prompt in left]
+            self.manager.evictions.evict_count(1)
+            self.audit()
+            after = [len(self.matched(prompt)) for prompt in left]
+            prompt, length = next((p, b) for p, b, a in zip(left, before, after, strict=True) if a < b)
+            order.append(prompt[length - 1])
+        return order
 
     def pass_time(self, seconds: float) -> bool:
         """Moves the clock, and does what is due. Whether something is left to do."""

@@ -52,10 +52,7 @@ MISTAKES = {
         "unit/cache_service/core/blocks/test_pressure.py",
         "test_an_empty_pool_is_never_under_pressure",
     ),
-    "a gc that can free nothing": (
-        "unit/cache_service/core/calls/test_victims.py",
-        "test_garbage_is_what_lies_behind_the_tokens_and_is_free_afterwards",
-    ),
+    "a gc that can free nothing": ("api/test_room.py", "test_garbage_is_collected_once"),
     "an eviction that reports what it did not free": (PAST, "test_an_eviction_that_can_free_nothing_says_so"),
     "prefix references that never drop": (PAST, "test_references_of_prefix_hits_drop"),
     "pin references that never drop": (

@@ -7,6 +7,7 @@ from kvkeeper.cache_service.core.tables.prefix_lookup import PrefixLookup
 from kvkeeper.cache_service.core.values.errors import OutOfBlocks
 from kvkeeper.cache_service.core.values.types import MatchEnd
 from tests.support.worlds.core_pool import ALL, A, B, CorePool, int32
+from tests.unit.cache_service.core.blocks.test_pins import end_pin
 
 ONE, TWO, THREE = list(range(100, 108)), list(range(200, 208)), list(range(300, 308))  # two blocks of 4 each
 
@@ -263,13 +264,7 @@ def test_a_pin_that_ends_gives_its_share_of_the_quota_back(end: str) -> None:
     pool = CorePool(17, tenant_quota=0.125)  # 2 of 16 blocks
     pool.cache(ONE, "a")
     pool.manager.prefixes.pin(B, "p", "a", int32(ONE), 5.0)
-    if end == "time":
-        pool.pass_time(5.0)
-    elif end == "session":
-        pool.manager.sessions.close(B, may_still_write=False)
-    else:
-        pool.manager.prefixes.clear()
-    pool.audit()
+    end_pin(pool, end, ttl=5.0)
     pool.cache(TWO, "a")
     assert cached(pool, TWO, tenant="a") == [2]
     assert pool.manager.prefixes.pin(A, "q", "a", int32(TWO), 60.0).num_tokens == 8

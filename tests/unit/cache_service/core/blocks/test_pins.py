@@ -29,6 +29,20 @@ def cached(num_blocks: int = 9, **config: object) -> CorePool:
     return pool
 
 
+def end_pin(pool: CorePool, how: str, ttl: float = 60.0) -> None:
+    """Ends pin p of session b."""
+    if how == "unpin":
+        pool.manager.prefixes.unpin(B, "p")
+    elif how == "time":
+        pool.pass_time(ttl)
+    elif how == "session":
+        pool.manager.sessions.close(B, may_still_write=False)
+    else:
+        num_freed, num_forgotten = pool.manager.prefixes.clear()
+        assert num_freed == num_forgotten > 0
+    pool.audit()
+
+
 def referenced(pool: CorePool) -> int:
     return pool.manager.queries.stats().num_referenced_blocks
 
@@ -81,15 +95,7 @@ def test_references_drop_however_a_pin_ends(end: str) -> None:
     assert pinned(pool, PROMPT, session=B) == 16
     assert referenced(pool) == 4
     assert pool.state(pool.matched(PROMPT)[0]) is BlockState.REFERENCED
-    if end == "unpin":
-        pool.manager.prefixes.unpin(B, "p")
-    elif end == "time":
-        pool.pass_time(60.0)
-    elif end == "session":
-        pool.manager.sessions.close(B, may_still_write=False)
-    else:
-        assert pool.manager.prefixes.clear() == (4, 4)
-    pool.audit()
+    end_pin(pool, end)
     stats = pool.manager.queries.stats()
     assert (stats.num_referenced_blocks, stats.num_pins, stats.num_pinned_blocks) == (0, 0, 0)
     assert stats.num_free_blocks + stats.num_cached_blocks == 8
@@ -242,12 +248,7 @@ def test_the_watermark_is_0_beside_nothing_but_pins() -> None:
 def test_formerly_pinned_blocks_are_evicted_from_their_leaves(end: str) -> None:
     pool = cached()
     pinned(pool, PROMPT, session=B)
-    if end == "unpin":
-        pool.manager.prefixes.unpin(B, "p")
-    elif end == "time":
-        pool.pass_time(60.0)
-    else:
-        pool.manager.sessions.close(B, may_still_write=False)
+    end_pin(pool, end)
     for num_left in (3, 2, 1, 0):
         pool.manager.evictions.evict_blocks(pool.manager.queries.stats().num_free_blocks + 1)
         assert len(pool.matched(PROMPT)) == num_left
