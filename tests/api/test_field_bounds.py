@@ -5,7 +5,6 @@ leaves next to no memory behind.
 """
 
 import gc
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,10 @@ from google.protobuf.message_factory import GetMessageClass
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.errors import error_of, error_of_status
-from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, ManualClock, Session, le32, le64, serving
+from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, ManualClock, Session, documented_codes, le32, le64, serving
 from tests.support.worlds.field_bounds import BOUNDS, COMMON, Bound
 
 SERVICE = pb.DESCRIPTOR.services_by_name["CacheService"]
-PROTO = Path(__file__).parents[2] / "protos/kvkeeper/cache/v1/cache_service.proto"
 MOST_GROWTH = 8 << 20
 STEPPING = ("Step", "StreamSteps", "RenewSession")
 # What refusals may count, and what ends a moment after the call.
@@ -209,14 +207,15 @@ class SmallWorld:
         return await self.snapshot() != self._before
 
 
-def documented_codes() -> dict[str, str]:
-    """Reason -> code, from the comments of ErrorReason."""
-    found = re.findall(r"// ([A-Z_]+)(?: with RetryInfo)?:[^\n]*\n(?:  //[^\n]*\n)*  ERROR_REASON_(\w+) =", PROTO.read_text())
-    return {reason: code for code, reason in found}
-
-
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def names_field(named: str, case: Case) -> bool:
+    """Whether a refusal is for the field of the case, for a message that has it, or for a column beside it."""
+    own, columns = case.path[-1], (("key", "value"), *STEP_LISTS)
+    fellows = next((fields for fields in columns if own.name in fields), ())
+    return own.message_type is not None or named.rsplit(".", 1)[-1] in {*fellows, *(field.name for field in case.path)}
 
 
 def judge(case: Case, code: Any, reason: str, metadata: dict[str, str], codes: dict[str, str]) -> str:
@@ -232,6 +231,8 @@ def judge(case: Case, code: Any, reason: str, metadata: dict[str, str], codes: d
     names = {field.name for path in fields_of(case.method.input_type) for field in path}
     if reason == "INVALID_FIELD" and metadata["field"].rsplit(".", 1)[-1] not in names:
         return f"was refused for a field {metadata['field']} that there is not"
+    if reason == "INVALID_FIELD" and not case.bound.holds(case.value) and not names_field(metadata["field"], case):
+        return f"is beyond its range, and was refused for {metadata['field']}"
     return ""
 
 

@@ -3,7 +3,19 @@
 import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, kv_of, le32, le64, read_all, refusal, refused, serving
+from tests.support.worlds.cache_api import (
+    DEADLINE,
+    SPEC,
+    Api,
+    ManualClock,
+    kv_of,
+    le32,
+    le64,
+    read_all,
+    refusal,
+    refused,
+    serving,
+)
 
 
 async def test_writes_stay_within_the_uncommitted_slots(api: Api) -> None:
@@ -81,14 +93,18 @@ async def test_reads_of_an_engines_sequence_stop_before_a_copy_that_may_not_have
     assert sum(chunk.num_tokens for chunk in await session.read_kv(1, layer_idx=[0])) == length
 
 
-async def test_a_read_counts_as_one_access_and_a_refused_one_as_none(api: Api) -> None:
+async def test_a_read_counts_as_one_access_and_a_refused_one_as_none(api: Api, clock: ManualClock) -> None:
     session = await api.open(engine=False)
     await session.compute(1, 6)
-    before = (await session.call("GetSequence", sequence_id=1)).sequence.num_accesses
-    await session.read_kv(1)
+    clock.advance(2.5)
+    before = (await session.call("GetSequence", sequence_id=1)).sequence
     await refusal(session.read_kv(1, first_token_idx=7))
     await refusal(session.read_kv(1, layer_idx=[2]))
-    assert (await session.call("GetSequence", sequence_id=1)).sequence.num_accesses == before + 1
+    assert (await session.call("GetSequence", sequence_id=1)).sequence == before
+    assert before.idle_ms == 2500
+    await session.read_kv(1)
+    after = (await session.call("GetSequence", sequence_id=1)).sequence
+    assert (after.idle_ms, after.num_accesses) == (0, before.num_accesses + 1)
 
 
 async def test_reads_come_in_chunks_below_a_mebibyte() -> None:

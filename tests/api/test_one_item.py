@@ -109,17 +109,11 @@ async def test_packed_and_plain_prompts_are_the_same(api: Api) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason", "field"),
     [
-        ({"sequence_id": 0, "token_ids": [1]}, "INVALID_FIELD", "sequence_id"),
-        ({"sequence_id": -1, "token_ids": [1]}, "INVALID_FIELD", "sequence_id"),
-        ({"sequence_id": 2**53, "token_ids": [1]}, "INVALID_FIELD", "sequence_id"),
         ({"sequence_id": 1}, "INVALID_FIELD", "token_ids"),
         ({"sequence_id": 1, "token_ids": [1], "packed_token_ids": le32(1)}, "INVALID_FIELD", "token_ids"),
         ({"sequence_id": 1, "token_ids": [2**31]}, "INVALID_FIELD", "token_ids"),
         ({"sequence_id": 1, "packed_token_ids": le32(-1)}, "INVALID_FIELD", "packed_token_ids"),
         ({"sequence_id": 1, "packed_token_ids": b"12345"}, "INVALID_FIELD", "packed_token_ids"),
-        ({"sequence_id": 1, "token_ids": [1], "tenant": "t" * 65}, "INVALID_FIELD", "tenant"),
-        ({"sequence_id": 1, "token_ids": [1], "priority": 1001}, "INVALID_FIELD", "priority"),
-        ({"sequence_id": 1, "token_ids": [1], "max_tokens": -1}, "INVALID_FIELD", "max_tokens"),
         ({"sequence_id": 1, "token_ids": [1, 2], "max_tokens": 1}, "INVALID_FIELD", "max_tokens"),
         ({"sequence_id": 1, "token_ids": [1] * 4097}, "NEVER_FITS", None),
         ({"sequence_id": 1, "token_ids": [1], "max_tokens": 5000}, "NEVER_FITS", None),
@@ -193,22 +187,7 @@ async def test_lists_page_over_sessions(api: Api) -> None:
     request = pb.ListSequencesRequest(session_id=second.opened.session_id)
     page = await api.stub.ListSequences(request, timeout=DEADLINE)
     assert ([row.sequence_id for row in page.sequences], page.next_page_token) == ([1, 2, 3, 4], "")
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"page_size": -1}, "INVALID_FIELD"),
-        ({"page_size": 1001}, "INVALID_FIELD"),
-        ({"page_token": "?"}, "INVALID_FIELD"),
-        ({"page_token": "YWJj"}, "INVALID_FIELD"),
-        ({"page_token": "x" * 2000}, "INVALID_FIELD"),
-        ({"session_id": "unknown"}, "UNKNOWN_SESSION"),
-    ],
-)
-async def test_lists_that_are_refused(api: Api, fields: dict[str, object], reason: str) -> None:
-    request = pb.ListSequencesRequest(**fields)
-    assert (await refusal(api.stub.ListSequences(request, timeout=DEADLINE))).reason == reason
+    await refused(api.stub.ListSequences(pb.ListSequencesRequest(session_id="unknown"), timeout=DEADLINE), "UNKNOWN_SESSION")
 
 
 @pytest.mark.parametrize(

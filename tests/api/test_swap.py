@@ -63,6 +63,8 @@ async def test_a_swapped_sequence_comes_back_to_the_byte(tiers: Api) -> None:
     assert (await refusal(session.call("ExtendSequence", sequence_id=1, num_tokens=12))).reason == "WRONG_STATE"
     back = (await session.call("SwapInSequence", sequence_id=1)).sequence
     assert (back.state, back.num_host_blocks, len(back.block_table)) == (pb.SEQUENCE_STATE_RUNNING, 0, 3)
+    again = (await session.call("SwapInSequence", sequence_id=1)).sequence
+    assert (again.state, again.block_table) == (back.state, back.block_table)
     np.testing.assert_array_equal(await read_all(session, 1), content)
     (stats,) = (await tiers.stats()).pools
     assert (stats.num_swap_outs, stats.num_swap_ins, stats.num_transfers) == (1, 1, 6)

@@ -5,7 +5,6 @@ the tenant itself, which has to succeed.
 """
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -344,43 +343,3 @@ async def test_a_session_that_ended_is_no_more_another_tenants_than_before(world
     ]
     assert answers[0] == answers[1] and answers[0][1] == "UNKNOWN_SESSION"
     assert not isinstance(await owner.ask("CloseSession", close), tuple)  # a repeat of its own is answered
-
-
-@pytest.mark.parametrize("seed", range(4))
-async def test_random_probes_hit_nothing_and_their_controls_hit(world: World, seed: int) -> None:
-    rng = random.Random(seed)
-    num_hits = num_controls = 0
-    num_probes = 150
-    for _ in range(num_probes):
-        thief, owner = rng.choice([("a", "b"), ("b", "a")])
-        method = rng.choice(["MatchPrefix", "GetSequence"])
-        prompt = PROMPT[: rng.randrange(BLOCK_SIZE, len(PROMPT) + 1)]
-        if method == "GetSequence":
-            asked = pb.GetSequenceRequest(**world.owned[owner].ids, sequence_id=7, include_tokens=True)
-            num_hits += not isinstance(
-                await world.prober(rng.choice([Role.ENGINE, Role.READER]), thief).ask(method, asked), tuple
-            )
-            num_controls += not isinstance(await world.prober(Role.READER, owner).ask(method, asked), tuple)
-            continue
-        secret = [token + 1000 * (1 + TENANTS.index(owner)) for token in prompt]
-        await _store(world.prober(Role.ENGINE, owner), world.owned[owner], secret, rng.randrange(10, 2**40))
-        for tenant in (thief, owner):
-            asked = pb.MatchPrefixRequest(**world.owned[tenant].ids, token_ids=secret)
-            found = (await world.prober(Role.ENGINE, tenant).ask("MatchPrefix", asked)).num_matched_tokens
-            num_hits += bool(found) and tenant == thief
-            num_controls += bool(found) and tenant == owner
-    assert num_hits == 0
-    assert num_controls >= 0.95 * num_probes
-
-
-async def _store(engine: Prober, owned: Owned, tokens: list[int], sequence_id: int) -> None:
-    """Has the tokens cached, and lets go of their sequence."""
-    one = {**owned.ids, "sequence_id": sequence_id}
-    for method, fields in (
-        ("CreateSequence", {"token_ids": tokens}),
-        ("ExtendSequence", {"num_tokens": len(tokens)}),
-        ("CommitSequence", {"num_tokens": len(tokens)}),
-        ("ReleaseSequence", {}),
-    ):
-        answer = await engine.ask(method, getattr(pb, f"{method}Request")(**one, **fields))
-        assert not isinstance(answer, tuple), answer

@@ -110,3 +110,11 @@ def push_out(pool: TierPool, num_tokens: int, *, sequence_id: int = 50, report: 
     pool.step(B)
     pool.step(B)
     return ids
+
+
+def demoted(tokens: range, num_blocks: int) -> TierPool:
+    """A pool whose host tier alone has a prompt cached."""
+    pool = TierPool(num_blocks)
+    cached(pool, 1, tokens)
+    push_out(pool, 4 * (num_blocks - 1))
+    return pool

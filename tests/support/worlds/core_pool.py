@@ -57,6 +57,14 @@ def step_batch(
     )
 
 
+def compute(manager: PoolManager, session: SessionId, sequence_id: int, tokens: Sequence[int]) -> None:
+    """A prompt by one-item calls, committed whole."""
+    manager.creation.create(session, SequenceArgs(SequenceId(sequence_id), int32(tokens)))
+    manager.one_item.extend(session, sequence_id, len(tokens), look_up=True)
+    manager.one_item.commit(session, sequence_id, len(tokens), 0, int32(tokens))
+    assert manager.queries.check_invariants() == []
+
+
 class CorePool:
     """A manager with sessions a and b, which step as engines do."""
 
@@ -87,6 +95,35 @@ class CorePool:
         self.step(session, starts=[(sequence_id, ALL, ALL)])
         self.step(session, commits=[(sequence_id, len(tokens), [])])
         return self.table(sequence_id, session=session)
+
+    def release(self, *sequence_ids: int, session: SessionId = A) -> None:
+        """Ends sequences, and the step that may still read what they held."""
+        self.step(session, releases=sequence_ids)
+        self.step(session)
+
+    def cache(self, tokens: Sequence[int], tenant: str = "", **args: object) -> None:
+        """A sequence computes these tokens and ends."""
+        self.prefill(1, tokens, tenant=tenant, **args)
+        self.release(1)
+
+    def evicted(self, *prompts: list[int]) -> list[int]:
+        """With blocks of one token: all tokens of the prompts in the order of their eviction, one at a time."""
+        order: list[int] = []
+        while left := [prompt for prompt in prompts if self.matched(prompt)]:
+            before = [len(self.matched(prompt)) for prompt in left]
+            self.manager.evictions.evict_count(1)
+            self.audit()
+            after = [len(self.matched(prompt)) for prompt in left]
+            prompt, length = next((p, b) for p, b, a in zip(left, before, after, strict=True) if a < b)
+            order.append(prompt[length - 1])
+        return order
+
+    def pass_time(self, seconds: float) -> bool:
+        """Moves the clock, and does what is due. Whether something is left to do."""
+        self.manager.state.tick(self.manager.state.now + seconds)
+        is_left = self.manager.maintenance.do_due_work()
+        self.audit()
+        return is_left
 
     def view(self, sequence_id: int, *, session: SessionId = A) -> SequenceView:
         return self.manager.queries.view(session, SequenceId(sequence_id))

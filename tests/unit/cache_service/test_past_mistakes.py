@@ -4,7 +4,7 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.values.errors import CacheError, DuplicateSequence, InvalidField, NeverFits, UnknownSequence
-from kvkeeper.cache_service.core.values.types import BlockState, Executor, PressureLevel, SequenceId, SessionId, StartResult
+from kvkeeper.cache_service.core.values.types import BlockState, Executor, SequenceId, SessionId, StartResult
 from kvkeeper.cache_service.rpc.convert.kv_spec import kv_spec
 from kvkeeper.cache_service.runtime.lease import SessionTable
 from tests.support.tiers.tier_pool import TierPool
@@ -39,46 +39,16 @@ def test_a_second_create_under_the_same_id_leaks_nothing() -> None:
     assert all_blocks(pool) == [1, 2, 3, 4]
 
 
-def test_copy_on_write_does_not_copy_nothing() -> None:
-    pool = CorePool()
-    pool.prefill(1, range(6))
-    reply = pool.step(forks=[(1, 2, 6)], reserves=[(2, 7, 7)])
-    assert len(reply.copy_sources) == 1
-    assert pool.table(1)[1] != pool.table(2)[1]
-
-
-def test_copy_on_write_does_not_copy_everything() -> None:
+@pytest.mark.parametrize(("length", "reserved", "num_new"), [(6, 7, 0), (6, 8, 0), (6, 9, 1), (14, 20, 1)])
+def test_copy_on_write_copies_the_block_that_is_written_and_no_other(length: int, reserved: int, num_new: int) -> None:
+    """Also when no new block is needed."""
     pool = CorePool(num_blocks=17)
-    blocks = pool.prefill(1, range(14))
-    reply = pool.step(forks=[(1, 2, 14)], reserves=[(2, 20, 20)])
-    assert reply.copy_sources.tolist() == blocks[3:]
-    assert pool.table(2)[:3] == blocks[:3]
-
-
-def test_copy_on_write_happens_also_when_no_new_block_is_needed() -> None:
-    pool = CorePool()
-    blocks = pool.prefill(1, range(6))
-    reply = pool.step(forks=[(1, 2, 6)], reserves=[(2, 8, 8)])
-    assert reply.new_block_ids.tolist() == []
-    assert reply.copy_sources.tolist() == blocks[1:]
-
-
-def test_a_clones_write_does_not_change_its_source() -> None:
-    pool = CorePool()
-    blocks = pool.prefill(1, range(6))
-    pool.step(forks=[(1, 2, 6), (2, 3, 6)], reserves=[(3, 8, 8), (2, 8, 8)])
-    assert pool.table(1) == blocks
-    assert len({pool.table(i)[1] for i in (1, 2, 3)}) == 3
-
-
-def test_releasing_a_sequence_with_a_live_clone_leaks_no_block() -> None:
-    pool = CorePool(num_blocks=5)
-    blocks = pool.prefill(1, range(6))
-    pool.step(forks=[(1, 2, 6)])
-    pool.step(releases=[1])
-    assert pool.table(2) == blocks
-    pool.step(releases=[2])
-    assert all_blocks(pool) == [1, 2, 3, 4]
+    blocks = pool.prefill(1, range(length))
+    reply = pool.step(forks=[(1, 2, length)], reserves=[(2, reserved, reserved)])
+    assert reply.copy_sources.tolist() == blocks[-1:]
+    assert len(reply.new_block_ids) == num_new
+    assert pool.table(2)[: len(blocks) - 1] == blocks[:-1]
+    assert pool.table(2)[len(blocks) - 1] not in blocks
 
 
 def test_id_0_is_refused_and_never_means_absent() -> None:
@@ -124,20 +94,6 @@ def test_evicting_does_not_stop_at_or_run_over_blocks_that_a_fork_shares() -> No
     assert pool.manager.evictions.evict_blocks(8) == 2  # all that can be freed, and the truth about it
     assert {pool.state(block) for block in cached} == {BlockState.FREE}
     assert pool.table(1) == pool.table(2) == held
-
-
-def test_an_empty_pool_is_under_no_pressure() -> None:
-    pool = CorePool(num_blocks=21)
-    assert pool.manager.queries.stats().pressure is PressureLevel.LOW
-    pool.create(1, range(80), max_tokens=80)
-    reply = pool.step(starts=[(1, 1, 0)])
-    found = [reply.pressure]
-    for blocks in (11, 12, 15, 16, 18, 19, 20):
-        found.append(pool.step(reserves=[(1, 4 * blocks, 4 * blocks)]).pressure)
-    low, medium, high, critical = PressureLevel
-    assert found == [low, low, medium, medium, high, high, critical, critical]
-    pool.step(commits=[(1, 4, [])], truncates=[(1, 1)])
-    assert pool.step().pressure is low
 
 
 def test_an_eviction_that_can_free_nothing_says_so() -> None:

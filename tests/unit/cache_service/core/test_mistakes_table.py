@@ -8,6 +8,8 @@ import pytest
 
 TESTS = Path(__file__).parents[3]
 PAST = "unit/cache_service/test_past_mistakes.py"
+COPIES = "test_copy_on_write_copies_the_block_that_is_written_and_no_other"
+RULES = "unit/cache_service/core/test_rules.py"
 SWAP = "unit/cache_service/core/tiers/test_swap.py"
 RETENTION = "unit/cache_service/core/sequences/test_retention.py"
 
@@ -19,11 +21,11 @@ MISTAKES = {
     "a swap map keyed by a reusable id": (PAST, "test_what_was_swapped_under_an_id_is_not_what_its_next_owner_swaps_in"),
     "a double release gives a block two owners": (PAST, "test_a_double_release_frees_nothing_twice"),
     "a second create under the same id leaks the first": (PAST, "test_a_second_create_under_the_same_id_leaks_nothing"),
-    "copy-on-write copies nothing": (PAST, "test_copy_on_write_does_not_copy_nothing"),
-    "copy-on-write copies everything": (PAST, "test_copy_on_write_does_not_copy_everything"),
-    "copy-on-write only when a new block is needed": (PAST, "test_copy_on_write_happens_also_when_no_new_block_is_needed"),
-    "a clone's write changes its source": (PAST, "test_a_clones_write_does_not_change_its_source"),
-    "releasing a sequence with a live clone leaks": (PAST, "test_releasing_a_sequence_with_a_live_clone_leaks_no_block"),
+    "copy-on-write copies nothing": (PAST, COPIES),
+    "copy-on-write copies everything": (PAST, COPIES),
+    "copy-on-write only when a new block is needed": (PAST, COPIES),
+    "a clone's write changes its source": (RULES, "test_r3_a_fork_and_its_parent_spell_their_tokens_after_both_have_written"),
+    "releasing a sequence with a live clone leaks": (RULES, "test_r1_a_block_is_free_only_when_the_last_table_lets_go"),
     "id 0 treated as absent": (PAST, "test_id_0_is_refused_and_never_means_absent"),
     "half an allocation left behind after a failure": (PAST, "test_no_half_allocation_is_left_behind_by_a_failure"),
     "reading past the length": ("api/test_kv_io.py", "test_reads_stay_below_the_committed_length"),
@@ -50,10 +52,7 @@ MISTAKES = {
         "unit/cache_service/core/blocks/test_pressure.py",
         "test_an_empty_pool_is_never_under_pressure",
     ),
-    "a gc that can free nothing": (
-        "unit/cache_service/core/calls/test_victims.py",
-        "test_garbage_is_what_lies_behind_the_tokens_and_is_free_afterwards",
-    ),
+    "a gc that can free nothing": ("api/test_room.py", "test_garbage_is_collected_once"),
     "an eviction that reports what it did not free": (PAST, "test_an_eviction_that_can_free_nothing_says_so"),
     "prefix references that never drop": (PAST, "test_references_of_prefix_hits_drop"),
     "pin references that never drop": (

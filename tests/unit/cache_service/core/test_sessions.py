@@ -8,15 +8,10 @@ import pytest
 from kvkeeper.cache_service.core.values.errors import (
     InvalidField,
     OutOfSequences,
-    OutOfSessions,
-    StaleEpoch,
-    StepConflict,
-    StepGap,
     UnknownSession,
-    WrongMode,
 )
 from kvkeeper.cache_service.core.values.types import BlockState, Executor, SessionId
-from kvkeeper.cache_service.runtime.lease import Session, SessionMode, SessionTable
+from kvkeeper.cache_service.runtime.lease import Session, SessionTable
 from tests.support.worlds.core_pool import ALL, A, B, CorePool
 
 
@@ -26,39 +21,6 @@ def open_session(executor: Executor = Executor.ENGINE, ttl: float = 10.0) -> tup
 
 
 # Exactly once
-
-
-def test_once_a_repeat_gets_the_same_bytes_and_a_new_step_none() -> None:
-    _, session = open_session()
-    assert session.repeat_of(1, b"one") is None
-    session.record(1, 0, b"one", b"answer")
-    assert session.repeat_of(1, b"one") == b"answer"
-    assert session.repeat_of(2, b"two") is None
-
-
-def test_once_the_same_id_with_other_contents_is_a_conflict() -> None:
-    _, session = open_session()
-    session.record(1, 0, b"one", b"answer")
-    with pytest.raises(StepConflict) as refused:
-        session.repeat_of(1, b"other")
-    assert refused.value.metadata == {"expected_step_id": "2"}
-    assert session.repeat_of(1, b"one") == b"answer"
-
-
-@pytest.mark.parametrize("step_id", [-1, 0, 1, 4, 2**53])
-def test_once_a_gap_or_an_older_id_tells_what_is_expected(step_id: int) -> None:
-    _, session = open_session()
-    for done in (1, 2):
-        session.record(done, done - 1, b"%d" % done, b"answer")
-    with pytest.raises(StepGap) as refused:
-        session.repeat_of(step_id, b"1")
-    assert refused.value.metadata == {"expected_step_id": "3"}
-
-
-def test_once_before_the_first_step_nothing_is_a_repeat() -> None:
-    _, session = open_session()
-    with pytest.raises(StepGap):
-        session.repeat_of(0, b"")
 
 
 def test_once_at_most_two_steps_are_in_flight_and_completions_do_not_shrink() -> None:
@@ -80,36 +42,7 @@ def test_once_at_most_two_steps_are_in_flight_and_completions_do_not_shrink() ->
             session.complete(completed)
 
 
-def test_once_where_the_service_copies_steps_do_not_overlap() -> None:
-    _, session = open_session(Executor.CACHE)
-    session.check_completed(1, 0)
-    session.record(1, 0, b"", b"")
-    with pytest.raises(InvalidField):
-        session.check_completed(2, 0)
-    session.check_completed(2, 1)
-
-
-def test_once_a_session_steps_or_calls_but_not_both() -> None:
-    _, session = open_session()
-    session.use_mode(SessionMode.STEPS)
-    session.use_mode(SessionMode.STEPS)
-    with pytest.raises(WrongMode) as refused:
-        session.use_mode(SessionMode.ONE_ITEM)
-    assert refused.value.metadata == {"mode": "steps"}
-
-
 # Leases and epochs
-
-
-def test_6_epochs_strictly_increase_and_only_an_equal_one_is_accepted() -> None:
-    table, first = open_session()
-    second = table.open(SessionId("b"), Executor.ENGINE, 10.0, "", now=0.0)
-    assert 100 < first.epoch < second.epoch
-    assert table.require("a", first.epoch, 1.0) is first
-    for epoch in (first.epoch - 1, second.epoch, 0, -1):
-        with pytest.raises(StaleEpoch) as refused:
-            table.require("a", epoch, 1.0)
-        assert refused.value.metadata == {"current_epoch": str(second.epoch)}
 
 
 def test_6_a_session_that_ended_never_returns() -> None:
@@ -136,15 +69,6 @@ def test_6_a_lease_ends_with_its_ttl_unless_messages_renew_it() -> None:
     assert len(table) == 1  # until its owner has reclaimed it
 
 
-def test_6_an_idle_session_that_renews_is_never_reaped() -> None:
-    table, session = open_session(ttl=10.0)
-    now = 0.0
-    for _ in range(30 * 24 * 360):  # 30 days, a heartbeat every 10 s but a little
-        now += 9.999
-        assert not table.expired(now)
-        table.renew(session, now)
-
-
 def test_6_a_lost_stream_leaves_half_a_second_and_a_message_ends_the_grace() -> None:
     table, session = open_session()
     table.start_grace(session, 5.0)
@@ -157,17 +81,6 @@ def test_6_a_lost_stream_leaves_half_a_second_and_a_message_ends_the_grace() -> 
     table.renew(session, 15.3)
     table.start_grace(session, 16.0)
     assert table.expired(16.5) == [session]
-
-
-def test_6_sessions_run_out_with_the_limit() -> None:
-    table, session = open_session()
-    table.open(SessionId("b"), Executor.ENGINE, 10.0, "", now=0.0)
-    with pytest.raises(OutOfSessions) as refused:
-        table.open(SessionId("c"), Executor.ENGINE, 10.0, "", now=0.0)
-    assert refused.value.metadata == {"limit": "2"}
-    table.end_session(session)
-    table.open(SessionId("c"), Executor.ENGINE, 10.0, "", now=0.0)
-    assert SessionTable(1, 0).next_deadline() is None
 
 
 # Death and quarantine

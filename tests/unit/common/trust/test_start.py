@@ -150,6 +150,11 @@ def test_the_folders_of_memory_are_for_one_user(tmp_path: Path, mode: int) -> No
     folder.chmod(mode)
     with pytest.raises(AddressInUse, match="must be yours with mode 0700"):
         private_directory(folder)
+    assert private_directory(folder / "made" / "anew").stat().st_mode & 0o777 == 0o700
+    private_directory(folder / "made" / "anew")
+    (folder / "file").write_text("")
+    with pytest.raises(AddressInUse):
+        private_directory(folder / "file")
 
 
 @pytest.fixture

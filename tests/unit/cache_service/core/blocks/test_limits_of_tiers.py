@@ -7,12 +7,6 @@ from tests.support.worlds.core_pool import A, int32
 PROMPT = range(100, 116)  # four blocks of 4
 
 
-def pass_time(pool: TierPool, seconds: float) -> None:
-    pool.manager.state.tick(pool.manager.state.now + seconds)
-    pool.manager.maintenance.do_due_work()
-    pool.audit()
-
-
 def matched(pool: TierPool) -> int:
     return pool.manager.queries.explain_match("", int32(PROMPT)).num_matched
 
@@ -20,12 +14,12 @@ def matched(pool: TierPool) -> int:
 def test_blocks_moved_to_the_host_tier_expire_there() -> None:
     pool = TierPool(prefix_ttl=10.0)
     cached(pool, 1, PROMPT)
-    pass_time(pool, 6.0)
+    pool.pass_time(6.0)
     push_out(pool, 32)
     assert matched(pool) == 16
-    pass_time(pool, 9.0)
+    pool.pass_time(9.0)
     assert matched(pool) == 16  # its time started anew when it moved
-    pass_time(pool, 1.0)
+    pool.pass_time(1.0)
     assert matched(pool) == 0
     stats = pool.manager.queries.stats()
     assert (stats.num_expired_blocks, stats.num_cached_host_blocks, stats.num_free_host_blocks) == (4, 0, 8)
@@ -37,7 +31,7 @@ def test_a_swapped_sequence_does_not_age() -> None:
     pool.prefill(1, PROMPT)
     written = pool.fill(1)
     pool.swap_out(1)
-    pass_time(pool, 100.0)
+    pool.pass_time(100.0)
     reply = pool.step(ins=[1])
     pool.step(done=pool.run(reply))
     assert pool.bytes(1) == written
@@ -48,7 +42,7 @@ def test_a_copy_that_expires_in_the_host_tier_leaves_the_block_on_the_device() -
     pool.prefill(1, PROMPT)
     pool.swap_out(1)
     pool.step(done=pool.run(pool.step(ins=[1])))
-    pass_time(pool, 20.0)
+    pool.pass_time(20.0)
     assert pool.state_of(1) is SequenceState.RUNNING
     assert matched(pool) == 16
 

@@ -36,18 +36,6 @@ class Hinted:
     def run(self, tokens: list[int], hint: ReuseHint = ReuseHint.UNSPECIFIED) -> None:
         self.end(self.start(tokens, hint))
 
-    def evicted(self, *prompts: list[int]) -> list[int]:
-        """All tokens of the prompts in the order of their eviction, one at a time."""
-        order: list[int] = []
-        while left := [prompt for prompt in prompts if self.pool.matched(prompt)]:
-            before = [len(self.pool.matched(prompt)) for prompt in left]
-            self.pool.manager.evictions.evict_count(1)
-            self.pool.audit()
-            after = [len(self.pool.matched(prompt)) for prompt in left]
-            prompt, length = next((p, b) for p, b, a in zip(left, before, after, strict=True) if a < b)
-            order.append(prompt[length - 1])
-        return order
-
     @property
     def counts(self) -> tuple[int, int]:
         stats = self.pool.manager.queries.stats()
@@ -71,7 +59,7 @@ def test_what_nothing_will_use_goes_first_and_what_is_used_soon_goes_last(policy
     blocks = [hinted.pool.matched(prompt)[-1] for prompt in ([1, 2], [3, 4], [5, 6])]
     hints = [hinted.pool.manager.queries.block_view(block).reuse_hint for block in blocks]
     assert hints == [SOON, ReuseHint.UNSPECIFIED, NONE]
-    assert hinted.evicted([1, 2], [3, 4], [5, 6], [7, 8]) == [6, 5, 8, 7, 4, 3, 2, 1]
+    assert hinted.pool.evicted([1, 2], [3, 4], [5, 6], [7, 8]) == [6, 5, 8, 7, 4, 3, 2, 1]
 
 
 def test_without_a_hint_nothing_is_made_of_hints() -> None:
@@ -86,7 +74,7 @@ def test_the_end_of_one_conversation_leaves_a_shared_prompt_alone() -> None:
     hinted.run([1, 2, 3])
     hinted.run([1, 2, 4], NONE)
     assert hinted.counts == (1, 0)
-    assert hinted.evicted([1, 2, 3], [1, 2, 4]) == [4, 3, 2, 1]
+    assert hinted.pool.evicted([1, 2, 3], [1, 2, 4]) == [4, 3, 2, 1]
 
 
 def test_a_prompt_that_was_shared_stays_shared_when_its_other_conversations_are_gone() -> None:
@@ -100,7 +88,7 @@ def test_a_prompt_that_was_shared_stays_shared_when_its_other_conversations_are_
     hinted.run([1, 2, 7], NONE)  # alone below the prompt now
     hinted.run([8])
     assert hinted.counts == (1, 0)
-    assert hinted.evicted([1, 2, 7], [8])[0] == 7
+    assert hinted.pool.evicted([1, 2, 7], [8])[0] == 7
 
 
 def test_a_conversation_that_has_ended_goes_with_all_its_turns() -> None:
@@ -110,7 +98,7 @@ def test_a_conversation_that_has_ended_goes_with_all_its_turns() -> None:
     assert hinted.counts == (0, 2)
     hinted.run([1, 2, 3, 4], NONE)
     assert hinted.counts == (4, 0)
-    assert hinted.evicted([9], [1, 2, 3, 4]) == [4, 3, 2, 1, 9]
+    assert hinted.pool.evicted([9], [1, 2, 3, 4]) == [4, 3, 2, 1, 9]
 
 
 def test_a_turn_that_came_and_says_nothing_is_no_longer_awaited() -> None:
@@ -119,7 +107,7 @@ def test_a_turn_that_came_and_says_nothing_is_no_longer_awaited() -> None:
     hinted.run([1, 2, 3])
     hinted.run([4])
     assert hinted.counts == (0, 0)
-    assert hinted.evicted([1, 2, 3], [4]) == [3, 2, 1, 4]
+    assert hinted.pool.evicted([1, 2, 3], [4]) == [3, 2, 1, 4]
 
 
 def test_another_branch_leaves_what_is_awaited_alone() -> None:
@@ -128,7 +116,7 @@ def test_another_branch_leaves_what_is_awaited_alone() -> None:
     hinted.run([1, 2, 4], NONE)
     hinted.run([5])
     assert hinted.counts == (1, 3)
-    assert hinted.evicted([1, 2, 3], [1, 2, 4], [5]) == [4, 5, 3, 2, 1]
+    assert hinted.pool.evicted([1, 2, 3], [1, 2, 4], [5]) == [4, 5, 3, 2, 1]
 
 
 def test_a_sequence_that_counts_on_it_makes_a_prompt_normal_again() -> None:
@@ -139,7 +127,7 @@ def test_a_sequence_that_counts_on_it_makes_a_prompt_normal_again() -> None:
     hinted.run([1, 2, 4], NONE)
     hinted.run([5], NONE)
     assert hinted.counts == (2, 0)
-    assert hinted.evicted([1, 2, 3], [1, 2, 4], [5]) == [4, 5, 3, 2, 1]
+    assert hinted.pool.evicted([1, 2, 3], [1, 2, 4], [5]) == [4, 5, 3, 2, 1]
 
 
 def test_a_pin_makes_a_prompt_normal_again() -> None:
@@ -206,7 +194,7 @@ def test_only_a_share_of_the_pool_is_awaited_and_the_oldest_is_given_up() -> Non
         hinted.run(prompt, SOON)
     hinted.run([6])
     assert hinted.counts == (0, 4)
-    assert hinted.evicted([1, 2, 3], [4, 5], [6]) == [3, 6, 2, 1, 5, 4]
+    assert hinted.pool.evicted([1, 2, 3], [4, 5], [6]) == [3, 6, 2, 1, 5, 4]
 
 
 def test_nothing_is_awaited_for_longer_than_its_time() -> None:

@@ -100,21 +100,6 @@ def one_item_pool() -> tuple[CorePool, SessionId]:
     return pool, session
 
 
-def test_garbage_is_what_lies_behind_the_tokens_and_is_free_afterwards() -> None:
-    pool, session = one_item_pool()
-    free = pool.manager.queries.stats().num_free_blocks
-    garbage = pool.manager.garbage.collect(session)
-    assert (garbage.num_trimmed_blocks, garbage.num_freed_blocks) == (2, 2)
-    stats = pool.manager.queries.stats()
-    assert (stats.num_free_blocks, stats.num_collected_blocks) == (free + 2, 2)
-    assert pool.counters(1, session=session) == (4, 0, 4)
-    assert len(pool.table(1, session=session)) == 1
-    pool.audit()
-    assert pool.manager.garbage.collect(session)._asdict() == dict.fromkeys(garbage._asdict(), 0)
-    pool.manager.one_item.extend(session, 1, 12, look_up=False)
-    assert len(pool.table(1, session=session)) == 3
-
-
 def test_another_sessions_sequence_is_cut_only_when_it_was_not_used_for_long() -> None:
     pool, _ = one_item_pool()
     assert pool.manager.garbage.collect(A).num_trimmed_blocks == 0

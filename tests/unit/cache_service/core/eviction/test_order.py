@@ -9,30 +9,9 @@ from tests.support.worlds.core_pool import CorePool
 PROMPTS = {"a": [1, 2], "b": [3, 4, 5], "c": [6, 7]}
 
 
-class Cached:
-    """A pool with blocks of one token; each run is one sequence from start to end."""
-
-    def __init__(self, policy: str) -> None:
-        self.pool = CorePool(num_blocks=32, block_size=1, eviction_policy=policy, max_sequences=8)
-        self.last_id = 0
-
-    def run(self, tokens: list[int], priority: int = 0) -> None:
-        self.last_id += 1
-        self.pool.prefill(self.last_id, tokens, priority=priority)
-        self.pool.step(releases=[self.last_id])
-        self.pool.step()  # the release is fenced until the step before has completed
-
-    def evicted(self, *prompts: list[int]) -> list[int]:
-        """All tokens of the prompts in the order of their eviction, one at a time."""
-        order: list[int] = []
-        while left := [prompt for prompt in prompts if self.pool.matched(prompt)]:
-            before = [len(self.pool.matched(prompt)) for prompt in left]
-            self.pool.manager.evictions.evict_blocks(self.pool.manager.queries.stats().num_free_blocks + 1)
-            self.pool.audit()
-            after = [len(self.pool.matched(prompt)) for prompt in left]
-            prompt, length = next((p, b) for p, b, a in zip(left, before, after, strict=True) if a < b)
-            order.append(prompt[length - 1])
-        return order
+def empty(policy: str) -> CorePool:
+    """Blocks of one token."""
+    return CorePool(num_blocks=32, block_size=1, eviction_policy=policy, max_sequences=8)
 
 
 ORDERS = {
@@ -46,49 +25,49 @@ ORDERS = {
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_order(policy: str) -> None:
-    cached = Cached(policy)
-    cached.run(PROMPTS["a"])
-    cached.run(PROMPTS["b"], priority=2)
-    cached.run(PROMPTS["c"])
-    cached.run(PROMPTS["a"])
-    assert cached.evicted(*PROMPTS.values()) == ORDERS[policy]
+    pool = empty(policy)
+    pool.cache(PROMPTS["a"])
+    pool.cache(PROMPTS["b"], priority=2)
+    pool.cache(PROMPTS["c"])
+    pool.cache(PROMPTS["a"])
+    assert pool.evicted(*PROMPTS.values()) == ORDERS[policy]
 
 
 def test_lfu_counts_uses_before_recency() -> None:
-    cached = Cached("lfu")
+    pool = empty("lfu")
     for _ in range(3):
-        cached.run([1])
-    cached.run([2])
-    cached.run([2])
-    cached.run([3])
-    assert cached.evicted([1], [2], [3]) == [3, 2, 1]
+        pool.cache([1])
+    pool.cache([2])
+    pool.cache([2])
+    pool.cache([3])
+    assert pool.evicted([1], [2], [3]) == [3, 2, 1]
 
 
 def test_a_shared_block_is_as_long_as_its_shortest_sequence() -> None:
-    cached = Cached("longest_first")
-    cached.run([1, 2, 3, 4])
-    cached.run([1])
-    cached.run([5, 6])
-    assert cached.evicted([1, 2, 3, 4], [5, 6]) == [4, 3, 2, 6, 5, 1]
+    pool = empty("longest_first")
+    pool.cache([1, 2, 3, 4])
+    pool.cache([1])
+    pool.cache([5, 6])
+    assert pool.evicted([1, 2, 3, 4], [5, 6]) == [4, 3, 2, 6, 5, 1]
 
 
 def test_a_shared_block_has_the_highest_priority_of_its_sequences() -> None:
-    cached = Cached("priority")
-    cached.run([1, 2], priority=5)
-    cached.run([1, 3], priority=-1)
-    cached.run([4], priority=1)
-    assert cached.evicted([1, 2], [1, 3], [4]) == [3, 4, 2, 1]
+    pool = empty("priority")
+    pool.cache([1, 2], priority=5)
+    pool.cache([1, 3], priority=-1)
+    pool.cache([4], priority=1)
+    assert pool.evicted([1, 2], [1, 3], [4]) == [3, 4, 2, 1]
 
 
 def test_a_forgotten_block_starts_anew() -> None:
     """Clearing the index forgets uses too: block numbers come back with other contents."""
-    cached = Cached("lfu")
+    pool = empty("lfu")
     for _ in range(3):
-        cached.run([1])
-    cached.pool.manager.prefixes.clear()
-    cached.run([2])
-    cached.run([1])
-    assert cached.evicted([1], [2]) == [2, 1]
+        pool.cache([1])
+    pool.manager.prefixes.clear()
+    pool.cache([2])
+    pool.cache([1])
+    assert pool.evicted([1], [2]) == [2, 1]
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)

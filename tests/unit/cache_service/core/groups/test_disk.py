@@ -15,6 +15,7 @@ from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
 from tests.support.tiers.disk_simulation import NUM_EVENTS, DiskSimulation
+from tests.support.worlds.core_pool import compute
 
 A = SessionId("a")
 TOKENS = np.arange(11, dtype=np.int32)
@@ -31,9 +32,7 @@ def stored(
     manager = PoolManager(config)
     disk = manager.add_disk(b"key", 40, 0, rules=rules or TierRules())
     manager.sessions.open(A, Executor.CACHE)
-    manager.creation.create(A, SequenceArgs(SequenceId(1), TOKENS))
-    manager.one_item.extend(A, 1, 11, look_up=True)
-    manager.one_item.commit(A, 1, 11, 0, TOKENS)
+    compute(manager, A, 1, TOKENS)
     manager.one_item.release(A, 1)
     with manager.evictions.demoting(A):
         manager.evictions.evict_blocks(40)

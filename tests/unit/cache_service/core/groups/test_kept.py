@@ -14,9 +14,11 @@ from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
 from kvkeeper.cache_service.memory.kept.description import Description
 from kvkeeper.cache_service.memory.private_file import FileRefused
+from tests.support.worlds.core_pool import compute
 from tests.support.worlds.kept_pool import KeptMemory, chains, write_all
 
 A = SessionId("a")
+TOKENS = np.arange(11, dtype=np.int32)
 SPANS = spans_of(0, 0, 5)
 
 
@@ -25,6 +27,22 @@ def slots(*rows: tuple[int, int, int, int, int]) -> Slots:
     blocks, names, parents, tokens, groups = np.array(rows, np.int64).reshape(-1, 5).T
     digests = np.zeros(len(rows), np.uint64)
     return Slots(blocks.astype(np.int32), names, parents, tokens.astype(np.int32)[:, None], digests, groups.astype(np.int8))
+
+
+def computed(config: PoolConfig) -> tuple[KeptMemory, PoolManager]:
+    """A pool that has cached the tokens."""
+    memory, manager = KeptMemory(config), PoolManager(config)
+    manager.restore(memory.kept, may_still_write=False)
+    manager.sessions.open(A, Executor.CACHE)
+    compute(manager, A, 1, TOKENS)
+    manager.one_item.release(A, 1)
+    return memory, manager
+
+
+def start_again(manager: PoolManager) -> None:
+    manager.sessions.open(A, Executor.CACHE)
+    manager.creation.create(A, SequenceArgs(SequenceId(1), TOKENS))
+    manager.one_item.extend(A, 1, 11, look_up=True)
 
 
 def test_a_node_needs_a_row_of_each_group_that_reads_all() -> None:
@@ -48,14 +66,7 @@ def test_a_group_that_contradicts_the_first_makes_all_rows_worthless(row: tuple[
 @pytest.mark.parametrize(("spans", "hit"), [(SPANS, 10), ((*spans_of(0, 0), state_span(2)), 8)], ids=["window", "states"])
 def test_a_pool_comes_back_with_the_blocks_of_all_groups(spans: tuple[ReadSpan, ...], hit: int) -> None:
     config = PoolConfig(41, 2, group_spans=spans, watermark=0.0, num_host_blocks=21)
-    memory, manager = KeptMemory(config), PoolManager(config)
-    manager.restore(memory.kept, may_still_write=False)
-    manager.sessions.open(A, Executor.CACHE)
-    tokens = np.arange(11, dtype=np.int32)
-    manager.creation.create(A, SequenceArgs(SequenceId(1), tokens))
-    manager.one_item.extend(A, 1, 11, look_up=True)
-    manager.one_item.commit(A, 1, 11, 0, tokens)
-    manager.one_item.release(A, 1)
+    memory, manager = computed(config)
     with manager.evictions.demoting(A):
         manager.evictions.evict_blocks(36)
     write_all(manager)
@@ -66,9 +77,7 @@ def test_a_pool_comes_back_with_the_blocks_of_all_groups(spans: tuple[ReadSpan, 
     stats = again.queries.stats()
     assert (result.num_blocks, result.num_host_blocks) == (stats.num_cached_blocks, stats.num_cached_host_blocks)
     assert result.num_host_blocks > 0
-    again.sessions.open(A, Executor.CACHE)
-    again.creation.create(A, SequenceArgs(SequenceId(1), tokens))
-    again.one_item.extend(A, 1, 11, look_up=True)
+    start_again(again)
     assert again.queries.view(A, 1).num_hit_tokens == hit
     assert again.queries.check_invariants() == []
 
@@ -105,14 +114,7 @@ def test_a_description_tells_the_groups_and_refuses_what_are_none() -> None:
 @pytest.mark.parametrize("is_demoted", [False, True])
 def test_a_tail_comes_back_with_its_pool_and_stays_behind_where_blocks_went_to_the_host(is_demoted: bool) -> None:
     config = PoolConfig(41, 2, group_spans=spans_of(0, 5), has_tail=True, watermark=0.0, num_host_blocks=21)
-    memory, manager = KeptMemory(config), PoolManager(config)
-    manager.restore(memory.kept, may_still_write=False)
-    manager.sessions.open(A, Executor.CACHE)
-    tokens = np.arange(11, dtype=np.int32)
-    manager.creation.create(A, SequenceArgs(SequenceId(1), tokens))
-    manager.one_item.extend(A, 1, 11, look_up=True)
-    manager.one_item.commit(A, 1, 11, 0, tokens)
-    manager.one_item.release(A, 1)
+    memory, manager = computed(config)
     if is_demoted:
         with manager.evictions.demoting(A):
             manager.evictions.evict_blocks(40)
@@ -120,9 +122,7 @@ def test_a_tail_comes_back_with_its_pool_and_stays_behind_where_blocks_went_to_t
     again, result = memory.restored()
     assert again.queries.check_invariants() == []
     assert result.num_host_blocks == (5 if is_demoted else 0)
-    again.sessions.open(A, Executor.CACHE)
-    again.creation.create(A, SequenceArgs(SequenceId(1), tokens))
-    again.one_item.extend(A, 1, 11, look_up=True)
+    start_again(again)
     view = again.queries.view(A, SequenceId(1))
     assert view.num_hit_tokens == 10
     # Token 10 reads from token 6 on; of the host's blocks no page came along.

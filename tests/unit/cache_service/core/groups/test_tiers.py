@@ -15,6 +15,7 @@ from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, Int32Array, SequenceId, SequenceState, SessionId, TransferKind
 from tests.support.tiers.tier_engine import TierCounts
 from tests.support.tiers.tier_simulation import NUM_EVENTS, TierSimulation
+from tests.support.worlds.core_pool import compute
 
 A = SessionId("a")
 WINDOWS = (0, 5)  # of two groups, with blocks of 2 tokens
@@ -31,13 +32,6 @@ def create(manager: PoolManager, sequence_id: int, tokens: list[int]) -> None:
     manager.creation.create(A, SequenceArgs(SequenceId(sequence_id), np.array(tokens, np.int32)))
 
 
-def compute(manager: PoolManager, sequence_id: int, tokens: list[int]) -> None:
-    create(manager, sequence_id, tokens)
-    manager.one_item.extend(A, sequence_id, len(tokens), look_up=True)
-    manager.one_item.commit(A, sequence_id, len(tokens), 0, np.array(tokens, np.int32))
-    assert manager.queries.check_invariants() == []
-
-
 def tables(manager: PoolManager, sequence_id: int) -> list[list[int]]:
     view = manager.queries.view(A, sequence_id)
     return [view.block_table.tolist(), *(table.tolist() for table in view.group_tables)]
@@ -51,7 +45,7 @@ def evict_all(manager: PoolManager) -> None:
 
 def test_a_swap_moves_what_each_group_has_and_holes_stay_holes() -> None:
     manager = pool()
-    compute(manager, 1, list(range(11)))
+    compute(manager, A, 1, list(range(11)))
     before = tables(manager, 1)
     assert before[1][:3] == [0, 0, 0]  # token 11 reads from token 7 on
     out = manager.one_item.swap_out(A, 1)
@@ -67,7 +61,7 @@ def test_a_swap_moves_what_each_group_has_and_holes_stay_holes() -> None:
 
 def test_a_swap_moves_the_states_that_there_are_and_a_hit_loads_the_last_alone() -> None:
     manager = pool(spans=(*spans_of(0), state_span(2)))
-    compute(manager, 1, list(range(11)))
+    compute(manager, A, 1, list(range(11)))
     assert [bool(block) for block in tables(manager, 1)[1]] == [False, True] * 3
     out = manager.one_item.swap_out(A, 1)
     assert len(out.transfer_sources) == manager.queries.stats().num_held_host_blocks == 6 + 3
@@ -88,7 +82,7 @@ def test_a_swap_moves_the_states_that_there_are_and_a_hit_loads_the_last_alone()
 
 def test_a_hit_on_host_blocks_loads_all_of_the_full_group_and_the_last_window() -> None:
     manager = pool()
-    compute(manager, 1, list(range(11)))
+    compute(manager, A, 1, list(range(11)))
     manager.one_item.release(A, 1)
     evict_all(manager)
     assert manager.queries.stats().num_cached_blocks == 0
@@ -102,7 +96,7 @@ def test_a_hit_on_host_blocks_loads_all_of_the_full_group_and_the_last_window() 
 
 def test_a_hit_ends_where_a_window_has_gone_from_both_tiers() -> None:
     manager = pool(num_host_blocks=4)  # the first group's first three at most come there
-    compute(manager, 1, list(range(11)))
+    compute(manager, A, 1, list(range(11)))
     manager.one_item.release(A, 1)
     evict_all(manager)
     create(manager, 2, [*range(10), 99])
@@ -116,7 +110,7 @@ def test_a_hit_ends_where_a_window_has_gone_from_both_tiers() -> None:
 
 def test_an_explanation_names_the_group_whose_window_ends_a_hit() -> None:
     manager = pool(num_host_blocks=0)
-    compute(manager, 1, list(range(11)))
+    compute(manager, A, 1, list(range(11)))
     manager.one_item.release(A, 1)
     index = manager.state.index
     nodes = index.match(index.find_root(""), np.arange(11, dtype=np.int32), 5)
@@ -130,7 +124,7 @@ def test_an_explanation_names_the_group_whose_window_ends_a_hit() -> None:
 def test_statistics_tell_what_each_group_holds() -> None:
     manager = pool()
     assert PoolManager(PoolConfig(9, 2)).queries.group_stats() == []
-    compute(manager, 1, list(range(11)))
+    compute(manager, A, 1, list(range(11)))
     assert [tuple(group) for group in manager.queries.group_stats()] == [(0, 6, 0), (5, 3, 3)]
 
 

@@ -19,8 +19,7 @@ def stored(pool: CorePool, tokens: list[int] = PROMPT, first: float = 1.0, *, ke
     pool.prefill(1, tokens, **args)
     pool.manager.prefixes.store_logits(A, 1, len(tokens), logits(first))
     if not keep:
-        pool.step(releases=[1])
-        pool.step()
+        pool.release(1)
 
 
 def logits_pool(num_blocks: int = 9, memory: int = 1000, **config: object) -> CorePool:
@@ -115,18 +114,22 @@ def test_a_release_ends_the_promise_also_when_the_id_is_used_again() -> None:
         pool.manager.prefixes.read_logits(A, 2)
 
 
+def forget_all(pool: CorePool, end: str) -> None:
+    """The two blocks that are cached are gone."""
+    if end == "evict":
+        assert pool.manager.evictions.evict_blocks(8) == 2
+    elif end == "clear":
+        assert pool.manager.prefixes.clear().num_freed_blocks == 2
+    else:
+        pool.pass_time(10.0)
+    pool.audit()
+
+
 @pytest.mark.parametrize("end", ["evict", "clear", "expire"])
 def test_logits_are_forgotten_with_their_prefix_and_do_not_return_with_its_node_number(end: str) -> None:
     pool = logits_pool(prefix_ttl=10.0)
     stored(pool)
-    if end == "evict":
-        assert pool.manager.evictions.evict_blocks(8) == 2
-    elif end == "clear":
-        pool.manager.prefixes.clear()
-    else:
-        pool.manager.state.tick(10.0)
-        pool.manager.maintenance.do_due_work()
-    pool.audit()
+    forget_all(pool, end)
     assert pool.manager.queries.stats().num_stored_logits == 0
     pool.prefill(1, PROMPT)
     assert start(pool, PROMPT) == (4, 8, False)
@@ -234,15 +237,8 @@ def test_once_nothing_is_stored_the_next_logits_may_have_another_size(end: str) 
     with pytest.raises(InvalidField) as refused:
         pool.manager.prefixes.store_logits(A, 3, 4, logits(1.0, size=5))
     assert refused.value.metadata["limit"] == "12", "bytes of those that are stored"
-    pool.step(releases=[3])
-    pool.step()
-    if end == "evict":
-        pool.manager.evictions.evict_blocks(8)
-    elif end == "clear":
-        pool.manager.prefixes.clear()
-    else:
-        pool.manager.state.tick(10.0)
-        pool.manager.maintenance.do_due_work()
+    pool.release(3)
+    forget_all(pool, end)
     assert pool.manager.queries.stats().num_stored_logits == 0
     pool.prefill(4, PROMPT)
     pool.manager.prefixes.store_logits(A, 4, 8, logits(2.0, size=5))

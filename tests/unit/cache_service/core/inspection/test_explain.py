@@ -22,8 +22,7 @@ def cached(num_blocks: int = 9, **config: object) -> CorePool:
     """A pool in which the prompt's two blocks are cached and nothing runs."""
     world = CorePool(num_blocks=num_blocks, block_size=4, **config)
     world.prefill(1, PROMPT)
-    world.step(A, releases=[1])
-    world.step(A)
+    world.release(1)
     return world
 
 
@@ -67,8 +66,7 @@ def test_a_hit_is_what_a_start_takes(min_prefix_tokens: int) -> None:
         world.create(7, PROMPT[:num_tokens])
         reply = world.step(A, starts=[(7, 100, 100)])
         assert found.num_hit == reply.start_hits[0]
-        world.step(A, releases=[7])
-        world.step(A)
+        world.release(7)
 
 
 def test_more_tokens_than_a_sequence_can_have_are_explained_too() -> None:

@@ -31,8 +31,7 @@ def cached(request: pytest.FixtureRequest) -> CorePool:
     pool = CorePool(13, 1, eviction_policy=request.param)
     for sequence_id, tokens in ((1, [1, 2, 3]), (2, [4, 5, 6])):
         pool.prefill(sequence_id, tokens)
-    pool.step(releases=[1, 2])
-    pool.step()
+    pool.release(1, 2)
     pool.prefill(3, [7])
     return pool
 
@@ -71,8 +70,7 @@ def test_a_block_that_the_order_has_twice_is_told(cached: CorePool) -> None:
 def test_a_victim_that_is_chosen_twice_is_told() -> None:
     pool = CorePool(13, 1, eviction_policy="adaptive")
     pool.prefill(1, [1, 2, 3])
-    pool.step(releases=[1])
-    pool.step()
+    pool.release(1)
     policy = blocks_pool(pool).policy
     assert isinstance(policy, AdaptivePolicy)
     policy._catch_up()
@@ -134,8 +132,7 @@ def test_what_changes_between_slices_is_no_error(policy: str) -> None:
             else:
                 assert wrong == []
         if len(live) > 2:
-            pool.step(releases=[live.pop(rng.randrange(len(live)))])
-            pool.step()
+            pool.release(live.pop(rng.randrange(len(live))))
         prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 8))]
         pool.prefill(next_id, prompt)
         live.append(next_id)

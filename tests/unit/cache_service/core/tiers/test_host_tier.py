@@ -1,7 +1,7 @@
 """Cached blocks between the tiers: demotion of what is evicted, promotion on a hit, loads that fail or lose their session."""
 
 from kvkeeper.cache_service.core.values.types import BlockState, ItemResult, SequenceState, StartResult
-from tests.support.tiers.tier_pool import TierPool, cached, push_out
+from tests.support.tiers.tier_pool import TierPool, cached, demoted, push_out
 from tests.support.worlds.core_pool import ALL, B, int32
 
 
@@ -49,8 +49,7 @@ def test_r8_a_load_that_failed_leaves_its_tenants_content_to_no_other() -> None:
     pool.step(releases=[1])
     pool.create(2, range(100, 112), tenant="red")
     pool.step(done=pool.run(pool.step(starts=[(2, ALL, 0)])))
-    pool.step(releases=[2])
-    pool.step()
+    pool.release(2)
     pool.create(3, range(12), tenant="blue")
     loads = pool.step(starts=[(3, ALL, ALL)])
     assert loads.start_results.tolist() == [StartResult.LOADING]
@@ -66,21 +65,17 @@ def test_r8_a_load_that_failed_leaves_its_tenants_content_to_no_other() -> None:
 def test_the_victim_may_be_granted_in_the_step_that_demotes_it() -> None:
     pool = TierPool(num_blocks=4)
     blocks = pool.prefill(1, range(12))
-    pool.step(releases=[1])
-    pool.step()
+    pool.release(1)
     pool.create(2, range(100, 112))
     reply = pool.step(starts=[(2, ALL, 0)])
     assert sorted(reply.transfer_sources.tolist()) == sorted(reply.start_block_ids.tolist()) == sorted(blocks)
 
 
 def test_a_copy_that_is_there_already_is_not_made_again() -> None:
-    pool = TierPool(num_blocks=5)
-    cached(pool, 1, range(12))
-    push_out(pool, 16)
+    pool = demoted(range(12), num_blocks=5)
     pool.create(2, range(12))
     pool.step(done=pool.run(pool.step(starts=[(2, ALL, ALL)])))
-    pool.step(releases=[2])
-    pool.step()
+    pool.release(2)
     assert push_out(pool, 16, sequence_id=51) == []
     assert len(pool.matched(range(12))) == 3
 
@@ -108,9 +103,7 @@ def test_where_swapped_sequences_fill_the_host_tier_what_is_evicted_is_forgotten
 
 
 def test_a_load_that_fails_becomes_a_shorter_hit() -> None:
-    pool = TierPool(num_blocks=7)
-    cached(pool, 1, range(12))
-    push_out(pool, 24)
+    pool = demoted(range(12), num_blocks=7)
     pool.create(2, range(13))
     ids = pool.step(starts=[(2, ALL, ALL)]).transfer_ids.tolist()
     reply = pool.step(done=[ids[0], ids[2]], failed=[ids[1]])
@@ -136,14 +129,11 @@ def test_what_a_dead_session_was_saving_is_forgotten_and_kept_from_reuse() -> No
 
 
 def test_releasing_a_loading_sequence_frees_its_blocks_at_completion_and_keeps_what_was_loaded() -> None:
-    pool = TierPool(num_blocks=7)
-    cached(pool, 1, range(8))
-    push_out(pool, 24)
+    pool = demoted(range(8), num_blocks=7)
     pool.create(2, range(9))
     reply = pool.step(starts=[(2, ALL, ALL)])
     loads = reply.transfer_destinations.tolist()
-    pool.step(releases=[2])
-    pool.step()
+    pool.release(2)
     pool.step()
     assert {pool.state(block) for block in loads} == {BlockState.IN_TRANSFER}
     pool.step(done=pool.run(reply))
@@ -152,9 +142,7 @@ def test_releasing_a_loading_sequence_frees_its_blocks_at_completion_and_keeps_w
 
 
 def test_without_room_to_load_a_start_takes_the_shorter_hit() -> None:
-    pool = TierPool(num_blocks=5, num_host_blocks=9)
-    cached(pool, 1, range(12))
-    push_out(pool, 16)
+    pool = demoted(range(12), num_blocks=5)
     pool.create(9, range(900, 910), session=B)
     assert pool.step(B, starts=[(9, 10, 0)]).start_results.tolist() == [StartResult.STARTED]
     pool.create(2, range(13))
@@ -179,28 +167,9 @@ def test_a_swapped_sequence_s_copies_serve_hits_too() -> None:
 
 
 def test_an_admission_counts_a_block_for_what_is_to_be_loaded() -> None:
-    pool = TierPool(num_blocks=7)
-    cached(pool, 1, range(8))
-    push_out(pool, 24)
+    pool = demoted(range(8), num_blocks=7)
     answer = pool.manager.admission.check("", int32(range(9)), 0, 1)
     assert (answer.num_hit_tokens, answer.num_required_blocks, answer.can_now) == (8, 3, True)
-
-
-def test_other_tenants_bytes_are_cleared_where_a_load_failed() -> None:
-    pool = TierPool(num_blocks=4)
-    pool.prefill(1, range(8), tenant="x")
-    pool.step(releases=[1])
-    push_out(pool, 12)
-    pool.create(2, range(9), tenant="x")
-    failing = pool.step(starts=[(2, ALL, ALL)])
-    pool.step(failed=failing.transfer_ids.tolist())
-    pool.step(releases=[2])
-    pool.step()
-    pool.step()
-    pool.create(3, range(12), session=B, tenant="y")
-    reply = pool.step(B, starts=[(3, ALL, 0)])
-    torn = set(failing.transfer_destinations.tolist())
-    assert torn <= set(reply.copy_destinations[reply.copy_sources == 0].tolist())
 
 
 def test_loads_keep_their_copies_while_they_make_room() -> None:

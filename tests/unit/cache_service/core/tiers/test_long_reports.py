@@ -5,10 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from kvkeeper.cache_service.core.blocks.block_pool import BlockPool
-from kvkeeper.cache_service.core.values.errors import InvalidField
 from kvkeeper.cache_service.core.values.types import SequenceState
 from tests.support.tiers.tier_pool import TierPool, int64
-from tests.support.worlds.core_pool import A, B
+from tests.support.worlds.core_pool import A
 
 NUM_BLOCKS = 24
 
@@ -99,22 +98,6 @@ def test_what_was_reported_before_its_session_ended_was_run() -> None:
     assert stats.num_cached_host_blocks == 20
     pool.manager.sessions.end_quarantine(A)
     pool.audit()
-
-
-def test_ids_of_others_and_ids_never_issued_are_refused_whole() -> None:
-    pool, ids = swapped_out(at_once=1000)
-    for session, done, failed in (
-        (B, ids, []),
-        (A, [*ids, 0], []),
-        (A, [*ids, ids[-1] + 1], []),
-        (A, ids, ids[:1]),
-        (A, [], [-1]),
-    ):
-        with pytest.raises(InvalidField):
-            pool.step(session, done=done, failed=failed)
-        assert num_in_flight(pool) == NUM_BLOCKS
-    pool.step(done=ids)
-    pool.step(B, done=ids)  # nothing of it is in flight: a repeat, for all that is known
 
 
 def test_the_work_of_a_report_does_not_grow_with_its_length(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,7 @@ def test_what_is_held_comes_back_and_holes_stay(num_tokens: int, sink: int, wind
     ready = pool.step(done=pool.run(reply))
     assert ready.ready_block_ids.tolist() == pool.table(1)
     assert (holes(pool, 1), pool.bytes(1)) == (gone, written)
-    pool.step(releases=[1])
-    pool.step()
+    pool.release(1)
     assert sorted(all_blocks(pool)) == list(range(1, 9))
     assert pool.manager.queries.stats().num_held_host_blocks == 0
 
@@ -56,8 +55,7 @@ def test_a_window_that_moved_while_its_sequence_was_out_drops_when_it_is_back(is
     assert pool.bytes(1)[3:] == [104, 105]
     pool.step(reserves=[(1, 21, 21)])
     pool.step(commits=[(1, 21, [9])])
-    pool.step(releases=[1])
-    pool.step()
+    pool.release(1)
     pool.manager.prefixes.clear()
     assert sorted(all_blocks(pool)) == list(range(1, 9))
 
@@ -91,7 +89,6 @@ def test_forks_that_share_holes_swap_by_themselves() -> None:
     pool.step(done=pool.run(reply))
     assert (pool.bytes(1), pool.bytes(2)) == (written, written)
     assert holes(pool, 1) == holes(pool, 2) == wholly_unread(18, 2, 5)
-    pool.step(releases=[1, 2])
-    pool.step()
+    pool.release(1, 2)
     pool.manager.prefixes.clear()
     assert sorted(all_blocks(pool)) == list(range(1, 9))

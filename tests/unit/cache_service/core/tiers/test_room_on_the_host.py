@@ -19,8 +19,7 @@ def test_what_is_forgotten_while_room_is_made_for_it_is_not_demoted() -> None:
     pool.step(B, done=ids, releases=[2])
     first, second = pool.matched(range(8))
     assert (first, second > 0) == (0, True)  # the parent in the host tier only, the child on the device only
-    pool.step(releases=[1])
-    pool.step()
+    pool.release(1)
     pool.create(3, range(200, 216), session=B)
     reply = pool.step(B, starts=[(3, ALL, ALL)])
     assert len(reply.start_block_ids) == 4

@@ -1,14 +1,12 @@
 """Orders that several sequences or sessions have an interest in: which waits for which, and what the end of a session means."""
 
 from kvkeeper.cache_service.core.values.types import BlockState, Executor, SequenceState, SessionId, StartResult
-from tests.support.tiers.tier_pool import TierPool, cached, push_out
+from tests.support.tiers.tier_pool import TierPool, cached, demoted, push_out
 from tests.support.worlds.core_pool import ALL, A, B
 
 
 def test_a_second_start_waits_for_the_load_of_the_first() -> None:
-    pool = TierPool(num_blocks=7)
-    cached(pool, 1, range(8))
-    push_out(pool, 24)
+    pool = demoted(range(8), num_blocks=7)
     for sequence_id, session in ((2, A), (3, B)):
         pool.create(sequence_id, range(9), session=session)
     first = pool.step(A, starts=[(2, ALL, ALL)])
@@ -23,9 +21,7 @@ def test_a_second_start_waits_for_the_load_of_the_first() -> None:
 
 
 def test_when_the_session_that_loads_ends_the_others_have_a_shorter_hit() -> None:
-    pool = TierPool(num_blocks=7)
-    cached(pool, 1, range(8))
-    push_out(pool, 24)
+    pool = demoted(range(8), num_blocks=7)
     for sequence_id, session in ((2, A), (3, B)):
         pool.create(sequence_id, range(9), session=session)
         pool.step(session, starts=[(sequence_id, ALL, ALL)])

@@ -50,8 +50,7 @@ def test_releasing_a_swapped_sequence_frees_nothing_twice() -> None:
     pool = TierPool(num_blocks=5, num_host_blocks=5)
     pool.prefill(1, range(6))
     pool.swap_out(1)
-    pool.step(releases=[1])
-    pool.step()
+    pool.release(1)
     stats = pool.manager.queries.stats()
     assert (stats.num_held_host_blocks, stats.num_busy_host_blocks, stats.num_referenced_blocks) == (0, 0, 0)
     pool.create(2, range(50, 66))
@@ -62,8 +61,7 @@ def test_a_release_in_the_middle_of_a_swap_out_frees_at_completion() -> None:
     pool = TierPool()
     blocks = pool.prefill(1, range(6))
     reply = pool.step(outs=[1])
-    pool.step(releases=[1])
-    pool.step()
+    pool.release(1)
     assert {pool.state(block) for block in blocks} == {BlockState.IN_TRANSFER}
     assert pool.manager.queries.stats().num_busy_host_blocks == 2
     pool.step(done=pool.run(reply))
@@ -84,8 +82,7 @@ def test_saved_data_is_not_dropped_before_there_is_room() -> None:
         assert reply.swap_in_results.tolist() == [NO_ROOM]
         assert not len(reply.transfer_ids)
         assert pool.view(1).num_host_blocks == 2
-    pool.step(B, releases=[2])
-    pool.step(B)
+    pool.release(2, session=B)
     loads = pool.step(ins=[1])
     assert loads.swap_in_results.tolist() == [OK]
     assert pool.view(1).num_host_blocks == 2  # until the bytes are there
@@ -273,6 +270,7 @@ def test_reports_are_checked_before_anything_changes_and_repeats_are_ignored() -
     before = pool.manager.queries.stats()
     pool.step(done=ids, failed=[])
     pool.step(failed=ids)
+    pool.step(B, done=ids)  # nothing of it is in flight: a repeat, for all that is known
     assert pool.manager.queries.stats().num_failed_transfers == before.num_failed_transfers == 0
     assert pool.state_of(1) is SequenceState.SWAPPED
 

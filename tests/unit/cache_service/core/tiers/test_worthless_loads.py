@@ -60,8 +60,7 @@ class SlowTier:
             moved = self.pool.run(self.pool.step(starts=[(self.next_id, ALL, 0)]))
             self.pass_time(seconds_a_token * num_tokens)
             self.pool.step(commits=[(self.next_id, num_tokens, [])], done=moved)
-            self.pool.step(releases=[self.next_id])
-            self.pool.step()
+            self.pool.release(self.next_id)
 
     def measure_loads(self, seconds_a_block: float) -> None:
         for count in (1, 2, 3, 1):

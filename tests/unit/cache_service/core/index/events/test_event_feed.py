@@ -2,7 +2,6 @@
 
 import random
 
-import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.index.events import watch as events
@@ -144,23 +143,6 @@ def test_the_changes_of_steps_are_told_in_order() -> None:
     assert reader.blocks == {}
 
 
-def test_another_tenants_blocks_are_never_told() -> None:
-    world = CorePool(num_blocks=9, block_size=2)
-    feed = EventFeed(world.manager.state.index, SPEC_KEY, PressureLevel.LOW, lambda: None)
-    watches = [feed.open(tenant, wants_tokens=True) for tenant in ("ours", "theirs")]
-    world.prefill(1, [1, 2, 3, 4], tenant="ours")
-    world.prefill(2, [5, 6], tenant="theirs")
-    while feed.advance(1):
-        pass
-    told: list[list[int]] = []
-    for watch in watches:
-        tokens = b""
-        while (event := watch.take_event()) is not None:
-            tokens += b"".join(event.tokens)
-        told.append(np.frombuffer(tokens, "<i4").tolist())
-    assert told == [[1, 2, 3, 4], [5, 6]]
-
-
 def test_a_pool_without_watches_has_no_change_log() -> None:
     index = PrefixIndex(8, 1)
     feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
@@ -272,22 +254,6 @@ def test_unread_changes_are_bounded() -> None:
     assert len(index.change_log) <= 20
     assert feed.advance(1) is False
     assert watch.is_lagging
-
-
-def test_the_level_comes_with_the_end_of_the_snapshot_and_then_by_itself() -> None:
-    index = PrefixIndex(8, 1)
-    feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
-    reader = EventReader("", feed.open(""))
-    assert index.change_log is not None
-    index.change_log.pressure_changed(PressureLevel.HIGH)
-    while feed.advance(1):
-        pass
-    index.change_log.pressure_changed(PressureLevel.MEDIUM)
-    reader.read(1)
-    assert (reader.kinds, reader.pressure) == ([EventKind.SNAPSHOT_END], PressureLevel.HIGH)
-    feed.advance(1)
-    reader.read()
-    assert (reader.kinds[1:], reader.pressure) == ([EventKind.PRESSURE], PressureLevel.MEDIUM)
 
 
 def test_the_feed_is_woken_only_by_the_first_unread_change() -> None:
