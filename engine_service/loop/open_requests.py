@@ -246,7 +246,7 @@ class OpenRequests:
         if troubled := [row for row in (*sampled.bad_rows, *sampled.stuck_rows) if row < num_rows]:
             slots[troubled] = NO_SLOT
         added = self.unread.add(slots, sampled.token_ids[:num_rows], time.monotonic())
-        self._stats.time_next_tokens(added.gaps)
+        self._stats.between_tokens.add(added.gaps)
         others = np.flatnonzero(~added.is_added)
         return others if num_rows == len(work.sampled) else np.append(others, np.arange(num_rows, len(work.sampled)))
 

@@ -149,10 +149,6 @@ class EngineStats:
             generation.first_token_at = now
         generation.note_token_time(index, now)
 
-    def time_next_tokens(self, gaps: npt.NDArray[np.float64]) -> None:
-        """Continuations that have tokens already got one more each, so many seconds after the one before."""
-        self.between_tokens.add(gaps)
-
     def time_first_tokens(self, generation: Generation) -> None:
         """The tokens that the continuations of a request have came now, from another engine."""
         generation.last_token_at.clear()

@@ -49,34 +49,34 @@ class Added(NamedTuple):
 
 
 class UnreadTokens:
-    """Slots, and what is unread in them. NO_SLOT takes nothing."""
+    """Slots, and what is unread in them, in columns that UnreadSlot looks into as well. NO_SLOT takes nothing."""
 
     def __init__(self, width: int = _WIDTH) -> None:
         """width: tokens that a slot has room for."""
-        self._width = width
+        self.width = width
         self._free: list[int] = []
         self._ending: Counter[int] = Counter()  # tokens that end some slot's continuation, by how many
         self._sorted_ending = np.empty(0, np.int64)
-        self._tokens = np.zeros((0, width), np.int32)
-        self._counts = np.zeros(0, np.int64)
-        self._left = np.zeros(0, np.int64)  # tokens that may follow here
-        self._last_at = np.zeros(0)  # when the last token came
-        self._num_added = np.zeros(0, np.int64)  # tokens since its owner counted last
+        self.tokens = np.zeros((0, width), np.int32)
+        self.counts = np.zeros(0, np.int64)
+        self.left = np.zeros(0, np.int64)  # tokens that may follow here
+        self.last_at = np.zeros(0)  # when the last token came
+        self.added = np.zeros(0, np.int64)  # tokens since its owner counted last
         self._readers: list[Reader | None] = [None]  # by number; none has the first
-        self._reader_of = np.zeros(0, np.int64)
-        self._numbers = np.zeros(0, np.uint64)  # by which its reader knows it
-        self._with_more: set[int] = set()  # readers that do not know of it
+        self.reader_of = np.zeros(0, np.int64)
+        self.numbers = np.zeros(0, np.uint64)  # by which its reader knows it
+        self.with_more: set[int] = set()  # readers that do not know of it
         self._grow(_FEWEST_SLOTS)
         self._free.remove(NO_SLOT)
 
     def give(self, ending_ids: Collection[int], last_at: float) -> "UnreadSlot":
         """A slot, closed as yet. ending_ids: tokens that are not for it. last_at: when its last token came, if any did."""
         if not self._free:
-            self._grow(len(self._counts))
+            self._grow(len(self.counts))
         slot = self._free.pop()
-        self._last_at[slot] = last_at
-        self._counts[slot] = self._left[slot] = self._num_added[slot] = 0
-        self._reader_of[slot] = _NO_READER
+        self.last_at[slot] = last_at
+        self.counts[slot] = self.left[slot] = self.added[slot] = 0
+        self.reader_of[slot] = _NO_READER
         self._ending.update(ending_ids)
         self._sort_ending(ending_ids)
         return UnreadSlot(self, slot, frozenset(ending_ids))
@@ -84,7 +84,7 @@ class UnreadTokens:
     def take_back(self, slot: "UnreadSlot") -> None:
         """Nothing is drawn for its owner any more."""
         at = slot.at
-        self._left[at], self._reader_of[at] = 0, _NO_READER
+        self.left[at], self.reader_of[at] = 0, _NO_READER
         self._ending.subtract(slot.ending_ids)
         for token_id in slot.ending_ids:
             if not self._ending[token_id]:
@@ -94,111 +94,75 @@ class UnreadTokens:
 
     def add(self, slots: Slots, token_ids: npt.NDArray[np.integer], now: float) -> Added:
         """The next tokens [S] of slots [S], each there once but NO_SLOT. Those that are for no slot are left to the caller."""
-        counts = self._counts[slots]
-        is_added = (self._left[slots] > 0) & (counts < self._width)
+        counts = self.counts[slots]
+        is_added = (self.left[slots] > 0) & (counts < self.width)
         if len(ending := self._sorted_ending):
             found = ending[np.minimum(np.searchsorted(ending, token_ids), len(ending) - 1)]
             is_added &= found != token_ids
         if not is_added.all():
             slots, token_ids, counts = slots[is_added], token_ids[is_added], counts[is_added]
-        self._tokens[slots, counts] = token_ids
-        self._counts[slots] = counts + 1
-        self._left[slots] -= 1
-        self._num_added[slots] += 1
-        gaps = now - self._last_at[slots]
-        self._last_at[slots] = now
-        self._with_more.update(self._reader_of[slots].tolist())
+        self.tokens[slots, counts] = token_ids
+        self.counts[slots] = counts + 1
+        self.left[slots] -= 1
+        self.added[slots] += 1
+        gaps = now - self.last_at[slots]
+        self.last_at[slots] = now
+        self.with_more.update(self.reader_of[slots].tolist())
         return Added(is_added, gaps)
 
     def notify_readers(self) -> None:
         """Let those know that have something to take since the last call."""
-        for number in self._with_more:
+        for number in self.with_more:
             if (reader := self._readers[number]) is not None:
                 reader.notify()
-        self._with_more.clear()
+        self.with_more.clear()
 
     def take_of(self, reader: Reader) -> TokenColumns:
         """The unread tokens of all slots of a reader, which are read with that."""
         if reader not in self._readers:
             return NO_TOKEN_COLUMNS
-        slots = np.flatnonzero((self._reader_of == self._readers.index(reader)) & (self._counts > 0))
+        slots = np.flatnonzero((self.reader_of == self._readers.index(reader)) & (self.counts > 0))
         if not len(slots):
             return NO_TOKEN_COLUMNS
-        counts = self._counts[slots]
-        self._counts[slots] = 0
+        counts = self.counts[slots]
+        self.counts[slots] = 0
         places = np.arange(counts.max())
-        return TokenColumns(self._numbers[slots], counts, self._tokens[slots, : len(places)][places < counts[:, None]])
+        return TokenColumns(self.numbers[slots], counts, self.tokens[slots, : len(places)][places < counts[:, None]])
 
     def drop_reader(self, reader: Reader) -> None:
         """It takes nothing more."""
         if reader in self._readers:
             place = self._readers.index(reader)
             self._readers[place] = None
-            self._reader_of[self._reader_of == place] = _NO_READER
-            self._with_more.discard(place)
+            self.reader_of[self.reader_of == place] = _NO_READER
+            self.with_more.discard(place)
 
     def _sort_ending(self, changed: Collection[int]) -> None:
         if changed:
             self._sorted_ending = np.array(sorted(self._ending), np.int64)
 
     def _grow(self, num_more: int) -> None:
-        first = len(self._counts)
-        self._tokens = np.concatenate((self._tokens, np.zeros((num_more, self._width), np.int32)))
+        first = len(self.counts)
+        self.tokens = np.concatenate((self.tokens, np.zeros((num_more, self.width), np.int32)))
         more = np.zeros(num_more, np.int64)
-        columns = (self._counts, self._left, self._num_added, self._reader_of)
-        self._counts, self._left, self._num_added, self._reader_of = (np.concatenate((one, more)) for one in columns)
-        self._numbers = np.concatenate((self._numbers, more.astype(np.uint64)))
-        self._last_at = np.concatenate((self._last_at, np.zeros(num_more)))
+        columns = (self.counts, self.left, self.added, self.reader_of)
+        self.counts, self.left, self.added, self.reader_of = (np.concatenate((one, more)) for one in columns)
+        self.numbers = np.concatenate((self.numbers, more.astype(np.uint64)))
+        self.last_at = np.concatenate((self.last_at, np.zeros(num_more)))
         self._free += range(first + num_more - 1, first - 1, -1)
 
-    # -- for UnreadSlot
-
-    def open(self, at: int, num_left: int) -> None:
-        self._left[at] = num_left
-
-    def put(self, at: int, token_id: int) -> bool:
-        if self._left[at] <= 0 or (count := self._counts[at]) >= self._width:
-            return False
-        self._tokens[at, count] = token_id
-        self._counts[at] += 1
-        self._left[at] -= 1
-        self._num_added[at] += 1
-        self._with_more.add(int(self._reader_of[at]))
-        return True
-
-    def take(self, at: int) -> list[int]:
-        count = self._counts[at]
-        self._counts[at] = 0
-        return self._tokens[at, :count].tolist()
-
-    def count_of(self, at: int) -> int:
-        return int(self._counts[at])
-
-    def num_added(self, at: int) -> int:
-        return int(self._num_added[at])
-
-    def take_num_added(self, at: int) -> int:
-        count = self.num_added(at)
-        self._num_added[at] = 0
-        return count
-
-    def last_at(self, at: int) -> float:
-        return float(self._last_at[at])
-
-    def note_time(self, at: int, now: float) -> None:
-        self._last_at[at] = now
-
-    def join(self, at: int, reader: Reader, number: int) -> None:
+    def number_of(self, reader: Reader) -> int:
+        """The number of a reader, which it gets with its first slot."""
         if reader not in self._readers:
             if None in self._readers[1:]:
                 self._readers[self._readers.index(None, 1)] = reader
             else:
                 self._readers.append(reader)
-        self._reader_of[at], self._numbers[at] = self._readers.index(reader), number
+        return self._readers.index(reader)
 
 
 class UnreadSlot:
-    """One request's slot."""
+    """One request's slot: its place in the columns of all."""
 
     __slots__ = ("_all", "at", "ending_ids")
 
@@ -207,41 +171,51 @@ class UnreadSlot:
 
     def join(self, reader: Reader, number: int) -> None:
         """Have a reader take its tokens, which knows it by the number."""
-        self._all.join(self.at, reader, number)
+        self._all.reader_of[self.at], self._all.numbers[self.at] = self._all.number_of(reader), number
 
     def open(self, num_left: int) -> None:
         """So many tokens may follow here; 0: none."""
-        self._all.open(self.at, num_left)
+        self._all.left[self.at] = num_left
 
     def put(self, token_id: int) -> bool:
         """Add one token. False: it is not for the slot, or there is no room."""
-        return token_id not in self.ending_ids and self._all.put(self.at, token_id)
+        every, at = self._all, self.at
+        if token_id in self.ending_ids or every.left[at] <= 0 or (count := every.counts[at]) >= every.width:
+            return False
+        every.tokens[at, count] = token_id
+        every.counts[at] += 1
+        every.left[at] -= 1
+        every.added[at] += 1
+        every.with_more.add(int(every.reader_of[at]))
+        return True
 
     def take(self) -> list[int]:
         """The unread tokens, which are read with that."""
-        return self._all.take(self.at)
+        count, self._all.counts[self.at] = self.num_unread, 0
+        return self._all.tokens[self.at, :count].tolist()
 
     @property
     def num_unread(self) -> int:
-        return self._all.count_of(self.at)
+        return int(self._all.counts[self.at])
 
     @property
     def num_added(self) -> int:
         """Tokens that came, read or not, since take_num_added."""
-        return self._all.num_added(self.at)
+        return int(self._all.added[self.at])
 
     def take_num_added(self) -> int:
         """The same, which are counted elsewhere from now on."""
-        return self._all.take_num_added(self.at)
+        count, self._all.added[self.at] = self.num_added, 0
+        return count
 
     @property
     def last_at(self) -> float:
         """When the last token came."""
-        return self._all.last_at(self.at)
+        return float(self._all.last_at[self.at])
 
     def note_time(self, now: float) -> None:
         """A token came now."""
-        self._all.note_time(self.at, now)
+        self._all.last_at[self.at] = now
 
 
 class _Kind(IntEnum):

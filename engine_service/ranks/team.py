@@ -28,7 +28,7 @@ from kvkeeper.common.service.log import pass_on
 from kvkeeper.common.service.threads import NoThread, start_thread
 
 from ..compute.device.device_errors import DeviceFault, FaultTold, fault_of
-from ..ranks import rank_process
+from . import rank_process
 from .meeting import Meeting
 from .messages import Answer, Kind, Pipe, PipeEnded, RankLost, RankRefused, decode_fault
 

@@ -181,6 +181,8 @@ class FrameReader:
 class ForwardedError(EngineError):
     """An error of the other end."""
 
+    reason = EngineError.reason  # until it is known which
+
     def __init__(self, reason: str, message: str, metadata: dict[str, str]) -> None:
         super().__init__(message, **metadata)
         self.reason = reason
