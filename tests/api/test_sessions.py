@@ -93,6 +93,11 @@ async def test_a_lease_out_of_range_is_refused(api: Api, ttl_ms: int) -> None:
     assert (await api.stats()).num_opened_sessions == 0
 
 
+async def test_an_unknown_executor_is_refused(api: Api) -> None:
+    error = await refusal(api.stub.OpenSession(pb.OpenSessionRequest(spec=SPEC, executor=3), timeout=DEADLINE))
+    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "executor")
+
+
 async def test_sessions_are_counted() -> None:
     async with serving(max_sessions=2) as api:
         first = await api.open()
