@@ -1,10 +1,19 @@
-"""Constraints in a request: one reaches the service as given; of two none is dropped in silence."""
+"""Options in a request: each reaches the service as given; of two constraints none is dropped in silence."""
 
 import pytest
 
 from kvkeeper.client.engine.calls import GenerateOptions, Sampling, generate_request
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 GIVEN = {"json_schema": "{}", "regex": "a+", "choices": ("yes", "no")}
+
+
+def test_each_option_is_sent_under_its_name() -> None:
+    given = {"n": 2, "best_of": 3, "request_id": "r", "priority": 4, "timeout_ms": 5, "tenant": "t", "skip_look_up": True}
+    given |= {"session_id": "s", "metadata": {"key": "value"}}
+    request = generate_request("x", GenerateOptions(**given, reuse_hint="soon"))
+    assert {name: getattr(request, name) for name in given} == given
+    assert request.reuse_hint == pb.REUSE_HINT_SOON
 
 
 @pytest.mark.parametrize("name", GIVEN)

@@ -4,6 +4,8 @@ import pytest
 
 from kvkeeper.cache_service.config import SOURCE, CacheConfig, ConfigError
 from kvkeeper.cache_service.core.eviction import POLICY_NAMES
+from kvkeeper.cache_service.core.values.kv_spec import KvSpec
+from kvkeeper.cache_service.runtime.pool_sizes import PoolSizes
 from kvkeeper.common.service.sizes import parse_size
 
 
@@ -17,6 +19,14 @@ def test_defaults() -> None:
 @pytest.mark.parametrize("address", ["0.0.0.0:7420", "[::]:7420", "10.1.2.3:1", "localhost:0", ""])
 def test_health_may_be_asked_from_anywhere(address: str) -> None:
     assert SOURCE.load(["--health-address", address], {}).health_address == address
+
+
+def test_a_pool_follows_each_rule_that_there_is_a_setting_for() -> None:
+    rules = {"max_sequences": 9, "eviction_policy": "lru", "watermark": 0.2, "evict_above": 0.9, "soon_share": 0.1}
+    rules |= {"pressure_levels": (0.1, 0.2, 0.3), "prefix_caching": False, "prefix_ttl": 5.0, "min_prefix_tokens": 32}
+    rules |= {"max_cached_blocks": 7, "tenant_quota": 0.25, "tenant_quotas": (("a", 0.5),), "logits_memory": 1 << 20}
+    pool, _ = PoolSizes(CacheConfig(num_blocks=64, **rules)).of(KvSpec(b"k", "m", 1, 1, 8, 2, 16))
+    assert {name: getattr(pool, name) for name in rules} == rules
 
 
 def test_flags_win_over_the_environment() -> None:

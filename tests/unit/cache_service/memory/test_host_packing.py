@@ -1,5 +1,6 @@
 """Blocks that the tiers below the device keep in few bits: the same bytes from both services, and errors within a bound."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ import torch
 from kvkeeper.cache_service.core.values.copies import Copies
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec, LayerGroup
 from kvkeeper.cache_service.core.values.types import TransferKind
+from kvkeeper.cache_service.memory.device.cuda import CudaArena
 from kvkeeper.cache_service.memory.host_packing import HostPacking
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
+from tests.support.stand_ins.fake_cuda import FakeCuda
 
 TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 STEPS = {"int8": 1 / 127, "int4": 1 / 8, "fp8": 1 / 16}  # between two elements, of the greatest; of fp8 of the number itself
@@ -109,9 +112,11 @@ def test_going_down_again_and_again_does_not_add_up(host: str) -> None:
     assert ((twice.view(torch.float32) - blocks.view(torch.float32)).view(2, -1, 8).abs() <= STEPS[host] * most).all()
 
 
-def test_copies_of_the_service_pack_on_the_way_down_and_unpack_on_the_way_up() -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_copies_of_the_service_pack_on_the_way_down_and_unpack_on_the_way_up(tmp_path: Path, on_device: bool) -> None:
     spec = spec_of("bfloat16", "int8")
-    arena, hosts = SharedMemoryArena(3 * spec.block_bytes), np.zeros((2, spec.host_block_bytes), np.uint8)
+    num_bytes, hosts = 3 * spec.block_bytes, np.zeros((2, spec.host_block_bytes), np.uint8)
+    arena = CudaArena(FakeCuda(tmp_path, "service"), 0, num_bytes) if on_device else SharedMemoryArena(num_bytes)
     blocks = blocks_of(spec, 1)
     arena.write(spec.block_bytes, blocks.numpy().tobytes())
     none = np.empty(0, np.int32)

@@ -218,6 +218,21 @@ def test_an_audit_finds_a_row_of_a_block_that_has_no_node() -> None:
     ]
 
 
+def test_an_audit_finds_such_a_row_of_the_host_tier() -> None:
+    config = PoolConfig(8, 1, num_host_blocks=8)
+    memory, index = KeptMemory(config), PrefixIndex(8, 1, num_host_blocks=8)
+    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, index.held, index.key))
+    nodes = index.insert_run(index.root(""), int32([7]), int32([1]))
+    index.add_hosts(nodes, int32([5]))
+    index.note_filled(int32([5]))
+    while record_of(index).write(10):
+        pass
+    assert memory.hosts is not None
+    assert not any(index.check())
+    memory.hosts.checks[6], memory.hosts.rows[6] = memory.hosts.checks[5], memory.hosts.rows[5]
+    assert any(index.check()), "the row of another block"
+
+
 # Both tiers together
 
 
