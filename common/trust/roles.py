@@ -1,6 +1,6 @@
 """The table of RPCs and roles: which role may make which call. A call that is not in it is refused to every role.
 
-Data alone. docs/SECURITY.md shows it; tests hold it to the descriptors, cell by cell.
+Data alone. `make docs` writes it into docs/SECURITY.md; tests hold it to the descriptors, cell by cell.
 """
 
 from collections.abc import Mapping

@@ -7,11 +7,12 @@ but its test.
 
 from collections.abc import Callable, Mapping
 
-from docs.generate import api, configuration, fork_picture, imports, models, states
+from docs.generate import api, configuration, fork_picture, imports, models, roles, states
 
 # By path in docs/.
 PAGES: Mapping[str, Callable[[], str]] = {
     "fork.svg": fork_picture.page,
+    "SECURITY.md": roles.page,
     "api/api.md": api.page,
     "operate/configuration.md": configuration.page,
     "inside/imports.md": imports.page,

@@ -126,11 +126,8 @@ def _labelled(engine: Engine, label: Mapping[str, str]) -> Iterator[Metric]:
     for reason in FinishReason:
         ended.add_metric([*label.values(), reason.name.lower()], stats.num_ended[reason])
     yield ended
-    waits = CounterMetricFamily(
-        PREFIX + "step_waits",
-        "Steps that waited where they could have run, or left sequences out, by cause; see docs/operate/why-a-step-waits.md.",
-        labels=[*label, "reason"],
-    )
+    text = COMMENTS["GetStatsResponse.num_step_waits"]
+    waits = CounterMetricFamily(PREFIX + "step_waits", text, labels=[*label, "reason"])
     for wait in StepWait:
         waits.add_metric([*label.values(), wait.value], stats.num_waits[wait])
     yield waits

@@ -255,6 +255,7 @@ class EngineService:
             time_between_tokens_p99_ms=stats.between_tokens.percentile_ms(99),
             scheduling_policy=engine.scheduler.waiting.ordering.policy.name,
             cache_session_id=engine.memory.session.session_id if engine.memory else "",
+            num_step_waits={wait.value: count for wait, count in stats.num_waits.items()},
             **counts,  # type: ignore[arg-type]  # names and numbers are the protocol's
         )
 

@@ -38,7 +38,9 @@ async def run(world: Services, *, engine: dict[str, Any] | None = None, **option
 async def test_plain_steps_wait_for_nothing_and_the_metric_names_all_causes(world: Services) -> None:
     running = await run(world, engine={"metrics_listen": ANY_PORT})
     assert waits(running) == set()
-    await generate(await world.client(running), [1, 2, 3], 20, n=3)
+    client = await world.client(running)
+    await generate(client, [1, 2, 3], 20, n=3)
+    assert (await client.stats()).num_step_waits == {"copies": 1}
     assert running.metrics is not None
     counts = await scrape_labels(running.metrics.address, "kvkeeper_engine_step_waits_total", "reason")
     assert counts.keys() == {wait.value for wait in StepWait}

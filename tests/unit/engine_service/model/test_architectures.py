@@ -1,6 +1,7 @@
 """The table behind docs/operate/models.md: an architecture, tiny and random, has the library's logits or is refused."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvkeeper.engine_service.compute.self_check import load_checked_model
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
 from kvkeeper.engine_service.model.config import is_native
+from kvkeeper.engine_service.model.families.table import FAMILIES
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.kernels.cpu import compiled
 from tests.support.models.architectures import MAX_POSITION, VOCAB_SIZE, build_architecture
 from tests.support.models.tiny_models import NumericsCase, logits_of, random_tokens
 from tests.unit.engine_service.model.test_numerics import HandTables
-from tests.unit.engine_service.model.verdicts import NOT_TRIED, SECTIONS, read_table
+from tests.unit.engine_service.model.verdicts import NOT_TRIED, SECTIONS, TABLE_FILE, read_table
 
 torch.set_num_threads(1)
 
@@ -48,6 +50,8 @@ PLACES = [(section, model_type) for model_type, section in TABLE.items() if sect
 def test_every_architecture_stands_in_the_table() -> None:
     assert set(TABLE.values()) == {*SECTIONS, NOT_TRIED}
     assert list(TABLE) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    said_twice = json.loads(TABLE_FILE.read_text()).keys() & FAMILIES.keys()
+    assert said_twice == set(), "a native family needs no verdict"
 
 
 @pytest.mark.parametrize(("section", "model_type"), PLACES, ids=[model_type for _, model_type in PLACES])

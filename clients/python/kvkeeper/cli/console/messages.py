@@ -33,7 +33,7 @@ def print_list(
 
 def _value(field: Any, value: Any) -> Any:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        return dict(value)  # of texts; there is no other map in the protocol
+        return dict(value)  # of texts and numbers
     if field.is_repeated:
         return [_single(field, item) for item in value]
     return _single(field, value)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
@@ -84,6 +85,10 @@ def _show_cache(stats: Any) -> str:
     return "\n".join(parts)
 
 
+def _most_first(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items(), key=lambda item: -item[1])) or "none"
+
+
 def _show_engine(stats: Any) -> str:
     rows: list[tuple[str, object]] = [
         ("up for", f"{stats.uptime_seconds:,.0f} s"),
@@ -95,6 +100,7 @@ def _show_engine(stats: Any) -> str:
         ("prompt tokens cached, computed", f"{stats.num_cached_tokens:,}, {stats.num_prefill_tokens:,}"),
         ("tokens sampled", stats.num_new_tokens),
         ("steps", stats.num_steps),
+        ("steps that waited, by cause", _most_first(stats.num_step_waits)),
         (
             "time to first token p50, p99",
             f"{stats.time_to_first_token_p50_ms:.1f} ms, {stats.time_to_first_token_p99_ms:.1f} ms",
