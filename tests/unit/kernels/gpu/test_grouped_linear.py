@@ -9,6 +9,7 @@ from kvkeeper.kernels.activations.linear_weight import LinearWeight
 from kvkeeper.kernels.errors import KernelArgumentError
 from tests.unit.kernels.gpu.pretend import on_cuda
 
+pytestmark = pytest.mark.each_value
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 
 

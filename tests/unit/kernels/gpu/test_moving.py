@@ -10,6 +10,8 @@ from kvkeeper.kernels.store_kv import store_kv
 from tests.unit.kernels.gpu.pretend import on_cuda
 from tests.unit.kernels.worlds import make_world
 
+pytestmark = pytest.mark.each_value
+
 
 def same_bytes(one, other):
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -13,7 +13,7 @@ from tests.unit.kernels.gpu.pretend import on_cuda
 from tests.unit.kernels.worlds import make_world
 
 # 2 to a large power is inf, and a number divided by it 0: as on a device, which does not warn.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+pytestmark = [pytest.mark.filterwarnings("ignore:overflow encountered in exp2"), pytest.mark.each_value]
 FLOATS = [torch.float32, torch.float16]
 TOLERANCE = {torch.float32: {"rtol": 2e-6, "atol": 2e-6}, torch.float16: {"rtol": 1e-3, "atol": 1e-3}}
 
