@@ -1,11 +1,34 @@
 """Conftest of all tests: the garbage collector looks at what the tests make, and not each time at all that they import."""
 
 import gc
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Set
 
 import pytest
 
-from tests.support.slices import DAY, IS_WHOLE
+from tests.support.slices import DAY, IS_WHOLE, covering
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "each_value: a day runs each value of each parameter, a whole run all combinations")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the combinations of a test that is marked so, a day runs some in which each value of each parameter occurs."""
+    tests: dict[object, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("each_value"):
+            tests[item.parent, item.function].append(item)
+    left_out = {item for cases in tests.values() for item in set(cases).difference(covering(cases, _values))}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _values(item: pytest.Function) -> Set[tuple[str, int]]:
+    """Each parameter of it and which object it is."""
+    return {(name, id(value)) for name, value in item.callspec.params.items()}
 
 
 def pytest_collection_finish() -> None:

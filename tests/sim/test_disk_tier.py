@@ -1,6 +1,6 @@
 """The disk tier: late, failed, torn, flipped and hanging orders, clearings, kills and restarts on one slab."""
 
-from tests.support.slices import at_least, todays
+from tests.support.slices import FIRST_SEED, IS_WHOLE, at_least, scaled, todays
 from tests.support.tiers.disk_simulation import DiskSimulation, simulate_disks
 from tests.support.tiers.disk_storm import storm
 from tests.support.tiers.disk_world import DiskCounts
@@ -9,10 +9,10 @@ NUM_STORMS, NUM_ORDERS = 20, 5_000
 
 
 def test_engines_read_no_wrong_byte_from_a_disk_that_fails_lies_hangs_and_outlives_the_service() -> None:
-    counts = simulate_disks(lambda sums: sums.orders >= 1_200)
-    # The run counts only if its faults fired and its guarded paths were on.
-    for name in DiskCounts.__dataclass_fields__:
-        assert getattr(counts, name) >= 5, (name, counts)
+    counts = simulate_disks(lambda sums: sums.orders >= scaled(1_200), FIRST_SEED)
+    # The run counts only if its faults fired and its guarded paths were on; a slice may lack a few rare ones.
+    names = DiskCounts.__dataclass_fields__
+    assert sum(getattr(counts, name) >= scaled(5) for name in names) >= len(names) - (0 if IS_WHOLE else 3), counts
 
 
 def test_a_hundred_thousand_orders_leave_what_the_naive_model_has_and_bring_no_wrong_block() -> None:

@@ -1,4 +1,4 @@
-"""The core under seeded simulation: a million operations, a tenth of them a day, with lost and late messages, deaths, hangs."""
+"""The core under seeded simulation: a million operations, 50,000 of them a day, with lost and late messages, deaths, hangs."""
 
 import json
 import multiprocessing
@@ -18,13 +18,13 @@ NUM_OPERATIONS = 1_000_000  # audited at every 16th call, at every 8th refusal; 
 def test_a_million_seeded_operations(capsys: pytest.CaptureFixture[str]) -> None:
     started, counts = time.perf_counter(), Counts()
     seeds = range(1, 1 + -(-NUM_OPERATIONS // CHANGES_PER_SEED))
-    todays_seeds = todays(seeds, scaled(len(seeds), 10))
+    todays_seeds = todays(seeds, scaled(len(seeds), 20))
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
         for part in processes.map(partial(simulate, audit_every=16), todays_seeds, chunksize=4):
             counts.add(part)
     with capsys.disabled():
         print(json.dumps({"soak": "core", "seconds": round(time.perf_counter() - started, 1), "changes": counts.changes}))
-    assert counts.changes >= scaled(NUM_OPERATIONS, 11)  # a seed has a few more or fewer
+    assert counts.changes >= scaled(NUM_OPERATIONS, 22)  # a seed has a few more or fewer
     # The run counts only if its faults fired and its guarded paths were on.
     for name in counts.__dataclass_fields__:
         assert getattr(counts, name) > at_least(100), name

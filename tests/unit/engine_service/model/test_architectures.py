@@ -17,6 +17,7 @@ from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.kernels.cpu import compiled
 from tests.support.models.architectures import MAX_POSITION, VOCAB_SIZE, build_architecture
 from tests.support.models.tiny_models import NumericsCase, logits_of, random_tokens
+from tests.support.slices import todays
 from tests.unit.engine_service.model.test_numerics import HandTables
 from tests.unit.engine_service.model.verdicts import NOT_TRIED, SECTIONS, TABLE_FILE, read_table
 
@@ -45,6 +46,7 @@ def both_kernels() -> list[object]:
 
 TABLE = read_table()
 PLACES = [(section, model_type) for model_type, section in TABLE.items() if section != NOT_TRIED]
+TODAYS = todays(PLACES, len(PLACES) // 3)
 
 
 def test_every_architecture_stands_in_the_table() -> None:
@@ -54,7 +56,7 @@ def test_every_architecture_stands_in_the_table() -> None:
     assert said_twice == set(), "a native family needs no verdict"
 
 
-@pytest.mark.parametrize(("section", "model_type"), PLACES, ids=[model_type for _, model_type in PLACES])
+@pytest.mark.parametrize(("section", "model_type"), TODAYS, ids=[model_type for _, model_type in TODAYS])
 @pytest.mark.filterwarnings("ignore")  # of the library's configs and of its slow paths
 def test_an_architecture_is_what_the_table_says(
     section: str, model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both_kernels: list[object]

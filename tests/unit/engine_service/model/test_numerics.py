@@ -34,7 +34,7 @@ from tests.support.models.tiny_models import (
 from tests.support.worlds.hand_tables import HandTables
 
 torch.set_num_threads(1)
-pytestmark = pytest.mark.usefixtures("kernel_path")
+pytestmark = [pytest.mark.usefixtures("kernel_path"), pytest.mark.each_value]
 
 BLOCK_SIZES = (4, 16)
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.slices import scaled
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request, next_token
 
@@ -48,7 +49,7 @@ def test_guesses_stay_within_the_budget(budget: int) -> None:
     world.check_outputs()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_blocks=st.integers(12, 40),

@@ -40,6 +40,7 @@ def test_a_large_request_is_not_starved_by_another_engines_small_ones() -> None:
     assert large.num_preemptions == 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
 @pytest.mark.parametrize(("num_engines", "num_blocks"), [(2, 4), (2, 9), (3, 20), (4, 5)])
 def test_any_mix_of_requests_ends_without_a_stall(num_engines: int, num_blocks: int, num_host_blocks: int) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvkeeper.engine_service.scheduler.headroom import Preemption
 from kvkeeper.engine_service.scheduler.limits import Limits
 from kvkeeper.engine_service.values.request import Retention
+from tests.support.slices import scaled
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request, tiered
 
@@ -125,7 +126,7 @@ def test_limits_of_what_gives_blocks_back() -> None:
     assert limits.max_len_of(Retention(0, 17)) == 20, "farther than the model can tell places"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     block_size=st.integers(1, 5),

@@ -29,6 +29,7 @@ from kvkeeper.engine_service.values.errors import EngineError
 from kvkeeper.engine_service.values.output_chunk import OutputChunk
 from kvkeeper.engine_service.values.request import Request
 from kvkeeper.engine_service.values.sampling_params import GREEDY
+from tests.support.slices import scaled
 from tests.support.stand_ins.no_text import NoText
 from tests.unit.engine_service.serving.test_front_requests import Letters
 
@@ -177,7 +178,7 @@ def requests_of(draw: st.DrawFn) -> tuple[list[list[int]], tuple[str, ...]]:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60), deadline=None)
 @given(request=requests_of(), seed=st.integers(0, 1 << 32), cancels=st.booleans())
 def test_output_is_the_same_however_late_each_end_hears_of_the_other(
     request: tuple[list[list[int]], tuple[str, ...]], seed: int, cancels: bool

@@ -9,6 +9,7 @@ from kvkeeper.kernels import reference
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode, plan_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
+from tests.support.slices import scaled
 from tests.unit.kernels.worlds import edge_lengths, make_world, random_queries
 
 pytestmark = pytest.mark.usefixtures("kernel_path")
@@ -99,7 +100,7 @@ def test_prefill_from_the_start(window):
     check_prefill(make_world(edge_lengths(4)), edge_lengths(4), 4, window)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @given(st.data())
 def test_ragged_batches_in_any_blocks(data):
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=4), label="lengths")

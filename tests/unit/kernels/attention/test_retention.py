@@ -11,6 +11,7 @@ from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_p
 from kvkeeper.kernels.attention.paged_rows import GatherPlan
 from kvkeeper.kernels.cpu.attention import DirectDecode
 from kvkeeper.kernels.errors import KernelArgumentError
+from tests.support.slices import scaled
 from tests.unit.kernels.worlds import World, edge_lengths, make_world, random_queries
 
 pytestmark = pytest.mark.usefixtures("kernel_path")
@@ -132,7 +133,7 @@ def test_each_sequence_is_computed_from_only_the_keys_that_it_sees(kernel_path: 
     check_decode(world, kept)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40), deadline=None)
 @given(st.data())
 def test_mixed_batches_in_any_blocks(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=4), label="lengths")

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -54,17 +54,10 @@ def compile_launch(name: str) -> tuple[str, list[dict]]:
     """Figures of every kernel that one launch of tests.unit.kernels.gpu.launches runs."""
     from tests.unit.kernels.gpu.launches import LAUNCHES
 
-    return name, [_figures(kernel) for kernel in _compiled([LAUNCHES[name]])]
+    return name, [_figures(kernel) for kernel in _compiled(LAUNCHES[name])]
 
 
-def count_variants(name: str) -> tuple[str, int]:
-    """How many kernels are compiled for launches that differ as steps do."""
-    from tests.unit.kernels.gpu.launches import VARIANTS
-
-    return name, len({kernel.hash for kernel in _compiled(VARIANTS[name][1])})
-
-
-def _compiled(launches: Iterable[Callable[[], object]]) -> list:
+def _compiled(launch: Callable[[], object]) -> list:
     import triton
     from triton.runtime.jit import JITFunction
 
@@ -76,8 +69,7 @@ def _compiled(launches: Iterable[Callable[[], object]]) -> list:
 
     JITFunction.run = compile_only
     try:
-        for launch in launches:
-            launch()
+        launch()
     finally:
         JITFunction.run = run
     return compiled
@@ -113,18 +105,13 @@ def _num_code_bytes(cubin: bytes) -> int:
 
 
 def main() -> None:
-    """Compile all launches, or those named; with --variants, count what launches of many shapes compile as well."""
+    """Compile all launches, or those named."""
     os.environ.pop("TRITON_INTERPRET", None)
-    from tests.unit.kernels.gpu.launches import LAUNCHES, VARIANTS
+    from tests.unit.kernels.gpu.launches import LAUNCHES
 
-    names = [part for part in sys.argv[1:] if part != "--variants"]
-    chosen = [name for name in LAUNCHES if not names or any(part in name for part in names)]
+    chosen = [name for name in LAUNCHES if name in sys.argv or not sys.argv[1:]]
     with ProcessPoolExecutor(_WORKERS, mp_context=get_context("fork")) as pool:
-        figures = pool.map(compile_launch, chosen)
-        if "--variants" in sys.argv:
-            print(json.dumps({"launches": dict(figures), "variants": dict(pool.map(count_variants, VARIANTS))}))
-            return
-        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(kernels)}" for name, kernels in figures)
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(kernels)}" for name, kernels in pool.map(compile_launch, chosen))
     print(f"{{\n{lines}\n}}")
 
 

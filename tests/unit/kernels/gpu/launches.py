@@ -35,6 +35,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NUM_BLOCKS, _NUM_LAYERS = 20_000, 32
 
 
+def kind_of(launch: str) -> str:
+    """Its name without the words that have digits: sizes, dtypes, formats."""
+    return " ".join(word for word in launch.split() if word.isalpha() or "_" in word)
+
+
 def _arena(head_dim: int, block_size: int, dtype: torch.dtype, num_kv_heads: int = 8) -> torch.Tensor:
     layout = KvLayout(_NUM_LAYERS, num_kv_heads, head_dim, dtype, block_size)
     return nowhere(_NUM_BLOCKS, *layout.view_shape, dtype=dtype)

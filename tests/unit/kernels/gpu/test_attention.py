@@ -1,7 +1,5 @@
 """Paged attention on the Triton path against its references, interpreted, with NaN in all memory of no sequence."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -11,9 +9,11 @@ from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_p
 from kvkeeper.kernels.gpu.decode_work import num_extra_items, plan_work
 from kvkeeper.kernels.gpu.paged_attention_prefill import num_splits_for
 from kvkeeper.kernels.scratch import Scratch
+from tests.support.slices import todays
 from tests.unit.kernels.gpu.pretend import on_cuda
 from tests.unit.kernels.worlds import make_world, random_queries
 
+pytestmark = pytest.mark.each_value
 SCALE = 0.2
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3}
 FLOATS = [torch.float32, torch.float16]
@@ -93,7 +93,7 @@ def test_both_at_head_dims(head_dim):
     check_prefill(world, [2, 5], 2)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", todays(FLOATS, 1))
 def test_the_number_of_items_does_not_matter(monkeypatch, dtype):
     world = make_world([0, 1, 64, 193, 320], block_size=16, num_kv_heads=1, dtype=dtype)
     scratch, found = Scratch(), []
@@ -130,12 +130,7 @@ def work_by_hand(num_tiles, num_extra):
     return items, runs
 
 
-FEW = ([1], [2048, *[4] * 63], [3, 0, 5, 0, 0, 1], list(range(40)))
-MORE_THAN_AT_ONCE = [*[1] * 257, 9]  # sequences; a plan looks at all of them for each, which the interpreter does slowly
-
-
-@pytest.mark.parametrize(("num_tiles", "num_extra"), [*itertools.product(FEW, [1, 2, 7, 33, 100]), (MORE_THAN_AT_ONCE, 33)])
-def test_the_work_list_gives_every_tile_to_one_program(monkeypatch, num_tiles, num_extra):
+def check_work_list(monkeypatch, num_tiles, num_extra):
     spare(monkeypatch, num_extra)
     seq_lens = torch.tensor([tiles * TILE - tiles % 3 for tiles in num_tiles], dtype=torch.int32)
     layer = torch.empty(1, 2, 16, 2, 64)
@@ -145,6 +140,16 @@ def test_the_work_list_gives_every_tile_to_one_program(monkeypatch, num_tiles, n
     assert work.items[: len(items)].tolist() == items
     assert (work.items[len(items) :, 0] == -1).all()
     assert work.runs.tolist() == runs
+
+
+@pytest.mark.parametrize("num_tiles", [[1], [2048, *[4] * 63], [3, 0, 5, 0, 0, 1], list(range(40))])
+@pytest.mark.parametrize("num_extra", [1, 2, 7, 33, 100])
+def test_the_work_list_gives_every_tile_to_one_program(monkeypatch, num_tiles, num_extra):
+    check_work_list(monkeypatch, num_tiles, num_extra)
+
+
+def test_so_does_the_work_list_of_more_sequences_than_are_looked_at_once(monkeypatch):
+    check_work_list(monkeypatch, [*[1] * 257, 9], 33)
 
 
 def test_one_long_sequence_among_many_short_ones_fills_the_device(monkeypatch):
@@ -182,7 +187,7 @@ def split_prefill(monkeypatch, num_splits):
     monkeypatch.setattr("kvkeeper.kernels.gpu.paged_attention_prefill.num_splits_for", lambda *shapes: num_splits)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", todays(FLOATS, 1))
 def test_the_number_of_splits_of_a_prefill_does_not_matter(monkeypatch, dtype):
     world, found = make_world([270, 3, 65, 20 * TILE], block_size=16, num_kv_heads=1, dtype=dtype), []
     for num_splits in (1, 2, 3, 20):

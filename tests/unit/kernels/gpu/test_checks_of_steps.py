@@ -9,6 +9,7 @@ from kvkeeper.kernels.attention.paged_attention_decode import plan_decode
 from kvkeeper.kernels.gpu import shared_prefix
 from tests.gpu import part_model
 from tests.gpu.random_model import TINY
+from tests.support.slices import todays
 from tests.support.stand_ins.recorded_graphs import RecordedGraphs
 from tests.unit.kernels.gpu.captured import all_claim_to_be_on_cuda, model
 from tests.unit.kernels.gpu.pretend import on_cuda
@@ -45,14 +46,12 @@ def penalised(model, *, behind=False):
     return check, runner.graphed.num_penalised
 
 
-def test_captured_penalties_are_those_of_whole_histories_and_a_token_that_is_not_counted_is_seen(model, monkeypatch):
-    check, num_penalised = penalised(model)
+@pytest.mark.parametrize("behind", todays([False, True], 1))
+def test_captured_penalties_are_those_of_whole_histories_and_a_token_that_is_not_counted_is_seen(behind, model, monkeypatch):
+    check, num_penalised = penalised(model, behind=behind)
     assert check.ok, check
-    assert num_penalised == part_model._PENALISED_STEPS
+    assert num_penalised == (0 if behind else part_model._PENALISED_STEPS), "behind a graph no graph draws"
     assert check.figures["changed"] >= 0.5, "penalties decide what rows draw"
-    check, num_penalised = penalised(model, behind=True)
-    assert check.ok, check
-    assert num_penalised == 0, "no graph drew"
     own = TokenCounts.stage
 
     def counts_nothing(counts, rows):
@@ -61,20 +60,21 @@ def test_captured_penalties_are_those_of_whole_histories_and_a_token_that_is_not
         return counted
 
     monkeypatch.setattr(TokenCounts, "stage", counts_nothing)
-    for behind in (False, True):
-        check, _ = penalised(model, behind=behind)
-        assert not check.ok
-        assert check.figures["same"] < 1
+    check, _ = penalised(model, behind=behind)
+    assert not check.ok
+    assert check.figures["same"] < 1
 
 
-def test_a_captured_prefix_in_common_gives_what_each_sequence_gives_with_its_own(model, monkeypatch):
+UNSHARED = (shared_prefix, "FEWEST_MEMBERS", COUNT + 1)  # nothing is read once for several
+UNCOPIED = (ModelRunner, "copy_blocks", lambda runner, pairs: None)  # the prefixes differ
+
+
+@pytest.mark.parametrize("fault", todays([UNSHARED, UNCOPIED], 1), ids=lambda fault: fault[1])
+def test_a_captured_prefix_in_common_gives_what_each_sequence_gives_with_its_own(fault, model, monkeypatch):
     check = part_model._shared_prefix(model, TINY, "cuda", COUNT)
     assert check.ok, check
     assert check.figures["sharing"] == COUNT
-    with monkeypatch.context() as patch:
-        patch.setattr(shared_prefix, "FEWEST_MEMBERS", COUNT + 1)
-        assert not part_model._shared_prefix(model, TINY, "cuda", COUNT).ok, "nothing is read once for several"
-    monkeypatch.setattr(ModelRunner, "copy_blocks", lambda runner, pairs: None)
+    monkeypatch.setattr(*fault)
     check = part_model._shared_prefix(model, TINY, "cuda", COUNT)
     assert not check.ok
-    assert check.figures["relative_error"] > 0.02, "the prefixes differ"
+    assert fault is UNSHARED or check.figures["relative_error"] > 0.02

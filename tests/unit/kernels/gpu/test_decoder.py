@@ -12,6 +12,7 @@ from kvkeeper.engine_service.model.experts import ExpertWeights
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.sampling_params import GREEDY, SamplingParams, SamplingRow
 from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.slices import todays
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
 from tests.unit.kernels.gpu.pretend import PretendCuda, on_cuda, pretend_model_on_cuda
 
@@ -41,7 +42,7 @@ def runners(folder, monkeypatch):
     return [ModelRunner(model, views[0], layout), ModelRunner(on_device, *on_cuda(views[1]), layout)]
 
 
-@pytest.mark.parametrize("model", CHOSEN, ids=lambda model: model.name)
+@pytest.mark.parametrize("model", todays(CHOSEN, 3), ids=lambda model: model.name)
 def test_logits_are_those_of_the_cpu(model, tmp_path, monkeypatch):
     pair = runners(build_model_folder(tmp_path, model), monkeypatch)
     texts = [random_tokens(40, seed) for seed in range(3)]

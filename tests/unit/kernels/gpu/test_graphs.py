@@ -14,6 +14,7 @@ from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_
 from kvkeeper.engine_service.model.layer_groups import group_layers, places_of
 from kvkeeper.engine_service.model.loader import load_model
 from tests.support.models.tiny_models import build_model_folder
+from tests.support.slices import todays
 from tests.support.stand_ins.device_faults import accelerator_error, out_of_memory
 from tests.support.stand_ins.recorded_graphs import NothingAllocates, RecordedGraphs
 from tests.support.worlds.batches import WantLogits
@@ -41,7 +42,7 @@ __all__ = ["all_claim_to_be_on_cuda", "model"]  # fixtures of the tests here
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 
 
-@pytest.fixture(params=CHOSEN, ids=lambda model: model.name)
+@pytest.fixture(params=todays(CHOSEN, 1), ids=lambda model: model.name)
 def each_model(request, tmp_path):
     return load_model(build_model_folder(tmp_path, request.param), progress=False)[0]
 
@@ -59,7 +60,7 @@ def test_logits_are_those_without_graphs_for_every_size(each_model):
     assert not seen[0].any(), "padding wrote to the null block"
 
 
-@pytest.mark.parametrize("kind", [GEMMA2, LLAMA4], ids=lambda model: model.name)
+@pytest.mark.parametrize("kind", todays([GEMMA2, LLAMA4], 1), ids=lambda model: model.name)
 def test_layers_in_groups_have_the_same_logits_by_tables_of_their_own(kind, tmp_path):
     model = load_model(build_model_folder(tmp_path, kind), progress=False)[0]
     groups, (without, filled) = group_layers(model.config.windows, model.config.chunks), make_runner(model)

@@ -11,6 +11,7 @@ from tests.unit.kernels.gpu.pretend import on_cuda
 from tests.unit.kernels.gpu.test_attention import small_device, spare, split_prefill
 from tests.unit.kernels.worlds import make_latents, random_queries
 
+pytestmark = pytest.mark.each_value
 __all__ = ["small_device"]  # a fixture of all tests here
 SCALE = 0.2
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3}

@@ -13,6 +13,7 @@ from tests.unit.kernels.gpu.test_stored import pretended
 from tests.unit.kernels.quantised.worlds import as_numbers, make_stored
 from tests.unit.kernels.worlds import make_world, random_queries
 
+pytestmark = pytest.mark.each_value
 BLOCK, TILE = 16, 64
 SCALE = 0.2
 

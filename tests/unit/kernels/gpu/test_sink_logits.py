@@ -10,6 +10,7 @@ from tests.unit.kernels.gpu.pretend import on_cuda
 from tests.unit.kernels.gpu.test_attention import SCALE, columns, pair_of_queries, pretended, small_device, spare, split_prefill
 from tests.unit.kernels.worlds import make_world
 
+pytestmark = pytest.mark.each_value
 __all__ = ["small_device"]  # a fixture of all tests here
 LOGITS = torch.tensor([0.5, -3.0, 4.0, 60.0])
 TOLERANCE = 3e-6

@@ -13,6 +13,7 @@ from tests.unit.kernels.gpu.test_attention import split_prefill
 from tests.unit.kernels.quantised.worlds import as_numbers, make_stored
 from tests.unit.kernels.worlds import random_queries
 
+pytestmark = pytest.mark.each_value
 SCALE = 0.2
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 4e-3}
 SCALED = ["int8", "int4", "fp8"]

@@ -15,9 +15,12 @@ from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
 from kvkeeper.kernels.store_kv import store_kv
 from kvkeeper.kernels.types import LinearWeight, QuantisedRows
+from tests.support.slices import todays
+from tests.unit.kernels.gpu.launches import VARIANTS
 from tests.unit.kernels.gpu.pretend import nowhere
 from tests.unit.kernels.gpu.specialised import note_launches
 
+pytestmark = pytest.mark.each_value
 # Heads of queries, of K and V, and their dimensions.
 HEADS = [(2, 1, 64), (24, 8, 128), (32, 8, 128), (28, 4, 128), (40, 8, 128), (64, 8, 128), (96, 8, 128), (64, 8, 64),
          (16, 1, 256), (71, 1, 64), (32, 1, 128), (33, 1, 64), (8, 8, 128), (64, 64, 128), (128, 1, 64)]  # fmt: skip
@@ -95,7 +98,7 @@ def test_few_prompts_reach_all_variants_of_a_prefill_of_latents(num_heads, monke
     assert reach(latent_prefill, (num_heads, 1, 576), {}, 132, monkeypatch) == kernels
 
 
-@pytest.mark.parametrize("experts", EXPERTS, ids=str)
+@pytest.mark.parametrize("experts", todays(EXPERTS, 3), ids=str)
 def test_few_steps_reach_all_variants_of_grouped_products(experts, monkeypatch):
     num_experts, num_chosen = experts
     weight = LinearWeight(nowhere(num_experts, 64, 64), None)
@@ -119,3 +122,11 @@ def test_a_store_has_one_variant_for_few_tokens_and_one_for_many(monkeypatch):
         store_kv(k, k, layer, nowhere(num_tokens, dtype=torch.int32))
         counts.append(len(seen))
     assert counts == [1, 1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("most", "launches"), VARIANTS.values(), ids=VARIANTS)
+def test_no_kernel_is_compiled_anew_for_other_widths_and_numbers_of_rows(most, launches, monkeypatch):
+    seen = note_launches(monkeypatch)
+    for launch in launches:
+        launch()
+    assert len(seen) == most

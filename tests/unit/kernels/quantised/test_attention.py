@@ -9,6 +9,7 @@ from kvkeeper.kernels import reference
 from kvkeeper.kernels.errors import KernelArgumentError
 from kvkeeper.kernels.quantised.attention import plan_rows, quantised_decode, quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS
+from tests.support.slices import scaled
 from tests.unit.kernels.quantised.worlds import as_numbers, make_stored
 from tests.unit.kernels.worlds import edge_lengths, random_queries
 
@@ -88,7 +89,7 @@ def test_a_key_without_a_value_for_each_head(name):
         check(world, sink_logits=logits[:3])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=scaled(25), deadline=None)
 @given(st.data())
 def test_ragged_rows_with_any_pages(data):
     size = data.draw(st.integers(1, 5), label="block_size")

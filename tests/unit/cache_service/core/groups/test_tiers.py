@@ -158,7 +158,7 @@ def test_a_hit_on_a_copy_that_is_still_being_written_is_found(monkeypatch: pytes
 
     monkeypatch.setattr(NodeBlocks, "usable", usable)
     with pytest.raises(AssertionError):
-        _run(range(1, 200))
+        _run(range(88, 200))  # none before shows it
 
 
 def test_a_load_that_failed_behind_the_first_group_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_a_load_that_failed_behind_the_first_group_is_found(monkeypatch: pytest.
 
     monkeypatch.setattr(SequenceSwapper, "_num_left", num_left)
     with pytest.raises(AssertionError):
-        _run(range(1, 400))
+        _run(range(47, 400))  # none before shows it
 
 
 _STATE_SEEDS = [seed for seed in range(1, 100) if seed % 10 in (4, 6)]  # whose pools have states
