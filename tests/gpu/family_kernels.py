@@ -14,7 +14,7 @@ from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_de
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.store_latent import store_latent
-from tests.gpu.far import far_pool
+from tests.gpu.kernel_cases import error, far_pool, locs_of
 from tests.unit.kernels.worlds import make_latents, make_world, random_queries
 
 _LENGTHS = [1, 16, 17, 64, 65, 129, 150, 700]
@@ -44,27 +44,18 @@ def cases(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Callable[[], f
         yield f"prefill_logits{label}", partial(_logits, dtype, device, window, with_queries=True)
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    difference = (found.cpu().double() - expected.double()).abs()
-    return float("inf") if bool(difference.isnan().any()) else float(difference.max())
-
-
 def _experts(dtype: torch.dtype, device: str, counts: list[int]) -> float:
     num_in, num_out = 200, 136
     x = (torch.randn(sum(counts), num_in) / num_in**0.5).to(dtype)
     data, bias = torch.randn(len(counts), num_out, num_in).to(dtype), torch.randn(len(counts), num_out).to(dtype)
-    starts = torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32)
+    starts = locs_of(counts)
     expected = reference.grouped_linear(x, LinearWeight(data, bias), starts)
-    return _error(grouped_linear(x.to(device), LinearWeight(data.to(device), bias.to(device)), starts.to(device)), expected)
+    return error(grouped_linear(x.to(device), LinearWeight(data.to(device), bias.to(device)), starts.to(device)), expected)
 
 
 def _swiglu(dtype: torch.dtype, device: str) -> float:
     gate_up = torch.randn(40, 2 * 360).to(dtype)
-    return _error(clamped_swiglu(gate_up.to(device), 1.702, 7.0), reference.clamped_swiglu(gate_up, 1.702, 7.0))
-
-
-def _locs(queries: list[int] = _QUERIES) -> torch.Tensor:
-    return torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return error(clamped_swiglu(gate_up.to(device), 1.702, 7.0), reference.clamped_swiglu(gate_up, 1.702, 7.0))
 
 
 def _latent(
@@ -80,7 +71,7 @@ def _latent(
     is_far: bool = False,
 ) -> float:
     world = make_latents(lengths, latent=latent, rope=rope, block_size=16, dtype=dtype)
-    locs = _locs(queries)
+    locs = locs_of(queries)
     q = random_queries(int(locs[-1]) if with_queries else len(lengths), heads, latent + rope, dtype)
     op, oracle = (
         (latent_attention_prefill, reference.latent_attention_prefill)
@@ -93,7 +84,7 @@ def _latent(
     pool, first = far_pool(world.arena, device) if is_far else (world.arena.to(device), 0)
     moved = [each.to(device) for each in (world.block_tables + first, *rest)]
     found = op(q.to(device), latent_layer(pool[:, world.layout.num_layers // 2]), *moved, scale=scale, latent=latent)
-    return _error(found, expected)
+    return error(found, expected)
 
 
 def _store(dtype: torch.dtype, device: str, *, is_far: bool = False) -> float:
@@ -106,11 +97,11 @@ def _store(dtype: torch.dtype, device: str, *, is_far: bool = False) -> float:
     reference.store_latent(latent, rope, latent_layer(arena[:, 1]), slots)
     moved = torch.where(slots >= 0, slots + 16 * first, slots).to(device)
     store_latent(latent.to(device), rope.to(device), latent_layer(pool[:, 1]), moved)
-    return _error(pool[first:], arena)
+    return error(pool[first:], arena)
 
 
 def _logits(dtype: torch.dtype, device: str, window: int | None, *, with_queries: bool) -> float:
-    world, locs = make_world(_LENGTHS, block_size=16, head_dim=64, dtype=dtype), _locs()
+    world, locs = make_world(_LENGTHS, block_size=16, head_dim=64, dtype=dtype), locs_of(_QUERIES)
     q = random_queries(int(locs[-1]) if with_queries else len(_LENGTHS), 8, 64, dtype)
     op, oracle = (
         (paged_attention_prefill, reference.paged_attention_prefill)
@@ -121,4 +112,4 @@ def _logits(dtype: torch.dtype, device: str, window: int | None, *, with_queries
     tensors = [q, world.layer, world.block_tables, world.seq_lens, *([locs] if with_queries else [])]
     expected = oracle(*tensors, scale=_SCALE, window=window, sink_logits=logits)
     moved = [each.to(device) for each in tensors]
-    return _error(op(*moved, scale=_SCALE, window=window, sink_logits=logits.to(device)), expected)
+    return error(op(*moved, scale=_SCALE, window=window, sink_logits=logits.to(device)), expected)

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvkeeper.engine_service.compute.device.device_queue import queue_of
 from kvkeeper.engine_service.compute.penalties import apply_penalties
-from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
+from kvkeeper.engine_service.ranks.move_blocks import BlockMover
 from kvkeeper.engine_service.values.sampling_params import SamplingParams, SamplingRow
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.gates import gelu_and_mul, silu_and_mul
@@ -30,7 +29,7 @@ from kvkeeper.kernels.store_kv import store_kv
 from kvkeeper.kernels.types import CountedTensors
 from tests.gpu import family_kernels, stored_kernels
 from tests.gpu.checks import Check, text_of
-from tests.gpu.far import far_pool
+from tests.gpu.kernel_cases import error, far_pool, locs_of, move_there_and_back
 from tests.unit.kernels.worlds import World, make_counted, make_world, random_queries
 
 # Outputs are of order one. What rounds is the result, and in attention the weights before they meet the values.
@@ -54,10 +53,10 @@ def run(is_dry: bool) -> Iterator[Check]:
 def _guarded(name: str, dtype: torch.dtype, case: Callable[[], float]) -> Check:
     label = f"{name}_{str(dtype).removeprefix('torch.')}"
     try:
-        error = case()
+        found = case()
     except Exception as failure:  # a kernel that does not compile or launch may raise anything; the others are still told
         return Check(label, False, note=text_of(failure))
-    return Check(label, error <= _MOST_ERROR[dtype], {"max_error": error})
+    return Check(label, found <= _MOST_ERROR[dtype], {"max_error": found})
 
 
 def _cases(
@@ -119,12 +118,6 @@ def _cases(
         yield f"{op}_far", partial(_far, dtype, device, op)
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference; infinite where one of both is not a number."""
-    difference = (found.cpu().double() - expected.double()).abs()
-    return float("inf") if bool(difference.isnan().any()) else float(difference.max())
-
-
 def _attention(
     dtype: torch.dtype,
     device: str,
@@ -147,7 +140,7 @@ def _attention(
     both = random_queries(2 * num_tokens, 2 * group, head_dim, dtype)
     tensors = [both[:num_tokens], world.layer, world.block_tables, world.seq_lens]
     if queries is not None:
-        tensors.append(torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32))
+        tensors.append(locs_of(queries))
     name = "paged_attention_decode" if queries is None else "paged_attention_prefill"
     retention = None if kept is None else tuple(torch.tensor(column, dtype=torch.int32) for column in zip(*kept, strict=True))
     q_sink = None if kept is None else both[num_tokens:]
@@ -156,7 +149,7 @@ def _attention(
     sinks = None if retention is None else (retention[0].to(device), retention[1].to(device))
     op = paged_attention_decode if queries is None else paged_attention_prefill
     sunk = None if q_sink is None else q_sink.to(device)
-    return _error(op(*there, scale=_SCALE, retention=sinks, q_sink=sunk, **options), expected)
+    return error(op(*there, scale=_SCALE, retention=sinks, q_sink=sunk, **options), expected)
 
 
 def _with_layer(world: World, tensors: list[torch.Tensor], device: str) -> list[torch.Tensor]:
@@ -172,7 +165,7 @@ def _store(dtype: torch.dtype, device: str, head_dim: int) -> float:
     reference.store_kv(k, v, arenas[0][:, 1], slots)
     there = arenas[1].to(device)
     store_kv(k.to(device), v.to(device), there[:, 1], slots.to(device))
-    return _error(there.nan_to_num(7), arenas[0].nan_to_num(7))
+    return error(there.nan_to_num(7), arenas[0].nan_to_num(7))
 
 
 def _rotary_store(dtype: torch.dtype, device: str, *, with_norm: bool) -> float:
@@ -191,7 +184,7 @@ def _rotary_store(dtype: torch.dtype, device: str, *, with_norm: bool) -> float:
     norm = (weight.to(device), 1e-5) if with_norm else None
     layer = there[:, worlds[1].layout.num_layers // 2]
     q = rotary_store_kv(qk, v, cos, sin, layer, slots.to(device), norm=norm)
-    return max(_error(q, turned[:, :8]), _error(there.nan_to_num(7), worlds[0].arena.nan_to_num(7))) / 2  # rounded twice
+    return max(error(q, turned[:, :8]), error(there.nan_to_num(7), worlds[0].arena.nan_to_num(7))) / 2  # rounded twice
 
 
 def _far(dtype: torch.dtype, device: str, op: str) -> float:
@@ -203,7 +196,7 @@ def _far(dtype: torch.dtype, device: str, op: str) -> float:
         copy_blocks(pool, [(far + 1, far + 2), (far + 3, 1)])
         reference.copy_blocks(world.arena, [(1, 2)])
         found = torch.stack((pool[far + 2], pool[1]))
-        return _error(found.nan_to_num(7), world.arena[[2, 3]].nan_to_num(7))
+        return error(found.nan_to_num(7), world.arena[[2, 3]].nan_to_num(7))
     if op in ("store_kv", "rotary_store_kv"):
         slots = torch.tensor([16 * 1 + 3, 16 * 2], dtype=torch.int64)
         k, v = random_queries(4, 8, 128, dtype).view(2, 2, 8, 128)
@@ -214,15 +207,15 @@ def _far(dtype: torch.dtype, device: str, op: str) -> float:
         else:  # turned by nothing, so that what is stored are the same bits
             still = torch.ones(2, 128, dtype=dtype, device=device)
             rotary_store_kv(torch.cat((k, k), 1), v, still, still * 0, layer, slots)
-        return _error(layer[far:].nan_to_num(7), world.layer.nan_to_num(7))
+        return error(layer[far:].nan_to_num(7), world.layer.nan_to_num(7))
     tables, lens = (world.block_tables + far).to(device), world.seq_lens.to(device)
     if op == "decode":
         q = random_queries(2, 16, 128, dtype)
         expected = reference.paged_attention_decode(q, world.layer, world.block_tables, world.seq_lens, scale=_SCALE)
-        return _error(paged_attention_decode(q.to(device), layer, tables, lens, scale=_SCALE), expected)
-    q, locs = random_queries(25, 16, 128, dtype), torch.tensor([0, 20, 25], dtype=torch.int32)
+        return error(paged_attention_decode(q.to(device), layer, tables, lens, scale=_SCALE), expected)
+    q, locs = random_queries(25, 16, 128, dtype), locs_of([20, 5])
     expected = reference.paged_attention_prefill(q, world.layer, world.block_tables, world.seq_lens, locs, scale=_SCALE)
-    return _error(paged_attention_prefill(q.to(device), layer, tables, lens, locs.to(device), scale=_SCALE), expected)
+    return error(paged_attention_prefill(q.to(device), layer, tables, lens, locs.to(device), scale=_SCALE), expected)
 
 
 def _rotary(dtype: torch.dtype, device: str, head_dim: int) -> float:
@@ -231,7 +224,7 @@ def _rotary(dtype: torch.dtype, device: str, head_dim: int) -> float:
     cos = torch.cat((angles.cos(), angles.cos()), 1).to(dtype)
     sin = torch.cat((-angles.sin(), angles.sin()), 1).to(dtype)
     expected = reference.rotary(x, cos, sin)
-    return _error(rotary(x.to(device), cos.to(device), sin.to(device)), expected)
+    return error(rotary(x.to(device), cos.to(device), sin.to(device)), expected)
 
 
 def _copy(dtype: torch.dtype, device: str) -> float:
@@ -240,26 +233,18 @@ def _copy(dtype: torch.dtype, device: str) -> float:
     there = arena.to(device, copy=True)
     copy_blocks(there, pairs)
     reference.copy_blocks(arena, pairs)
-    return _error(there, arena)
+    return error(there, arena)
 
 
 def _move(device: str, block_bytes: int) -> float:
     """Many blocks to the host tier and back, on a stream beside the current one, as a step does it."""
-    queue = queue_of(torch.device(device))
     host = torch.zeros(40, block_bytes, dtype=torch.uint8, pin_memory=device != "cpu")
     blocks = torch.randint(0, 256, (40, block_bytes), dtype=torch.uint8)
     there = blocks.to(device, copy=True)
-    mover = BlockMover(there, host)
-    out = [(at, SWAP_OUT, at, (at * 7) % 40) for at in range(20)]
-    back = [(20 + at, SWAP_OUT + 1, (at * 7) % 40, 20 + at) for at in range(20)]
-    failed: list[int] = []
-    queue.copies.follow()
-    queue.copies.submit(lambda: failed.extend(mover.move(out + back)[1]))
-    queue.copies.lead()
-    queue.mark().wait()
+    hosts, failed = move_there_and_back(BlockMover(there, host), device)
     if failed:
         return float("inf")
-    return max(_error(there[20:], blocks[:20]), _error(host[[order[3] for order in out]], blocks[:20]))
+    return max(error(there[20:], blocks[:20]), error(host[hosts], blocks[:20]))
 
 
 def _norm(dtype: torch.dtype, device: str, length: int) -> float:
@@ -268,13 +253,13 @@ def _norm(dtype: torch.dtype, device: str, length: int) -> float:
     expected = reference.rms_norm(x.clone(), weight, 1e-5, residual)
     found = rms_norm(x.to(device, copy=True), weight.to(device), 1e-5, residual.to(device))
     # In units of the largest value: rounding is relative, and these go beyond one.
-    return max(_error(own, other) / float(other.abs().max().clamp(min=1)) for own, other in zip(found, expected, strict=True))
+    return max(error(own, other) / float(other.abs().max().clamp(min=1)) for own, other in zip(found, expected, strict=True))
 
 
 def _gates(dtype: torch.dtype, device: str, length: int) -> float:
     x = random_queries(40, 1, 2 * length, dtype).view(40, 2 * length)
     pairs = [(op(x.to(device)), getattr(reference, op.__name__)(x)) for op in (silu_and_mul, gelu_and_mul)]
-    return max(_error(own, other) / float(other.abs().max().clamp(min=1)) for own, other in pairs)
+    return max(error(own, other) / float(other.abs().max().clamp(min=1)) for own, other in pairs)
 
 
 def _penalties(device: str) -> float:
@@ -284,7 +269,7 @@ def _penalties(device: str) -> float:
     histories = [rng.integers(0, vocab_size // 10, 40 * row).astype(np.int32) for row in range(num_rows)]
     rows = [SamplingRow(params, 0, 0, history, len(history) // 2) for history in histories]
     logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(4)) * 5
-    return _error(apply_penalties(logits.to(device), rows), apply_penalties(logits, rows))
+    return error(apply_penalties(logits.to(device), rows), apply_penalties(logits, rows))
 
 
 def _penalties_counted(device: str) -> float:
@@ -295,13 +280,13 @@ def _penalties_counted(device: str) -> float:
         there = counts.clone().to(device)
         expected = penalise_counted(logits, counts, rows)
         found = penalise_counted(logits.to(device), there, CountedTensors(*(column.to(device) for column in rows)))
-        errors += [_error(found, expected), _error(there.float(), counts.float())]
+        errors += [error(found, expected), error(there.float(), counts.float())]
     return max(errors)
 
 
 def _uniforms(device: str) -> float:
     numbers = torch.randint(-(2**63), 2**63 - 1, (3, 300), generator=torch.Generator().manual_seed(1))
-    return _error(uniforms_there(numbers.to(device)), uniforms_there(numbers)) * 1e9  # the same bits, or far too large
+    return error(uniforms_there(numbers.to(device)), uniforms_there(numbers)) * 1e9  # the same bits, or far too large
 
 
 def _sampling(device: str, vocab_size: int) -> float:

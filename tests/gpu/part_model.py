@@ -31,8 +31,7 @@ from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.engine_service.values.sampling_params import PenalisedRows, PlainDraws, SamplingParams, SamplingRow
 from kvkeeper.kernels.attention.paged_attention_decode import plan_decode
 from tests.gpu.checks import Check, keep_text, text_of
-from tests.gpu.family_models import FAMILIES, write_family
-from tests.gpu.random_model import LLAMA_1B, QWEN3_06B, TINY, Shape, write_model
+from tests.gpu.random_model import FAMILIES, LLAMA_1B, QWEN3_06B, TINY, Shape, write_family, write_model
 from tests.gpu.spoil import spoil_freed
 from tests.support.worlds.batches import ScheduledRow, build_batch
 

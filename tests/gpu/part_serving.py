@@ -23,8 +23,7 @@ import torch
 from kvkeeper.client import AsyncEngineClient
 from tests.benchmarks.both_services import ask_all, both_services
 from tests.gpu.checks import Check, text_of
-from tests.gpu.family_models import write_family
-from tests.gpu.random_model import LLAMA_1B, QWEN3_06B, TINY, Shape, write_model
+from tests.gpu.random_model import LLAMA_1B, QWEN3_06B, TINY, Shape, write_family, write_model
 from tests.gpu.same_tokens import Output, judge, outputs_of
 
 _PROMPT_TOKENS = 128

@@ -128,7 +128,7 @@ class _Calls:
 def _queue_kernels(pointer: int, num_bytes: int, begun: threading.Event) -> None:
     import torch
 
-    from tests.gpu.memory import tensor_at
+    from tests.gpu.spoil import tensor_at
 
     memory, factor = tensor_at(pointer, num_bytes), torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
     while True:

@@ -1,11 +1,19 @@
-"""Models with random weights in the shapes of real ones, as Hugging Face folders without a tokenizer: nothing is downloaded."""
+"""Models with random weights, as Hugging Face folders without a tokenizer: nothing is downloaded.
+
+Some have the shapes of real ones. Others are small, of families whose decodes are made of other kernels, with the head dims of
+real ones: between them they have chunks in groups of layers, experts, latents, logits of sinks, windows in turn and soft caps.
+"""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+from kvkeeper.engine_service.model.config import parse_model_config
+from kvkeeper.engine_service.model.weight_map import allocate_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +44,66 @@ TINY = Shape("tiny-shape", "llama", 512, 64, 128, 2, 4, 2, 16)
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
+CHUNK = 64  # tokens, fewer than the contexts here
+_COMMON = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "dtype": "bfloat16",
+}
+_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama4_text": (
+        "Llama4ForCausalLM",
+        _EXPERTS | {"head_dim": 128, "attention_chunk_size": CHUNK, "intermediate_size_mlp": 512, "use_qk_norm": True},
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        _EXPERTS | {"head_dim": 64, "sliding_window": 96, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {
+            "head_dim": 256,
+            "sliding_window": 96,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            "kv_lora_rank": 512,
+            "q_lora_rank": 128,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "num_key_value_heads": 8,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
+
+
 def write_model(folder: Path, shape: Shape, device: str) -> Path:
     """The folder of a model with weights drawn on the device, in bfloat16."""
-    path = folder / shape.name
-    path.mkdir()
-    config = {
-        "architectures": [_ARCHITECTURES[shape.model_type]],
+    own = {
         "model_type": shape.model_type,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden,
@@ -51,45 +113,29 @@ def write_model(folder: Path, shape: Shape, device: str) -> Path:
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
         "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
         "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "dtype": "bfloat16",
     }
-    (path / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    save_file({name: _drawn(size, device) for name, size in _sizes(shape).items()}, path / "model.safetensors")
+    return _write(folder / shape.name, _ARCHITECTURES[shape.model_type], own, device)
+
+
+def write_family(folder: Path, name: str) -> Path:
+    """The folder of one of FAMILIES, in bfloat16."""
+    architecture, own = FAMILIES[name]
+    return _write(folder / name, architecture, own | {"model_type": name})
+
+
+def _write(path: Path, architecture: str, own: dict[str, Any], device: str = "cpu") -> Path:
+    """Norms are about one; the rest is spread as far as keeps activations of order one."""
+    path.mkdir()
+    raw = _COMMON | own | {"architectures": [architecture]}
+    (path / "config.json").write_text(json.dumps(raw))
+    _, destinations = allocate_weights(parse_model_config(raw), torch.bfloat16, torch.device("meta"))
+    drawn, tensors = torch.Generator(device).manual_seed(0), {}
+    for stored, destination in destinations.items():
+        shape = destination.shape
+        spread = shape[-1] ** -0.5 if len(shape) > 1 else 0.1
+        values = torch.randn(shape, generator=drawn, device=device) * spread
+        is_norm = "norm" in stored and len(shape) == 1
+        tensors[stored] = (values + (raw["model_type"] != "gemma2") if is_norm else values).bfloat16().cpu()
+    save_file(tensors, path / "model.safetensors")
     return path
-
-
-def _drawn(size: tuple[int, ...], device: str) -> torch.Tensor:
-    """Norms are ones; the rest is spread as far as keeps activations of order one."""
-    if len(size) == 1:
-        return torch.ones(size, dtype=torch.bfloat16)
-    weights = torch.empty(size, dtype=torch.bfloat16, device=device)
-    return weights.normal_(std=size[1] ** -0.5).cpu()
-
-
-def _sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    sizes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (shape.vocab_size, shape.hidden),
-        "model.norm.weight": (shape.hidden,),
-    }
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (shape.hidden,),
-        "post_attention_layernorm": (shape.hidden,),
-        "self_attn.q_proj": (queries, shape.hidden),
-        "self_attn.k_proj": (keys, shape.hidden),
-        "self_attn.v_proj": (keys, shape.hidden),
-        "self_attn.o_proj": (shape.hidden, queries),
-        "mlp.gate_proj": (shape.intermediate, shape.hidden),
-        "mlp.up_proj": (shape.intermediate, shape.hidden),
-        "mlp.down_proj": (shape.hidden, shape.intermediate),
-    }
-    if shape.model_type == "qwen3":
-        layer |= {"self_attn.q_norm": (shape.head_dim,), "self_attn.k_norm": (shape.head_dim,)}
-    for index in range(shape.num_layers):
-        sizes |= {f"model.layers.{index}.{name}.weight": size for name, size in layer.items()}
-    return sizes

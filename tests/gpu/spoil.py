@@ -5,14 +5,28 @@ it can: an address there is mapped no more, or is that of the NaN that is put in
 """
 
 import gc
+from dataclasses import dataclass
 
 import torch
-
-from tests.gpu.memory import tensor_at
 
 _NAN = 0xFF  # every byte: NaN in all formats, and -1 as an integer
 _LEFT = 1 << 30  # bytes, for the driver's own needs
 _COMMON_POOL = (0, 0)  # that graphs' own memory is not in: it is theirs while it is free
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    pointer: int
+    num_bytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self.pointer, False), "version": 3}
+
+
+def tensor_at(pointer: int, num_bytes: int) -> torch.Tensor:
+    """Device memory that this process has mapped, as torch sees it by public interfaces only: uint8 [num_bytes], no copy."""
+    return torch.as_tensor(_Bytes(pointer, num_bytes), device="cuda")
 
 
 def spoil_freed(device: torch.device) -> int:

@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 
-from kvkeeper.engine_service.compute.device.device_queue import queue_of
 from kvkeeper.engine_service.ranks.block_copies import copies_for
-from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
+from kvkeeper.engine_service.ranks.move_blocks import BlockMover
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.quantised.attention import plan_rows, quantised_decode, quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS, quantise
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
 from kvkeeper.kernels.quantised.store import plan_slots, store_quantised
-from tests.gpu.far import FAR_ELEMENTS, far_pool
+from tests.gpu.kernel_cases import FAR_ELEMENTS, error, far_pool, locs_of, move_there_and_back
 from tests.unit.kernels.quantised.worlds import as_numbers, make_stored
 from tests.unit.kernels.worlds import random_queries
 
@@ -88,7 +87,7 @@ def _attention(
         q = random_queries(len(lengths), 8, head_dim, dtype)
         expected = reference.paged_attention_decode(q, plain, tables, world.seq_lens, scale=_SCALE, **options)
     else:
-        locs = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        locs = locs_of(queries)
         q = random_queries(int(locs[-1]), 8, head_dim, dtype)
         expected = reference.paged_attention_prefill(q, plain, tables, world.seq_lens, locs, scale=_SCALE, **options)
         locs = locs.to(device)
@@ -96,9 +95,7 @@ def _attention(
     blocks, pages, lens = (tensor.to(device) for tensor in (world.block_tables + first, pages, world.seq_lens))
     rows = plan_rows(blocks, pages, lens, locs, layer)
     op = quantised_decode if queries is None else quantised_prefill
-    found = op(q.to(device), layer, rows, scale=_SCALE, **options).cpu()
-    difference = (found.double() - expected.double()).abs()
-    return float("inf") if bool(difference.isnan().any()) else float(difference.max())
+    return error(op(q.to(device), layer, rows, scale=_SCALE, **options), expected)
 
 
 def _store(name: str, dtype: torch.dtype, device: str, *, is_far: bool = False) -> float:
@@ -123,18 +120,11 @@ def _store(name: str, dtype: torch.dtype, device: str, *, is_far: bool = False) 
 
 def _swap(name: str, dtype: torch.dtype, device: str) -> float:
     """To a host tier of few bits and back, on a stream beside the current one. Infinite where a bit differs."""
-    packing, queue = HostBlocks(4, 16, 2, 64, dtype, FORMATS[name]), queue_of(torch.device(device))
+    packing = HostBlocks(4, 16, 2, 64, dtype, FORMATS[name])
     blocks = random_queries(40 * 4, 16 * 2, 64, dtype).flatten().view(40, -1).view(torch.uint8)
     there, host = blocks.to(device, copy=True), torch.zeros((40, packing.block_bytes), dtype=torch.uint8)
     host = host if device == "cpu" else host.pin_memory()
-    mover = BlockMover(there, host, copies_for(packing, there.device, host))
-    out = [(at, SWAP_OUT, at, (at * 7) % 40) for at in range(20)]
-    back = [(20 + at, SWAP_OUT + 1, (at * 7) % 40, 20 + at) for at in range(20)]
-    failed: list[int] = []
-    queue.copies.follow()
-    queue.copies.submit(lambda: failed.extend(mover.move(out + back)[1]))
-    queue.copies.lead()
-    queue.mark().wait()
+    hosts, failed = move_there_and_back(BlockMover(there, host, copies_for(packing, there.device, host)), device)
     packed = packing.pack(blocks[:20])
-    is_same = torch.equal(host[[order[3] for order in out]], packed) and torch.equal(there[20:].cpu(), packing.unpack(packed))
+    is_same = torch.equal(host[hosts], packed) and torch.equal(there[20:].cpu(), packing.unpack(packed))
     return 0.0 if is_same and not failed else float("inf")
