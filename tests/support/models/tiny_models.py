@@ -201,6 +201,11 @@ TINY_MODELS = (
 )
 
 
+def tiny_model(name: str) -> TinyModel:
+    """The one of TINY_MODELS that has this name."""
+    return next(model for model in TINY_MODELS if model.name == name)
+
+
 def build_model_folder(folder: Path, model: TinyModel, *, seed: int = 0, max_shard_size: str = "1GB") -> Path:
     """Write config.json and safetensors of a random model; random biases and norms too, so that losing one shows."""
     config = getattr(transformers, f"{model.family}Config")(**{**_COMMON, **model.overrides})

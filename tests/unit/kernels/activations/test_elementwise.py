@@ -1,4 +1,4 @@
-"""rms_norm, rotary and the gates against their references, on both paths of a CPU."""
+"""rms_norm, rotary and the gates against their references, on all paths."""
 
 import pytest
 import torch
@@ -8,55 +8,78 @@ from kvkeeper.kernels.activations.gates import clamped_swiglu, gelu_and_mul, sil
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
+from tests.unit.kernels.gpu.pretend import on_cuda
 
-pytestmark = pytest.mark.usefixtures("kernel_path")
+# 2 to a large power is inf, and a number divided by it 0: as on a device, which does not warn.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (5, 64), (3, 2, 16)])
-def test_rms_norm_with_and_without_residual(shape):
-    x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
+def close(path, found, expected, rtol=1e-6):
+    if expected.dtype is torch.float16:
+        tolerance = {"rtol": 1e-3 if path.is_device else 2e-3, "atol": 1e-3}  # torch rounds some gates once more
+    else:
+        tolerance = {"rtol": 2e-6, "atol": 2e-6} if path.is_device else {"rtol": rtol, "atol": 2e-6}
+    torch.testing.assert_close(found, expected, **tolerance)
+
+
+@dtypes
+@pytest.mark.parametrize("shape", [(1, 8), (37, 100), (3, 2, 16), (2, 3000), (0, 8)])
+def test_rms_norm_with_and_without_residual(path, dtype, shape):
+    x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
     for given in (None, residual):
-        found, kept = rms_norm(x.clone(), weight, 1e-5, given)
-        expected, expected_kept = reference.rms_norm(x.clone(), weight, 1e-5, given)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-        assert torch.equal(kept, expected_kept)
+        expected, expected_sum = reference.rms_norm(x.clone(), weight, 1e-5, given)
+        changed = x.clone()
+        found, kept = path(rms_norm)(changed, weight, 1e-5, given)
+        close(path, found, expected)
+        assert torch.equal(kept, expected_sum)
+        if path.is_device:
+            assert kept.data_ptr() == changed.data_ptr()
 
 
-def test_rms_norm_with_a_weight_per_head():
-    x, weight = torch.randn(3, 2, 16), torch.randn(2, 16)
-    found, _ = rms_norm(x, weight, 1e-6)
-    torch.testing.assert_close(found, reference.rms_norm(x, weight, 1e-6)[0], rtol=1e-6, atol=1e-6)
+@dtypes
+def test_rms_norm_with_a_weight_per_head_of_a_slice(path, dtype):
+    x = torch.randn(9, 5, 96).to(dtype)[:, 1:4]
+    weight = torch.randn(3, 96).to(dtype)
+    close(path, path(rms_norm)(x, weight, 1e-6)[0], reference.rms_norm(x, weight, 1e-6)[0])
 
 
-@pytest.mark.parametrize("head_dim", [2, 16, 80])
-def test_rotary_on_a_strided_slice(head_dim):
-    x = torch.randn(5, 6 * head_dim)[:, : 3 * head_dim].view(5, 3, head_dim)
+@dtypes
+@pytest.mark.parametrize(("head_dim", "num_heads"), [(2, 1), (16, 3), (80, 3), (64, 18)])
+def test_rotary_on_a_strided_slice(path, dtype, head_dim, num_heads):
+    x = torch.randn(5, 2 * num_heads, head_dim).to(dtype)[:, :num_heads]
     angle = torch.randn(5, head_dim // 2)
-    cos = torch.cat((angle.cos(), angle.cos()), -1)
-    sin = torch.cat((-angle.sin(), angle.sin()), -1)
-    found = rotary(x, cos, sin)
-    torch.testing.assert_close(found, reference.rotary(x, cos, sin), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found.norm(dim=-1), x.norm(dim=-1))
+    cos, sin = (torch.cat(pair, -1).to(dtype) for pair in ((angle.cos(), angle.cos()), (-angle.sin(), angle.sin())))
+    found = path(rotary)(x, cos, sin)
+    close(path, found, reference.rotary(x, cos, sin))
+    if dtype is torch.float32:
+        torch.testing.assert_close(found.norm(dim=-1), x.norm(dim=-1))
 
 
-def test_silu_and_mul():
-    gate_up = torch.randn(5, 24)
-    torch.testing.assert_close(silu_and_mul(gate_up), reference.silu_and_mul(gate_up), rtol=1e-6, atol=1e-6)
+@dtypes
+@pytest.mark.parametrize("shape", [(5, 24), (2, 3, 4200), (0, 8)])
+def test_gates(path, dtype, shape):
+    gate_up = torch.randn(shape).to(dtype) * 4
+    close(path, path(silu_and_mul)(gate_up), reference.silu_and_mul(gate_up))
+    close(path, path(gelu_and_mul)(gate_up), reference.gelu_and_mul(gate_up), rtol=1e-5)
+    close(path, path(clamped_swiglu)(gate_up, 1.702, 3.0), reference.clamped_swiglu(gate_up, 1.702, 3.0), rtol=1e-5)
 
 
-def test_gelu_and_mul():
-    gate_up = torch.randn(5, 24)
-    torch.testing.assert_close(gelu_and_mul(gate_up), reference.gelu_and_mul(gate_up), rtol=1e-5, atol=1e-6)
+def test_gates_and_norms_far_out_stay_finite(path):
+    far = torch.tensor([[-1e4, -200.0, 200.0, 1e4, 1.0, 1.0, 1.0, 1.0]])
+    for gate in (silu_and_mul, gelu_and_mul):
+        expected = torch.tensor([[0.0, 0.0, 200.0, 1e4]])
+        torch.testing.assert_close(path(gate)(far), expected, rtol=0, atol=0 if path.is_device else 1e-30)
 
 
-def test_clamped_swiglu():
+def test_clamped_swiglu(path):
     gate_up = torch.randn(5, 24) * 6
     expected = reference.clamped_swiglu(gate_up, 1.702, 7.0)
-    torch.testing.assert_close(clamped_swiglu(gate_up, 1.702, 7.0), expected, rtol=1e-5, atol=1e-6)
+    close(path, path(clamped_swiglu)(gate_up, 1.702, 7.0), expected, rtol=1e-5)
     assert not torch.allclose(expected, reference.clamped_swiglu(gate_up, 1.702, 1e9)), "something was clamped"
     for bad in (float("nan"), float("inf")):
-        assert clamped_swiglu(torch.tensor([[bad, 1.0]]), 1.702, 7.0).isnan().item() == (bad != bad)
-    assert clamped_swiglu(torch.tensor([[1.0, float("nan")]]), 1.702, 7.0).isnan().all()
+        assert path(clamped_swiglu)(torch.tensor([[bad, 1.0]]), 1.702, 7.0).isnan().item() == (bad != bad)
+    assert path(clamped_swiglu)(torch.tensor([[1.0, float("nan")]]), 1.702, 7.0).isnan().all()
 
 
 def test_refusals():
@@ -81,4 +104,14 @@ def test_refusals():
         lambda: clamped_swiglu(x.to("meta"), 1.702, 7.0),
     ):
         with pytest.raises(UnsupportedDeviceError):
+            call()
+
+
+def test_heads_with_gaps_are_refused_on_a_device():
+    x = torch.randn(3, 2, 8)
+    for call in (
+        lambda: rms_norm(*on_cuda(x.transpose(1, 2), torch.ones(2)), 1e-5),
+        lambda: silu_and_mul(*on_cuda(x.transpose(1, 2))),
+    ):
+        with pytest.raises(KernelArgumentError):
             call()

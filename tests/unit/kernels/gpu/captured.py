@@ -13,7 +13,7 @@ from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds
 from kvkeeper.engine_service.model.experts import ExpertWeights
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.sampling_params import GREEDY, NEUTRAL, SamplingParams, SamplingRow
-from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.models.tiny_models import build_model_folder, random_tokens, tiny_model
 from tests.support.stand_ins.recorded_graphs import RecordedGraphs
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
 from tests.unit.kernels.gpu.pretend import on_cuda, pretend_inputs_on_cuda, pretend_model_on_cuda
@@ -22,7 +22,7 @@ BLOCK_SIZE, WIDTH, MOST_ROWS = 16, 3, 5
 BOUNDS = StepBounds(MOST_ROWS, WIDTH * BLOCK_SIZE)
 CONTEXTS = [5, 16, 31, 1, 33, 40, 15, 47, 20]
 NUM_BLOCKS = 1 + len(CONTEXTS) * WIDTH
-QWEN3, GEMMA2, LLAMA4 = (next(model for model in TINY_MODELS if model.name == name) for name in ("qwen3", "gemma2", "llama4"))
+QWEN3, GEMMA2, LLAMA4 = (tiny_model(name) for name in ("qwen3", "gemma2", "llama4"))
 CHOSEN = [QWEN3, GEMMA2, LLAMA4]  # LLAMA4: chunks, the lengths that queries grow with, and experts
 
 

@@ -22,7 +22,7 @@ from kvkeeper.engine_service.compute.graphs.sizes import graph_sizes
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.ranks.move_blocks import BlockMover
-from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.models.tiny_models import build_model_folder, random_tokens, tiny_model
 from tests.support.processes.holder_process import holding
 from tests.support.processes.service_pair import Services, generate, services
 from tests.support.stand_ins.fake_cuda import FakeCuda
@@ -80,7 +80,7 @@ async def outputs(world: Services, model, **flags) -> list[list[int]]:
 
 
 async def test_the_output_is_that_of_an_engine_on_the_cpu(engine_runtime, tmp_path):
-    folder = build_model_folder(tmp_path, next(model for model in TINY_MODELS if model.name == "qwen3"))
+    folder = build_model_folder(tmp_path, tiny_model("qwen3"))
     served = load_served_model(EngineConfig(model=str(folder), progress=False))
     async with services() as world:
         await world.start_cache(num_blocks=16)
@@ -105,7 +105,7 @@ async def test_the_output_is_that_of_an_engine_on_the_cpu(engine_runtime, tmp_pa
 async def test_the_way_of_transfers_is_chosen_once_the_host_tier_is_pinned(engine_runtime, tmp_path, monkeypatch):
     pinned = []
     monkeypatch.setattr(BlockMover, "make_ready", lambda self: pinned.append(len(engine_runtime.pinned)))
-    folder = build_model_folder(tmp_path, next(model for model in TINY_MODELS if model.name == "qwen3"))
+    folder = build_model_folder(tmp_path, tiny_model("qwen3"))
     served = load_served_model(EngineConfig(model=str(folder), progress=False))
     async with services() as world:
         await start_cuda_cache(world, tmp_path)
@@ -121,7 +121,7 @@ async def test_captured_decodes_give_the_same_output_in_each_session(engine_runt
     pretend_inputs_on_cuda(monkeypatch)
     monkeypatch.setattr(HostQueue, "fetch", lambda self, tensor: tensor.clone())  # as a device: the next replay writes there
     monkeypatch.setattr("kvkeeper.engine_service.compute.model_runner.warm_up_batches", lambda *args, **options: ())
-    folder = build_model_folder(tmp_path, next(model for model in TINY_MODELS if model.name == "qwen3"))
+    folder = build_model_folder(tmp_path, tiny_model("qwen3"))
     served = load_served_model(EngineConfig(model=str(folder), progress=False))
     async with services() as world:
         await world.start_cache(num_blocks=16)
@@ -151,7 +151,7 @@ async def test_captured_decodes_give_the_same_output_in_each_session(engine_runt
 async def test_memory_that_outlives_its_service_gives_the_next_engine_its_prefixes(engine_runtime, tmp_path, monkeypatch):
     library = FakeLibcuda()
     monkeypatch.setattr(vmm, "_driver", vmm.VmmDriver(lambda: library))
-    folder = build_model_folder(tmp_path, next(model for model in TINY_MODELS if model.name == "qwen3"))
+    folder = build_model_folder(tmp_path, tiny_model("qwen3"))
     served = load_served_model(EngineConfig(model=str(folder), progress=False))
     async with services() as world:
         await world.start_cache(num_blocks=16)

@@ -21,7 +21,7 @@ from kvkeeper.engine_service.values.batch import BatchRetention
 from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
 from kvkeeper.kernels.scratch import Scratch
-from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
+from tests.support.models.tiny_models import build_model_folder, tiny_model
 from tests.support.stand_ins.recorded_graphs import RecordedGraphs
 from tests.support.worlds.batches import ScheduledRow, build_batch
 from tests.unit.kernels.gpu.captured import (
@@ -44,7 +44,7 @@ _FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # for the int
 
 def kind(name, **overrides):
     """A tiny model with some things changed."""
-    found = next(each for each in TINY_MODELS if each.name == name)
+    found = tiny_model(name)
     return dataclasses.replace(found, overrides=found.overrides | overrides)
 
 

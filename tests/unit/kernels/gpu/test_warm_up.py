@@ -26,7 +26,7 @@ from kvkeeper.engine_service.ranks.move_blocks import SWAP_OUT, BlockMover
 from kvkeeper.engine_service.values.batch import Batch, BatchRetention
 from kvkeeper.engine_service.values.sampling_params import SamplingRow
 from kvkeeper.kernels.quantised.formats import FORMATS
-from tests.support.models.tiny_models import TINY_MODELS, TinyModel, build_model_folder
+from tests.support.models.tiny_models import TinyModel, build_model_folder, tiny_model
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
 from tests.unit.kernels.gpu.captured import WAYS, all_claim_to_be_on_cuda
 from tests.unit.kernels.gpu.pretend import on_cuda
@@ -41,7 +41,7 @@ TABLE = np.zeros(MOST_TOKENS // BLOCK_SIZE, np.int32)
 
 def like(name, **overrides):
     """The tiny model of this name, of which a sequence may be long."""
-    model = next(model for model in TINY_MODELS if model.name == name)
+    model = tiny_model(name)
     return TinyModel(name, model.family, model.overrides | {"max_position_embeddings": MOST_TOKENS, **overrides})
 
 
