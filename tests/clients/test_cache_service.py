@@ -12,6 +12,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.server import RunningServer
 from kvkeeper.client import AsyncCacheClient, AsyncCacheSession, CacheClient, CallOptions, KvkeeperError, KvTokens, StepItems
 from tests.support.processes.cut_proxy import cutting
+from tests.support.worlds.cache_api import failure
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 
@@ -167,9 +168,7 @@ async def test_a_step_after_the_session_is_gone_is_one_error(cache_server: Runni
         session = await client.open_session(spec)
         await start_one(session)
         await session.close()
-        with pytest.raises(KvkeeperError) as caught:
-            await session.step(grow(9))
-        assert caught.value.reason == "UNKNOWN_SESSION"
+        assert (await failure(session.step(grow(9)))).reason == "UNKNOWN_SESSION"
 
 
 async def test_kv_of_another_shape_or_dtype_never_leaves(cache_server: RunningServer, spec: pb.KvSpec) -> None:

@@ -30,6 +30,7 @@ from kvkeeper.client.backends import run
 from kvkeeper.client.step_lane import BlockingStepLane, LaneBroken, StepLane
 from kvkeeper.client.transport import AsyncTransport
 from tests.support.stand_ins.fake_cache import FakeCache, Fault
+from tests.support.worlds.cache_api import failure
 
 ITEMS = StepItems()
 QUICK = CallOptions(timeout_s=5, retry_s=5, first_pause_s=0.001, longest_pause_s=0.002)
@@ -113,10 +114,9 @@ async def test_a_lane_that_ended_between_steps_is_left(
 
 
 async def test_a_refusal_comes_whole_and_the_lane_goes_on(client: AsyncCacheClient, session: AsyncCacheSession) -> None:
-    with pytest.raises(KvkeeperError) as caught:
-        await session.step(StepItems(release_ids=np.array([9], np.int64)))
-    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_SEQUENCE")
-    assert caught.value.metadata == {"sequence_id": "9"}
+    caught = await failure(session.step(StepItems(release_ids=np.array([9], np.int64))))
+    assert (caught.code, caught.reason) == (grpc.StatusCode.NOT_FOUND, "UNKNOWN_SEQUENCE")
+    assert caught.metadata == {"sequence_id": "9"}
     assert (await session.step(ITEMS)).step_id == 2
     assert (session.has_step_lane, await carrier(client)) == (True, "STEP_CARRIER_LANE")
 
@@ -280,16 +280,14 @@ async def test_a_status_that_cannot_be_read_is_an_error(hold: Callable[..., Any]
     stepping = asyncio.create_task(held.session.step(ITEMS))
     await held.read()
     held.end.send(b"\3\xff\xff")
-    with pytest.raises(KvkeeperError) as caught:
-        await stepping
-    assert caught.value.code is grpc.StatusCode.INTERNAL
+    caught = await failure(stepping)
+    assert caught.code is grpc.StatusCode.INTERNAL
 
 
 async def test_a_step_without_an_answer_meets_its_deadline(hold: Callable[..., Any]) -> None:
     held = await hold(CallOptions(timeout_s=0.1))
-    with pytest.raises(KvkeeperError) as caught:
-        await held.session.step(ITEMS)
-    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    caught = await failure(held.session.step(ITEMS))
+    assert caught.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert (await held.read())[:1] == b"\1"
     assert await held.read() == b""  # so that a late answer is not taken for another step's
 
@@ -314,9 +312,8 @@ async def test_a_large_step_waits_for_its_answer_no_longer_than_others(hold: Cal
     stepping = asyncio.create_task(held.session.step(ITEMS))
     await held.read()
     held.end.send(b"\4")
-    with pytest.raises(KvkeeperError) as caught:
-        await stepping
-    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    caught = await failure(stepping)
+    assert caught.code is grpc.StatusCode.DEADLINE_EXCEEDED
     await asyncio.wait_for(fake.cancelled.wait(), 5)
 
 

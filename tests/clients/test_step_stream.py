@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client import AsyncCacheClient, AsyncCacheSession, CacheClient, CallOptions, KvkeeperError, StepItems
+from kvkeeper.client import AsyncCacheClient, AsyncCacheSession, CacheClient, CallOptions, StepItems
 from tests.support.stand_ins.fake_cache import FakeCache, Fault, Refusal
+from tests.support.worlds.cache_api import failure
 
 OPENED = pb.OpenSessionResponse(session_id="s1", epoch=3)
 ITEMS = StepItems(release_ids=np.array([5], np.int64))
@@ -61,9 +62,8 @@ async def test_a_stream_that_ended_between_steps_is_opened_again(fake: FakeCache
 async def test_a_refused_step_uses_no_id_and_the_next_opens_a_stream(fake: FakeCache, session: AsyncCacheSession) -> None:
     gap = Refusal(grpc.StatusCode.ABORTED, "STEP_GAP", metadata={"expected_step_id": "1"})
     fake.script["StreamSteps"] = [gap, pb.StepResponse(step_id=1)]
-    with pytest.raises(KvkeeperError) as caught:
-        await session.step(ITEMS)
-    assert (caught.value.reason, caught.value.metadata) == ("STEP_GAP", {"expected_step_id": "1"})
+    caught = await failure(session.step(ITEMS))
+    assert (caught.reason, caught.metadata) == ("STEP_GAP", {"expected_step_id": "1"})
     assert (await session.step(ITEMS)).step_id == 1
     assert fake.num_streams == 2
 
@@ -73,9 +73,8 @@ async def test_a_step_without_an_answer_meets_its_deadline(fake: FakeCache) -> N
     fake.script["StreamSteps"] = [Fault.SILENCE]
     async with AsyncCacheClient(fake.target, CallOptions(timeout_s=0.1)) as client:
         session = await client.open_session(pb.KvSpec())
-        with pytest.raises(KvkeeperError) as caught:
-            await session.step(ITEMS)
-        assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        caught = await failure(session.step(ITEMS))
+        assert caught.code is grpc.StatusCode.DEADLINE_EXCEEDED
         await asyncio.wait_for(fake.cancelled.wait(), 5)
 
 

@@ -14,6 +14,7 @@ from kvkeeper.client.engine.calls import stream_options
 from kvkeeper.client.retry import Patience
 from kvkeeper.client.transport import AsyncTransport, Stream
 from tests.support.stand_ins.fake_cache import FakeCache, Fault, Refusal
+from tests.support.worlds.cache_api import failure
 
 QUICK = CallOptions(timeout_s=5, retry_s=5, first_pause_s=0.001, longest_pause_s=0.002)
 DRAINING = Refusal(grpc.StatusCode.UNAVAILABLE, "DRAINING", retry_ms=1)
@@ -45,9 +46,8 @@ async def test_a_refusal_is_not_repeated_and_keeps_what_it_said(fake: FakeCache,
     fake.script["GetStats"] = [
         Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_BLOCKS", "not enough", {"requested": "9", "available": "2"})
     ]
-    with pytest.raises(KvkeeperError) as caught:
-        await call_stats(QUICK)
-    error = caught.value
+    caught = await failure(call_stats(QUICK))
+    error = caught
     assert (error.code, error.reason, error.message) == (
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "OUT_OF_BLOCKS",
@@ -61,10 +61,9 @@ async def test_a_refusal_is_not_repeated_and_keeps_what_it_said(fake: FakeCache,
 
 async def test_a_busy_service_that_stays_busy_says_when_to_come_back(fake: FakeCache, call_stats) -> None:  # type: ignore[no-untyped-def]
     fake.script["GetStats"] = [Refusal(grpc.StatusCode.UNAVAILABLE, "POOL_NOT_READY", retry_ms=250)]
-    with pytest.raises(KvkeeperError) as caught:
-        await call_stats(CallOptions(timeout_s=5, retry_s=0.2))
-    assert (caught.value.reason, caught.value.retry_after) == ("POOL_NOT_READY", 0.25)
-    assert not caught.value.service_down
+    caught = await failure(call_stats(CallOptions(timeout_s=5, retry_s=0.2)))
+    assert (caught.reason, caught.retry_after) == ("POOL_NOT_READY", 0.25)
+    assert not caught.service_down
 
 
 async def test_a_call_that_met_a_server_as_it_stopped_is_repeated(fake: FakeCache, call_stats) -> None:  # type: ignore[no-untyped-def]
@@ -81,25 +80,22 @@ async def test_what_is_cancelled_here_is_cancelled(fake: FakeCache, ends: str) -
     reading = asyncio.create_task(asyncio.to_thread(next, stream))
     await asyncio.wait_for(fake.waits.wait(), 5)
     stream.cancel() if ends == "stream" else run(transport.close())
-    with pytest.raises(KvkeeperError) as caught:
-        await reading
-    assert caught.value.code is grpc.StatusCode.CANCELLED
+    caught = await failure(reading)
+    assert caught.code is grpc.StatusCode.CANCELLED
     run(transport.close())
 
 
 async def test_an_address_without_a_listener_is_a_service_that_is_down(fake: FakeCache, unused_tcp_port: int) -> None:
     options = CallOptions(timeout_s=2, retry_s=0)
     async with AsyncCacheClient(f"127.0.0.1:{unused_tcp_port}", options) as client:
-        with pytest.raises(KvkeeperError) as caught:
-            await client.stats()
-    assert caught.value.service_down
+        caught = await failure(client.stats())
+    assert caught.service_down
 
 
 async def test_every_call_has_a_deadline(fake: FakeCache, call_stats) -> None:  # type: ignore[no-untyped-def]
     fake.script["GetStats"] = [Fault.SILENCE]
-    with pytest.raises(KvkeeperError) as caught:
-        await call_stats(CallOptions(timeout_s=0.1))
-    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    caught = await failure(call_stats(CallOptions(timeout_s=0.1)))
+    assert caught.code is grpc.StatusCode.DEADLINE_EXCEEDED
     await asyncio.wait_for(fake.cancelled.wait(), 5)
 
 

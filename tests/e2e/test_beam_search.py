@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, OutputChunk, Sampling
+from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, OutputChunk, Sampling
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from tests.support.models.odd_models import NAN_TOKEN, odd_model
-from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
-from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output, until
+from tests.support.models.tiny_models import build_model_folder, random_tokens, tiny_model
+from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output, until, until_stats
 from tests.support.reference.beam_reference import Found, SearchCase, check_told, references
+from tests.support.worlds.cache_api import failure
 
 TOY_PROMPT = list(range(3, 12))
 
@@ -30,8 +31,7 @@ class Searches:
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def searches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Searches:
     """Prompts around whole blocks of 4 and 16; tokens that end lists are ones that the same search finds without them."""
-    (kind,) = (model for model in TINY_MODELS if model.name == request.param)
-    folder = build_model_folder(tmp_path_factory.mktemp("model"), kind)
+    folder = build_model_folder(tmp_path_factory.mktemp("model"), tiny_model(request.param))
     plain = [SearchCase(random_tokens(length, seed=length), 4, 4, 11) for length in (3, 8, 15, 16, 17)]
     found = references(folder, plain)
     ends = [tuple({lists[1].token_ids[4], lists[3].token_ids[6]}) for lists in found]
@@ -100,13 +100,6 @@ async def test_with_too_little_room(world: Services, searches: Searches, way: st
     assert (await world.wait_idle()).num_referenced_blocks == 0
 
 
-async def test_with_few_slots_and_rows(world: Services, searches: Searches) -> None:
-    await world.start_cache(max_sequences=7, num_blocks=300)
-    client = await start(world, searches.folder, max_sequences=6, chunk_size=5, token_budget=7)
-    await check_all(client, searches)
-    assert (await world.wait_idle()).num_referenced_blocks == 0
-
-
 async def test_the_cache_service_is_lost_in_mid_search(world: Services, searches: Searches) -> None:
     await world.start_cache(num_blocks=300)
     client = await start(world, searches.folder)
@@ -138,16 +131,12 @@ async def test_submitted_asked_for_and_counted(world: Services, searches: Search
 
 
 async def test_cancelled_it_tells_its_end_alone_and_gives_all_back(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     sampling = Sampling(max_tokens=150, repetition_penalty=1.0)
     options = GenerateOptions(n=2, request_id="mine", beam_search=BeamSearch(3), sampling=sampling)
     reading = asyncio.create_task(read(client, options))
 
-    async def has_tokens() -> bool:
-        return (await client.stats()).num_new_tokens > 20
-
-    await until(has_tokens)
+    await until_stats(client, lambda stats: stats.num_new_tokens > 20)
     await client.cancel("mine")
     chunks = await reading
     assert [(chunk.index, chunk.token_ids, chunk.finish_reason) for chunk in chunks] == [
@@ -165,8 +154,7 @@ async def read(client: AsyncEngineClient, options: GenerateOptions) -> list[Outp
 @pytest.mark.parametrize("num_blocks", [8, 64])
 async def test_every_list_is_scored_by_its_own_tokens(world: Services, num_blocks: int) -> None:
     """The toy gives the next token a logit of 30 and all others 0: a list that read another list's blocks would show."""
-    await world.start_cache(num_blocks=num_blocks)
-    client = await world.client(await world.start_engine())
+    client = await world.serve(cache={"num_blocks": num_blocks})
     sampling = Sampling(max_tokens=14, repetition_penalty=1.0, ignore_eos=True)
     chunks = await read(client, GenerateOptions(n=4, beam_search=BeamSearch(4), sampling=sampling))
     assert list(chunks[0].token_ids) == toy_output(TOY_PROMPT, 14)
@@ -179,21 +167,17 @@ async def test_every_list_is_scored_by_its_own_tokens(world: Services, num_block
 
 
 async def test_a_model_that_breaks_ends_its_search_alone(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine(odd_model()))
+    client = await world.serve(odd_model())
     good = asyncio.create_task(generate(client, [1, 2, 3], 30))
-    with pytest.raises(KvkeeperError) as failed:
-        await generate(client, [4, 5, NAN_TOKEN], 8, GREEDY, beam_search=BeamSearch(3))
-    assert failed.value.reason == "REQUEST_FAILED"
+    failed = await failure(generate(client, [4, 5, NAN_TOKEN], 8, GREEDY, beam_search=BeamSearch(3)))
+    assert failed.reason == "REQUEST_FAILED"
     assert (await good).token_ids == [toy_output([1, 2, 3], 30)]
     assert (await world.wait_idle()).num_referenced_blocks == 0
 
 
 async def test_more_beams_than_can_run_are_refused_with_the_limit(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine(max_sequences=3))
-    with pytest.raises(KvkeeperError) as refused:
-        await generate(client, TOY_PROMPT, 8, GREEDY, beam_search=BeamSearch(4))
-    assert refused.value.reason == "NEVER_FITS"
-    assert refused.value.metadata == {"requested": "4", "limit": "3"}
+    client = await world.serve(max_sequences=3)
+    refused = await failure(generate(client, TOY_PROMPT, 8, GREEDY, beam_search=BeamSearch(4)))
+    assert refused.reason == "NEVER_FITS"
+    assert refused.metadata == {"requested": "4", "limit": "3"}
     assert len((await generate(client, TOY_PROMPT, 8, GREEDY, n=3, beam_search=BeamSearch(3))).token_ids) == 3

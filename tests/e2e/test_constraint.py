@@ -6,11 +6,10 @@ import re
 import grpc
 import pytest
 
-from kvkeeper.client import AsyncEngineClient, KvkeeperError, Sampling
-from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
-from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from kvkeeper.client import AsyncEngineClient, Sampling
+from kvkeeper.engine_service.compute.served_model import ServedModel
 from tests.support.processes.service_pair import Output, Services, generate
+from tests.support.worlds.cache_api import failure
 
 SCHEMA = json.dumps(
     {
@@ -24,11 +23,6 @@ SCHEMA = json.dumps(
     }
 )
 PROMPT = "def main():\n    "
-
-
-@pytest.fixture(scope="module")
-def demo_model() -> ServedModel:
-    return load_served_model(EngineConfig(model=str(DEMO_MODEL_DIR), progress=False))
 
 
 @pytest.fixture
@@ -86,17 +80,13 @@ async def test_max_tokens_comes_first(client: AsyncEngineClient) -> None:
     ],
 )
 async def test_a_bad_grammar_is_refused(client: AsyncEngineClient, sampling: dict[str, object], field: str) -> None:
-    with pytest.raises(KvkeeperError) as refused:
-        await run(client, **sampling)  # type: ignore[arg-type]
-    assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
-    assert refused.value.metadata["field"] == field
-    assert not refused.value.message.endswith((":", "error", "(")), "a reason, not where a longer text was cut"
+    refused = await failure(run(client, **sampling))
+    assert (refused.code, refused.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert refused.metadata["field"] == field
+    assert not refused.message.endswith((":", "error", "(")), "a reason, not where a longer text was cut"
     assert (await run(client, n=1, max_tokens=2)).reasons == ["length"], "the engine serves on"
 
 
 async def test_a_model_without_text_takes_no_constraint(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
-    with pytest.raises(KvkeeperError) as refused:
-        await generate(client, [1], 4, Sampling(regex="a"))
-    assert refused.value.reason == "INVALID_FIELD"
+    client = await world.serve()
+    assert (await failure(generate(client, [1], 4, Sampling(regex="a")))).reason == "INVALID_FIELD"

@@ -15,9 +15,7 @@ TAGS = {"user": "ada", "trace": "é" * 256}
 
 
 async def test_requests_are_listed_by_conversation(world: Services) -> None:
-    await world.start_cache()
-    engine, gate = await world.start_gated_engine()
-    client = await world.client(engine)
+    client, gate = await world.serve_gated()
     crowd = [
         asyncio.create_task(generate(client, [GATE_TOKEN], request_id=f"r{place}", session_id=talk, metadata=TAGS))
         for place, talk in enumerate(["one", "two", "one", ""])
@@ -52,16 +50,14 @@ async def test_the_command_line_lists_them(world: Services) -> None:
 
 
 async def test_a_submitted_request_tells_them_back(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     await client.submit([1, 2, 3], GenerateOptions(request_id="mine", session_id="talk", metadata=TAGS, sampling=GREEDY))
     found = await client.result("mine", wait_s=20)
     assert (found.state, found.session_id, found.metadata) == ("completed", "talk", TAGS)
 
 
 async def test_the_log_tells_each_end_once_and_never_metadata(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine(odd_model()))
+    client = await world.serve(odd_model())
     with capture_logs() as lines:
         good = await generate(client, [1, 2, 3], request_id="good", session_id="talk", metadata=TAGS)
         with pytest.raises(KvkeeperError):

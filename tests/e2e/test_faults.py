@@ -19,8 +19,9 @@ from kvkeeper.engine_service.outputs.model_text import ModelText
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from kvkeeper.engine_service.serving import stream_buffer
 from tests.support.models.odd_models import NAN_TOKEN, odd_model
-from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
-from tests.support.processes.service_pair import BLOCK_SIZE, GREEDY, Services, generate, toy_output, until
+from tests.support.models.tiny_models import build_model_folder, random_tokens, tiny_model
+from tests.support.processes.service_pair import BLOCK_SIZE, GREEDY, Services, generate, toy_output, until, until_stats
+from tests.support.worlds.cache_api import failure
 
 PROMPT = "def main():\n    "
 FREE = Sampling(temperature=0, repetition_penalty=1.0, ignore_eos=True)
@@ -86,14 +87,10 @@ async def test_a_grammar_that_breaks_while_it_runs_ends_its_request_alone(
     before = (await client.stats()).num_new_tokens
     good = asyncio.create_task(generate(client, PROMPT, 60, FREE))
 
-    async def runs() -> bool:
-        return (await client.stats()).num_new_tokens > before
-
-    await until(runs)
-    with pytest.raises(KvkeeperError) as failed:
-        await generate(client, PROMPT, 60, Sampling(regex="[a-z]{50}", seed=1))
-    assert (failed.value.code, failed.value.reason) == (grpc.StatusCode.INTERNAL, "REQUEST_FAILED")
-    assert "secret" not in failed.value.message
+    await until_stats(client, lambda stats: stats.num_new_tokens > before)
+    failed = await failure(generate(client, PROMPT, 60, Sampling(regex="[a-z]{50}", seed=1)))
+    assert (failed.code, failed.reason) == (grpc.StatusCode.INTERNAL, "REQUEST_FAILED")
+    assert "secret" not in failed.message
     assert num_calls == 3
     assert (await good).token_ids == expected.token_ids
     assert (await world.wait_idle()).num_referenced_blocks == 0
@@ -113,8 +110,7 @@ async def test_a_grammar_that_breaks_while_it_runs_ends_its_request_alone(
 @pytest.mark.parametrize("place", [1, 5])
 async def test_logits_that_are_not_finite_end_their_request_alone(world: Services, wanted: dict[str, Any], place: int) -> None:
     """Where the prompt is computed in chunks, and in its first one or its last."""
-    await world.start_cache()
-    client = await world.client(await world.start_engine(odd_model(), chunk_size=4))
+    client = await world.serve(odd_model(), chunk_size=4)
     good = asyncio.create_task(generate(client, [1, 2, 3], 80))
     await until(lambda: has_tokens(client))
     prompt = [4, 5, 6, 7, 8, 9]
@@ -129,11 +125,8 @@ async def test_logits_that_are_not_finite_end_their_request_alone(world: Service
 
 
 async def test_blocks_behind_logits_that_are_not_finite_are_not_shared(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine(odd_model()))
-    with pytest.raises(KvkeeperError) as failed:
-        await generate(client, [*range(1, 40), NAN_TOKEN], 8)
-    assert failed.value.reason == "REQUEST_FAILED"
+    client = await world.serve(odd_model())
+    assert (await failure(generate(client, [*range(1, 40), NAN_TOKEN], 8))).reason == "REQUEST_FAILED"
     assert (await world.wait_idle()).num_indexed_blocks == 0
     await generate(client, list(range(1, 40)), 8)
     assert (await world.wait_idle()).num_indexed_blocks > 0
@@ -152,8 +145,7 @@ async def test_guesses_that_cannot_be_had_are_gone_without(
 
     Broken.is_slow = is_slow  # type: ignore[attr-defined]
     monkeypatch.setattr(server, "PromptLookUp", Broken)
-    await world.start_cache()
-    client = await world.client(await world.start_engine(speculation="prompt-look-up"))
+    client = await world.serve(speculation="prompt-look-up")
     assert (await generate(client, [1, 2, 3], 20)).token_ids == [toy_output([1, 2, 3], 20)]
     assert Broken.num_asked > 0
 
@@ -193,12 +185,10 @@ async def test_text_that_fails_when_it_is_cancelled_is_cancelled_all_the_same(wo
 
 
 async def test_log_probabilities_of_a_long_prompt_hold_up_no_other_request(world: Services, tmp_path: Path) -> None:
-    (kind,) = (model for model in TINY_MODELS if model.name == "llama")
     model = load_served_model(
-        EngineConfig(model=str(build_model_folder(tmp_path, kind)), progress=False, block_size=BLOCK_SIZE)
+        EngineConfig(model=str(build_model_folder(tmp_path, tiny_model("llama"))), progress=False, block_size=BLOCK_SIZE)
     )
-    await world.start_cache(num_blocks=200)
-    client = await world.client(await world.start_engine(model, chunk_size=32))
+    client = await world.serve(model, chunk_size=32, cache={"num_blocks": 200})
     prompt = [int(token) for token in random_tokens(min(model.max_len - 4, 600), seed=3)]
     alone = await generate(client, prompt[:5], 40, FREE)
     short = asyncio.create_task(generate(client, prompt[:5], 40, FREE))
@@ -228,6 +218,4 @@ async def test_a_bug_in_the_loop_ends_every_request_at_once(world: Services, mon
         assert "bug of ours" not in ended.message
     with pytest.raises(IndexError):
         await engine.wait_end()
-    with pytest.raises(KvkeeperError) as refused:
-        await generate(client, [1])
-    assert refused.value.reason == "DRAINING"
+    assert (await failure(generate(client, [1]))).reason == "DRAINING"

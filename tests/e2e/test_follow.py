@@ -1,7 +1,5 @@
 """Streams of submitted requests: begun late, broken and gone on with, by several clients, without a token missed or doubled."""
 
-import asyncio
-
 import grpc
 import pytest
 
@@ -9,10 +7,7 @@ from kvkeeper.client import (
     AsyncEngineClient,
     AsyncGeneration,
     CallOptions,
-    EngineClient,
     GenerateOptions,
-    Generation,
-    KvkeeperError,
     OutputChunk,
     Sampling,
 )
@@ -21,10 +16,10 @@ from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.server import RunningServer
-from tests.support.models.odd_models import GATE_TOKEN, NAN_TOKEN, LateGate, late_gate_model, odd_model
-from tests.support.processes.cut_proxy import CutProxy, cutting
+from tests.support.models.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
+from tests.support.processes.cut_proxy import cutting
 from tests.support.processes.service_pair import Services, generate, toy_output, until
+from tests.support.worlds.cache_api import failure
 
 PROMPT = [1, 2, 3]
 NUM_BEFORE, NUM_ALL = 6, 40
@@ -40,21 +35,9 @@ def ids_of(chunks: list[OutputChunk], index: int = 0) -> list[int]:
     return [token for chunk in chunks if chunk.index == index for token in chunk.token_ids]
 
 
-async def start_gated(world: Services, gate: LateGate) -> RunningServer:
-    """An engine on TCP that stands still once it has given NUM_BEFORE tokens."""
-    await world.start_cache()
-
-    async def open_gate() -> None:
-        gate.is_open.set()
-
-    engine = await world.start_engine(late_gate_model(gate), listen="127.0.0.1:0")
-    world.defer(open_gate)
-    return engine
-
-
 async def test_a_stream_goes_on_behind_a_broken_connection(world: Services) -> None:
-    gate = LateGate(len(PROMPT) + NUM_BEFORE)
-    engine = await start_gated(world, gate)
+    await world.start_cache()
+    engine, gate = await world.start_late_engine(len(PROMPT) + NUM_BEFORE, listen="127.0.0.1:0")
     async with cutting(engine.address) as proxy, AsyncEngineClient(proxy.address, NO_PATIENCE) as client:
         generation = client.follow(await client.submit(PROMPT, options(n=2)))
         chunks: list[OutputChunk] = []
@@ -68,26 +51,6 @@ async def test_a_stream_goes_on_behind_a_broken_connection(world: Services) -> N
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"] * 2
     assert generation.usage is not None
     assert generation.usage.new_tokens == 2 * NUM_ALL
-
-
-async def test_the_client_for_threads_goes_on_as_well(world: Services) -> None:
-    gate = LateGate(len(PROMPT) + NUM_BEFORE)
-    engine = await start_gated(world, gate)
-    loop = asyncio.get_running_loop()
-    async with cutting(engine.address) as proxy:
-
-        def follow(address: str, proxy: CutProxy) -> list[OutputChunk]:
-            with EngineClient(address, NO_PATIENCE) as client:
-                generation: Generation = client.follow(client.submit(PROMPT, options()))
-                chunks: list[OutputChunk] = []
-                while len(ids_of(chunks)) < NUM_BEFORE:
-                    chunks.append(next(generation))
-                loop.call_soon_threadsafe(proxy.cut)
-                gate.is_open.set()
-                return chunks + list(generation)
-
-        chunks = await asyncio.to_thread(follow, proxy.address, proxy)
-    assert ids_of(chunks) == toy_output(PROMPT, NUM_ALL)
 
 
 async def test_text_and_log_probabilities_go_on_at_the_token_that_is_next(world: Services) -> None:
@@ -151,20 +114,14 @@ async def test_several_clients_follow_and_none_of_them_ends_the_request(world: S
 
 
 async def test_failures_are_told_behind_what_came_before(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine(odd_model()))
+    client = await world.serve(odd_model())
     await client.submit([NAN_TOKEN], options("bad"))
-    with pytest.raises(KvkeeperError) as failed:
-        await anext(client.follow("bad"))
-    assert failed.value.reason == "REQUEST_FAILED"
-    with pytest.raises(KvkeeperError) as unknown:
-        await anext(client.follow("nothing"))
-    assert unknown.value.reason == "UNKNOWN_REQUEST"
+    assert (await failure(anext(client.follow("bad")))).reason == "REQUEST_FAILED"
+    assert (await failure(anext(client.follow("nothing")))).reason == "UNKNOWN_REQUEST"
     output = await generate(client, PROMPT, request_id="a stream")
     assert output.token_ids == [toy_output(PROMPT, 8)]
-    with pytest.raises(KvkeeperError) as ended:
-        await anext(client.follow("a stream"))
-    assert ended.value.reason == "UNKNOWN_REQUEST", "a request of Generate is known to its own stream alone"
+    ended = await failure(anext(client.follow("a stream")))
+    assert ended.reason == "UNKNOWN_REQUEST", "a request of Generate is known to its own stream alone"
 
 
 async def test_what_a_client_cannot_have_is_refused(world: Services) -> None:

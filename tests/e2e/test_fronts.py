@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, Sampling
 from kvkeeper.common.trust.caller import Role
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
@@ -24,6 +23,7 @@ from kvkeeper.engine_service.serving.fronts import Fronts
 from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output, until
 from tests.support.trust.trusting_services import trusting
+from tests.support.worlds.cache_api import failure
 
 PROMPT = "import os\nimport sys\n\n\ndef main():\n    "
 FREE = Sampling(temperature=0, repetition_penalty=1.0, ignore_eos=True, max_tokens=24)
@@ -84,8 +84,7 @@ async def all_output(client: AsyncEngineClient, asked: dict[str, GenerateOptions
 
 async def test_output_is_the_same_however_many_fronts_there_are(world: Services) -> None:
     model = load_served_model(EngineConfig(model=str(DEMO_MODEL_DIR), progress=False))
-    await world.start_cache(num_blocks=256)
-    client = await world.client(await world.start_engine(model, block_size=16, fronts=0))
+    client = await world.serve(model, block_size=16, fronts=0, cache={"num_blocks": 256})
     free = await generate(client, PROMPT, 24, FREE)
     asked = cases(free.texts[0][10:14], free.token_ids[0][9])
     expected = await all_output(client, asked)
@@ -120,9 +119,8 @@ async def test_a_front_that_dies_ends_its_streams_and_no_submitted_request(world
     await until(lambda: has_requests(engine, 2))
     old = fronts_of(engine).processes
     os.kill(old[0], signal.SIGKILL)
-    with pytest.raises(KvkeeperError) as broken:
-        await waiting
-    assert broken.value.code is grpc.StatusCode.UNAVAILABLE
+    broken = await failure(waiting)
+    assert broken.code is grpc.StatusCode.UNAVAILABLE
     await until(lambda: has_requests(engine, 1))
     gate.set()
     again = await world.client(engine, retry_s=DEADLINE_S)  # until the front is back
@@ -160,17 +158,12 @@ async def no_streams(engine: RunningServer) -> bool:
 
 
 async def test_errors_are_told_with_their_reasons(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine(fronts=1))
-    with pytest.raises(KvkeeperError) as too_long:
-        await generate(client, [1] * 10_000)
-    assert too_long.value.reason == "NEVER_FITS"
-    with pytest.raises(KvkeeperError) as unknown:
-        await client.result("nobody knows it")
-    assert (unknown.value.reason, unknown.value.code) == ("UNKNOWN_REQUEST", grpc.StatusCode.NOT_FOUND)
-    with pytest.raises(KvkeeperError) as no_text:
-        await generate(client, [1], sampling=replace(FREE, stop=("x",)))
-    assert (no_text.value.reason, no_text.value.metadata["field"]) == ("INVALID_FIELD", "sampling.stop")
+    client = await world.serve(fronts=1)
+    assert (await failure(generate(client, [1] * 10_000))).reason == "NEVER_FITS"
+    unknown = await failure(client.result("nobody knows it"))
+    assert (unknown.reason, unknown.code) == ("UNKNOWN_REQUEST", grpc.StatusCode.NOT_FOUND)
+    no_text = await failure(generate(client, [1], sampling=replace(FREE, stop=("x",))))
+    assert (no_text.reason, no_text.metadata["field"]) == ("INVALID_FIELD", "sampling.stop")
 
 
 async def test_health_is_that_of_the_engine(world: Services) -> None:
@@ -197,17 +190,12 @@ async def test_the_gate_is_in_the_front_and_the_engine_knows_who_calls(tmp_path:
         other = await services.engine_client(engine, services.credentials(Role.CLIENT, "b"))
         request_id = await own.submit(PROMPT_TOKENS, GenerateOptions(sampling=replace(FREE, max_tokens=4)))
         assert (await own.result(request_id, DEADLINE_S)).outputs, "the owner finds it"
-        with pytest.raises(KvkeeperError) as hidden:
-            await other.result(request_id)
-        assert hidden.value.reason == "UNKNOWN_REQUEST"
-        with pytest.raises(KvkeeperError) as foreign:
-            await generate(other, PROMPT_TOKENS, 4, tenant="a")
-        assert foreign.value.reason == "TENANT_NOT_ALLOWED"
+        assert (await failure(other.result(request_id))).reason == "UNKNOWN_REQUEST"
+        assert (await failure(generate(other, PROMPT_TOKENS, 4, tenant="a"))).reason == "TENANT_NOT_ALLOWED"
         # Another process may refuse the call before gRPC has sent its message, which gRPC then takes for a broken connection.
         reader = await services.engine_client(engine, services.credentials(Role.READER), retry_s=20)
-        with pytest.raises(KvkeeperError) as refused:
-            await generate(reader, PROMPT_TOKENS, 4)
-        assert refused.value.reason == "ROLE_NOT_ALLOWED"
+        refused = await failure(generate(reader, PROMPT_TOKENS, 4))
+        assert refused.reason == "ROLE_NOT_ALLOWED"
 
         async def are_counted() -> bool:
             return bool(fronts_of(engine).refused["ROLE_NOT_ALLOWED"]) and bool(

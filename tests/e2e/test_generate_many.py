@@ -20,6 +20,7 @@ from kvkeeper.engine_service.serving.front import Front
 from kvkeeper.engine_service.serving.front_process import FrontTask
 from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output, until
+from tests.support.worlds.cache_api import failure, refusal
 
 NUM_TOKENS = 12
 NUM_COLUMNS = 60
@@ -58,9 +59,7 @@ async def rest(call: Any) -> tuple[dict[int, list[int]], dict[int, str], dict[in
 
 async def ended(call: Any) -> KvkeeperError:
     """The error that ends the call."""
-    with pytest.raises(grpc.RpcError) as failed:
-        await rest(call)
-    return error_of(failed.value)
+    return await refusal(rest(call))
 
 
 def front_of(engine: RunningServer) -> Front:
@@ -214,8 +213,7 @@ async def test_calls_beyond_the_limit_are_refused_and_requests_sent_in_calls_of_
 
 
 async def test_a_refusal_that_comes_while_the_first_message_is_written_is_one_too(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     streams = many.ManyStreams(client._transport)
     lost = "Internal error from Core"  # what gRPC says in place of the refusal
     own = streams.own_call(KvkeeperError(grpc.StatusCode.UNAVAILABLE, message=lost), numbered(1, [1, 2], 4).request, None)
@@ -259,8 +257,7 @@ async def test_an_engine_that_has_no_such_call_gets_calls_of_their_own(world: Se
 
 async def test_a_stream_that_is_not_read_delays_no_other(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many, "_MOST_UNREAD", 60)
-    await world.start_cache(num_blocks=256)
-    client = await world.client(await world.start_engine())
+    client = await world.serve(cache={"num_blocks": 256})
     stuck = client.generate([7, 8], GenerateOptions(sampling=LONG))
     await anext(stuck)
     assert (await generate(client, [1, 2], 50)).token_ids == [toy_output([1, 2], 50)]
@@ -277,8 +274,7 @@ async def test_a_stream_has_its_own_deadline(world: Services) -> None:
     late = client._transport.stream(
         many.ManyStreams(client._transport).method, numbered(1, [GATE_TOKEN]).request, CallOptions(timeout_s=0.3, retry_s=0)
     )
-    with pytest.raises(KvkeeperError) as failed:
-        await anext(late)
-    assert failed.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    failed = await failure(anext(late))
+    assert failed.code is grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: is_running(engine, 0))
     gate.set()

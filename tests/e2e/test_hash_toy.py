@@ -11,8 +11,7 @@ PROMPT = list(range(3, 16))
 
 @pytest.mark.parametrize("length", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE - 1, 3 * BLOCK_SIZE])
 async def test_output_is_that_of_the_toy_without_a_cache(world: Services, length: int) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     first = await generate(client, PROMPT[:length])
     again = await generate(client, PROMPT[:length])
     cold = await generate(client, PROMPT[:length], skip_look_up=True)
@@ -25,9 +24,7 @@ async def test_output_is_that_of_the_toy_without_a_cache(world: Services, length
 
 @pytest.mark.parametrize("chunk_size", [1, 3, BLOCK_SIZE, 512])
 async def test_chunks_of_any_size_give_the_same(world: Services, chunk_size: int) -> None:
-    await world.start_cache()
-    engine = await world.start_engine(chunk_size=chunk_size, token_budget=6)
-    client = await world.client(engine)
+    client = await world.serve(chunk_size=chunk_size, token_budget=6)
     prompts = [PROMPT[start:] * 2 for start in range(6)]
     outputs = await asyncio.gather(*(generate(client, prompt) for prompt in prompts))
     assert [output.token_ids[0] for output in outputs] == [toy_output(prompt, 8) for prompt in prompts]
@@ -36,8 +33,7 @@ async def test_chunks_of_any_size_give_the_same(world: Services, chunk_size: int
 
 
 async def test_continuations_share_one_prompt_and_the_copies_of_its_tail(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     output = await generate(client, PROMPT, n=3)
     assert output.token_ids == [toy_output(PROMPT, 8)] * 3
     assert output.usage.copied_blocks == 2
@@ -50,8 +46,7 @@ async def test_continuations_share_one_prompt_and_the_copies_of_its_tail(world: 
 
 
 async def test_a_pool_too_small_for_all_preempts_and_changes_no_token(world: Services) -> None:
-    await world.start_cache(num_blocks=13)
-    client = await world.client(await world.start_engine())
+    client = await world.serve(cache={"num_blocks": 13})
     prompts = [[place + 1, *PROMPT] for place in range(6)]
     outputs = await asyncio.gather(*(generate(client, prompt, 24, n=1 + place % 2) for place, prompt in enumerate(prompts)))
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -81,8 +76,7 @@ async def test_two_engines_at_once_on_one_small_pool(world: Services) -> None:
 
 
 async def test_slots_of_the_pool_bound_a_crowd(world: Services) -> None:
-    await world.start_cache(max_sequences=3)
-    client = await world.client(await world.start_engine())
+    client = await world.serve(cache={"max_sequences": 3})
     outputs = await asyncio.gather(*(generate(client, [place + 1], 5, n=1 + place % 3) for place in range(12)))
     for place, output in enumerate(outputs):
         assert all(tokens == toy_output([place + 1], 5) for tokens in output.token_ids)

@@ -7,8 +7,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,20 +98,11 @@ class World:
     async def until_held(self, number: int) -> dict[str, int]:
         """Until the holder has so many descriptors."""
 
-        async def as_many() -> dict[str, int] | None:
+        async def as_many() -> tuple[dict[str, int]] | None:
             held = await asyncio.to_thread(self.held)
-            return held if len(held) == number else None
+            return (held,) if len(held) == number else None
 
-        if number == 0:
-            await until(lambda: self._is_empty())
-            return {}
-        return await until(as_many)
-
-    async def _is_empty(self) -> bool:
-        return not await asyncio.to_thread(self.held)
-
-    async def kill_cache(self) -> None:
-        await self.cache.kill()
+        return (await until(as_many))[0]
 
     async def close(self) -> None:
         for service in self._all:
@@ -162,11 +153,15 @@ def first_token(prompt: int) -> int:
 async def fill(api: Api) -> None:
     """Caches all prompts, each with K and V of its own. Returns when it is written down."""
     session = await api.open(engine=False)
+    await fill_in(session)
+    await session.call("CloseSession", drained=True)
+    assert (await api.stats()).pools[0].num_cached_blocks == NUM_PROMPTS * (NUM_TOKENS // 4)
+
+
+async def fill_in(session: Session) -> None:
     for prompt in range(NUM_PROMPTS):
         await session.compute(prompt + 1, NUM_TOKENS, kv_of(range(NUM_TOKENS), salt=prompt), first=first_token(prompt))
         await session.call("ReleaseSequence", sequence_id=prompt + 1)
-    await session.call("CloseSession", drained=True)
-    assert (await api.stats()).pools[0].num_cached_blocks == NUM_PROMPTS * (NUM_TOKENS // 4)
 
 
 async def check_hits(api: Api, *, cached: int = 16) -> None:
@@ -204,7 +199,7 @@ async def test_a_cache_service_that_is_killed_again_and_again_finds_its_device_m
         (name,) = (await found.until_held(1)).items()
         assert name[1] == GRANULARITY
         for _ in range(3):
-            await found.kill_cache()
+            await found.cache.kill()
             await found.start_cache(**flags)
             assert num_restored(found.cache) == NUM_PROMPTS * 4
             num_pools = flags.get("num_pools", 1)
@@ -224,7 +219,7 @@ async def test_what_a_process_may_still_write_is_kept_back_until_it_is_gone() ->
             place = (NUM_BLOCKS - 1) * BLOCK_BYTES
             assert await told(mapper, "read", place) == "0", "what was there before is not seen"
             assert await told(mapper, "write", place, 7) == "7"
-            await found.kill_cache()
+            await found.cache.kill()
             await found.start_cache()
             (restored,) = events(found.cache, "pool_restored")
             num_other = NUM_BLOCKS - 1 - NUM_PROMPTS * 4
@@ -242,7 +237,7 @@ async def test_what_a_process_may_still_write_is_kept_back_until_it_is_gone() ->
 async def test_a_process_that_unmaps_ends_the_quarantine_and_another_that_maps_shares_the_memory() -> None:
     async with filled_world() as found:
         async with found.mapper() as before:
-            await found.kill_cache()
+            await found.cache.kill()
             await found.start_cache()
             assert not found.cache.events["quarantine_ended"]
             async with found.mapper() as after:
@@ -266,7 +261,7 @@ async def test_a_holder_that_dies_loses_nothing_of_a_running_pool_and_the_next_o
                 await check_hits(api)
                 await found.start_holder()
                 await found.until_held(1)
-        await found.kill_cache()
+        await found.cache.kill()
         await found.start_cache()
         assert num_restored(found.cache) == NUM_PROMPTS * 4
         async with found.api() as api:
@@ -281,7 +276,7 @@ async def test_a_pool_that_is_made_while_the_holder_is_away_is_kept_once_it_is_b
             await fill(api)
         await found.start_holder()
         await found.until_held(1)
-        await found.kill_cache()
+        await found.cache.kill()
         await found.start_cache()
         assert num_restored(found.cache) == NUM_PROMPTS * 4
 
@@ -321,7 +316,7 @@ async def test_a_start_without_the_holder_is_a_cold_one_and_says_so_in_one_line(
 async def test_memory_without_its_files_is_given_back() -> None:
     """The operator has removed the folder: what the holder has of it is of no use any more."""
     async with filled_world() as found:
-        await found.kill_cache()
+        await found.cache.kill()
         for path in found.memory.iterdir():
             path.unlink()
         with HolderClient(found.hold) as client:
@@ -367,89 +362,68 @@ async def test_the_host_tier_is_kept_beside_it() -> None:
         flags = {"num_blocks": 7, "num_host_blocks": 33}
         await found.start_cache(**flags)
         async with found.api() as api:
-            session = await api.open(engine=False)
-            await fill_one_by_one(session)
+            await fill_in(await api.open(engine=False))  # more than the pool holds, so that blocks are demoted
             stats = await api.until(lambda stats: stats.pools[0].num_cached_host_blocks >= 6)
             counts = stats.pools[0].num_cached_blocks, stats.pools[0].num_cached_host_blocks
         await found.until_held(1)
-        await found.kill_cache()
+        await found.cache.kill()
         await found.start_cache(**flags)
         (restored,) = events(found.cache, "pool_restored")
         assert (restored["num_blocks"], restored["num_host_blocks"]) == counts
 
 
-async def fill_one_by_one(session: Session) -> None:
-    """More than the pool holds, so that blocks are demoted."""
-    for prompt in range(NUM_PROMPTS):
-        await session.compute(prompt + 1, NUM_TOKENS, kv_of(range(NUM_TOKENS), salt=prompt), first=first_token(prompt))
-        await session.call("ReleaseSequence", sequence_id=prompt + 1)
-
-
 # Refused: each is a cold start with a line that says why, and leaves nothing at the holder
 
 
-@contextmanager
-def swapped_memory(found: World) -> Iterator[None]:
-    """Another memory of the same size under the pool's name."""
+def replaced(found: World, make: Callable[[], int] | None, num_more: int = 0) -> None:
+    """The pool's memory at the holder gives way to another descriptor under its name; None: to none."""
     with HolderClient(found.hold) as client:
         ((name, num_bytes),) = client.held().items()
+        own = client.get(name)
         client.drop(name)
-        other = os.memfd_create("fake-device-memory")
-        os.ftruncate(other, num_bytes)
-        client.put(name, num_bytes, other)
-        os.close(other)
-        yield
+        descriptor = own.descriptor if num_more else make() if make is not None else None
+        if descriptor is not None:
+            client.put(name, num_bytes + num_more, descriptor)
+        for each in {own.descriptor, descriptor} - {None}:
+            os.close(each)
 
 
-def no_device_memory(found: World) -> None:
-    with HolderClient(found.hold) as client:
-        ((name, num_bytes),) = client.held().items()
-        client.drop(name)
-        descriptor = os.open(os.devnull, os.O_RDWR)
-        client.put(name, num_bytes, descriptor)
-        os.close(descriptor)
+def other_memory() -> int:
+    """Of the same size as the pool's."""
+    descriptor = os.memfd_create("fake-device-memory")
+    os.ftruncate(descriptor, GRANULARITY)
+    return descriptor
 
 
-def other_size(found: World) -> None:
-    with HolderClient(found.hold) as client:
-        ((name, num_bytes),) = client.held().items()
-        held = client.get(name)
-        client.drop(name)
-        client.put(name, num_bytes + GRANULARITY, held.descriptor)
-        os.close(held.descriptor)
+def null_device() -> int:
+    return os.open(os.devnull, os.O_RDWR)
 
 
-def dropped(found: World) -> None:
-    with HolderClient(found.hold) as client:
-        (name,) = client.held()
-        client.drop(name)
-
-
-def swapped(found: World) -> None:
-    with swapped_memory(found):
-        pass
-
-
-def nothing(found: World) -> None:
-    pass
+DAMAGES: dict[str, Callable[[World], None]] = {
+    "nothing": lambda found: None,
+    "dropped": lambda found: replaced(found, None),
+    "swapped": lambda found: replaced(found, other_memory),
+    "no device memory": lambda found: replaced(found, null_device),
+    "other size": lambda found: replaced(found, None, GRANULARITY),
+}
 
 
 @pytest.mark.parametrize(
     ("damage", "flags", "why"),
     [
-        (dropped, {}, "the holder does not have its memory"),
-        (swapped, {}, "its arena is of another time"),
-        (no_device_memory, {}, "its memory cannot be mapped: cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE"),
-        (other_size, {}, "its memory has another size"),
-        (nothing, {"uuid": "cd" * 16}, "its memory is on another device"),
-        (nothing, {"num_blocks": 17}, "the configuration has other sizes, or no place for it"),
-        (nothing, {"device": "cpu", "hold": ""}, "its memory is on a device"),
+        ("dropped", {}, "the holder does not have its memory"),
+        ("swapped", {}, "its arena is of another time"),
+        ("no device memory", {}, "its memory cannot be mapped: cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE"),
+        ("other size", {}, "its memory has another size"),
+        ("nothing", {"uuid": "cd" * 16}, "its memory is on another device"),
+        ("nothing", {"num_blocks": 17}, "the configuration has other sizes, or no place for it"),
+        ("nothing", {"device": "cpu", "hold": ""}, "its memory is on a device"),
     ],
 )
-async def test_what_is_not_the_pools_memory_is_never_believed(damage: Any, flags: dict[str, Any], why: str) -> None:
+async def test_what_is_not_the_pools_memory_is_never_believed(damage: str, flags: dict[str, Any], why: str) -> None:
     async with filled_world() as found:
-        await found.kill_cache()
-        damage(found)
+        await found.cache.kill()
+        DAMAGES[damage](found)
         before = set(found.held())
         await found.start_cache(**flags)
         (refused,) = events(found.cache, "kept_memory_refused")
@@ -470,7 +444,7 @@ async def test_memory_of_the_machine_is_no_devices() -> None:
         await found.start_cache(device="cpu", hold="")
         async with found.api() as api:
             await fill(api)
-        await found.kill_cache()
+        await found.cache.kill()
         await found.start_cache()
         (refused,) = events(found.cache, "kept_memory_refused")
         assert refused["why"] == "its memory is not on a device"

@@ -12,8 +12,7 @@ PROMPTS = [[place + 1, *range(40, 40 + 5 * BLOCK_SIZE)] for place in range(6)]
 
 
 async def test_evicted_prompts_are_loaded_instead_of_computed_again(world: Services) -> None:
-    await world.start_cache(num_blocks=17, num_host_blocks=65)
-    client = await world.client(await world.start_engine())
+    client = await world.serve(cache={"num_blocks": 17, "num_host_blocks": 65})
     for turn in range(3):
         for prompt in PROMPTS:
             output = await generate(client, prompt)
@@ -40,8 +39,7 @@ async def test_a_crowd_on_two_engines_changes_no_token(world: Services) -> None:
 
 
 async def test_loads_that_fail_are_computed_instead(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    await world.start_cache(num_blocks=17, num_host_blocks=65)
-    client = await world.client(await world.start_engine())
+    client = await world.serve(cache={"num_blocks": 17, "num_host_blocks": 65})
     for prompt in PROMPTS:
         await generate(client, prompt)
     run = TransferRunner._run
@@ -56,17 +54,3 @@ async def test_loads_that_fail_are_computed_instead(world: Services, monkeypatch
     for prompt in PROMPTS:
         assert (await generate(client, prompt)).token_ids == [toy_output(prompt, 8)]
     assert (await world.pool()).num_failed_transfers > 0
-
-
-async def test_orders_that_move_nothing_would_show(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    await world.start_cache(num_blocks=17, num_host_blocks=65)
-    client = await world.client(await world.start_engine())
-    for prompt in PROMPTS:
-        await generate(client, prompt)
-
-    def idle(transfers: TransferRunner, answer: StepResult) -> None:
-        transfers._done_now += answer.transfer_ids.tolist()
-
-    monkeypatch.setattr(TransferRunner, "_run", idle)
-    outputs = [(await generate(client, prompt)).token_ids for prompt in PROMPTS]
-    assert outputs != [[toy_output(prompt, 8)] for prompt in PROMPTS]

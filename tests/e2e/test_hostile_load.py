@@ -10,26 +10,19 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from kvkeeper.client import AsyncEngineClient, KvkeeperError, Sampling
-from kvkeeper.client.errors import error_of
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
-from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
-from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.compute.served_model import ServedModel
 from kvkeeper.engine_service.outputs import constraint as constraints
 from kvkeeper.engine_service.outputs.model_text import ModelText
 from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
 from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import Services, generate, until
+from tests.support.worlds.cache_api import failure, refusal
 
 FREE = Sampling(temperature=0, repetition_penalty=1.0, ignore_eos=True)
 PROMPT = "def main():\n    "
 BOMB = "((a{100}){100}){100}"
-
-
-@pytest.fixture(scope="module")
-def demo_model() -> ServedModel:
-    return load_served_model(EngineConfig(model=str(DEMO_MODEL_DIR), progress=False))
 
 
 @pytest.fixture
@@ -43,12 +36,6 @@ async def stub_of(world: Services, **options: object) -> pb_grpc.EngineServiceSt
     channel = grpc.aio.insecure_channel(world.engines[-1].address, **options)  # type: ignore[arg-type]
     world.defer(channel.close)
     return pb_grpc.EngineServiceStub(channel)
-
-
-async def refusal(call: object) -> KvkeeperError:
-    with pytest.raises(grpc.aio.AioRpcError) as failed:
-        await call  # type: ignore[misc]
-    return error_of(failed.value)
 
 
 # -- text
@@ -119,8 +106,7 @@ async def test_what_tokenize_gave_becomes_the_text_again(with_begin_token: Async
 
 async def test_each_limit_of_text_is_a_setting_that_its_refusal_names(world: Services, demo_model: ServedModel) -> None:
     limits = {"max_text_bytes": 2048, "max_constraint_bytes": 1024, "max_stop_strings": 2, "max_stop_bytes": 3}
-    await world.start_cache()
-    client = await world.client(await world.start_engine(demo_model, block_size=16, **limits))
+    client = await world.serve(demo_model, block_size=16, **limits)
     told = await client.model()
     assert {name: getattr(told, name) for name in limits} == limits
     schema = '{"type": "string", "description": "' + "x" * 1000 + '"}'
@@ -136,11 +122,10 @@ async def test_each_limit_of_text_is_a_setting_that_its_refusal_names(world: Ser
         ("sampling.stop", "max_stop_bytes", PROMPT, Sampling(stop=("abcd",))),
     ]
     for field, name, prompt, sampling in refused:
-        with pytest.raises(KvkeeperError) as ended:
-            await generate(client, prompt, 4, sampling)
-        assert (ended.value.code, ended.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"), field
+        ended = await failure(generate(client, prompt, 4, sampling))
+        assert (ended.code, ended.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"), field
         flag = "--" + name.replace("_", "-")
-        assert ended.value.metadata == {"field": field, "limit": str(limits[name]), "flag": flag}, field
+        assert ended.metadata == {"field": field, "limit": str(limits[name]), "flag": flag}, field
     taken = Sampling(regex="(" + "a|" * 500 + "a)", stop=("abc", "b"))
     assert (await generate(client, " " * 2048, 4, taken)).reasons != [None]
 
@@ -173,10 +158,9 @@ async def test_masks_that_cost_too_much_end_their_request_alone(
     expected = await generate(client, PROMPT, 40, FREE)
     monkeypatch.setattr(constraints, "Account", functools.partial(constraints.Account, at_once_s=0, per_token_s=0))
     good = asyncio.create_task(generate(client, PROMPT, 40, FREE))
-    with pytest.raises(KvkeeperError) as ended:
-        await generate(client, PROMPT, 40, Sampling(regex="[a-z]{50}"), n=3)
-    assert (ended.value.code, ended.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "TOO_COMPLEX")
-    assert ended.value.metadata == {"field": "sampling.regex", "exceeded": "time"}
+    ended = await failure(generate(client, PROMPT, 40, Sampling(regex="[a-z]{50}"), n=3))
+    assert (ended.code, ended.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "TOO_COMPLEX")
+    assert ended.metadata == {"field": "sampling.regex", "exceeded": "time"}
     assert (await good).token_ids == expected.token_ids
 
 

@@ -10,7 +10,7 @@ from kvkeeper.client import KvkeeperError, Retention
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.loader import load_model
-from tests.support.models.tiny_models import TINY_MODELS, NumericsCase, build_model_folder, random_tokens
+from tests.support.models.tiny_models import NumericsCase, build_model_folder, random_tokens, tiny_model
 from tests.support.processes.service_pair import BLOCK_SIZE, Output, Services, generate
 from tests.unit.engine_service.model.test_numerics import HandTables
 
@@ -20,8 +20,7 @@ NUM_NEW = 24
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (kind,) = (model for model in TINY_MODELS if model.name == "deepseek_v3")
-    return build_model_folder(tmp_path_factory.mktemp("model"), kind)
+    return build_model_folder(tmp_path_factory.mktemp("model"), tiny_model("deepseek_v3"))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +80,6 @@ async def test_a_block_is_a_page_of_latents_and_reading_k_and_v_is_refused(world
 
 
 async def test_retention_is_refused(world: Services, folder: Path) -> None:
-    await world.start_cache(num_blocks=64)
-    client = await world.client(await world.start_engine(load_served_model(EngineConfig(model=str(folder), progress=False))))
+    client = await world.serve(load_served_model(EngineConfig(model=str(folder), progress=False)), cache={"num_blocks": 64})
     with pytest.raises(KvkeeperError, match="a model whose cache holds latents"):
         await generate(client, PROMPTS[0], retention=Retention(4, 16))

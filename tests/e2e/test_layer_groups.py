@@ -10,7 +10,7 @@ from kvkeeper.engine_service.compute.served_model import ServedModel, load_serve
 from kvkeeper.engine_service.config import EngineConfig
 from tests.e2e.test_disk_tier import stored
 from tests.e2e.test_roles import start_pair
-from tests.e2e.test_take_over import reached, start_giver, take_over
+from tests.e2e.test_take_over import take_over
 from tests.support.models.tiny_models import TinyModel, build_model_folder, random_tokens
 from tests.support.processes.service_pair import Output, Services, generate, services
 from tests.support.remote.redis_server import RedisServer
@@ -38,9 +38,7 @@ async def outputs(
     """Of all prompts, twice and at once: alone, sampled, with continuations, and as beams."""
     model = model_of(folder, groups=groups)
     assert bool(model.groups) == groups
-    await world.start_cache(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
-    engine = await world.start_engine(model, **options)
-    client = await world.client(engine)
+    client = await world.serve(model, **options, cache={"num_blocks": num_blocks, "num_host_blocks": num_host_blocks})
     found = [await generate(client, prompt, 24) for prompt in PROMPTS]
     found += [await generate(client, [*PROMPTS[3], *found[3].token_ids[0][:9], 5], 12)]
     found += [await generate(client, prompt, 24, SAMPLED, n=3) for prompt in PROMPTS[1:]]
@@ -86,10 +84,10 @@ async def test_a_sequence_moves_between_engines_with_the_tables_of_all_groups(wo
     assert (await world.pool()).num_hand_offs == len(PROMPTS)
     await decoder.stop()
     await helper.stop()
-    giver, gate = await start_giver(world, len(PROMPTS[3]) + 9, model)
+    giver, gate = await world.start_late_engine(len(PROMPTS[3]) + 9, model)
     client = await world.client(giver)
     running = asyncio.create_task(generate(client, PROMPTS[3], 24, skip_look_up=True))
-    await reached(gate)
+    await gate.reached()
     taker = await take_over(world, giver, gate, model)
     moved = await running
     assert (await world.pool()).num_hand_offs == len(PROMPTS) + 1
@@ -126,15 +124,13 @@ async def test_a_second_service_finds_in_the_server_what_each_group_of_the_first
     sizes = {"num_blocks": 60, "num_host_blocks": 61, "num_pools": 1, "remote_admit": "all", "remote_deadline": 10.0}
     flags = {**sizes, "remote": server.address, "remote_secret": server.secret()}
     model, prompts = model_of(folder, groups=True), [random_tokens(50, seed=100 + number) for number in range(6)]
-    await world.start_cache(**flags)
-    client = await world.client(await world.start_engine(model))
+    client = await world.serve(model, cache=flags)
     first = [(await generate(client, prompt, 8)).token_ids for prompt in prompts * 2]
     while (pool := await world.pool()).num_queued_remote_blocks:  # each turn is a call to the service
         pass
     assert pool.num_remote_stored_blocks > 20
     async with services() as other:
-        await other.start_cache(**flags)
-        client = await other.client(await other.start_engine(model))
+        client = await other.serve(model, cache=flags)
         outputs = [await generate(client, prompt, 8) for prompt in prompts]
         assert [output.token_ids for output in outputs] == first[:6] == first[6:]
         pool = await other.pool()

@@ -10,7 +10,13 @@ import torch
 from kvkeeper.client import GenerateOptions, OutputChunk, Sampling, TokenLogprobs
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
-from tests.support.models.tiny_models import TINY_MODELS, NumericsCase, build_model_folder, random_tokens, reference_logits
+from tests.support.models.tiny_models import (
+    NumericsCase,
+    build_model_folder,
+    random_tokens,
+    reference_logits,
+    tiny_model,
+)
 from tests.support.processes.service_pair import BLOCK_SIZE, Services
 
 PROMPT = random_tokens(3 * BLOCK_SIZE + 1, seed=5)
@@ -19,8 +25,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (kind,) = (model for model in TINY_MODELS if model.name == "llama")
-    return build_model_folder(tmp_path_factory.mktemp("model"), kind)
+    return build_model_folder(tmp_path_factory.mktemp("model"), tiny_model("llama"))
 
 
 async def run(world: Services, folder: Path, sampling: Sampling, n: int = 1, **engine: object) -> list[list[OutputChunk]]:

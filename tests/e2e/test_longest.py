@@ -3,14 +3,13 @@
 import pytest
 import structlog
 
-from kvkeeper.client import KvkeeperError
 from tests.support.processes.service_pair import BLOCK_SIZE, Services, generate
+from tests.support.worlds.cache_api import failure
 
 
 async def test_a_sequence_may_fill_the_pool_without_a_flag(world: Services) -> None:
     num_tokens = 4800
-    await world.start_cache(num_blocks=1 + num_tokens // BLOCK_SIZE, pool_memory=4 << 20)
-    client = await world.client(await world.start_engine())
+    client = await world.serve(cache={"num_blocks": 1 + num_tokens // BLOCK_SIZE, "pool_memory": 4 << 20})
     assert (await client.model()).max_tokens_per_sequence == num_tokens
     output = await generate(client, [1 + place % 7 for place in range(num_tokens - 2)], max_tokens=2)
     assert len(output.token_ids[0]) == 2
@@ -33,25 +32,19 @@ async def test_the_bound_is_reported_at_start_and_to_a_client_that_asks_for_more
     (told,) = [line for line in logs if line["event"] == "shorter_than_model"]
     assert (told["log_level"], told["max_tokens_per_sequence"]) == ("warning", 32)
     assert named in told["message"]
-    with pytest.raises(KvkeeperError) as refused:
-        await generate(client, list(range(1, 31)), max_tokens=8)
-    assert (refused.value.reason, refused.value.metadata) == ("NEVER_FITS", {"requested": "38", "limit": "32"})
-    assert named in refused.value.message
+    refused = await failure(generate(client, list(range(1, 31)), max_tokens=8))
+    assert (refused.reason, refused.metadata) == ("NEVER_FITS", {"requested": "38", "limit": "32"})
+    assert named in refused.message
 
 
 @pytest.mark.parametrize("fronts", [0, 1])
 async def test_the_longest_prompt_comes_whatever_its_tokens_are(world: Services, fronts: int) -> None:
     """More than 4 MiB, because an id may take 5 bytes; what is wrong with it is not its length."""
     most = 1 << 20  # all that the toy has positions for
-    await world.start_cache(num_blocks=1 + most // BLOCK_SIZE, pool_memory=4 << 20)
-    client = await world.client(await world.start_engine(fronts=fronts))
+    client = await world.serve(fronts=fronts, cache={"num_blocks": 1 + most // BLOCK_SIZE, "pool_memory": 4 << 20})
     assert (await client.model()).max_tokens_per_sequence == most
-    with pytest.raises(KvkeeperError) as refused:
-        await generate(client, [2**31 - 1] * (most - 1), max_tokens=1)
-    assert refused.value.reason == "WRONG_TOKEN_ID"
-    with pytest.raises(KvkeeperError) as refused:
-        await generate(client, [1] * most, max_tokens=1)
-    assert (refused.value.reason, refused.value.metadata["limit"]) == ("NEVER_FITS", str(most))
-    with pytest.raises(KvkeeperError) as refused:
-        await generate(client, [2**31 - 1] * (4 * most), max_tokens=1)
-    assert (refused.value.reason, refused.value.metadata["field"]) == ("INVALID_FIELD", "request")
+    assert (await failure(generate(client, [2**31 - 1] * (most - 1), max_tokens=1))).reason == "WRONG_TOKEN_ID"
+    refused = await failure(generate(client, [1] * most, max_tokens=1))
+    assert (refused.reason, refused.metadata["limit"]) == ("NEVER_FITS", str(most))
+    refused = await failure(generate(client, [2**31 - 1] * (4 * most), max_tokens=1))
+    assert (refused.reason, refused.metadata["field"]) == ("INVALID_FIELD", "request")

@@ -23,6 +23,7 @@ from tests.support.processes import faulty_engine, odd_rank
 from tests.support.processes.engine_command import engine_process, ready
 from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output, until
 from tests.support.stand_ins.device_faults import out_of_memory
+from tests.support.worlds.cache_api import failure
 
 PROMPT = list(range(3, 16))
 LONG = GenerateOptions(sampling=Sampling(max_tokens=1500, temperature=0, repetition_penalty=1.0))
@@ -66,11 +67,10 @@ async def test_a_lost_device_ends_the_engine_and_the_next_one_goes_on(world: Ser
             await anext(left)
             waiting = asyncio.create_task(generate(client, [7, 8], 1500, resubmit_s=DEADLINE_S))
             submitted = await client.submit([4, 5, 6], LONG)
-            with pytest.raises(KvkeeperError) as ended:
-                await generate(client, [9, LOST_TOKEN])
+            ended = await failure(generate(client, [9, LOST_TOKEN]))
             with pytest.raises(KvkeeperError) as also_ended:
                 _ = [chunk async for chunk in left]
-            for error in (ended.value, also_ended.value):
+            for error in (ended, also_ended.value):
                 assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DEVICE_LOST")
                 assert error.retry_after == 1.0
             log = await read_log(process)
@@ -108,9 +108,8 @@ async def test_blocks_that_a_lost_device_may_write_wait_for_the_end_of_the_proce
         await generate(client, [9, LOST_TOKEN])
     with pytest.raises(ServiceLost, match="cudaErrorIllegalAddress"):
         await engine.wait_end()
-    with pytest.raises(KvkeeperError) as refused:
-        await generate(client, PROMPT)
-    assert refused.value.code is grpc.StatusCode.UNAVAILABLE
+    refused = await failure(generate(client, PROMPT))
+    assert refused.code is grpc.StatusCode.UNAVAILABLE
     assert (await world.wait_idle()).num_quarantined_blocks > 0, "this process lives and has the memory mapped"
 
 
@@ -137,8 +136,7 @@ async def test_a_device_that_has_no_memory_for_the_next_session_ends_the_engine(
 
 
 async def test_a_step_without_memory_ends_its_requests_alone_and_says_what_helps(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine(faulty_model()))
+    client = await world.serve(faulty_model())
     with structlog.testing.capture_logs() as logs, pytest.raises(KvkeeperError) as failed:
         await generate(client, [9, OUT_OF_MEMORY_TOKEN])
     assert (failed.value.code, failed.value.reason) == (grpc.StatusCode.INTERNAL, "REQUEST_FAILED")

@@ -66,8 +66,7 @@ async def served(client: AsyncEngineClient) -> dict[str, object]:
 
 async def run(*, overlap: bool, **options: object) -> dict[str, object]:
     async with services() as world:
-        await world.start_cache(**options)
-        client = await world.client(await world.start_engine(overlap=overlap))
+        client = await world.serve(overlap=overlap, cache=options)
         found = await served(client)
         await check_end(world)
         return found
@@ -103,8 +102,7 @@ async def test_all_requests_get_what_they_get_without_it(
 async def test_a_session_that_is_lost_with_two_steps_on_their_way(counts: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_compute, "HostQueue", LateQueue)
     async with services() as world:
-        await world.start_cache()
-        client = await world.client(await world.start_engine(overlap=True))
+        client = await world.serve(overlap=True)
         stream = client.generate([1, 2, 3], GenerateOptions(sampling=replace(SHORT, max_tokens=120)))
         tokens = list((await anext(stream)).token_ids)
         while counts.ahead < 5:

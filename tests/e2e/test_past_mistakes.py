@@ -12,7 +12,7 @@ from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service import server
 from tests.support.models.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
-from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output, until
+from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output, until, until_stats
 
 MAX_WAITING = 3
 
@@ -26,15 +26,10 @@ async def outcome(client: AsyncEngineClient, **options: Any) -> str:
 
 async def test_of_many_that_come_at_once_as_many_are_taken_as_may_wait(world: Services) -> None:
     """A check of the limit and the queueing behind it are one step: no other request slips in between."""
-    await world.start_cache()
-    engine, gate = await world.start_gated_engine(max_waiting=MAX_WAITING)
-    client = await world.client(engine)
+    client, gate = await world.serve_gated(max_waiting=MAX_WAITING)
     first = asyncio.create_task(generate(client, [GATE_TOKEN]))
 
-    async def runs() -> bool:
-        return (await client.stats()).num_running_requests == 1
-
-    await until(runs)
+    await until_stats(client, lambda stats: stats.num_running_requests == 1)
     crowd = asyncio.gather(*(outcome(client) for _ in range(20)))
 
     async def is_full() -> bool:
@@ -48,15 +43,10 @@ async def test_of_many_that_come_at_once_as_many_are_taken_as_may_wait(world: Se
 
 
 async def test_of_twins_that_come_at_once_one_is_taken(world: Services) -> None:
-    await world.start_cache()
-    engine, gate = await world.start_gated_engine()
-    client = await world.client(engine)
+    client, gate = await world.serve_gated()
     first = asyncio.create_task(generate(client, [GATE_TOKEN]))
 
-    async def runs() -> bool:
-        return (await client.stats()).num_running_requests == 1
-
-    await until(runs)
+    await until_stats(client, lambda stats: stats.num_running_requests == 1)
     twins = [asyncio.create_task(outcome(client, request_id="one")) for _ in range(8)]
 
     async def are_refused() -> bool:
@@ -98,8 +88,7 @@ ELSEWHERE = {
 async def test_no_number_is_a_placeholder(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every field of GetStats has a value after a while in which everything happened."""
     monkeypatch.setattr(server, "PromptLookUp", HalfRight)
-    await world.start_cache(num_blocks=13, num_host_blocks=65)
-    plain = await world.client(await world.start_engine(odd_model(), preemption="swap"))
+    plain = await world.serve(odd_model(), preemption="swap", cache={"num_blocks": 13, "num_host_blocks": 65})
     seen: dict[str, Any] = {}
 
     async def look() -> pb.GetStatsResponse:
@@ -136,8 +125,7 @@ async def test_no_number_is_a_placeholder(world: Services, monkeypatch: pytest.M
 
 async def test_the_share_of_what_was_cached_knows_what_was_not(world: Services) -> None:
     """Cached and computed prompt tokens add up to all that came, hits or not."""
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     prompt = list(range(1, 10))
     for number in range(1, 4):
         await generate(client, prompt)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from kvkeeper.client import AsyncEngineClient, KvkeeperError
+from kvkeeper.client import AsyncEngineClient
 from kvkeeper.engine_service.server import RunningServer
 from kvkeeper.engine_service.values.request import SequenceState
 from tests.e2e.test_metrics import ANY_PORT, scrape
@@ -91,16 +91,3 @@ async def test_the_adaptive_policy_switches_with_the_load_and_says_so(world: Ser
 
         assert await order_of(engine, client, gate) == ["short", "next", "high", "long"]
         assert (await until(agreed))[0] == "sjf"
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "adaptive"])
-async def test_what_can_never_fit_is_refused_and_blocks_no_other_request(world: Services, policy: str) -> None:
-    await world.start_cache(num_blocks=9)
-    client = await world.client(await world.start_engine(policy=policy, decode_budget=1))
-    ended = await asyncio.gather(
-        generate(client, [1] * 40, 8, priority=1000), generate(client, [1, 2, 3]), return_exceptions=True
-    )
-    assert isinstance(ended[0], KvkeeperError)
-    assert ended[0].reason == "NEVER_FITS"
-    assert not isinstance(ended[1], BaseException)
-    assert ended[1].token_ids == [toy_output([1, 2, 3], 8)]

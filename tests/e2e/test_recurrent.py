@@ -16,8 +16,15 @@ from kvkeeper.engine_service.compute import model_runner
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.values.batch import Batch
-from tests.e2e.test_take_over import reached, start_giver, take_over
-from tests.support.models.tiny_models import TINY_MODELS, TinyModel, build_model_folder, quiet_transformers, random_tokens
+from tests.e2e.test_take_over import take_over
+from tests.support.models.tiny_models import (
+    TINY_MODELS,
+    TinyModel,
+    build_model_folder,
+    quiet_transformers,
+    random_tokens,
+    tiny_model,
+)
 from tests.support.processes.service_pair import BLOCK_SIZE, Output, Services, generate, services, until
 
 CHECKPOINT = 2 * BLOCK_SIZE
@@ -28,7 +35,7 @@ SAMPLED = Sampling(temperature=1.0, seed=7)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    (kind,) = (model for model in TINY_MODELS if model.name == "qwen3_next")
+    kind = tiny_model("qwen3_next")
     return build_model_folder(tmp_path_factory.mktemp("model"), TinyModel(kind.name, kind.family, kind.overrides))
 
 
@@ -52,8 +59,7 @@ async def crowd(
     world: Services, model: ServedModel, *, num_blocks: int = 400, num_host_blocks: int = 0, **options: Any
 ) -> list[Output]:
     """Greedy outputs one by one and at once, then continuations and beams, on services of their own."""
-    await world.start_cache(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
-    client = await world.client(await world.start_engine(model, **options))
+    client = await world.serve(model, **options, cache={"num_blocks": num_blocks, "num_host_blocks": num_host_blocks})
     found = [await generate(client, prompt, NUM_NEW) for prompt in PROMPTS]
     found += await asyncio.gather(*(generate(client, prompt, NUM_NEW) for prompt in PROMPTS * 2))
     found += await asyncio.gather(*(generate(client, prompt, NUM_NEW, SAMPLED, n=3) for prompt in PROMPTS[1:]))
@@ -122,10 +128,10 @@ async def test_another_engine_computes_them_again_from_a_checkpoint(
     world: Services, model: ServedModel, expected: list[list[int]]
 ) -> None:
     await world.start_cache(num_blocks=400)
-    giver, gate = await start_giver(world, len(PROMPTS[3]) + 9, model)
+    giver, gate = await world.start_late_engine(len(PROMPTS[3]) + 9, model)
     client = await world.client(giver)
     running = asyncio.create_task(generate(client, PROMPTS[3], NUM_NEW))
-    await reached(gate)
+    await gate.reached()
     taker = await take_over(world, giver, gate, model)
     assert (await running).token_ids == [expected[3]]
     assert (await world.pool()).num_hand_offs == 0
@@ -133,8 +139,7 @@ async def test_another_engine_computes_them_again_from_a_checkpoint(
 
 
 async def test_a_sink_and_a_window_are_refused(world: Services, model: ServedModel) -> None:
-    await world.start_cache(num_blocks=100)
-    client = await world.client(await world.start_engine(model))
+    client = await world.serve(model, cache={"num_blocks": 100})
     with pytest.raises(KvkeeperError, match="a model with recurrent layers"):
         await generate(client, PROMPTS[2], 4, retention=Retention(4, 8))
 
@@ -156,8 +161,7 @@ async def test_a_checkpoint_that_is_written_too_late_changes_the_tokens_behind_a
         return tuple(((first, end),) for first, end in pairwise(starts) if end - first > 1)
 
     monkeypatch.setattr(model_runner, "runs_of", whole)
-    await world.start_cache(num_blocks=400)
-    client = await world.client(await world.start_engine(model))
+    client = await world.serve(model, cache={"num_blocks": 400})
     outputs = [await generate(client, PROMPTS[3], NUM_NEW) for _ in range(2)]
     assert outputs[0].token_ids == [expected[3]]
     assert outputs[1].usage.cached_tokens == 32

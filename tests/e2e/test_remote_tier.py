@@ -1,4 +1,5 @@
-"""The remote tier through both services and a real Redis server: what one service stored comes back in another.
+"""The remote tier through both services, on a real Redis server and on a real Mooncake master: what one service stored comes
+back in another.
 
 The model is the hash toy, whose output depends on every K and V that it reads.
 """
@@ -14,6 +15,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.config import SOURCE
 from kvkeeper.common.service.settings import ConfigError
 from tests.support.processes.service_pair import BLOCK_SIZE, Services, generate, services, toy_output
+from tests.support.remote.mooncake_master import MooncakeMaster
 from tests.support.remote.redis_cluster import RedisCluster
 from tests.support.remote.redis_server import PASSWORD, RedisServer
 
@@ -28,9 +30,24 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
     found.close()
 
 
-def flags(server: RedisServer, **others: Any) -> dict[str, Any]:
+Store = RedisServer | MooncakeMaster
+
+
+@pytest.fixture(params=[RedisServer, MooncakeMaster])
+def either_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    found = request.param(tmp_path)
+    yield found
+    found.close()
+
+
+def flags(store: Store, **others: Any) -> dict[str, Any]:
     sizes = {"num_blocks": 17, "num_host_blocks": 33, "num_pools": 1, "remote_admit": "all", "remote_deadline": 10.0}
-    return {**sizes, "remote": server.address, "remote_secret": server.secret(), **others}
+    return {**sizes, "remote": store.address, "remote_secret": store.secret(), **others}
+
+
+def own_part(store: Store) -> dict[str, Any]:
+    """Of the service that has some of the store's memory, where it is its users'."""
+    return {"remote_memory": 64 << 20} if isinstance(store, MooncakeMaster) else {}
 
 
 async def ask(world: Services) -> int:
@@ -51,27 +68,45 @@ async def stored(world: Services) -> pb.PoolStats:
     return pool
 
 
-async def fill(world: Services, server: RedisServer, **others: Any) -> pb.PoolStats:
+async def fill(world: Services, store: Store, **others: Any) -> pb.PoolStats:
     """Starts both services, and has the prompts stored."""
-    await world.start_cache(**flags(server, **others))
+    await world.start_cache(**flags(store, **own_part(store), **others))
     await world.start_engine()
     assert await ask(world) == 0
     await ask(world)
     return await stored(world)
 
 
-async def test_a_second_service_with_other_pools_hits_what_the_first_has_stored(world: Services, server: RedisServer) -> None:
-    pool = await fill(world, server)
+async def clear(world: Services) -> None:
+    engine = world.engines[0].engine
+    assert engine.memory is not None
+    session = await (await world.cache_client()).open_session(engine.memory.session.pool.spec)
+    await session.clear_prefix_cache()
+
+
+async def test_a_second_service_with_other_pools_hits_what_the_first_has_stored_until_it_is_cleared(
+    world: Services, either_store: Store
+) -> None:
+    pool = await fill(world, either_store)
     assert pool.num_remote_stored_blocks > 20
     assert pool.num_failed_remote_blocks == pool.num_damaged_remote_blocks == 0
     async with services() as other:
-        await other.start_cache(**flags(server, num_blocks=23, num_host_blocks=41))
+        await other.start_cache(**flags(either_store, num_blocks=23, num_host_blocks=41))
         await other.start_engine()
         assert await ask(other) >= NUM_CACHED * len(PROMPTS) // 2
         pool = await other.pool()
         assert pool.num_remote_hit_blocks > 20
         assert pool.num_damaged_remote_blocks == pool.num_late_remote_loads == 0
-    async with services() as stranger:  # of another key
+        await clear(other)
+    async with services() as third:
+        await third.start_cache(**flags(either_store))
+        await third.start_engine()
+        assert await ask(third) == 0
+
+
+async def test_a_service_with_another_key_finds_nothing(world: Services, server: RedisServer) -> None:
+    await fill(world, server)
+    async with services() as stranger:
         await stranger.start_cache(**flags(server, remote_secret=server.secret("another key of a test")))
         await stranger.start_engine()
         assert await ask(stranger) == 0
@@ -101,16 +136,17 @@ async def test_a_value_under_another_key_is_not_believed(world: Services, server
         assert (await other.pool()).num_damaged_remote_blocks > 5
 
 
-async def test_a_server_that_dies_costs_hits_and_is_used_again(world: Services, server: RedisServer) -> None:
-    await fill(world, server)
-    server.kill()
+async def test_a_store_that_dies_costs_hits_and_no_request(world: Services, either_store: Store) -> None:
+    await fill(world, either_store)
+    either_store.kill()
     for _ in range(3):
         await ask(world)
     pool = await world.pool()
     assert pool.num_remote_rests > 0
-    server.start()
-    while (await world.pool()).num_remote_stored_blocks == pool.num_remote_stored_blocks:
-        await ask(world)
+    if isinstance(either_store, RedisServer):
+        either_store.start()
+        while (await world.pool()).num_remote_stored_blocks == pool.num_remote_stored_blocks:
+            await ask(world)
 
 
 async def test_a_server_that_hangs_holds_up_no_request_past_the_deadline(world: Services, server: RedisServer) -> None:
@@ -164,17 +200,11 @@ async def test_a_cluster_is_shared_and_a_node_that_dies_costs_hits_alone(world: 
             assert (await other.pool()).num_damaged_remote_blocks == 0
 
 
-async def test_a_clearing_is_one_for_all_that_share(world: Services, server: RedisServer) -> None:
+async def test_after_a_clearing_the_server_is_used_again(world: Services, server: RedisServer) -> None:
     await fill(world, server)
-    engine = world.engines[0].engine
-    assert engine.memory is not None
-    session = await (await world.cache_client()).open_session(engine.memory.session.pool.spec)
-    await session.clear_prefix_cache()
-    async with services() as other:
-        await other.start_cache(**flags(server))
-        await other.start_engine()
-        assert await ask(other) == 0
-    assert await ask(world) >= 0
+    await clear(world)
+    await ask(world)
+    await stored(world)
     assert len(server.blocks()) > 0
 
 

@@ -5,12 +5,13 @@ import asyncio
 import grpc
 import pytest
 
-from kvkeeper.client import AsyncEngineClient, AsyncGeneration, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.client import AsyncEngineClient, AsyncGeneration, GenerateOptions, Sampling
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.rpc.methods import UNIMPLEMENTED_METHODS
 from tests.support.models.odd_models import CRASH_TOKEN, GATE_TOKEN, NAN_TOKEN, odd_model
-from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output, until
+from tests.support.processes.service_pair import Services, generate, toy_output, until
+from tests.support.worlds.cache_api import failure
 
 LONG = Sampling(max_tokens=150, temperature=0, repetition_penalty=1.0)
 
@@ -35,8 +36,7 @@ async def has_requests(client: AsyncEngineClient, count: int) -> bool:
 
 
 async def test_cancel_ends_the_stream_and_gives_the_blocks_back(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     generation = await begin(client, request_id="mine", n=2)
     assert [row.request_id for row in await client.list_requests()] == ["mine"]
     await client.cancel("mine")
@@ -48,14 +48,11 @@ async def test_cancel_ends_the_stream_and_gives_the_blocks_back(world: Services)
     assert pool.num_referenced_blocks == 0
     stats = await client.stats()
     assert (stats.num_cancelled_requests, stats.num_running_requests) == (1, 0)
-    with pytest.raises(KvkeeperError) as refused:
-        await client.cancel("mine")
-    assert refused.value.reason == "UNKNOWN_REQUEST"
+    assert (await failure(client.cancel("mine"))).reason == "UNKNOWN_REQUEST"
 
 
 async def test_a_client_that_goes_away_cancels(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     generation = await begin(client)
     generation.close()
     assert (await world.wait_idle()).num_referenced_blocks == 0
@@ -63,29 +60,16 @@ async def test_a_client_that_goes_away_cancels(world: Services) -> None:
     assert (await generate(client, [7])).token_ids == [toy_output([7], 8)]
 
 
-async def test_a_late_request_is_ended(world: Services) -> None:
-    await world.start_cache()
-    engine, gate = await world.start_gated_engine()
-    client = await world.client(engine)
-    with pytest.raises(KvkeeperError) as late:
-        await generate(client, [GATE_TOKEN], timeout_ms=50)
-    assert (late.value.code, late.value.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "TIMED_OUT")
-    gate.set()
-    assert (await world.wait_idle()).num_referenced_blocks == 0
-
-
 @pytest.mark.parametrize("token", [NAN_TOKEN, CRASH_TOKEN])
 async def test_one_request_s_failure_is_its_own(world: Services, token: int) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine(odd_model()))
+    client = await world.serve(odd_model())
     good = asyncio.create_task(generate(client, [1, 2, 3], 60))
     await until(lambda: has_tokens(client))
     if token == CRASH_TOKEN:
         await good  # a batch that raises ends every request in it, so no other request is in it
-    with pytest.raises(KvkeeperError) as failed:
-        await generate(client, [4, 5, 6, 7, 8, token], n=2)
-    assert failed.value.reason == "REQUEST_FAILED"
-    assert "bug" not in failed.value.message
+    failed = await failure(generate(client, [4, 5, 6, 7, 8, token], n=2))
+    assert failed.reason == "REQUEST_FAILED"
+    assert "bug" not in failed.message
     assert (await good).token_ids == [toy_output([1, 2, 3], 60)]
     assert (await world.wait_idle()).num_referenced_blocks == 0
     assert (await generate(client, [4, 5, 6, 7, 8, 9])).usage.cached_tokens == 0, "nothing of it is shared"
@@ -93,12 +77,9 @@ async def test_one_request_s_failure_is_its_own(world: Services, token: int) -> 
 
 async def test_a_prompt_that_breaks_before_its_end_is_not_shared(world: Services) -> None:
     """Nothing is sampled from its first chunks, but what they compute would be hit by others."""
-    await world.start_cache()
-    client = await world.client(await world.start_engine(odd_model(), chunk_size=4))
+    client = await world.serve(odd_model(), chunk_size=4)
     prompt = [4, NAN_TOKEN, 6, 7, 8, 9, 10, 11, 12]
-    with pytest.raises(KvkeeperError) as failed:
-        await generate(client, prompt)
-    assert failed.value.reason == "REQUEST_FAILED"
+    assert (await failure(generate(client, prompt))).reason == "REQUEST_FAILED"
     pool = await world.wait_idle()
     assert (pool.num_indexed_blocks, pool.num_referenced_blocks) == (0, 0)
 
@@ -106,35 +87,23 @@ async def test_a_prompt_that_breaks_before_its_end_is_not_shared(world: Services
 async def test_what_can_never_fit_is_refused_with_the_limit(world: Services) -> None:
     await world.start_cache(num_blocks=9)  # 32 tokens
     client = await world.client(await world.start_engine())
-    with pytest.raises(KvkeeperError) as refused:
-        await generate(client, [1] * 10, 23)
-    error = refused.value
+    refused = await failure(generate(client, [1] * 10, 23))
+    error = refused
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "NEVER_FITS")
     assert error.metadata == {"requested": "33", "limit": "32"}
     assert (await generate(client, [1] * 10, 22)).token_ids == [toy_output([1] * 10, 22)]
 
 
-async def test_without_max_tokens_the_default_is_what_fits(world: Services) -> None:
-    await world.start_cache(num_blocks=9)
-    client = await world.client(await world.start_engine())
-    generation = client.generate([1] * 10, GenerateOptions(sampling=GREEDY))
-    tokens = [token async for chunk in generation for token in chunk.token_ids]
-    assert tokens == toy_output([1] * 10, 22)
-
-
 async def test_a_full_queue_refuses_and_says_when_to_come_back(world: Services) -> None:
-    await world.start_cache()
-    engine, gate = await world.start_gated_engine(max_waiting=2)
-    client = await world.client(engine)
+    client, gate = await world.serve_gated(max_waiting=2)
     crowd = [asyncio.create_task(generate(client, [GATE_TOKEN]))]
     await until(lambda: is_running(client))
     crowd += [asyncio.create_task(generate(client, [1])) for _ in range(2)]
     await until(lambda: has_requests(client, 3))
-    with pytest.raises(KvkeeperError) as full:
-        await generate(client, [1])
-    assert (full.value.code, full.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-    assert full.value.metadata == {"limit": "2", "flag": "--max-waiting"}
-    assert full.value.retry_after
+    full = await failure(generate(client, [1]))
+    assert (full.code, full.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    assert full.metadata == {"limit": "2", "flag": "--max-waiting"}
+    assert full.retry_after
     gate.set()
     await asyncio.gather(*crowd)
 
@@ -147,9 +116,8 @@ async def test_one_client_leaves_room_in_the_queue_for_others(world: Services) -
     await until(lambda: is_running(client))
     crowd += [asyncio.create_task(generate(client, [1], tenant="many")) for _ in range(9)]
     await until(lambda: has_requests(client, 10))
-    with pytest.raises(KvkeeperError) as full:
-        await generate(client, [1], tenant="many")
-    assert (full.value.reason, full.value.metadata) == ("QUEUE_FULL", {"limit": "9", "flag": "--max-waiting"})
+    full = await failure(generate(client, [1], tenant="many"))
+    assert (full.reason, full.metadata) == ("QUEUE_FULL", {"limit": "9", "flag": "--max-waiting"})
     crowd.append(asyncio.create_task(generate(client, [1], tenant="other")))
     await until(lambda: has_requests(client, 11))
     gate.set()
@@ -157,22 +125,10 @@ async def test_one_client_leaves_room_in_the_queue_for_others(world: Services) -
 
 
 async def test_two_live_requests_of_one_id(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     generation = await begin(client, request_id="mine")
-    with pytest.raises(KvkeeperError) as refused:
-        await generate(client, [1], request_id="mine")
-    assert refused.value.reason == "DUPLICATE_REQUEST"
+    assert (await failure(generate(client, [1], request_id="mine"))).reason == "DUPLICATE_REQUEST"
     generation.close()
-
-
-async def test_a_client_that_does_not_read_stops_no_other(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
-    idle = await begin(client)
-    assert (await generate(client, [1, 2], 60)).token_ids == [toy_output([1, 2], 60)]
-    rest = [token async for chunk in idle for token in chunk.token_ids]
-    assert rest == toy_output([7, 8, 9, 10, 11], 150)[1:]
 
 
 async def test_exactly_these_are_not_implemented(world: Services) -> None:

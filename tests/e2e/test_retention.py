@@ -18,9 +18,10 @@ from kvkeeper.engine_service import server
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from tests.e2e.test_speculation import SometimesRight
-from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.models.tiny_models import build_model_folder, random_tokens, tiny_model
 from tests.support.processes.service_pair import BLOCK_SIZE, GREEDY, Services, generate, toy_output
 from tests.support.reference.within_cache import load_network, within_cache_logits
+from tests.support.worlds.cache_api import failure
 
 KEPT = Retention(num_sink_tokens=3, num_window_tokens=6)
 NUM_HELD = 1 + 1 + 2  # blocks: sinks, window, and the block that is being filled with the one that is being left
@@ -29,8 +30,7 @@ PROMPT = list(range(3, 16))
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 512])
 async def test_ten_times_the_pool_is_generated_in_it(world: Services, chunk_size: int) -> None:
-    await world.start_cache(num_blocks=1 + NUM_HELD, max_tokens_per_sequence=400)
-    client = await world.client(await world.start_engine(chunk_size=chunk_size))
+    client = await world.serve(chunk_size=chunk_size, cache={"num_blocks": 1 + NUM_HELD, "max_tokens_per_sequence": 400})
     prompt = PROMPT * 4  # 52 tokens, in a pool of 16
     num_new = 10 * NUM_HELD * BLOCK_SIZE
     output = await generate(client, prompt, num_new, retention=KEPT)
@@ -46,8 +46,7 @@ async def test_ten_times_the_pool_is_generated_in_it(world: Services, chunk_size
 
 async def test_what_is_kept_and_what_keeps_everything_share_a_batch_and_a_pool(world: Services) -> None:
     """The pool is too small for all at once: a preempted sequence computes the same again."""
-    await world.start_cache(num_blocks=20)
-    client = await world.client(await world.start_engine(chunk_size=5))
+    client = await world.serve(chunk_size=5, cache={"num_blocks": 20})
     prompts = [[place + 1, *PROMPT] for place in range(6)]
     chosen = [None if place % 3 == 2 else Retention(place, 4 + place) for place in range(6)]
     outputs = await asyncio.gather(
@@ -59,8 +58,7 @@ async def test_what_is_kept_and_what_keeps_everything_share_a_batch_and_a_pool(w
 
 
 async def test_what_is_swapped_out_comes_back_with_its_holes(world: Services) -> None:
-    await world.start_cache(num_blocks=12, num_host_blocks=65)
-    client = await world.client(await world.start_engine(chunk_size=5, preemption="swap"))
+    client = await world.serve(chunk_size=5, preemption="swap", cache={"num_blocks": 12, "num_host_blocks": 65})
     prompts = [[place + 1, *PROMPT] for place in range(5)]
     chosen = [None if place == 2 else Retention(place, 5 + place) for place in range(5)]
     outputs = await asyncio.gather(
@@ -74,8 +72,7 @@ async def test_what_is_swapped_out_comes_back_with_its_holes(world: Services) ->
 
 
 async def test_a_prompt_shares_what_lies_below_sink_and_window(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     prompt = PROMPT * 3
     hits = []
     for kept in (None, KEPT, None, Retention(0, 20), Retention(3, 200)):
@@ -85,18 +82,11 @@ async def test_a_prompt_shares_what_lies_below_sink_and_window(world: Services) 
     assert hits == [0, 8, 36, 20, 36], "the last keeps everything, and is as if it had said nothing"
 
 
-async def test_continuations_of_one_prompt(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
-    output = await generate(client, PROMPT * 2, 30, n=3, retention=KEPT)
-    assert output.token_ids == [toy_output(PROMPT * 2, 30, KEPT)] * 3
-    assert (await world.wait_idle()).num_forks == 2
-
-
 async def test_with_speculation_the_tokens_are_the_same(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "PromptLookUp", SometimesRight)
-    await world.start_cache(num_blocks=1 + NUM_HELD + 2, max_tokens_per_sequence=400)
-    client = await world.client(await world.start_engine(speculation="prompt-look-up"))
+    client = await world.serve(
+        speculation="prompt-look-up", cache={"num_blocks": 1 + NUM_HELD + 2, "max_tokens_per_sequence": 400}
+    )
     output = await generate(client, PROMPT, 150, retention=Retention(3, 6))
     assert output.token_ids == [toy_output(PROMPT, 150, KEPT)]
     assert (await client.stats()).num_guessed_tokens > 0
@@ -105,8 +95,7 @@ async def test_with_speculation_the_tokens_are_the_same(world: Services, monkeyp
 @pytest.mark.parametrize("is_enough", [True, False])
 async def test_it_goes_on_in_a_smaller_pool_that_holds_what_it_keeps(world: Services, is_enough: bool) -> None:
     """The cache service comes back; all of the request is computed again, with the same tokens visible."""
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     options = dataclasses.replace(GREEDY, max_tokens=150)
     generation = client.generate(PROMPT, GenerateOptions(sampling=options, retention=KEPT))
     tokens = list((await anext(generation)).token_ids)
@@ -124,8 +113,7 @@ async def test_it_goes_on_in_a_smaller_pool_that_holds_what_it_keeps(world: Serv
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 async def test_log_probabilities_are_those_of_positions_within_the_cache(world: Services, family: str, tmp_path: Path) -> None:
     """The tokens that were drawn, scored again without a cache and without rotated keys; the prompt's log probabilities too."""
-    (kind,) = (model for model in TINY_MODELS if model.name == family)
-    folder = build_model_folder(tmp_path, kind)
+    folder = build_model_folder(tmp_path, tiny_model(family))
     await world.start_cache(num_blocks=1 + NUM_HELD, max_tokens_per_sequence=900, num_pools=1)
     model = load_served_model(EngineConfig(model=str(folder), progress=False))
     client = await world.client(await world.start_engine(model, chunk_size=7))
@@ -146,8 +134,7 @@ async def test_log_probabilities_are_those_of_positions_within_the_cache(world: 
 @pytest.mark.parametrize("num_blocks", [100, 8])
 async def test_beams_score_what_they_see(world: Services, num_blocks: int, tmp_path: Path) -> None:
     """Forks of forks at every length; in the small pool, lists are preempted."""
-    (kind,) = (model for model in TINY_MODELS if model.name == "llama")
-    folder = build_model_folder(tmp_path, kind)
+    folder = build_model_folder(tmp_path, tiny_model("llama"))
     await world.start_cache(num_blocks=num_blocks)
     model = load_served_model(EngineConfig(model=str(folder), progress=False))
     client = await world.client(await world.start_engine(model, chunk_size=7))
@@ -168,12 +155,10 @@ async def test_beams_score_what_they_see(world: Services, num_blocks: int, tmp_p
 
 async def test_bounds_of_what_gives_blocks_back(world: Services) -> None:
     """The pool's own bound; where it does not hold sinks and window at once, that of its blocks."""
-    await world.start_cache(num_blocks=1 + NUM_HELD, max_tokens_per_sequence=100)
-    client = await world.client(await world.start_engine())
+    client = await world.serve(cache={"num_blocks": 1 + NUM_HELD, "max_tokens_per_sequence": 100})
     for kept, limit in ((KEPT, 100), (Retention(3, 10), 16), (None, 16)):
-        with pytest.raises(KvkeeperError) as refused:
-            await generate(client, [1, 2], limit - 1, retention=kept)
-        assert (refused.value.reason, refused.value.metadata) == (
+        refused = await failure(generate(client, [1, 2], limit - 1, retention=kept))
+        assert (refused.reason, refused.metadata) == (
             "NEVER_FITS",
             {"requested": f"{limit + 1}", "limit": f"{limit}"},
         )
@@ -184,12 +169,10 @@ async def test_bounds_of_what_gives_blocks_back(world: Services) -> None:
 
 @pytest.mark.parametrize("family", ["mistral_window", "gemma2"])
 async def test_models_with_windows_of_their_own_refuse(world: Services, family: str, tmp_path: Path) -> None:
-    (kind,) = (model for model in TINY_MODELS if model.name == family)
     await world.start_cache()
-    model = load_served_model(EngineConfig(model=str(build_model_folder(tmp_path, kind)), progress=False))
+    model = load_served_model(EngineConfig(model=str(build_model_folder(tmp_path, tiny_model(family))), progress=False))
     client = await world.client(await world.start_engine(model))
-    with pytest.raises(KvkeeperError) as refused:
-        await generate(client, [5, 6], retention=KEPT)
-    assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
-    assert refused.value.metadata == {"field": "retention"}
+    refused = await failure(generate(client, [5, 6], retention=KEPT))
+    assert (refused.code, refused.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+    assert refused.metadata == {"field": "retention"}
     assert (await generate(client, [5, 6], 2)).reasons == ["length"]

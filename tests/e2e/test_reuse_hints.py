@@ -12,8 +12,7 @@ def prompt(first: int, num_blocks: int) -> list[int]:
 
 
 async def test_hints_of_requests_order_what_is_evicted(world: Services) -> None:
-    await world.start_cache(num_blocks=100)
-    client = await world.client(await world.start_engine())
+    client = await world.serve(cache={"num_blocks": 100})
     await generate(client, prompt(1, NONE_LEN), 2, reuse_hint="none")
     await generate(client, prompt(10, SOON_LEN), 2, reuse_hint="soon")
     await generate(client, prompt(20, PLAIN_LEN), 2)
@@ -23,15 +22,13 @@ async def test_hints_of_requests_order_what_is_evicted(world: Services) -> None:
 
 
 async def test_all_continuations_of_a_request_say_the_same(world: Services) -> None:
-    await world.start_cache(num_blocks=100)
-    client = await world.client(await world.start_engine())
+    client = await world.serve(cache={"num_blocks": 100})
     await generate(client, prompt(1, 2), 2 * BLOCK_SIZE, n=3, reuse_hint="none")
     pool = await world.wait_idle()
     assert 2 < pool.num_no_reuse_blocks == pool.num_cached_blocks
 
 
 async def test_a_hint_that_means_nothing_is_refused_before_it_is_sent(world: Services) -> None:
-    await world.start_cache(num_blocks=100)
-    client = await world.client(await world.start_engine())
+    client = await world.serve(cache={"num_blocks": 100})
     with pytest.raises(ValueError, match="reuse_hint is none or soon, not 'later'"):
         await generate(client, [1], 2, reuse_hint="later")

@@ -9,28 +9,23 @@ from typing import Any
 import grpc
 import pytest
 
-from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, Sampling
 from kvkeeper.client.errors import error_of
 from kvkeeper.common.service.settings import ConfigError
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
-from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.movement import prefill as prefill_part
 from kvkeeper.engine_service.movement.messages import identity
 from kvkeeper.engine_service.server import RunningServer
 from tests.e2e.test_take_over import KINDS, TEXT_PROMPT, ask
-from tests.support.models.odd_models import LateGate, late_gate_model
+from tests.support.models.odd_models import LateGate
 from tests.support.processes.service_pair import DEADLINE_S, Services, generate, toy_output, until
+from tests.support.worlds.cache_api import failure
 
 PROMPT = list(range(3, 40))
 NUM_NEW = 20
-
-
-@pytest.fixture(scope="module")
-def demo_model() -> ServedModel:
-    return load_served_model(EngineConfig(model=str(DEMO_MODEL_DIR), progress=False))
 
 
 async def start_decoder(
@@ -51,19 +46,9 @@ async def start_pair(
 
 async def start_gated_pair(world: Services, **options: Any) -> tuple[RunningServer, RunningServer, AsyncEngineClient, LateGate]:
     """As start_pair; the engine for prompts stands still in the step that computes the last of PROMPT."""
-    gate = LateGate(len(PROMPT))
-    helper = await world.start_engine(late_gate_model(gate), role="prefill")
-
-    async def open_gate() -> None:
-        gate.is_open.set()
-
-    world.defer(open_gate)
+    helper, gate = await world.start_late_engine(len(PROMPT), role="prefill")
     decoder = await start_decoder(world, helper, **options)
     return helper, decoder, await world.client(decoder), gate
-
-
-async def reached(gate: LateGate) -> None:
-    await asyncio.wait_for(asyncio.to_thread(gate.is_reached.wait, 20), 20)
 
 
 async def is_empty(engine: RunningServer) -> None:
@@ -166,7 +151,7 @@ async def test_a_request_that_waits_for_its_prompt_is_listed_and_cancelled(world
     await world.start_cache()
     helper, decoder, client, gate = await start_gated_pair(world)
     asking = asyncio.create_task(generate(client, PROMPT, NUM_NEW, request_id="mine"))
-    await reached(gate)
+    await gate.reached()
     assert [info.request_id for info in (await client.list_requests())] == ["mine"]
     await client.cancel("mine")
     output = await asking
@@ -181,7 +166,7 @@ async def test_a_client_that_goes_away_ends_the_prompt(world: Services) -> None:
     await world.start_cache()
     helper, decoder, client, gate = await start_gated_pair(world)
     asking = asyncio.create_task(generate(client, PROMPT, NUM_NEW))
-    await reached(gate)
+    await gate.reached()
     asking.cancel()
     await is_empty(decoder)
     await is_empty(helper)
@@ -222,7 +207,7 @@ async def test_an_engine_that_ends_in_the_middle_of_a_prompt(world: Services) ->
     await world.start_cache()
     helper, _, client, gate = await start_gated_pair(world)
     asking = asyncio.create_task(generate(client, PROMPT, NUM_NEW))
-    await reached(gate)
+    await gate.reached()
     stopping = asyncio.create_task(helper.stop())
     gate.is_open.set()
     assert (await asking).token_ids == [toy_output(PROMPT, NUM_NEW)]
@@ -268,9 +253,7 @@ async def test_an_engine_that_answers_nonsense_breaks_one_request_and_is_left_al
     world.defer(lambda: server.stop(None))
     decoder = await world.start_engine(role="decode", prefill=address, prefill_min_tokens=1)
     client = await world.client(decoder)
-    with pytest.raises(KvkeeperError) as broken:
-        await generate(client, PROMPT, NUM_NEW)
-    assert broken.value.reason == "REQUEST_FAILED"
+    assert (await failure(generate(client, PROMPT, NUM_NEW))).reason == "REQUEST_FAILED"
     assert (await generate(client, PROMPT, NUM_NEW)).token_ids == [toy_output(PROMPT, NUM_NEW)]
     assert (wrong.num_asked, asked(decoder)) == (1, (0, 1))
 
@@ -279,7 +262,7 @@ async def test_the_cache_service_restarts_while_a_prompt_is_computed(world: Serv
     await world.start_cache()
     _, _, client, gate = await start_gated_pair(world)
     asking = asyncio.create_task(generate(client, PROMPT, NUM_NEW))
-    await reached(gate)
+    await gate.reached()
     await world.stop_cache()
     await world.start_cache()
     gate.is_open.set()
@@ -292,7 +275,7 @@ async def test_the_engine_that_asked_is_replaced(world: Services) -> None:
     await world.start_cache()
     helper, decoder, client, gate = await start_gated_pair(world)
     asking = asyncio.create_task(generate(client, PROMPT, NUM_NEW))
-    await reached(gate)
+    await gate.reached()
     taker = await world.start_engine(take_over=decoder.address)
     assert (await asking).token_ids == [toy_output(PROMPT, NUM_NEW)]
     assert taker.engine.stats.num_taken_over_requests == 1
@@ -305,7 +288,7 @@ async def test_the_engine_that_was_asked_is_replaced(world: Services) -> None:
     await world.start_cache()
     helper, decoder, client, gate = await start_gated_pair(world)
     asking = asyncio.create_task(generate(client, PROMPT, NUM_NEW))
-    await reached(gate)
+    await gate.reached()
     taking = asyncio.create_task(world.start_engine(take_over=helper.address))
     assert (await asyncio.wait_for(asking, DEADLINE_S)).token_ids == [toy_output(PROMPT, NUM_NEW)]
     assert asked(decoder) == (0, 1)
@@ -353,9 +336,8 @@ async def test_what_has_no_first_tokens_is_refused(world: Services) -> None:
 async def test_each_role_refuses_the_other_ones_calls(world: Services) -> None:
     await world.start_cache()
     helper, decoder, _ = await start_pair(world)
-    with pytest.raises(KvkeeperError) as refused:
-        await generate(await world.client(helper), PROMPT)
-    assert (refused.value.reason, refused.value.metadata) == ("WRONG_ROLE", {"role": "prefill"})
+    refused = await failure(generate(await world.client(helper), PROMPT))
+    assert (refused.reason, refused.metadata) == ("WRONG_ROLE", {"role": "prefill"})
     async with stub_of(decoder) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as other:
             await stub.Prefill(prefill_request(PROMPT)).read()

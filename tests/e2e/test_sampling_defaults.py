@@ -7,19 +7,12 @@ import pytest
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
 from kvkeeper.client.engine.calls import generate_request
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
-from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
-from kvkeeper.engine_service.config import EngineConfig
-from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.compute.served_model import ServedModel
 from kvkeeper.engine_service.values.sampling_params import SamplingParams
 from tests.support.processes.service_pair import Services, generate
 
 PROMPT = "def fibonacci(n):\n    a, b = 0, 1\n    "
 NUM_TOKENS = 64
-
-
-@pytest.fixture(scope="module")
-def demo_model() -> ServedModel:
-    return load_served_model(EngineConfig(model=str(DEMO_MODEL_DIR), progress=False))
 
 
 async def client_of(world: Services, model: ServedModel, defaults: SamplingParams | None = None) -> AsyncEngineClient:

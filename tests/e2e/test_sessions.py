@@ -11,7 +11,7 @@ from kvkeeper.client.arena import Arena
 from kvkeeper.engine_service.server import StartError
 from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import Services, generate, toy_output, until
-from tests.support.worlds.cache_api import ManualClock
+from tests.support.worlds.cache_api import ManualClock, failure
 
 PROMPT = list(range(3, 16))
 LONG = Sampling(max_tokens=120, temperature=0, repetition_penalty=1.0)
@@ -48,9 +48,7 @@ async def test_requests_outlive_a_session_that_is_lost(world: Services) -> None:
 
 
 async def test_requests_outlive_the_cache_service(world: Services) -> None:
-    await world.start_cache()
-    engine = await world.start_engine()
-    client = await world.client(engine)
+    client = await world.serve()
     _, rest = await begin(client)
     await world.stop_cache()
     await world.start_cache()
@@ -59,14 +57,11 @@ async def test_requests_outlive_the_cache_service(world: Services) -> None:
 
 
 async def test_without_a_cache_service_requests_end_and_new_ones_are_refused(world: Services) -> None:
-    await world.start_cache()
-    engine = await world.start_engine(reconnect_timeout=0.0)
-    client = await world.client(engine)
+    client = await world.serve(reconnect_timeout=0.0)
     _, rest = await begin(client)
     await world.stop_cache()
-    with pytest.raises(KvkeeperError) as ended:
-        await rest
-    for error in (ended.value, await refusal(client)):
+    ended = await failure(rest)
+    for error in (ended, await failure(generate(client, PROMPT))):
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "CACHE_SERVICE_DOWN")
         assert error.retry_after
     assert (await client.stats()).cache_session_id == ""
@@ -75,33 +70,22 @@ async def test_without_a_cache_service_requests_end_and_new_ones_are_refused(wor
     assert (await generate(client, PROMPT)).token_ids == [toy_output(PROMPT, 8)]
 
 
-async def refusal(client: AsyncEngineClient) -> KvkeeperError:
-    with pytest.raises(KvkeeperError) as refused:
-        await generate(client, PROMPT)
-    return refused.value
-
-
 async def is_ready(client: AsyncEngineClient) -> bool:
     return bool((await client.stats()).cache_session_id)
 
 
 async def test_a_pool_that_came_back_smaller_ends_what_can_not_fit_it(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     _, rest = await begin(client)
     short = asyncio.create_task(generate(client, [1, 2], 20))
     await world.stop_cache()
     await world.start_cache(num_blocks=12)
-    with pytest.raises(KvkeeperError) as ended:
-        await rest
-    assert ended.value.reason == "NEVER_FITS"
+    assert (await failure(rest)).reason == "NEVER_FITS"
     assert (await short).token_ids == [toy_output([1, 2], 20)]
 
 
 async def test_the_lease_is_renewed_while_a_step_takes_long(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    await world.start_cache()
-    engine, gate = await world.start_gated_engine(lease_ms=500)
-    client = await world.client(engine)
+    client, gate = await world.serve_gated(lease_ms=500)
     num_renewals = 0
     renew = AsyncCacheSession.renew
 
@@ -121,8 +105,7 @@ async def test_the_lease_is_renewed_while_a_step_takes_long(world: Services, mon
 
 
 async def test_an_idle_engine_keeps_its_session(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine(lease_ms=500))
+    client = await world.serve(lease_ms=500)
     await generate(client, PROMPT)
     session = (await client.stats()).cache_session_id
     cache = await world.cache_client()
@@ -165,9 +148,7 @@ async def test_a_stopped_engine_ends_requests_with_a_reason(world: Services) -> 
     await until(lambda: has_begun(client))
     await engine.drain()
     stopping = asyncio.create_task(engine.stop())
-    with pytest.raises(KvkeeperError) as ended:
-        await stuck
-    assert ended.value.reason == "DRAINING"
+    assert (await failure(stuck)).reason == "DRAINING"
     gate.set()
     await stopping
 

@@ -24,8 +24,7 @@ async def test_a_new_prefix_is_computed_once(world: Services, num_engines: int) 
 
 
 async def test_no_request_waits_for_a_cancelled_one(world: Services) -> None:
-    await world.start_cache(num_blocks=200)
-    client = await world.client(await world.start_engine(chunk_size=4, token_budget=8))
+    client = await world.serve(chunk_size=4, token_budget=8, cache={"num_blocks": 200})
     first = asyncio.create_task(generate(client, [*PREFIX, 1], 4, request_id="first"))
     second = asyncio.create_task(generate(client, [*PREFIX, 2], 4))
     while not (await client.stats()).num_prefill_tokens:

@@ -15,20 +15,14 @@ from safetensors.torch import load_file, save_file
 from kvkeeper.client import Sampling
 from kvkeeper.common.service.process import StartError
 from kvkeeper.engine_service import server
-from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
-from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.compute.served_model import ServedModel
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.speculation.draft_model import DraftModel
-from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
+from tests.support.models.tiny_models import build_model_folder, tiny_model
 from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output
 
 LINES = "".join(f"    if name == 'key_{place}':\n        return values[{place}]\n" for place in range(12))
 PROMPT = f"def find(name, values):\n{LINES}    if name == 'key_"
-
-
-@pytest.fixture(scope="module")
-def demo_model() -> ServedModel:
-    return load_served_model(EngineConfig(model=str(DEMO_MODEL_DIR), progress=False))
 
 
 async def test_a_copying_output_takes_fewer_steps(world: Services, demo_model: ServedModel) -> None:
@@ -76,8 +70,7 @@ async def test_the_tokens_are_the_same_to_the_last(
 ) -> None:
     """On the toy, where logits are exact in every batch: with a real model, rounding may tip a draw either way."""
     monkeypatch.setattr(server, "PromptLookUp", SometimesRight)
-    await world.start_cache(num_blocks=200)
-    plain = await world.client(await world.start_engine())
+    plain = await world.serve(cache={"num_blocks": 200})
     guessing = await world.client(await world.start_engine(speculation="prompt-look-up"))
     for prompt in ([1, 2, 3], list(range(1, 14))):
         expected = await generate(plain, prompt, 60, sampling, n=3)
@@ -86,16 +79,14 @@ async def test_the_tokens_are_the_same_to_the_last(
 
 
 async def test_outputs_without_a_pattern_are_as_they_were(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine(speculation="prompt-look-up"))
+    client = await world.serve(speculation="prompt-look-up")
     prompt = [7, 8, 7, 8, 7, 8, 7]
     assert (await generate(client, prompt, 40)).token_ids == [toy_output(prompt, 40)]
 
 
 async def test_a_draft_model_guesses_and_changes_nothing(world: Services, demo_model: ServedModel, tmp_path: Path) -> None:
     """The same model as its own draft is always right, greedily; one with other weights hardly ever, and costs no token."""
-    await world.start_cache(num_blocks=200)
-    plain = await world.client(await world.start_engine(demo_model, block_size=16))
+    plain = await world.serve(demo_model, block_size=16, cache={"num_blocks": 200})
     blurred = tmp_path / "blurred"
     shutil.copytree(DEMO_MODEL_DIR, blurred)
     tensors = load_file(blurred / "model.safetensors")
@@ -121,8 +112,7 @@ async def test_a_draft_model_guesses_and_changes_nothing(world: Services, demo_m
 
 async def test_a_draft_of_another_vocabulary_is_refused(world: Services, demo_model: ServedModel, tmp_path: Path) -> None:
     await world.start_cache()
-    (kind,) = (model for model in TINY_MODELS if model.name == "llama")
-    folder = build_model_folder(tmp_path, kind)
+    folder = build_model_folder(tmp_path, tiny_model("llama"))
     with pytest.raises(StartError, match="--draft-model: its vocabulary has 512 tokens"):
         await world.start_engine(demo_model, speculation="draft-model", draft_model=str(folder))
     with pytest.raises(StartError, match="--draft-model"):

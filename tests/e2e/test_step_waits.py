@@ -16,9 +16,9 @@ from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.scheduler.plan import StepWait
 from kvkeeper.engine_service.server import RunningServer
 from tests.e2e.test_metrics import ANY_PORT, scrape_labels
-from tests.e2e.test_take_over import is_closed, reached, start_giver
+from tests.e2e.test_take_over import is_closed
 from tests.support.models.odd_models import GATE_TOKEN
-from tests.support.processes.service_pair import BLOCK_SIZE, GREEDY, Services, generate, until
+from tests.support.processes.service_pair import GREEDY, Services, generate, until
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -54,13 +54,6 @@ async def test_without_overlap_each_step_waits(world: Services) -> None:
     assert running.engine.stats.num_waits[StepWait.OVERLAP_OFF] >= 19
 
 
-async def test_guesses(world: Services) -> None:
-    await world.start_cache()
-    running = await world.start_engine(overlap=True, speculation="prompt-look-up")
-    await generate(await world.client(running), PROMPT * 3, 40)
-    assert waits(running) == {StepWait.GUESSES}
-
-
 async def test_beam_searches(world: Services) -> None:
     running = await run(world, beam_search=BeamSearch(num_beams=2))
     assert StepWait.BEAM_SEARCHES in waits(running)
@@ -80,22 +73,11 @@ async def test_a_lease_that_may_have_ended(world: Services, monkeypatch: pytest.
     assert waits(running) == {StepWait.LEASE}
 
 
-async def test_transfers(world: Services) -> None:
-    await world.start_cache(num_blocks=17, num_host_blocks=65)
-    running = await world.start_engine(overlap=True)
-    client = await world.client(running)
-    streaming = asyncio.create_task(generate(client, [9], 30))
-    for place in [*range(6)] * 2:
-        await generate(client, [place + 1, *range(40, 40 + 5 * BLOCK_SIZE)])
-    await streaming
-    assert StepWait.TRANSFERS in waits(running)
-
-
 async def test_requests_that_leave(world: Services) -> None:
     await world.start_cache()
-    giver, gate = await start_giver(world, len(PROMPT) + 6, overlap=True)
+    giver, gate = await world.start_late_engine(len(PROMPT) + 6, overlap=True)
     asking = asyncio.create_task(generate(await world.client(giver), PROMPT, 40))
-    await reached(gate)
+    await gate.reached()
     assert waits(giver) == set()
     starting = asyncio.create_task(world.start_engine(take_over=giver.address))
     await until(lambda: is_closed(giver))

@@ -34,8 +34,7 @@ async def outputs(
     world: Services, model: ServedModel, num_blocks: int, num_host_blocks: int = 0, **options: object
 ) -> list[Output]:
     """Of all prompts, some at once, one of them behind another's tokens, one with forks."""
-    await world.start_cache(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
-    client = await world.client(await world.start_engine(model, **options))
+    client = await world.serve(model, **options, cache={"num_blocks": num_blocks, "num_host_blocks": num_host_blocks})
     found = [await generate(client, prompt, 24) for prompt in PROMPTS]
     found += [await generate(client, [*PROMPTS[3], *found[3].token_ids[0][:9], 5], 12)]
     found += [await generate(client, PROMPTS[1], 24, SAMPLED, n=3)]
@@ -96,8 +95,12 @@ async def test_a_swap_takes_the_tail_along(folder: Path) -> None:
     prompts = [random_tokens(20 + 5 * place, seed=place) for place in range(6)]
     for num_blocks, num_host_blocks in ((400, 0), (70, 301)):
         async with services() as world:
-            await world.start_cache(num_blocks=num_blocks, num_host_blocks=num_host_blocks, prefix_caching=False)
-            client = await world.client(await world.start_engine(model, preemption="swap", chunk_size=512))
+            client = await world.serve(
+                model,
+                preemption="swap",
+                chunk_size=512,
+                cache={"num_blocks": num_blocks, "num_host_blocks": num_host_blocks, "prefix_caching": False},
+            )
             found.append(await asyncio.gather(*(generate(client, prompt, 30) for prompt in prompts)))
             pool = await world.pool()
             assert pool.pool.spec.groups[1].kind == pb.LAYER_GROUP_KIND_TAIL
@@ -111,8 +114,9 @@ async def test_a_host_tier_of_few_bits_serves_swaps_and_hits(folder: Path) -> No
     model, found = model_of(folder, "auto"), []
     for host_kv_dtype in ("auto", "int8"):
         async with services() as world:
-            await world.start_cache(num_blocks=24, num_host_blocks=129, host_kv_dtype=host_kv_dtype)
-            client = await world.client(await world.start_engine(model, preemption="swap"))
+            client = await world.serve(
+                model, preemption="swap", cache={"num_blocks": 24, "num_host_blocks": 129, "host_kv_dtype": host_kv_dtype}
+            )
             turns = [await asyncio.gather(*(generate(client, prompt, 20) for prompt in PROMPTS)) for _ in range(2)]
             found.append([each.token_ids for turn in turns for each in turn])
             pool = await world.pool()

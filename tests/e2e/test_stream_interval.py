@@ -45,9 +45,7 @@ async def test_tokens_that_come_meanwhile_are_one_message_unless_the_interval_is
 
 @pytest.mark.parametrize("interval_ms", [0.0, 5.0, 1000.0])
 async def test_output_is_the_same_whatever_the_interval(world: Services, interval_ms: float) -> None:
-    await world.start_cache()
-    engine = await world.start_engine(stream_interval_ms=interval_ms)
-    client = await world.client(engine)
+    client = await world.serve(stream_interval_ms=interval_ms)
 
     async def followed(prompt: list[int]) -> list[int]:
         sampling = Sampling(temperature=0, repetition_penalty=1.0, max_tokens=NUM_TOKENS, ignore_eos=True)

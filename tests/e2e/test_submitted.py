@@ -20,6 +20,7 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.rpc.submissions import Submissions
 from tests.support.models.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
 from tests.support.processes.service_pair import Services, toy_output, until
+from tests.support.worlds.cache_api import failure
 
 PROMPT = [1, 2, 3]
 
@@ -49,27 +50,20 @@ async def test_a_submitted_request_survives_its_client(world: Services) -> None:
 
 
 async def test_the_same_submission_again_is_the_same_request(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     ids = await asyncio.gather(*(client.submit(PROMPT, options("mine")) for _ in range(5)))
     assert ids == ["mine"] * 5
     await client.result("mine", wait_s=20)
     assert await client.submit(PROMPT, options("mine")) == "mine", "also after its end"
     assert (await client.stats()).num_completed_requests == 1
-    with pytest.raises(KvkeeperError) as refused:
-        await client.submit(PROMPT, options("mine", max_tokens=9))
-    assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST")
+    refused = await failure(client.submit(PROMPT, options("mine", max_tokens=9)))
+    assert (refused.code, refused.reason) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST")
 
 
 async def test_a_refused_submission_leaves_its_id_free(world: Services) -> None:
-    await world.start_cache(num_blocks=9)
-    client = await world.client(await world.start_engine())
-    with pytest.raises(KvkeeperError) as refused:
-        await client.submit([1] * 30, options("mine"))
-    assert refused.value.reason == "NEVER_FITS"
-    with pytest.raises(KvkeeperError) as unknown:
-        await client.result("mine")
-    assert unknown.value.reason == "UNKNOWN_REQUEST"
+    client = await world.serve(cache={"num_blocks": 9})
+    assert (await failure(client.submit([1] * 30, options("mine")))).reason == "NEVER_FITS"
+    assert (await failure(client.result("mine"))).reason == "UNKNOWN_REQUEST"
     await client.submit(PROMPT, options("mine"))
     assert (await client.result("mine", wait_s=20)).state == "completed"
 
@@ -98,8 +92,7 @@ async def test_a_failure_is_told_with_its_reason(world: Services) -> None:
 
 
 async def test_results_are_kept_for_a_bounded_time_and_number(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine(max_results=2))
+    client = await world.serve(max_results=2)
     for place in range(4):
         await client.submit([place + 1], options(f"r{place}"))
         await client.result(f"r{place}", wait_s=20)
@@ -107,9 +100,7 @@ async def test_results_are_kept_for_a_bounded_time_and_number(world: Services) -
     await client.result("last", wait_s=20)
     assert (await client.result("r3")).state == "completed"
     for place in range(3):
-        with pytest.raises(KvkeeperError) as forgotten:
-            await client.result(f"r{place}")
-        assert forgotten.value.reason == "UNKNOWN_REQUEST"
+        assert (await failure(client.result(f"r{place}"))).reason == "UNKNOWN_REQUEST"
     client = await world.client(await world.start_engine(result_ttl=0.0))
     await client.submit(PROMPT, options("brief"))
     found = await client.result("brief", wait_s=20)
@@ -120,8 +111,7 @@ async def test_results_are_kept_for_a_bounded_time_and_number(world: Services) -
 
 async def test_results_are_forgotten_in_the_order_in_which_their_requests_ended(world: Services) -> None:
     """The request that was submitted first ends last, so its results are the newest."""
-    await world.start_cache(num_blocks=512)
-    client = await world.client(await world.start_engine(max_results=2))
+    client = await world.serve(max_results=2, cache={"num_blocks": 512})
     await client.submit(PROMPT, options("long", max_tokens=400))
     for name in ("first", "second"):
         await client.submit([1], options(name, max_tokens=1))
@@ -130,9 +120,7 @@ async def test_results_are_forgotten_in_the_order_in_which_their_requests_ended(
     assert (await client.result("long", wait_s=20)).state == "completed"
     assert (await client.result("long")).outputs[0].token_ids == tuple(toy_output(PROMPT, 400))
     assert (await client.result("second")).state == "completed"
-    with pytest.raises(KvkeeperError) as forgotten:
-        await client.result("first")
-    assert forgotten.value.reason == "UNKNOWN_REQUEST"
+    assert (await failure(client.result("first"))).reason == "UNKNOWN_REQUEST"
 
 
 async def test_a_submission_that_is_never_admitted_has_no_request() -> None:
@@ -216,8 +204,7 @@ async def test_the_iteration_plan_tells_what_was_computed(world: Services) -> No
 
 
 async def test_results_are_kept_in_a_bounded_number_of_bytes(world: Services) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     await client.submit(PROMPT, options("measured"))
     await client.result("measured", wait_s=20)
     submissions = world.engines[-1].service._submissions
@@ -229,8 +216,6 @@ async def test_results_are_kept_in_a_bounded_number_of_bytes(world: Services) ->
         await client.result(f"r{place}", wait_s=20)
     assert (await client.result("r2")).state == (await client.result("r1")).state == "completed"
     for gone in ("measured", "r0"):
-        with pytest.raises(KvkeeperError) as forgotten:
-            await client.result(gone)
-        assert forgotten.value.reason == "UNKNOWN_REQUEST"
+        assert (await failure(client.result(gone))).reason == "UNKNOWN_REQUEST"
     submissions._max_bytes = 0
     assert (await client.result("r2")).state == "completed", "the last one is kept in any case"

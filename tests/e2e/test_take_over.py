@@ -13,7 +13,6 @@ from kvkeeper.client import (
     CallOptions,
     EngineClient,
     GenerateOptions,
-    KvkeeperError,
     OutputChunk,
     Retention,
     Sampling,
@@ -24,11 +23,11 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
-from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.server import RunningServer, StartError
 from kvkeeper.engine_service.values.errors import Draining
-from tests.support.models.odd_models import LateGate, late_gate_model
+from tests.support.models.odd_models import LateGate
 from tests.support.processes.service_pair import Services, generate, toy_output, until
+from tests.support.worlds.cache_api import failure
 
 PROMPT = [1, 2, 3]
 NUM_BEFORE, NUM_ALL = 6, 40
@@ -74,27 +73,6 @@ async def ask(client: AsyncEngineClient, prompt: Any, options: GenerateOptions) 
     return told_of([chunk async for chunk in generation], generation.usage)
 
 
-async def open_at_the_end(world: Services, gate: LateGate) -> LateGate:
-    async def open_gate() -> None:
-        gate.is_open.set()
-
-    world.defer(open_gate)
-    return gate
-
-
-async def start_giver(
-    world: Services, num_tokens: int, model: ServedModel | None = None, **options: Any
-) -> tuple[RunningServer, LateGate]:
-    """An engine that stands still once a sequence has so many tokens."""
-    gate = LateGate(num_tokens)
-    engine = await world.start_engine(late_gate_model(gate, model), **options)
-    return engine, await open_at_the_end(world, gate)
-
-
-async def reached(gate: LateGate) -> None:
-    await asyncio.wait_for(asyncio.to_thread(gate.is_reached.wait, 20), 20)
-
-
 async def is_closed(engine: RunningServer) -> bool:
     try:
         engine.engine.check_open()
@@ -113,18 +91,13 @@ async def take_over(
     return await starting
 
 
-@pytest.fixture(scope="module")
-def demo_model() -> ServedModel:
-    return load_served_model(EngineConfig(model=str(DEMO_MODEL_DIR), progress=False))
-
-
 async def test_streams_go_on_without_a_token_missed_or_doubled(world: Services) -> None:
     await world.start_cache(num_blocks=512)
-    giver, gate = await start_giver(world, len(PROMPT) + NUM_BEFORE)
+    giver, gate = await world.start_late_engine(len(PROMPT) + NUM_BEFORE)
     client = await world.client(giver)
     prompts = [[*PROMPT[:2], 3 + place] for place in range(8)]
     asking = [asyncio.create_task(generate(client, prompt, NUM_ALL)) for prompt in prompts]
-    await reached(gate)
+    await gate.reached()
     taker = await take_over(world, giver, gate)
     for prompt, output in zip(prompts, await asyncio.gather(*asking), strict=True):
         assert output.token_ids == [toy_output(prompt, NUM_ALL)]
@@ -145,14 +118,14 @@ async def test_streams_go_on_without_a_token_missed_or_doubled(world: Services) 
 
 async def test_the_client_for_threads_goes_on_as_well(world: Services) -> None:
     await world.start_cache()
-    giver, gate = await start_giver(world, len(PROMPT) + NUM_BEFORE)
+    giver, gate = await world.start_late_engine(len(PROMPT) + NUM_BEFORE)
 
     def follow(address: str) -> list[OutputChunk]:
         with EngineClient(address, NO_PATIENCE) as client, client.generate(PROMPT, greedy()) as generation:
             return list(generation)
 
     asking = asyncio.create_task(asyncio.to_thread(follow, giver.address))
-    await reached(gate)
+    await gate.reached()
     await take_over(world, giver, gate)
     assert [token for chunk in await asking for token in chunk.token_ids] == toy_output(PROMPT, NUM_ALL)
 
@@ -182,16 +155,14 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_output_is_that_of_a_request_that_stays(kind: str, world: Services, demo_model: ServedModel) -> None:
     options = KINDS[kind]
-    await world.start_cache(num_blocks=128, pool_memory=16 << 20)
-    undisturbed = await world.start_engine(demo_model, block_size=8)
-    client = await world.client(undisturbed)
+    client = await world.serve(demo_model, block_size=8, cache={"num_blocks": 128, "pool_memory": 16 << 20})
     expected = await ask(client, TEXT_PROMPT, options)
     num_prompt = expected.num_prompt
     longest = max(map(len, expected.token_ids.values()))
     assert longest > 3
-    giver, gate = await start_giver(world, num_prompt + min(longest, 10) - 2, demo_model, block_size=8)
+    giver, gate = await world.start_late_engine(num_prompt + min(longest, 10) - 2, demo_model, block_size=8)
     asking = asyncio.create_task(ask(await world.client(giver), TEXT_PROMPT, options))
-    await reached(gate)
+    await gate.reached()
     taker = await take_over(world, giver, gate, demo_model, block_size=8)
     found = await asking
     assert found == expected
@@ -207,11 +178,11 @@ async def test_the_output_is_that_of_a_request_that_stays(kind: str, world: Serv
 async def test_a_drawn_seed_moves_along(world: Services) -> None:
     """Without a seed of the client's own: what the giver had drawn, the taker draws on."""
     await world.start_cache()
-    giver, gate = await start_giver(world, len(PROMPT) + NUM_BEFORE)
+    giver, gate = await world.start_late_engine(len(PROMPT) + NUM_BEFORE)
     client = await world.client(giver)
     sampling = Sampling(temperature=5.0, repetition_penalty=1.0, max_tokens=NUM_ALL)
     asking = asyncio.create_task(ask(client, PROMPT, GenerateOptions(request_id="mine", sampling=sampling)))
-    await reached(gate)
+    await gate.reached()
     seed = giver.engine.requests.generations["mine"].seed
     await take_over(world, giver, gate)
     seeded = dataclasses.replace(sampling, seed=seed - (1 << 64) * (seed >= 1 << 63))
@@ -221,13 +192,13 @@ async def test_a_drawn_seed_moves_along(world: Services) -> None:
 
 async def test_submitted_requests_are_found_where_they_went(world: Services) -> None:
     await world.start_cache()
-    giver, gate = await start_giver(world, len(PROMPT) + NUM_BEFORE)
+    giver, gate = await world.start_late_engine(len(PROMPT) + NUM_BEFORE)
     client = await world.client(giver)
     await client.submit(PROMPT, greedy(request_id="mine"))
     result = asyncio.create_task(client.result("mine", wait_s=20))
     following = client.follow("mine")
     first = await anext(following)
-    await reached(gate)
+    await gate.reached()
     taker = await take_over(world, giver, gate)
     found = await result
     assert (found.state, list(found.outputs[0].token_ids)) == ("completed", toy_output(PROMPT, NUM_ALL))
@@ -237,17 +208,15 @@ async def test_submitted_requests_are_found_where_they_went(world: Services) -> 
     there = await world.client(taker)
     assert await there.submit(PROMPT, greedy(request_id="mine")) == "mine", "it is the same submission"
     assert (await there.result("mine")).usage == found.usage
-    with pytest.raises(KvkeeperError) as other:
-        await there.submit(PROMPT, greedy(5, request_id="mine"))
-    assert other.value.reason == "DUPLICATE_REQUEST"
+    assert (await failure(there.submit(PROMPT, greedy(5, request_id="mine")))).reason == "DUPLICATE_REQUEST"
 
 
 async def test_a_request_that_waits_moves_as_well(world: Services) -> None:
     await world.start_cache()
-    giver, gate = await start_giver(world, len(PROMPT) + NUM_BEFORE, max_sequences=1)
+    giver, gate = await world.start_late_engine(len(PROMPT) + NUM_BEFORE, max_sequences=1)
     client = await world.client(giver)
     first = asyncio.create_task(generate(client, PROMPT, NUM_ALL))
-    await reached(gate)
+    await gate.reached()
     second = asyncio.create_task(generate(client, [5, 6], NUM_ALL))
 
     async def are_there() -> bool:
@@ -262,14 +231,14 @@ async def test_a_request_that_waits_moves_as_well(world: Services) -> None:
 @pytest.mark.parametrize("change", ["revision", "compute_dtype", "sampling_defaults", "kv_format"])
 async def test_a_foreign_engine_is_refused_and_nothing_changes(change: str, world: Services) -> None:
     await world.start_cache()
-    giver, gate = await start_giver(world, len(PROMPT) + NUM_BEFORE)
+    giver, gate = await world.start_late_engine(len(PROMPT) + NUM_BEFORE)
     toy = load_served_model(EngineConfig(model=HASH_TOY))
     if change == "sampling_defaults":
         foreign = dataclasses.replace(toy, sampling_defaults=dataclasses.replace(toy.sampling_defaults, top_k=5))
     else:
         foreign = dataclasses.replace(toy, **{change: "another"})  # type: ignore[arg-type]
     asking = asyncio.create_task(generate(await world.client(giver), PROMPT, NUM_ALL))
-    await reached(gate)
+    await gate.reached()
     with pytest.raises(StartError, match=rf"--take-over {giver.address}: .*FOREIGN_ENGINE.*{change}"):
         await world.start_engine(foreign, take_over=giver.address)
     giver.engine.check_open()
@@ -286,11 +255,11 @@ async def test_where_none_answers_there_is_nothing_to_take_over(world: Services)
 
 async def test_what_does_not_fit_the_taker_ends_where_it_is(world: Services) -> None:
     await world.start_cache()
-    giver, gate = await start_giver(world, len(PROMPT) + NUM_BEFORE)
+    giver, gate = await world.start_late_engine(len(PROMPT) + NUM_BEFORE)
     client = await world.client(giver)
     long = asyncio.create_task(generate(client, PROMPT, NUM_ALL))
     short = asyncio.create_task(generate(client, [5, 6], 12))
-    await reached(gate)
+    await gate.reached()
     taker = await take_over(world, giver, gate, max_tokens_per_sequence=30)
     assert (await long).token_ids == [toy_output(PROMPT, NUM_ALL)]
     assert (await short).token_ids == [toy_output([5, 6], 12)]
@@ -301,7 +270,7 @@ async def test_what_does_not_fit_the_taker_ends_where_it_is(world: Services) -> 
 async def test_a_stream_whose_client_does_not_come_ends(world: Services) -> None:
     """The client of a Generate call that knows nothing of engines that move."""
     await world.start_cache()
-    giver, gate = await start_giver(world, len(PROMPT) + NUM_BEFORE)
+    giver, gate = await world.start_late_engine(len(PROMPT) + NUM_BEFORE)
     async with grpc.aio.insecure_channel(giver.address) as channel:
         stream = pb_grpc.EngineServiceStub(channel).Generate(
             pb.GenerateRequest(
@@ -310,7 +279,7 @@ async def test_a_stream_whose_client_does_not_come_ends(world: Services) -> None
                 sampling=pb.SamplingParams(temperature=0, repetition_penalty=1.0, max_tokens=200),
             )
         )
-        await reached(gate)
+        await gate.reached()
         taker = await take_over(world, giver, gate, client_grace=0.0)
         with pytest.raises(grpc.aio.AioRpcError) as moved:
             _ = [answer async for answer in stream]

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
-from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
 from kvkeeper.client.errors import error_of
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
@@ -23,9 +23,10 @@ from kvkeeper.engine_service.movement import take_over
 from kvkeeper.engine_service.movement.messages import identity
 from kvkeeper.engine_service.server import RunningServer
 from kvkeeper.engine_service.values.errors import Draining
-from tests.support.models.odd_models import LateGate, late_gate_model
+from tests.support.models.odd_models import LateGate
 from tests.support.processes.engine_command import engine_process, logged, ready
 from tests.support.processes.service_pair import BLOCK_SIZE, Services, generate, toy_output, until
+from tests.support.worlds.cache_api import failure, refusal
 
 PROMPT, OTHER, LONGER = [1, 2, 3], [1, 2, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9]
 NUM_BEFORE, NUM_ALL = 6, 40
@@ -63,13 +64,7 @@ class Giver:
 @pytest.fixture
 async def giver(world: Services) -> Giver:
     await world.start_cache()
-    gate = LateGate(len(PROMPT) + NUM_BEFORE)
-    engine = await world.start_engine(late_gate_model(gate))
-
-    async def open_gate() -> None:
-        gate.is_open.set()
-
-    world.defer(open_gate)
+    engine, gate = await world.start_late_engine(len(PROMPT) + NUM_BEFORE)
     client = await world.client(engine)
     asking: list[asyncio.Task[Any]] = []
 
@@ -79,7 +74,7 @@ async def giver(world: Services) -> Giver:
     for prompt, request_id in ((PROMPT, "first"), (OTHER, "second")):
         asking.append(asyncio.create_task(generate(client, prompt, NUM_ALL, request_id=request_id)))
         await until(have_come)
-    await asyncio.wait_for(asyncio.to_thread(gate.is_reached.wait, 20), 20)
+    await gate.reached()
     return Giver(engine, gate, asking)
 
 
@@ -129,16 +124,13 @@ async def test_what_was_confirmed_is_gone_and_the_rest_goes_on(giver: Giver, wor
             pb.ConfirmHandOverRequest(hand_over_id="another", request_id="second", is_taken=True),
             pb.ConfirmHandOverRequest(hand_over_id=hand_over_id, request_id="third", is_taken=True),
         ):
-            with pytest.raises(grpc.aio.AioRpcError) as unknown:
-                await stub.ConfirmHandOver(wrong)
-            assert error_of(unknown.value).reason == "UNKNOWN_REQUEST"
+            assert (await refusal(stub.ConfirmHandOver(wrong))).reason == "UNKNOWN_REQUEST"
         stream.cancel()
         assert (await giver.asking[1]).token_ids == [toy_output(OTHER, NUM_ALL)]
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.ConfirmHandOver(pb.ConfirmHandOverRequest(hand_over_id=hand_over_id, request_id="second", is_taken=True))
-    with pytest.raises(KvkeeperError) as lost:
-        await giver.asking[0]
-    assert lost.value.service_down, "its client looked for it where it went"
+    lost = await failure(giver.asking[0])
+    assert lost.service_down, "its client looked for it where it went"
     await until(giver.is_open)
     assert (await generate(await world.client(giver.engine), [9])).token_ids == [toy_output([9], 8)]
     assert (await world.wait_idle()).num_referenced_blocks == 0
@@ -182,15 +174,11 @@ async def test_one_hand_over_at_a_time(giver: Giver) -> None:
     async with stub_of(giver.engine) as stub:
         first = stub.HandOver(request_of_this_model())
         await first.read()
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.HandOver(request_of_this_model()).read()
-        error = error_of(refused.value)
+        error = await refusal(stub.HandOver(request_of_this_model()).read())
         assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "HAND_OVER_UNDER_WAY")
         assert error.retry_after is not None
         for address in ("", "x" * 257):
-            with pytest.raises(grpc.aio.AioRpcError) as invalid:
-                await stub.HandOver(request_of_this_model(address)).read()
-            assert error_of(invalid.value).reason == "INVALID_FIELD"
+            assert (await refusal(stub.HandOver(request_of_this_model(address)).read())).reason == "INVALID_FIELD"
         first.cancel()
     giver.gate.is_open.set()
     await asyncio.gather(*giver.asking)
@@ -205,9 +193,8 @@ async def test_a_request_that_ends_on_its_way_is_not_taken(giver: Giver) -> None
             await stream.read()
         await stub.CancelRequest(pb.CancelRequestRequest(request_id="first"))
         assert (await giver.asking[0]).reasons == ["cancelled"]
-        with pytest.raises(grpc.aio.AioRpcError) as unknown:
-            await stub.ConfirmHandOver(pb.ConfirmHandOverRequest(hand_over_id=hand_over_id, request_id="first", is_taken=True))
-        assert error_of(unknown.value).reason == "UNKNOWN_REQUEST"
+        late = pb.ConfirmHandOverRequest(hand_over_id=hand_over_id, request_id="first", is_taken=True)
+        assert (await refusal(stub.ConfirmHandOver(late))).reason == "UNKNOWN_REQUEST"
         await stub.ConfirmHandOver(pb.ConfirmHandOverRequest(hand_over_id=hand_over_id, request_id="second"))
         assert await stream.read() is grpc.aio.EOF
     assert (await giver.asking[1]).token_ids == [toy_output(OTHER, NUM_ALL)], "the taker did not want it"

@@ -23,6 +23,7 @@ from kvkeeper.engine_service.server import RunningServer
 from kvkeeper.engine_service.values.batch import Batch
 from tests.support.processes.service_pair import DEADLINE_S, GREEDY, generate, toy_output, until
 from tests.support.trust.trusting_services import Trusting, trusting
+from tests.support.worlds.cache_api import failure
 
 PROMPT = list(range(1, 14))
 SHORT = replace(GREEDY, max_tokens=4)
@@ -49,9 +50,8 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 
 async def refused(call: object) -> tuple[str, str]:
-    with pytest.raises(KvkeeperError) as error:
-        await call  # type: ignore[misc]
-    return error.value.reason, error.value.message
+    error = await failure(call)
+    return error.reason, error.message
 
 
 async def test_two_tenants_may_use_one_id_and_each_finds_its_own(world: World) -> None:

@@ -159,8 +159,9 @@ async def test_the_other_ranks_end_with_a_killed_engine(world: Services) -> None
 
 
 async def test_the_demo_model_gives_the_tokens_of_one_rank(world: Services) -> None:
-    await world.start_cache(num_blocks=257, num_pools=2, pool_memory=8 << 20)
-    alone = await world.client(await world.start_engine(model_folder=DEMO_MODEL_DIR, threads=1))
+    alone = await world.serve(
+        model_folder=DEMO_MODEL_DIR, threads=1, cache={"num_blocks": 257, "num_pools": 2, "pool_memory": 8 << 20}
+    )
     _, shared = await start(world, model_folder=DEMO_MODEL_DIR, threads=1, speculation="prompt-look-up", dtype="float32")
     for text in TEXTS:
         expected, found = await generate(alone, text, NUM_NEW), await generate(shared, text, NUM_NEW)

@@ -8,21 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.client import AsyncEngineClient, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.digest import weights_digest
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.outputs.model_text import ModelText
 from tests.support.processes.service_pair import Output, Services, generate
+from tests.support.worlds.cache_api import failure
 
 FREE = Sampling(temperature=0, repetition_penalty=1.0, ignore_eos=True)
 PROMPT = "import os\nimport sys\n\n\ndef main():\n    "
-
-
-@pytest.fixture(scope="module")
-def demo_model() -> ServedModel:
-    return load_served_model(EngineConfig(model=str(DEMO_MODEL_DIR), progress=False))
 
 
 @pytest.fixture
@@ -75,8 +71,7 @@ async def test_a_stop_token_is_not_part_of_the_output(client: AsyncEngineClient)
 
 
 async def test_the_end_of_sequence_is_not_part_of_the_output(world: Services, demo_model: ServedModel) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine(demo_model, block_size=16))
+    client = await world.serve(demo_model, block_size=16)
     free = await generate(client, PROMPT, 40, FREE)
     tokenizer = copy.copy(demo_model.text.tokenizer)
     assert tokenizer is not None
@@ -139,6 +134,5 @@ async def test_a_conversation_needs_a_template(world: Services, tmp_path: Path) 
     await world.start_cache()
     without = load_served_model(EngineConfig(model=str(tmp_path), progress=False))
     client = await world.client(await world.start_engine(without, block_size=16))
-    with pytest.raises(KvkeeperError) as refused:
-        await generate(client, [{"role": "user", "content": "hello"}])
-    assert (refused.value.reason, refused.value.metadata["field"]) == ("INVALID_FIELD", "chat")
+    refused = await failure(generate(client, [{"role": "user", "content": "hello"}]))
+    assert (refused.reason, refused.metadata["field"]) == ("INVALID_FIELD", "chat")

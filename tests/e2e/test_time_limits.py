@@ -18,9 +18,10 @@ from kvkeeper.client import (
 )
 from kvkeeper.engine_service.loop.time_limits import NUM_LOOKS, StallWatch
 from kvkeeper.engine_service.outputs.generation import Generation
-from tests.support.models.odd_models import GATE_TOKEN, LateGate, late_gate_model
+from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.cut_proxy import cutting
 from tests.support.processes.service_pair import Services, toy_output, until
+from tests.support.worlds.cache_api import failure
 
 PROMPT, NUM_MADE = [7, 8, 9], 5
 LONG = Sampling(max_tokens=50, temperature=0, ignore_eos=True)
@@ -29,14 +30,8 @@ LONG = Sampling(max_tokens=50, temperature=0, ignore_eos=True)
 async def start(world: Services, **options: Any) -> AsyncEngineClient:
     """An engine that generates NUM_MADE tokens for the prompt and then makes no progress."""
     await world.start_cache()
-    gate = LateGate(len(PROMPT) + NUM_MADE)
-    client = await world.client(await world.start_engine(late_gate_model(gate), **options))
-
-    async def open_gate() -> None:
-        gate.is_open.set()
-
-    world.defer(open_gate)
-    return client
+    engine, _ = await world.start_late_engine(len(PROMPT) + NUM_MADE, **options)
+    return await world.client(engine)
 
 
 async def told(client: AsyncEngineClient, way: str, **options: Any) -> tuple[list[OutputChunk], int]:
@@ -86,9 +81,7 @@ async def test_what_was_made_is_told_with_why_it_ended(world: Services, way: str
 async def test_a_request_without_a_token_is_refused_with_what_to_change(
     world: Services, timeout_ms: int | None, reason: str, names: tuple[str, ...]
 ) -> None:
-    await world.start_cache()
-    engine, _ = await world.start_gated_engine(stall_timeout=0.3)
-    client = await world.client(engine)
+    client, _ = await world.serve_gated(stall_timeout=0.3)
     with pytest.raises(KvkeeperError) as late:
         async for _ in client.generate([GATE_TOKEN], GenerateOptions(sampling=LONG, timeout_ms=timeout_ms)):
             pass
@@ -133,9 +126,8 @@ async def test_a_stream_without_a_deadline_ends_without_an_answer(
 
         await until(is_admitted)
         proxy.is_holding = True
-        with pytest.raises(KvkeeperError) as lost:
-            await asyncio.wait_for(taking, 20)
-        assert lost.value.code is grpc.StatusCode.UNAVAILABLE
+        lost = await failure(asyncio.wait_for(taking, 20))
+        assert lost.code is grpc.StatusCode.UNAVAILABLE
 
 
 def test_only_what_is_the_same_at_each_look_is_stalled() -> None:

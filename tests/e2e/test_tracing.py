@@ -15,7 +15,7 @@ from kvkeeper.common import tracing
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from tests.support.models.odd_models import GATE_TOKEN, NAN_TOKEN, odd_model
-from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output, until
+from tests.support.processes.service_pair import GREEDY, Services, generate, toy_output, until, until_stats
 from tests.support.processes.traces import Spans
 
 CALL, RPC = "text_completion", "kvkeeper.engine.v1.EngineService/Generate"
@@ -40,8 +40,7 @@ def trace_ids(*spans: ReadableSpan) -> set[int]:
 
 
 async def test_one_trace_goes_from_the_client_to_the_cache_service(world: Services, spans: Spans) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     options = {"tenant": "acme-tenant", "session_id": "talk", "metadata": {"who": "secret-ada"}, "request_id": "mine"}
     for _ in range(2):
         output = await generate(client, list(range(1, 10)), 8, **options)
@@ -74,15 +73,10 @@ async def test_one_trace_goes_from_the_client_to_the_cache_service(world: Servic
 
 
 async def test_a_step_of_several_requests_is_in_one_trace_and_links_to_the_others(world: Services, spans: Spans) -> None:
-    await world.start_cache()
-    engine, gate = await world.start_gated_engine()
-    client = await world.client(engine)
+    client, gate = await world.serve_gated()
     first = asyncio.create_task(generate(client, [GATE_TOKEN]))
 
-    async def runs() -> bool:
-        return (await client.stats()).num_running_requests == 1
-
-    await until(runs)
+    await until_stats(client, lambda stats: stats.num_running_requests == 1)
     others = [asyncio.create_task(generate(client, [place, 2])) for place in (1, 2, 3)]
 
     async def are_there() -> bool:
@@ -99,8 +93,7 @@ async def test_a_step_of_several_requests_is_in_one_trace_and_links_to_the_other
 
 
 async def test_few_of_many_steps_have_a_span(world: Services, spans: Spans) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     await generate(client, [1, 2, 3], 200)
     assert (await client.stats()).num_steps >= 200
     assert 2 <= len(spans.named("step")) <= 2 + 200 // 64
@@ -108,8 +101,7 @@ async def test_few_of_many_steps_have_a_span(world: Services, spans: Spans) -> N
 
 
 async def test_an_error_is_told_by_its_reason_alone(world: Services, spans: Spans) -> None:
-    await world.start_cache()
-    client = await world.client(await world.start_engine(odd_model()))
+    client = await world.serve(odd_model())
     with pytest.raises(KvkeeperError):
         await generate(client, [NAN_TOKEN])
     with pytest.raises(KvkeeperError):
@@ -157,17 +149,11 @@ async def test_a_lost_session_ends_its_steps_spans(world: Services, spans: Spans
     client = await world.client(engine)
     stuck = asyncio.create_task(generate(client, [GATE_TOKEN]))
 
-    async def runs() -> bool:
-        return (await client.stats()).num_running_requests == 1
-
-    await until(runs)
+    await until_stats(client, lambda stats: stats.num_running_requests == 1)
     (session,) = cache.session_manager.sessions
     cache.session_manager.close(session.core.id, session.core.epoch, drained=False)
 
-    async def has_lost_it() -> bool:
-        return (await client.stats()).cache_session_id == ""
-
-    await until(has_lost_it)
+    await until_stats(client, lambda stats: stats.cache_session_id == "")
     gate.set()
     assert (await stuck).token_ids == [toy_output([GATE_TOKEN], 8)]
     assert any(step.attributes.get("error.type") == "SESSION_LOST" for step in spans.named("step"))
@@ -182,8 +168,7 @@ async def test_what_is_not_traced_sends_nothing_of_it(world: Services, monkeypat
         return await exchange(carriers, request)
 
     monkeypatch.setattr(StepCarriers, "exchange", noted)
-    await world.start_cache()
-    untraced = await world.client(await world.start_engine())
+    untraced = await world.serve()
     await generate(untraced, [1, 2, 3])
     assert len(sent) > 5 and set(sent) == {""}
     sent.clear()
@@ -201,8 +186,7 @@ async def test_a_damaged_context_is_ignored(world: Services, spans: Spans, monke
         return "00-nonsense"
 
     monkeypatch.setattr(tracing, "traceparent_of", damaged)
-    await world.start_cache()
-    client = await world.client(await world.start_engine())
+    client = await world.serve()
     assert (await generate(client, [1, 2, 3])).token_ids == [toy_output([1, 2, 3], 8)]
     assert spans.named("step")
     assert spans.named(STEP) == []

@@ -1,5 +1,6 @@
 """Models that misbehave on purpose, on top of the hash toy."""
 
+import asyncio
 import dataclasses
 import threading
 from collections.abc import Sequence
@@ -78,6 +79,9 @@ class LateGate:
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.is_reached, self.is_open = threading.Event(), threading.Event()
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self.is_reached.wait, 20)
 
 
 class LateGateRunner:

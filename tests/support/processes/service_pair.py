@@ -16,13 +16,14 @@ from kvkeeper.cache_service.server import RunningServer as RunningCache
 from kvkeeper.cache_service.server import start_server as start_cache
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient, CallOptions, GenerateOptions, Retention, Sampling, Usage
 from kvkeeper.common.service.settings import parse_switch
+from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine_service.compute.served_model import ServedModel
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.model.hash_toy import expected_next_token
 from kvkeeper.engine_service.server import RunningServer as RunningEngine
 from kvkeeper.engine_service.server import start_server as start_engine
 from kvkeeper.engine_service.values.request import Retention as ToyRetention
-from tests.support.models.odd_models import odd_model
+from tests.support.models.odd_models import LateGate, late_gate_model, odd_model
 
 T = TypeVar("T")
 BLOCK_SIZE = 4
@@ -103,12 +104,36 @@ class Services:
         self.engines.append(engine)
         return engine
 
+    async def serve(
+        self, model: ServedModel | None = None, *, cache: dict[str, Any] | None = None, **engine: Any
+    ) -> AsyncEngineClient:
+        """Starts a cache service and an engine on it. Returns the engine's client."""
+        await self.start_cache(**(cache or {}))
+        return await self.client(await self.start_engine(model, **engine))
+
     async def start_gated_engine(self, **options: Any) -> tuple[RunningEngine, threading.Event]:
         """An engine with steps that wait for the gate, where they compute a GATE_TOKEN."""
         gate = threading.Event()
         engine = await self.start_engine(odd_model(gate), **options)
         self._stack.callback(gate.set)
         return engine, gate
+
+    async def start_late_engine(
+        self, num_tokens: int, model: ServedModel | None = None, **options: Any
+    ) -> tuple[RunningEngine, LateGate]:
+        """An engine that stands still once a sequence has so many tokens; the gate opens at the end."""
+        gate = LateGate(num_tokens)
+        engine = await self.start_engine(late_gate_model(gate, model), **options)
+        self._stack.callback(gate.is_open.set)
+        return engine, gate
+
+    async def serve_gated(
+        self, *, cache: dict[str, Any] | None = None, **engine: Any
+    ) -> tuple[AsyncEngineClient, threading.Event]:
+        """As `serve`, with a gated engine. Returns its client and the gate."""
+        await self.start_cache(**(cache or {}))
+        gated, gate = await self.start_gated_engine(**engine)
+        return await self.client(gated), gate
 
     def defer(self, close: Callable[[], Awaitable[None]]) -> None:
         """Run at the end, before what was started earlier is stopped."""
@@ -148,6 +173,16 @@ async def until(condition: Callable[[], Awaitable[T | None]]) -> T:
             if found := await condition():
                 return found
             await asyncio.sleep(0)
+
+
+async def until_stats(client: AsyncEngineClient, condition: Callable[[pb.GetStatsResponse], object]) -> pb.GetStatsResponse:
+    """The engine's counts once they are such."""
+
+    async def are_such() -> pb.GetStatsResponse | None:
+        stats = await client.stats()
+        return stats if condition(stats) else None
+
+    return await until(are_such)
 
 
 @asynccontextmanager

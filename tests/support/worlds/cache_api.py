@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import numpy as np
+import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
@@ -207,6 +208,13 @@ class Api:
             while not condition(stats := await self.stats()):
                 pass
         return stats
+
+
+async def failure(call: Awaitable[Any]) -> KvkeeperError:
+    """What the call of a client fails with; it must, and with nothing else."""
+    with pytest.raises(KvkeeperError) as caught:
+        await call
+    return caught.value
 
 
 async def refusal(call: Awaitable[Any]) -> KvkeeperError:

@@ -14,7 +14,10 @@ REQUESTS = "e2e/test_requests.py"
 
 MISTAKES = {
     "only the first chunk of a prompt computed": (SCHEDULER, "test_every_prompt_token_is_computed_once_for_every_chunk_size"),
-    "equal-priority requests preempting each other": (PAST, "test_equals_do_not_take_turns"),
+    "equal-priority requests preempting each other": (
+        "unit/engine_service/scheduler/test_policies.py",
+        "test_equals_do_not_take_turns_and_a_preempted_request_keeps_its_place",
+    ),
     "a request that can never fit blocking the queue": (REQUESTS, "test_what_can_never_fit_is_refused_with_the_limit"),
     "a request that fits no longer blocking the queue": (
         "e2e/test_sessions.py",
@@ -29,7 +32,10 @@ MISTAKES = {
         "unit/engine_service/scheduler/test_swap.py",
         "test_what_is_swapped_out_is_not_computed",
     ),
-    "a failed admission sent to the back of the queue": (PAST, "test_a_refused_start_stays_first_in_the_queue"),
+    "a failed admission sent to the back of the queue": (
+        "unit/engine_service/scheduler/test_policies.py",
+        "test_a_refused_start_keeps_its_place_before_all_that_come",
+    ),
     "surplus blocks kept after trimming": (PAST, "test_no_sequence_holds_more_blocks_than_its_tokens_need"),
     "evicting the sequence being extended": (
         PAST,

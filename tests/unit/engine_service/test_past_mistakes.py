@@ -45,32 +45,6 @@ def test_no_sequence_holds_more_blocks_than_its_tokens_need(block_size: int, num
     world.run()
 
 
-@pytest.mark.usefixtures("each_cache")
-def test_equals_do_not_take_turns() -> None:
-    """A preempted sequence stays out until the other has ended, although its blocks would do for it to start again."""
-    world = World(num_blocks=20, block_size=2)
-    old, young = (world.submit(make_request([place, 2, 0, 1], 28, look_up=False)) for place in range(2))
-    world.run()
-    world.check_outputs()
-    assert (old.num_preemptions, young.num_preemptions) == (0, 1)
-
-
-@pytest.mark.usefixtures("each_cache")
-def test_a_refused_start_stays_first_in_the_queue() -> None:
-    world = World(num_blocks=9, block_size=2)
-    world.hold_blocks(8)  # all of them
-    big = world.submit(make_request([2] * 12, 2))
-    small = world.submit(make_request([0], 2))
-    for _ in range(3):
-        world.step()
-        assert [sequence.request for sequence in world.scheduler.waiting.sequences] == [big, small]
-        assert world.scheduler.schedule(world.now).started == (big.sequences[0],), "no later request tries meanwhile"
-    world.release_held_blocks()
-    world.run()
-    world.check_outputs()
-    assert [sequence.request for sequence in world.started] == [big, small]
-
-
 @pytest.mark.parametrize("make_world", [World, tiered])
 def test_a_preempted_sequence_computes_nothing_from_then_on(make_world: Callable[..., World]) -> None:
     """Whether it is computed again or swapped: neither it nor the sequence that is being extended is written wrongly."""

@@ -10,6 +10,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import KvkeeperError, NewSequence
 from kvkeeper.engine_service.cache_session.kv_memory import create_sequences
 from kvkeeper.engine_service.values.request import Request, Retention, Sequence, SequenceState
+from tests.support.worlds.cache_api import failure
 
 REFUSED = KvkeeperError(grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_SEQUENCES", "all are in use")
 
@@ -63,7 +64,6 @@ async def test_a_prompt_that_no_message_can_carry_is_refused_alone() -> None:
 async def test_a_lost_session_is_an_error_of_the_call(reason: str) -> None:
     code = grpc.StatusCode.FAILED_PRECONDITION if reason else grpc.StatusCode.UNAVAILABLE
     session = Session(KvkeeperError(code, reason))
-    with pytest.raises(KvkeeperError) as lost:
-        await create(session, sequence(1))
-    assert lost.value is session.error
+    lost = await failure(create(session, sequence(1)))
+    assert lost is session.error
     assert session.created == []

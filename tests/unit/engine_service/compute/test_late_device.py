@@ -22,7 +22,7 @@ from kvkeeper.engine_service.scheduler.scheduler import Scheduler
 from kvkeeper.engine_service.values.errors import DeviceLost
 from kvkeeper.engine_service.values.request import Request
 from kvkeeper.engine_service.values.sampling_params import LIKELIEST, SamplingParams, SamplingRow
-from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.models.tiny_models import build_model_folder, random_tokens, tiny_model
 from tests.support.stand_ins.device_faults import accelerator_error
 from tests.support.stand_ins.late_queue import LateQueue
 from tests.support.worlds.batches import ScheduledRow, build_batch
@@ -35,7 +35,7 @@ PLAIN = SamplingParams(temperature=0)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    chosen = next(each for each in TINY_MODELS if each.name == "qwen3")
+    chosen = tiny_model("qwen3")
     return load_model(build_model_folder(tmp_path_factory.mktemp("model"), chosen), progress=False)[0]
 
 

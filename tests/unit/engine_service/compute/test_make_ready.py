@@ -12,7 +12,7 @@ from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.split import WHOLE, Split
-from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
+from tests.support.models.tiny_models import build_model_folder, tiny_model
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 9
 BOUNDS = StepBounds(2, 8)
@@ -20,7 +20,7 @@ BOUNDS = StepBounds(2, 8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    llama = next(model for model in TINY_MODELS if model.name == "llama")
+    llama = tiny_model("llama")
     return build_model_folder(tmp_path_factory.mktemp("model"), llama)
 
 

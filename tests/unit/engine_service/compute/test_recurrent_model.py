@@ -14,14 +14,12 @@ from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelErro
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.split import Split
 from tests.benchmarks import kv_errors
-from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
-
-BY_NAME = {model.name: model for model in TINY_MODELS}
+from tests.support.models.tiny_models import build_model_folder, tiny_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model_folder(tmp_path_factory.mktemp("model"), BY_NAME["qwen3_next"])
+    return build_model_folder(tmp_path_factory.mktemp("model"), tiny_model("qwen3_next"))
 
 
 def config_of(folder: Path, **options: Any) -> EngineConfig:

@@ -9,11 +9,11 @@ from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.split import Split
-from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
+from tests.support.models.tiny_models import build_model_folder, tiny_model
 
 
 def folder_of(name: str, folder: Path) -> Path:
-    return build_model_folder(folder, next(model for model in TINY_MODELS if model.name == name))
+    return build_model_folder(folder, tiny_model(name))
 
 
 def test_few_bits_are_refused_to_models_whose_attention_reads_none(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from kvkeeper.engine_service import preflight
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
-from tests.support.models.tiny_models import TINY_MODELS, TinyModel, build_model_folder
+from tests.support.models.tiny_models import TINY_MODELS, TinyModel, build_model_folder, tiny_model
 
 torch.set_num_threads(1)
 
@@ -40,8 +40,7 @@ def test_a_native_model_is_native(model: TinyModel, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["phi3", "phi3_longrope_partial", "qwen2_yarn_rope"])
 def test_a_native_model_that_is_served_up_to_a_length_says_so(name: str, tmp_path: Path) -> None:
-    (model,) = (model for model in TINY_MODELS if model.name == name)
-    reasons = told(build_model_folder(tmp_path, model), "model_length_limited")
+    reasons = told(build_model_folder(tmp_path, tiny_model(name)), "model_length_limited")
     assert len(reasons) == (name == "phi3_longrope_partial")
     assert all("longrope" in reason for reason in reasons)
 

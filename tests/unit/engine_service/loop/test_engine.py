@@ -28,6 +28,7 @@ from kvkeeper.engine_service.values.output_chunk import OutputChunk, Usage, coal
 from kvkeeper.engine_service.values.request import FinishReason
 from tests.support.models.odd_models import LOST_TOKEN, FaultyRunner, faulty_model, odd_model
 from tests.support.processes.service_pair import Services, generate, services, toy_output, until
+from tests.support.worlds.cache_api import refusal
 
 
 @pytest.mark.parametrize("module", ["scheduler.scheduler", "values.batch"])
@@ -48,11 +49,8 @@ async def test_a_refused_step_ends_its_requests_and_the_next_ones_are_served(mon
 
     monkeypatch.setattr(KvMemory, "step", refuse_once)
     async with services() as world:
-        await world.start_cache()
-        client = await world.client(await world.start_engine())
-        with pytest.raises(KvkeeperError) as failed:
-            await generate(client, [1, 2, 3], 20)
-        assert failed.value.reason == "REQUEST_FAILED"
+        client = await world.serve()
+        assert (await refusal(generate(client, [1, 2, 3], 20))).reason == "REQUEST_FAILED"
         assert not refusals
         await serves_again(world)
 
@@ -67,12 +65,9 @@ async def test_a_refused_sequence_ends_its_request_alone(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(AsyncCacheSession, "create_sequences", refuse_sevens)
     async with services() as world:
-        await world.start_cache()
-        client = await world.client(await world.start_engine())
+        client = await world.serve()
         good = asyncio.create_task(generate(client, [1, 2, 3], 20))
-        with pytest.raises(KvkeeperError) as failed:
-            await generate(client, [7, 8])
-        assert failed.value.reason == "REQUEST_FAILED"
+        assert (await refusal(generate(client, [7, 8]))).reason == "REQUEST_FAILED"
         assert (await good).token_ids == [toy_output([1, 2, 3], 20)]
 
 
@@ -94,8 +89,7 @@ async def test_a_prompt_that_takes_long_to_be_sent_holds_up_no_other_and_few_cal
 
     monkeypatch.setattr(AsyncCacheSession, "create_sequences", hold_sevens)
     async with services() as world:
-        await world.start_cache()
-        client = await world.client(await world.start_engine())
+        client = await world.serve()
         held = [asyncio.create_task(generate(client, [7, 8], 20))]
         await until_true(lambda: num_held == 1)
         assert (await generate(client, [1, 2, 3], 20)).token_ids == [toy_output([1, 2, 3], 20)]
@@ -143,13 +137,10 @@ async def test_text_that_fails_ends_its_request_alone() -> None:
             return Broken() if prompt[0] == 7 else good_text.output(prompt, stops)
 
     async with services() as world:
-        await world.start_cache()
-        engine = await world.start_engine(dataclasses.replace(model, text=Text()))
-        client = await world.client(engine)
+        client = await world.serve(dataclasses.replace(model, text=Text()))
         good = asyncio.create_task(generate(client, [1, 2, 3], 20))
-        with pytest.raises(KvkeeperError) as failed:
-            await generate(client, [7, 8], n=2)
-        assert (failed.value.reason, "such" in failed.value.message) == ("REQUEST_FAILED", False)
+        failed = await refusal(generate(client, [7, 8], n=2))
+        assert (failed.reason, "such" in failed.message) == ("REQUEST_FAILED", False)
         assert (await good).token_ids == [toy_output([1, 2, 3], 20)]
         assert (await world.wait_idle()).num_referenced_blocks == 0
 
@@ -270,8 +261,7 @@ async def test_text_is_delivered_once_the_next_step_is_started(overlap: bool, mo
     monkeypatch.setattr(OpenRequests, "emit", note_emit)
     monkeypatch.setattr(OpenRequests, "deliver", note_deliver)
     async with services() as world:
-        await world.start_cache()
-        client = await world.client(await world.start_engine(overlap=overlap))
+        client = await world.serve(overlap=overlap)
         assert (await generate(client, [1, 2, 3], 6)).token_ids == [toy_output([1, 2, 3], 6)]
     assert num_started == num_emitted == 6
     assert num_begun == {1: 2, 2: 3, 3: 4, 4: 5, 5: 6, 6: 6}, "behind the last token there is no step"

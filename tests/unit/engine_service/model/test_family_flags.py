@@ -24,12 +24,12 @@ from kvkeeper.engine_service.model.families.family import DeltaFamily, ExpertNam
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.split import Split, config_of_rank
 from tests.support.models.tiny_models import (
-    TINY_MODELS,
     NumericsCase,
     TinyModel,
     build_model_folder,
     quiet_transformers,
     random_tokens,
+    tiny_model,
 )
 from tests.support.reference.within_cache import load_network, within_cache_logits
 from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
@@ -39,7 +39,6 @@ from tests.unit.engine_service.model.test_retention_numerics import Tables
 torch.set_num_threads(1)
 
 TEXT = random_tokens(40)
-MODELS = {model.name: model for model in TINY_MODELS}
 ROWS = table.FAMILIES
 _EACH = ("gate_proj", "up_proj", "down_proj")
 _V3 = RoutingRule(
@@ -115,7 +114,7 @@ CASES = {
     ),
     "unrotated layers, and none in chunks": Row(
         dataclasses.replace(ROWS["llama4_text"], default_chunk=16),
-        MODELS["llama4"],
+        tiny_model("llama4"),
         left_out=("attention_chunk_size", "layer_types"),
     ),
     "pairs side by side": Row(Family(mlp_bias=None, o_bias=False, pairs_sides=True), model("Helium", head_dim=16)),
@@ -178,18 +177,18 @@ CASES = {
         ),
     ),
     "scaled embeddings": Row(
-        dataclasses.replace(LLAMA, scales_embeddings=True), MODELS["llama"], scaled("embed_tokens.weight", by=8)
+        dataclasses.replace(LLAMA, scales_embeddings=True), tiny_model("llama"), scaled("embed_tokens.weight", by=8)
     ),
-    "1 + weight": Row(dataclasses.replace(LLAMA, has_norm_offset=True), MODELS["llama"], one_more),
-    "1 + weight, of heads": Row(dataclasses.replace(QWEN3, has_norm_offset=True), MODELS["qwen3"], one_more),
+    "1 + weight": Row(dataclasses.replace(LLAMA, has_norm_offset=True), tiny_model("llama"), one_more),
+    "1 + weight, of heads": Row(dataclasses.replace(QWEN3, has_norm_offset=True), tiny_model("qwen3"), one_more),
     "gelu": Row(dataclasses.replace(LLAMA, activation="gelu_tanh"), model("Llama", hidden_act="gelu_pytorch_tanh")),
-    "a factor of scores": Row(dataclasses.replace(LLAMA, query_scalar=24), MODELS["llama"], score_scale),
+    "a factor of scores": Row(dataclasses.replace(LLAMA, query_scalar=24), tiny_model("llama"), score_scale),
     "a bound of logits": Row(
         dataclasses.replace(LLAMA, soft_caps=(None, 5.0)),
-        MODELS["llama"],
+        tiny_model("llama"),
         lambda network: lambda logits: torch.tanh(logits / 5) * 5,
     ),
-    "factors by depth": Row(dataclasses.replace(LLAMA, has_depth_scales=True), MODELS["llama"], depth_scales),
+    "factors by depth": Row(dataclasses.replace(LLAMA, has_depth_scales=True), tiny_model("llama"), depth_scales),
     "biases of MLPs": Row(dataclasses.replace(LLAMA, mlp_bias=True), model("Llama", mlp_bias=True), left_out=("mlp_bias",)),
     "biases by default": Row(
         dataclasses.replace(LLAMA, biased=True), model("Llama", attention_bias=True), left_out=("attention_bias",)
@@ -283,7 +282,7 @@ def test_features_that_are_not_computed_together_are_no_family(what: str, fields
 
 def test_output_gates_are_not_split(tmp_path: Path) -> None:
     """A model of that family without a recurrent layer is one of them."""
-    kind = MODELS["qwen3_next"]
+    kind = tiny_model("qwen3_next")
     layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     folder = build_model_folder(tmp_path, TinyModel("gated", kind.family, kind.overrides | layers))
     with pytest.raises(UnsupportedModelError, match="families without output gates"):
@@ -302,7 +301,7 @@ def test_sinks_of_layers_that_are_not_rotated_are_not_rotated_either(tmp_path: P
 
 def test_sinks_are_refused_to_queries_that_grow_with_their_position(tmp_path: Path) -> None:
     """Which positions would count, of the text or within the cache, no model says."""
-    kind = MODELS["llama4"]
+    kind = tiny_model("llama4")
     whole = {"attention_chunk_size": None, "layer_types": ["full_attention"] * 4}
     folder = build_model_folder(tmp_path, TinyModel("whole", kind.family, kind.overrides | whole))
     served = load_served_model(EngineConfig(model=str(folder), progress=False))
@@ -328,10 +327,10 @@ GELUS = [
 def test_the_activation_is_the_one_that_the_library_reads(
     name: str, said: dict[str, Any], is_ours: bool, tmp_path: Path
 ) -> None:
-    folder = build_model_folder(tmp_path, MODELS[name])
+    folder = build_model_folder(tmp_path, tiny_model(name))
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | said))
-    expected = of_library(Row(Family(), MODELS[name]), folder)
+    expected = of_library(Row(Family(), tiny_model(name)), folder)
     if is_ours:
         assert float((ours(folder) - expected).abs().max()) <= 1e-5
         return

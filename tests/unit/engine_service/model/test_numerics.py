@@ -30,6 +30,7 @@ from tests.support.models.tiny_models import (
     quiet_transformers,
     random_tokens,
     reference_logits,
+    tiny_model,
 )
 from tests.support.worlds.hand_tables import HandTables
 
@@ -123,7 +124,7 @@ def test_a_dropped_token_exceeds_the_bound_a_thousand_times(world, chunk_size, m
 
 def test_a_prompt_longer_than_the_first_rotary_table(tmp_path):
     """The table of cosines starts at 1,024 positions and grows."""
-    model_of = next(model for model in TINY_MODELS if model.name == "mistral_window")
+    model_of = tiny_model("mistral_window")
     folder = build_model_folder(tmp_path, model_of)
     cases = [NumericsCase(random_tokens(1100))]
     reference = reference_logits(folder, cases)
@@ -179,7 +180,7 @@ def test_longrope_is_that_of_transformers_up_to_the_original_length(family, chan
 
 def test_an_original_length_beside_the_rope_has_the_last_word(tmp_path):
     """As in transformers, for all kinds of scaling."""
-    llama3 = next(model for model in TINY_MODELS if model.name == "llama_llama3_rope").overrides["rope_parameters"]
+    llama3 = tiny_model("llama_llama3_rope").overrides["rope_parameters"]
     for index, rope in enumerate((YARN, llama3)):
         overrides = {"rope_parameters": dict(rope), "original_max_position_embeddings": 16}
         folder = build_model_folder(tmp_path / str(index), TinyModel("llama", "Llama", overrides))

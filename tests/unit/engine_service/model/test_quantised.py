@@ -16,14 +16,13 @@ from kvkeeper.engine_service.model.quantised.scheme import METHODS, parse_scheme
 from kvkeeper.engine_service.preflight import check_model
 from tests.support.documents.markdown import ROOT
 from tests.support.models.quantised_models import FORMATS, MXFP4, Quantised, build_both
-from tests.support.models.tiny_models import TINY_MODELS, NumericsCase, TinyModel, random_tokens
+from tests.support.models.tiny_models import NumericsCase, TinyModel, random_tokens, tiny_model
 from tests.unit.engine_service.model.test_numerics import HandTables
 
 torch.set_num_threads(1)
 PAGE = ROOT / "docs" / "operate" / "models.md"
-MODELS = {model.name: model for model in TINY_MODELS}
 BY_NAME = {each.name: each for each in (*FORMATS, MXFP4)}
-CASES = [(each, MODELS["llama"]) for each in FORMATS] + [(MXFP4, MODELS["gpt_oss"])]
+CASES = [(each, tiny_model("llama")) for each in FORMATS] + [(MXFP4, tiny_model("gpt_oss"))]
 IDS = [each.name for each, _ in CASES]
 
 
@@ -46,21 +45,21 @@ def test_each_format_gives_the_logits_of_the_weights_that_it_means(stored: Quant
 @pytest.mark.parametrize("model", ["phi3_window_partial", "qwen3_moe", "mixtral", "qwen2", "gemma3"])
 @pytest.mark.parametrize("stored", ["awq", "packed_4_uneven", "fp8_by_block"])
 def test_every_kind_of_projection_may_be_quantised(model: str, stored: str, tmp_path: Path) -> None:
-    expect_same(*build_both(tmp_path, MODELS[model], BY_NAME[stored]))
+    expect_same(*build_both(tmp_path, tiny_model(model), BY_NAME[stored]))
 
 
 @pytest.mark.parametrize("model", ["deepseek_v2", "deepseek_v3"])
 def test_latent_attention_in_fp8(model: str, tmp_path: Path) -> None:
     """What makes keys and values of latents is used head by head, and stored as one projection."""
-    expect_same(*build_both(tmp_path, MODELS[model], BY_NAME["fp8_by_block"]))
+    expect_same(*build_both(tmp_path, tiny_model(model), BY_NAME["fp8_by_block"]))
 
 
 def test_modules_that_are_not_quantised_stay_as_they_are(tmp_path: Path) -> None:
-    expect_same(*build_both(tmp_path, MODELS["llama"], BY_NAME["gptq"], skipped="layers.0."))
+    expect_same(*build_both(tmp_path, tiny_model("llama"), BY_NAME["gptq"], skipped="layers.0."))
 
 
 def test_scales_of_activations_keys_and_values_are_not_weights(tmp_path: Path) -> None:
-    packed, plain = build_both(tmp_path, MODELS["llama"], BY_NAME["fp8_by_tensor"])
+    packed, plain = build_both(tmp_path, tiny_model("llama"), BY_NAME["fp8_by_tensor"])
     change(packed, lambda tensors: tensors.update({
         "model.layers.0.self_attn.q_proj.input_scale": torch.ones(1), "model.layers.0.self_attn.k_scale": torch.ones(1),
     }))  # fmt: skip
@@ -122,7 +121,7 @@ def dropped(part: str) -> Any:
     ],
 )
 def test_a_damaged_weight_is_named(stored: str, how: Any, said: str, tmp_path: Path) -> None:
-    packed, _ = build_both(tmp_path, MODELS["gpt_oss" if stored == "mxfp4" else "llama"], BY_NAME[stored])
+    packed, _ = build_both(tmp_path, tiny_model("gpt_oss" if stored == "mxfp4" else "llama"), BY_NAME[stored])
     change(packed, how)
     with pytest.raises(WeightsError, match=said):
         load_model(packed, progress=False)
@@ -189,7 +188,7 @@ def test_the_page_of_models_names_each_method() -> None:
 
 
 def test_a_family_that_is_not_native_is_refused_as_a_quantised_one(tmp_path: Path) -> None:
-    packed, _ = build_both(tmp_path, MODELS["llama"], BY_NAME["awq"])
+    packed, _ = build_both(tmp_path, tiny_model("llama"), BY_NAME["awq"])
     config = json.loads((packed / "config.json").read_text())
     (packed / "config.json").write_text(json.dumps(config | {"model_type": "gpt_neox"}))
     with pytest.raises(UnsupportedModelError, match="quantization_config with model type 'gpt_neox'"):

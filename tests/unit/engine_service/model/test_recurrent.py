@@ -19,13 +19,13 @@ from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.recurrent.delta_config import DeltaNetShape
 from kvkeeper.engine_service.model.recurrent.state_pages import runs_of
 from tests.support.models.tiny_models import (
-    TINY_MODELS,
     NumericsCase,
     ReferenceLogits,
     build_model_folder,
     numerics_cases,
     random_tokens,
     reference_logits,
+    tiny_model,
 )
 from tests.support.worlds.batches import ScheduledRow, build_batch
 from tests.support.worlds.hand_tables import HandTables
@@ -36,7 +36,7 @@ SIZE = 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kind = next(model for model in TINY_MODELS if model.name == "qwen3_next")
+    kind = tiny_model("qwen3_next")
     return build_model_folder(tmp_path_factory.mktemp("model"), kind)
 
 

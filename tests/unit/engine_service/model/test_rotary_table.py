@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.rope_config import RopeConfig
 from kvkeeper.engine_service.model.rotary_table import RotaryTable
-from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
+from tests.support.models.tiny_models import build_model_folder, tiny_model
 
 HEAD_DIM, MOST = 16, 6000
 
@@ -77,7 +77,7 @@ def test_a_reserved_table_is_kept_when_a_sequence_goes_farther(num_reserved):
 
 def test_both_tables_of_a_model_are_reserved(tmp_path):
     """Gemma 3 rotates by another table where layers have windows."""
-    gemma3 = next(model for model in TINY_MODELS if model.name == "gemma3")
+    gemma3 = tiny_model("gemma3")
     model, _ = load_model(build_model_folder(tmp_path, gemma3), progress=False)
     assert model.reserve_positions(3000) == 3000
     with Tables() as tables:

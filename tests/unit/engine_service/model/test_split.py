@@ -18,12 +18,12 @@ from kvkeeper.engine_service.ranks.rank_model import load_rank_model
 from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.layout import QuantisedLayout
 from tests.support.models.tiny_models import (
-    TINY_MODELS,
     NumericsCase,
     build_model_folder,
     numerics_cases,
     random_tokens,
     reference_logits,
+    tiny_model,
 )
 from tests.support.worlds.batches import ScheduledRow, build_batch
 from tests.support.worlds.hand_tables import HandTables
@@ -35,7 +35,6 @@ BLOCK_SIZE = 4
 # Of each kind of projection, norm and window one; and some for four ranks on two KV heads.
 TWO = ["llama_tied", "granite_biased", "qwen3_moe_renormalised_one_dense", "gemma2", "gpt_oss", "llama4_dense_between_biased"]
 FOUR = ["llama_biased_linear_rope", "qwen3_tied", "mixtral", "phi3_window_partial"]
-BY_NAME = {model.name: model for model in TINY_MODELS}
 
 
 def split_logits(folder, num_ranks, cases, chunk_size=7, **options):
@@ -52,7 +51,7 @@ def split_logits(folder, num_ranks, cases, chunk_size=7, **options):
 
 @pytest.mark.parametrize(("name", "num_ranks"), [(name, 2) for name in TWO] + [(name, 4) for name in FOUR])
 def test_logits_of_several_ranks_are_those_of_transformers(name, num_ranks, tmp_path):
-    folder = build_model_folder(tmp_path, BY_NAME[name], max_shard_size="50KB")
+    folder = build_model_folder(tmp_path, tiny_model(name), max_shard_size="50KB")
     cases = numerics_cases(BLOCK_SIZE)
     reference = reference_logits(folder, cases)
     assert reference.error(split_logits(folder, num_ranks, cases)) <= reference.bound
@@ -69,7 +68,7 @@ def test_the_demo_model_draws_the_tokens_that_one_rank_draws():
 
 def test_eight_bits_are_split_too(tmp_path):
     """The scales of what is cut by its inputs are finer, so that the error is no larger than one rank's."""
-    folder = build_model_folder(tmp_path, BY_NAME["llama"])
+    folder = build_model_folder(tmp_path, tiny_model("llama"))
     cases = [NumericsCase(random_tokens(30))]
     reference = reference_logits(folder, cases)
     whole, _ = load_model(folder, dtype="int8", progress=False)
@@ -79,7 +78,7 @@ def test_eight_bits_are_split_too(tmp_path):
 
 def test_k_and_v_in_fewer_bits_are_those_of_one_rank(tmp_path):
     """A head of a token has a scale of its own, so that each rank stores its heads as one rank would store them."""
-    folder = build_model_folder(tmp_path, BY_NAME["llama"])
+    folder = build_model_folder(tmp_path, tiny_model("llama"))
     config = EngineConfig(model=str(folder), kv_dtype="int8", progress=False)
 
     def compute(split):
@@ -100,7 +99,7 @@ def test_k_and_v_in_fewer_bits_are_those_of_one_rank(tmp_path):
 
 
 def test_a_rank_reads_its_part_alone(tmp_path, monkeypatch):
-    folder = build_model_folder(tmp_path, BY_NAME["llama"])
+    folder = build_model_folder(tmp_path, tiny_model("llama"))
     read: list[int] = []
     take = StoredTensor.__getitem__
 
@@ -142,7 +141,7 @@ def test_damage_that_shows_when_a_part_is_read_is_told(tmp_path, monkeypatch):
     ],
 )
 def test_models_that_cannot_be_split_so_are_refused(name, num_ranks, words, tmp_path):
-    folder = build_model_folder(tmp_path, BY_NAME[name])
+    folder = build_model_folder(tmp_path, tiny_model(name))
     with pytest.raises(UnsupportedModelError, match=words):
         load_model(folder, progress=False, split=Split(0, num_ranks))
 
@@ -155,7 +154,7 @@ def test_models_that_cannot_be_split_so_are_refused(name, num_ranks, words, tmp_
     ],
 )
 def test_numbers_that_do_not_divide_are_told(changes, words, tmp_path):
-    folder = build_model_folder(tmp_path, BY_NAME["llama"])
+    folder = build_model_folder(tmp_path, tiny_model("llama"))
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UnsupportedModelError, match=words):

@@ -26,13 +26,13 @@ from tests.support.models.tiny_models import (
     build_model_folder,
     random_tokens,
     reference_logits,
+    tiny_model,
 )
 from tests.support.worlds.hand_tables import HandTables
 from tests.support.worlds.rank_threads import on_ranks
 
 torch.set_num_threads(1)
 
-MODELS = {model.name: model for model in TINY_MODELS}
 CASES = (NumericsCase(random_tokens(24)),)
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -88,7 +88,7 @@ def test_a_head_of_the_files_own_is_used_where_the_config_ties_it(model: TinyMod
 
 
 def test_a_head_that_equals_the_embeddings_is_tied_to_them(tmp_path: Path) -> None:
-    folder = build_model_folder(tmp_path, MODELS["llama_tied"])
+    folder = build_model_folder(tmp_path, tiny_model("llama_tied"))
     expected, before = logits(folder), load_served_model(EngineConfig(model=str(folder), progress=False)).num_parameters
     change(folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDINGS].clone()}))
     with capture_logs() as told:
@@ -102,7 +102,7 @@ def test_a_head_that_equals_the_embeddings_is_tied_to_them(tmp_path: Path) -> No
 
 def test_what_head_and_embeddings_are_may_be_stored_as_the_head_alone(tmp_path: Path) -> None:
     """As a library does that stores a tensor once, under the first of its names."""
-    folder = build_model_folder(tmp_path, MODELS["llama_tied"])
+    folder = build_model_folder(tmp_path, tiny_model("llama_tied"))
     expected, served = logits(folder), load_served_model(EngineConfig(model=str(folder), progress=False))
     change(folder, lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDINGS)}))
     assert torch.equal(logits(folder)[0], expected[0])
@@ -116,7 +116,7 @@ def split_logits(folder: Path) -> list[torch.Tensor]:
 
 
 def test_the_first_of_several_ranks_has_the_files_head(tmp_path: Path) -> None:
-    folder = build_model_folder(tmp_path, MODELS["llama_tied"])
+    folder = build_model_folder(tmp_path, tiny_model("llama_tied"))
     change(folder, another_head)
     reference = reference_logits(folder, CASES)
     assert reference.error(split_logits(folder)) <= reference.bound
@@ -125,7 +125,7 @@ def test_the_first_of_several_ranks_has_the_files_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "quantised"])
 @pytest.mark.parametrize("stored", [each for each in FORMATS if each.name in ("gptq", "awq", "packed_4", "fp8_by_block")])
 def test_a_quantised_checkpoint_has_its_own_head_too(stored, is_packed: bool, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    packed, plain = build_both(tmp_path, MODELS["llama_tied"], stored)
+    packed, plain = build_both(tmp_path, tiny_model("llama_tied"), stored)
     change(plain, another_head)
     head = load_file(plain / WEIGHTS)[HEAD]
     parts = {HEAD: head}
@@ -186,7 +186,7 @@ LEFT_OUT = [
 def test_what_is_left_out_is_told_with_its_reason(
     name: str, how: Callable[[Tensors], None], reason: str, tmp_path: Path
 ) -> None:
-    folder = build_model_folder(tmp_path, MODELS[name])
+    folder = build_model_folder(tmp_path, tiny_model(name))
     expected, before = logits(folder), load_served_model(EngineConfig(model=str(folder), progress=False)).num_parameters
     num_before = len(load_file(folder / WEIGHTS))
     change(folder, how)
@@ -215,14 +215,14 @@ NO_PLACE = [
 
 @pytest.mark.parametrize(("name", "how", "named"), NO_PLACE, ids=range(len(NO_PLACE)))
 def test_all_else_is_refused_by_its_name(name: str, how: Callable[[Tensors], None], named: str, tmp_path: Path) -> None:
-    folder = build_model_folder(tmp_path, MODELS[name])
+    folder = build_model_folder(tmp_path, tiny_model(name))
     change(folder, how)
     with pytest.raises(WeightsError, match=named):
         load_model(folder, progress=False)
 
 
 def test_a_tensor_without_a_place_and_one_that_is_there_twice_are_told_apart(tmp_path: Path) -> None:
-    folder = build_model_folder(tmp_path / "model", MODELS["llama"])
+    folder = build_model_folder(tmp_path / "model", tiny_model("llama"))
     tensors = load_file(folder / WEIGHTS)
     shutil.move(folder / WEIGHTS, folder / "a.safetensors")
     for name, said in (
@@ -237,7 +237,7 @@ def test_a_tensor_without_a_place_and_one_that_is_there_twice_are_told_apart(tmp
 
 def test_plain_weights_under_a_quantised_config_are_told_as_what_they_are(tmp_path: Path) -> None:
     stored = next(each for each in FORMATS if each.name == "awq")
-    packed, plain = build_both(tmp_path, MODELS["llama"], stored)
+    packed, plain = build_both(tmp_path, tiny_model("llama"), stored)
     with capture_logs() as told:
         logits(packed)
     assert [line["event"] for line in told] == ["weights_dequantised"]

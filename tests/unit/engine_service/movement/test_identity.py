@@ -8,11 +8,11 @@ from kvkeeper.engine_service.compute.served_model import ServedModel, load_serve
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.movement.messages import identity, require_same
 from kvkeeper.engine_service.values.errors import ForeignEngine
-from tests.support.models.tiny_models import TINY_MODELS, build_model_folder
+from tests.support.models.tiny_models import build_model_folder, tiny_model
 
 
 def test_what_k_and_v_are_stored_in_is_part_of_it(tmp_path: Path) -> None:
-    folder = str(build_model_folder(tmp_path, next(each for each in TINY_MODELS if each.name == "qwen3")))
+    folder = str(build_model_folder(tmp_path, tiny_model("qwen3")))
 
     def load(kv_dtype: str, kv_tail_tokens: int = 0) -> ServedModel:
         config = EngineConfig(

@@ -54,30 +54,6 @@ def test_ranked_by_the_mean_and_not_by_the_sum() -> None:
     assert rank({0: [], 1: [-50.0]}, 2) == [1, 0], "without a token is last"
 
 
-def test_told_at_the_end_by_rank_and_all_are_counted() -> None:
-    generation, told = make(n=2, best_of=3, max_tokens=3)
-    take(generation, 0, (2, -1.0), (3, -1.0), (4, -1.0))
-    take(generation, 2, (5, -0.1), (EOS, -0.2))
-    assert told == []
-    assert generation.is_open
-    take(generation, 1, (6, -0.5), (7, -0.5), (8, -0.8))
-    assert [(chunk.index, chunk.token_ids, chunk.text) for chunk in told] == [(0, (5,), "5"), (1, (6, 7, 8), "678")]
-    assert [chunk.finish_reason for chunk in told] == [FinishReason.END_OF_SEQUENCE, FinishReason.LENGTH]
-    assert [chunk.cumulative_logprob for chunk in told] == pytest.approx([-0.3, -1.8]), "what ended it was drawn as well"
-    assert told[0].usage is None
-    assert told[1].usage is not None
-    assert told[1].usage.new_tokens == 7
-    assert generation.state is RequestState.COMPLETED
-    assert not any(chunk.logprobs for chunk in told), "not asked for"
-
-
-def test_log_probabilities_are_told_where_they_are_asked_for() -> None:
-    generation, told = make(n=1, best_of=2, max_tokens=2, num_logprobs=0)
-    take(generation, 0, (2, -1.0), (3, -1.0))
-    take(generation, 1, (4, -0.25), (6, -0.5))
-    assert [(one.token_id, one.logprob) for one in told[0].logprobs] == [(4, -0.25), (6, -0.5)]
-
-
 @pytest.mark.parametrize(("asked", "drawn"), [(None, 0), (3, 3)])
 def test_the_sampler_is_asked_for_what_ranking_needs(asked: int | None, drawn: int) -> None:
     generation, _ = make(n=1, best_of=2, max_tokens=2, num_logprobs=asked)

@@ -3,15 +3,10 @@
 Those that run ahead are launched then, too: their tokens come from the device, and an end that is seen late has cost a row.
 """
 
-import random
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvkeeper.engine_service.values.request import SequenceState
-from tests.support.slices import scaled
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request
 
@@ -90,32 +85,6 @@ def test_an_unforeseen_end_costs_a_reservation_and_no_more() -> None:
     world.check_outputs()
     assert len(world.outputs[other.sequences[0]]) == 9
     assert sum(count for (arrival, _, _), count in world.computed.items() if arrival == 0) == 3 + 3 - 1
-
-
-@settings(max_examples=scaled(120), deadline=None)
-@given(
-    ahead=st.booleans(),
-    seed=st.integers(0, 2**32),
-    num_blocks=st.integers(12, 40),
-    block_size=st.integers(1, 4),
-    requests=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=6),
-)
-def test_stops_cancellations_forks_and_preemptions_discovered_late(
-    ahead: bool, seed: int, num_blocks: int, block_size: int, requests: list[tuple[int, int, int]]
-) -> None:
-    """Every read goes through the tables as they were when the step was planned, and runs after the next one was asked for."""
-    dice = random.Random(seed)
-    world = overlapping(num_blocks, block_size, chunk_size=dice.choice([2, 8]), ahead=ahead)
-    for length, new, n in requests:
-        if length + new <= world.limits.max_len:
-            request = world.submit(make_request([dice.randrange(3) for _ in range(length)], new, n=n))
-            for sequence in request.sequences:
-                if dice.random() < 0.3:
-                    world.stop_after[sequence] = dice.randint(1, new)
-            if dice.random() < 0.2:
-                world.cancel(request, after=dice.randint(1, 12))
-    world.run()
-    world.check_outputs()
 
 
 def test_what_is_drawn_for_a_sequence_that_has_ended_is_not_its() -> None:

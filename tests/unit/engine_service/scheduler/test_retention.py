@@ -4,16 +4,11 @@ The world reads every sequence through its tables before it computes: sinks and 
 computed by queries that saw what they see (tests/support/worlds/scheduler_world.py).
 """
 
-import random
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvkeeper.engine_service.scheduler.headroom import Preemption
 from kvkeeper.engine_service.scheduler.limits import Limits
 from kvkeeper.engine_service.values.request import Retention
-from tests.support.slices import scaled
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request, tiered
 
@@ -94,18 +89,6 @@ def test_what_is_preempted_is_computed_again_as_it_was(overlap: bool) -> None:
     assert max(world.computed.values()) > 1
 
 
-def test_it_hits_what_others_computed_below_sink_and_window_and_no_more() -> None:
-    world, prompt = core_world(64), [0, 1, 2, 2, 1, 0] * 5
-    plain = world.submit(make_request(prompt, 2))
-    world.run()
-    kept = world.submit(make_request(prompt, 2, retention=Retention(4, 9)))
-    world.run()
-    again = world.submit(make_request(prompt, 2))
-    world.run()
-    world.check_outputs()
-    assert [request.num_hit_tokens for request in (plain, kept, again)] == [0, 12, 28]
-
-
 @pytest.mark.parametrize("num_before", [1, 2, 3, 8])
 def test_continuations_fork_where_they_can_and_else_start_alone(num_before: int) -> None:
     """The last one finds a slot only when another request has ended; the prompt's own window may have gone by then."""
@@ -124,30 +107,3 @@ def test_limits_of_what_gives_blocks_back() -> None:
     assert limits.max_len_of(Retention(4, 9)) == 900
     assert limits.max_len_of(Retention(4, 13)) == 20, "the pool does not hold it: 1 + 3 + 2 blocks"
     assert limits.max_len_of(Retention(0, 17)) == 20, "farther than the model can tell places"
-
-
-@settings(max_examples=scaled(40), deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    block_size=st.integers(1, 5),
-    overlap=st.booleans(),
-    requests=st.lists(
-        st.tuples(st.integers(1, 30), st.integers(1, 20), st.integers(1, 3), st.integers(0, 6), st.integers(0, 8)),
-        min_size=1,
-        max_size=5,
-    ),
-)
-def test_any_mix_in_any_pool(seed: int, block_size: int, overlap: bool, requests: list[tuple[int, int, int, int, int]]) -> None:
-    dice = random.Random(seed)
-    world = core_world(dice.randint(4, 24), block_size, overlap=overlap, chunk_size=dice.choice([1, 3, 8]))
-    for length, new, n, sink, window in requests:
-        kept = Retention(sink, window) if window else None
-        if length + new <= world.limits.max_len_of(kept):
-            request = world.submit(make_request([dice.randrange(3) for _ in range(length)], new, n=n, retention=kept))
-            for sequence in request.sequences:
-                if dice.random() < 0.2:
-                    world.stop_after[sequence] = dice.randint(1, new)
-            if dice.random() < 0.2:
-                world.cancel(request, after=dice.randint(1, 20))
-    world.run()
-    world.check_outputs()

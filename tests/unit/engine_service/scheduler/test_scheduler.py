@@ -117,16 +117,6 @@ def test_one_token_ends_without_a_fork() -> None:
     assert len(world.computed) == 3
 
 
-def test_the_youngest_gives_its_blocks_back_and_resumes_where_it_was() -> None:
-    world = World(num_blocks=8, block_size=2)
-    old = world.submit(make_request([1, 2, 0, 1], 9))
-    young = world.submit(make_request([2, 2, 1], 9))
-    world.run()
-    world.check_outputs()
-    assert old.num_preemptions == 0
-    assert young.num_preemptions == 1, "equals do not take turns"
-
-
 def test_the_lowest_priority_gives_way_first() -> None:
     world = World(num_blocks=8, block_size=2)
     low = world.submit(make_request([1, 2, 0, 1], 9, priority=-1))

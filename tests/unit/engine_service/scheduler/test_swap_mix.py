@@ -8,13 +8,10 @@ from collections import Counter
 
 import pytest
 
-from kvkeeper.engine_service.outputs.beam_search import BeamOptions
 from kvkeeper.engine_service.scheduler.headroom import Preemption
 from kvkeeper.engine_service.scheduler.plan import Work
 from kvkeeper.engine_service.values.request import Retention
 from tests.support.slices import todays
-from tests.support.worlds.beam_world import BeamWorld
-from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request, tiered
 
 NUM_SEEDS = 120
@@ -86,29 +83,3 @@ def test_so_it_does_where_a_step_may_have_few_items(max_step_items: int) -> None
         world.check_outputs()
         num_full_steps += world.num_full_steps
     assert num_full_steps > 30
-
-
-def test_searches_beside_others_find_what_they_would_alone() -> None:
-    num_swapped_out = 0
-    for seed in range(60):
-        dice = random.Random(seed)
-        sizes = (dice.randint(14, 26), dice.choice([1, 2, 4]))
-        tier = {"num_host_blocks": dice.choice([5, 60]), "preemption": Preemption.SWAP}
-        world = BeamWorld(*sizes, chunk_size=3, overlap=dice.random() < 0.5, make_cache=CoreCache, **tier)
-        how_often = dice.choice([0, 0, 0.1, 0.5])
-        world.clears = lambda dice=dice, share=how_often: dice.random() < share  # type: ignore[misc]
-        for _ in range(4):
-            for _ in range(dice.choice([0, 0, 1, 4])):
-                world.step()
-            prompt, new = [dice.randrange(1, 3) for _ in range(dice.randint(1, 6))], dice.randint(1, 6)
-            if dice.random() < 0.6:
-                request = world.submit_search(prompt, new, BeamOptions(dice.randint(2, 4)))
-            else:
-                request = world.submit(make_request(prompt, new, 2, look_up=False))
-            if dice.random() < 0.2:
-                world.cancel(request, after=dice.randint(1, 15))
-        world.run()
-        world.check_searches()
-        assert world.cache.manager.queries.stats().num_held_host_blocks == 0, seed
-        num_swapped_out += world.scheduler.state.num_swapped_out
-    assert num_swapped_out > 10

@@ -8,12 +8,12 @@ from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.server import _load_proposer
 from kvkeeper.engine_service.speculation.draft_model import DraftModel
-from tests.support.models.tiny_models import TINY_MODELS, build_model_folder, random_tokens
+from tests.support.models.tiny_models import build_model_folder, random_tokens, tiny_model
 
 
 def test_one_with_windows_in_some_layers_guesses_what_it_would_say(tmp_path: Path) -> None:
     """Its batches have one table for all layers, so layers in groups would write into each other's blocks."""
-    mixed = next(each for each in TINY_MODELS if each.name == "gemma2")
+    mixed = tiny_model("gemma2")
     folder = str(build_model_folder(tmp_path, mixed))
     config = EngineConfig(model=folder, speculation="draft-model", draft_model=folder, cpu_kernels="torch")
     served = load_served_model(config)
