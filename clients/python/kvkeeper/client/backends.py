@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -137,16 +137,17 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("a blocking call waited for an event loop")
 
 
+class _Closes(Protocol):
+    def close(self) -> object: ...
+
+
 class Closing:
     """A client for threads, which its `with` closes."""
-
-    def close(self) -> object:
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self: _Closes, *_: object) -> None:
         self.close()
 
 
