@@ -31,8 +31,8 @@ class StepLogits:
     Attributes:
         values: float32 [R, vocab_size].
         likeliest: int64 [R], a token also where the logits are not finite; None: they were not looked at.
-        told: likeliest, but NOT_FINITE where the logits are not; None likewise.
-        drawn: int64 [R], each row's token by the parameters that a graph was given, and told is of these; None: by none.
+        told: drawn, or else likeliest, but NOT_FINITE where the logits are not, or STUCK; None likewise.
+        drawn: int64 [R], each row's token by its parameters, a token also where none could be drawn; None: nothing was drawn.
     """
 
     values: torch.Tensor
@@ -67,27 +67,16 @@ class SampledTokens:
     stuck_rows: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
-    """Tokens of S rows, still on the device of the logits: the host has not waited for them.
-
-    Attributes:
-        token_ids: int64 [S], of the vocabulary also where nothing could be drawn.
-        told: token_ids, but NOT_FINITE or STUCK where that is so.
-    """
-
-    token_ids: torch.Tensor
-    told: torch.Tensor
-
-
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
     """Draw one token per row, and wait for it; see draw."""
-    return tokens_of(draw(StepLogits(logits), rows).told.cpu().numpy())
+    told = draw(StepLogits(logits), rows).told
+    assert told is not None, "of what was drawn"
+    return tokens_of(told.cpu().numpy())
 
 
 def tokens_of(told: npt.NDArray[np.int64]) -> SampledTokens:
-    """The tokens, and the rows that have none, out of Drawn.told."""
+    """The tokens, and the rows that have none, out of what is told of them."""
     if (told >= 0).all():
         return SampledTokens(told, ())
     bad, stuck = np.flatnonzero(told == NOT_FINITE), np.flatnonzero(told == STUCK)
@@ -95,8 +84,8 @@ def tokens_of(told: npt.NDArray[np.int64]) -> SampledTokens:
 
 
 @torch.inference_mode()
-def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None, counted: Counted | None = None) -> Drawn:
-    """Draw one token per row.
+def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None, counted: Counted | None = None) -> StepLogits:
+    """Draw one token per row: the step with `drawn`, and with NOT_FINITE or STUCK in `told` where none could be.
 
     Args:
         step: logits float32 [S, V], not changed. -inf is a token that must not be drawn. What a graph drew was by these rows.
@@ -107,8 +96,7 @@ def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None, co
     logits = step.values
     assert logits.shape[0] == len(rows), "one row per row of logits"
     if step.drawn is not None:
-        assert step.told is not None
-        return Drawn(step.drawn, step.told)
+        return step
     if step.told is None or step.likeliest is None:
         if are_likeliest(rows) and not logits.is_cpu:
             step = with_likeliest(logits)
@@ -118,7 +106,7 @@ def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None, co
     assert told is not None
     if are_likeliest(rows):
         assert likeliest is not None
-        return Drawn(likeliest, told)
+        return replace(step, drawn=likeliest)
     raw, is_finite, constrained = logits, told >= 0, logits
     if isinstance(rows, PlainDraws):
         if counted is not None:
@@ -136,7 +124,7 @@ def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None, co
     drawn = _drawn(logits, likeliest, rows if isinstance(rows, PlainDraws) else PlainDraws.of(rows))
     if can_go_on is not None:
         told = torch.where(is_finite & ~can_go_on, STUCK, told)
-    return Drawn(drawn, torch.where(told >= 0, drawn, told))
+    return replace(step, drawn=drawn, told=torch.where(told >= 0, drawn, told))
 
 
 def draw_plain(step: StepLogits, params: torch.Tensor, numbers: torch.Tensor) -> StepLogits:

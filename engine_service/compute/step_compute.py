@@ -259,16 +259,17 @@ class StepCompute:
         if not forward.in_order:  # one prompt's row of logits serves all its continuations
             logits = logits[at_device(work.logit_idx, logits)]
             step = StepLogits(logits)
-        drawn = draw(step, rows, last, counted)
-        results.told = fetch(drawn.told)
+        found = draw(step, rows, last, counted)
+        assert found.told is not None and found.drawn is not None
+        results.told, drawn = fetch(found.told), found.drawn
         # The graph that found the likeliest, or drew, has left them there.
-        are_kept = drawn.token_ids is step.likeliest or drawn.token_ids is step.drawn
+        are_kept = drawn is step.likeliest or drawn is step.drawn
         if not are_kept and len(rows) == len(work.sampled):  # of guesses the host has to say which are right
-            self._last.put(work.sample_rows, drawn.token_ids[: len(work.sample_rows)])
+            self._last.put(work.sample_rows, drawn[: len(work.sample_rows)])
         if asked := _asked(rows):
             picked = at_device(np.array([row for row, _ in asked]), logits)
-            found = find_logprobs(logits[picked], drawn.token_ids[picked], max(count for _, count in asked))
-            results.logprobs = found.fetched(fetch)
+            likeliest = find_logprobs(logits[picked], drawn[picked], max(count for _, count in asked))
+            results.logprobs = likeliest.fetched(fetch)
 
 
 def _is_in_order(work: Work) -> bool:

@@ -212,8 +212,8 @@ def _same_draws(runner: ModelRunner, size: int, batch: Batch) -> Check:
     ways = [SamplingParams(temperature=0.7, top_p=0.9, top_k=50), SamplingParams(temperature=0), SamplingParams(min_p=0.05)]
     rows = [SamplingRow(ways[at % 3], 7, at, history, 1) for at in range(size)]
     step = runner.stage(batch, rows)()
-    drawn = draw(StepLogits(step.values.clone()), rows).token_ids
-    if step.drawn is None:
+    drawn = draw(StepLogits(step.values.clone()), rows).drawn
+    if step.drawn is None or drawn is None:
         return Check(name, None, note="no graph drew")
     same = float((step.drawn == drawn).float().mean())
     return Check(name, same == 1, {"same": same})
@@ -245,10 +245,11 @@ def _same_penalised(
         by_column, counted = dataclasses.replace(PlainDraws.of(rows), penalised=penalised), runner.counts.stage(penalised)
         step = runner.stage(batch, () if behind else by_column, counted)()
         logits = StepLogits(step.values.clone())
-        found = draw(step, by_column, runner.last_tokens, counted).token_ids if behind else step.drawn
+        found = draw(step, by_column, runner.last_tokens, counted).drawn if behind else step.drawn
         if found is None:
             return Check(name, None, note="no graph drew")
-        expected, unpenalised = draw(logits, rows).token_ids, draw(logits, [_unpenalised(row) for row in rows]).token_ids
+        expected, unpenalised = draw(logits, rows).drawn, draw(logits, [_unpenalised(row) for row in rows]).drawn
+        assert expected is not None and unpenalised is not None
         same.append(float((found == expected).float().mean()))
         changed.append(float((expected != unpenalised).float().mean()))
         if at + 1 < known.shape[1]:

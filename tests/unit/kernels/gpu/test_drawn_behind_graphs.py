@@ -36,6 +36,6 @@ def test_histories_end_with_the_token_of_the_step_before(model, told_by):
 
     logits = plain(runner.forward(rows(seqs)))
     outside = draw(StepLogits(logits), [SamplingRow(way, 0, 0, text, 1) for text in known])
-    assert drawn == outside.token_ids.tolist()
+    assert drawn == outside.drawn.tolist()
     assert drawn == logits.argmax(dim=1).tolist(), "the likeliest of all has no part in the histories"
     assert runner.last_tokens.tensor[seqs].tolist() == drawn, "for the step behind"

@@ -47,10 +47,10 @@ def test_what_a_graph_draws_is_what_is_drawn_without_one(each_model):
             step = runner.stage(batch, how if draws % 2 else PlainDraws.of(how))()
         assert runner.graphed.num_draws == draws
         drawn, outside = draw(step, how), draw(StepLogits(on_cuda(step.values.clone())[0]), how)
-        assert drawn.token_ids is step.drawn
-        assert drawn.token_ids.tolist() == outside.token_ids.tolist() == drawn.told.tolist() == outside.told.tolist()
-        assert runner.last_tokens.tensor[places].tolist() == drawn.token_ids.tolist(), "for the step behind"
-        found.update(drawn.token_ids.tolist())
+        assert drawn.drawn is step.drawn
+        assert drawn.drawn.tolist() == outside.drawn.tolist() == drawn.told.tolist() == outside.told.tolist()
+        assert runner.last_tokens.tensor[places].tolist() == drawn.drawn.tolist(), "for the step behind"
+        found.update(drawn.drawn.tolist())
     assert len(found) > 5, "they are drawn"
 
 
@@ -118,8 +118,8 @@ def test_what_a_graph_draws_with_penalties_is_what_is_drawn_without_one(each_mod
             step = runner.stage(batch, dataclasses.replace(PlainDraws.of(how), penalised=own), counted)()
             expected = draw(StepLogits(step.values.as_subclass(torch.Tensor).clone()), outside)
         assert runner.graphed.num_penalised == at
-        assert step.drawn.tolist() == step.told.tolist() == expected.token_ids.tolist()
-        assert runner.last_tokens.tensor[at_rows].tolist() == expected.token_ids.tolist()
-        for seq, token in zip(seqs, expected.token_ids.tolist(), strict=True):
+        assert step.drawn.tolist() == step.told.tolist() == expected.drawn.tolist()
+        assert runner.last_tokens.tensor[at_rows].tolist() == expected.drawn.tolist()
+        for seq, token in zip(seqs, expected.drawn.tolist(), strict=True):
             table[seq, lens[seq]] = token
             lens[seq] += 1
