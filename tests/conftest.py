@@ -1,4 +1,4 @@
-"""Conftest of all tests: the garbage collector looks at what the tests make, and not each time at all that they import."""
+"""Conftest of all tests: chooses the cases of a day, and keeps the garbage collector from all that the tests import."""
 
 import gc
 from collections import defaultdict
@@ -13,7 +13,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "each_value: a day runs each value of each parameter, a whole run all combinations")
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)  # of what -k has left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the combinations of a test that is marked so, a day runs some in which each value of each parameter occurs."""
     tests: dict[object, list[pytest.Function]] = defaultdict(list)

@@ -3,6 +3,7 @@
 from hypothesis import HealthCheck, settings
 
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from tests.support.slices import scaled
 from tests.support.worlds.grpc_driver import GrpcDriver, LoopThread
 from tests.support.worlds.machine import CacheMachine
 
@@ -23,7 +24,7 @@ class ServiceMachine(CacheMachine):
 
 TestServiceMachine = ServiceMachine.TestCase
 TestServiceMachine.settings = settings(
-    max_examples=100,
+    max_examples=scaled(100),
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=list(HealthCheck),

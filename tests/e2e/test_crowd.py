@@ -39,6 +39,7 @@ async def one(client: AsyncEngineClient, seed: int) -> str:
     return "ended"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
     [

@@ -11,6 +11,7 @@ import pytest
 from kvkeeper.client import EngineClient, GenerateOptions, Sampling
 from tests.support.processes.denied_calls import DENIALS, denied, why_not
 from tests.support.processes.services import environment, services_up, short_folder, sockets_in, up_command
+from tests.support.slices import todays
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
@@ -66,16 +67,19 @@ def test_a_denied_call_fails_with_the_errno_of_the_filter(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("names", "code"),
-    [
-        ("madvise", "EINVAL"),  # of a kernel without transparent huge pages
-        ("mlock", "EPERM"),
-        ("sched_setaffinity", "EPERM"),
-        ("sched_getaffinity", "EPERM"),
-        ("sched_yield", "EPERM"),
-        ("hugetlb", "ENOMEM"),
-        ("prctl", "EPERM"),
-        ("scheduling,numa,fadvise", "ENOSYS"),
-    ],
+    todays(
+        [
+            ("madvise", "EINVAL"),  # of a kernel without transparent huge pages
+            ("mlock", "EPERM"),
+            ("sched_setaffinity", "EPERM"),
+            ("sched_getaffinity", "EPERM"),
+            ("sched_yield", "EPERM"),
+            ("hugetlb", "ENOMEM"),
+            ("prctl", "EPERM"),
+            ("scheduling,numa,fadvise", "ENOSYS"),
+        ],
+        2,
+    ),
 )
 def test_hints_cost_nothing_where_they_are_denied(names: str, code: str, folder: Path) -> None:
     with services_up(folder, *sockets_in(folder), before=denied(names, code)) as services:

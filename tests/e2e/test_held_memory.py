@@ -21,6 +21,7 @@ from kvkeeper.common.hold.client import HolderClient
 from tests.support.processes.fleet import DEADLINE_S, Service
 from tests.support.processes.service_pair import until
 from tests.support.processes.services import environment, short_folder
+from tests.support.slices import todays
 from tests.support.stand_ins.fake_libcuda import GRANULARITY, num_device_memories
 from tests.support.worlds.cache_api import BLOCK_BYTES, Api, Session, kv_of, read_all, refusal
 from tests.support.worlds.memory_folder import memory_folder
@@ -410,15 +411,18 @@ DAMAGES: dict[str, Callable[[World], None]] = {
 
 @pytest.mark.parametrize(
     ("damage", "flags", "why"),
-    [
-        ("dropped", {}, "the holder does not have its memory"),
-        ("swapped", {}, "its arena is of another time"),
-        ("no device memory", {}, "its memory cannot be mapped: cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE"),
-        ("other size", {}, "its memory has another size"),
-        ("nothing", {"uuid": "cd" * 16}, "its memory is on another device"),
-        ("nothing", {"num_blocks": 17}, "the configuration has other sizes, or no place for it"),
-        ("nothing", {"device": "cpu", "hold": ""}, "its memory is on a device"),
-    ],
+    todays(
+        [
+            ("dropped", {}, "the holder does not have its memory"),
+            ("swapped", {}, "its arena is of another time"),
+            ("no device memory", {}, "its memory cannot be mapped: cuMemImportFromShareableHandle: CUDA_ERROR_INVALID_VALUE"),
+            ("other size", {}, "its memory has another size"),
+            ("nothing", {"uuid": "cd" * 16}, "its memory is on another device"),
+            ("nothing", {"num_blocks": 17}, "the configuration has other sizes, or no place for it"),
+            ("nothing", {"device": "cpu", "hold": ""}, "its memory is on a device"),
+        ],
+        3,
+    ),
 )
 async def test_what_is_not_the_pools_memory_is_never_believed(damage: str, flags: dict[str, Any], why: str) -> None:
     async with filled_world() as found:

@@ -14,6 +14,7 @@ from tests.e2e.test_take_over import take_over
 from tests.support.models.tiny_models import TinyModel, build_model_folder, random_tokens
 from tests.support.processes.service_pair import Output, Services, generate, services
 from tests.support.remote.redis_server import RedisServer
+from tests.support.slices import todays
 
 WINDOW = 8
 HYBRID = TinyModel(
@@ -51,18 +52,17 @@ async def outputs(
     return found
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "options"),
-    [
-        (400, {}),
-        (120, {"chunk_size": 16}),
-        (400, {"speculation": "prompt-look-up"}),
-        (90, {"chunk_size": 8, "token_budget": 32}),
-        (40, {"chunk_size": 64}),
-        (60, {"num_host_blocks": 200, "preemption": "swap"}),
-    ],
-    ids=["roomy", "chunks", "speculation", "preemptions", "tight", "host-tier"],
-)
+CASES = [
+    pytest.param(400, {}, id="roomy"),
+    pytest.param(120, {"chunk_size": 16}, id="chunks"),
+    pytest.param(400, {"speculation": "prompt-look-up"}, id="speculation"),
+    pytest.param(90, {"chunk_size": 8, "token_budget": 32}, id="preemptions"),
+    pytest.param(40, {"chunk_size": 64}, id="tight"),
+    pytest.param(60, {"num_host_blocks": 200, "preemption": "swap"}, id="host-tier"),
+]
+
+
+@pytest.mark.parametrize(("num_blocks", "options"), todays(CASES, 3))
 async def test_groups_change_no_token(folder: Path, num_blocks: int, options: dict[str, object]) -> None:
     found = []
     for groups in (False, True):

@@ -32,6 +32,7 @@ from tests.support.models.tiny_models import (
 )
 from tests.support.processes.service_pair import Services
 
+pytestmark = pytest.mark.each_value
 BLOCK_SIZE = 4
 NUM_NEW = 2 * BLOCK_SIZE + 1
 NUM_CONTINUATIONS = 3

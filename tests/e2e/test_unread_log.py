@@ -22,12 +22,14 @@ from tests.support.processes.fleet import DEADLINE_S
 from tests.support.processes.service_pair import generate
 from tests.support.processes.services import short_folder, sockets_in
 from tests.support.processes.unread_services import UnreadServices, start, unread_services
+from tests.support.slices import todays
 from tests.support.worlds.cache_api import SPEC
 
 NUM_SESSIONS = 70  # more than there may be at once
 UNREAD = "unread"
 DEMO = ("--model", str(DEMO_MODEL_DIR), "--fronts", "1", "--threads", "1")
 LONG = "import os\n" * 400  # more than an engine encodes itself
+TODAYS = todays([*BROKEN, UNREAD], 2)
 
 
 def children(process: int, word: str) -> list[int]:
@@ -52,7 +54,7 @@ async def ask_for_all(services: UnreadServices) -> None:
     assert spelled.texts[0] in ("one", "two"), "tried out by a text worker"
 
 
-@pytest.mark.parametrize("kind", [*BROKEN, UNREAD])
+@pytest.mark.parametrize("kind", TODAYS)
 async def test_services_serve_on_and_count(kind: str) -> None:
     reading, writing = unread() if kind == UNREAD else (None, BROKEN[kind]())
     async with unread_services(writing, DEMO) as services:
@@ -115,7 +117,7 @@ async def test_ranks_are_lost_and_started_again_without_a_log() -> None:
     os.close(writing)
 
 
-@pytest.mark.parametrize("kind", [*BROKEN, UNREAD])
+@pytest.mark.parametrize("kind", TODAYS)
 async def test_up_keeps_both_services_without_a_log(kind: str) -> None:
     """It has something to say when one has died, and when it ends."""
     async with up_on(kind, own_output=asyncio.subprocess.PIPE) as (up, cache, engine):
