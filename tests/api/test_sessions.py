@@ -125,17 +125,6 @@ async def test_a_stopping_service_refuses_new_sessions_and_ends_streams(clock: M
         assert (await refusal(stream.read())).reason == "UNKNOWN_SESSION"
 
 
-async def test_stopping_ends_a_stream_with_draining() -> None:
-    async with serving() as api:
-        session = await api.open()
-        stream = api.raw_stream()
-        await stream.write(session.step_bytes(1))
-        await stream.read()
-        await api.server.stop()
-        error = await refusal(stream.read())
-        assert (error.reason, error.retry_after is not None) == ("DRAINING", True)
-
-
 async def test_capabilities_tell_limits_and_pools(api: Api) -> None:
     await api.open()
     answer = await api.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=DEADLINE)
