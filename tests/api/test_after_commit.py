@@ -22,11 +22,10 @@ from kvkeeper.cache_service.rpc import step_lane
 from kvkeeper.cache_service.rpc.step_lane import StepLane
 from kvkeeper.common.service import log
 from kvkeeper.common.service.output import QueuedStream
-from tests.api.test_pools import spec_of
 from tests.api.test_watch_events import watching
 from tests.support.processes.broken_outputs import full_disk
 from tests.support.processes.child_processes import Processes
-from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, Session, refusal, serving
+from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, Session, refusal, serving, spec_of
 
 NUM_SESSIONS = 70  # more than there may be at once
 

@@ -121,28 +121,20 @@ async def test_a_session_outlives_its_mapping(api: Api, processes: Processes) ->
     assert (await api.stats()).pools[0].num_quarantined_blocks == 0
 
 
-async def test_a_token_is_good_for_one_attach(api: Api, processes: Processes) -> None:
-    session = await api.open()
-    await processes.attach(session)
-    again = await processes.start(session.opened.attach_socket_path, session.opened.attach_token)
-    await again.process.wait()
-    _, error = await again.process.communicate()
-    assert error.decode().strip() == '{"error": "UNKNOWN_TOKEN"}'
-
-
-async def test_a_token_ends_with_its_session(api: Api, processes: Processes) -> None:
-    session = await api.open()
-    await session.call("CloseSession")
-    late = await processes.start(session.opened.attach_socket_path, session.opened.attach_token)
-    _, error = await late.process.communicate()
-    assert error.decode().strip() == '{"error": "UNKNOWN_TOKEN"}'
-
-
-async def test_a_lease_longer_than_a_minute_does_not_attach(api: Api, processes: Processes) -> None:
-    session = await api.open(ttl_ms=60_001)
+@pytest.mark.parametrize(
+    ("why", "reason"), [("spent", "UNKNOWN_TOKEN"), ("over", "UNKNOWN_TOKEN"), ("a long lease", "LEASE_TOO_LONG")]
+)
+async def test_a_token_is_good_for_one_attach_of_a_live_session_of_a_short_lease(
+    api: Api, processes: Processes, why: str, reason: str
+) -> None:
+    session = await api.open(ttl_ms=60_001 if why == "a long lease" else 60_000)
+    if why == "spent":
+        await processes.attach(session)
+    elif why == "over":
+        await session.call("CloseSession")
     child = await processes.start(session.opened.attach_socket_path, session.opened.attach_token)
     _, error = await child.process.communicate()
-    assert error.decode().strip() == '{"error": "LEASE_TOO_LONG"}'
+    assert error.decode().strip() == f'{{"error": "{reason}"}}'
 
 
 async def test_a_session_with_read_only_memory_reads_in_place_and_writes_nothing(api: Api, processes: Processes) -> None:

@@ -5,9 +5,8 @@ from structlog.testing import capture_logs
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.metrics import cache_metrics
-from tests.api.test_pools import spec_of
 from tests.api.test_watch_events import watching
-from tests.support.worlds.cache_api import Api, refusal, serving
+from tests.support.worlds.cache_api import Api, refusal, serving, spec_of
 
 
 async def use(api: Api, model_id: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import AsyncCacheClient, KvTokens
-from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, Session, blocks_of, refusal, refused, serving
+from tests.support.worlds.cache_api import DEADLINE, Api, Session, blocks_of, refusal, refused, serving, spec_of
 
 PAGE_BYTES = 48
 PAGES = pb.KvSpec(
@@ -19,8 +19,7 @@ PAGES = pb.KvSpec(
 
 def changed(**changes: object) -> pb.KvSpec:
     """The spec with other values; page_bytes and digest are those of the page."""
-    spec = pb.KvSpec()
-    spec.CopyFrom(PAGES)
+    spec = spec_of(PAGES)
     for name, value in changes.items():
         setattr(spec.page if name in ("page_bytes", "digest") else spec, name, value)
     return spec
@@ -74,8 +73,7 @@ async def test_what_no_page_can_be_is_refused(api: Api, field: str, value: objec
 
 
 async def test_a_page_beside_elements_is_refused(api: Api) -> None:
-    spec = pb.KvSpec()
-    spec.CopyFrom(SPEC)
+    spec = spec_of()
     spec.page.CopyFrom(PAGES.page)
     await refused(api.open(spec=spec), "INVALID_FIELD", field="spec.page")
 

@@ -1,7 +1,7 @@
 """Pins over the API, and the figures of GetStats that are worked out from others."""
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.worlds.cache_api import BLOCK_BYTES, SPEC, Api, ManualClock, Session, refused
+from tests.support.worlds.cache_api import BLOCK_BYTES, SPEC, Api, ManualClock, Session, refused, spec_of
 
 TOKENS = range(8)  # two blocks
 
@@ -94,10 +94,7 @@ async def test_bytes_are_those_of_the_blocks_in_use(api: Api) -> None:
     assert (stats.used_bytes, stats.peak_used_bytes) == (3 * by_hand, 3 * by_hand)
     assert stats.block_utilization == 3 / (stats.pool.num_blocks - 1)
     assert stats.slot_utilization == 11 / 12
-    half = pb.KvSpec()
-    half.CopyFrom(SPEC)
-    half.kv_dtype, half.num_layers = pb.KV_DTYPE_BFLOAT16, 3
-    other = await api.open(spec=half, engine=False)
+    other = await api.open(spec=spec_of(kv_dtype=pb.KV_DTYPE_BFLOAT16, num_layers=3), engine=False)
     await other.create(1, 4)
     await other.call("ExtendSequence", sequence_id=1, num_tokens=4)
     used = [pool.used_bytes for pool in (await api.stats()).pools]

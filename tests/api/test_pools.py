@@ -13,15 +13,7 @@ from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 from kvkeeper.cache_service.rpc.convert.kv_spec import kv_spec_message
 from kvkeeper.cache_service.runtime import pool_registry
 from kvkeeper.common.service.memory_limit import OutOfMemory
-from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, MemoryOf, blocks_of, refusal, refused, serving
-
-
-def spec_of(**changes: object) -> pb.KvSpec:
-    spec = pb.KvSpec()
-    spec.CopyFrom(SPEC)
-    for name, value in changes.items():
-        setattr(spec, name, value)
-    return spec
+from tests.support.worlds.cache_api import DEADLINE, Api, MemoryOf, blocks_of, refusal, refused, serving, spec_of
 
 
 async def test_equal_specs_share_a_pool_and_others_do_not(api: Api) -> None:

@@ -20,7 +20,6 @@ from tests.support.stand_ins.fake_cuda import FakeCuda
 from tests.support.worlds.cache_api import (
     BLOCK_BYTES,
     DEADLINE,
-    SPEC,
     Api,
     ManualClock,
     Session,
@@ -31,19 +30,15 @@ from tests.support.worlds.cache_api import (
     refusal,
     refused,
     serving,
+    spec_of,
 )
 from tests.support.worlds.memory_folder import memory_folder
 
 NUM_RANKS = 2
 
 
-def spec_of(num_ranks: int = NUM_RANKS, **changes: object) -> pb.KvSpec:
-    spec = pb.KvSpec()
-    spec.CopyFrom(SPEC)
-    spec.tensor_parallel_size = num_ranks
-    for name, value in changes.items():
-        setattr(spec, name, value)
-    return spec
+def ranks(num_ranks: int = NUM_RANKS) -> pb.KvSpec:
+    return spec_of(tensor_parallel_size=num_ranks)
 
 
 def blocks_of(api: Api, rank: int) -> ByteArray:
@@ -67,7 +62,7 @@ async def denied(processes: Processes, session: Session, words: str) -> str:
 
 
 async def test_each_rank_has_an_arena_of_its_own(api: Api, processes: Processes) -> None:
-    session = await api.open(spec=spec_of())
+    session = await api.open(spec=ranks())
     pool = session.opened.pool
     assert (pool.block_bytes, pool.arena_bytes, pool.spec.tensor_parallel_size) == (
         BLOCK_BYTES,
@@ -83,21 +78,21 @@ async def test_each_rank_has_an_arena_of_its_own(api: Api, processes: Processes)
 
 
 async def test_pools_of_other_numbers_of_ranks_are_other_pools(api: Api) -> None:
-    await api.open(spec=spec_of(2))
-    await api.open(spec=spec_of(1))
+    await api.open(spec=ranks(2))
+    await api.open(spec=ranks(1))
     assert [pool.num_sessions for pool in (await api.stats()).pools] == [1, 1]
 
 
 @pytest.mark.parametrize("rank", ["2", "64", "99999", "-1", "x", "", "1 "])
 async def test_a_rank_that_is_none_of_the_pool_is_refused(api: Api, processes: Processes, rank: str) -> None:
-    session = await api.open(spec=spec_of())
+    session = await api.open(spec=ranks())
     wanted = "UNKNOWN_PART" if rank.endswith(" ") else "UNKNOWN_RANK"
     assert await denied(processes, session, f" memory rank:{rank}") == f'{{"error": "{wanted}"}}'
     await attach(processes, session, 1)  # the token is not spent
 
 
 async def test_a_token_is_good_once_for_each_rank(api: Api, processes: Processes) -> None:
-    session = await api.open(spec=spec_of())
+    session = await api.open(spec=ranks())
     for rank in range(NUM_RANKS):
         await attach(processes, session, rank)
         assert await denied(processes, session, f" memory rank:{rank}") == '{"error": "UNKNOWN_TOKEN"}'
@@ -111,12 +106,12 @@ async def test_a_rank_of_a_pool_of_one_is_refused(api: Api, processes: Processes
 
 
 async def test_the_first_rank_alone_gets_a_step_lane(api: Api, processes: Processes) -> None:
-    session = await api.open(spec=spec_of())
+    session = await api.open(spec=ranks())
     assert await denied(processes, session, " memory step-lane rank:1") == '{"error": "UNKNOWN_PART"}'
 
 
 async def test_a_session_ends_with_its_first_rank_and_its_quarantine_with_the_last(api: Api, processes: Processes) -> None:
-    session = await api.open(spec=spec_of())
+    session = await api.open(spec=ranks())
     await session.create(1, 10)
     await api.raw_step(session.start_bytes(1, 1))
     first, second = await attach(processes, session, 0), await attach(processes, session, 1)
@@ -131,7 +126,7 @@ async def test_a_session_ends_with_its_first_rank_and_its_quarantine_with_the_la
 
 
 async def test_a_pool_is_in_use_until_the_last_rank_has_unmapped(api: Api, processes: Processes) -> None:
-    session = await api.open(spec=spec_of())
+    session = await api.open(spec=ranks())
     children = [await attach(processes, session, rank) for rank in range(NUM_RANKS)]
     (pool,) = api.server.session_manager.registry.pools
     await session.call("CloseSession", drained=True)
@@ -144,7 +139,7 @@ async def test_a_pool_is_in_use_until_the_last_rank_has_unmapped(api: Api, proce
 
 
 async def test_a_drained_close_ends_the_quarantine_of_all_ranks(api: Api, processes: Processes, clock: ManualClock) -> None:
-    session = await api.open(spec=spec_of())
+    session = await api.open(spec=ranks())
     await session.create(1, 10)
     await api.raw_step(session.start_bytes(1, 1))
     for rank in range(NUM_RANKS):
@@ -156,7 +151,7 @@ async def test_a_drained_close_ends_the_quarantine_of_all_ranks(api: Api, proces
 
 
 async def test_copies_are_made_in_the_arenas_of_all_ranks(api: Api) -> None:
-    session = await api.open(spec=spec_of(), engine=False)
+    session = await api.open(spec=ranks(), engine=False)
     await session.create(1, 6)
     answer = pb.StepResponse.FromString(await api.raw_step(session.start_bytes(1, 1)))
     table = int32s(answer.start_block_ids)
@@ -199,7 +194,7 @@ async def swapped(session: Session, api: Api) -> None:
 
 
 async def test_a_swap_moves_the_share_of_every_rank(tiers: Api) -> None:
-    session = await tiers.open(spec=spec_of(), engine=False)
+    session = await tiers.open(spec=ranks(), engine=False)
     pool = session.opened.pool
     assert pool.host_arena_bytes == pool.num_host_blocks * NUM_RANKS * BLOCK_BYTES
     await swapped(session, tiers)
@@ -208,7 +203,7 @@ async def test_a_swap_moves_the_share_of_every_rank(tiers: Api) -> None:
 
 
 async def test_a_rank_finds_its_share_of_the_host_tier_where_the_protocol_says(tiers: Api) -> None:
-    session = await tiers.open(spec=spec_of(), engine=False)
+    session = await tiers.open(spec=ranks(), engine=False)
     await swapped(session, tiers)
     opened, pool = session.opened, session.opened.pool
     sizes = pool.arena_bytes, CallOptions().timeout_s, pool.host_arena_bytes
@@ -236,13 +231,13 @@ async def test_an_arena_for_each_device() -> None:
             return SharedMemoryArena(num_bytes)
 
     async with serving(num_blocks=9, memory=Recorded(with_two, 0)) as api:
-        await api.open(spec=spec_of())
+        await api.open(spec=ranks())
     assert made == [0, 1]
 
 
 async def test_more_ranks_than_devices_is_a_refusal(tmp_path: Path) -> None:
     async with serving(num_blocks=9, memory=CudaMemory(FakeCuda(tmp_path, "service"), 0)) as api:
-        error = await refusal(api.open(spec=spec_of()))
+        error = await refusal(api.open(spec=ranks()))
         assert error.reason == "OUT_OF_POOLS"
         assert "rank 1 is for device 1" in str(error)
         assert (await api.stats()).pools == []
@@ -264,19 +259,19 @@ async def test_no_memory_for_the_second_rank_gives_the_first_ones_back() -> None
             raise AssertionError("there is none")
 
     async with serving(num_blocks=9, memory=Short()) as api:
-        assert (await refusal(api.open(spec=spec_of()))).reason == "OUT_OF_POOLS"
+        assert (await refusal(api.open(spec=ranks()))).reason == "OUT_OF_POOLS"
         assert not hasattr(made[0], "array")
 
 
 async def test_what_is_not_served_for_several_ranks_says_so(api: Api) -> None:
-    session = await api.open(spec=spec_of(), engine=False)
+    session = await api.open(spec=ranks(), engine=False)
     await session.create(1, 6)
     await session.call("ExtendSequence", sequence_id=1, num_tokens=6)
     for call in (session.write_kv(1, 0, np.zeros((2, 2, 6, 3), np.float32)), session.read_kv(1)):
         await refused(call, "NOT_IMPLEMENTED", feature="tensor_parallel_size")
     with memory_folder() as folder:
         async with serving(memory_dir=folder, num_blocks=9) as kept:
-            await refused(kept.open(spec=spec_of()), "NOT_IMPLEMENTED", feature="tensor_parallel_size")
+            await refused(kept.open(spec=ranks()), "NOT_IMPLEMENTED", feature="tensor_parallel_size")
 
 
 async def test_opaque_pages_are_of_one_rank(api: Api) -> None:
@@ -286,7 +281,7 @@ async def test_opaque_pages_are_of_one_rank(api: Api) -> None:
 
 
 async def test_a_client_asks_for_its_rank(api: Api) -> None:
-    session = await api.open(spec=spec_of())
+    session = await api.open(spec=ranks())
     opened = session.opened
     arguments = opened.attach_socket_path, opened.attach_token, opened.pool.arena_bytes, DEADLINE, 0
     arena = await in_thread(*arguments, 1)

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, ManualClock, le64, refusal, refused, serving
+from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, le64, refusal, refused, serving, spec_of
 
 
 async def test_open_tells_the_pool_and_close_reclaims(api: Api) -> None:
@@ -80,10 +80,7 @@ async def test_sessions_are_counted() -> None:
         first = await api.open()
         await api.open()
         await refused(api.open(), "OUT_OF_SESSIONS", limit="2")
-        other = pb.KvSpec()
-        other.CopyFrom(SPEC)
-        other.revision = "other"
-        assert (await refusal(api.open(spec=other))).reason == "OUT_OF_SESSIONS"
+        await refused(api.open(spec=spec_of(revision="other")), "OUT_OF_SESSIONS")
         assert len((await api.stats()).pools) == 1
         await first.call("CloseSession")
         await api.open()
@@ -125,27 +122,13 @@ async def test_a_stopping_service_refuses_new_sessions_and_ends_streams(clock: M
         assert (await refusal(stream.read())).reason == "UNKNOWN_SESSION"
 
 
-async def test_stopping_ends_a_stream_with_draining() -> None:
-    async with serving() as api:
-        session = await api.open()
-        stream = api.raw_stream()
-        await stream.write(session.step_bytes(1))
-        await stream.read()
-        await api.server.stop()
-        error = await refusal(stream.read())
-        assert (error.reason, error.retry_after is not None) == ("DRAINING", True)
-
-
 async def test_capabilities_tell_limits_and_pools(api: Api) -> None:
     await api.open()
     answer = await api.stub.GetCapabilities(pb.GetCapabilitiesRequest(), timeout=DEADLINE)
     assert (answer.min_ttl_ms, answer.max_ttl_ms, answer.max_unattached_ttl_ms) == (500, 60_000, 3_600_000)
     assert (answer.max_message_bytes, answer.max_prompt_message_bytes) == (256 << 10, 4 << 20)
     assert (answer.max_sequences, answer.max_tokens_per_sequence, answer.max_sessions) == (256, 1 << 22, 64)
-    spec = pb.KvSpec()
-    spec.CopyFrom(SPEC)
-    spec.tensor_parallel_size = 1
-    assert [pool.spec for pool in answer.pools] == [spec]
+    assert [pool.spec for pool in answer.pools] == [spec_of(tensor_parallel_size=1)]
     assert answer.version
 
 

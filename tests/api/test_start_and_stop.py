@@ -15,7 +15,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache.v1 import cache_service_pb2_grpc as pb_grpc
-from kvkeeper.cache_service.__main__ import main
 from kvkeeper.cache_service.config import CacheConfig
 from kvkeeper.cache_service.rpc import session_calls
 from kvkeeper.cache_service.server import start_server
@@ -166,18 +165,6 @@ def test_a_socket_of_another_program_is_left_alone(services: Services) -> None:
         assert (services.folder / "s").is_socket()
 
 
-def test_a_file_is_no_socket(services: Services) -> None:
-    (services.folder / "s").write_text("mine")
-    assert "is not a socket" in services.refused("--listen", f"unix:{services.folder}/s")
-    assert (services.folder / "s").read_text() == "mine"
-
-
-def test_a_folder_for_all_is_no_runtime_dir(services: Services) -> None:
-    (services.folder / "run").mkdir()
-    (services.folder / "run").chmod(0o755)
-    assert "mode 0700" in services.refused("--listen", "127.0.0.1:0")
-
-
 @pytest.mark.parametrize("memory", ["4096GiB", "64TiB"])
 def test_more_memory_than_the_machine_has_is_refused(services: Services, memory: str) -> None:
     listen = f"unix:{services.folder}/s"
@@ -195,36 +182,3 @@ def test_more_memory_than_the_process_may_have_is_refused(services: Services, li
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     assert "--pool-memory" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--listen", "0.0.0.0:7410"], "--listen"),
-        (["--listen", "[::]:7410"], "--listen"),
-        (["--listen", "192.168.1.1:7410"], "--listen"),
-        (["--listen", "example.org:7410"], "--listen"),
-        (["--listen", "127.0.0.1"], "--listen"),
-        (["--listen", "127.0.0.1:99999"], "--listen"),
-        (["--listen", "unix:relative"], "--listen"),
-        (["--listen", "unix:/" + "x" * 120], "--listen"),
-        (["--runtime-dir", "/" + "x" * 120], "--runtime-dir"),
-        (["--pool-memory", "much"], "--pool-memory"),
-        (["--pool-memory", "0"], "--pool-memory"),
-        (["--num-pools", "0"], "--num-pools"),
-        (["--num-blocks", "1"], "--num-blocks"),
-        (["--num-blocks", "many"], "--num-blocks"),
-        (["--max-sequences", "0"], "--max-sequences"),
-        (["--max-tokens-per-sequence", "4194305"], "--max-tokens-per-sequence"),
-        (["--max-sessions", "0"], "--max-sessions"),
-        (["--eviction-policy", "random"], "--eviction-policy"),
-        (["--log-level", "loud"], "--log-level"),
-    ],
-)
-def test_a_wrong_configuration_is_one_line(flags: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(flags) == 2
-    output, error = capsys.readouterr()
-    assert output == ""
-    (line,) = error.splitlines()
-    assert line.startswith("kvkeeper cache: ")
-    assert named in line

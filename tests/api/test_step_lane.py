@@ -20,7 +20,7 @@ from kvkeeper.client.arena import attach_arena_and_lane
 from kvkeeper.client.attaching import attaching
 from kvkeeper.client.errors import KvkeeperError, error_of_status
 from tests.support.processes.child_processes import Processes
-from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, Session, int32s, le64, refusal, refused, serving
+from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, Session, int32s, le64, refusal, refused
 from tests.support.worlds.messages import differences, show
 from tests.support.worlds.step_carriers import (
     STEP_REQUEST,
@@ -137,17 +137,6 @@ async def test_the_end_of_a_session_is_told_on_its_lane(api: Api, carriers: Step
         await session.call("CloseSession", drained=True)
         assert (await refusal(stream.read())).reason == "UNKNOWN_SESSION"
         assert await stream.read_frame() == b""
-
-
-async def test_stopping_ends_a_lane_with_draining() -> None:
-    async with serving() as api:
-        session = await api.open()
-        carriers = StepCarriers(api, "lane")
-        lane, _ = await carriers.stepping(session, session.step_bytes(1))
-        await api.server.stop()
-        error = await refusal(lane.read())
-        assert (error.reason, error.retry_after is not None) == ("DRAINING", True)
-        carriers.close()
 
 
 async def test_a_lane_without_steps_takes_over_with_its_first_one(api: Api, carriers: StepCarriers) -> None:

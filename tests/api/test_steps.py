@@ -100,6 +100,17 @@ async def test_a_failed_step_ends_its_stream_but_no_lane_and_no_session(
     assert pb.StepResponse.FromString(await stream.read()).step_id == 2
 
 
+@pytest.mark.parametrize("kind", ["grpc", "lane"])
+async def test_stopping_ends_a_stream_with_draining(kind: str) -> None:
+    async with serving() as api:
+        session, carriers = await api.open(), StepCarriers(api, kind)
+        stream, _ = await carriers.stepping(session, session.step_bytes(1))
+        await api.server.stop()
+        error = await refusal(stream.read())
+        assert (error.reason, error.retry_after is not None) == ("DRAINING", True)
+        carriers.close()
+
+
 @pytest.mark.parametrize("kinds", [("grpc", "grpc"), ("grpc", "lane"), ("lane", "grpc")], ids="-then-".join)
 async def test_a_second_stream_takes_over(api: Api, kinds: tuple[str, str]) -> None:
     session = await api.open()

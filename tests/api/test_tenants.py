@@ -19,7 +19,7 @@ from kvkeeper.client.attaching import attaching
 from kvkeeper.client.errors import KvkeeperError, error_of, error_of_status
 from kvkeeper.common.trust.caller import Caller, Role
 from tests.support.trust.guarded_server import TokenFile, bearer
-from tests.support.worlds.cache_api import BLOCK_SIZE, DEADLINE, SPEC, Api, le64, serving
+from tests.support.worlds.cache_api import BLOCK_SIZE, DEADLINE, SPEC, Api, le64, serving, spec_of
 
 PROMPT = list(range(1, 2 * BLOCK_SIZE + 2))
 TENANTS = ("a", "b")
@@ -312,7 +312,7 @@ def attached(opened: pb.OpenSessionResponse, *parts: str) -> dict[str, object]:
 async def test_a_caller_of_one_tenant_replaces_no_pool(tmp_path: Path) -> None:
     tokens = TokenFile(tmp_path / "tokens")
     shown = {tenant: tokens.add(Caller(f"e{tenant}", tenant, Role.ENGINE)) for tenant in ("a", "*")}
-    specs = [pb.KvSpec.FromString(SPEC.SerializeToString() + pb.KvSpec(revision=name).SerializeToString()) for name in "123"]
+    specs = [spec_of(revision=name) for name in "123"]
     async with serving(auth_tokens=tokens.path, num_pools=2) as api:
         one, of_all = (Prober(api, shown[tenant]) for tenant in ("a", "*"))
         for prober, spec in zip((one, of_all), specs, strict=False):

@@ -15,7 +15,7 @@ from google.protobuf import json_format
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.index.events import watch as events
 from kvkeeper.cache_service.rpc import watch_streams as watches
-from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, ManualClock, Session, le32, le64, refusal, serving
+from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, Session, le32, le64, refusal, serving, spec_of
 
 EXAMPLES = json.loads((Path(__file__).parent / "block_names.json").read_text())
 SNAPSHOT, STORED, REMOVED = pb.EVENT_KIND_SNAPSHOT, pb.EVENT_KIND_STORED, pb.EVENT_KIND_REMOVED
@@ -166,7 +166,7 @@ async def test_token_ids_are_told_to_those_who_ask_and_to_each_those_of_its_tena
 
 async def test_watches_of_two_pools_do_not_meet(api: Api) -> None:
     session = await api.open()
-    other = await api.open(spec=pb.KvSpec.FromString(SPEC.SerializeToString() + pb.KvSpec(revision="2").SerializeToString()))
+    other = await api.open(spec=spec_of(revision="2"))
     async with watching(session) as one, watching(other) as two:
         assert (await one.snapshot(), await two.snapshot()) == (set(), set())
         await Storer(other).store([*range(5)])

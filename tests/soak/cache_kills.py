@@ -6,8 +6,8 @@ opening their sessions, or start their requests again. With kept memory the serv
 and in its host tier, too, while engines of before may still write.
 """
 
-import asyncio
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +24,13 @@ _REFUSALS = frozenset({"CACHE_SERVICE_DOWN"})
 _WORKERS = {"plain": 3, "resubmitting": 1, "submitting": 2}
 
 
-def two_engines(seed: int) -> Counts:
+async def run(seed: int, num_engines: int, num_kills: int, *, is_kept: bool = False) -> Counts:
     """Counts kills; the fault is a request that was under way in one and ended well after it. Worst: seconds until serving."""
-    return asyncio.run(_run(random.Random(seed), num_engines=2, num_kills=4))
+    with memory_folder() if is_kept else nullcontext() as folder:
+        return await _run(random.Random(seed), num_engines, num_kills, folder)
 
 
-def four_engines(seed: int) -> Counts:
-    """The same with more of both."""
-    return asyncio.run(_run(random.Random(seed), num_engines=4, num_kills=20))
-
-
-def kept_two_engines(seed: int) -> Counts:
-    """The same, on a folder of kept memory."""
-    with memory_folder() as folder:
-        return asyncio.run(_run(random.Random(seed), num_engines=2, num_kills=4, memory_dir=folder))
-
-
-def kept_four_engines(seed: int) -> Counts:
-    """The same with more of both."""
-    with memory_folder() as folder:
-        return asyncio.run(_run(random.Random(seed), num_engines=4, num_kills=20, memory_dir=folder))
-
-
-async def _run(rng: random.Random, num_engines: int, num_kills: int, memory_dir: Path | None = None) -> Counts:
+async def _run(rng: random.Random, num_engines: int, num_kills: int, memory_dir: Path | None) -> Counts:
     slowest = 0.0
     flags: dict[str, Any] = {"num_blocks": 24 * num_engines}
     if memory_dir:  # with a host tier, so that kills come while blocks move between the tiers

@@ -41,17 +41,12 @@ _PREFIX = "/kvkeeper.engine.v1.EngineService/"
 Call = Callable[[], Coroutine[Any, Any, Any]]
 
 
-def run(seed: int) -> Counts:
+async def run(seed: int) -> Counts:
     """Counts calls that were cancelled while they were under way, each a fault by itself."""
-    count = asyncio.run(_run(random.Random(seed)))
-    return Counts(count, count)
-
-
-async def _run(rng: random.Random) -> int:
     with patch.object(methods, "log") as log:
-        count = await _cancel_everything(rng)
+        count = await _cancel_everything(random.Random(seed))
     assert not log.exception.called, f"a cancelled call looked like a bug: {log.exception.mock_calls}"
-    return count
+    return Counts(count, count)
 
 
 async def _cancel_everything(rng: random.Random) -> int:

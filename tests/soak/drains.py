@@ -6,7 +6,6 @@ come again, and exits with 0. A cache service refuses new sessions in the same w
 when it is started again.
 """
 
-import asyncio
 import random
 
 import grpc
@@ -23,17 +22,9 @@ _REFUSALS = frozenset({"CACHE_SERVICE_DOWN", "DRAINING"})
 _WORKERS = {"plain": 2, "resubmitting": 1, "submitting": 1, "late": 1}
 
 
-def two_engines(seed: int) -> Counts:
+async def run(seed: int, num_engines: int, num_rounds: int) -> Counts:
     """Counts drains; faults are requests that were under way in one and ended well."""
-    return asyncio.run(_run(random.Random(seed), num_engines=2, num_rounds=1))
-
-
-def four_engines(seed: int) -> Counts:
-    """The same with more of both."""
-    return asyncio.run(_run(random.Random(seed), num_engines=4, num_rounds=3))
-
-
-async def _run(rng: random.Random, num_engines: int, num_rounds: int) -> Counts:
+    rng = random.Random(seed)
     async with fleet(num_engines, {"num_blocks": 24 * num_engines, "drain_timeout": 0.5}) as services:
         async with load_on(services, rng, _REFUSALS) as load:
             load.start(**_WORKERS)

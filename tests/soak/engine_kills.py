@@ -5,7 +5,6 @@ of the blocking one, get the rest of their tokens from the engine that is starte
 predecessor had computed in the prefix cache. Clients of other engines notice nothing.
 """
 
-import asyncio
 import random
 
 from tests.soak.cache_kills import check_nothing_is_left
@@ -19,17 +18,9 @@ _MOST_TRIES = 5
 _WORKERS = {"plain": 2, "resubmitting": 2, "threaded": 1}
 
 
-def one_of_two(seed: int) -> Counts:
+async def run(seed: int, num_engines: int, num_kills: int) -> Counts:
     """Counts kills; faults are streams cut by them and streams resumed after them. Worst: seconds until a client was told."""
-    return asyncio.run(_run(random.Random(seed), num_engines=2, num_kills=2))
-
-
-def one_of_four(seed: int) -> Counts:
-    """The same with more of both."""
-    return asyncio.run(_run(random.Random(seed), num_engines=4, num_kills=10))
-
-
-async def _run(rng: random.Random, num_engines: int, num_kills: int) -> Counts:
+    rng = random.Random(seed)
     async with fleet(num_engines, {"num_blocks": _NUM_BLOCKS}) as services:
         async with load_on(services, rng, frozenset()) as load:
             load.start(**_WORKERS)

@@ -42,17 +42,8 @@ _STRIDE = 17  # places of the order for each point that fires, so that units nea
 _BRIEF_S, _LONG_S = (0.02, 0.3), (1.5, 2.5)  # of a stop or a delay; the long ones are past a lease
 
 
-def briefly(seed: int) -> Counts:
+async def run(seed: int, num_fired: int) -> Counts:
     """Counts failpoints that fired, each a fault by itself."""
-    return asyncio.run(_run(seed, num_fired=6))
-
-
-def long(seed: int) -> Counts:
-    """More of them."""
-    return asyncio.run(_run(seed, num_fired=40))
-
-
-async def _run(seed: int, num_fired: int) -> Counts:
     rng, points = random.Random(seed), all_points()
     is_kept, has_digests, has_prefill_engine = rng.random() < 0.7, rng.random() < 0.5, rng.random() < 0.5
     with memory_folder() if is_kept else nullcontext() as folder:

@@ -8,13 +8,10 @@ import json
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 from tests.soak.row import Counts
 
-_NUM_RUNS = 20_000
-_NUM_RUNS_BRIEFLY = 2_000
 # Of an input, of a call, and of the process, whose other half is torch and the collector of coverage.
 _LIMITS = ("-max_len=4096", "-timeout=20", "-rss_limit_mb=1024")
 # The peak of a process that is started counts the memory of the one that started it, here that of all tests before. A shell in
@@ -23,7 +20,7 @@ FROM_SHELL = ("sh", "-c", '"$@"; exit $?', "sh")
 _MOST_TOLD = 4000  # characters of what atheris printed
 
 
-def _fuzz(service: str, num_runs: int, seed: int) -> Counts:
+def run(seed: int, service: str, num_runs: int) -> Counts:
     """Counts calls; the fault is an input that was refused. Raises AssertionError with the end of what atheris printed."""
     with tempfile.TemporaryDirectory(prefix="kvkeeper-fuzz-") as folder:
         target = [*FROM_SHELL, sys.executable, "-m", "tests.soak.fuzz_target", service, folder]
@@ -32,11 +29,3 @@ def _fuzz(service: str, num_runs: int, seed: int) -> Counts:
         assert ended.returncode == 0, ended.stderr[-_MOST_TOLD:]
         told = json.loads((Path(folder) / "counts").read_text())
     return Counts(told["num_calls"], told["num_refused"])
-
-
-cache = partial(_fuzz, "cache", _NUM_RUNS)
-engine = partial(_fuzz, "engine", _NUM_RUNS)
-gateway = partial(_fuzz, "gateway", _NUM_RUNS)
-cache_briefly = partial(_fuzz, "cache", _NUM_RUNS_BRIEFLY)
-engine_briefly = partial(_fuzz, "engine", _NUM_RUNS_BRIEFLY)
-gateway_briefly = partial(_fuzz, "gateway", _NUM_RUNS_BRIEFLY)

@@ -4,7 +4,6 @@ The hash of the whole core before and after each tells. Valid items stand beside
 would show.
 """
 
-import asyncio
 import random
 
 import pytest
@@ -79,12 +78,9 @@ def core(seed: int) -> Counts:
     return Counts(_NUM_PER_SEED, _NUM_PER_SEED)
 
 
-def wire(seed: int) -> Counts:
+async def wire(seed: int) -> Counts:
     """The same through a channel: steps of one session, calls of another, stale epochs and stolen session ids."""
-    return asyncio.run(_wire(random.Random(seed)))
-
-
-async def _wire(rng: random.Random) -> Counts:
+    rng = random.Random(seed)
     async with serving(num_blocks=17) as api:
         stepping, calling = await api.open(), await api.open(engine=False)
         for session in (stepping, calling):

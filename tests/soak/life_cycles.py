@@ -23,8 +23,6 @@ _PER_ROUND = 24
 _ROUNDS = 24
 _WARM_UP_ROUNDS = 8
 _NUM_SIZES = 20
-MOST_BYTES_PER_REQUEST = 4.0
-MOST_BYTES_UNSETTLED = 160.0
 
 
 class _Round:
@@ -130,12 +128,9 @@ def _open_things() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks())
 
 
-def run(seed: int) -> Counts:
+async def run(seed: int) -> Counts:
     """Counts life cycles; the fault is one that did not simply finish."""
-    return asyncio.run(_run(random.Random(seed)))
-
-
-async def _run(rng: random.Random) -> Counts:
+    rng = random.Random(seed)
     clock = ManualClock()
     async with serving(clock=clock, num_blocks=200, max_sequences=64) as api:
         await _rounds(api, clock, rng, _WARM_UP_ROUNDS)
@@ -146,21 +141,12 @@ async def _run(rng: random.Random) -> Counts:
     return Counts(_PER_ROUND * _ROUNDS, num_faults)
 
 
-def memory(seed: int) -> Counts:
-    """Counts life cycles; the memory of a service that has settled stays where it is."""
-    return asyncio.run(_memory(random.Random(seed), 4200, 1500, 1500, MOST_BYTES_PER_REQUEST))
+async def memory(seed: int, num_sessions: int, num_warm_up: int, num_rounds: int, most: float) -> Counts:
+    """Counts life cycles. A line through the sizes of the service, by the median of all slopes, says what a request leaves.
 
-
-def memory_briefly(seed: int) -> Counts:
-    """The same without the time to settle: sees a request that leaks an object or two."""
-    return asyncio.run(_memory(random.Random(seed), 0, 200, 200, MOST_BYTES_UNSETTLED))
-
-
-async def _memory(rng: random.Random, num_sessions: int, num_warm_up: int, num_rounds: int, most: float) -> Counts:
-    """A line through the sizes of the service, by the median of all slopes, says what a request leaves.
-
-    The service remembers 4096 sessions that ended, and grows by that much at first.
+    The service remembers 4096 sessions that ended, and grows by that much at first. most: bytes.
     """
+    rng = random.Random(seed)
     async with (
         cache_process("--num-blocks", "200", "--max-sequences", "4096", "--max-sessions", "256") as service,
         grpc.aio.insecure_channel(service.address) as channel,

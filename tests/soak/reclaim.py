@@ -25,13 +25,9 @@ _DAY = 86_400.0
 _LEASE = 60.0
 
 
-def deaths(seed: int) -> Counts:
+async def deaths(seed: int) -> Counts:
     """Counts killed and stopped engines; each is a fault by itself."""
-    return asyncio.run(_deaths(random.Random(seed)))
-
-
-async def _deaths(rng: random.Random) -> Counts:
-    processes = Processes()
+    rng, processes = random.Random(seed), Processes()
     async with serving() as api:
         lively = await api.open(ttl_ms=30_000)
         try:
@@ -88,15 +84,12 @@ async def _is_gone(api: Api, lively: Session, session: Session, within: float) -
             await lively.call("RenewSession")
 
 
-def idle(seed: int) -> Counts:
-    """Counts days that a session only renewed; faults are late renewals and a clock that stumbles."""
-    return asyncio.run(_idle(random.Random(seed)))
+async def idle(seed: int) -> Counts:
+    """Counts days that a session only renewed; faults are late renewals and a clock that stumbles.
 
-
-async def _idle(rng: random.Random) -> Counts:
-    """Three sessions; one falls silent in the end and is reaped, so reaping was on."""
-    clock = ManualClock()
-    num_faults = 0
+    Three sessions; one falls silent in the end and is reaped, so reaping was on.
+    """
+    rng, clock, num_faults = random.Random(seed), ManualClock(), 0
     async with serving(clock=clock) as api:
         sessions = [await api.open(ttl_ms=int(1000 * _LEASE)) for _ in range(3)]
         manager = api.server.session_manager

@@ -61,15 +61,15 @@ class _Child:
         return found
 
 
-def stale_calls(seed: int) -> Counts:
+async def stale_calls(seed: int) -> Counts:
     """Counts cycles; the fault is an old call that arrived, and was refused."""
-    result = asyncio.run(_run(random.Random(seed)))
+    result = await _run(random.Random(seed))
     return Counts(result.num_cycles, result.num_refused_calls)
 
 
-def foreign_writes(seed: int) -> Counts:
+async def foreign_writes(seed: int) -> Counts:
     """Counts cycles; the fault is an engine that wrote after its lease had ended."""
-    result = asyncio.run(_run(random.Random(seed)))
+    result = await _run(random.Random(seed))
     return Counts(result.num_cycles, result.num_late_writes)
 
 

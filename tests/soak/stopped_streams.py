@@ -8,14 +8,12 @@ floating-point numbers may say either of two tokens that are as good as alike (n
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 from kvkeeper.client import AsyncEngineClient, BeamSearch, CallOptions, GenerateOptions, Sampling
 from kvkeeper.engine_service.config import HASH_TOY
-from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from tests.soak.near_ties import check_near_tie
+from tests.soak.compared_streams import Asked, Crowd, outputs
 from tests.soak.row import Counts
 from tests.support.processes.fleet import DEADLINE_S, Fleet, Service, fleet
 
@@ -27,47 +25,11 @@ _STOP_EVERY = 8  # calls of the model
 _NUM_WORDS = 250  # tokens that both models know
 _SEARCHES = 0.3  # of the requests
 _TIMEOUT_MS = 900_000
-_APART = 1e-3  # that other batches may bring a log probability
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """One request."""
-
-    prompt: tuple[int, ...]
-    options: GenerateOptions
-
-
-@dataclass
-class _Output:
-    """What one continuation has given."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)  # between the two likeliest tokens, at each token's place
-
-
-def toy_briefly(seed: int) -> Counts:
+async def run(seed: int, model: str, num_stops: int) -> Counts:
     """Counts stops; the fault is a session that a stopped engine lost. Worst: the largest gap at a token that differs."""
-    return asyncio.run(_run(random.Random(seed), HASH_TOY, num_stops=3))
-
-
-def demo_briefly(seed: int) -> Counts:
-    """The same with the demo model."""
-    return asyncio.run(_run(random.Random(seed), str(DEMO_MODEL_DIR), num_stops=3))
-
-
-def toy(seed: int) -> Counts:
-    """More of both."""
-    return asyncio.run(_run(random.Random(seed), HASH_TOY, num_stops=50))
-
-
-def demo(seed: int) -> Counts:
-    """More of both."""
-    return asyncio.run(_run(random.Random(seed), str(DEMO_MODEL_DIR), num_stops=50))
-
-
-async def _run(rng: random.Random, model: str, num_stops: int) -> Counts:
+    rng = random.Random(seed)
     asked = [[_request(rng, has_searches=model == HASH_TOY) for _ in range(_NUM_REQUESTS)] for _ in range(2)]
     stops = {"stop_every": _STOP_EVERY, "stop_seed": rng.randrange(1 << 30)}
     flags = {"model": model, "block_size": _BLOCK_SIZE, "token_budget": 128, "lease_ms": LEASE_MS}
@@ -75,8 +37,8 @@ async def _run(rng: random.Random, model: str, num_stops: int) -> Counts:
     async with fleet(2, {"num_blocks": _NUM_BLOCKS, "max_sequences": 128}, stops, **flags) as services:
         first, second = services.engine_addresses
         async with AsyncEngineClient(first, options) as stopped, AsyncEngineClient(second, options) as other:
-            expected = [await asyncio.gather(*(_outputs(other, request) for request in requests)) for requests in asked]
-            crowds = [_Crowd(client, *both) for client, *both in zip((stopped, other), asked, expected, strict=True)]
+            expected = [await asyncio.gather(*(outputs(other, request) for request in requests)) for requests in asked]
+            crowds = [Crowd(client, *both) for client, *both in zip((stopped, other), asked, expected, strict=True)]
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(crowd.again_and_again()) for crowd in crowds]
                 stops = _Stops(services.engines[0])
@@ -91,7 +53,7 @@ async def _run(rng: random.Random, model: str, num_stops: int) -> Counts:
     return Counts(num_stops, num_lost, max(crowd.largest_gap for crowd in crowds))
 
 
-async def _stop_and_go(services: Fleet, stops: "_Stops", others: "_Crowd") -> None:
+async def _stop_and_go(services: Fleet, stops: "_Stops", others: Crowd) -> None:
     """One stop, for so long that others overwrite what the engine had."""
     engine, num_ended = services.engines[0], services.cache.events["session_ended"]
     await stops.wait()
@@ -135,98 +97,15 @@ class _Stops:
             self._next.cancel()
 
 
-def _request(rng: random.Random, *, has_searches: bool) -> _Asked:
+def _request(rng: random.Random, *, has_searches: bool) -> Asked:
     """One, two or three continuations, or a beam search where the model leaves it no choice between numbers that are alike."""
     prompt = tuple(rng.randrange(3, _NUM_WORDS) for _ in range(rng.choice([7, 8, 9, 16, 17, 24])))
     num_tokens, n = rng.choice([20, 40, 60]), rng.choice([1, 1, 2, 3])
     if has_searches and rng.random() < _SEARCHES:
         sampling = Sampling(max_tokens=num_tokens // 2, ignore_eos=True, repetition_penalty=1.0)
-        return _Asked(prompt, GenerateOptions(n=2, timeout_ms=_TIMEOUT_MS, beam_search=BeamSearch(3), sampling=sampling))
+        return Asked(prompt, GenerateOptions(n=2, timeout_ms=_TIMEOUT_MS, beam_search=BeamSearch(3), sampling=sampling))
     sampling = Sampling(
         max_tokens=num_tokens, temperature=rng.choice([0.0, 0.8]), seed=rng.getrandbits(32), ignore_eos=True,
         repetition_penalty=1.0, num_logprobs=2,
     )  # fmt: skip
-    return _Asked(prompt, GenerateOptions(n=n, timeout_ms=_TIMEOUT_MS, sampling=sampling))
-
-
-async def _outputs(client: AsyncEngineClient, asked: _Asked) -> list[_Output]:
-    """What each continuation gives, to the end."""
-    found = [_Output() for _ in range(asked.options.n or 1)]
-    async for chunk in client.generate(asked.prompt, asked.options):
-        found[chunk.index].token_ids += chunk.token_ids
-        found[chunk.index].logprobs += [one.logprob for one in chunk.logprobs]
-        found[chunk.index].gaps += [one.top[0][1] - one.top[1][1] for one in chunk.logprobs]
-    return found
-
-
-class _Crowd:
-    """Requests at one engine, all at once, again and again; each token is compared the moment it comes."""
-
-    def __init__(self, client: AsyncEngineClient, asked: Sequence[_Asked], expected: Sequence[list[_Output]]) -> None:
-        self.is_over = False
-        self.num_tokens = 0
-        self.largest_gap = 0.0  # at a token that differs
-        self._client, self._asked, self._expected = client, asked, expected
-        self._news = asyncio.Event()
-        self._num_running = 0
-
-    async def again_and_again(self) -> None:
-        """Until it is over, each for itself."""
-        async with asyncio.TaskGroup() as group:
-            for asked, expected in zip(self._asked, self._expected, strict=True):
-                group.create_task(self._repeat(asked, expected))
-
-    async def until_tokens(self, count: int) -> None:
-        """So many more tokens, or until no stream is left to give any."""
-        wanted = self.num_tokens + count
-        async with asyncio.timeout(DEADLINE_S):
-            while self.num_tokens < wanted and self._num_running:
-                self._news.clear()
-                await self._news.wait()
-
-    async def _repeat(self, asked: _Asked, expected: list[_Output]) -> None:
-        self._num_running += 1
-        while not self.is_over:
-            await self._one(asked, expected)
-        self._num_running -= 1
-        self._news.set()
-
-    async def _one(self, asked: _Asked, expected: list[_Output]) -> None:
-        outputs = [_Comparison(asked, index, output) for index, output in enumerate(expected)]
-        async for chunk in self._client.generate(asked.prompt, asked.options):
-            logprobs = [one.logprob for one in chunk.logprobs] or [None] * len(chunk.token_ids)
-            for token_id, logprob in zip(chunk.token_ids, logprobs, strict=True):
-                outputs[chunk.index].take(token_id, logprob)
-            self.num_tokens += len(chunk.token_ids)
-            self._news.set()
-        assert all(output.is_complete for output in outputs)
-        self.largest_gap = max(self.largest_gap, *(output.gap for output in outputs))
-
-
-class _Comparison:
-    """One continuation beside what it should be."""
-
-    def __init__(self, asked: _Asked, index: int, expected: _Output) -> None:
-        """index: of the continuation."""
-        self.gap = 0.0  # at the first token that differs
-        self._asked, self._index, self._expected = asked, index, expected
-        self._num_taken = 0
-        self._differs = False  # from there on it continues another text
-
-    @property
-    def is_complete(self) -> bool:
-        return self._num_taken == len(self._expected.token_ids)
-
-    def take(self, token_id: int, logprob: float | None) -> None:
-        place, self._num_taken = self._num_taken, self._num_taken + 1
-        if self._differs:
-            return
-        expected = self._expected.token_ids[place]
-        if token_id != expected:
-            self._differs, sampling = True, self._asked.options.sampling
-            assert self._expected.gaps and sampling is not None, f"token {place} is {token_id} and not {expected}"
-            before = [*self._asked.prompt, *self._expected.token_ids[:place]]
-            self.gap = check_near_tie(before, sampling, self._index, self._expected.gaps[place], expected, token_id)
-        elif logprob is not None:
-            apart = abs(logprob - self._expected.logprobs[place])
-            assert apart < _APART, f"the log probability of token {place} is {apart} away from what it is without a stop"
+    return Asked(prompt, GenerateOptions(n=n, timeout_ms=_TIMEOUT_MS, sampling=sampling))

@@ -4,7 +4,6 @@ Two tenants store prompts that the other never sees, in sessions of their own. A
 the last token, the session, the epoch, the sequence's id. Each probe is made by the owner as well, and has to find it then.
 """
 
-import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,12 +73,9 @@ _PROBES = (
 )  # fmt: skip
 
 
-def run(seed: int) -> Counts:
+async def run(seed: int) -> Counts:
     """Counts probes of thieves; the fault is the same probe by the owner, which found what it asked for."""
-    return asyncio.run(_run(random.Random(seed)))
-
-
-async def _run(rng: random.Random) -> Counts:
+    rng = random.Random(seed)
     num_found, last_id = 0, 0
     async with tenants_served(_NAMES, num_blocks=_NUM_BLOCKS, max_sequences=4 * _NUM_KEPT) as tenants:
         kept: dict[str, list[_Secret]] = {name: [] for name in _NAMES}

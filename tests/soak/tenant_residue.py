@@ -4,7 +4,6 @@ Every tenant fills its blocks, to the last byte, with a number of its own. What 
 before anything is written to it, and may hold zeros and the tenant's own number and nothing else.
 """
 
-import asyncio
 import random
 
 import numpy as np
@@ -84,12 +83,9 @@ class _Reader:
         return num_foreign
 
 
-def run(seed: int) -> Counts:
+async def run(seed: int) -> Counts:
     """Counts blocks that changed their tenant while full of its number, which is the fault."""
-    return asyncio.run(_run(random.Random(seed)))
-
-
-async def _run(rng: random.Random) -> Counts:
+    rng = random.Random(seed)
     num_foreign = 0
     async with serving(num_blocks=_NUM_BLOCKS) as api:
         readers = [await _reader(api, is_engine, rng) for is_engine in (True, False)]

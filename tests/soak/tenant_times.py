@@ -7,7 +7,6 @@ that the thread of service and spy computes, with messages made before: what a b
 happen to lie, would only hide a difference or feign one.
 """
 
-import asyncio
 import random
 import time
 from collections.abc import Sequence
@@ -28,11 +27,6 @@ _SPEC = pb.KvSpec(model_id="tiny", num_layers=1, num_kv_heads=1, head_dim=1, kv_
                   layout=pb.KV_LAYOUT_BLOCK_MAJOR)  # fmt: skip
 
 
-def run(seed: int) -> Counts:
-    """Counts pairs of look-ups, and as faults those of the spy's own prompts that took longer than half of the others."""
-    return asyncio.run(_run(random.Random(seed), _METHODS[seed % len(_METHODS)]))
-
-
 def auc(ones: Sequence[float], others: Sequence[float]) -> float:
     """How often one of the ones is more than one of the others, where equal ones count half."""
     ordered = np.sort(others)
@@ -40,7 +34,9 @@ def auc(ones: Sequence[float], others: Sequence[float]) -> float:
     return float((below + up_to).mean() / (2 * len(others)))
 
 
-async def _run(rng: random.Random, method: str) -> Counts:
+async def run(seed: int) -> Counts:
+    """Counts pairs of look-ups, and as faults those of the spy's own prompts that took longer than half of the others."""
+    rng, method = random.Random(seed), _METHODS[seed % len(_METHODS)]
     kinds = ("foreign", "own", "nowhere")
     prompts = {kind: [_prompt(rng) for _ in range(_NUM_PROMPTS)] for kind in kinds}
     times: dict[str, list[float]] = {kind: [] for kind in kinds}

@@ -26,12 +26,9 @@ _NAME = "n" * 200  # of a client: with long lines a queue is full sooner
 _PROMPT, _NUM_NEW = [3, 4, 5, 6, 7], 2
 
 
-def run(seed: int) -> Counts:
+async def run(seed: int) -> Counts:
     """Counts calls that had their results; faults are lines that were dropped. The seed says what is wrong with the log."""
-    return asyncio.run(_run(_KINDS[seed % len(_KINDS)]))
-
-
-async def _run(kind: str) -> Counts:
+    kind = _KINDS[seed % len(_KINDS)]
     reading, writing = unread() if kind == "unread" else (None, BROKEN[kind]())
     num_rounds, dropped = 0, Counter[str]()
     async with unread_services(writing, _ENGINE_FLAGS) as services:

@@ -5,24 +5,16 @@ bursts the pool is full and every engine wants more; the quiet between them is m
 """
 
 from tests.soak.row import Counts
-from tests.support.worlds.engine_days import DaysCounts, EngineDays
-
-_BRIEF_S = 600.0
-_DAY_S = 86_400.0
+from tests.support.worlds.engine_days import EngineDays
 
 
-def briefly(seed: int) -> Counts:
-    """Counts virtual minutes; faults are preemptions, blocks asked back, refused starts and lost sessions. Worst: a stall."""
-    counts = EngineDays(seed).run(_BRIEF_S)
-    return Counts(round(_BRIEF_S / 60), _faults(counts), counts.longest_stall)
+def run(seed: int, seconds: float, unit_s: float, *, sees_all: bool = False) -> Counts:
+    """Counts units of virtual time; faults are preemptions, blocks asked back, refused starts and lost sessions.
 
-
-def day(seed: int) -> Counts:
-    """Counts virtual hours of one seed."""
-    counts = EngineDays(seed).run(_DAY_S)
-    assert min(counts.num_full, counts.num_impossible, counts.num_cancelled, counts.num_lost_sessions) > 0, counts
-    return Counts(round(_DAY_S / 3600), _faults(counts), counts.longest_stall)
-
-
-def _faults(counts: DaysCounts) -> int:
-    return counts.num_preemptions + counts.num_given_back + counts.num_refused_starts + counts.num_lost_sessions
+    Worst: a stall. sees_all: it is long enough for everything that may happen.
+    """
+    counts = EngineDays(seed).run(seconds)
+    if sees_all:
+        assert min(counts.num_full, counts.num_impossible, counts.num_cancelled, counts.num_lost_sessions) > 0, counts
+    num_faults = counts.num_preemptions + counts.num_given_back + counts.num_refused_starts + counts.num_lost_sessions
+    return Counts(round(seconds / unit_s), num_faults, counts.longest_stall)

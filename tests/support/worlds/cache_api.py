@@ -38,6 +38,16 @@ SPEC = pb.KvSpec(
     layout=pb.KV_LAYOUT_BLOCK_MAJOR,
 )
 
+
+def spec_of(base: pb.KvSpec = SPEC, **changes: object) -> pb.KvSpec:
+    """A spec with other values."""
+    spec = pb.KvSpec()
+    spec.CopyFrom(base)
+    for name, value in changes.items():
+        setattr(spec, name, value)
+    return spec
+
+
 ROW = SPEC.num_kv_heads * SPEC.head_dim  # elements of K, or of V, of a token in one layer
 
 

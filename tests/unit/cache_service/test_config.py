@@ -170,8 +170,16 @@ def test_what_bounds_the_prefix_cache() -> None:
         *(("--tenant-quotas", value) for value in ("a", "a=", "a=x", "a=-1", "a=0.6", "a=0.1,a=0.2", "a=0.1,")),
         *(("--max-cached-blocks", value) for value in ("-1", "1.5")),
         ("--min-prefix-tokens", "-1"),
+        *(("--listen", value) for value in ("127.0.0.1", "unix:relative", "unix:/" + "x" * 120)),
+        ("--runtime-dir", "/" + "x" * 120),
+        *(("--pool-memory", value) for value in ("much", "0")),
+        *(("--num-blocks", value) for value in ("1", "many")),
+        *((flag, "0") for flag in ("--num-pools", "--max-sequences", "--max-sessions")),
+        ("--max-tokens-per-sequence", "4194305"),
+        ("--eviction-policy", "random"),
+        ("--log-level", "loud"),
     ],
 )
-def test_bounds_of_the_prefix_cache_that_cannot_be(flag: str, value: str) -> None:
+def test_a_value_that_cannot_be_is_refused_by_its_flag(flag: str, value: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         SOURCE.load([f"{flag}={value}"], {})

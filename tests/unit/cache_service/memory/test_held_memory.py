@@ -89,17 +89,10 @@ def test_a_header_names_a_place_or_none() -> None:
     assert b"held" not in Description(1, 1, 2, 2 * SPEC.block_bytes, SPEC).encode(), "as it was before there were others"
 
 
-def test_a_full_device_is_told_and_leaves_no_file(folder: Path, tmp_path: Path) -> None:
-    directory, before = opened(folder, tmp_path, FakeLibcuda(capacity=GRANULARITY)), num_open()
+def test_memory_that_cannot_be_had_is_told_and_leaves_no_file(folder: Path, tmp_path: Path) -> None:
+    directory, before = opened(folder, tmp_path, FakeLibcuda(capacity=GRANULARITY), can_pin=False), num_open()
     with pytest.raises(OutOfMemory, match="4 MiB could not be had on the device"):
         directory.allocate(2 * GRANULARITY)
-    assert [path.name for path in folder.iterdir()] == ["lock"]
-    assert num_open() == before
-    directory.close()
-
-
-def test_a_host_tier_that_cannot_be_pinned_is_refused_and_leaves_no_file(folder: Path, tmp_path: Path) -> None:
-    directory, before = opened(folder, tmp_path, FakeLibcuda(), can_pin=False), num_open()
     with pytest.raises(CudaError, match="cudaHostRegister"):
         directory.allocate_host(1 << 20)
     assert [path.name for path in folder.iterdir()] == ["lock"]

@@ -7,9 +7,7 @@ Wherever it is named, until its step is completed no other sequence may have the
 import numpy as np
 import pytest
 
-from kvkeeper.cache_service.core.values.errors import InvalidField
 from kvkeeper.cache_service.core.values.types import BlockState, Executor, SequenceId, SessionId
-from kvkeeper.cache_service.rpc.kv_calls import check_bounds
 from tests.support.tiers.tier_pool import TierPool
 from tests.support.worlds.core_pool import ALL, A, B, CorePool
 
@@ -57,19 +55,6 @@ def test_what_a_copy_may_not_have_filled_is_cleared_for_its_next_tenant_even_the
     assert destination in reply.start_block_ids.tolist()
     assert destination in reply.copy_destinations[reply.copy_sources == 0].tolist()
     assert pool.manager.queries.stats().num_cleared_blocks > cleared
-
-
-def test_what_a_copy_fills_is_not_read() -> None:
-    pool, _ = pool_with_a_copy_in_flight()
-    readable = pool.manager.queries.readable(A, SequenceId(1))
-    assert (readable.view.num_committed_tokens, readable.num_tokens) == (8, 4)
-    check_bounds(readable, 0, 4)
-    for first, count in ((0, 5), (4, 1), (5, 0)):
-        with pytest.raises(InvalidField) as refused:
-            check_bounds(readable, first, count)
-        assert int(refused.value.metadata["limit"]) == 4
-    pool.step(lag=1)
-    assert pool.manager.queries.readable(A, SequenceId(1)).num_tokens == 8
 
 
 def test_a_session_with_copies_run_by_the_service_reads_all_that_is_committed() -> None:

@@ -14,7 +14,7 @@ from tests.support.reference.workloads import WORKLOADS
 from tests.support.slices import todays
 from tests.support.worlds.core_pool import A, B, CorePool
 
-NONE, SOON = ReuseHint.NONE, ReuseHint.SOON
+ANY, NONE, SOON = ReuseHint.UNSPECIFIED, ReuseHint.NONE, ReuseHint.SOON
 
 
 class Hinted:
@@ -69,12 +69,33 @@ def test_without_a_hint_nothing_is_made_of_hints() -> None:
     assert hinted.counts == (0, 0)
 
 
-def test_the_end_of_one_conversation_leaves_a_shared_prompt_alone() -> None:
-    hinted = Hinted()
-    hinted.run([1, 2, 3])
-    hinted.run([1, 2, 4], NONE)
-    assert hinted.counts == (1, 0)
-    assert hinted.pool.evicted([1, 2, 3], [1, 2, 4]) == [4, 3, 2, 1]
+@pytest.mark.parametrize(
+    ("runs", "counts", "order"),
+    [
+        pytest.param([([1, 2, 3], ANY), ([1, 2, 4], NONE)], [(0, 0), (1, 0)], [4, 3, 2, 1],
+                     id="the end of one conversation leaves a shared prompt alone"),
+        pytest.param([([1, 2, 3], ANY), ([1, 2], NONE)], [(0, 0), (0, 0)], [3, 2, 1],
+                     id="an end inside what another one has cached marks nothing"),
+        pytest.param([([9], ANY), ([1, 2], SOON), ([1, 2, 3, 4], NONE)], [(0, 0), (0, 2), (4, 0)], [4, 3, 2, 1, 9],
+                     id="a conversation that has ended goes with all its turns"),
+        pytest.param([([1, 2], SOON), ([1, 2, 3], ANY), ([4], ANY)], [(0, 2), (0, 0), (0, 0)], [3, 2, 1, 4],
+                     id="a turn that came and says nothing is no longer awaited"),
+        pytest.param([([1, 2, 3], SOON), ([1, 2, 4], NONE), ([5], ANY)], [(0, 3), (1, 3), (1, 3)], [4, 5, 3, 2, 1],
+                     id="another branch leaves what is awaited alone"),
+        pytest.param([([1, 2], NONE), ([1, 2, 3], ANY), ([1, 2, 4], NONE), ([5], NONE)],
+                     [(2, 0), (0, 0), (1, 0), (2, 0)], [4, 5, 3, 2, 1],
+                     id="a sequence that counts on it makes a prompt normal again"),
+    ],
+)  # fmt: skip
+def test_what_sequences_say_one_after_the_other(
+    runs: list[tuple[list[int], ReuseHint]], counts: list[tuple[int, int]], order: list[int]
+) -> None:
+    hinted, told = Hinted(), []
+    for tokens, hint in runs:
+        hinted.run(tokens, hint)
+        told.append(hinted.counts)
+    assert told == counts
+    assert hinted.pool.evicted(*(tokens for tokens, _ in runs)) == order
 
 
 def test_a_prompt_that_was_shared_stays_shared_when_its_other_conversations_are_gone() -> None:
@@ -89,45 +110,6 @@ def test_a_prompt_that_was_shared_stays_shared_when_its_other_conversations_are_
     hinted.run([8])
     assert hinted.counts == (1, 0)
     assert hinted.pool.evicted([1, 2, 7], [8])[0] == 7
-
-
-def test_a_conversation_that_has_ended_goes_with_all_its_turns() -> None:
-    hinted = Hinted()
-    hinted.run([9])
-    hinted.run([1, 2], SOON)
-    assert hinted.counts == (0, 2)
-    hinted.run([1, 2, 3, 4], NONE)
-    assert hinted.counts == (4, 0)
-    assert hinted.pool.evicted([9], [1, 2, 3, 4]) == [4, 3, 2, 1, 9]
-
-
-def test_a_turn_that_came_and_says_nothing_is_no_longer_awaited() -> None:
-    hinted = Hinted()
-    hinted.run([1, 2], SOON)
-    hinted.run([1, 2, 3])
-    hinted.run([4])
-    assert hinted.counts == (0, 0)
-    assert hinted.pool.evicted([1, 2, 3], [4]) == [3, 2, 1, 4]
-
-
-def test_another_branch_leaves_what_is_awaited_alone() -> None:
-    hinted = Hinted()
-    hinted.run([1, 2, 3], SOON)
-    hinted.run([1, 2, 4], NONE)
-    hinted.run([5])
-    assert hinted.counts == (1, 3)
-    assert hinted.pool.evicted([1, 2, 3], [1, 2, 4], [5]) == [4, 5, 3, 2, 1]
-
-
-def test_a_sequence_that_counts_on_it_makes_a_prompt_normal_again() -> None:
-    hinted = Hinted()
-    hinted.run([1, 2], NONE)
-    assert hinted.counts == (2, 0)
-    hinted.run([1, 2, 3])
-    hinted.run([1, 2, 4], NONE)
-    hinted.run([5], NONE)
-    assert hinted.counts == (2, 0)
-    assert hinted.pool.evicted([1, 2, 3], [1, 2, 4], [5]) == [4, 5, 3, 2, 1]
 
 
 def test_a_pin_makes_a_prompt_normal_again() -> None:
@@ -299,10 +281,3 @@ def test_a_block_that_is_adopted_is_normal() -> None:
     assert hint_of(hinted, [1]) is NONE
     hinted.pool.step(commits=[(2, 1, [])])
     assert hint_of(hinted, [1]) is ReuseHint.UNSPECIFIED
-
-
-def test_an_end_inside_what_another_one_has_cached_marks_nothing() -> None:
-    hinted = Hinted()
-    hinted.run([1, 2, 3])
-    hinted.run([1, 2], NONE)
-    assert hinted.counts == (0, 0)

@@ -83,24 +83,17 @@ def test_what_comes_free_is_kept_from_later_reservations_and_not_from_earlier_on
     assert pool.step(reserves=[(1, 17, 17)]).reserve_reserved.tolist() == [17]
 
 
-def test_a_later_item_that_is_refused_for_an_earlier_claim_does_not_starve_that_claim() -> None:
-    pool = CorePool(num_blocks=5)
+@pytest.mark.parametrize(
+    ("num_tokens", "wanted"), [(8, (5, 8)), (12, (17, 17))], ids=["of an earlier claim", "for more than there is"]
+)
+def test_a_later_item_that_is_refused_does_not_starve_an_earlier_one(num_tokens: int, wanted: tuple[int, int]) -> None:
+    pool = CorePool(num_blocks=3 + num_tokens // 4)
     pool.prefill(1, range(8))
-    pool.prefill(2, range(100, 108))
+    pool.prefill(2, range(100, 100 + num_tokens))
     assert pool.step(reserves=[(1, 9, 9)]).reserve_reserved.tolist() == [8]
-    pool.step(truncates=[(2, 4)])
-    reply = pool.step(reserves=[(2, 5, 8), (1, 9, 9)])  # the later one stands first
-    assert reply.reserve_reserved.tolist() == [4, 9]
-
-
-def test_an_item_that_asks_for_more_than_there_is_does_not_starve_an_earlier_one_behind_it() -> None:
-    pool = CorePool(num_blocks=6)
-    pool.prefill(1, range(8))
-    pool.prefill(2, range(100, 112))
-    assert pool.step(reserves=[(1, 9, 9)]).reserve_reserved.tolist() == [8]
-    pool.step(truncates=[(2, 8)])
-    reply = pool.step(reserves=[(2, 17, 17), (1, 9, 9)])
-    assert reply.reserve_reserved.tolist() == [8, 9]
+    pool.step(truncates=[(2, num_tokens - 4)])
+    reply = pool.step(reserves=[(2, *wanted), (1, 9, 9)])  # the later one stands first
+    assert reply.reserve_reserved.tolist() == [num_tokens - 4, 9]
 
 
 def test_an_item_that_is_refused_for_an_earlier_claim_holds_up_no_item_behind_it() -> None:

@@ -1,120 +1,13 @@
 """A reader that applies the snapshot and the events of a watch has the contents of the index at all times."""
 
-import random
-
 import pytest
 
 from kvkeeper.cache_service.core.index.events import watch as events
 from kvkeeper.cache_service.core.index.events.event_feed import EventFeed
-from kvkeeper.cache_service.core.index.leaf_walk import LeafWalk
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
-from kvkeeper.cache_service.core.values.types import EventKind, MatchEnd, PressureLevel, Tier
+from kvkeeper.cache_service.core.values.types import EventKind, MatchEnd, PressureLevel
 from tests.support.worlds.core_pool import A, CorePool, int32
 from tests.support.worlds.event_reader import SPEC_KEY, EventReader, block_name, first_parent, names_in
-
-TENANTS = ("", "a")
-
-
-class World:
-    """An index of a few blocks of one token each, its feed and its readers, driven at random."""
-
-    def __init__(self, seed: int, num_blocks: int = 14) -> None:
-        self.dice = random.Random(seed)
-        self.index = PrefixIndex(num_blocks, 1)
-        self.free = list(range(1, num_blocks))
-        self.demoted: dict[int, int] = {}  # node to the block that it had
-        self.readers: list[EventReader] = []
-        self.feed: EventFeed | None = None
-        self.num_told_late = 0  # events of changes during a snapshot
-
-    def insert(self) -> None:
-        path = [self.dice.randrange(3) for _ in range(self.dice.randint(1, 5))]
-        root = self.index.root(self.dice.choice(TENANTS))
-        found = self.index.match(root, int32(path), len(path)).tolist()
-        new = path[len(found) :]
-        while len(self.free) < len(new):
-            self.forget()
-            found = self.index.match(root, int32(path), len(path)).tolist()
-            new = path[len(found) :]
-        blocks = [self.free.pop() for _ in new]
-        self.index.insert_run(found[-1] if found else root, int32(new), int32(blocks))
-
-    def forget(self) -> None:
-        used = self.index.node_of_block.nonzero()[0].tolist()
-        blocks = self.dice.sample(used, min(len(used), self.dice.randint(1, 2)))
-        lost = self.index.forget_blocks(int32(blocks)).tolist()
-        self.free += blocks + [block for block in lost if block]
-        self._settle()
-
-    def clear(self) -> None:
-        walk = LeafWalk(self.index)
-        while not walk.is_over:
-            lost = self.index.forget_nodes(walk.take_nodes(self.dice.randint(1, 9)), MatchEnd.CLEARED)
-            self.free += [block for block in lost.tolist() if block]
-        self._settle()
-
-    def change_tier(self) -> None:
-        nodes = self.index.node_of_block[self.index.node_of_block > 0].tolist()
-        if self.demoted and self.dice.random() < 0.5:
-            node, tier = self.dice.choice(list(self.demoted)), Tier.DEVICE
-            self.index.block_of_node[node] = self.demoted[node]
-            self.index.node_of_block[self.demoted.pop(node)] = node
-        elif nodes:
-            node, tier = self.dice.choice(nodes), Tier.HOST
-            self.demoted[node] = int(self.index.block_of_node[node])
-            self.index.node_of_block[self.demoted[node]] = self.index.block_of_node[node] = 0
-        else:
-            return
-        if self.index.change_log is not None:
-            self.index.change_log.tier_changed(int32([node]), tier)
-
-    def _settle(self) -> None:
-        """Demoted blocks that were forgotten with their ancestors give their host blocks back too."""
-        for node in [node for node in self.demoted if self.index.key(node) is None]:
-            self.free.append(self.demoted.pop(node))
-
-    def open(self) -> None:
-        if self.feed is None or not self.feed.watches:
-            self.feed = EventFeed(self.index, SPEC_KEY, PressureLevel.LOW, lambda: None)
-        tenant = self.dice.choice(TENANTS)
-        self.readers.append(EventReader(tenant, self.feed.open(tenant, wants_tokens=self.dice.random() < 0.5)))
-
-    def close(self) -> None:
-        if self.readers:
-            assert self.feed is not None
-            self.feed.close(self.readers.pop(self.dice.randrange(len(self.readers))).watch)
-
-    def advance(self) -> None:
-        if self.feed is not None:
-            self.feed.advance(self.dice.randint(1, 6))
-        for reader in self.readers:
-            late = [event.kind for event in reader.watch._events if event.kind is not EventKind.SNAPSHOT]
-            self.num_told_late += not reader.is_complete and EventKind.REMOVED in late
-            reader.read(self.dice.randint(0, 3))
-
-    def check(self) -> None:
-        while self.feed is not None and self.feed.advance(1000):
-            pass
-        for reader in self.readers:
-            reader.read()
-            assert reader.is_complete
-            assert reader.blocks == names_in(self.index, reader.tenant)
-
-
-@pytest.mark.parametrize("first_seed", range(0, 60, 10))
-def test_snapshot_and_events_are_the_index_of_the_tenant(first_seed: int) -> None:
-    num_told_late = 0
-    for seed in range(first_seed, first_seed + 10):
-        world = World(seed)
-        doings = [world.insert] * 6 + [world.forget] * 3 + [world.change_tier] * 3 + [world.advance] * 6
-        doings += [world.open, world.close, world.check]
-        for _ in range(400):
-            world.dice.choice(doings)()
-            if world.dice.random() < 0.01:
-                world.clear()
-        world.check()
-        num_told_late += world.num_told_late
-    assert num_told_late > 0, "nothing was removed during a snapshot: the world is too slow for its feed"
 
 
 def test_the_changes_of_steps_are_told_in_order() -> None:
@@ -154,37 +47,29 @@ def test_a_pool_without_watches_has_no_change_log() -> None:
     assert index.change_log is None
 
 
-def test_a_reader_that_never_reads_ends_alone_and_its_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_WAITING_NAMES", 10)
-    index = PrefixIndex(64, 1)
+@pytest.mark.parametrize(
+    ("bound", "most", "wants_tokens"),
+    [("MAX_WAITING_NAMES", 10, False), ("MAX_WAITING_TOKENS", 20, True)],
+    ids=["names", "tokens"],
+)
+def test_a_reader_that_never_reads_ends_alone_and_its_queue_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, bound: str, most: int, wants_tokens: bool
+) -> None:
+    monkeypatch.setattr(events, bound, most)
+    index = PrefixIndex(64, 2)
     feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
-    slow, quick = EventReader("", feed.open("")), EventReader("", feed.open(""))
+    slow, quick = EventReader("", feed.open("", wants_tokens=wants_tokens)), EventReader("", feed.open(""))
     while feed.advance(100):
         pass
     for token in range(11):
         assert not slow.watch.is_lagging
-        index.insert_run(index.root(""), int32([token]), int32([token + 1]))
+        index.insert_run(index.root(""), int32([token, token]), int32([token + 1]))
         feed.advance(100)
         quick.read()
     assert slow.watch.is_lagging
     assert slow.watch.take_event() is None
     assert not quick.watch.is_lagging
     assert quick.blocks == names_in(index, "")
-
-
-def test_a_reader_of_tokens_may_leave_so_many_tokens_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_WAITING_TOKENS", 20)
-    index = PrefixIndex(64, 2)
-    feed = EventFeed(index, SPEC_KEY, PressureLevel.LOW, lambda: None)
-    slow, nameless = feed.open("", wants_tokens=True), feed.open("")
-    while feed.advance(100):
-        pass
-    for token in range(11):
-        assert not slow.is_lagging
-        index.insert_run(index.root(""), int32([token, token]), int32([token + 1]))
-        feed.advance(100)
-    assert slow.is_lagging
-    assert not nameless.is_lagging
 
 
 def test_a_snapshot_with_tokens_comes_in_events_of_so_many_and_waits_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
