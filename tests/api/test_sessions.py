@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, le64, refusal, refused, serving, spec_of
+from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, ManualClock, le64, refusal, refused, serving, spec_of
 
 
 async def test_open_tells_the_pool_and_close_reclaims(api: Api) -> None:
@@ -73,6 +73,11 @@ async def test_the_shortest_lease_ends_first(api: Api, clock: ManualClock) -> No
     assert len((await api.stats()).sessions) == 1
     clock.advance(60)
     assert len((await api.stats()).sessions) == 0
+
+
+async def test_an_unknown_executor_is_refused(api: Api) -> None:
+    call = api.stub.OpenSession(pb.OpenSessionRequest(spec=SPEC, executor=3), timeout=DEADLINE)
+    await refused(call, "INVALID_FIELD", field="executor")
 
 
 async def test_sessions_are_counted() -> None:

@@ -5,7 +5,7 @@ from tests.contracts.source_tree import SERVICES, classes, name_of, package_root
 # Bases of ours, each the general case of what inherits from it.
 ERRORS = {"CacheError", "EngineError", "ModelError"}
 EVICTION_POLICIES = {"EvictionPolicy", "KeyedPolicy"}
-ARENAS = {"Arena", "SharedMemoryArena", "DeviceArena"}
+ARENAS = {"Arena", "SharedMemoryArena"}
 ORDERINGS = {"Ordering"}
 CONFIGS = {"ServiceConfig"}
 ALLOWED_BASES = ERRORS | EVICTION_POLICIES | ARENAS | ORDERINGS | CONFIGS
