@@ -36,7 +36,9 @@ class TinyColumns(TinyCache):
     def num_blocks_in_table(self, sequence_id: int) -> int:
         return len(self.sequences[sequence_id].table)
 
-    def create(self, sequence_id: int, tokens: list[int], max_tokens: int, priority: int = 0, start_number: int = 0) -> int:
+    def create(  # type: ignore[override]  # as the core does
+        self, sequence_id: int, tokens: list[int], max_tokens: int, priority: int = 0, start_number: int = 0
+    ) -> int:
         """Returns the start number, which this cache does not know. Raises OutOfSequences."""
         if len(self.sequences) >= self.max_sequences:
             raise OutOfSequences
