@@ -22,7 +22,8 @@ from ..config import HASH_TOY, MAX_TOKENS, EngineConfig
 from ..model.checkpoint.digest import weights_digest
 from ..model.checkpoint.errors import ModelConfigError, ModelError, NoDeviceError
 from ..model.checkpoint.json_file import CONFIG_FILE, read_json_object
-from ..model.checkpoint.safetensors_files import EMBEDDINGS, HEAD, list_weight_files, tensor_sizes
+from ..model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
+from ..model.checkpoint.unneeded import EMBEDDINGS, HEAD
 from ..model.chunked import check_chunks
 from ..model.config import ModelConfig, parse_model_config, why_library
 from ..model.decoder import Decoder

@@ -18,19 +18,11 @@ from tqdm import tqdm
 from kvkeeper.kernels.errors import UnsupportedDeviceError
 from kvkeeper.kernels.types import LinearWeight
 
+from .checkpoint.destination import Destination
 from .checkpoint.errors import ModelFileMissingError, UnsupportedModelError, WeightsError
 from .checkpoint.json_file import CONFIG_FILE, read_json_object
-from .checkpoint.safetensors_files import (
-    EMBEDDINGS,
-    HEAD,
-    Destination,
-    StoredTensor,
-    iterate_stored,
-    iterate_tensors,
-    list_weight_files,
-    tensor_sizes,
-    unneeded,
-)
+from .checkpoint.safetensors_files import StoredTensor, iterate_stored, iterate_tensors, list_weight_files, tensor_sizes
+from .checkpoint.unneeded import EMBEDDINGS, HEAD, unneeded
 from .config import ModelConfig, read_model_config
 from .decoder import Decoder, DecoderWeights
 from .dtype_name import INT8, DtypeChoice, dtype_name

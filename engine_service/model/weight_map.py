@@ -8,7 +8,7 @@ import torch
 from kvkeeper.kernels.attention.latent_widths import LatentWidths
 from kvkeeper.kernels.types import LinearWeight
 
-from .checkpoint.safetensors_files import ALL, Destination, Empty, all_of
+from .checkpoint.destination import ALL, Destination, Empty, all_of
 from .config import LatentConfig, ModelConfig
 from .decoder import DecoderWeights, LayerWeights
 from .experts import ExpertWeights, MlpWeights, StackedExperts, Weight

@@ -1,21 +1,17 @@
 """Which weight files a model folder has, and reading tensors from them. Only safetensors: nothing is ever unpickled."""
 
 import math
-import re
-from collections.abc import Callable, Collection, Container, Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from .errors import ModelConfigError, ModelFileMissingError, UnsupportedModelError, WeightsError
 from .json_file import POINTER_SAID, is_pointer, read_json_object
 
 if TYPE_CHECKING:
-    import torch
-
+    import torch  # headers can be read without torch, which takes seconds to import
 
 _ITEM_BYTES: Final = {
     "F64": 8,
@@ -162,83 +158,3 @@ def tensor_sizes(files: tuple[Path, ...]) -> Iterator[TensorSize]:
                     yield TensorSize(name, num_elements, num_elements * _ITEM_BYTES.get(part.get_dtype(), 4))
         except (SafetensorError, OSError) as error:
             raise WeightsError(path.name, f"is damaged or unreadable: {error}") from error
-
-
-HEAD: Final = "lm_head."
-EMBEDDINGS: Final = "model.embed_tokens."
-_FREQUENCIES: Final = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
-_FURTHER: Final = re.compile(r"model\.layers\.(\d+)\.eh_proj\.")  # joins the embedding of a further token to a hidden state
-_ROUNDING: Final = frozenset(
-    ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale", "prob_scale")
-)
-
-
-def unneeded(
-    names: Collection[str],
-    *,
-    num_layers: int,
-    has_later_layers: bool,
-    of_further_tokens: str,
-    part_of: Callable[[str], str] | None,
-    is_first: bool,
-) -> dict[str, str]:
-    """The names of the tensors that are left out when a checkpoint is read, each with the reason.
-
-    No other tensor is left out: what is stored is used, or the checkpoint is refused.
-
-    Args:
-        has_later_layers: whether layers behind the last one may predict further tokens.
-        of_further_tokens: what the names of tensors begin with that do so by themselves; empty: there are none.
-        part_of: of a quantised checkpoint, which part of a stored weight a tensor of this name is.
-        is_first: whether the rank is the first one, which gives the logits.
-    """
-    found = {name: "follows from config.json" for name in names if _FREQUENCIES.fullmatch(name)}
-    if of_further_tokens:
-        found |= {name: "predicts further tokens" for name in names if name.startswith(of_further_tokens)}
-    if has_later_layers:
-        further = {match[1] for match in map(_FURTHER.match, names) if match and int(match[1]) >= num_layers}
-        found |= {name: "predicts further tokens" for name in names if (of := _LAYER.match(name)) and of[1] in further}
-    if part_of is not None:
-        reason = "says how a server may round what it computes; here nothing is rounded so"
-        found |= {name: reason for name in names if part_of(name) in _ROUNDING}
-    if not is_first and any(name.startswith(EMBEDDINGS) for name in names):
-        found |= {name: "is the first rank's" for name in names if name.startswith(HEAD)}
-    return found
-
-
-Empty = Callable[..., torch.Tensor]
-ALL: tuple[slice, ...] = (slice(None),)
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """A stored tensor of `shape` is copied to `part`, a view of a parameter (broadcast where part is larger).
-
-    turned: how what is read of the stored tensor is looked at first; None: as it is.
-    places: which parts of the stored tensor they are, one behind the other by rows; all of it by default.
-    """
-
-    part: torch.Tensor
-    shape: tuple[int, ...]
-    turned: Callable[[torch.Tensor], torch.Tensor] | None = None
-    places: tuple[tuple[slice, ...], ...] = (ALL,)
-
-    def fill(self, stored: torch.Tensor | StoredTensor) -> None:
-        """Reads no more than what goes to the part. Raises WeightsError."""
-        if len(self.places) == 1:
-            self._put(self.part, stored[self.places[0]])
-            return
-        at = 0
-        for place in self.places:
-            found = stored[place]
-            self._put(self.part[at : at + len(found)], found)
-            at += len(found)
-
-    def _put(self, part: torch.Tensor, found: torch.Tensor) -> None:
-        part.copy_(found if self.turned is None else self.turned(found))
-
-
-def all_of(part: torch.Tensor) -> Destination:
-    """All of a stored tensor of the same shape."""
-    return Destination(part, tuple(part.shape))

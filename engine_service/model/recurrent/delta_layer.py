@@ -13,7 +13,7 @@ from kvkeeper.kernels.activations.linear import linear
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.types import LinearWeight
 
-from ..checkpoint.safetensors_files import Destination, Empty, all_of
+from ..checkpoint.destination import Destination, Empty, all_of
 from ..experts import Weight
 from .delta_config import DeltaNetShape
 from .delta_net import DeltaState, convolve, convolve_one, delta_rule, delta_rule_one

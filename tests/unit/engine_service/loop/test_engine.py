@@ -253,7 +253,7 @@ async def test_text_is_delivered_once_the_next_step_is_started(overlap: bool, mo
         return emit(requests, work, *args)
 
     def note_deliver(requests: OpenRequests) -> None:
-        if requests._undelivered or requests.unread._with_more:
+        if requests._undelivered or requests.unread.with_more:
             num_begun.setdefault(num_emitted, num_started)
         deliver(requests)
 

@@ -1,0 +1,48 @@
+"""unneeded: the tensors of a checkpoint that are left out when it is read, by name, each with its reason.
+
+No other tensor is left out: what is stored is used, or the checkpoint is refused.
+"""
+
+import re
+from collections.abc import Callable, Collection
+from typing import Final
+
+HEAD: Final = "lm_head."
+EMBEDDINGS: Final = "model.embed_tokens."
+_FREQUENCIES: Final = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)\.")
+_FURTHER: Final = re.compile(r"model\.layers\.(\d+)\.eh_proj\.")  # joins the embedding of a further token to a hidden state
+_ROUNDING: Final = frozenset(
+    ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale", "prob_scale")
+)
+
+
+def unneeded(
+    names: Collection[str],
+    *,
+    num_layers: int,
+    has_later_layers: bool,
+    of_further_tokens: str,
+    part_of: Callable[[str], str] | None,
+    is_first: bool,
+) -> dict[str, str]:
+    """The names of the tensors that are left out, each with the reason.
+
+    Args:
+        has_later_layers: whether layers behind the last one may predict further tokens.
+        of_further_tokens: what the names of tensors begin with that do so by themselves; empty: there are none.
+        part_of: of a quantised checkpoint, which part of a stored weight a tensor of this name is.
+        is_first: whether the rank is the first one, which gives the logits.
+    """
+    found = {name: "follows from config.json" for name in names if _FREQUENCIES.fullmatch(name)}
+    if of_further_tokens:
+        found |= {name: "predicts further tokens" for name in names if name.startswith(of_further_tokens)}
+    if has_later_layers:
+        further = {match[1] for match in map(_FURTHER.match, names) if match and int(match[1]) >= num_layers}
+        found |= {name: "predicts further tokens" for name in names if (of := _LAYER.match(name)) and of[1] in further}
+    if part_of is not None:
+        reason = "says how a server may round what it computes; here nothing is rounded so"
+        found |= {name: reason for name in names if part_of(name) in _ROUNDING}
+    if not is_first and any(name.startswith(EMBEDDINGS) for name in names):
+        found |= {name: "is the first rank's" for name in names if name.startswith(HEAD)}
+    return found
