@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: this program reports an error in one line of its own
 
-from kvkeeper.common.service.process import first_of, run, stop_signals
+from kvkeeper.common.service.process import run, stop_signals, wait_for_first
 
 from .config import SOURCE, CacheConfig
 from .preflight import check_kernel, check_start
@@ -44,7 +44,7 @@ async def _serve(config: CacheConfig) -> None:
     try:
         await asked.wait()
         asked.clear()
-        await first_of(asked.wait(), server.drain())
+        await wait_for_first(asked.wait(), server.drain())
     finally:
         await server.stop()
 

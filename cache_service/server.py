@@ -32,7 +32,7 @@ from .memory.kept.memory_directory import MemoryDirectory, MemoryRefused
 from .memory.predecessor import end_predecessor
 from .memory.private_file import private_directory
 from .memory.remote.open_remote import RemoteMaker, RemoteRefused, open_remote
-from .memory.select_memory import kept_memory_of, memory_of
+from .memory.select_memory import make_kept_memory, make_memory
 from .metrics import cache_metrics
 from .rpc.eviction_calls import EvictionCalls
 from .rpc.inspection_calls import InspectionCalls
@@ -134,7 +134,7 @@ async def start_server(
         directory = _open_memory_directory(config)
         if config.disk_path is not None:
             disks = DiskDirectory(config.disk_path, config.disk_memory, config.num_pools)
-        kinds, remote = memory or memory_of(config.device), _remote_of(config)
+        kinds, remote = memory or make_memory(config.device), _make_remote(config)
         registry = PoolRegistry(
             config, kinds, watch_streams.note_replaced, directory, disks, timing.time, remote, owns_process=owns_process
         )
@@ -182,7 +182,7 @@ def _open_memory_directory(config: CacheConfig) -> MemoryDirectory | None:
     """Raises MemoryRefused."""
     if config.memory_dir is None:
         return None
-    kept_memory = kept_memory_of(config.device, config.hold, config.memory_dir)
+    kept_memory = make_kept_memory(config.device, config.hold, config.memory_dir)
     return MemoryDirectory(config.memory_dir, keep=config.keep, memory=kept_memory)
 
 
@@ -199,7 +199,7 @@ def _find_refusal(error: BaseException, config: CacheConfig) -> StartError | Non
     return next((StartError(f"{flag}{error}") for kind, flag in flags.items() if isinstance(error, kind)), None)
 
 
-def _remote_of(config: CacheConfig) -> RemoteMaker | None:
+def _make_remote(config: CacheConfig) -> RemoteMaker | None:
     """Raises RemoteRefused."""
     if not config.remote:
         return None

@@ -16,7 +16,7 @@ import structlog
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: the service itself reports each failure in one line
 
-from kvkeeper.common.service.process import LOST, ServiceLost, first_of, run, stop_signals
+from kvkeeper.common.service.process import LOST, ServiceLost, run, stop_signals, wait_for_first
 
 from .config import SOURCE, EngineConfig
 from .preflight import check_kernel, check_start
@@ -67,11 +67,11 @@ async def _until_stopped(start: "Callable[[], Coroutine[Any, Any, RunningServer]
     signalled = stop_signals()
     server = await start()
     try:
-        await first_of(signalled.wait(), server.wait_ready())
+        await wait_for_first(signalled.wait(), server.wait_ready())
         gc.freeze()  # 300,000 objects of the libraries stay: a collection that looked at them would stop all streams for 150 ms
-        await first_of(signalled.wait(), server.wait_end())
+        await wait_for_first(signalled.wait(), server.wait_end())
         signalled.clear()
-        await first_of(signalled.wait(), server.drain())
+        await wait_for_first(signalled.wait(), server.drain())
     except ServiceLost:
         await server.stop()
         # gRPC's own tasks of calls that were cut off end by themselves; cancelled, each says so on the terminal.

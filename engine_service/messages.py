@@ -16,11 +16,11 @@ from .values.sampling_params import SamplingParams
 DEFAULT_MAX_TOKENS = 256
 
 
-def usage_of(usage: Usage) -> pb.Usage:
+def make_usage(usage: Usage) -> pb.Usage:
     return pb.Usage(**usage.by_name())
 
 
-def logprobs_of(found: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
+def make_logprobs(found: Iterable[TokenLogprobs]) -> list[pb.TokenLogprobs]:
     return [
         pb.TokenLogprobs(
             token_id=one.token_id,
@@ -55,7 +55,7 @@ class TakesUnread(Protocol):
         """What is new, once there is something, and the error that ends it."""
 
 
-def response_of(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:
+def make_response(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:
     """The message of a chunk."""
     reason = f"FINISH_REASON_{chunk.finish_reason.name}" if chunk.finish_reason is not None else None
     return pb.GenerateResponse(
@@ -64,9 +64,9 @@ def response_of(request_id: str, chunk: OutputChunk) -> pb.GenerateResponse:
         text=chunk.text,
         token_ids=chunk.token_ids,
         finish_reason=reason,
-        usage=usage_of(chunk.usage) if chunk.usage is not None else None,
-        logprobs=logprobs_of(chunk.logprobs),
-        prompt_logprobs=logprobs_of(chunk.prompt_logprobs),
+        usage=make_usage(chunk.usage) if chunk.usage is not None else None,
+        logprobs=make_logprobs(chunk.logprobs),
+        prompt_logprobs=make_logprobs(chunk.prompt_logprobs),
         cumulative_logprob=chunk.cumulative_logprob,
     )
 
@@ -76,7 +76,7 @@ async def responses(request_id: str, unread: TakesUnread) -> AsyncIterator[pb.Ge
     while True:
         chunks, error = await unread.take_unread()
         for chunk in chunks:
-            yield response_of(request_id, chunk)
+            yield make_response(request_id, chunk)
         if error is not None:
             raise error
         if chunks and chunks[-1].usage is not None:

@@ -31,7 +31,7 @@ from kvkeeper.common.service.turns import Turns
 from kvkeeper.common.trust.guard import Guard
 
 from .compute.cpu_kernels import switch_kernels
-from .compute.device.device_errors import fault_of
+from .compute.device.device_errors import find_fault
 from .compute.served_model import SAVES_MEMORY, ServedModel, load_served_model, most_tokens, own_name
 from .config import GATEWAY_PACKAGE, EngineConfig
 from .loop.engine import Engine, make_engine
@@ -43,7 +43,7 @@ from .model.split import WHOLE
 from .movement.take_over import TakeOverRefused
 from .ranks.messages import RankLost
 from .ranks.ranks import Ranks
-from .rpc.admission import connection_of
+from .rpc.admission import get_connection
 from .rpc.methods import turn_limits
 from .rpc.service import EngineService
 from .scheduler.policies import make_ordering
@@ -111,7 +111,7 @@ class RunningServer:
         except DeviceLost as error:
             if not self._ready.is_set():
                 raise StartError(f"--device {self.config.device}: {error.fault}") from None
-            await self._tell_lost()
+            await self._report_lost()
             raise ServiceLost(error.fault) from None
         except TakeOverRefused as error:
             raise StartError(f"--take-over {self.config.take_over}: {error}") from None
@@ -128,7 +128,7 @@ class RunningServer:
         except TimeoutError:
             log.warning("drain_timeout", num_requests=len(self.engine.requests.generations))
 
-    async def _tell_lost(self) -> None:
+    async def _report_lost(self) -> None:
         """Let clients read that their requests have ended, and health that this engine serves no more."""
         await self._fronts.drain()
         with contextlib.suppress(TimeoutError):
@@ -179,7 +179,7 @@ async def start_server(config: EngineConfig, *, model: ServedModel | None = None
 
 async def _start(config: EngineConfig, model: ServedModel | None, undo: contextlib.AsyncExitStack) -> RunningServer:
     """undo: gets what takes apart again what was started."""
-    credentials = credentials_of(config)
+    credentials = make_credentials(config)
     # Before the long load, so that a taken address is refused at once.
     message_bytes = max_prompt_message_bytes(most_tokens(config) if model is None else model.max_len)
     guard, turns = Guard(config), Turns(turn_limits(config, message_bytes))
@@ -242,7 +242,7 @@ async def _load(
 
 
 def _make_engine(config: EngineConfig, served: ServedModel, proposer: Proposer | None, turns: Turns) -> Engine:
-    shares = FairShare() if config.fair_share else FairShare(connection_of) if config.client_shares else None
+    shares = FairShare() if config.fair_share else FairShare(get_connection) if config.client_shares else None
     waiting = WaitingSequences(make_ordering(config.policy), shares)
     engine_tracing = EngineTracing(tracing.tracer(), served.name)
     engine = make_engine(config.max_waiting, proposer, engine_tracing, waiting, runs_ahead=config.overlap)
@@ -259,7 +259,7 @@ def _start_errors(config: EngineConfig) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, RankLost):
             raise StartError(f"--tensor-parallel {config.tensor_parallel}: {error}") from None
-        if (fault := fault_of(error)) is not None:
+        if (fault := find_fault(error)) is not None:
             raise StartError(f"--device {config.device}: {fault.text(SAVES_MEMORY)}") from None
         if isinstance(error, ModelError):
             raise StartError(f"--model {config.model}: {error}") from None
@@ -313,7 +313,7 @@ def _gateway(config: EngineConfig, service: EngineService, engine: Engine, serve
     return [(GATEWAY_CONTRACT, VllmEngine(config, service, engine, has_tokenizer=served.text.tokenizer is not None))]
 
 
-def credentials_of(config: EngineConfig) -> Credentials:
+def make_credentials(config: EngineConfig) -> Credentials:
     """That this engine shows the cache service and other engines."""
     return Credentials(
         token_file=config.cache_token_file,

@@ -115,7 +115,7 @@ class PoolState:
         self.lower_tier: LowerTier | None = None  # set where there is one
         self.below: LowerTiers | None = None  # set where there is one
         self.gauge = PressureGauge(config.pressure_levels, config.num_usable_blocks)
-        self.gauge.on_change = self._tell_pressure
+        self.gauge.on_change = self._report_pressure
         self.room_ahead = RoomAhead(config.num_usable_blocks)
         self._num_spare_blocks = int(config.num_usable_blocks * config.watermark)
 
@@ -178,7 +178,7 @@ class PoolState:
         self.update_pressure()
         return is_left
 
-    def _tell_pressure(self, level: PressureLevel) -> None:
+    def _report_pressure(self, level: PressureLevel) -> None:
         if self.index.change_log is not None:
             self.index.change_log.pressure_changed(level)
 

@@ -21,7 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from kvkeeper.common.service.listen import SocketLock, listen_privately, peer_of
+from kvkeeper.common.service.listen import SocketLock, get_peer, listen_privately
 
 from .timeouts import Clock, within
 
@@ -186,7 +186,7 @@ async def _read_request(connection: socket.socket) -> tuple[str, frozenset[Part]
 
 def _open_process(connection: socket.socket) -> int:
     """A pidfd of the process at the other end, which must run as the same user."""
-    peer = peer_of(connection)
+    peer = get_peer(connection)
     if peer.user != os.geteuid():
         raise AttachRefused("FOREIGN_USER")
     try:

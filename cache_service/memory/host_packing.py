@@ -8,7 +8,7 @@ keeps its blocks as they are has none of this.
 import numpy as np
 
 from ..core.values.kv_spec import HOST_BITS, KvSpec
-from .kv_numbers import SCALE_BYTES, ByteArray, dequantise, elements_of, numbers_of, quantise
+from .kv_numbers import SCALE_BYTES, ByteArray, dequantise, quantise, to_elements, to_numbers
 
 
 class HostPacking:
@@ -26,18 +26,18 @@ class HostPacking:
 
     def pack(self, block: ByteArray, row: ByteArray) -> None:
         """Fills a row of the host tier [host_block_bytes] with a block [block_bytes]."""
-        numbers = numbers_of(block.reshape(*self._heads, -1), self._element_type)
+        numbers = to_numbers(block.reshape(*self._heads, -1), self._element_type)
         elements, scales = quantise(numbers, self._format)
-        sides = self._sides_of(row)
+        sides = self._get_sides(row)
         sides[:, : self._elements_bytes] = elements.reshape(self._sides, -1)
         sides[:, self._elements_bytes :] = scales.astype("<u2", copy=False).view(np.uint8).reshape(self._sides, -1)
 
     def unpack(self, row: ByteArray, block: ByteArray) -> None:
         """Fills a block [block_bytes] with a row of the host tier [host_block_bytes]."""
-        sides = self._sides_of(row)
+        sides = self._get_sides(row)
         elements = sides[:, : self._elements_bytes].reshape(*self._heads, self._row_bytes)
         scales = np.ascontiguousarray(sides[:, self._elements_bytes :]).view("<u2").reshape(self._heads)
-        block[:] = elements_of(dequantise(elements, scales, self._format), self._element_type).ravel()
+        block[:] = to_elements(dequantise(elements, scales, self._format), self._element_type).ravel()
 
-    def _sides_of(self, row: ByteArray) -> ByteArray:
+    def _get_sides(self, row: ByteArray) -> ByteArray:
         return row[: self._sides * self._side_bytes].reshape(self._sides, self._side_bytes)

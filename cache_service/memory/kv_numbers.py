@@ -25,14 +25,14 @@ _INF_BITS: Final = 0x7F800000
 _MOST_HALF: Final = 65504.0
 
 
-def numbers_of(elements: ByteArray, element_type: str) -> Float32Array:
+def to_numbers(elements: ByteArray, element_type: str) -> Float32Array:
     """[..., n] of elements, uint8 [..., n * item bytes], of a type without scales."""
     if element_type == "bfloat16":
         return (elements.view("<u2").astype(np.uint32) << 16).view(np.float32)
     return elements.view("<f2" if element_type == "float16" else "<f4").astype(np.float32)
 
 
-def elements_of(numbers: Float32Array, element_type: str) -> ByteArray:
+def to_elements(numbers: Float32Array, element_type: str) -> ByteArray:
     """Elements, uint8 [..., n * item bytes], of numbers [..., n], rounded to the nearest of the type, ties to even.
 
     Finite numbers stay finite in float16: rounding to few bits may have put one past its greatest.

@@ -46,7 +46,7 @@ async def end_predecessor(folder: Path, max_seconds: float) -> None:
         log.info("taking_over", from_pid=owner.pid)
         signal.pidfd_send_signal(process, signal.SIGTERM)
         async with asyncio.timeout(max_seconds):
-            await _end_of(process)
+            await _wait_for_end(process)
     except PermissionError:
         raise MemoryRefused("the service that has the folder belongs to another user") from None
     except TimeoutError:
@@ -55,7 +55,7 @@ async def end_predecessor(folder: Path, max_seconds: float) -> None:
         os.close(process)
 
 
-async def _end_of(process: int) -> None:
+async def _wait_for_end(process: int) -> None:
     """Returns when the process of a descriptor has ended: the descriptor is readable from then on."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(process, ended.set)

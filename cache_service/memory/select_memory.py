@@ -11,14 +11,14 @@ from .kept.kept_memory import FileMemory, KeptMemory
 from .shared_memory import SharedMemory
 
 
-def memory_of(device: str) -> SharedMemory | CudaMemory:
+def make_memory(device: str) -> SharedMemory | CudaMemory:
     """device: "cpu", "cuda" or "cuda:N". Raises CudaError where there is no such device."""
     if device == "cpu":
         return SharedMemory()
     return CudaMemory(cuda_runtime(), _index(device))
 
 
-def kept_memory_of(device: str, holder: str, folder: Path) -> KeptMemory:
+def make_kept_memory(device: str, holder: str, folder: Path) -> KeptMemory:
     """The same for the memory directory at this folder. holder: the address of what holds the memory of a CUDA device."""
     if device == "cpu":
         return FileMemory()

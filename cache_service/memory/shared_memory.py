@@ -66,7 +66,7 @@ class SharedMemoryArena:
 
     def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None, packing: HostPacking | None = None) -> None:
         blocks = self.blocks(self.num_bytes // block_bytes, block_bytes)
-        for kind, source, destination in transfers_of(copies):
+        for kind, source, destination in list_transfers(copies):
             assert hosts is not None, "a transfer without a host tier"
             if packing is not None and kind == TransferKind.SWAP_OUT:
                 packing.pack(blocks[source], hosts[destination])
@@ -122,7 +122,7 @@ def reserve_pages(descriptor: int, num_bytes: int) -> None:
         raise OutOfMemory(f"{size(num_bytes)} could not be reserved: {error}") from None
 
 
-def transfers_of(copies: Copies) -> list[tuple[int, int, int]]:
+def list_transfers(copies: Copies) -> list[tuple[int, int, int]]:
     """(kind, source, destination) of each, as plain numbers."""
     columns = (copies.transfer_kinds, copies.transfer_sources, copies.transfer_destinations)
     return list(zip(*(column.tolist() for column in columns), strict=True))

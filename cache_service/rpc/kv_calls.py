@@ -22,12 +22,12 @@ from ..runtime.session_manager import SessionManager
 from .convert import checks
 from .convert.checks import check_range
 from .convert.kv_rows import KvRows
-from .convert.kv_spec import ELEMENT_TYPES, kv_dtype_of
+from .convert.kv_spec import ELEMENT_TYPES, to_kv_dtype
 from .one_item_session import OneItemSessions
 from .ownership import check_sequence, readable_session
 
 MAX_CHUNK_BYTES = 1 << 20  # K and V of a ReadKv chunk together stay below
-_TOLD: Final = (0, pb.KV_DTYPE_FLOAT16, pb.KV_DTYPE_BFLOAT16, pb.KV_DTYPE_FLOAT32)
+_WIRE_TYPES: Final = (0, pb.KV_DTYPE_FLOAT16, pb.KV_DTYPE_BFLOAT16, pb.KV_DTYPE_FLOAT32)
 
 
 class KvCalls:
@@ -39,7 +39,7 @@ class KvCalls:
 
     async def read_kv(self, request: pb.ReadKvRequest) -> AsyncIterator[pb.ReadKvResponse]:
         live = readable_session(self._session_manager, request)
-        rows = _rows_of(live.pool, request.kv_dtype)
+        rows = _make_rows(live.pool, request.kv_dtype)
         sequence_id = checks.sequence_id(request.sequence_id)
         check_sequence(live, sequence_id)
         num_layers = live.pool.info.spec.num_layers
@@ -72,8 +72,8 @@ class KvCalls:
                     num_tokens=num_tokens,
                     key=key,
                     value=value,
-                    kv_dtype=kv_dtype_of(rows.told_type),
-                    stored_kv_dtype=kv_dtype_of(live.pool.info.spec.element_type),
+                    kv_dtype=to_kv_dtype(rows.wire_type),
+                    stored_kv_dtype=to_kv_dtype(live.pool.info.spec.element_type),
                 )
 
     async def write_kv(self, requests: AsyncIterator[pb.WriteKvRequest]) -> pb.WriteKvResponse:
@@ -82,7 +82,7 @@ class KvCalls:
             sequence_id, key, value = checks.sequence_id(request.sequence_id), request.key, request.value
             await self._one_item.wait_for_copies(request)  # a copy may overwrite the block that is written
             with self._one_item.session(request) as live:
-                rows = _rows_of(live.pool, request.kv_dtype)
+                rows = _make_rows(live.pool, request.kv_dtype)
                 if live.pool.info.spec.has_states:
                     text = "K and V are not written by call beside recurrent layers, whose states no call writes"
                     raise NotImplementedYet(text, feature="layer_group_kind")
@@ -92,7 +92,7 @@ class KvCalls:
         return pb.WriteKvResponse(num_chunks=num_chunks, num_bytes=num_bytes)
 
 
-def _rows_of(pool: Pool, kv_dtype: "pb.KvDtype") -> KvRows:
+def _make_rows(pool: Pool, kv_dtype: "pb.KvDtype") -> KvRows:
     """The pool's K and V, read and written in this type. Raises InvalidField, NotImplementedYet.
 
     Raises OpaquePages where this service does not know where in a block a token's K and V are.
@@ -102,7 +102,7 @@ def _rows_of(pool: Pool, kv_dtype: "pb.KvDtype") -> KvRows:
         raise NotImplementedYet(text, feature="tensor_parallel_size")
     if pool.info.spec.is_opaque:
         raise OpaquePages("the blocks of this pool are opaque pages: map the memory, whose bytes only its clients can read")
-    if kv_dtype not in _TOLD:
+    if kv_dtype not in _WIRE_TYPES:
         raise InvalidField("kv_dtype is a type without a scale", field="kv_dtype")
     if pool.info.spec.scaled_bits and not kv_dtype:
         text = "K and V with a scale for each head are read and written by call as numbers: say in kv_dtype of which type"
@@ -123,7 +123,7 @@ def check_bounds(readable: Readable, first_token_idx: int, num_tokens: int) -> N
 
 def _chunks(rows: KvRows, first_token_idx: int, num_tokens: int) -> Iterator[tuple[int, int]]:
     """Cuts a token range into (first token, number of tokens) of one message each."""
-    per_chunk = max(1, (MAX_CHUNK_BYTES - 1) // (2 * rows.told_bytes))
+    per_chunk = max(1, (MAX_CHUNK_BYTES - 1) // (2 * rows.wire_bytes))
     for first in range(first_token_idx, first_token_idx + num_tokens, per_chunk):
         yield first, min(per_chunk, first_token_idx + num_tokens - first)
 
@@ -131,7 +131,7 @@ def _chunks(rows: KvRows, first_token_idx: int, num_tokens: int) -> Iterator[tup
 def _read(
     pool: Pool, rows: KvRows, readable: Readable, layer_idx: int, first_token_idx: int, num_tokens: int
 ) -> tuple[bytes, bytes]:
-    """K and V, [num_tokens, told_bytes] each. Raises InvalidField as check_bounds does."""
+    """K and V, [num_tokens, wire_bytes] each. Raises InvalidField as check_bounds does."""
     check_range("layer_idx", layer_idx, 0, pool.info.spec.num_layers - 1)
     check_bounds(readable, first_token_idx, num_tokens)
     view = readable.view
@@ -150,8 +150,8 @@ def _write(
     key: bytes,
     value: bytes,
 ) -> None:
-    """Writes K and V, [num_tokens, told_bytes] each, into slots that are granted and not committed. Raises InvalidField."""
-    row_bytes = rows.told_bytes
+    """Writes K and V, [num_tokens, wire_bytes] each, into slots that are granted and not committed. Raises InvalidField."""
+    row_bytes = rows.wire_bytes
     check_range("layer_idx", layer_idx, 0, pool.info.spec.num_layers - 1)
     if not key or len(key) % row_bytes or len(key) != len(value):
         raise InvalidField(f"key and value hold {row_bytes} bytes a token, 1 token or more", field="key", limit=row_bytes)
@@ -167,7 +167,7 @@ def _write(
 
 def _table(pool: Pool, view: SequenceView, layer_idx: int, first_token_idx: int, num_tokens: int) -> Int32Array:
     """The table of the layer's group. Raises InvalidField for tokens that the group's window has left behind."""
-    group_idx, _ = pool.info.spec.place_of(layer_idx)
+    group_idx, _ = pool.info.spec.find_place(layer_idx)
     table = view.group_tables[group_idx - 1] if group_idx and view.group_tables else view.block_table
     if group_idx and num_tokens:
         there = table.nonzero()[0]

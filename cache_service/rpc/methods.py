@@ -61,7 +61,7 @@ def register(groups: Sequence[object], most_bytes: int, max_tokens: Callable[[],
 
     most_bytes: of a message without a prompt. max_tokens: of a sequence of any pool that there is now.
     """
-    calls = SimpleNamespace(**handlers_of(groups))
+    calls = SimpleNamespace(**get_handlers(groups))
     contract = replace(CONTRACT, max_message_bytes=most_bytes, prompt_limit=lambda method: prompt_limit(method, max_tokens()))
     return MethodRouter(
         contract,
@@ -74,7 +74,7 @@ def register(groups: Sequence[object], most_bytes: int, max_tokens: Callable[[],
     )
 
 
-def handlers_of(groups: Sequence[object]) -> dict[str, Callable[..., Any]]:
+def get_handlers(groups: Sequence[object]) -> dict[str, Callable[..., Any]]:
     """Handlers by the RPC's name in snake case: exactly one of each RPC."""
     handlers = {}
     for rpc in CONTRACT.service.methods:

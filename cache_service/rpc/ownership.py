@@ -48,7 +48,7 @@ def own_session(manager: SessionManager, request: SessionRequest) -> LiveSession
 def readable_session(manager: SessionManager, request: SessionRequest) -> LiveSession:
     """The session that the call looks at; it may be one of a caller for all tenants. Raises as own_session does."""
     calling = caller.calling()
-    if calling.tenant != ANY_TENANT and manager.tenant_of(request.session_id) not in (calling.tenant, ANY_TENANT):
+    if calling.tenant != ANY_TENANT and manager.find_tenant(request.session_id) not in (calling.tenant, ANY_TENANT):
         manager.refuse_as_unknown(request.epoch)
     return manager.require(request.session_id, request.epoch)
 
@@ -56,7 +56,7 @@ def readable_session(manager: SessionManager, request: SessionRequest) -> LiveSe
 def check_own(manager: SessionManager, request: SessionRequest) -> None:
     """Raises for a session of another tenant what an unknown one gets."""
     calling = caller.calling()
-    if calling.tenant != ANY_TENANT and manager.tenant_of(request.session_id) != calling.tenant:
+    if calling.tenant != ANY_TENANT and manager.find_tenant(request.session_id) != calling.tenant:
         manager.refuse_as_unknown(request.epoch)
 
 

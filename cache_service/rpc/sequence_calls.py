@@ -138,7 +138,7 @@ class SequenceCalls:
         sessions, own = self._listed(request.session_id), calling()
         ids = ((live.core.id, live.pool.manager.queries.sequence_ids(live.core.id)) for live in sessions)
         if not own.is_for_all:
-            ids = ((live.core.id, live.pool.manager.queries.sequence_ids_of(live.core.id, own.tenant)) for live in sessions)
+            ids = ((live.core.id, live.pool.manager.queries.list_sequence_ids(live.core.id, own.tenant)) for live in sessions)
         positions, next_page_token = pagination.page(ids, size, request.page_token)
         pools = {live.core.id: live.pool for live in sessions}
         rows, turns = list[pb.SequenceInfo](), Turns()

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.common import tracing
 
-from ..core.step.reply import copies_of
+from ..core.step.reply import list_copies
 from ..core.values.errors import InvalidField
 from ..core.values.step_columns import StepBatch
 from ..core.values.types import Executor
@@ -64,7 +64,7 @@ class StepHandler:
         except DecodeError:
             raise InvalidField("the bytes are not a StepRequest", field="request") from None
         if request.traceparent:
-            with self._span_of(request):
+            with self._start_span(request):
                 return self._apply(request, raw, bound)
         return self._apply(request, raw, bound)
 
@@ -79,7 +79,7 @@ class StepHandler:
         if live.pool.copying is not None:
             return live, self._apply_later(live.pool.copying, raw, live)
         session = live.core
-        recorded = session.repeat_of(request.step_id, raw)
+        recorded = session.find_repeat(request.step_id, raw)
         if recorded is not None:
             return live, recorded
         session.check_completed(request.step_id, request.completed_step_id)
@@ -98,12 +98,12 @@ class StepHandler:
         answer = step_response(reply, batch.step_id, session.epoch, session.executor)
         session.record(batch.step_id, batch.completed_step_id, raw, answer)
         if session.executor is Executor.CACHE and (len(reply.copy_sources) or len(reply.transfer_ids)):
-            copying = live.pool.copy(copies_of(reply))
+            copying = live.pool.copy(list_copies(reply))
             if copying is not None:
                 return _after(copying, answer)
         return answer
 
-    def _span_of(self, request: pb.StepRequest) -> AbstractContextManager[object]:
+    def _start_span(self, request: pb.StepRequest) -> AbstractContextManager[object]:
         """The span of a step that its engine traces, where this service is traced too. Raises InvalidField."""
         if len(request.traceparent) > tracing.MAX_TRACEPARENT_CHARS:
             text = f"traceparent has at most {tracing.MAX_TRACEPARENT_CHARS} characters"

@@ -39,7 +39,7 @@ class WatchStreams:
     def note_replaced(self, replaced: PoolInfo) -> None:
         """All watches get an event: an idle pool made room. The pool has no watches: they ended with its sessions."""
         for feed in self._feeds.values():
-            feed.tell_all(Event(EventKind.POOL_REPLACED, replaced_model_id=replaced.spec.model_id))
+            feed.notify_all(Event(EventKind.POOL_REPLACED, replaced_model_id=replaced.spec.model_id))
 
     async def watch(
         self, live: LiveSession, tenant: str, *, wants_tokens: bool = False
@@ -132,8 +132,8 @@ class _PoolFeed:
         if not self.readers and self._next_slice is not None:
             self._next_slice.cancel()
 
-    def tell_all(self, event: Event) -> None:
-        self._feed.tell_all(event)
+    def notify_all(self, event: Event) -> None:
+        self._feed.notify_all(event)
         self.wake()
 
     def wake(self) -> None:

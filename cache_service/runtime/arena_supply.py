@@ -119,14 +119,14 @@ class ArenaSupply:
     async def _require(self, num_bytes: int, num_host_bytes: int) -> None:
         """Waits for memory of a device that an earlier run's engines have mapped, or that the driver takes back. See Memory."""
         deadline = self._now() + self._config.device_wait
-        is_told = False
+        has_warned = False
         while True:
             try:
                 return self._memory.require(num_bytes, num_host_bytes)
             except OutOfMemory as error:
                 if not error.on_device or self._now() >= deadline:
                     raise
-                if not is_told:
+                if not has_warned:
                     log.warning("waiting_for_device_memory", why=str(error), seconds=self._config.device_wait)
-                    is_told = True
+                    has_warned = True
             await asyncio.sleep(_LOOK_AGAIN)

@@ -43,7 +43,7 @@ class EndedSessions:
     def __contains__(self, session_id: str) -> bool:
         return SessionId(session_id) in self._ended
 
-    def tenant_of(self, session_id: str) -> str | None:
+    def find_tenant(self, session_id: str) -> str | None:
         """None of one that is not known."""
         known = self._ended.get(SessionId(session_id))
         return None if known is None else known.tenant

@@ -48,7 +48,7 @@ class Session:
         elif self.mode is not mode:
             raise WrongMode(f"this session uses {self.mode.value} calls", mode=self.mode.value)
 
-    def repeat_of(self, step_id: int, request: bytes) -> bytes | None:
+    def find_repeat(self, step_id: int, request: bytes) -> bytes | None:
         """The recorded reply when this is the last step again, None when it is the next one.
 
         Raises StepConflict for the last id with other contents, StepGap for any other id.

@@ -65,7 +65,7 @@ class LowerTiers:
         if self._disks is not None:
             await in_thread(self._disks.reserve)
 
-    async def disk_of(self, spec: KvSpec, manager: PoolManager) -> TierMaker | None:
+    async def make_disk_tier(self, spec: KvSpec, manager: PoolManager) -> TierMaker | None:
         """The disk tier of a pool, with what earlier runs have left. A disk that cannot be had costs hits, not the pool."""
         if self._disks is None:
             return None
@@ -83,7 +83,7 @@ class LowerTiers:
         tier = manager.add_disk(slab.name_key, slab.form.num_slots, slab.era, stored, self._rules("disk", 0))
         return TierMaker(tier, slab, self._now, partial(self._disks.give_back, slab))
 
-    def remote_of(self, spec: KvSpec, manager: PoolManager) -> TierMaker | None:
+    def make_remote_tier(self, spec: KvSpec, manager: PoolManager) -> TierMaker | None:
         """The remote tier of a pool with a host tier. The server is not asked yet."""
         if self._remote is None:
             return None

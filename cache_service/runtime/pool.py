@@ -152,9 +152,9 @@ class Pool:
 
     def _copy_all_ranks(self, copies: Copies) -> None:
         for rank, arena in enumerate(self.arenas):
-            arena.copy(copies, self.info.block_bytes, self._hosts_of(rank), self._packing)
+            arena.copy(copies, self.info.block_bytes, self._get_host_memory(rank), self._packing)
 
-    def _hosts_of(self, rank: int) -> ByteArray | None:
+    def _get_host_memory(self, rank: int) -> ByteArray | None:
         """[num_host_blocks, host_block_bytes]: the rank's share of the host tier."""
         return None if self.hosts is None else self.hosts.reshape(len(self.hosts), len(self.arenas), -1)[:, rank]
 

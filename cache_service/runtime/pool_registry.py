@@ -163,8 +163,8 @@ class PoolRegistry:
             for rank in range(1, spec.num_ranks):
                 further.append(await self._arenas.take(num_bytes, rank))
             host_arena = await self._arenas.take_host(self.sizes.host_bytes(config, spec))
-            disk = await self._tiers.disk_of(spec, manager)
-            remote = self._tiers.remote_of(spec, manager)
+            disk = await self._tiers.make_disk_tier(spec, manager)
+            remote = self._tiers.make_remote_tier(spec, manager)
             keeper = None if self._keeping is None else await self._keeping.keep(arena, host_arena, spec, manager)
             return Pool(spec, config, manager, arena, host_arena, keeper, disk, remote, further)
         except BaseException:
@@ -190,8 +190,8 @@ class PoolRegistry:
             return
         manager = await in_thread(PoolManager, config, self._start_numbers, spec.key)
         host_arena, keeper = await keeping.take_over(kept, spec, manager, self.sizes.host_bytes(config, spec))
-        disk = await self._tiers.disk_of(spec, manager)
-        remote = self._tiers.remote_of(spec, manager)
+        disk = await self._tiers.make_disk_tier(spec, manager)
+        remote = self._tiers.make_remote_tier(spec, manager)
         self._pools[spec.key] = Pool(spec, config, manager, arena, host_arena, keeper, disk, remote)
 
     def _config_for(self, kept: KeptPool, spec: KvSpec) -> PoolConfig | None:

@@ -40,7 +40,7 @@ class Rate:
 
     num_bytes: float = 0.0
     seconds: float = 0.0
-    num_at_work: int = 0
+    num_running: int = 0
     since: float = 0.0
 
     @property
@@ -48,12 +48,12 @@ class Rate:
         return int(self.num_bytes / self.seconds) if self.seconds else 0
 
     def begin(self, now: float) -> None:
-        if not self.num_at_work:
+        if not self.num_running:
             self.since = now
-        self.num_at_work += 1
+        self.num_running += 1
 
     def end(self, now: float, num_bytes: int) -> None:
-        self.num_at_work -= 1
+        self.num_running -= 1
         self.num_bytes += num_bytes
         self.seconds += now - self.since
         self.since = now
@@ -208,7 +208,7 @@ class PoolTier:
             except Exception:  # a thread that ends would leave its work undone
                 log.exception("tier_order_failed", tier=self._name)
                 results = [TierResult.FAILED] * len(orders)
-        self._tell(partial(self._end_part, job, at, results, rate))
+        self._post(partial(self._end_part, job, at, results, rate))
 
     def _end_part(self, job: _Job, at: int, results: list[TierResult], rate: Rate) -> None:
         rate.end(perf_counter(), results.count(TierResult.DONE) * self.place.block_bytes)
@@ -228,7 +228,7 @@ class PoolTier:
         if num_damaged or num_failed:
             kind = "load" if isinstance(job.what, Load) else "store"
             log.warning(f"{self._name}_blocks_lost", kind=kind, num_damaged=num_damaged, num_failed=num_failed)
-        self._tell_rests()
+        self._report_rests()
         self._wake()
 
     def _tend(self) -> None:
@@ -243,9 +243,9 @@ class PoolTier:
             question.is_cancelled |= question.deadline <= now
         if self._tier.flight.tend():
             self._tending = self._loop.call_later(_TEND_EVERY, self._tend)
-        self._tell_rests()
+        self._report_rests()
 
-    def _tell_rests(self) -> None:
+    def _report_rests(self) -> None:
         num_rests = self._tier.flight.breaker.num_rests
         if num_rests > self._num_rests:
             self._num_rests = num_rests
@@ -259,7 +259,7 @@ class PoolTier:
             log.exception("tier_clear_failed", tier=self._name)
             is_written = False
         if is_written:
-            self._tell(partial(self._end_clearing, era))
+            self._post(partial(self._end_clearing, era))
         else:
             log.warning(f"{self._name}_clear_failed")
 
@@ -275,7 +275,7 @@ class PoolTier:
                 num_stored = self.place.ask(question.names)
             except Exception:
                 log.exception("tier_question_failed", tier=self._name)
-        self._tell(partial(self._end_question, question, num_stored))
+        self._post(partial(self._end_question, question, num_stored))
 
     def _end_question(self, question: Question, num_stored: int | None) -> None:
         if self._is_closed:
@@ -283,10 +283,10 @@ class PoolTier:
         manager = self._manager
         manager.state.tick(self._now())
         self._tier.complete_question(question, num_stored)
-        self._tell_rests()
+        self._report_rests()
         self._wake()
 
-    def _tell(self, done: Callable[[], None]) -> None:
+    def _post(self, done: Callable[[], None]) -> None:
         """From a thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(done)

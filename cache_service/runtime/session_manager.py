@@ -121,10 +121,10 @@ class SessionManager:
         """The session of this id, not renewed."""
         return self._live.get(SessionId(session_id))
 
-    def tenant_of(self, session_id: str) -> str | None:
+    def find_tenant(self, session_id: str) -> str | None:
         """The tenant of a session, live or ended; None for one that is not known."""
         live = self.find(session_id)
-        return self._ended.tenant_of(session_id) if live is None else live.tenant
+        return self._ended.find_tenant(session_id) if live is None else live.tenant
 
     def refuse_as_unknown(self, epoch: int) -> None:
         """Raises what a message with this epoch gets whose session is not known."""

@@ -42,7 +42,7 @@ class ArenaHandle:
         }
 
 
-def handle_of(fields: dict[str, object]) -> ArenaHandle:
+def parse_handle(fields: dict[str, object]) -> ArenaHandle:
     """Raises ValueError for fields that as_fields does not make."""
     uuid, handle = parse_uuid(fields), fields.get("ipc_handle")
     if not isinstance(handle, str) or re.fullmatch(rf"[0-9a-f]{{{2 * HANDLE_BYTES}}}", handle) is None:

@@ -29,7 +29,7 @@ class ImportedArena:
 
     def __init__(self, runtime: CudaRuntime, handle: ArenaHandle) -> None:
         """Raises CudaError, also for a device that this process does not see."""
-        self.device, self.num_bytes = device_of(runtime, handle.device_uuid), handle.num_bytes
+        self.device, self.num_bytes = find_device(runtime, handle.device_uuid), handle.num_bytes
         self._runtime, self._key = runtime, (handle.device_uuid, handle.ipc_handle, handle.generation)
         self._is_open = True
         with _lock:
@@ -55,7 +55,7 @@ class ImportedArena:
             self._runtime.close(mapping.device, mapping.base)
 
 
-def device_of(runtime: CudaRuntime, uuid: str) -> int:
+def find_device(runtime: CudaRuntime, uuid: str) -> int:
     """The index of a device in this process. Raises CudaError where it is not visible."""
     uuids = runtime.device_uuids()
     if uuid not in uuids:

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvkeeper.common.cuda.errors import CudaError
 from kvkeeper.common.cuda.handle import parse_counts, parse_uuid
-from kvkeeper.common.cuda.imported import device_of
+from kvkeeper.common.cuda.imported import find_device
 from kvkeeper.common.cuda.runtime import CudaRuntime
 
 DESCRIPTOR_KIND = "cuda_vmm"
@@ -200,7 +200,7 @@ class MappedArena:
         self._runtime, self._driver, self._witness = runtime, driver, witness
         self.num_bytes, self._mapped_bytes = arena.num_bytes, arena.mapped_bytes
         try:
-            self.device = device_of(runtime, arena.device_uuid)
+            self.device = find_device(runtime, arena.device_uuid)
             runtime.synchronize(self.device)  # makes the context that the driver's calls want
             self.pointer = driver.map(self.device, descriptor, arena.mapped_bytes)
         except BaseException:

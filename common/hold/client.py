@@ -6,7 +6,7 @@ import struct
 from typing import NamedTuple
 
 from kvkeeper.common.hold.messages import MAX_ANSWER_BYTES, HoldRefused, Request, decode_answer, is_name, is_size
-from kvkeeper.common.service.listen import peer_of, socket_path
+from kvkeeper.common.service.listen import get_peer, socket_path
 
 _TIMEOUT = 2.0  # seconds; the holder never waits for anything
 
@@ -35,7 +35,7 @@ class HolderClient:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(_TIMEOUT), 0))
             self._socket.connect(os.fspath(path))
             self._socket.settimeout(_TIMEOUT)
-            is_ours = peer_of(self._socket).user == os.geteuid()
+            is_ours = get_peer(self._socket).user == os.geteuid()
         except OSError as error:
             self._socket.close()
             raise HolderAway(f"no holder can be reached: {error.strerror or 'it does not answer'}") from None

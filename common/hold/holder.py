@@ -17,7 +17,7 @@ import structlog
 
 from kvkeeper.common.hold.messages import MAX_REQUEST_BYTES, HoldRefused, Request, decode_request
 from kvkeeper.common.hold.systemd import SystemdStore
-from kvkeeper.common.service.listen import SocketLock, listen_privately, peer_of
+from kvkeeper.common.service.listen import SocketLock, get_peer, listen_privately
 
 log = structlog.get_logger()
 
@@ -45,7 +45,7 @@ class Holder:
 
     def serve(self) -> None:
         """Returns after `stop`, with every descriptor closed and the socket removed."""
-        self._store.tell_ready()
+        self._store.notify_ready()
         log.info("ready", num_held=len(self._held))
         while not self._is_stopping:
             for key, _ in self._selector.select():
@@ -53,7 +53,7 @@ class Holder:
                     self._accept()
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._connections:
                     self._answer(key.fileobj)
-        self._store.tell_stopping()
+        self._store.notify_stopping()
         self._close()
         log.info("stopped")
 
@@ -64,7 +64,7 @@ class Holder:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # gone already, or no descriptor is left
             connection, _ = self._listener.accept()
-            if peer_of(connection).user != os.geteuid():
+            if get_peer(connection).user != os.geteuid():
                 _send(connection, {"error": "FOREIGN_USER"})
                 connection.close()
                 return

@@ -47,10 +47,10 @@ class SystemdStore:
     def drop(self, name: str, num_bytes: int) -> None:
         self._notify(f"FDSTOREREMOVE=1\nFDNAME={name}+{num_bytes}")
 
-    def tell_ready(self) -> None:
+    def notify_ready(self) -> None:
         self._notify("READY=1")
 
-    def tell_stopping(self) -> None:
+    def notify_stopping(self) -> None:
         self._notify("STOPPING=1")
 
     def _notify(self, text: str, *descriptors: int) -> None:

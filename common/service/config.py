@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from kvkeeper.common.service.config_file import read_table
-from kvkeeper.common.service.settings import ConfigError, Setting, settings_of
+from kvkeeper.common.service.settings import ConfigError, Setting, list_settings
 
 C = TypeVar("C")
 
@@ -66,7 +66,9 @@ class ConfigSource(Generic[C]):
         """Every setting as it would apply. Raises as load does."""
         given = self._collect(argv, environ)
         config = self._checked(given)
-        return [Origin(each, getattr(config, each.name), given.places.get(each.name, "")) for each in settings_of(self.config)]
+        return [
+            Origin(each, getattr(config, each.name), given.places.get(each.name, "")) for each in list_settings(self.config)
+        ]
 
     def variable(self, setting: Setting) -> str:
         """The variable of the environment that gives the setting."""
@@ -74,7 +76,7 @@ class ConfigSource(Generic[C]):
 
     def _collect(self, argv: Sequence[str], environ: Mapping[str, str]) -> _Given:
         """What was given, where a later place comes before an earlier one."""
-        found, settings, flags = _Given(), settings_of(self.config), self._given(argv)
+        found, settings, flags = _Given(), list_settings(self.config), self._given(argv)
         if file := flags["config"] or environ.get(self.environment_prefix + "CONFIG"):
             table = read_table(Path(file), self.program.split()[-1], settings)
             for setting in settings:
@@ -89,7 +91,7 @@ class ConfigSource(Generic[C]):
         return found
 
     def _checked(self, given: _Given) -> C:
-        places = {setting.flag: given.places.get(setting.name, setting.flag) for setting in settings_of(self.config)}
+        places = {setting.flag: given.places.get(setting.name, setting.flag) for setting in list_settings(self.config)}
         try:
             return self.config(**given.values)
         except ConfigError as error:  # it knows fields alone: a person who set a variable sees the variable
@@ -125,7 +127,7 @@ class ConfigSource(Generic[C]):
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """One for the file, and one for each setting."""
         parser.add_argument("--config", default=None, help=_FILE_HELP, metavar="FILE")
-        for setting in settings_of(self.config):
+        for setting in list_settings(self.config):
             if setting.is_switch:
                 parser.add_argument(setting.flag, action=argparse.BooleanOptionalAction, default=None, help=setting.help_text)
             else:

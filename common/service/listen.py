@@ -33,7 +33,7 @@ class Peer(NamedTuple):
     user: int
 
 
-def peer_of(connection: socket.socket) -> Peer:
+def get_peer(connection: socket.socket) -> Peer:
     """As the kernel names them. Raises OSError."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(raw)

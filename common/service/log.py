@@ -41,8 +41,8 @@ def configure(level: str, service: str, stream: TextIO | None = None) -> None:
         logger_factory=structlog.WriteLoggerFactory(stream),
     )
     if isinstance(stream, QueuedStream):
-        told = {"event": "log_lines_dropped"}
-        stream.dropped_line = lambda num_lines: f"{line(None, 'warning', {**told, 'num_lines': num_lines})}\n"
+        fields = {"event": "log_lines_dropped"}
+        stream.dropped_line = lambda num_lines: f"{line(None, 'warning', {**fields, 'num_lines': num_lines})}\n"
 
 
 def _line_maker(processors: Sequence[structlog.typing.Processor]) -> Callable[[Any, str, structlog.typing.EventDict], str]:
@@ -54,9 +54,9 @@ def _line_maker(processors: Sequence[structlog.typing.Processor]) -> Callable[[A
         return str(event)
 
     def line(logger: Any, level: str, event: structlog.typing.EventDict) -> str:
-        for told in (dict(event), {"event": str(event["event"]), "is_told_in_part": True}):
+        for fields in (dict(event), {"event": str(event["event"]), "is_told_in_part": True}):
             with suppress(Exception):
-                return run(logger, level, told)
+                return run(logger, level, fields)
         return str(event["event"])
 
     return line
@@ -86,9 +86,9 @@ def warn_of_tracing(message: str) -> None:
 def pass_on(line: bytes, name: str, **fields: Any) -> None:
     """Logs a line that another process said, one of a log as such. name: of its kind, as "rank"; fields: which one it is."""
     try:
-        told = json.loads(line)
-        level, event = told["level"], told["event"]
-        rest = {field: value for field, value in told.items() if field not in _OWN_FIELDS}
+        entry = json.loads(line)
+        level, event = entry["level"], entry["event"]
+        rest = {field: value for field, value in entry.items() if field not in _OWN_FIELDS}
         speak = getattr(structlog.get_logger(), level if level.upper() in logging.getLevelNamesMapping() else "none")
         speak(event, **{**rest, **fields})
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -22,7 +22,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from kvkeeper.common import tracing
 from kvkeeper.common.service.status import Refusals
-from kvkeeper.common.service.threads import shortage_of
+from kvkeeper.common.service.threads import find_shortage
 
 log = structlog.get_logger()
 
@@ -60,7 +60,7 @@ class Contract:
     prompt_limit: Callable[[str], int] = lambda method: MAX_PROMPT_MESSAGE_BYTES  # of those with one, by method
     has_spans: bool = True  # of its calls; else what it forwards them to has them
 
-    def with_prompts_of(self, num_bytes: int) -> "Contract":
+    def with_prompt_bytes(self, num_bytes: int) -> "Contract":
         """The same with messages of so many bytes where they bring prompts."""
         return replace(self, prompt_limit=lambda method: num_bytes)
 
@@ -78,7 +78,7 @@ class Contract:
 
     def hide_bug(self, method: str) -> Exception:
         """Logs the exception that is being handled, a bug or a shortage of the host; the refusal that its client gets."""
-        if (short := shortage_of(sys.exception())) is not None:
+        if (short := find_shortage(sys.exception())) is not None:
             log.warning("host_exhausted", method=method, resource=short.resource, exc_info=True)
             return self.refusals.host_exhausted(short.text, resource=short.resource)
         log.exception("broken_invariant", method=method)
@@ -100,9 +100,9 @@ class Contract:
                 # The client went away while a message was on its way to it, which cancels the call.
                 raise asyncio.CancelledError from None
             except Exception:
-                told: Any = self.hide_bug(method)
-                tracing.fail(span, told.reason)
-                await self.refusals.abort(context, told)
+                failure: Any = self.hide_bug(method)
+                tracing.fail(span, failure.reason)
+                await self.refusals.abort(context, failure)
 
 
 class MethodRouter(grpc.GenericRpcHandler):

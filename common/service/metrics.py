@@ -128,11 +128,11 @@ def build_info(prefix: str) -> Metric:
 
 def _only_metrics(registry: CollectorRegistry) -> Callable[..., Any]:
     """Metrics at one path. The library's app responds at any path, so a probe with a wrong path would be misled."""
-    tell = make_wsgi_app(registry)
+    serve_metrics = make_wsgi_app(registry)
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         if environ["PATH_INFO"] == _PATH:
-            return tell(environ, start_response)
+            return serve_metrics(environ, start_response)
         start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
         return [f"metrics are at {_PATH}\n".encode()]
 

@@ -32,7 +32,7 @@ class QueuedStream(io.TextIOBase):
         self.dropped_line: Callable[[int], str] = _dropped_line  # reports how many they are; a log sets its own
         self._stream = stream
         self._descriptor = stream.fileno()
-        self._num_told = 0  # of the dropped lines
+        self._num_reported = 0  # of the dropped lines
         # Lines, places where some are missing, and what asks whether all before it is done. A put may interrupt another put.
         self._waiting: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()
         self._num_waiting_bytes = 0
@@ -90,27 +90,27 @@ class QueuedStream(io.TextIOBase):
 
     def _write_all(self) -> None:
         while True:
-            is_owing = self._num_told < self.num_dropped
+            has_unreported = self._num_reported < self.num_dropped
             try:
-                item = self._waiting.get(timeout=_AGAIN_S if is_owing else None)
+                item = self._waiting.get(timeout=_AGAIN_S if has_unreported else None)
             except queue.Empty:
                 item = None
             if not isinstance(item, bytes):
-                self._tell_dropped()
+                self._report_dropped()
                 if item is not None:
                     item.set()
                 continue
             if self._has_failed:
-                self._tell_dropped()
+                self._report_dropped()
             is_written = not self._has_failed and self._write(item)
             with self._counting:
                 self._num_waiting_bytes -= len(item)
                 self.num_dropped += 0 if is_written else _num_lines(item)
 
-    def _tell_dropped(self) -> None:
-        num_lines = self.num_dropped - self._num_told
+    def _report_dropped(self) -> None:
+        num_lines = self.num_dropped - self._num_reported
         if num_lines and self._write(self.dropped_line(num_lines).encode(self.encoding, "backslashreplace")):
-            self._num_told += num_lines
+            self._num_reported += num_lines
 
     def _write(self, data: bytes) -> bool:
         """Whether all of it is written."""

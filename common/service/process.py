@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvkeeper.common.service import VERSION, grpc_runtime, log, output
 from kvkeeper.common.service.config import ConfigError
-from kvkeeper.common.service.threads import shortage_of
+from kvkeeper.common.service.threads import find_shortage
 from kvkeeper.common.tracing.exporting import TracingUnavailable, export_spans
 
 LOST = 75  # EX_TEMPFAIL of sysexits.h: another process may fare better, so a supervisor starts one
@@ -83,7 +83,7 @@ def _run(
     except ServiceLost:
         return LOST
     except (RuntimeError, OSError) as error:
-        if (short := shortage_of(error)) is None:
+        if (short := find_shortage(error)) is None:
             raise
         print(f"{program}: {short.text}", file=sys.stderr)
         return 1
@@ -104,7 +104,7 @@ def stop_signals() -> asyncio.Event:
     return asked
 
 
-async def first_of(*waits: Awaitable[object]) -> None:
+async def wait_for_first(*waits: Awaitable[object]) -> None:
     """Waits until one of them ends; raises its exception."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

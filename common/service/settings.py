@@ -113,12 +113,12 @@ def setting(
 
 
 @cache
-def settings_of(config: Any) -> tuple[Setting, ...]:
+def list_settings(config: Any) -> tuple[Setting, ...]:
     """The settings of a config's dataclass, whose fields `setting` has made: its own in their order, then those of its base."""
     found = []
     for item in sorted(fields(config), key=lambda item: item.name not in config.__annotations__):
         declared = dict(item.metadata)
-        parse = declared.pop("parse") or _parse_of(item.type)
+        parse = declared.pop("parse") or _get_parser(item.type)
         text = declared.pop("default_text")
         if text is None:
             text = _shown(item.default, parse)
@@ -128,7 +128,7 @@ def settings_of(config: Any) -> tuple[Setting, ...]:
 
 def check_settings(config: Any) -> None:
     """Each value of a config against its own check. Raises ConfigError."""
-    for one in settings_of(config.__class__):
+    for one in list_settings(config.__class__):
         value = getattr(config, one.name)
         if one.check is not None and value is not None and (reason := one.check.refusal(value)):
             raise ConfigError(f"{one.flag}: {reason}")
@@ -267,7 +267,7 @@ def log_level_setting() -> Any:
     return setting("info", "least severe messages that are logged", group="Watching", choices=LOG_LEVELS)
 
 
-def _parse_of(kind: Any) -> Callable[[str], Any]:
+def _get_parser(kind: Any) -> Callable[[str], Any]:
     """By the type of a field; None beside it is what no text stands for."""
     if isinstance(kind, UnionType):
         (kind,) = (one for one in get_args(kind) if one is not type(None))

@@ -12,7 +12,7 @@ from grpc_status import rpc_status
 DOMAIN = "kvkeeper"
 
 
-def status_of(code: grpc.StatusCode, reason: str, text: str, metadata: Mapping[str, str]) -> status_pb2.Status:
+def make_status(code: grpc.StatusCode, reason: str, text: str, metadata: Mapping[str, str]) -> status_pb2.Status:
     """With one ErrorInfo."""
     status = status_pb2.Status(code=code.value[0], message=text)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata=metadata))
@@ -37,7 +37,7 @@ class Refusals:
 
     def to_status(self, error: Any) -> status_pb2.Status:
         """The Status of a refusal."""
-        status = status_of(self.codes[error.reason], error.reason, str(error), error.metadata)
+        status = make_status(self.codes[error.reason], error.reason, str(error), error.metadata)
         if delay := self.retry_delays.get(error.reason):
             status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
         return status

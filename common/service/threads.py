@@ -40,7 +40,7 @@ class NoThread(RuntimeError):
     """The host lets this process start no thread. One line."""
 
 
-def shortage_of(error: BaseException | None) -> Shortage | None:
+def find_shortage(error: BaseException | None) -> Shortage | None:
     """What the host is short of, where that is why this was raised.
 
     A MemoryError is none: it may come from anywhere, so what is left of the call is not known.
@@ -57,7 +57,7 @@ def start_thread(thread: threading.Thread) -> None:
     try:
         thread.start()
     except RuntimeError as error:
-        if shortage_of(error) is None:
+        if find_shortage(error) is None:
             raise
         raise NoThread(Shortage("threads").text) from None
 
@@ -88,7 +88,7 @@ async def in_thread(function: Callable[..., T], *args: object) -> T:
     try:
         asyncio.get_running_loop().run_in_executor(None, work)
     except RuntimeError as error:
-        if shortage_of(error) is None:
+        if find_shortage(error) is None:
             raise
         if result.cancel():
             wanted.clear()

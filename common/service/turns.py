@@ -63,7 +63,7 @@ class Turns:
         self._clock = clock
         self._share = 1.0  # of the time, in which calls are let in
         self._opened = self._closes = clock()  # the window, where the share is less than all
-        self._is_owed = False  # whether the window has let no call in yet
+        self._is_unused = False  # whether the window has let no call in yet
         self._next: asyncio.TimerHandle | None = None
 
     @property
@@ -84,11 +84,11 @@ class Turns:
             self._next = None
         now = self._clock()
         self._closes = now + share * min(now - self._opened, _LONGEST_PERIOD_S)
-        self._opened, self._share, self._is_owed = now, share, True
+        self._opened, self._share, self._is_unused = now, share, True
         self._proceed()
 
     def _is_open(self) -> bool:
-        return self.is_always_open or self._is_owed or self._clock() < self._closes
+        return self.is_always_open or self._is_unused or self._clock() < self._closes
 
     @asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator["Place"]:
@@ -118,7 +118,7 @@ class Turns:
                 self._queue.end_job(client)
                 continue
             self.num_taken += 1
-            self._is_owed = False
+            self._is_unused = False
             granted.set_result(None)
         if self.num_waiting and not self.is_always_open and self._next is None:
             delay = max(0.0, self._opened + _LONGEST_PERIOD_S - self._clock())

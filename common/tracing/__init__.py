@@ -85,7 +85,7 @@ def outgoing(span: "Span | None" = None) -> Metadata | None:
     return tuple(carrier.items()) or None
 
 
-def traceparent_of(span: "Span") -> str:
+def make_traceparent(span: "Span") -> str:
     """The span as a field of a message."""
     from opentelemetry import trace
 
@@ -122,8 +122,13 @@ def _continued(
     if not trace.get_current_span(context).get_span_context().is_valid:
         return nullcontext()
     service, _, method = name.rpartition("/")
-    told: dict[str, str | int] = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method, **(attributes or {})}
-    return _current(ours.start_span(name, context, trace.SpanKind.SERVER, told))
+    span_attributes: dict[str, str | int] = {
+        "rpc.system": "grpc",
+        "rpc.service": service,
+        "rpc.method": method,
+        **(attributes or {}),
+    }
+    return _current(ours.start_span(name, context, trace.SpanKind.SERVER, span_attributes))
 
 
 @contextmanager

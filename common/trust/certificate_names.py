@@ -14,7 +14,7 @@ _BEGIN, _END = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
 
 
 @lru_cache(maxsize=1024)
-def names_of(pem: bytes, names: Sequence[bytes]) -> tuple[str, ...]:
+def decode_names(pem: bytes, names: Sequence[bytes]) -> tuple[str, ...]:
     """Those of the names, as gRPC lists them, that are whole; none where one of them is not. pem: the certificate."""
     der = _der(pem)
     if any(not name or name not in der or name + b"\0" in der for name in names):

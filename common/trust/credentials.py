@@ -29,7 +29,7 @@ from typing import Any
 import structlog
 
 from kvkeeper.common.trust.caller import ANY_TENANT, MAX_NAME_CHARS, Caller, Role
-from kvkeeper.common.trust.private_file import FileRefused, read_private, state_of
+from kvkeeper.common.trust.private_file import FileRefused, read_private, stat_files
 
 log = structlog.get_logger()
 
@@ -49,7 +49,7 @@ class Credentials:
 
     def by_token(self, token: str) -> Caller | None:
         """The caller that shows this token. The time that this takes reveals nothing of the tokens that are known."""
-        return self.tokens.get(_blinded(digest_of(token))) if _TOKEN.fullmatch(token) is not None else None
+        return self.tokens.get(_blinded(hash_token(token))) if _TOKEN.fullmatch(token) is not None else None
 
     def by_certificate(self, names: Sequence[str]) -> Caller | None:
         """The caller of a certificate with these names; None also where they stand for several callers."""
@@ -62,7 +62,7 @@ def make_token() -> str:
     return TOKEN_PREFIX + secrets.token_urlsafe(32)
 
 
-def digest_of(token: str) -> bytes:
+def hash_token(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
@@ -71,9 +71,9 @@ def _blinded(digest: bytes) -> bytes:
     return hashlib.blake2b(digest, key=_BLIND, digest_size=32).digest()
 
 
-def entry_of(token: str, caller: Caller) -> str:
+def make_entry(token: str, caller: Caller) -> str:
     """The lines of the file that let this token in."""
-    texts = {"name": caller.name, "sha256": digest_of(token).hex(), "tenant": caller.tenant, "role": caller.role.value}
+    texts = {"name": caller.name, "sha256": hash_token(token).hex(), "tenant": caller.tenant, "role": caller.role.value}
     return "\n".join(["[[token]]", *(f"{key} = {_quoted(text)}" for key, text in texts.items())]) + "\n"
 
 
@@ -121,7 +121,7 @@ class KnownCallers:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: seconds."""
         self._path, self._clock = path, clock
-        self._state = state_of(path)
+        self._state = stat_files(path)
         self._credentials = read_credentials(path)
         self._look_at = clock() + _LOOK_EVERY_S
 
@@ -129,7 +129,7 @@ class KnownCallers:
         """Those of the file as it is, or was a second ago."""
         if self._clock() >= self._look_at:
             self._look_at = self._clock() + _LOOK_EVERY_S
-            if (state := state_of(self._path)) != self._state:
+            if (state := stat_files(self._path)) != self._state:
                 self._state = state
                 self._read_again()
         return self._credentials

@@ -15,7 +15,7 @@ from grpc_status import rpc_status
 
 from kvkeeper.common.service.intake import EOF
 from kvkeeper.common.trust.caller import ANY_TENANT, Caller, Role, note_caller
-from kvkeeper.common.trust.certificate_names import names_of
+from kvkeeper.common.trust.certificate_names import decode_names
 from kvkeeper.common.trust.credentials import KnownCallers
 from kvkeeper.common.trust.refusals import (
     NO_CERTIFICATE,
@@ -26,7 +26,7 @@ from kvkeeper.common.trust.refusals import (
     RefusedCalls,
     role_refusal,
 )
-from kvkeeper.common.trust.roles import OPEN, is_known, roles_of
+from kvkeeper.common.trust.roles import OPEN, get_roles, is_known
 
 # Of a Unix socket: its file has mode 0600, so its other end is this user or root, who could read all memory anyway.
 SOCKET_OWNER = Caller("socket owner", ANY_TENANT, Role.OPERATOR)
@@ -70,22 +70,22 @@ class Gate(grpc.aio.ServerInterceptor):
         return SOCKET_OWNER if self._is_private_socket else NO_CREDENTIAL
 
     def _by_certificate(self, context: grpc.aio.ServicerContext) -> Caller | Refusal:
-        told = context.auth_context()
-        if not told.get("x509_pem_cert"):  # there is no connection without one; should there be, it is no operator's
+        peer_facts = context.auth_context()
+        if not peer_facts.get("x509_pem_cert"):  # there is no connection without one; should there be, it is no operator's
             return NO_CERTIFICATE
         if self._known is None:
             return CERTIFIED
-        names = [*told.get("peer_dns", ()), *told.get("peer_uri", ())]
-        if not told.get("x509_subject_alternative_name"):
-            names = list(told.get("x509_common_name", ()))
-        texts = names_of(next(iter(told["x509_pem_cert"])), tuple(names))
+        names = [*peer_facts.get("peer_dns", ()), *peer_facts.get("peer_uri", ())]
+        if not peer_facts.get("x509_subject_alternative_name"):
+            names = list(peer_facts.get("x509_common_name", ()))
+        texts = decode_names(next(iter(peer_facts["x509_pem_cert"])), tuple(names))
         return self._known.now().by_certificate(texts) or WRONG_CERTIFICATE
 
     def _admit(self, path: str, found: Caller | Refusal, find: Callable[[], Caller | Refusal | None]) -> Caller | Refusal:
         """The caller, noted for the handler; or why the call is not let in, counted. find: finds it again."""
         name = ""
         if isinstance(found, Caller):
-            if found.role in roles_of(path):
+            if found.role in get_roles(path):
                 note_foreign = partial(self._refused.note, "TENANT_NOT_ALLOWED", path, found.name)
                 caller = found
                 note_caller(caller, note_foreign, lambda: find() == caller)

@@ -50,7 +50,7 @@ def _read(path: Path, *, is_private: bool) -> bytes:
     return data
 
 
-def state_of(*paths: Path) -> tuple[object, ...]:
+def stat_files(*paths: Path) -> tuple[object, ...]:
     """Differs once one of the files is written or replaced."""
     found: list[object] = []
     for path in paths:

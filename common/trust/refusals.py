@@ -15,7 +15,7 @@ from google.rpc import status_pb2
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily
 
-from kvkeeper.common.service.status import status_of
+from kvkeeper.common.service.status import make_status
 
 log = structlog.get_logger()
 
@@ -25,7 +25,7 @@ CODES = {
     "ROLE_NOT_ALLOWED": grpc.StatusCode.PERMISSION_DENIED,
     "TENANT_NOT_ALLOWED": grpc.StatusCode.PERMISSION_DENIED,
 }
-_TELL_EVERY_S = 1.0
+_REPORT_EVERY_S = 1.0
 _NONE: Mapping[str, int] = {}
 
 
@@ -39,7 +39,7 @@ class Refusal:
 
     @property
     def status(self) -> status_pb2.Status:
-        return status_of(CODES[self.reason], self.reason, self.text, self.metadata)
+        return make_status(CODES[self.reason], self.reason, self.text, self.metadata)
 
 
 NO_CREDENTIAL = Refusal("NO_CREDENTIAL", "this service asks for a token, as metadata `authorization: Bearer TOKEN`")
@@ -59,16 +59,16 @@ class RefusedCalls:
         """clock: seconds."""
         self.counts: Counter[str] = Counter()
         self._clock = clock
-        self._told: dict[str, tuple[float, int]] = {}  # by reason: when, and the count then
+        self._reported: dict[str, tuple[float, int]] = {}  # by reason: when, and the count then
 
     def note(self, reason: str, method: str, caller: str) -> None:
         """method: a name of the table, so that nothing that a client made up is logged; caller: the name of its credential."""
         self.counts[reason] += 1
         now, count = self._clock(), self.counts[reason]
-        told_at, told_count = self._told.get(reason, (now - _TELL_EVERY_S, 0))
-        if now - told_at >= _TELL_EVERY_S:
-            self._told[reason] = now, count
-            log.warning("call_refused", reason=reason, method=method, caller=caller, num_calls=count - told_count)
+        reported_at, reported_count = self._reported.get(reason, (now - _REPORT_EVERY_S, 0))
+        if now - reported_at >= _REPORT_EVERY_S:
+            self._reported[reason] = now, count
+            log.warning("call_refused", reason=reason, method=method, caller=caller, num_calls=count - reported_count)
 
     def metrics(self, prefix: str, labels: Mapping[str, str], elsewhere: Mapping[str, int] = _NONE) -> Iterator[Metric]:
         """A family with each reason, also of those that never came. elsewhere: counts of other processes."""

@@ -106,6 +106,6 @@ def is_known(path: str) -> bool:
     return path in _BY_PATH or path in OPEN
 
 
-def roles_of(path: str) -> frozenset[Role]:
+def get_roles(path: str) -> frozenset[Role]:
     """The roles that may call /package.Service/Method."""
     return _BY_PATH.get(path, _NONE)

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import structlog
 
-from kvkeeper.common.trust.private_file import FileRefused, read_private, read_public, state_of
+from kvkeeper.common.trust.private_file import FileRefused, read_private, read_public, stat_files
 
 log = structlog.get_logger()
 
@@ -23,7 +23,7 @@ class ServerTls:
         """Files in PEM. client_ca: every client needs a certificate of this authority."""
         self._cert, self._key, self._client_ca = cert, key, client_ca
         self._paths = [path for path in (cert, key, client_ca) if path is not None]
-        self._state = state_of(*self._paths)
+        self._state = stat_files(*self._paths)
         self._first = self._read()
 
     @property
@@ -36,7 +36,7 @@ class ServerTls:
 
     def changed(self) -> "grpc.ServerCertificateConfiguration | None":
         """What the files hold where they have changed since they were asked for last, and can be used."""
-        state = state_of(*self._paths)
+        state = stat_files(*self._paths)
         if state == self._state:
             return None
         self._state = state

@@ -7,7 +7,7 @@ from docs.generate.markdown import code_span, head, prose, table
 from kvkeeper.cache_service.config import SOURCE as CACHE
 from kvkeeper.common.hold.config import SOURCE as HOLD
 from kvkeeper.common.service.config import ConfigSource
-from kvkeeper.common.service.settings import Setting, settings_of
+from kvkeeper.common.service.settings import Setting, list_settings
 from kvkeeper.engine_service.config import SOURCE as ENGINE
 
 _INTRO = """\
@@ -43,8 +43,8 @@ def page() -> str:
 
 def _tables(source: ConfigSource[Any]) -> list[str]:
     lines = []
-    groups = [one.group for one in settings_of(source.config)]
-    settings = sorted(settings_of(source.config), key=lambda one: groups.index(one.group))
+    groups = [one.group for one in list_settings(source.config)]
+    settings = sorted(list_settings(source.config), key=lambda one: groups.index(one.group))
     for group, members in groupby(settings, key=lambda one: one.group):
         lines += [f"### {source.program.split()[-1].capitalize()}: {group.lower()}", ""]
         rows = [_row(one, source.variable(one)) for one in members]

@@ -29,20 +29,20 @@ from kvkeeper.client.steps import StepItems, StepResult
 from kvkeeper.common.service.threads import in_thread, in_thread_or_here
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
-from ..compute.device.device_errors import FaultTold, keep_until_end, lost_by
+from ..compute.device.device_errors import ReportedFault, keep_until_end, lost_by
 from ..compute.model_runner import AnyLayout, Runner, StepBounds
 from ..compute.served_model import ServedModel
 from ..config import EngineConfig
-from ..ranks.mapped_arena import arena_tensor, host_blocks, packing_of
+from ..ranks.mapped_arena import arena_tensor, host_blocks, make_packing
 from ..ranks.messages import RankLost, RankRefused
 from ..ranks.ranked_runner import RankedRunner
-from ..ranks.ranks import Ranks, attachment_of
+from ..ranks.ranks import Ranks, make_attachment
 from ..scheduler.plan import Plan
 from ..values.request import Sequence, TakenBlocks
 from .failures import is_invalid, is_unknown_sequence, rank_lost, refuses_groups
-from .kv_spec import host_format_of, kv_spec_of
+from .kv_spec import get_host_format, make_kv_spec
 from .lease import Lease
-from .pool_limits import limits_of
+from .pool_limits import make_limits
 from .transfer_runner import TransferRunner
 
 log = structlog.get_logger()
@@ -137,11 +137,11 @@ class KvMemory:
     def require_ranks(self) -> None:
         """Raises KvkeeperError where one of them is lost: nothing can be computed any more, and what was last may be wrong.
 
-        Raises FaultTold where its device is lost to it.
+        Raises ReportedFault where its device is lost to it.
         """
         if self._ranks is not None and (why := self._ranks.lost):
             if (fault := self._ranks.fault) is not None:
-                raise FaultTold(fault)
+                raise ReportedFault(fault)
             raise rank_lost(why)
 
     async def close(self, *, is_away: bool = False, is_lost: bool = False) -> None:
@@ -214,7 +214,7 @@ async def open_memory(
 ) -> KvMemory:
     """Open a session for the model, attach, and put the model on the memory.
 
-    Raises KvkeeperError; where the device of a rank fails, an error for which fault_of returns a fault.
+    Raises KvkeeperError; where the device of a rank fails, an error for which find_fault returns a fault.
 
     address: of this engine. ranks: the others, where several share the model; they are started where they do not run.
     """
@@ -223,7 +223,7 @@ async def open_memory(
     name = client_name(model, address)
     try:
         session = await client.open_session(
-            kv_spec_of(model, config.block_size),
+            make_kv_spec(model, config.block_size),
             pb.EXECUTOR_ENGINE,
             ttl_ms=config.lease_ms,
             client_name=name,
@@ -240,7 +240,7 @@ async def open_memory(
         arena = await session.attach(step_lane=config.step_carrier == "auto")
         assert session.pool.block_bytes == layout.block_bytes, "both services compute a block's size alike"
         _require_index(arena, model.device)
-        packing = packing_of(layout, host_format_of(session.pool))
+        packing = make_packing(layout, get_host_format(session.pool))
         made = _on_arena(session, arena, model, layout, packing, ranks)
     except BaseException:
         with contextlib.suppress(KvkeeperError):
@@ -248,13 +248,13 @@ async def open_memory(
         raise
     try:
         if ranks is not None:  # they pin their shares of the host tier meanwhile
-            attachment = attachment_of(session, packing, has_groups=bool(model.groups))
+            attachment = make_attachment(session, packing, has_groups=bool(model.groups))
             await _renewing(made, partial(_on_ranks, partial(ranks.attach, attachment)))
         if arena.is_on_device:
             await _renewing(made, arena.pin_hosts)  # seconds for each 10 GB
             await _renewing(made, made.transfers.make_ready)
         if model.make_ready is not None:
-            limits = limits_of(session.pool, model, config)
+            limits = make_limits(session.pool, model, config)
             bounds = StepBounds(limits.num_rows, limits.max_len, limits.token_budget)
             await _renewing(made, partial(_on_ranks, partial(model.make_ready, made.runner, bounds)))
     except BaseException as error:

@@ -27,12 +27,12 @@ _STORED_DTYPES = {
 _HOST_FORMATS = {number: name for name, number in _STORED_DTYPES.items()} | {pb.KV_DTYPE_UNSPECIFIED: ""}
 
 
-def host_format_of(pool: pb.PoolInfo) -> str:
+def get_host_format(pool: pb.PoolInfo) -> str:
     """The format of --kv-dtype that the pool's host tier keeps blocks in; empty: as they are on the device."""
     return _HOST_FORMATS[pool.host_kv_dtype]
 
 
-def kv_spec_of(model: ServedModel, block_size: int) -> pb.KvSpec:
+def make_kv_spec(model: ServedModel, block_size: int) -> pb.KvSpec:
     """What must be equal in another engine's model for the two to share K and V."""
     layout, groups = model.layout(block_size), model.groups
     spec = pb.KvSpec(

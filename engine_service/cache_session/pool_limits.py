@@ -12,11 +12,11 @@ _CACHE_BOUND = "see --max-tokens-per-sequence of the cache service, and its --ma
 _POOL_BOUND = "the pool holds no more, see --pool-memory and --num-blocks of the cache service"
 
 
-def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Limits:
+def make_limits(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Limits:
     """What the scheduler may do on this pool."""
     own = _OWN_BOUND, config.max_tokens_per_sequence or pool.max_tokens_with_retention
     of_cache = _CACHE_BOUND, pool.max_tokens_with_retention
-    spans = tuple(map(_span_of, pool.spec.groups)) or (WHOLE,)
+    spans = tuple(map(_parse_span, pool.spec.groups)) or (WHOLE,)
     of_pool = _POOL_BOUND, (pool.num_blocks - 1) * pool.block_size
     if len(spans) > 1:
         of_pool = _POOL_BOUND, pool.max_tokens_per_sequence
@@ -49,7 +49,7 @@ def limits_of(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> Li
     )
 
 
-def _span_of(group: pb.LayerGroup) -> ReadSpan:
+def _parse_span(group: pb.LayerGroup) -> ReadSpan:
     """What a token reads in a group; of states that of the token before."""
     if group.kind == pb.LAYER_GROUP_KIND_RECURRENT:
         return ReadSpan(2, checkpoint_blocks=group.checkpoint_blocks)

@@ -55,7 +55,7 @@ class TransferRunner:
         """Whether orders have ended that the cache service does not know of yet."""
         return bool(self._done or self._failed)
 
-    def moves_of(self, answer: StepResult) -> Moves | None:
+    def make_moves(self, answer: StepResult) -> Moves | None:
         """A step's orders, to be run as part of the step; None: it has none."""
         if not len(answer.transfer_ids):
             return None

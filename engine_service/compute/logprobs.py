@@ -27,7 +27,7 @@ class LogprobTensors:
         """The same, each tensor as fetch returns it."""
         return LogprobTensors(*map(fetch, (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)))
 
-    def told(self, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    def to_list(self, num_top: Sequence[int]) -> list[TokenLogprobs]:
         """One entry per row, with so many of the likeliest tokens; the tensors are on the host."""
         columns = (self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
         return [

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from kvkeeper.kernels.copy_blocks import copy_blocks, move_blocks
 from kvkeeper.kernels.gpu.variants import MANY_STORED, group_tokens, prefill_lens
 from kvkeeper.kernels.layout import KvLayout
-from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 from kvkeeper.kernels.scratch import Scratch
 
 from ..model.attention import StepAttention, attention_arrays, attention_parts, build_step_attention
@@ -26,13 +26,13 @@ from ..model.checkpoint.errors import ModelError
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup
-from ..model.recurrent.state_pages import Runs, StatePages, build_state_metadata, runs_of, state_arrays
+from ..model.recurrent.state_pages import Runs, StatePages, build_state_metadata, find_runs, state_arrays
 from ..model.stored_attention import StoredAttention, build_stored_attention
 from ..model.transformers_model import ModelShape, TransformersModel
 from ..values.batch import Batch, IntArray
 from ..values.sampling_params import SampledRows
-from .device.device_errors import fault_of, lost_by
-from .device.device_queue import DeviceQueue, queue_of
+from .device.device_errors import find_fault, lost_by
+from .device.device_queue import DeviceQueue, make_queue
 from .device.token_counts import Counted, LastTokens, TokenCounts
 from .device.upload import Staged, upload_to
 from .graphs.graph_api import MOST_ROWS, GraphApi
@@ -87,7 +87,7 @@ Model = Decoder | TransformersModel
 Shape = ModelConfig | ModelShape
 
 
-def kv_layout_of(config: Shape, dtype: torch.dtype, block_size: int, groups: Sequence[LayerGroup] = ()) -> KvLayout:
+def make_kv_layout(config: Shape, dtype: torch.dtype, block_size: int, groups: Sequence[LayerGroup] = ()) -> KvLayout:
     """The layout of the blocks that a model of this config, computing in `dtype`, needs. groups: a block has one's layers."""
     num_layers = max((len(group.layers) for group in groups if not group.is_recurrent), default=config.num_layers)
     return KvLayout(num_layers, config.num_kv_heads, config.head_dim, dtype, block_size, config.is_latent)
@@ -96,7 +96,7 @@ def kv_layout_of(config: Shape, dtype: torch.dtype, block_size: int, groups: Seq
 def _needed_layout(model: Model, layout: AnyLayout, groups: Sequence[LayerGroup]) -> AnyLayout:
     """The one like `layout` that the model computes on."""
     if not isinstance(layout, QuantisedLayout):
-        return kv_layout_of(model.config, model.dtype, layout.block_size, groups)
+        return make_kv_layout(model.config, model.dtype, layout.block_size, groups)
     config, tail_layers = model.config, len(groups[1].layers) if groups else 0
     return QuantisedLayout(
         config.num_layers,
@@ -145,7 +145,7 @@ class ModelRunner:
         if layout != needed or kv_view.shape[1:] != layout.view_shape or kv_view.dtype != dtype:
             raise ModelError(f"the arena's layout {layout} is not the model's {needed}")
         self._stored = (
-            tuple(layer_of(kv_view, layout, layer) for layer in range(layout.num_layers))
+            tuple(get_layer(kv_view, layout, layer) for layer in range(layout.num_layers))
             if isinstance(layout, QuantisedLayout)
             else ()
         )
@@ -156,7 +156,7 @@ class ModelRunner:
         self._parts, self._places = attention_parts(() if self._stored else groups, model.config.windows, model.config.chunks)
         self._states = _state_pages(model, kv_view, groups)
         self._scratch = Scratch(kv_view.device)
-        self.queue = queue or queue_of(kv_view.device)
+        self.queue = queue or make_queue(kv_view.device)
         self._upload = upload_to(kv_view, self.queue)
         self.last_tokens = LastTokens(kv_view.device)
         self._num_positions = 0  # that the model has tables for, once it is made ready
@@ -203,10 +203,10 @@ class ModelRunner:
         except Exception as error:  # whatever a driver says of it, the engine can serve, but on no lost device
             if lost_by(error) is not None:
                 raise
-            tell, fault = log.exception, fault_of(error)
+            log_failure, fault = log.exception, find_fault(error)
             if fault is not None and fault.is_out_of_memory:
-                tell = partial(log.warning, why=fault.text())
-            tell("graphs_failed", message="decodes are computed without CUDA graphs; --no-graphs does not try them")
+                log_failure = partial(log.warning, why=fault.text())
+            log_failure("graphs_failed", message="decodes are computed without CUDA graphs; --no-graphs does not try them")
             self.synchronize()
 
     def _warm_up(self, bounds: StepBounds, *, with_retention: bool, progress: bool) -> None:
@@ -278,7 +278,7 @@ class ModelRunner:
         arrays |= attention_arrays(batch, self._parts, self._layout.block_size, self._states)
         runs: Runs = ()
         if self._states:
-            runs = runs_of(batch, len(self._groups) - 1, self._layout.block_size)
+            runs = find_runs(batch, len(self._groups) - 1, self._layout.block_size)
             arrays |= state_arrays(batch, tuple(self._states), runs, self._layout.block_size)
         upload = self._upload.stage(arrays)
         attention = partial(self._attention, scratch=self._scratch, runs=runs, is_written=batch.group_tables is not None)

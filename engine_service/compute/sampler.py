@@ -31,18 +31,18 @@ class StepLogits:
     Attributes:
         values: float32 [R, vocab_size].
         likeliest: int64 [R], a token also where the logits are not finite; None: they were not looked at.
-        told: drawn, or else likeliest, but NOT_FINITE where the logits are not, or STUCK; None likewise.
+        outcomes: drawn, or else likeliest, but NOT_FINITE where the logits are not, or STUCK; None likewise.
         drawn: int64 [R], each row's token by its parameters, a token also where none could be drawn; None: nothing was drawn.
     """
 
     values: torch.Tensor
     likeliest: torch.Tensor | None = None
-    told: torch.Tensor | None = None
+    outcomes: torch.Tensor | None = None
     drawn: torch.Tensor | None = None
 
     def first(self, count: int) -> "StepLogits":
         """The same of the first rows."""
-        parts = (self.values, self.likeliest, self.told, self.drawn)
+        parts = (self.values, self.likeliest, self.outcomes, self.drawn)
         return StepLogits(*(part if part is None else part[:count] for part in parts))  # type: ignore[arg-type]
 
 
@@ -70,22 +70,22 @@ class SampledTokens:
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
     """Draw one token per row, and wait for it; see draw."""
-    told = draw(StepLogits(logits), rows).told
-    assert told is not None, "of what was drawn"
-    return tokens_of(told.cpu().numpy())
+    outcomes = draw(StepLogits(logits), rows).outcomes
+    assert outcomes is not None, "of what was drawn"
+    return parse_drawn(outcomes.cpu().numpy())
 
 
-def tokens_of(told: npt.NDArray[np.int64]) -> SampledTokens:
-    """The tokens, and the rows that have none, out of what is told of them."""
-    if (told >= 0).all():
-        return SampledTokens(told, ())
-    bad, stuck = np.flatnonzero(told == NOT_FINITE), np.flatnonzero(told == STUCK)
-    return SampledTokens(np.maximum(told, 0), tuple(bad.tolist()), tuple(stuck.tolist()))
+def parse_drawn(outcomes: npt.NDArray[np.int64]) -> SampledTokens:
+    """The tokens, and the rows that have none, out of what is outcomes of them."""
+    if (outcomes >= 0).all():
+        return SampledTokens(outcomes, ())
+    bad, stuck = np.flatnonzero(outcomes == NOT_FINITE), np.flatnonzero(outcomes == STUCK)
+    return SampledTokens(np.maximum(outcomes, 0), tuple(bad.tolist()), tuple(stuck.tolist()))
 
 
 @torch.inference_mode()
 def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None, counted: Counted | None = None) -> StepLogits:
-    """Draw one token per row: the step with `drawn`, and with NOT_FINITE or STUCK in `told` where none could be.
+    """Draw one token per row: the step with `drawn`, and with NOT_FINITE or STUCK in `outcomes` where none could be.
 
     Args:
         step: logits float32 [S, V], not changed. -inf is a token that must not be drawn. What a graph drew was by these rows.
@@ -97,17 +97,17 @@ def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None, co
     assert logits.shape[0] == len(rows), "one row per row of logits"
     if step.drawn is not None:
         return step
-    if step.told is None or step.likeliest is None:
+    if step.outcomes is None or step.likeliest is None:
         if are_likeliest(rows) and not logits.is_cpu:
             step = with_likeliest(logits)
         else:
             step = _looked_at(logits)
-    likeliest, told = step.likeliest, step.told
-    assert told is not None
+    likeliest, outcomes = step.likeliest, step.outcomes
+    assert outcomes is not None
     if are_likeliest(rows):
         assert likeliest is not None
         return replace(step, drawn=likeliest)
-    raw, is_finite, constrained = logits, told >= 0, logits
+    raw, is_finite, constrained = logits, outcomes >= 0, logits
     if isinstance(rows, PlainDraws):
         if counted is not None:
             assert last is not None
@@ -123,8 +123,8 @@ def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None, co
         likeliest = None
     drawn = _drawn(logits, likeliest, rows if isinstance(rows, PlainDraws) else PlainDraws.of(rows))
     if can_go_on is not None:
-        told = torch.where(is_finite & ~can_go_on, STUCK, told)
-    return replace(step, drawn=drawn, told=torch.where(told >= 0, drawn, told))
+        outcomes = torch.where(is_finite & ~can_go_on, STUCK, outcomes)
+    return replace(step, drawn=drawn, outcomes=torch.where(outcomes >= 0, drawn, outcomes))
 
 
 def draw_plain(step: StepLogits, params: torch.Tensor, numbers: torch.Tensor) -> StepLogits:
@@ -135,33 +135,33 @@ def draw_plain(step: StepLogits, params: torch.Tensor, numbers: torch.Tensor) ->
         params: float64 [5, S], as PlainDraws has them.
         numbers: int64 [3, S], the bits of seeds, sample indices and positions.
     """
-    assert step.likeliest is not None and step.told is not None
-    return _drawn_there(step, step.values, step.likeliest, step.told, params, numbers)
+    assert step.likeliest is not None and step.outcomes is not None
+    return _drawn_there(step, step.values, step.likeliest, step.outcomes, params, numbers)
 
 
 def draw_penalised(step: StepLogits, penalised: torch.Tensor, params: torch.Tensor, numbers: torch.Tensor) -> StepLogits:
     """As draw_plain, from the step's logits less penalties, float32 [S, V]."""
-    assert step.told is not None
+    assert step.outcomes is not None
     can_go_on = penalised.amax(dim=1) > -torch.inf
-    told = torch.where((step.told < 0) | can_go_on, step.told, STUCK)
-    return _drawn_there(step, penalised, penalised.argmax(dim=1), told, params, numbers)
+    outcomes = torch.where((step.outcomes < 0) | can_go_on, step.outcomes, STUCK)
+    return _drawn_there(step, penalised, penalised.argmax(dim=1), outcomes, params, numbers)
 
 
 def _drawn_there(
     step: StepLogits,
     logits: torch.Tensor,
     likeliest: torch.Tensor,
-    told: torch.Tensor,
+    outcomes: torch.Tensor,
     params: torch.Tensor,
     numbers: torch.Tensor,
 ) -> StepLogits:
-    """See draw_plain. told [S]: below 0 where a row is not to be drawn from."""
+    """See draw_plain. outcomes [S]: below 0 where a row is not to be drawn from."""
     temperature, top_k, top_p, min_p, typical_p = params
-    is_sound, is_greedy = told >= 0, temperature == 0
+    is_sound, is_greedy = outcomes >= 0, temperature == 0
     sound = torch.where(is_sound[:, None], logits, 0.0)
     own = SamplingTensors(torch.where(is_greedy, 1.0, temperature), top_k.long(), top_p, min_p, typical_p)
     drawn = torch.where(is_greedy, likeliest, sample_rows(sound, own, uniforms_there(numbers)))
-    return replace(step, drawn=drawn, told=torch.where(is_sound, drawn, told))
+    return replace(step, drawn=drawn, outcomes=torch.where(is_sound, drawn, outcomes))
 
 
 def _drawn(logits: torch.Tensor, likeliest: torch.Tensor | None, draws: PlainDraws) -> torch.Tensor:

@@ -23,7 +23,7 @@ from ..model.dtype_name import DtypeChoice
 from ..model.transformers_model import TransformersModel, load_transformers_model
 from ..values.batch import Batch, IntArray
 from ..values.request import Int32Array
-from .model_runner import Model, ModelRunner, kv_layout_of
+from .model_runner import Model, ModelRunner, make_kv_layout
 
 log = structlog.get_logger()
 
@@ -118,7 +118,7 @@ def _long_length(model: Model, network: Any, named: set[int], num_heads: int) ->
     config = model.config
     num_parameters = sum(parameter.numel() for parameter in network.parameters())
     wide = config.num_layers * config.head_dim * network.config.get_text_config().num_attention_heads
-    kv_bytes = kv_layout_of(config, model.dtype, 1).block_bytes
+    kv_bytes = make_kv_layout(config, model.dtype, 1).block_bytes
 
     def is_bounded(length: int, most_flops: float) -> bool:
         flops = 4 * length * num_parameters + 4 * length**2 * wide  # of both passes
@@ -179,7 +179,7 @@ def _library_logits(network: Any, attention: str, prompts: list[_Prompt]) -> lis
 
 def _paged_logits(model: Model, prompts: list[_Prompt]) -> list[torch.Tensor]:
     """The same as the engine computes it; the memory of K and V is this function's own."""
-    layout = kv_layout_of(model.config, model.dtype, _BLOCK_SIZE)
+    layout = make_kv_layout(model.config, model.dtype, _BLOCK_SIZE)
     counts = [-(-len(prompt.tokens) // _BLOCK_SIZE) for prompt in prompts]
     blocks = np.random.default_rng(1).permutation(sum(counts)).astype(np.int32) + 1
     tables = np.zeros((len(prompts), max(counts)), np.int32)

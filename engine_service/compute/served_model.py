@@ -30,13 +30,13 @@ from ..model.decoder import Decoder
 from ..model.dtype_name import INT8, DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
 from ..model.layer_groups import LayerGroup, group_layers
-from ..model.loader import left_out_of, load_model
+from ..model.loader import list_left_out, load_model
 from ..model.split import WHOLE, Split, require_one_rank
 from ..outputs.model_text import ModelText
 from ..outputs.tokenizer import Tokenizer
 from ..values.sampling_params import NEUTRAL, SamplingParams, SamplingParamsError, with_fields
 from .graphs.graph_api import CudaGraphs
-from .model_runner import AnyLayout, Model, ModelRunner, Runner, StepBounds, Warmed, kv_layout_of
+from .model_runner import AnyLayout, Model, ModelRunner, Runner, StepBounds, Warmed, make_kv_layout
 from .self_check import load_checked_model
 from .stored_model import format_for, has_states, prepare_for, refuse_settings, refuse_stored, state_groups, stored_layout
 
@@ -106,7 +106,7 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
     if config.model == HASH_TOY:
         return _hash_toy(split)
     folder, dtype = Path(config.model).resolve(), cast(DtypeChoice, config.dtype)
-    device = _device_of(config, split.num_ranks)
+    device = _select_device(config, split.num_ranks)
     progress = config.progress and sys.stderr.isatty()  # in a log file a bar is noise
     raw = read_json_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
     if reason := why_library(raw, has_library=find_spec("transformers") is not None):
@@ -167,7 +167,7 @@ def _in_groups(served: ServedModel, model: Decoder, groups: tuple[LayerGroup, ..
     dtype = model.dtype
     return dataclasses.replace(
         served,
-        layout=lambda block_size: kv_layout_of(model.config, dtype, block_size, groups),
+        layout=lambda block_size: make_kv_layout(model.config, dtype, block_size, groups),
         make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout, groups),
         groups=groups,
     )
@@ -213,7 +213,7 @@ def _ready_on_device(served: ServedModel, config: EngineConfig, *, progress: boo
     return dataclasses.replace(served, make_ready=make_ready, whole=whole)
 
 
-def _device_of(config: EngineConfig, num_ranks: int) -> torch.device:
+def _select_device(config: EngineConfig, num_ranks: int) -> torch.device:
     """The device of the first rank; the others are on the next ones. Raises NoDeviceError where torch does not see them."""
     device = torch.device(config.device)
     if device.type != "cuda":
@@ -251,7 +251,7 @@ def _from_folder(
         max_len=config.max_position,
         compute_dtype=compute_dtype,
         text=ModelText(Tokenizer.load(folder) if (folder / "tokenizer.json").exists() else None),
-        layout=lambda block_size: kv_layout_of(config, dtype, block_size),
+        layout=lambda block_size: make_kv_layout(config, dtype, block_size),
         make_runner=lambda kv_view, layout: ModelRunner(model, kv_view, layout),
         sliding_window=max((window or 0 for window in config.windows), default=0),
         rope_parameters=rope_parameters,
@@ -297,7 +297,7 @@ def _num_parameters(folder: Path, config: ModelConfig) -> int:
     """Elements of the weights that are used; tied tensors count once, also where the files hold them twice."""
     sizes, scheme = list(tensor_sizes(list_weight_files(folder))), config.scheme
     names = [each.name for each in sizes]
-    left_out = set(left_out_of(names, config))
+    left_out = set(list_left_out(names, config))
     if config.tied_embeddings and any(name.startswith(EMBEDDINGS) for name in names):
         left_out |= {name for name in names if name.startswith(HEAD)}
     return sum(

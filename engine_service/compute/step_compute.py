@@ -20,13 +20,13 @@ from ..values.batch import Batch
 from ..values.errors import DeviceLost
 from ..values.output_chunk import TokenLogprobs
 from ..values.sampling_params import NOTHING_AWAITED, Candidates, PlainDraws, SampledRows, SearchRow, are_likeliest
-from .device.device_errors import fault_of, keep_until_end, lost_by
+from .device.device_errors import find_fault, keep_until_end, lost_by
 from .device.device_queue import DeviceQueue, HostQueue, Mark, Moves, Queued, submit_step
 from .device.token_counts import Counted, Counting, LastTokens
 from .device.upload import Staged, at_device
 from .logprobs import LogprobTensors, find_candidates, find_logprobs
 from .model_runner import ModelRunner, Runner
-from .sampler import SampledTokens, StepLogits, draw, tokens_of
+from .sampler import SampledTokens, StepLogits, draw, parse_drawn
 
 log = structlog.get_logger()
 
@@ -63,7 +63,7 @@ class Computed:
 class _Results:
     """What the device leaves for the host: to be read once it has got that far."""
 
-    told: torch.Tensor | None = None  # the tokens that were drawn, or why there is none
+    outcomes: torch.Tensor | None = None  # the tokens that were drawn, or why there is none
     is_finite: torch.Tensor | None = None  # of each of unfinished
     logprobs: LogprobTensors | None = None
     scores: list[LogprobTensors] = field(default_factory=list)
@@ -79,7 +79,7 @@ class _Results:
         self.lost = self.lost or lost_by(error)
         if self.lost is not None:
             return
-        fault = fault_of(error)
+        fault = find_fault(error)
         if fault is not None and fault.is_out_of_memory:
             log.error("batch_failed", message=fault.text(_SAVES_MEMORY))
         else:
@@ -106,7 +106,7 @@ class Launched:
             if self._results.has_failed:
                 self._runner.synchronize()
             else:
-                return self._told()
+                return self._collect()
         except Exception as error:
             self._results.fail(error)
         if self._results.lost is not None:
@@ -116,19 +116,20 @@ class Launched:
             raise self._results.moves_error
         return None
 
-    def _told(self) -> Computed:
+    def _collect(self) -> Computed:
         results, work, rows = self._results, self._work, self._how.sampled
         scores = [
-            found.told([score.num_top] * len(score.token_ids)) for score, found in zip(work.scores, results.scores, strict=True)
+            found.to_list([score.num_top] * len(score.token_ids))
+            for score, found in zip(work.scores, results.scores, strict=True)
         ]
         broken = [] if results.is_finite is None else torch.nonzero(~results.is_finite)[:, 0].tolist()
-        sampled = _NO_TOKENS if results.told is None else tokens_of(results.told.numpy())
+        sampled = _NO_TOKENS if results.outcomes is None else parse_drawn(results.outcomes.numpy())
         logprobs: dict[int, TokenLogprobs] = {}
         if results.logprobs is not None:
             asked = _asked(rows)
             bad = {*sampled.bad_rows, *sampled.stuck_rows}
-            told = zip(asked, results.logprobs.told([count for _, count in asked]), strict=True)
-            logprobs = {row: found for (row, _), found in told if row not in bad}
+            pairs = zip(asked, results.logprobs.to_list([count for _, count in asked]), strict=True)
+            logprobs = {row: found for (row, _), found in pairs if row not in bad}
         return Computed(sampled, logprobs, results.candidates, scores, broken)
 
 
@@ -246,7 +247,7 @@ class StepCompute:
     def _forward_and_sample(self, forward: _Forward, work: Work, how: StepRows, results: _Results) -> None:
         counted = forward.counted
         # A graph leaves its own tokens, and the histories of rows that are drawn behind it end with those of the step before.
-        last = self._last.copied() if counted is None and _hang_on_awaited(how.sampled) else self._last
+        last = self._last.copied() if counted is None and _depend_on_awaited(how.sampled) else self._last
         fetch, step = self._queue.fetch, forward.staged()
         logits = step.values
         results.scores = [_score(logits, score).fetched(fetch) for score in work.scores]
@@ -260,8 +261,8 @@ class StepCompute:
             logits = logits[at_device(work.logit_idx, logits)]
             step = StepLogits(logits)
         found = draw(step, rows, last, counted)
-        assert found.told is not None and found.drawn is not None
-        results.told, drawn = fetch(found.told), found.drawn
+        assert found.outcomes is not None and found.drawn is not None
+        results.outcomes, drawn = fetch(found.outcomes), found.drawn
         # The graph that found the likeliest, or drew, has left them there.
         are_kept = drawn is step.likeliest or drawn is step.drawn
         if not are_kept and len(rows) == len(work.sampled):  # of guesses the host has to say which are right
@@ -277,7 +278,7 @@ def _is_in_order(work: Work) -> bool:
     return work.batch is not None and np.array_equal(work.logit_idx, np.arange(len(work.batch.logit_rows)))
 
 
-def _hang_on_awaited(rows: SampledRows) -> bool:
+def _depend_on_awaited(rows: SampledRows) -> bool:
     """Whether penalties depend on a token that the step before draws."""
     if isinstance(rows, PlainDraws):
         return rows.penalised is not None and bool((rows.penalised.awaited != NOTHING_AWAITED).any())

@@ -20,7 +20,7 @@ from ..model.checkpoint.errors import UnsupportedModelError
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.layer_groups import LayerGroup, group_states
-from ..model.stored_attention import tail_layers_of
+from ..model.stored_attention import count_tail_layers
 
 
 def format_for(kv_dtype: str, dtype: torch.dtype) -> KvFormat | None:
@@ -50,7 +50,7 @@ def stored_layout(
         raise UnsupportedModelError("--kv-dtype", kv_format.name, str(error)) from None
     if not tail_tokens or not kv_format.scale_bytes:
         return layout, ()
-    count = tail_layers_of(layout, tail_tokens)
+    count = count_tail_layers(layout, tail_tokens)
     every = tuple(range(shape.num_layers))
     window = max(tail_tokens - block_size + 1, 1)  # its blocks hold tail_tokens at most
     tails = (LayerGroup(every[first : first + count], window) for first in range(0, shape.num_layers, count))

@@ -133,25 +133,25 @@ class Engine:
 
     # -- the loop
 
-    async def run_session(self, memory: KvMemory, limits: Limits, tell_ready: Callable[[], Awaitable[None]]) -> None:
+    async def run_session(self, memory: KvMemory, limits: Limits, notify_ready: Callable[[], Awaitable[None]]) -> None:
         """Serve until the engine is stopped. Raises KvkeeperError when the session is lost; the requests live on.
 
         Raises DeviceLost, also where the session was lost for the same reason, as where ranks share a model.
 
-        tell_ready is awaited once requests are taken, so that no client that was notified is refused.
+        notify_ready is awaited once requests are taken, so that no client that was notified is refused.
         """
         self.memory, self._num_reported = memory, 0
         self._has_turned.set()
         self.requests.end_closed()
         for request in self.scheduler.reset(limits):
             text = with_bound(f"{request.max_len} tokens are too many for the pool as it is now", limits, request)
-            limit = limits.max_len_of(request.retention)
+            limit = limits.get_max_len(request.retention)
             self.requests.fail(request, NeverFits(text, requested=request.max_len, limit=limit))
         create = partial(create_sequences, memory.session)
         self._creator = SequenceCreator(self.scheduler, create, self._wake, self.requests.fail, self._tracing)
         self._compute = StepCompute(memory.runner)
         try:
-            await tell_ready()
+            await notify_ready()
             while not (self._stopping and not self.requests.generations and self.scheduler.is_empty):
                 memory.require_ranks()
                 await self.step(memory)
@@ -264,7 +264,7 @@ class Engine:
             self.stats.num_waits[StepWait.COPIES] += 1
         self._tracing.note_computing(work.sequences)
         rows = self.requests.rows(work)
-        moves, step_id = memory.transfers.moves_of(answer), memory.session.step_id
+        moves, step_id = memory.transfers.make_moves(answer), memory.session.step_id
         self._step_worker.start(step_id, work, self._compute, rows, moves, is_guessing=is_guessing)
         return not (work.batch is None and plan.only_asks and not len(answer.transfer_ids) and not len(answer.ready_ids))
 

@@ -68,7 +68,7 @@ class OpenRequests:
         self._check_fits(request)
 
     def _check_fits(self, request: Request) -> None:
-        max_len = self._scheduler.limits.max_len_of(request.retention)
+        max_len = self._scheduler.limits.get_max_len(request.retention)
         if request.max_len > max_len:
             text = f"prompt and max_tokens are {request.max_len} tokens together, and at most {max_len} fit"
             raise NeverFits(with_bound(text, self._scheduler.limits, request), requested=request.max_len, limit=max_len)
@@ -186,8 +186,8 @@ class OpenRequests:
             by_request[sequence.request].sampling_row(sequence.index, tokens, row)
             for sequence, tokens, row in zip(drawing, self._scheduler.histories(work), awaited, strict=True)
         ]
-        tokens_of = self._scheduler.tokens_of
-        searched = [self._by_request[sequence.request].search_row(tokens_of(sequence)) for sequence in work.searched]
+        get_tokens = self._scheduler.get_tokens
+        searched = [self._by_request[sequence.request].search_row(get_tokens(sequence)) for sequence in work.searched]
         return StepRows(sampled, searched)
 
     def progress(self) -> dict[Generation, tuple[int, int]]:
@@ -328,5 +328,5 @@ class OpenRequests:
 
 def with_bound(text: str, limits: Limits, request: Request) -> str:
     """The text of an error about too many tokens, with the setting that bounds them."""
-    bound = limits.bound_of(request.retention)
+    bound = limits.describe_bound(request.retention)
     return f"{text}: {bound}" if bound else text

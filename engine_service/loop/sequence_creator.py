@@ -119,11 +119,11 @@ class SequenceCreator:
         """False when there is no slot for now."""
         has_slot = True
         for sequence, result in zip(together, await self._create_all(together), strict=True):
-            has_slot &= self._told(sequence, result)
+            has_slot &= self._take_result(sequence, result)
         self._wake.loop.set()  # where there is no slot, sequences that hold one may have to be preempted
         return has_slot
 
-    def _told(self, sequence: Sequence, result: int | KvkeeperError) -> bool:
+    def _take_result(self, sequence: Sequence, result: int | KvkeeperError) -> bool:
         """What became of one of them. False when there is no slot for now. Raises the error that is none of the sequence's."""
         if not isinstance(result, KvkeeperError):
             self._log_at = None

@@ -13,12 +13,12 @@ import structlog
 
 from kvkeeper.client.cache import AsyncCacheClient
 from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.common.service.threads import shortage_of
+from kvkeeper.common.service.threads import find_shortage
 
 from ..cache_session.failures import has_ended_session, has_lost_rank, host_exhausted, is_away
 from ..cache_session.kv_memory import KvMemory, open_memory
-from ..cache_session.pool_limits import limits_of
-from ..compute.device.device_errors import DeviceFault, fault_of, lost_by
+from ..cache_session.pool_limits import make_limits
+from ..compute.device.device_errors import DeviceFault, find_fault, lost_by
 from ..compute.served_model import SAVES_MEMORY, ServedModel
 from ..config import EngineConfig
 from ..ranks.ranks import Ranks
@@ -60,7 +60,7 @@ async def keep_serving(
     while (memory := await _open(engine, attempt, config, may_refuse=not has_served)) is not None:
         has_served, has_gone_away, is_lost = True, False, False
         try:
-            limits = limits_of(memory.session.pool, model, config)
+            limits = make_limits(memory.session.pool, model, config)
             _log_session(limits, model, "lane" if memory.session.has_step_lane else "grpc")
             await engine.run_session(memory, limits, partial(on_session, True))
             return
@@ -103,7 +103,7 @@ async def _open(
                 if not may_refuse:
                     _end(engine, lost)
                 raise lost from None
-            if (short := shortage_of(error)) is not None and short.resource in ("threads", "descriptors"):
+            if (short := find_shortage(error)) is not None and short.resource in ("threads", "descriptors"):
                 error = host_exhausted(short.text)
             if not isinstance(error, KvkeeperError):
                 raise
@@ -124,7 +124,7 @@ def _lasting_fault(error: Exception) -> DeviceFault | None:
 
     Memory that could not be mapped may be that of a cache service that has ended: only a lost device lasts then.
     """
-    fault = fault_of(error)
+    fault = find_fault(error)
     return None if fault is None or (isinstance(error, KvkeeperError) and not fault.is_sticky) else fault
 
 

@@ -153,7 +153,7 @@ class EngineStats:
         """The tokens that the continuations of a request have came now, from another engine."""
         generation.last_token_at.clear()
         for sequence in generation.request.sequences:
-            if generation.num_taken_of(sequence.index):
+            if generation.count_taken(sequence.index):
                 self.time_token(generation, sequence.index)
 
     def time_step(self, work: Work, seconds: float, cache_wait_seconds: float) -> None:

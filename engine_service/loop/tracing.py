@@ -59,7 +59,7 @@ class EngineTracing:
             "gen_ai.request.model": self._model_id,
             "gen_ai.response.id": request.request_id,
             "gen_ai.request.max_tokens": request.max_new_tokens,
-            "gen_ai.request.choice.count": generation.num_told,
+            "gen_ai.request.choice.count": generation.num_returned,
             "gen_ai.request.temperature": params.temperature,
             "gen_ai.request.top_p": params.top_p,
             "gen_ai.request.top_k": params.top_k,
@@ -113,7 +113,7 @@ class EngineTracing:
         starting = [sequence for sequence in plan.started if self._is_new(sequence)]
         if not starting and self._num_steps % _EVERY:
             return ""
-        traced = [self._requests[request].span for request in self._requests_of((*starting, *running.at(plan.reserve_rows)))]
+        traced = [self._requests[request].span for request in self._list_requests((*starting, *running.at(plan.reserve_rows)))]
         if not traced or self._tracer is None:
             return ""
         links = [tracing.link_to(span) for span in traced[1 : 1 + _MOST_LINKS]]
@@ -121,7 +121,7 @@ class EngineTracing:
         span = self._tracer.start_span("step", tracing.context_with(traced[0]), links=links, start_time=clock.began_ns)
         span.set_attribute("kvkeeper.step_id", step_id)
         self._steps[step_id] = span, clock
-        return tracing.traceparent_of(span)
+        return tracing.make_traceparent(span)
 
     def note_computing(self, sequences: SequenceOf[Sequence]) -> None:
         """These sequences compute now; a few may do so for the first time."""
@@ -159,6 +159,6 @@ class EngineTracing:
         traced = self._requests.get(sequence.request)
         return traced is not None and traced.started_at is None
 
-    def _requests_of(self, sequences: SequenceOf[Sequence]) -> list[Request]:
+    def _list_requests(self, sequences: SequenceOf[Sequence]) -> list[Request]:
         """The traced requests of the sequences, each once."""
         return list({sequence.request: None for sequence in sequences if sequence.request in self._requests})

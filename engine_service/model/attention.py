@@ -17,7 +17,7 @@ from kvkeeper.kernels.store_kv import StorePlan, plan_store, store_kv
 
 from ..values.batch import Batch, BatchRetention, IntArray
 from .chunked import decode_in_chunks, prefill_in_chunks
-from .layer_groups import LayerGroup, places_of
+from .layer_groups import LayerGroup, find_places
 from .recurrent.state_pages import StateMetadata
 
 
@@ -78,7 +78,7 @@ class StepAttention:
         group, at = self.places[layer]
         return self.groups[group], at
 
-    def states_of(self, layer: int) -> tuple[StateMetadata, int]:
+    def get_states(self, layer: int) -> tuple[StateMetadata, int]:
         """The metadata of a recurrent layer, and the layer's index in its group's pages."""
         group, at = self.places[layer]
         return self.states[group], at
@@ -104,7 +104,7 @@ def attention_parts(
     if groups:
         attending = (group for group in groups if not group.is_recurrent)
         kinds = ((None, group.window) if group.is_chunked else (group.window, None) for group in attending)
-        return tuple(AttentionPart(at, (window,), chunk) for at, (window, chunk) in enumerate(kinds)), places_of(groups)
+        return tuple(AttentionPart(at, (window,), chunk) for at, (window, chunk) in enumerate(kinds)), find_places(groups)
     sizes = [None, *sorted({chunk for chunk in chunks if chunk})]
     of_layers = [sizes.index(chunk) for chunk in chunks] if chunks else [0] * len(windows)
     parts = tuple(AttentionPart(0, tuple(windows), size) for size in sizes)

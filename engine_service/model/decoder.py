@@ -114,7 +114,7 @@ class Decoder:
         # transformers rounds the factor to the model's dtype, in training too.
         self._embed_scale = config.embed_scale and torch.tensor(config.embed_scale, dtype=self.dtype, device=self.device)
         self.watch: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None  # for measurements: see forward
-        self._gate = _gate_of(config)
+        self._gate = _make_gate(config)
 
     def reserve_positions(self, num_positions: int) -> int:
         """Size the rotary tables once and for all, for at least so many positions or all of the model's. How many there are.
@@ -159,7 +159,7 @@ class Decoder:
             x, residual = _add_and_norm(x, layer.input_norm, eps, residual)
             if layer.delta is not None and self.config.delta is not None:
                 assert isinstance(metadata, StepAttention), "states are not stored in another format"
-                x = delta_layer(x, layer.delta, self.config.delta.shape, eps, *metadata.states_of(index))
+                x = delta_layer(x, layer.delta, self.config.delta.shape, eps, *metadata.get_states(index))
             else:
                 of_layer, at = metadata.of_layer(index)
                 x = self._attention(index, x, layer, turns[index], kv_view[:, at], of_layer)
@@ -271,7 +271,7 @@ def _turn_nothing(rotation: Rotation) -> Rotation:
     return torch.ones_like(rotation[0]), torch.zeros_like(rotation[1])
 
 
-def _gate_of(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+def _make_gate(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     if config.activation == "clamped_swiglu":
         return partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
     return gelu_and_mul if config.activation == "gelu_tanh" else silu_and_mul

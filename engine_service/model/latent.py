@@ -97,7 +97,7 @@ def _decode(
         latent=widths.latent,
         plan=rows.plans[None],
     )
-    return _values_of(found, weights, widths)
+    return _weigh_values(found, weights, widths)
 
 
 def _prefill(
@@ -123,7 +123,7 @@ def _prefill(
         latent=widths.latent,
         plan=plan,
     )
-    return _values_of(found, weights, widths)
+    return _weigh_values(found, weights, widths)
 
 
 def _absorbed(q: torch.Tensor, q_rope: torch.Tensor, weights: LatentWeights, widths: LatentWidths) -> torch.Tensor:
@@ -131,6 +131,6 @@ def _absorbed(q: torch.Tensor, q_rope: torch.Tensor, weights: LatentWeights, wid
     return torch.cat((torch.bmm(q.transpose(0, 1), weights.up[:, : widths.key]).transpose(0, 1), q_rope), 2)
 
 
-def _values_of(found: torch.Tensor, weights: LatentWeights, widths: LatentWidths) -> torch.Tensor:
+def _weigh_values(found: torch.Tensor, weights: LatentWeights, widths: LatentWidths) -> torch.Tensor:
     """[T, N, V] of weighed latents [T, N, R]."""
     return torch.bmm(found.transpose(0, 1), weights.up[:, widths.key :].transpose(1, 2)).transpose(0, 1)

@@ -92,7 +92,7 @@ def _cost(kinds: _Kinds, size: int) -> int:
     return sum(-(-len(layers) // size) * size * (1 if window else _FULL_WEIGHT) for window, layers in kinds)
 
 
-def places_of(groups: Sequence[LayerGroup]) -> tuple[tuple[int, int], ...]:
+def find_places(groups: Sequence[LayerGroup]) -> tuple[tuple[int, int], ...]:
     """The place of each layer: its group, and which layer of the group's blocks it is."""
     places = {layer: (group_idx, at) for group_idx, group in enumerate(groups) for at, layer in enumerate(group.layers)}
     return tuple(places[layer] for layer in range(len(places)))

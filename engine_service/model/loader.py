@@ -30,7 +30,7 @@ from .families.table import FAMILIES
 from .quantised.matrix import restored
 from .quantised.scheme import Scheme
 from .split import WHOLE, Split, config_of_rank
-from .weight_map import allocate_weights, biases_added_up, norms_of, pair_rotated
+from .weight_map import allocate_weights, biases_added_up, list_norms, pair_rotated
 
 log = structlog.get_logger()
 Stored = TypeVar("Stored", torch.Tensor, StoredTensor)
@@ -67,7 +67,7 @@ def load_model(
     files = list_weight_files(folder)
     sizes = list(tensor_sizes(files))
     names = [each.name for each in sizes]
-    left_out = left_out_of(names, config, is_first=split.is_first)
+    left_out = list_left_out(names, config, is_first=split.is_first)
     has_head, has_embeddings = (any(name.startswith(module) for name in names) for module in (HEAD, EMBEDDINGS))
     is_tied = config.tied_embeddings
     config = replace(config, tied_embeddings=is_tied and not (has_head and has_embeddings))
@@ -82,7 +82,7 @@ def load_model(
     if is_tied and not config.tied_embeddings:
         weights, config = _tied_if_equal(weights, config)
     if config.norm_offset:
-        for norm in norms_of(weights):
+        for norm in list_norms(weights):
             norm.add_(1)
     if not split.is_first:
         for bias in biases_added_up(weights):
@@ -90,17 +90,17 @@ def load_model(
     own = config_of_rank(config, split)
     pair_rotated(own, weights)
     if split.is_first:
-        _tell_left_out(left_out)
+        _log_left_out(left_out)
     if config.scheme is not None:
-        _tell_scheme(config.scheme, names, weights.embed.dtype)
-    _tell_limit(folder, config)
+        _log_scheme(config.scheme, names, weights.embed.dtype)
+    _log_limit(folder, config)
     try:
         return Decoder(own, weights, is_int8=dtype == INT8, split=split), config
     except UnsupportedDeviceError:
         raise UnsupportedModelError("dtype", INT8, "CPUs for which torch has FBGEMM: x86 with AVX2") from None
 
 
-def left_out_of(names: Collection[str], config: ModelConfig, *, is_first: bool = True) -> dict[str, str]:
+def list_left_out(names: Collection[str], config: ModelConfig, *, is_first: bool = True) -> dict[str, str]:
     """The tensors of a checkpoint that are not read, with the reason. is_first: of the rank that gives the logits."""
     family, scheme = FAMILIES[config.family], config.scheme
     return unneeded(
@@ -162,20 +162,20 @@ def _why_no_place(name: str, stored_in: str | None, config: ModelConfig) -> str:
     return f"tensor {name} is not part of the model that config.json describes ({described})"
 
 
-def _tell_left_out(left_out: dict[str, str]) -> None:
+def _log_left_out(left_out: dict[str, str]) -> None:
     for reason, count in Counter(left_out.values()).items():
         first = min(name for name, why in left_out.items() if why == reason)
         log.info("tensors_left_out", num_tensors=count, first=first, reason=reason)
 
 
-def _tell_limit(folder: Path, config: ModelConfig) -> None:
+def _log_limit(folder: Path, config: ModelConfig) -> None:
     said = read_json_object(folder / CONFIG_FILE)["max_position_embeddings"]
     if config.max_position < said:
         reason = "longrope turns all keys anew when a sequence grows beyond it"
         log.info("model_length_limited", max_len=config.max_position, config_says=said, reason=reason)
 
 
-def _tell_scheme(scheme: Scheme, names: Sequence[str], dtype: torch.dtype) -> None:
+def _log_scheme(scheme: Scheme, names: Sequence[str], dtype: torch.dtype) -> None:
     if any(scheme.split_name(name)[1] == scheme.scales for name in names):
         log.info("weights_dequantised", stored=scheme.name, dtype=str(dtype).removeprefix("torch."))
         return

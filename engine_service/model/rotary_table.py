@@ -38,10 +38,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 def _yarn_ramp(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """How much each frequency is divided [head_dim / 2]: 0 up to beta_fast's, 1 from beta_slow's on."""
 
-    def place_of(num_turns: float) -> float:
+    def find_place(num_turns: float) -> float:
         return head_dim * math.log(rope.original_max_position / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = place_of(rope.beta_fast), place_of(rope.beta_slow)
+    low, high = find_place(rope.beta_fast), find_place(rope.beta_slow)
     if rope.is_truncated:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)

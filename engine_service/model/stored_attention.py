@@ -56,7 +56,7 @@ class StoredAttention:
         return self.layers[layer], 0
 
 
-def tail_layers_of(layout: QuantisedLayout, tail_tokens: int) -> int:
+def count_tail_layers(layout: QuantisedLayout, tail_tokens: int) -> int:
     """How many layers a page of the tail has, so that a sequence of usual length takes the fewest bytes; 0 without a tail.
 
     layout: without a tail.

@@ -170,7 +170,7 @@ def load_transformers_model(
     network.eval().to(device)
     try:
         seen = _dry_run(network, model_type)
-        shape = _shape_of(network, seen, model_type)
+        shape = _make_shape(network, seen, model_type)
         has_soft_cap = any(layer.has_soft_cap for layer in seen)
         proven = check(TransformersModel(network, shape), network, model_type, soft_cap=has_soft_cap)
     except (UnsupportedModelError, torch.OutOfMemoryError):
@@ -237,7 +237,7 @@ def _dry_run(network: Any, model_type: object) -> list[_Seen]:
     return layers
 
 
-def _shape_of(network: Any, layers: list[_Seen], model_type: object) -> ModelShape:
+def _make_shape(network: Any, layers: list[_Seen], model_type: object) -> ModelShape:
     config = network.config.get_text_config()
     max_position = getattr(config, "max_position_embeddings", None)
     if not isinstance(max_position, int):

@@ -8,7 +8,7 @@ import torch
 from kvkeeper.kernels.attention.latent_widths import LatentWidths
 from kvkeeper.kernels.types import LinearWeight
 
-from .checkpoint.destination import ALL, Destination, Empty, all_of
+from .checkpoint.destination import ALL, Destination, Empty, take_all
 from .config import LatentConfig, ModelConfig
 from .decoder import DecoderWeights, LayerWeights
 from .experts import ExpertWeights, MlpWeights, StackedExperts, Weight
@@ -34,12 +34,12 @@ def allocate_weights(
     own = config_of_rank(config, split)
     embed, norm = empty(config.vocab_size, config.hidden_size), empty(config.hidden_size)
     layers = [_allocate_layer(own, index, empty) for index in range(config.num_layers)]
-    destinations = {"model.embed_tokens.weight": all_of(embed), "model.norm.weight": all_of(norm)}
+    destinations = {"model.embed_tokens.weight": take_all(embed), "model.norm.weight": take_all(norm)}
     lm_head: torch.Tensor | None = None
     if split.is_first:
         lm_head = embed if config.tied_embeddings else empty(config.vocab_size, config.hidden_size)
         if not config.tied_embeddings:
-            destinations["lm_head.weight"] = all_of(lm_head)
+            destinations["lm_head.weight"] = take_all(lm_head)
     for index, layer in enumerate(layers):
         for name, destination in _layer_destinations(config, own, layer, split):
             destinations[f"model.layers.{index}.{name}"] = destination
@@ -57,7 +57,7 @@ def biases_added_up(weights: DecoderWeights) -> Iterator[torch.Tensor]:
                 yield weight.bias
 
 
-def norms_of(weights: DecoderWeights) -> Iterator[torch.Tensor]:
+def list_norms(weights: DecoderWeights) -> Iterator[torch.Tensor]:
     """Every norm's weight."""
     yield weights.norm
     for layer in weights.layers:
@@ -177,13 +177,13 @@ def _allocate_experts(config: ModelConfig, empty: Empty) -> ExpertWeights:
     def stack(num_out: int, num_in: int) -> LinearWeight:
         return LinearWeight(empty(num, num_out, num_in), empty(num, num_out) if stored.has_bias else None)
 
-    def one_of(weight: LinearWeight, index: int) -> LinearWeight:
+    def take_one(weight: LinearWeight, index: int) -> LinearWeight:
         return LinearWeight(weight.data[index], None if weight.bias is None else weight.bias[index])
 
     stacked = StackedExperts(stack(2 * inner, hidden), stack(hidden, inner))
     return ExpertWeights(
         router=LinearWeight(empty(num, hidden), empty(num) if stored.has_bias else None),
-        experts=tuple(MlpWeights(one_of(stacked.gate_up, index), one_of(stacked.down, index)) for index in range(num)),
+        experts=tuple(MlpWeights(take_one(stacked.gate_up, index), take_one(stacked.down, index)) for index in range(num)),
         routing=experts.routing,
         correction=empty(num).float() if stored.routing.has_correction else None,
         shared=_allocate_mlp(config, experts.shared_size, empty) if experts.shared_size else None,
@@ -204,7 +204,7 @@ def _layer_destinations(
         ("post_feedforward_layernorm", layer.mlp_out_norm),
     ):
         if norm is not None:
-            yield f"{name}.weight", all_of(norm)
+            yield f"{name}.weight", take_all(norm)
     head_dim, kv_heads = config.head_dim, split.of_kv_heads(config.num_kv_heads)
     q_rows, kv_rows = _scaled(split.of(config.num_heads), head_dim), _scaled(kv_heads, head_dim)
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
@@ -234,7 +234,7 @@ def _layer_destinations(
     if layer.qk_norm is not None and config.qk_norm != "unit":
         for name, part in (("q_norm", layer.qk_norm[: own.num_heads]), ("k_norm", layer.qk_norm[own.num_heads :])):
             is_whole = config.qk_norm == "whole"  # otherwise one stored weight is for all heads of a kind
-            yield f"self_attn.{name}.weight", all_of(part.flatten()) if is_whole else Destination(part, (config.head_dim,))
+            yield f"self_attn.{name}.weight", take_all(part.flatten()) if is_whole else Destination(part, (config.head_dim,))
 
 
 def _stored_alone(qkv: Weight, config: ModelConfig) -> LinearWeight:
@@ -270,15 +270,15 @@ def _mlp_destinations(config: ModelConfig, mlp: MlpWeights | ExpertWeights, spli
         assert stored is not None and config.experts is not None, "these layers come from that family"
         for kind, part in (("weight", mlp.router.data), ("bias", mlp.router.bias)):
             if part is not None:
-                yield f"{stored.block}.{stored.router}.{kind}", all_of(part)
+                yield f"{stored.block}.{stored.router}.{kind}", take_all(part)
         width = config.experts.intermediate_size
         if mlp.correction is not None:
-            yield f"{stored.block}.{stored.router}.e_score_correction_bias", all_of(mlp.correction)
+            yield f"{stored.block}.{stored.router}.e_score_correction_bias", take_all(mlp.correction)
         if mlp.shared is not None:
             shared = config.experts.shared_size
             yield from _mlp_parts(mlp.shared, f"{stored.block}.{stored.shared}", names, shared, split.of(shared), False)
         if mlp.shared_gate is not None:
-            yield f"{stored.block}.{stored.shared_gate}.weight", all_of(mlp.shared_gate.data)
+            yield f"{stored.block}.{stored.shared_gate}.weight", take_all(mlp.shared_gate.data)
         if stored.form != "single":
             assert mlp.stacked is not None, "nothing is packed yet"
             yield from _stacked_destinations(stored, mlp.stacked, width, split.of(width))
@@ -311,14 +311,14 @@ def _latent_destinations(
     for kind, whole in (("weight", down.data), ("bias", down.bias)):
         if whole is not None:
             if kind == "weight" or latent.query_rank is not None:
-                yield f"self_attn.{query}.{kind}", all_of(whole[:num_query])
-            yield f"self_attn.kv_a_proj_with_mqa.{kind}", all_of(whole[num_query:])
+                yield f"self_attn.{query}.{kind}", take_all(whole[:num_query])
+            yield f"self_attn.kv_a_proj_with_mqa.{kind}", take_all(whole[num_query:])
     if weights.query_up is not None and weights.query_norm is not None:
-        yield "self_attn.q_a_layernorm.weight", all_of(weights.query_norm)
+        yield "self_attn.q_a_layernorm.weight", take_all(weights.query_norm)
         parts = [("self_attn.q_b_proj", *_whole_range(config.num_heads * (widths.key + widths.rope)))]
         yield from _by_outputs(weights.query_up, parts, "")
-    yield "self_attn.kv_a_layernorm.weight", all_of(weights.norm)
-    yield "self_attn.kv_b_proj.weight", all_of(weights.up.flatten(0, 1))
+    yield "self_attn.kv_a_layernorm.weight", take_all(weights.norm)
+    yield "self_attn.kv_b_proj.weight", take_all(weights.up.flatten(0, 1))
 
 
 def _stacked_destinations(
@@ -403,4 +403,4 @@ def _by_inputs(weight: Weight, name: str, num_inputs: int, own: range) -> Iterat
         Destination(weight.data, (len(weight.data), num_inputs), places=((*ALL, slice(own.start, own.stop)),)),
     )
     if weight.bias is not None:
-        yield f"{name}.bias", all_of(weight.bias)
+        yield f"{name}.bias", take_all(weight.bias)

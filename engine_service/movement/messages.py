@@ -13,7 +13,7 @@ import numpy as np
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 from ..compute.served_model import ServedModel
-from ..messages import logprobs_of, sampling_message, token_array, usage_of
+from ..messages import make_logprobs, make_usage, sampling_message, token_array
 from ..outputs.generation import Generation
 from ..values.errors import ForeignEngine, InvalidField
 from ..values.output_chunk import TokenLogprobs
@@ -45,17 +45,17 @@ def add_outputs(handed: pb.HandedRequest, generation: Generation, offers: Mappin
     """Add what a request that was taken out of the steps has computed. offers: of its sequences, by index."""
     request = generation.request
     if request.num_hit_tokens is not None:
-        handed.usage.CopyFrom(usage_of(generation.usage))
+        handed.usage.CopyFrom(make_usage(generation.usage))
     if generation.sends_all_at_the_end:
         return
     if generation.num_taken or offers:
         num_prompt = len(request.prompt)
         for sequence in request.sequences:
-            token_ids = sequence.token_ids[num_prompt : num_prompt + generation.num_taken_of(sequence.index)]
-            logprobs = logprobs_of(generation.logprobs_of(sequence.index))
+            token_ids = sequence.token_ids[num_prompt : num_prompt + generation.count_taken(sequence.index)]
+            logprobs = make_logprobs(generation.get_logprobs(sequence.index))
             offer = offers.get(sequence.index, b"")
             handed.outputs.add(token_ids=token_ids.tolist(), logprobs=logprobs, offer=offer)
-    handed.prompt_logprobs.extend(logprobs_of(generation.prompt_logprobs))
+    handed.prompt_logprobs.extend(make_logprobs(generation.prompt_logprobs))
 
 
 def add_age(handed: pb.HandedRequest, generation: Generation) -> None:
@@ -65,7 +65,7 @@ def add_age(handed: pb.HandedRequest, generation: Generation) -> None:
         handed.first_token_ms = int((generation.first_token_at - generation.started_at) * 1000)
 
 
-def offers_of(handed: pb.HandedRequest) -> dict[int, bytes]:
+def parse_offers(handed: pb.HandedRequest) -> dict[int, bytes]:
     """The offers of its sequences, by index."""
     return {index: output.offer for index, output in enumerate(handed.outputs) if output.offer}
 

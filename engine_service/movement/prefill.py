@@ -22,12 +22,12 @@ from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 
 from ..compute.served_model import ServedModel
 from ..loop.engine import Engine
-from ..messages import usage_of
+from ..messages import make_usage
 from ..outputs.generation import Generation
 from ..values.errors import Draining, EngineError, InvalidField, RequestFailed, RequestMoved, WrongRole
 from ..values.output_chunk import OutputChunk
 from ..values.request import TakenBlocks
-from .messages import add_outputs, identity, offers_of, replay, require_same
+from .messages import add_outputs, identity, parse_offers, replay, require_same
 from .movement import Movement
 
 log = structlog.get_logger()
@@ -84,16 +84,16 @@ class RemotePrefill:
         self._engines = [_PrefillEngine(AsyncTransport(target, options, stub, credentials)) for target in targets]
         self._prompts: dict[Generation, _RemotePrompt] = {}
 
-    def begin(self, generation: Generation, message_of: Callable[[Generation], pb.GenerateRequest]) -> bool:
+    def begin(self, generation: Generation, make_message: Callable[[Generation], pb.GenerateRequest]) -> bool:
         """Take a new request in and have its prompt computed, where an engine is free to; False: nothing was done.
 
-        message_of: gives the request's message, as it is carried out. Raises EngineError where the request is refused.
+        make_message: gives the request's message, as it is carried out. Raises EngineError where the request is refused.
         """
         engine = self._find(generation)
         if engine is None:
             return False
         self._movement.hold(generation)
-        task = asyncio.create_task(self._compute(engine, generation, message_of(generation)))
+        task = asyncio.create_task(self._compute(engine, generation, make_message(generation)))
         self._prompts[generation] = _RemotePrompt(task)
         engine.num_asked += 1  # now: many requests may come before a task begins
 
@@ -169,7 +169,7 @@ class RemotePrefill:
         await replay(handed, self._model.vocab_size, generation)
         self._stats.time_first_tokens(generation)
         generation.deliver()
-        return await self._movement.take(generation, offers_of(handed))
+        return await self._movement.take(generation, parse_offers(handed))
 
 
 class PrefillServer:
@@ -203,7 +203,7 @@ class PrefillServer:
             elif generation.refusal is not None:
                 raise generation.refusal
             else:
-                yield pb.PrefillResponse(usage=usage_of(generation.usage))
+                yield pb.PrefillResponse(usage=make_usage(generation.usage))
         finally:
             self._open.discard(generation)
             generation.fail(RequestMoved("the request goes on in the engine that asked"))
@@ -230,7 +230,7 @@ class PrefillServer:
 
 def _has_first_tokens(generation: Generation) -> bool:
     request = generation.request
-    return all(generation.num_taken_of(index) for index in range(request.n)) and not request.unforked
+    return all(generation.count_taken(index) for index in range(request.n)) and not request.unforked
 
 
 async def _wait_for_either(*events: asyncio.Event) -> None:

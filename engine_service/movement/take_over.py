@@ -26,7 +26,7 @@ from ..compute.served_model import ServedModel
 from ..loop.engine import Engine
 from ..outputs.generation import Generation
 from ..values.errors import EngineError, HandOverUnderWay, InvalidField, RequestMoved, TimedOut, UnknownRequest
-from .messages import add_age, add_outputs, identity, offers_of, replay, require_same
+from .messages import add_age, add_outputs, identity, parse_offers, replay, require_same
 from .movement import Movement
 
 log = structlog.get_logger()
@@ -59,16 +59,16 @@ class RequestHandover:
         model: ServedModel,
         engine: Engine,
         movement: Movement,
-        message_of: Callable[[Generation], pb.HandedRequest],
+        make_message: Callable[[Generation], pb.HandedRequest],
         settle: Callable[[], Awaitable[None]],
         leave: Callable[[], Awaitable[None]],
     ) -> None:
-        """message_of: what a client asked for. settle: ends what other engines compute for this one, and the reverse.
+        """make_message: what a client asked for. settle: ends what other engines compute for this one, and the reverse.
 
         leave: stops this engine, once its last request has ended.
         """
         self._model, self._engine, self._movement = model, engine, movement
-        self._message_of, self._settle, self._leave = message_of, settle, leave
+        self._make_message, self._settle, self._leave = make_message, settle, leave
         self._current: _Handover | None = None
 
     async def hand_over(self, request: pb.HandOverRequest) -> AsyncIterator[pb.HandOverResponse]:
@@ -88,7 +88,7 @@ class RequestHandover:
                 if not generation.is_open:
                     del current.unanswered[request_id]
                     continue
-                handed = self._message_of(generation)
+                handed = self._make_message(generation)
                 add_age(handed, generation)
                 add_outputs(handed, generation, offers)
                 yield pb.HandOverResponse(request=handed)
@@ -194,7 +194,7 @@ class TakeOver:
 
         async def queue(generation: Generation) -> None:
             await replay(handed, self.model.vocab_size, generation)
-            await self.movement.adopt(generation, offers_of(handed))
+            await self.movement.adopt(generation, parse_offers(handed))
             generation.deliver()
 
         try:

@@ -72,7 +72,7 @@ class BeamSearch:
     """One request's search.
 
     Attributes:
-        num_told: lists wanted, at most num_beams.
+        num_returned: lists wanted, at most num_beams.
         max_new_tokens: a list of so many ends.
         num_ending_ids: token ids that end a list.
         ends: why a list ends with its last token; None: it does not.
@@ -81,7 +81,7 @@ class BeamSearch:
     """
 
     options: BeamOptions
-    num_told: int
+    num_returned: int
     max_new_tokens: int
     num_ending_ids: int
     ends: Callable[[TokenList], FinishReason | None]
@@ -92,7 +92,7 @@ class BeamSearch:
     _finished: list[Finished] = field(default_factory=list)  # the best first
 
     def __post_init__(self) -> None:
-        assert 1 <= self.num_told <= self.options.num_beams
+        assert 1 <= self.num_returned <= self.options.num_beams
         self._live = {0: TokenList(None, 0, 0.0, 0, self.text)}
 
     @property
@@ -109,14 +109,14 @@ class BeamSearch:
         self._candidates[slot] = candidates
         return self._move_on() if len(self._candidates) == len(self._live) else None
 
-    def told(self) -> list[Finished]:
+    def best(self) -> list[Finished]:
         """The best finished lists."""
-        return self._finished[: self.num_told]
+        return self._finished[: self.num_returned]
 
     def so_far(self, reason: FinishReason) -> list[Finished]:
         """The best where it is cut short behind its first tokens: finished lists, and those that went on, with the reason."""
         going = [Finished(tokens, reason, self._score(tokens)) for tokens in self._live.values()]
-        return sorted([*self._finished, *going], key=lambda finished: -finished.score)[: self.num_told]
+        return sorted([*self._finished, *going], key=lambda finished: -finished.score)[: self.num_returned]
 
     def _move_on(self) -> list[Branch] | None:
         num_beams = self.options.num_beams

@@ -11,21 +11,21 @@ from dataclasses import dataclass, field, replace
 from ..values.output_chunk import OutputChunk, joined
 
 
-def rank(logprobs: Mapping[int, Sequence[float]], num_told: int) -> list[int]:
+def rank(logprobs: Mapping[int, Sequence[float]], num_returned: int) -> list[int]:
     """Indices of the best continuations, the best first, equals by index. logprobs: of the tokens of each continuation."""
 
     def mean(index: int) -> float:
         own = logprobs[index]
         return sum(own) / len(own) if own else float("-inf")
 
-    return sorted(logprobs, key=lambda index: (-mean(index), index))[:num_told]
+    return sorted(logprobs, key=lambda index: (-mean(index), index))[:num_returned]
 
 
 @dataclass(slots=True)
 class BestOf:
     """Keeps the output of all continuations until the last one has ended."""
 
-    num_told: int
+    num_returned: int
     _chunks: dict[int, list[OutputChunk]] = field(default_factory=lambda: defaultdict(list))
     _logprobs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -37,9 +37,9 @@ class BestOf:
         """Keep a chunk until the end."""
         self._chunks[chunk.index].append(chunk)
 
-    def told(self) -> list[OutputChunk]:
+    def best(self) -> list[OutputChunk]:
         """One chunk for each of the best, numbered by rank."""
-        best = rank({index: self._logprobs[index] for index in sorted(self._chunks)}, self.num_told)
+        best = rank({index: self._logprobs[index] for index in sorted(self._chunks)}, self.num_returned)
         return [
             replace(joined(self._chunks[index]), index=place, cumulative_logprob=sum(self._logprobs[index]))
             for place, index in enumerate(best)

@@ -27,7 +27,7 @@ class ChatTemplate:
 
     def __init__(self, source: object) -> None:
         """source: one template, or several by name or as a list of names with templates, of which the default is used."""
-        text = _default_of(source)
+        text = _find_default(source)
         try:
             self._template = _environment().from_string(text)
         except (MemoryError, RecursionError):
@@ -50,7 +50,7 @@ class ChatTemplate:
             raise _refusal(error) from error
 
 
-def _default_of(source: object) -> str:
+def _find_default(source: object) -> str:
     if isinstance(source, Sequence) and not isinstance(source, str):
         source = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, Mapping)}
     if isinstance(source, Mapping):

@@ -185,7 +185,7 @@ def try_out(vocabulary: Vocabulary, grammar: str) -> None:
         if not len(allowed):
             if is_only_way:
                 raise BadGrammar(_NO_TEXT)
-            return  # a dead end on this path; other paths may go on
+            return  # a dead end on this path; other paths may continue
         is_only_way = is_only_way and len(allowed) == 1
         constraint.take_token(int(allowed[-1]))
 

@@ -63,15 +63,15 @@ class Generation:
     _num_sent: int = 0
     _logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # by continuation, of all tokens taken
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    _told_prompt: bool = False
+    _has_sent_prompt: bool = False
     _undelivered: list[OutputChunk | EngineError] = field(default_factory=list)
     plain_params: SamplingParams | None = field(init=False)  # its draws depend on these, and nothing else is returned of them
     _slot: UnreadSlot | None = None  # of plain tokens of the only continuation, behind the chunks
     _is_read: bool = False  # a reader takes what is in the slot
 
     def __post_init__(self) -> None:
-        tells_or_ranks = self.num_logprobs is not None or self.best_of is not None
-        is_plain = not (tells_or_ranks or self.constraints) and self.search is None
+        needs_logprobs = self.num_logprobs is not None or self.best_of is not None
+        is_plain = not (needs_logprobs or self.constraints) and self.search is None
         self.plain_params = self.params if is_plain else None
 
     @property
@@ -105,9 +105,9 @@ class Generation:
         return next(reversed(self._ended.values()))
 
     @property
-    def num_told(self) -> int:
+    def num_returned(self) -> int:
         """The number of continuations that the client gets."""
-        return self.request.n if self.best_of is None else self.best_of.num_told
+        return self.request.n if self.best_of is None else self.best_of.num_returned
 
     @property
     def sends_all_at_the_end(self) -> bool:
@@ -159,7 +159,7 @@ class Generation:
             branches = self.search.take_candidates(slot, candidates)
             self._num_sent = self.search.num_tokens
             if branches is not None and not branches:
-                found = self.search.told()
+                found = self.search.best()
                 assert len(found) == self.request.n, "it ends when as many have finished"
                 for index, finished in enumerate(found):
                     self._finish(self._found(index, finished))
@@ -190,11 +190,11 @@ class Generation:
         """Log probabilities of the prompt's tokens from the second on, as far as they are known."""
         return self._prompt_logprobs
 
-    def logprobs_of(self, index: int) -> Sequence[TokenLogprobs]:
+    def get_logprobs(self, index: int) -> Sequence[TokenLogprobs]:
         """Log probabilities of a continuation's tokens so far, also of one that ended it; empty where they are not returned."""
         return self._logprobs.get(index, ())
 
-    def num_taken_of(self, index: int) -> int:
+    def count_taken(self, index: int) -> int:
         """The tokens of a continuation so far, also one that ended it."""
         return self._num_taken[index] + self._num_plain  # these are of the only one
 
@@ -252,7 +252,7 @@ class Generation:
         """A token was taken that did not end the request: what may follow as plain tokens."""
         brings_more = self.num_logprobs is not None or self.request.num_prompt_logprobs is not None or self.constraints
         if self._slot is not None and self._is_read and not brings_more and self.best_of is None:
-            self._slot.open(self.request.max_new_tokens - self.num_taken_of(0) - 1)
+            self._slot.open(self.request.max_new_tokens - self.count_taken(0) - 1)
 
     def take_token(self, index: int, token_id: int, logprobs: TokenLogprobs | None = None) -> bool:
         """Add a continuation's next token. Whether it is the last. The chunk is sent by deliver."""
@@ -298,8 +298,8 @@ class Generation:
 
     def _put(self, chunk: OutputChunk) -> None:
         """The first chunk of continuation 0 brings the prompt's log probabilities along."""
-        if chunk.index == 0 and self._prompt_logprobs and not self._told_prompt:
-            self._told_prompt = True
+        if chunk.index == 0 and self._prompt_logprobs and not self._has_sent_prompt:
+            self._has_sent_prompt = True
             chunk = replace(chunk, prompt_logprobs=tuple(self._prompt_logprobs))
         self._undelivered.append(chunk)
 
@@ -373,7 +373,7 @@ class Generation:
         last = [chunk]
         if self.best_of is not None:
             self.best_of.hold(chunk)
-            last = [] if self.is_open else self.best_of.told()
+            last = [] if self.is_open else self.best_of.best()
         if not self.is_open:
             last[-1] = replace(last[-1], usage=self.usage)
         for each in last:
@@ -391,15 +391,15 @@ class Generation:
     def summary(self) -> dict[str, object]:
         """Fields of the log line about its end."""
         state = "moved" if self.has_moved else self.state.name.lower()
-        told: dict[str, object] = {"request_id": self.request.request_id, "state": state}
+        fields: dict[str, object] = {"request_id": self.request.request_id, "state": state}
         if self.session_id:
-            told["session_id"] = self.session_id
+            fields["session_id"] = self.session_id
         if self.refusal is not None:
-            told["reason"] = self.refusal.reason
-        told["finish_reasons"] = [reason.name.lower() for reason in self.finish_reasons]
+            fields["reason"] = self.refusal.reason
+        fields["finish_reasons"] = [reason.name.lower() for reason in self.finish_reasons]
         if self.first_token_at is not None:
-            told["first_token_seconds"] = round(self.first_token_at - self.started_at, 6)
-        return {**told, **self.usage.by_name(), "seconds": round(time.monotonic() - self.started_at, 6)}
+            fields["first_token_seconds"] = round(self.first_token_at - self.started_at, 6)
+        return {**fields, **self.usage.by_name(), "seconds": round(time.monotonic() - self.started_at, 6)}
 
     @property
     def usage(self) -> Usage:

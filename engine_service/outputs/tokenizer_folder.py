@@ -90,7 +90,7 @@ def _special_tokens(config: Mapping[str, Any], file: str) -> tuple[dict[str, Add
     found |= {
         name: value
         for name, value in config.items()
-        if name.endswith("_token") and name not in _NAMES and _text_of(value) is not None
+        if name.endswith("_token") and name not in _NAMES and _get_text(value) is not None
     }
     if isinstance(others, Mapping):
         found |= others
@@ -123,7 +123,7 @@ def _added_tokens(folder: Path, backend: tokenizers.Tokenizer, special: set[str]
 
 def _token(value: object, file: str, **default: bool) -> AddedToken:
     """A token is written as its text, or as an object with its content and attributes."""
-    text = _text_of(value)
+    text = _get_text(value)
     if text is None:
         raise ModelConfigError(file, f"a token must be a text, or an object with its content, is {value!r}")
     given = {name: value[name] for name in _ATTRIBUTES if name in value} if isinstance(value, Mapping) else {}
@@ -132,7 +132,7 @@ def _token(value: object, file: str, **default: bool) -> AddedToken:
     return AddedToken(text, **{**default, **given})
 
 
-def _text_of(value: object) -> str | None:
+def _get_text(value: object) -> str | None:
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
 

@@ -24,7 +24,7 @@ from ..values.sampling_params import (
     SampledRows,
     SamplingParams,
     draw_params,
-    penalties_of,
+    get_penalties,
 )
 
 _FEWEST_SLOTS = 16
@@ -117,7 +117,7 @@ class UnreadTokens:
                 reader.notify()
         self.with_more.clear()
 
-    def take_of(self, reader: Reader) -> TokenColumns:
+    def take_columns(self, reader: Reader) -> TokenColumns:
         """The unread tokens of all slots of a reader, which are read with that."""
         if reader not in self._readers:
             return NO_TOKEN_COLUMNS
@@ -151,7 +151,7 @@ class UnreadTokens:
         self.last_at = np.concatenate((self.last_at, np.zeros(num_more)))
         self._free += range(first + num_more - 1, first - 1, -1)
 
-    def number_of(self, reader: Reader) -> int:
+    def get_number(self, reader: Reader) -> int:
         """The number of a reader, which it gets with its first slot."""
         if reader not in self._readers:
             if None in self._readers[1:]:
@@ -171,7 +171,7 @@ class UnreadSlot:
 
     def join(self, reader: Reader, number: int) -> None:
         """Have a reader take its tokens, which knows it by the number."""
-        self._all.reader_of[self.at], self._all.numbers[self.at] = self._all.number_of(reader), number
+        self._all.reader_of[self.at], self._all.numbers[self.at] = self._all.get_number(reader), number
 
     def open(self, num_left: int) -> None:
         """So many tokens may follow here; 0: none."""
@@ -254,7 +254,7 @@ class SlotDraws:
             return
         self._kinds[slot] = _Kind.LIKELIEST if params.is_likeliest else _Kind.PLAIN
         if params.is_penalised:
-            self._kinds[slot], self._penalties[:, slot] = _Kind.PENALISED, penalties_of(params)
+            self._kinds[slot], self._penalties[:, slot] = _Kind.PENALISED, get_penalties(params)
         self._params[:, slot], self._seeds[slot] = draw_params(params), seed
 
     def rows(self, slots: npt.NDArray[np.int64], histories: Histories) -> SampledRows | None:

@@ -47,11 +47,11 @@ def copies_between(device: torch.device, host_blocks: torch.Tensor) -> BlockCopi
 
 def copy_spans(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
     """One copy for each row of neighbours. See BlockCopies."""
-    for from_id, to_id, count in spans_of(source, target, pairs):
+    for from_id, to_id, count in find_spans(source, target, pairs):
         target[to_id : to_id + count].copy_(source[from_id : from_id + count], non_blocking=True)
 
 
-def spans_of(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+def find_spans(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
     """First block in source and in target, and how many, of blocks that lie behind each other in both."""
     is_dense = source.is_contiguous() and target.is_contiguous()  # not so where ranks share the host's blocks
     first_from = first_to = count = 0
@@ -80,7 +80,7 @@ class BatchedCopies:
         if not stream or not self._is_possible or len(pairs) == 1:
             copy_spans(source, target, pairs)
             return
-        spans, block_bytes = list(spans_of(source, target, pairs)), source.shape[1]
+        spans, block_bytes = list(find_spans(source, target, pairs)), source.shape[1]
         for first in range(0, len(spans), MOST_COPIES):
             part = spans[first : first + MOST_COPIES]
             targets = [target.data_ptr() + to_id * target.stride(0) for _, to_id, _ in part]

@@ -28,7 +28,7 @@ def host_blocks(arena: Arena, block_bytes: int, rank: int, num_ranks: int) -> to
     return torch.from_numpy(arena.host_array).view(-1, num_ranks, block_bytes)[:, rank]
 
 
-def packing_of(layout: KvLayout | QuantisedLayout, host_format: str) -> HostBlocks | None:
+def make_packing(layout: KvLayout | QuantisedLayout, host_format: str) -> HostBlocks | None:
     """How the host tier keeps blocks of this layout, where it does in a format of few bits; empty: as they are."""
     if not host_format:
         return None
@@ -41,7 +41,7 @@ def packing_of(layout: KvLayout | QuantisedLayout, host_format: str) -> HostBloc
     )
 
 
-def told_packing(packing: HostBlocks | None) -> dict[str, Any] | None:
+def packing_fields(packing: HostBlocks | None) -> dict[str, Any] | None:
     """The same as values of JSON, for another rank, whose blocks have the same shape."""
     if packing is None:
         return None
@@ -49,8 +49,8 @@ def told_packing(packing: HostBlocks | None) -> dict[str, Any] | None:
     return fields | {"dtype": str(packing.dtype).removeprefix("torch."), "kv_format": packing.kv_format.name}
 
 
-def packing_from(told: dict[str, Any] | None) -> HostBlocks | None:
-    """What told_packing was given."""
-    if told is None:
+def packing_from(fields: dict[str, Any] | None) -> HostBlocks | None:
+    """What packing_fields was given."""
+    if fields is None:
         return None
-    return HostBlocks(**told | {"dtype": getattr(torch, told["dtype"]), "kv_format": FORMATS[told["kv_format"]]})
+    return HostBlocks(**fields | {"dtype": getattr(torch, fields["dtype"]), "kv_format": FORMATS[fields["kv_format"]]})

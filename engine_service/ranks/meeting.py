@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..compute.device.device_errors import fault_of
+from ..compute.device.device_errors import find_fault
 from .messages import SumFailed
 
 # By default torch's watchdog ends the process where a sum fails, comes late, or meets a lost device: a rank before it can
@@ -36,7 +36,7 @@ class Meeting:
     def join(self, path: Path, rank: int, device: torch.device, timeout_s: float) -> None:
         """Returns once all have joined at this path. timeout_s: of each sum, too.
 
-        Raises RuntimeError where one stays away; where this rank's device fails, an error for which fault_of returns a fault.
+        Raises RuntimeError where one stays away; where this rank's device fails, an error for which find_fault returns a fault.
         """
         timeout = timedelta(seconds=timeout_s)
         store = dist.FileStore(str(path), self._num_ranks)
@@ -77,7 +77,7 @@ class Meeting:
         try:
             group.allreduce([part if part.numel() else part.new_zeros(1)]).wait()
         except RuntimeError as error:
-            if fault_of(error) is not None:
+            if find_fault(error) is not None:
                 raise
             raise SumFailed(str(error)) from None
         return part

@@ -27,7 +27,7 @@ class SumFailed(RuntimeError):
 class RankLost(Exception):
     """A rank has ended or hangs, or its sums fail; another process can take its place. The text names the rank.
 
-    Where its device is lost to it, a FaultTold of device_errors comes instead.
+    Where its device is lost to it, a ReportedFault of device_errors comes instead.
     """
 
 

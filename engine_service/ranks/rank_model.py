@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from ..compute.model_runner import ModelRunner, Runner, kv_layout_of
+from ..compute.model_runner import ModelRunner, Runner, make_kv_layout
 from ..compute.stored_model import format_for, prepare_for, stored_layout
 from ..config import HASH_TOY, EngineConfig
 from ..model.dtype_name import DtypeChoice
@@ -38,7 +38,7 @@ def load_rank_model(config: EngineConfig, split: Split) -> OnArena:
             stored, tails = stored_layout(decoder, kv_format, block_size, config.kv_tail_tokens if has_groups else 0)
             return ModelRunner(decoder, stored.view(memory), stored, tails)
         groups = group_layers(decoder.config.windows, decoder.config.chunks) if has_groups else ()
-        layout = kv_layout_of(decoder.config, decoder.dtype, block_size, groups)
+        layout = make_kv_layout(decoder.config, decoder.dtype, block_size, groups)
         return ModelRunner(decoder, layout.view(memory), layout, groups)
 
     return on_arena

@@ -192,18 +192,18 @@ def obey_all(pipe: Pipe, set_up: dict[str, Any]) -> int:
         log.warning("rank_parted", why=str(error))
         return PARTED
     except BaseException as error:
-        _tell_failed(error, pipe, kind, set_up)
+        _report_failed(error, pipe, kind, set_up)
         return 1
 
 
-def _tell_failed(error: BaseException, pipe: Pipe, kind: int, set_up: dict[str, Any]) -> None:
+def _report_failed(error: BaseException, pipe: Pipe, kind: int, set_up: dict[str, Any]) -> None:
     """Report a fault of the device to the first rank, which logs it; log anything else.
 
     error: is being handled. kind: of the message that was obeyed.
     """
-    from ..compute.device.device_errors import fault_of
+    from ..compute.device.device_errors import find_fault
 
-    if (fault := fault_of(error)) is None:
+    if (fault := find_fault(error)) is None:
         log.exception("rank_failed")
         return
     is_lost = fault.is_sticky or kind not in IN_STEPS  # what is short at the start is short at the next one

@@ -15,7 +15,7 @@ import torch
 
 from kvkeeper.client.steps import StepResult
 
-from ..compute.device.device_errors import FaultTold, fault_of
+from ..compute.device.device_errors import ReportedFault, find_fault
 from ..compute.device.device_queue import DeviceQueue, HostQueue, WaitedQueue
 from ..compute.device.token_counts import TokenCounts
 from ..compute.graphs.graph_api import GraphApi
@@ -49,10 +49,10 @@ class RankedRunner:
         return self._own.counts if isinstance(self._own, ModelRunner) else None
 
     def make_ready(self, bounds: StepBounds, graphs: GraphApi | None, *, with_retention: bool, progress: bool) -> None:
-        """See ModelRunner; without graphs, which would have to be captured on all ranks at once. Raises RankLost, FaultTold."""
+        """See ModelRunner; without graphs, which all ranks would have to capture at once. Raises RankLost, ReportedFault."""
         assert isinstance(self._own, ModelRunner) and graphs is None
         fields = {"bounds": dataclasses.asdict(bounds), "with_retention": with_retention}
-        self._ranks.tell(Kind.MAKE_READY, json.dumps(fields).encode())
+        self._ranks.send_all(Kind.MAKE_READY, json.dumps(fields).encode())
         try:
             self._own.make_ready(bounds, None, with_retention=with_retention, progress=progress)
         except SumFailed as error:
@@ -63,23 +63,23 @@ class RankedRunner:
         self._ranks.hear()
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """See ModelRunner. Raises RankLost, FaultTold."""
-        self._ranks.tell(Kind.FORWARD, encode_batch(batch))
+        """See ModelRunner. Raises RankLost, ReportedFault."""
+        self._ranks.send_all(Kind.FORWARD, encode_batch(batch))
         try:
             logits = self._own.forward(batch)
         except SumFailed as error:
             raise self._sum_failed(error) from None
         except Exception as error:  # the others are in the middle of the step, and this rank has left it
-            fault = fault_of(error)
+            fault = find_fault(error)
             why = str(error) if fault is None else fault.text()
             raise self._ranks.lose(f"the first rank could not compute a step: {why}", is_ours=True) from error
         self._hear()
         return logits
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """See ModelRunner. Raises RankLost, FaultTold."""
+        """See ModelRunner. Raises RankLost, ReportedFault."""
         if len(pairs):
-            self._ranks.tell(Kind.COPIES, np.array(pairs, "<i8").tobytes())
+            self._ranks.send_all(Kind.COPIES, np.array(pairs, "<i8").tobytes())
         self._own.copy_blocks(pairs)
         if len(pairs):
             self.synchronize()  # a step without a batch counts as done when this returns
@@ -90,22 +90,22 @@ class RankedRunner:
         That is noticed before a result is used, as a lost lease is.
         """
         self._own.synchronize()
-        with suppress(RankLost, FaultTold):
-            self._ranks.tell(Kind.SYNCHRONIZE)
+        with suppress(RankLost, ReportedFault):
+            self._ranks.send_all(Kind.SYNCHRONIZE)
             self._hear()
 
     def run_transfers(self, answer: StepResult) -> None:
         """Have the other ranks run a step's transfer orders, before its copies. Where one is lost, its forward pass says so."""
         columns = (answer.transfer_ids, answer.transfer_kinds, answer.transfer_sources, answer.transfer_destinations)
-        with suppress(RankLost, FaultTold):
-            self._ranks.tell(Kind.TRANSFERS, np.array(columns, "<i8").tobytes())
+        with suppress(RankLost, ReportedFault):
+            self._ranks.send_all(Kind.TRANSFERS, np.array(columns, "<i8").tobytes())
 
     def take_failed(self) -> list[int]:
         """Ids of the orders that failed on another rank in the steps that were computed since the last call."""
         failed, self._failed = self._failed, []
         return failed
 
-    def _sum_failed(self, error: SumFailed) -> RankLost | FaultTold:
+    def _sum_failed(self, error: SumFailed) -> RankLost | ReportedFault:
         return self._ranks.lose(f"a sum over the ranks failed: {error}", is_ours=False)
 
     def _hear(self) -> None:

@@ -17,17 +17,25 @@ import torch
 from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
-from ..compute.device.device_errors import DeviceFault, FaultTold
+from ..compute.device.device_errors import DeviceFault, ReportedFault
 from ..config import EngineConfig
 from ..model.split import Split
-from .mapped_arena import told_packing
+from .mapped_arena import packing_fields
 from .meeting import Meeting
 from .messages import Kind, RankLost, RankRefused
 from .team import Team
 
 log = structlog.get_logger()
 
-_TOLD = ("model", "dtype", "kv_dtype", "kv_tail_tokens", "cpu_kernels", "threads", "log_level")  # of the engine's config
+_SHARED_SETTINGS = (
+    "model",
+    "dtype",
+    "kv_dtype",
+    "kv_tail_tokens",
+    "cpu_kernels",
+    "threads",
+    "log_level",
+)  # of the engine's config
 _MOST_LOSSES = 3  # in a row
 
 
@@ -43,7 +51,7 @@ class Attachment:
     block_size: int
     has_groups: bool
     host_block_bytes: int  # of this rank
-    packing: dict[str, Any] | None  # see mapped_arena.told_packing
+    packing: dict[str, Any] | None  # see mapped_arena.packing_fields
 
 
 class Ranks:
@@ -85,15 +93,15 @@ class Ranks:
         return [] if self._team is None else self._team.processes
 
     def start(self) -> None:
-        """Begin to load the model in all other ranks, if no team is there. Raises FaultTold."""
+        """Begin to load the model in all other ranks, if no team is there. Raises ReportedFault."""
         if (fault := self.fault) is not None:
-            raise FaultTold(fault)
+            raise ReportedFault(fault)
         if self._team is not None and self._team.lost:
             self._num_losses += 1
             self.stop()
         if self._team is None:
             log.info("starting", doing="starting the other ranks", num_ranks=self.num_ranks)
-            configs = [self._config_of(rank) for rank in range(1, self.num_ranks)]
+            configs = [self._make_config(rank) for rank in range(1, self.num_ranks)]
             self._team = Team(configs, self._meeting, self._config.rank_timeout, lambda: self.on_lost())
 
     def make_ready(self) -> None:
@@ -106,7 +114,7 @@ class Ranks:
             log.info("ranks_met", num_ranks=self.num_ranks)
 
     def attach(self, attachment: Attachment) -> None:
-        """Each maps its arena. Raises RankLost, RankRefused, FaultTold."""
+        """Each maps its arena. Raises RankLost, RankRefused, ReportedFault."""
         self.ask(Kind.ATTACH, json.dumps(dataclasses.asdict(attachment)).encode())
 
     def detach(self) -> bool:
@@ -115,17 +123,17 @@ class Ranks:
             return self._have_ended
         try:
             self.ask(Kind.DETACH)
-        except (RankLost, RankRefused, FaultTold) as error:
+        except (RankLost, RankRefused, ReportedFault) as error:
             self._team.lose(f"a rank cannot unmap: {error}", is_ours=True)  # no other team is started while none is lost
             return self._team.stop()
         return True
 
-    def tell(self, kind: Kind, body: bytes = b"") -> None:
-        """A message to all. Raises RankLost, FaultTold."""
-        self._required().tell(kind, body)
+    def send_all(self, kind: Kind, body: bytes = b"") -> None:
+        """A message to all. Raises RankLost, ReportedFault."""
+        self._required().send_all(kind, body)
 
     def hear(self) -> list[bytearray]:
-        """The answers of all. Raises RankLost, RankRefused, FaultTold."""
+        """The answers of all. Raises RankLost, RankRefused, ReportedFault."""
         return self._required().hear()
 
     def forget_losses(self) -> None:
@@ -133,12 +141,12 @@ class Ranks:
         self._num_losses = 0
 
     def ask(self, kind: Kind, body: bytes = b"") -> None:
-        """Send a message to all and wait for the reply of each; it is no step. Raises RankLost, RankRefused, FaultTold."""
+        """Send a message to all and wait for the reply of each; it is no step. Raises RankLost, RankRefused, ReportedFault."""
         team = self._required()
-        team.tell(kind, body)
+        team.send_all(kind, body)
         team.hear()
 
-    def lose(self, why: str, *, is_ours: bool) -> RankLost | FaultTold:
+    def lose(self, why: str, *, is_ours: bool) -> RankLost | ReportedFault:
         """The ranks cannot go on together; the error for it. is_ours: the first rank is why, and not one of the others."""
         return self._required().lose(why, is_ours=is_ours)
 
@@ -153,13 +161,13 @@ class Ranks:
             raise RankLost("no rank runs")
         return self._team
 
-    def _config_of(self, rank: int) -> dict[str, Any]:
+    def _make_config(self, rank: int) -> dict[str, Any]:
         """Fields of a rank's EngineConfig. On CUDA, rank r is on the device r behind the first one's."""
         device = "cpu" if self.device.type == "cpu" else f"cuda:{(self.device.index or 0) + rank}"
-        return {name: getattr(self._config, name) for name in _TOLD} | {"device": device}
+        return {name: getattr(self._config, name) for name in _SHARED_SETTINGS} | {"device": device}
 
 
-def attachment_of(session: AsyncCacheSession, packing: HostBlocks | None, *, has_groups: bool) -> Attachment:
+def make_attachment(session: AsyncCacheSession, packing: HostBlocks | None, *, has_groups: bool) -> Attachment:
     """That of a session. packing: how its host tier keeps blocks of each rank, if not as they are."""
     pool = session.pool
     return Attachment(
@@ -170,5 +178,5 @@ def attachment_of(session: AsyncCacheSession, packing: HostBlocks | None, *, has
         pool.block_size,
         has_groups,
         pool.host_block_bytes or pool.block_bytes,
-        told_packing(packing),
+        packing_fields(packing),
     )

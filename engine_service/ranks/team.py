@@ -27,7 +27,7 @@ from kvkeeper.common.service.child_process import child_environment
 from kvkeeper.common.service.log import pass_on
 from kvkeeper.common.service.threads import NoThread, start_thread
 
-from ..compute.device.device_errors import DeviceFault, FaultTold, fault_of
+from ..compute.device.device_errors import DeviceFault, ReportedFault, find_fault
 from . import rank_process
 from .meeting import Meeting
 from .messages import Answer, Kind, Pipe, PipeEnded, RankLost, RankRefused, decode_fault
@@ -128,21 +128,21 @@ class Team:
         return [member.process.pid for member in self._members]
 
     def join(self, device: torch.device) -> None:
-        """Returns once all have loaded their parts and met. Raises RankLost, FaultTold; an error of the first rank's device."""
+        """Returns once all have loaded and met. Raises RankLost, ReportedFault; an error of the first rank's device."""
         for member in self._members:
             self._hear_one(member, None)  # for as long as a model may take to load; a process that ends is noticed
         path = self._folder / "store"
-        self.tell(Kind.JOIN, json.dumps({"path": str(path)}).encode())
+        self.send_all(Kind.JOIN, json.dumps({"path": str(path)}).encode())
         try:
             self._meeting.join(path, 0, device, self._timeout_s)
         except RuntimeError as error:
-            if fault_of(error) is not None:
+            if find_fault(error) is not None:
                 raise
             raise self.lose(f"the ranks have not met: {error}") from None
         self.hear()
 
-    def tell(self, kind: Kind, body: bytes = b"") -> None:
-        """Send a message to each. Raises RankLost, FaultTold."""
+    def send_all(self, kind: Kind, body: bytes = b"") -> None:
+        """Send a message to each. Raises RankLost, ReportedFault."""
         if self.lost:
             raise self._error()
         for member in self._members:
@@ -152,18 +152,18 @@ class Team:
                 raise self.lose(str(error), member) from None
 
     def hear(self) -> list[bytearray]:
-        """The answer of each, by rank. Raises RankLost, FaultTold; RankRefused, which leaves no answer behind."""
-        answers, refusals = [], []
+        """The answer of each, by rank. Raises RankLost, ReportedFault; RankRefused, which leaves no answer behind."""
+        replies, refusals = [], []
         for member in self._members:
             try:
-                answers.append(self._hear_one(member, self._timeout_s))
+                replies.append(self._hear_one(member, self._timeout_s))
             except RankRefused as error:
                 refusals.append(error)
         if refusals:
             raise refusals[0]
-        return answers
+        return replies
 
-    def lose(self, why: str, suspect: Member | None = None, *, is_ours: bool = False) -> RankLost | FaultTold:
+    def lose(self, why: str, suspect: Member | None = None, *, is_ours: bool = False) -> RankLost | ReportedFault:
         """Note that the team is of no use any more; the error for it. Only the first reason counts.
 
         A lost device is not logged here: the engine ends because of it, and reports it.
@@ -186,8 +186,8 @@ class Team:
         self._on_lost()
         return self._error()
 
-    def _error(self, why: str = "") -> RankLost | FaultTold:
-        return RankLost(self.lost or why) if self.fault is None else FaultTold(self.fault)
+    def _error(self, why: str = "") -> RankLost | ReportedFault:
+        return RankLost(self.lost or why) if self.fault is None else ReportedFault(self.fault)
 
     def _culprit(self, suspect: Member | None, why: str) -> tuple[Member | None, str]:
         """Which rank is the cause, and what happened to it.

@@ -27,7 +27,7 @@ from ..text_workers.text_work import TextWork
 from ..values.errors import EngineError, InvalidField, NeverFits, TooMuchHeld, WrongRole
 from ..values.output_chunk import OutputChunk, Send
 from ..values.request import Int32Array, Request
-from .decode_request import MAX_CHAT_MESSAGES, RequestOptions, options_of
+from .decode_request import MAX_CHAT_MESSAGES, RequestOptions, parse_options
 
 TIMES_MESSAGE = 4  # the bytes that came, the same taken apart, and 4 bytes or more for a token of 1 to 4 bytes, twice
 EACH_BYTES = 4096  # counted for a request beside its message
@@ -95,12 +95,12 @@ class Admission:
             raise WrongRole("this engine computes prompts for others alone (--role prefill)", role=self._config.role)
 
         async def submit(generation: Generation) -> None:
-            if not self._prefill.begin(generation, self.message_of):
+            if not self._prefill.begin(generation, self.make_message):
                 self._engine.submit(generation)
 
         return await self.take_in(message, submit, send, makes_text=makes_text)
 
-    def message_of(self, generation: Generation) -> pb.GenerateRequest:
+    def make_message(self, generation: Generation) -> pb.GenerateRequest:
         """The message of an open request, with what was drawn or depends on this engine alone filled in."""
         request, message = generation.request, pb.GenerateRequest()
         message.CopyFrom(self._messages[generation])
@@ -123,7 +123,7 @@ class Admission:
             send(output)
 
         try:
-            options = options_of(message, self._model.sampling_defaults, self._config.input_limits)
+            options = parse_options(message, self._model.sampling_defaults, self._config.input_limits)
             async with within(options.timeout_ms):
                 generation = await self._generation(message, options, send_and_release, makes_text=makes_text)
             generation.started_at = arrived_at
@@ -145,10 +145,10 @@ class Admission:
         self, message: pb.GenerateRequest, options: RequestOptions, send: Send, *, makes_text: bool
     ) -> Generation:
         """What the message asks for, not queued yet. Raises EngineError."""
-        client = client_of(peer.get(), options.tenant)
+        client = get_client(peer.get(), options.tenant)
         if options.retention is not None and (reason := self._model.refuses_retention):
             raise InvalidField(f"retention: does not work with {reason}", field="retention")
-        limit = self._engine.scheduler.limits.max_len_of(options.retention) or self.max_len
+        limit = self._engine.scheduler.limits.get_max_len(options.retention) or self.max_len
         prompt = await self._prompt(message, client, limit)
         num_computed = options.n if options.best_of is None else options.best_of
         beams, vocab_size = options.beams, self._model.vocab_size
@@ -159,7 +159,7 @@ class Admission:
         self._engine.check_open()
         max_tokens = options.max_tokens
         if max_tokens is None:
-            limit = self._engine.scheduler.limits.max_len_of(options.retention)
+            limit = self._engine.scheduler.limits.get_max_len(options.retention)
             max_tokens = max(1, min(DEFAULT_MAX_TOKENS, limit - len(prompt)))
         keeps_all = options.retention is not None and len(prompt) + max_tokens <= options.retention.num_tokens
         request = Request(
@@ -241,11 +241,11 @@ class Admission:
         return token_array(ids, self._model.vocab_size, kind)
 
 
-def client_of(peer: str, tenant: str) -> str:
+def get_client(peer: str, tenant: str) -> str:
     """The client that a call's work is counted for: its connection, or its tenant where gRPC distinguishes no connections."""
     return tenant or peer if peer.startswith("unix:") else peer
 
 
-def connection_of(request: Request) -> str:
+def get_connection(request: Request) -> str:
     """The connection that a request came by, among which starts go by turns; tenants of a Unix socket count as one."""
     return "" if request.client in ("", request.tenant) or request.client.startswith("unix:") else request.client

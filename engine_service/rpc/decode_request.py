@@ -57,7 +57,7 @@ class RequestOptions:
     reuse_hint: ReuseHint
 
 
-def options_of(request: pb.GenerateRequest, defaults: SamplingParams, limits: InputLimits) -> RequestOptions:
+def parse_options(request: pb.GenerateRequest, defaults: SamplingParams, limits: InputLimits) -> RequestOptions:
     """defaults: of the model, where a sampling field is absent. Raises InvalidField."""
     sampling = request.sampling
     n = request.n if request.HasField("n") else 1
@@ -84,13 +84,13 @@ def options_of(request: pb.GenerateRequest, defaults: SamplingParams, limits: In
         request_id=known_id(request.request_id or str(uuid.uuid4())),
         n=n,
         best_of=best_of,
-        beams=_beams_of(request, n) if request.HasField("beam_search") else None,
+        beams=_parse_beams(request, n) if request.HasField("beam_search") else None,
         priority=request.priority,
         timeout_ms=timeout_ms,
         tenant=own_tenant(request.tenant),
         look_up=not request.skip_look_up,
         max_tokens=max_tokens,
-        params=_params_of(sampling, defaults),
+        params=_parse_sampling(sampling, defaults),
         seed=sampling.seed % 2**64 if sampling.HasField("seed") else _seeds.getrandbits(64),
         stop=tuple(sampling.stop),
         stop_token_ids=tuple(sampling.stop_token_ids),
@@ -99,7 +99,7 @@ def options_of(request: pb.GenerateRequest, defaults: SamplingParams, limits: In
         num_prompt_logprobs=_num_logprobs(sampling, "num_prompt_logprobs"),
         session_id=request.session_id,
         metadata=dict(request.metadata),
-        retention=_retention_of(request),
+        retention=_parse_retention(request),
         reuse_hint=ReuseHint(request.reuse_hint),
     )
 
@@ -117,7 +117,7 @@ def _check_stops(stops: Sequence[str], limits: InputLimits) -> None:
             raise InvalidField(text, field=field, limit=most, flag="--max-stop-bytes")
 
 
-def _beams_of(request: pb.GenerateRequest, n: int) -> BeamOptions:
+def _parse_beams(request: pb.GenerateRequest, n: int) -> BeamOptions:
     beams, sampling = request.beam_search, request.sampling
     length_penalty = beams.length_penalty if beams.HasField("length_penalty") else 1.0
     _check_range("beam_search.num_beams", beams.num_beams, n, _MAX_BEAMS)
@@ -132,7 +132,7 @@ def _beams_of(request: pb.GenerateRequest, n: int) -> BeamOptions:
     return BeamOptions(beams.num_beams, length_penalty, beams.early_stopping)
 
 
-def _retention_of(request: pb.GenerateRequest) -> Retention | None:
+def _parse_retention(request: pb.GenerateRequest) -> Retention | None:
     if not request.HasField("retention"):
         return None
     sink, window = request.retention.num_sink_tokens, request.retention.num_window_tokens
@@ -149,7 +149,7 @@ def _num_logprobs(sampling: pb.SamplingParams, field: str) -> int | None:
     return count
 
 
-def _params_of(sampling: pb.SamplingParams, defaults: SamplingParams) -> SamplingParams:
+def _parse_sampling(sampling: pb.SamplingParams, defaults: SamplingParams) -> SamplingParams:
     given: dict[str, Any] = {
         field.name: getattr(sampling, field.name) for field in fields(SamplingParams) if sampling.HasField(field.name)
     }
@@ -159,7 +159,7 @@ def _params_of(sampling: pb.SamplingParams, defaults: SamplingParams) -> Samplin
         raise InvalidField(f"{error.field}: {error.allowed}", field=f"sampling.{error.field}") from None
 
 
-def submission_of(message: pb.SubmitRequestRequest) -> tuple[str, bytes]:
+def parse_submission(message: pb.SubmitRequestRequest) -> tuple[str, bytes]:
     """The request's id, which must be there, and a digest of its contents. Raises InvalidField."""
     _check_name("request.request_id", message.request.request_id)
     if not message.request.request_id:
@@ -167,13 +167,13 @@ def submission_of(message: pb.SubmitRequestRequest) -> tuple[str, bytes]:
     return known_id(message.request.request_id), hashlib.sha256(message.request.SerializeToString(deterministic=True)).digest()
 
 
-def wait_of(message: pb.GetRequestRequest) -> float:
+def parse_wait(message: pb.GetRequestRequest) -> float:
     """Seconds. Raises InvalidField."""
     _check_range("wait_ms", message.wait_ms, 0, MAX_WAIT_MS)
     return message.wait_ms / 1000
 
 
-def received_of(message: pb.StreamRequestRequest) -> list[Received]:
+def parse_received(message: pb.StreamRequestRequest) -> list[Received]:
     """What the client has of each continuation. Raises InvalidField."""
     _check_name("request_id", message.request_id)
     if len(message.received) > MAX_CONTINUATIONS:
@@ -190,7 +190,7 @@ def received_of(message: pb.StreamRequestRequest) -> list[Received]:
     return list(found.values())
 
 
-def page_of(request: pb.ListRequestsRequest) -> tuple[int, int]:
+def parse_page(request: pb.ListRequestsRequest) -> tuple[int, int]:
     """How many rows are wanted, and the rank of arrival that they come after. Raises InvalidField."""
     _check_name("session_id", request.session_id)
     _check_range("page_size", request.page_size, 0, 1000)

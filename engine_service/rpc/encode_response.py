@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 from ..loop.stats import Iteration
-from ..messages import logprobs_of, usage_of
+from ..messages import make_logprobs, make_usage
 from ..outputs.generation import Generation
 from ..scheduler.plan import Task
 from .ownership import shown_id
@@ -19,7 +19,7 @@ def request_info(generation: Generation, now: float) -> pb.RequestInfo:
         state=f"REQUEST_STATE_{generation.state.name}",
         prompt_tokens=len(generation.request.prompt),
         new_tokens=generation.request.num_new_tokens,
-        n=generation.num_told,
+        n=generation.num_returned,
         priority=generation.request.priority,
         age_ms=int((now - generation.started_at) * 1000),
         session_id=generation.session_id,
@@ -27,7 +27,7 @@ def request_info(generation: Generation, now: float) -> pb.RequestInfo:
     )
 
 
-def results_of(generation: Generation, submission: Submission, now: float) -> pb.GetRequestResponse:
+def make_result(generation: Generation, submission: Submission, now: float) -> pb.GetRequestResponse:
     """What a submitted request has given so far."""
     response = pb.GetRequestResponse(request=request_info(generation, now))
     for index, output in sorted(submission.outputs.items()):
@@ -37,12 +37,12 @@ def results_of(generation: Generation, submission: Submission, now: float) -> pb
             text="".join(output.texts),
             token_ids=output.token_ids,
             finish_reason=reason,
-            logprobs=logprobs_of(output.logprobs),
-            prompt_logprobs=logprobs_of(output.prompt_logprobs),
+            logprobs=make_logprobs(output.logprobs),
+            prompt_logprobs=make_logprobs(output.prompt_logprobs),
             cumulative_logprob=output.cumulative_logprob,
         )
     if submission.usage is not None:
-        response.usage.CopyFrom(usage_of(submission.usage))
+        response.usage.CopyFrom(make_usage(submission.usage))
     if submission.error is not None:
         response.error.CopyFrom(pb.RequestError(reason=submission.error.reason, message=str(submission.error)))
     return response

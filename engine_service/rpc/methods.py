@@ -81,7 +81,7 @@ FRONTS_OWN = frozenset({"Generate", "GenerateMany"})  # methods that fronts serv
 _GENERATE_MANY = CONTRACT.service.methods_by_name["GenerateMany"]
 
 
-def router_of(service: Any, contract: Contract, given: Mapping[str, grpc.RpcMethodHandler]) -> MethodRouter:
+def make_router(service: Any, contract: Contract, given: Mapping[str, grpc.RpcMethodHandler]) -> MethodRouter:
     """The methods of the service, which has one for each RPC that is not given, in snake case. contract: with limits."""
     generate_many = grpc.stream_stream_rpc_method_handler(_many(contract, service.generate_many))
     return MethodRouter(contract, service, {"GenerateMany": generate_many, **given})
@@ -112,7 +112,7 @@ class IntakeConfig(Protocol):
     def connection_calls(self) -> int: ...
 
 
-def intake_of(config: IntakeConfig, message_bytes: int) -> Intake:
+def make_intake(config: IntakeConfig, message_bytes: int) -> Intake:
     """The turns of calls, and the bounds of messages on their way in, which have so many bytes at most."""
     limits = turn_limits(config, message_bytes)
     return Intake(limits, config.receive_seconds, REFUSALS, too_many_waiting, _late)

@@ -31,12 +31,12 @@ from ..values.request import Int32Array
 from ..values.sampling_params import SamplingParams
 from .admission import Admission
 from .decode_request import (
-    page_of,
-    received_of,
-    submission_of,
-    wait_of,
+    parse_page,
+    parse_received,
+    parse_submission,
+    parse_wait,
 )
-from .encode_response import iteration_plan, request_info, results_of
+from .encode_response import iteration_plan, make_result, request_info
 from .metrics import engine_counts, engine_metrics, vllm_metrics
 from .ownership import is_own, known_id, require_all_tenants
 from .stream_pace import OpenStreams, StreamPace
@@ -134,7 +134,7 @@ class EngineService:
         self._engine.requests.stop_at(generation, index, num_tokens)
 
     async def stream_request(self, request: pb.StreamRequestRequest) -> AsyncIterator[pb.GenerateResponse]:
-        received = received_of(request)
+        received = parse_received(request)
         submission = await self._submissions.admitted(known_id(request.request_id))
         with self.streams.counted(), SubmissionReader(submission, received, self.pace) as reader:
             async for response in responses(request.request_id, reader):
@@ -142,13 +142,13 @@ class EngineService:
             submission.fetched.set()
 
     async def submit_request(self, request: pb.SubmitRequestRequest) -> pb.SubmitRequestResponse:
-        request_id, digest = submission_of(request)
+        request_id, digest = parse_submission(request)
         await self._submissions.submit(request_id, digest, partial(self._admission.admit, request.request))
         return pb.SubmitRequestResponse(request_id=request.request.request_id)
 
     async def get_request(self, request: pb.GetRequestRequest) -> pb.GetRequestResponse:
-        generation, submission = await self._submissions.wait(known_id(request.request_id), wait_of(request))
-        return results_of(generation, submission, time.monotonic())
+        generation, submission = await self._submissions.wait(known_id(request.request_id), parse_wait(request))
+        return make_result(generation, submission, time.monotonic())
 
     def hand_over(self, request: pb.HandOverRequest) -> AsyncIterator[pb.HandOverResponse]:
         require_all_tenants()
@@ -161,8 +161,8 @@ class EngineService:
 
     def _handed(self, generation: Generation) -> pb.HandedRequest:
         """What a client asked for, as another engine is to carry it out."""
-        digest = self._submissions.digest_of(generation.request.request_id)
-        return pb.HandedRequest(request=self._admission.message_of(generation), submission_digest=digest)
+        digest = self._submissions.get_digest(generation.request.request_id)
+        return pb.HandedRequest(request=self._admission.make_message(generation), submission_digest=digest)
 
     async def _adopt(self, handed: pb.HandedRequest, queue: Queue) -> None:
         """Have a request of another engine queued, and remember it for its client. Raises EngineError."""
@@ -188,7 +188,7 @@ class EngineService:
         return pb.CancelRequestResponse()
 
     async def list_requests(self, request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:
-        page_size, after = page_of(request)
+        page_size, after = parse_page(request)
         now = time.monotonic()
         wanted = request.session_id
         later = [

@@ -57,7 +57,7 @@ class HasUnread:
         self._event = asyncio.Event()
         self._has_begun = self._is_due = self._has_round = False
 
-    def tell(self, *, at_once: bool) -> None:
+    def notify(self, *, at_once: bool) -> None:
         """There is more. at_once: it does not wait for a round."""
         if at_once or not self._has_begun:
             self._has_begun = True

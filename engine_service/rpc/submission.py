@@ -48,7 +48,7 @@ class Output:
     def num_chunks(self) -> int:
         return len(self._token_ends)
 
-    def num_chunks_of(self, num_tokens: int) -> int | None:
+    def count_chunks(self, num_tokens: int) -> int | None:
         """The number of leading chunks that hold so many tokens, without the end; None: no chunk ends there."""
         if not num_tokens:
             return 0
@@ -71,7 +71,7 @@ class Output:
     def close(self) -> int:
         """Nothing more comes. About how many bytes it takes from now on."""
         self.texts, self._is_closed = ["".join(self.texts)], True
-        num_logprobs = sum(1 + len(one.top_token_ids) for told in (self.logprobs, self.prompt_logprobs) for one in told)
+        num_logprobs = sum(1 + len(one.top_token_ids) for group in (self.logprobs, self.prompt_logprobs) for one in group)
         arrays = (self.token_ids, self._token_ends, self._text_ends)
         num_bytes = sum(len(one) * one.itemsize for one in arrays)
         return len(self.texts[0]) * _CHAR_BYTES + num_bytes + num_logprobs * _LOGPROB_BYTES
@@ -109,7 +109,7 @@ class Submission:
                 self.usage = chunk.usage
                 self._end()
         for reader in self.readers:
-            reader.tell(at_once=self.ended.is_set())
+            reader.notify(at_once=self.ended.is_set())
 
     def wait_for_client(self, seconds: float) -> None:
         """The request is a stream whose client has to find it here first; it is cancelled when that takes too long."""
@@ -155,11 +155,11 @@ class SubmissionReader:
         """Raises InvalidField where the client cannot have what it says."""
         self._submission = submission
         self._has_more = HasUnread(pace)
-        self._has_more.tell(at_once=True)
+        self._has_more.notify(at_once=True)
         self._num_read: dict[int, int] = {}  # chunks by continuation
         for place, one in enumerate(received):
             output = submission.outputs.get(one.index, Output())
-            known = output.num_chunks if one.has_ended and output.finish_reason else output.num_chunks_of(one.num_tokens)
+            known = output.num_chunks if one.has_ended and output.finish_reason else output.count_chunks(one.num_tokens)
             if known is None or (one.has_ended and (output.finish_reason is None or one.num_tokens != len(output.token_ids))):
                 field = f"received[{place}].{'has_ended' if one.has_ended else 'num_tokens'}"
                 raise InvalidField(f"{field}: the request has sent no such part of this continuation", field=field)

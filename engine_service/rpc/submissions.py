@@ -54,7 +54,7 @@ class Submissions:
             if submission.generation is not None:
                 submission.generation.cancel()
 
-    def digest_of(self, request_id: str) -> bytes:
+    def get_digest(self, request_id: str) -> bytes:
         """The digest of the submission of a request; empty for a request that was not submitted."""
         submission = self._by_id.get(request_id)
         return b"" if submission is None else submission.digest

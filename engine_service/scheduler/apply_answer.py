@@ -126,8 +126,8 @@ class AnswerApplier:
             else:
                 state.headroom.note_end()
         rows = np.full(len(plan.forked), -1, np.intp)
-        answers = zip(plan.forked, plan.fork_children.tolist(), tables, lens, answer.fork_results.tolist(), strict=True)
-        for place, (child, child_id, table, length, result) in enumerate(answers):
+        results = zip(plan.forked, plan.fork_children.tolist(), tables, lens, answer.fork_results.tolist(), strict=True)
+        for place, (child, child_id, table, length, result) in enumerate(results):
             if result == _FORKED:
                 waiting.num_known += 1
             if child.state is SequenceState.ENDED:  # since the plan was made

@@ -50,7 +50,7 @@ class DecodeCosts:
         self._covariance += rate * ((1 - rate) * tokens_off * seconds_off - self._covariance)
         self._largest = max(num_tokens, (1 - _FADING) * self._largest)
 
-    def seconds_of(self, num_tokens: int) -> float | None:
+    def estimate_seconds(self, num_tokens: int) -> float | None:
         """What a step with so many tokens costs, and no more than recent ones on average; None: not known.
 
         Little is known of steps far from recent ones: where times vary, the line's end may point anywhere.
@@ -135,7 +135,7 @@ class PromptShares:
                 self._debts[client] = min(debt, _MOST_STEPS * decode_seconds)
         self._debts = {client: left for client, debt in self._debts.items() if (left := debt - decode_seconds) > 0}
 
-    def room_of(self, client: str, decode_seconds: float) -> _Room:
+    def get_room(self, client: str, decode_seconds: float) -> _Room:
         """What the next step has for a client's prompts, beside the decodes of other clients."""
         if client in self._debts:
             return _Room(0, 0)
@@ -160,7 +160,7 @@ class PromptRoom:
         if self._decoding <= {client}:
             return num_tokens  # no other client waits for them
         if (left := self._left.get(client)) is None:
-            left = self._left[client] = self._shares.room_of(client, self._decode_seconds)
+            left = self._left[client] = self._shares.get_room(client, self._decode_seconds)
         taken = min(num_tokens, left.num_tokens) if left.num_prompts else 0
         left.num_prompts -= taken > 0
         left.num_tokens -= taken

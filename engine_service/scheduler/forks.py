@@ -63,7 +63,7 @@ class Forks:
         assert child.parent is not None
         num_blocks = -(-num_tokens // self._state.limits.block_size)
         assert child.parent.row is not None
-        return self._state.running.table_of(child.parent.row, num_blocks)
+        return self._state.running.get_table(child.parent.row, num_blocks)
 
     def start_children_alone(self, parent: Sequence) -> None:
         """A parent gives its blocks back: its unforked children start alone."""
@@ -106,7 +106,7 @@ class BeamForks:
             if is_running and branch.slot == branch.parent:
                 lists.append(parent)
                 continue
-            token_ids = np.append(state.tokens_of(parent), branch.token_id).astype(np.int32)
+            token_ids = np.append(state.get_tokens(parent), branch.token_id).astype(np.int32)
             child = Sequence(request, branch.slot, token_ids, SequenceState.UNFORKED)
             lists.append(child)
             if is_running:

@@ -90,7 +90,7 @@ class Limits:
     bound: str = ""  # what makes max_len so short, as people can change it
     retained_bound: str = ""  # the same for max_retained_len
 
-    def max_len_of(self, retention: Retention | None) -> int:
+    def get_max_len(self, retention: Retention | None) -> int:
         """Most tokens of a sequence. With retention only what it keeps has to fit the pool and the model's positions."""
         if retention is None or retention.num_tokens > self.max_distance:
             return self.max_len
@@ -130,9 +130,9 @@ class Limits:
         ends = ((span.first(num_committed) // size, span) for span in spans)
         return all(not end or num_tokens >= span.least_position(end * size) for end, span in ends)
 
-    def bound_of(self, retention: Retention | None) -> str:
+    def describe_bound(self, retention: Retention | None) -> str:
         """What makes that so short, in words; empty where it was not said."""
-        return self.bound if self.max_len_of(retention) <= self.max_len else self.retained_bound
+        return self.bound if self.get_max_len(retention) <= self.max_len else self.retained_bound
 
     @property
     def num_rows(self) -> int:

@@ -335,8 +335,8 @@ def share_budget(
     left = limits.token_budget - num_forks - num_decodes
     budget = Budget(left, min(limits.prefill_budget, left), waits)
     wants_room = (has_prompts or may_start) and limits.client_shares and num_decodes
-    if wants_room and (decode_seconds := state.decode_costs.seconds_of(num_decodes)) is not None:
-        budget.room = PromptRoom(state.prompt_shares, decode_seconds, running.clients_of(live[decodes]))
+    if wants_room and (decode_seconds := state.decode_costs.estimate_seconds(num_decodes)) is not None:
+        budget.room = PromptRoom(state.prompt_shares, decode_seconds, running.get_clients(live[decodes]))
     num_new = decodes.astype(np.int32)
     if prompts is not None:
         num_new += _share_prompts(state, live, prompts, budget)
@@ -347,7 +347,7 @@ def _share_prompts(state: SchedulerState, live: IndexArray, prompts: Int32Array,
     """What the budget has for these prompt tokens of each row; takes it from there."""
     if budget.room is not None:
         for at in np.flatnonzero(prompts).tolist():
-            prompts[at] = budget.take_room(state.running.client_of(live[at]), int(prompts[at]))
+            prompts[at] = budget.take_room(state.running.get_client(live[at]), int(prompts[at]))
     before = np.cumsum(prompts) - prompts
     prompts = np.clip(budget.num_prompt_tokens - before, 0, prompts).astype(np.int32)
     num_prompt = int(prompts.sum())

@@ -128,7 +128,7 @@ class RunningSequences:
         if (retention := sequence.request.retention) is not None:
             self.num_sink[row], self.num_window[row] = retention.num_sink_tokens, retention.num_window_tokens
             self.num_retaining += 1
-        self.clients[row] = self._number_of(sequence.request.client)
+        self.clients[row] = self._get_number(sequence.request.client)
         self._rank[:, row] = sequence.index, sequence.request.arrival, -sequence.request.priority
         self._order = self._in_order = None
         return row
@@ -141,7 +141,7 @@ class RunningSequences:
         sequence.token_ids = self.tokens[row, : self.num_tokens[row]].copy()
         del self.by_id[sequence.sequence_id]
         self.sequences[row] = None
-        self._forget_row_of(sequence.request.client)
+        self._forget_row(sequence.request.client)
         self.num_searching -= int(self.searches[row])
         self.num_retaining -= int(self.num_window[row] > 0)
         self.group_tables[row, :, : self.num_blocks[row]] = 0
@@ -153,24 +153,24 @@ class RunningSequences:
         """Clients that have rows."""
         return len(self._numbers)
 
-    def client_of(self, row: int) -> str:
+    def get_client(self, row: int) -> str:
         sequence = self.sequences[row]
         assert sequence is not None
         return sequence.request.client
 
-    def clients_of(self, rows: IndexArray) -> set[str]:
+    def get_clients(self, rows: IndexArray) -> set[str]:
         numbers = self.clients[rows]
         first_rows = rows[np.unique(numbers, return_index=True)[1]]
-        return {self.client_of(row) for row in first_rows.tolist()}
+        return {self.get_client(row) for row in first_rows.tolist()}
 
-    def _number_of(self, client: str) -> int:
+    def _get_number(self, client: str) -> int:
         self._num_rows_of[client] += 1
         if client not in self._numbers:
             taken = set(self._numbers.values())
             self._numbers[client] = next(number for number in range(self.num_rows) if number not in taken)
         return self._numbers[client]
 
-    def _forget_row_of(self, client: str) -> None:
+    def _forget_row(self, client: str) -> None:
         self._num_rows_of[client] -= 1
         if not self._num_rows_of[client]:
             del self._num_rows_of[client], self._numbers[client]
@@ -179,7 +179,7 @@ class RunningSequences:
         """Blocks that a row's tables name, holes taken off."""
         return int(np.count_nonzero(self.group_tables[row, :, : self.num_blocks[row]]))
 
-    def table_of(self, row: int, num_blocks: int) -> Int32Array:
+    def get_table(self, row: int, num_blocks: int) -> Int32Array:
         """The first blocks of a row's tables, one table behind the other; a copy."""
         return self.group_tables[row, :, :num_blocks].flatten()
 

@@ -56,11 +56,11 @@ class Scheduler:
         self.state.costs.note_step(num_rows, num_tokens, seconds, moved)
         if not num_rows or moved.num_bytes:
             return
-        prompts = _prompts_of(work) if num_tokens > num_rows else Counter[str]()
+        prompts = _count_prompts(work) if num_tokens > num_rows else Counter[str]()
         decode_costs, num_decodes = self.state.decode_costs, num_rows - prompts.total()
         if not prompts:
             decode_costs.note(num_tokens, seconds)
-        if num_decodes and (decode_seconds := decode_costs.seconds_of(num_decodes)) is not None:
+        if num_decodes and (decode_seconds := decode_costs.estimate_seconds(num_decodes)) is not None:
             self.state.prompt_shares.note(seconds, decode_seconds, prompts, num_tokens - num_decodes)
 
     # -- one step
@@ -106,7 +106,7 @@ class Scheduler:
         sequences with tokens of their own. taken: by index, the blocks that come with them; these need no start.
         """
         state = self.state
-        assert 0 < len(request.prompt) < request.max_len <= state.limits.max_len_of(request.retention)
+        assert 0 < len(request.prompt) < request.max_len <= state.limits.get_max_len(request.retention)
         request.arrival, state.num_arrivals = state.num_arrivals, state.num_arrivals + 1
         request.arrived_at = state.waiting.now = max(now, state.waiting.now)
         self.put_back(request, taken)
@@ -153,7 +153,7 @@ class Scheduler:
         keeps_blocks = keeps_blocks and not request.unforked and not self.state.limits.has_states
         for sequence in request.sequences:
             has_ended = sequence.state is SequenceState.ENDED or self.state.rests(sequence)
-            held.append(HeldTokens(sequence.index, self.state.tokens_of(sequence).copy(), has_ended))
+            held.append(HeldTokens(sequence.index, self.state.get_tokens(sequence).copy(), has_ended))
             if keeps_blocks and sequence.state is SequenceState.RUNNING:
                 running.kept[sequence.row] = True
                 kept.append(sequence)
@@ -222,7 +222,7 @@ class Scheduler:
         requests = {sequence.request: None for sequence in waiting.sequences}
         for request in requests:
             request.start_number = 0  # it may be another cache service's
-        fits = {request: request.max_len <= limits.max_len_of(request.retention) for request in requests}
+        fits = {request: request.max_len <= limits.get_max_len(request.retention) for request in requests}
         return [request for request in requests if not fits[request] or request.num_rows > limits.num_rows]
 
     # -- what is known
@@ -250,12 +250,12 @@ class Scheduler:
         queued = state.waiting.sequences or state.waiting.releases or state.entering
         return not (queued or state.running.by_id or state.loading)
 
-    def tokens_of(self, sequence: Sequence) -> Int32Array:
+    def get_tokens(self, sequence: Sequence) -> Int32Array:
         """Prompt and output so far; a view, valid until the sequence gets another token."""
-        return self.state.tokens_of(sequence)
+        return self.state.get_tokens(sequence)
 
 
-def _prompts_of(work: Work) -> Counter[str]:
+def _count_prompts(work: Work) -> Counter[str]:
     """For each client, the number of sequences whose prompt tokens the step computes."""
     contexts = zip(work.sequences, work.num_context.tolist(), strict=True)
     return Counter(sequence.request.client for sequence, num_context in contexts if num_context < len(sequence.request.prompt))

@@ -37,7 +37,7 @@ class SchedulerState:
         self.running = RunningSequences(num_rows, most, limits.block_size, limits.num_groups)
         self.headroom = Headroom()
 
-    def tokens_of(self, sequence: Sequence) -> Int32Array:
+    def get_tokens(self, sequence: Sequence) -> Int32Array:
         """Prompt and output so far; a view, valid until the sequence gets another token."""
         if sequence.row is None:
             return sequence.token_ids

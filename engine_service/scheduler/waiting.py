@@ -219,10 +219,10 @@ class TenantLanes:
     def add(self, sequence: Sequence) -> None:
         """Insert the sequence at its place. Its rank must not change until it is removed."""
         sequence.place = (self._ordering.policy.rank(sequence), sequence.request.arrival, sequence.index)
-        bisect.insort(self._lanes.setdefault(self._lane_of(sequence), []), sequence, key=_place)
+        bisect.insort(self._lanes.setdefault(self._find_lane(sequence), []), sequence, key=_place)
 
     def remove(self, sequence: Sequence) -> None:
-        name = self._lane_of(sequence)
+        name = self._find_lane(sequence)
         lane = self._lanes[name]
         at = bisect.bisect_left(lane, sequence.place, key=_place)
         assert lane[at] is sequence
@@ -276,5 +276,5 @@ class TenantLanes:
         """The key of a lane; the lane with the smallest key is next."""
         return -self._ordering.policy.level(lane[at], waited), served, lane[at].place, at, tenant
 
-    def _lane_of(self, sequence: Sequence) -> str | None:
+    def _find_lane(self, sequence: Sequence) -> str | None:
         return None if self._shares is None or sequence.had_turn else self._shares.tenant_of(sequence.request)

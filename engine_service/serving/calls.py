@@ -113,7 +113,7 @@ class FrontCalls:
         self._has_unread = HasUnread(services.pace)
         self._has_room = asyncio.Event()
         lane.on_room = self._has_room.set
-        self._telling = asyncio.create_task(self._tell_rounds())
+        self._notifying = asyncio.create_task(self._notify_rounds())
 
     @property
     def num_open(self) -> int:
@@ -139,7 +139,7 @@ class FrontCalls:
 
     def end(self) -> None:
         """The front is gone."""
-        self._telling.cancel()
+        self._notifying.cancel()
         self._services.unread.drop_reader(self)
         calls, self._calls = list(self._calls.values()), {}
         for call in calls:
@@ -206,13 +206,13 @@ class FrontCalls:
         self._lane.send(Kind.ADMITTED, call.number, admitted)
         generation.let_read(self, call.number)
         if call.unsent or call.refusal is not None:
-            self._tell(call, at_once=True)
+            self._notify(call, at_once=True)
 
     # -- tokens
 
     def notify(self) -> None:
         """There are columns of tokens to take, see UnreadTokens."""
-        self._has_unread.tell(at_once=False)
+        self._has_unread.notify(at_once=False)
 
     def _put(self, call: _Call, output: OutputChunk | EngineError) -> None:
         if isinstance(output, EngineError):
@@ -221,13 +221,13 @@ class FrontCalls:
             call.unsent.append(output)
         if call.generation is not None:
             is_last = isinstance(output, EngineError) or output.usage is not None
-            self._tell(call, at_once=is_last or not call.has_begun)
+            self._notify(call, at_once=is_last or not call.has_begun)
 
-    def _tell(self, call: _Call, *, at_once: bool) -> None:
+    def _notify(self, call: _Call, *, at_once: bool) -> None:
         (self._urgent if at_once else self._unread)[call] = None
-        self._has_unread.tell(at_once=at_once)
+        self._has_unread.notify(at_once=at_once)
 
-    async def _tell_rounds(self) -> None:
+    async def _notify_rounds(self) -> None:
         while True:
             has_round = await self._has_unread.wait()
             while self._lane.is_full:
@@ -250,5 +250,5 @@ class FrontCalls:
                 self._lane.send(Kind.ERROR, call.number, call.refusal)
             if call.refusal is not None or (chunks and chunks[-1].usage is not None):
                 call.over.set()
-        if has_round and len((columns := self._services.unread.take_of(self)).numbers):
+        if has_round and len((columns := self._services.unread.take_columns(self)).numbers):
             self._lane.send(Kind.TOKENS, 0, columns)

@@ -32,26 +32,26 @@ class TraceNote(grpc.aio.ServerInterceptor):
     """Notes the trace that a call is part of, which goes on in the engine."""
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
-        told: Sequence[tuple[str, str]] = details.invocation_metadata or ()
-        _trace.set(tuple((key, value) for key, value in told if key in _TRACE_KEYS))
+        metadata: Sequence[tuple[str, str]] = details.invocation_metadata or ()
+        _trace.set(tuple((key, value) for key, value in metadata if key in _TRACE_KEYS))
         return await continuation(details)
 
 
-class Asked:
+class EngineCall:
     """One call, as the engine knows it."""
 
     def __init__(self, link: "EngineLink", number: int) -> None:
         self._link, self.number = link, number
         self.num_bytes = 0  # of its message, until the engine answers; 0 where another bound holds it
-        self.answers = asyncio.Queue[tuple[Kind, Any]]()
-        self.take: Callable[[Kind, Any], None] = lambda kind, body: self.answers.put_nowait((kind, body))
+        self.replies = asyncio.Queue[tuple[Kind, Any]]()
+        self.take: Callable[[Kind, Any], None] = lambda kind, body: self.replies.put_nowait((kind, body))
         self.take_tokens: Callable[[list[int]], None] = lambda token_ids: None  # the tokens of a request
 
     def send(self, path: str, raw: bytes) -> None:
         """Send the call's message, in the name of the running call's caller."""
         self._link.send_message(self, Message(path, calling(), peer.get(), raw, _trace.get()))
 
-    def tell(self, kind: Kind, body: Any = None) -> None:
+    def send_kind(self, kind: Kind, body: Any = None) -> None:
         self._link.lane.send(kind, self.number, body)
 
     def drop(self) -> None:
@@ -69,20 +69,20 @@ class EngineLink:
         self.lost = asyncio.Event()
         self.max_unanswered = 0  # bytes of messages that hold no place
         self._on_state, self._on_stop = on_state, on_stop
-        self._calls: dict[int, Asked] = {}
+        self._calls: dict[int, EngineCall] = {}
         self._last_number = 0
         self._num_unanswered = 0  # bytes
         self._has_room = asyncio.Event()
 
     # -- for calls
 
-    def ask(self) -> Asked:
+    def ask(self) -> EngineCall:
         """A new call, with its message to be sent. To be dropped."""
         self._last_number += 1
-        asked = self._calls[self._last_number] = Asked(self, self._last_number)
+        asked = self._calls[self._last_number] = EngineCall(self, self._last_number)
         return asked
 
-    def send_message(self, asked: Asked, message: Message) -> None:
+    def send_message(self, asked: EngineCall, message: Message) -> None:
         if has_left_place():
             asked.num_bytes = len(message.raw)
             self._num_unanswered += len(message.raw)
@@ -96,8 +96,8 @@ class EngineLink:
 
     async def call(self, path: str, raw: bytes) -> bytes:
         """The answer to a message. Raises EngineError."""
-        async with contextlib.aclosing(self.stream(path, raw)) as answers:
-            async for answer in answers:
+        async with contextlib.aclosing(self.stream(path, raw)) as replies:
+            async for answer in replies:
                 return answer
         raise AssertionError("a call of one answer has one")
 
@@ -107,13 +107,13 @@ class EngineLink:
         try:
             asked.send(path, raw)
             while True:
-                kind, body = await asked.answers.get()
+                kind, body = await asked.replies.get()
                 if kind is Kind.END:
                     return
                 if kind is not Kind.ANSWER:
-                    raise refusal_of(kind, body)
+                    raise parse_refusal(kind, body)
                 yield body
-                asked.tell(Kind.TAKEN)
+                asked.send_kind(Kind.TAKEN)
         finally:
             asked.drop()
 
@@ -121,17 +121,17 @@ class EngineLink:
         """Wait until the engine's loop has replied."""
         asked = self.ask()
         try:
-            asked.tell(Kind.PING)
-            await asked.answers.get()
+            asked.send_kind(Kind.PING)
+            await asked.replies.get()
         finally:
             self._calls.pop(asked.number, None)
 
-    def drop(self, asked: Asked) -> None:
+    def drop(self, asked: EngineCall) -> None:
         if self._calls.pop(asked.number, None) is not None:
             self.lane.send(Kind.DROPPED, asked.number)
             self._note_answer(asked)
 
-    def _note_answer(self, asked: Asked) -> None:
+    def _note_answer(self, asked: EngineCall) -> None:
         if asked.num_bytes:
             self._num_unanswered -= asked.num_bytes
             asked.num_bytes = 0
@@ -164,7 +164,7 @@ class EngineLink:
         self.lost.set()
 
 
-def refusal_of(kind: Kind, body: Any) -> EngineError:
+def parse_refusal(kind: Kind, body: Any) -> EngineError:
     """What FULL and ERROR stand for."""
     refusal: EngineError = too_many_waiting(body) if kind is Kind.FULL else body
     return refusal

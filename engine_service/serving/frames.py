@@ -40,9 +40,9 @@ class FrontConfig:
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
 
     @classmethod
-    def of_json(cls, told: dict[str, Any]) -> "FrontConfig":
+    def of_json(cls, fields: dict[str, Any]) -> "FrontConfig":
         """What to_json gave."""
-        values: dict[str, Any] = {name: Path(value) if name in _PATHS and value else value for name, value in told.items()}
+        values: dict[str, Any] = {name: Path(value) if name in _PATHS and value else value for name, value in fields.items()}
         return cls(**values)
 
 

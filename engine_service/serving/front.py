@@ -24,7 +24,7 @@ from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
 from ..outputs.model_text import ModelText
 from ..outputs.tokenizer import Tokenizer
-from ..rpc.methods import CONTRACT, FRONTS_OWN, intake_of, router_of
+from ..rpc.methods import CONTRACT, FRONTS_OWN, make_intake, make_router
 from ..rpc.stream_pace import StreamPace
 from ..values.errors import EngineError
 from .engine_link import EngineLink, TraceNote
@@ -34,7 +34,7 @@ from .streams import Streams
 
 # The engine sends in rounds; a round is written as it comes, unless the writes of the one before took longer.
 _SHORTEST_PACE_S = 1e-4
-_TELL_REFUSED_S = 0.1
+_REPORT_REFUSED_S = 0.1
 
 
 class PingedHealth(HealthServicer):
@@ -93,7 +93,7 @@ class Front:
                 self.lane.send(Kind.FAILED, body=str(error))
                 return
             self.lane.send(Kind.READY)
-            tasks += [asyncio.create_task(self._apply_states()), asyncio.create_task(self._tell_refused(guard))]
+            tasks += [asyncio.create_task(self._apply_states()), asyncio.create_task(self._report_refused(guard))]
             await asyncio.wait((lost, self._stop), return_when=asyncio.FIRST_COMPLETED)
             if not self._stop.done():
                 self._on_lost()
@@ -109,7 +109,7 @@ class Front:
         config = FrontConfig.of_json(set_up.config)
         guard = Guard(config)
         self._link.max_unanswered = config.receive_memory
-        intake = intake_of(config, config.message_bytes)
+        intake = make_intake(config, config.message_bytes)
         intake.taken = LinkTurns(intake.turns, self._link)
         text = self.text or ModelText(Tokenizer.from_state(set_up.tokenizer) if set_up.tokenizer is not None else None)
         requests = FrontRequests(self._link, text)
@@ -150,14 +150,14 @@ class Front:
             else:
                 await self._endpoint.set_serving(self._state.is_serving)
 
-    async def _tell_refused(self, guard: Guard) -> None:
+    async def _report_refused(self, guard: Guard) -> None:
         """Report to the engine how many calls were not let in, for its metrics."""
-        told: dict[str, int] = {}
+        reported: dict[str, int] = {}
         while True:
-            await asyncio.sleep(_TELL_REFUSED_S)
-            if guard.refused.counts != told:
-                told = dict(guard.refused.counts)
-                self.lane.send(Kind.REFUSED, body=told)
+            await asyncio.sleep(_REPORT_REFUSED_S)
+            if guard.refused.counts != reported:
+                reported = dict(guard.refused.counts)
+                self.lane.send(Kind.REFUSED, body=reported)
 
 
 def _hide_bug() -> EngineError:
@@ -187,15 +187,15 @@ class FrontGateway:
 
 def own_router(streams: Streams, link: EngineLink, message_bytes: int) -> MethodRouter:
     """All methods of the engine's own service. message_bytes: of a message with a prompt."""
-    contract = replace(CONTRACT.with_prompts_of(message_bytes), has_spans=False)  # the engine's end has them
-    return router_of(streams, contract, _forwarded(contract, link))
+    contract = replace(CONTRACT.with_prompt_bytes(message_bytes), has_spans=False)  # the engine's end has them
+    return make_router(streams, contract, _forwarded(contract, link))
 
 
 def gateway_router(gateway: FrontGateway, link: EngineLink, message_bytes: int) -> MethodRouter:
     """All methods of the gateway's protocol."""
     from ..rpc.gateway.methods import CONTRACT as GATEWAY_CONTRACT
 
-    contract = replace(GATEWAY_CONTRACT.with_prompts_of(message_bytes), has_spans=False)
+    contract = replace(GATEWAY_CONTRACT.with_prompt_bytes(message_bytes), has_spans=False)
     return MethodRouter(contract, gateway, _forwarded(contract, link))
 
 

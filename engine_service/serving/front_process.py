@@ -118,10 +118,10 @@ class FrontHandle:
         self._calls = FrontCalls(services, self.lane)
         set_up = FrontSetUp(config.to_json(), self.runner.share(services.text))
         self.lane.send(Kind.SET_UP, body=set_up)
-        self.tell_state(state)
+        self.send_state(state)
         self._watching = asyncio.create_task(self._watch())
 
-    def tell_state(self, state: FrontState) -> None:
+    def send_state(self, state: FrontState) -> None:
         self.lane.send(Kind.STATE, body=state)
 
     def ask_stop(self, seconds: float) -> None:

@@ -18,7 +18,7 @@ from ..outputs.model_text import ModelText, TextOutput
 from ..values.errors import EngineError, RequestFailed
 from ..values.output_chunk import OutputChunk, Usage
 from ..values.request import FinishReason
-from .engine_link import Asked, EngineLink, refusal_of
+from .engine_link import EngineCall, EngineLink, parse_refusal
 from .frames import Admitted, Kind, Stopped
 from .stream_buffer import StreamBuffer
 
@@ -31,7 +31,7 @@ _CUT_SHORT = (FinishReason.CANCELLED, FinishReason.TIMED_OUT, FinishReason.STALL
 class FrontRequest:
     """One request under way, from the frames of the engine to the buffer of its stream."""
 
-    def __init__(self, asked: Asked, message: pb.GenerateRequest, unread: StreamBuffer, text: ModelText) -> None:
+    def __init__(self, asked: EngineCall, message: pb.GenerateRequest, unread: StreamBuffer, text: ModelText) -> None:
         self.request_id = ""
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked, self._unread, self._text = asked, unread, text
@@ -54,7 +54,7 @@ class FrontRequest:
         """End it with an error. One that has ended is left alone."""
         if not self._is_over:
             self._note_end()
-            self._asked.tell(Kind.BROKEN, refusal)
+            self._asked.send_kind(Kind.BROKEN, refusal)
             self._unread.put(refusal)
 
     # -- for the link
@@ -68,7 +68,7 @@ class FrontRequest:
             if not self.admitted.done():
                 self.admitted.set_result(None)
         elif not self.admitted.done():
-            self.admitted.set_exception(refusal_of(kind, body))
+            self.admitted.set_exception(parse_refusal(kind, body))
         elif self._is_over:
             return
         elif kind is Kind.ERROR:
@@ -131,7 +131,7 @@ class FrontRequest:
         chunk = replace(chunk, text="".join(texts), usage=self._usage(chunk.usage))
         if is_stopped and reason is None:
             self._stopped[index] = chunk
-            self._asked.tell(Kind.STOPPED, Stopped(index, num_tokens))
+            self._asked.send_kind(Kind.STOPPED, Stopped(index, num_tokens))
         else:
             self._end(chunk)
 

@@ -81,14 +81,14 @@ class Fronts:
     async def set_serving(self, is_serving: bool) -> None:
         """Whether the service takes requests."""
         self._is_serving = is_serving
-        self._tell_state()
+        self._send_state()
         statuses = health_pb2.HealthCheckResponse
         await self._health.set(CONTRACT.service.full_name, statuses.SERVING if is_serving else statuses.NOT_SERVING)
 
     async def drain(self) -> None:
         """NOT_SERVING for good; set_serving has no effect any more."""
         self._is_leaving = True
-        self._tell_state()
+        self._send_state()
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace: float | None = 0.2) -> None:
@@ -124,9 +124,9 @@ class Fronts:
             (GaugeMetricFamily, "front_calls", "Calls and requests of clients that fronts have open.", self._num_calls()),
             (CounterMetricFamily, "front_cpu_seconds", "Processor time of the front processes.", self._processor_s()),
         ):
-            told = family(prefix + name, text, labels=list(label))
-            told.add_metric(list(label.values()), value)
-            yield told
+            metric = family(prefix + name, text, labels=list(label))
+            metric.add_metric(list(label.values()), value)
+            yield metric
 
     def _num_calls(self) -> float:
         return float(sum(front.num_calls for front in self._fronts))
@@ -137,9 +137,9 @@ class Fronts:
     def _state(self) -> FrontState:
         return FrontState(self._is_serving, self._is_leaving, self._max_len())
 
-    def _tell_state(self) -> None:
+    def _send_state(self) -> None:
         for front in self._fronts:
-            front.tell_state(self._state())
+            front.send_state(self._state())
 
     async def _keep(self, place: int) -> None:
         """Start a front again whenever it ends."""
@@ -216,10 +216,10 @@ async def serve_at(
 
 
 def _front_services(service: EngineService, turns: Turns, guard: Guard, others: Protocols) -> FrontServices:
-    own = CONTRACT.with_prompts_of(service.message_bytes)
+    own = CONTRACT.with_prompt_bytes(service.message_bytes)
     methods = served_methods(own, service)
     for contract, answering in others:
-        methods.update(served_methods(contract.with_prompts_of(service.message_bytes), answering))
+        methods.update(served_methods(contract.with_prompt_bytes(service.message_bytes), answering))
     return FrontServices(
         methods,
         turns,

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, cast
 from kvkeeper.common.trust.caller import Caller, Role
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ..messages import response_of
+from ..messages import make_response
 from ..values.errors import EngineError
 from ..values.output_chunk import OutputChunk, TokenColumns, Usage
 from ..values.request import FinishReason
@@ -198,7 +198,7 @@ def _message_to_bytes(message: Message) -> bytes:
     return b"".join((_HEAD_LENGTH.pack(len(head)), head, message.raw))
 
 
-def _message_of(raw: bytes) -> Message:
+def _parse_message(raw: bytes) -> Message:
     (length,) = _HEAD_LENGTH.unpack_from(raw)
     start = _HEAD_LENGTH.size
     path, name, tenant, role, peer, trace = json.loads(raw[start : start + length])
@@ -207,10 +207,10 @@ def _message_of(raw: bytes) -> Message:
 
 
 def _chunk_to_bytes(chunk: OutputChunk) -> bytes:
-    return response_of("", chunk).SerializeToString()
+    return make_response("", chunk).SerializeToString()
 
 
-def _chunk_of(raw: bytes) -> OutputChunk:
+def _parse_chunk(raw: bytes) -> OutputChunk:
     """Log probabilities stay messages, which have the same fields."""
     message = pb.GenerateResponse.FromString(raw)
     return OutputChunk(
@@ -238,14 +238,14 @@ _CODECS: dict[Kind, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
     Kind.ERROR: _ERROR,
     # Not by asdict, which would copy the context token by token, for each request.
     Kind.ADMITTED: (
-        lambda told: _to_json((told.request_id, told.makes_text, told.context)),
+        lambda admitted: _to_json((admitted.request_id, admitted.makes_text, admitted.context)),
         lambda raw: Admitted(*json.loads(raw)),
     ),
-    Kind.CHUNK: (_chunk_to_bytes, _chunk_of),
+    Kind.CHUNK: (_chunk_to_bytes, _parse_chunk),
     Kind.TOKENS: (TokenColumns.to_bytes, TokenColumns.from_bytes),
     Kind.FAILED: (str.encode, bytes.decode),
     Kind.REFUSED: (_to_json, json.loads),
-    Kind.MESSAGE: (_message_to_bytes, _message_of),
+    Kind.MESSAGE: (_message_to_bytes, _parse_message),
     Kind.STOPPED: (lambda stopped: _to_json((stopped.index, stopped.num_tokens)), lambda raw: Stopped(*json.loads(raw))),
     Kind.BROKEN: _ERROR,
 }

@@ -16,7 +16,7 @@ from ..values.output_chunk import OutputChunk, coalesce
 MAX_UNREAD = 1 << 16  # tokens, and log probabilities beside them; about 20 MB
 
 
-class Tell(Protocol):
+class Notifier(Protocol):
     """Says that there is something unread; at_once: it does not wait for a round of writes."""
 
     def __call__(self, *, at_once: bool) -> None: ...
@@ -28,11 +28,11 @@ class StreamBuffer:
     on_full is called once, outside of put and add, with the error of a client that does not read.
     """
 
-    def __init__(self, tell: Tell, *, merges: bool = True) -> None:
+    def __init__(self, notify: Notifier, *, merges: bool = True) -> None:
         """merges: whether tokens that come until they are read are read as one."""
         self._merges = merges
         self.on_full: Callable[[EngineError], None] = lambda error: None
-        self._tell = tell
+        self._notify = notify
         self._chunks: list[OutputChunk] = []
         self._token_ids: list[int] = []  # of continuation 0, behind the chunks
         self._texts: list[str] = []  # of each of them, or none where they have none
@@ -58,7 +58,7 @@ class StreamBuffer:
             self._texts += texts
             self._num_unread += len(token_ids)
             if self._num_unread <= MAX_UNREAD:
-                self._tell(at_once=False)
+                self._notify(at_once=False)
             else:
                 self._note_more(at_once=False)
 
@@ -92,7 +92,7 @@ class StreamBuffer:
         self._token_ids, self._texts = [], []
 
     def _note_more(self, *, at_once: bool) -> None:
-        self._tell(at_once=at_once or self._num_unread > MAX_UNREAD)
+        self._notify(at_once=at_once or self._num_unread > MAX_UNREAD)
         if self._num_unread > MAX_UNREAD and not self._is_checked:
             self._is_checked = True
             asyncio.get_running_loop().call_soon(self._check)  # after the stream's task, if that is waiting
@@ -112,7 +112,7 @@ class PacedBuffer:
 
     def __init__(self, pace: StreamPace) -> None:
         self._has_unread = HasUnread(pace)
-        self.buffer = StreamBuffer(self._has_unread.tell, merges=pace.merges)
+        self.buffer = StreamBuffer(self._has_unread.notify, merges=pace.merges)
 
     async def take_unread(self) -> tuple[list[OutputChunk], EngineError | None]:
         """What StreamBuffer.take returns, once there is something."""

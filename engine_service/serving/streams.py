@@ -19,7 +19,7 @@ from kvkeeper.common.service.methods import peer
 from kvkeeper.common.trust.caller import is_still_known
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
-from ..messages import response_of, responses
+from ..messages import make_response, responses
 from ..rpc.methods import REFUSALS
 from ..rpc.ownership import shown_id
 from ..rpc.stream_pace import HasUnread, StreamPace
@@ -29,7 +29,7 @@ from .stream_buffer import PacedBuffer, StreamBuffer
 _MOST_UNITS = 1 << 14  # tokens and log probabilities in one message, about a megabyte; one request may bring more
 
 
-class Streamed(Protocol):
+class RequestStream(Protocol):
     """One request under way; its output is put into the buffer that it was admitted with."""
 
     @property
@@ -40,7 +40,7 @@ class Streamed(Protocol):
         """Nothing more of it is wanted. Idempotent."""
 
 
-Admit = Callable[[pb.GenerateRequest, StreamBuffer], Awaitable[Streamed]]
+Admit = Callable[[pb.GenerateRequest, StreamBuffer], Awaitable[RequestStream]]
 Read = AsyncIterator[pb.GenerateManyRequest]
 Write = Callable[[pb.GenerateManyResponse], Awaitable[None]]
 
@@ -48,13 +48,13 @@ Write = Callable[[pb.GenerateManyResponse], Awaitable[None]]
 class _Numbered:
     """One request of the call, from its message to the last that is written of it."""
 
-    def __init__(self, number: int, asked_id: str, tell: Callable[..., None]) -> None:
-        """asked_id: that its client gave it, or empty. tell: called with the request and as Tell of its buffer."""
+    def __init__(self, number: int, asked_id: str, notify: Callable[..., None]) -> None:
+        """asked_id: that its client gave it, or empty. notify: called with the request and as the Notifier of its buffer."""
         self.number = number
-        self.buffer = StreamBuffer(partial(tell, self))
+        self.buffer = StreamBuffer(partial(notify, self))
         self.starting: asyncio.Task[None] | None = None
-        self.generation: Streamed | None = None
-        self.asked_id, self.has_told_id = asked_id, False
+        self.generation: RequestStream | None = None
+        self.asked_id, self.has_sent_id = asked_id, False
 
     def end(self) -> None:
         """Nothing more is written of it. One that goes on is cancelled."""
@@ -90,7 +90,7 @@ class ManyRequests:
     async def serve(self, read: Read, write: Write) -> None:
         """Returns when the client has ended its side and its requests have ended. Raises InvalidField, WrongCredential."""
         reading = asyncio.create_task(self._read(read))
-        reading.add_done_callback(lambda _: self._has_unread.tell(at_once=True))
+        reading.add_done_callback(lambda _: self._has_unread.notify(at_once=True))
         try:
             while True:
                 has_round = await self._has_unread.wait()
@@ -123,7 +123,7 @@ class ManyRequests:
         while self._starting_bytes and self._starting_bytes + size > self._most_starting_bytes:
             self._has_started.clear()
             await self._has_started.wait()
-        request = self._requests[number] = _Numbered(number, message.request_id, self._tell)
+        request = self._requests[number] = _Numbered(number, message.request_id, self._notify)
         self._starting_bytes += size
         request.starting = asyncio.create_task(self._start(request, message))
         request.starting.add_done_callback(lambda _: self._note_start(size))
@@ -142,14 +142,14 @@ class ManyRequests:
         finally:
             request.starting = None
             if request.buffer.has_unread:
-                self._tell(request, at_once=True)
+                self._notify(request, at_once=True)
 
-    def _tell(self, request: _Numbered, *, at_once: bool) -> None:
+    def _notify(self, request: _Numbered, *, at_once: bool) -> None:
         if request.starting is not None:  # tokens of another process may come before its admission is heard of here
             return
-        at_once = at_once or not request.has_told_id
+        at_once = at_once or not request.has_sent_id
         (self._urgent if at_once else self._unread)[request.number] = None
-        self._has_unread.tell(at_once=at_once)
+        self._has_unread.notify(at_once=at_once)
 
     def _take(self, *, has_round: bool) -> Iterator[pb.GenerateManyResponse]:
         """What is new and does not wait for a round, in messages of a bounded size; has_round: of all requests."""
@@ -161,7 +161,7 @@ class ManyRequests:
         for number in unread:
             if (request := self._requests.get(number)) is None:
                 continue
-            if self._reads_parts and request.has_told_id and (tokens := request.buffer.take_tokens()) is not None:
+            if self._reads_parts and request.has_sent_id and (tokens := request.buffer.take_tokens()) is not None:
                 num_units += parts.add(number, *tokens)
             else:
                 num_units += self._add_responses(message, number, request, ended)
@@ -180,11 +180,11 @@ class ManyRequests:
         chunks, error = request.buffer.take()
         for chunk in chunks:
             request_id = ""
-            if not request.has_told_id:
+            if not request.has_sent_id:
                 assert request.generation is not None
                 request_id = request.asked_id or shown_id(request.generation.request_id)
-                request.has_told_id = True
-            message.responses.add(number=number, response=response_of(request_id, chunk))
+                request.has_sent_id = True
+            message.responses.add(number=number, response=make_response(request_id, chunk))
             num_units += len(chunk.token_ids) + sum(1 + len(one.top_token_ids) for one in chunk.logprobs)
         if error is not None:
             message.responses.add(number=number, error=REFUSALS.to_status(error).SerializeToString())

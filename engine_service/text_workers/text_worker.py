@@ -135,7 +135,7 @@ def _ids_as_bytes(token_ids: list[int]) -> bytes:
 def main() -> None:
     """Do jobs until the engine closes the pipe, or a job has taken too much."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal: the engine still has requests to end
-    jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    jobs, pipe = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not be read as an answer
     _set_limit(resource.RLIMIT_CORE, 0)
     _set_limit(resource.RLIMIT_STACK, _STACK_BYTES)
@@ -143,7 +143,7 @@ def main() -> None:
     if first is None:
         return
     worker = Worker(SetUp(**json.loads(first[1])))
-    _answer(answers, Outcome.DONE, b"", is_last=False)
+    _answer(pipe, Outcome.DONE, b"", is_last=False)
     prepared = set[Kind]()
     most = 0
     while (job := _read(jobs)) is not None:
@@ -157,7 +157,7 @@ def main() -> None:
         outcome, found = _within(worker.limits.cpu_s, partial(worker.do, kind, body))
         # Memory that a library keeps after a large job must not shrink what the next jobs may use.
         is_last = outcome is Outcome.BROKEN or _memory() > most - worker.limits.memory // 2
-        _answer(answers, outcome, found, is_last=is_last)
+        _answer(pipe, outcome, found, is_last=is_last)
         if is_last:
             return
 
@@ -180,9 +180,9 @@ def _read(jobs: BinaryIO) -> tuple[Kind, bytes] | None:
     return (Kind(kind), body) if len(body) == length else None
 
 
-def _answer(answers: BinaryIO, outcome: Outcome, body: bytes, *, is_last: bool) -> None:
-    answers.write(ANSWER_HEAD.pack(outcome, is_last, len(body)) + body)
-    answers.flush()
+def _answer(pipe: BinaryIO, outcome: Outcome, body: bytes, *, is_last: bool) -> None:
+    pipe.write(ANSWER_HEAD.pack(outcome, is_last, len(body)) + body)
+    pipe.flush()
 
 
 def _memory() -> int:

@@ -17,7 +17,7 @@ import structlog
 
 from kvkeeper.common.service.child_process import start_child, wait_end
 from kvkeeper.common.service.fair_queue import FairQueue, TooManyWaiting
-from kvkeeper.common.service.threads import shortage_of
+from kvkeeper.common.service.threads import find_shortage
 
 from ..values.errors import BrokenInvariant, Draining, EngineError, HostExhausted, QueueFull
 from . import text_worker
@@ -191,7 +191,7 @@ async def _start() -> Process:
     try:
         return await start_child("text_worker", text_worker.__name__, stdin=PIPE, stdout=PIPE, limit=_READ_BYTES)
     except (OSError, RuntimeError) as error:
-        short = shortage_of(error)
+        short = find_shortage(error)
         if short is None and not isinstance(error, OSError):
             raise
         log.warning("text_worker_not_started", why=str(error))

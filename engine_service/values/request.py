@@ -100,7 +100,7 @@ class SequenceState(Enum):
 
     UNFORKED = "unforked"  # shares its parent's tokens, until it has one of its own; known here alone
     NEW = "new"  # in the waiting queue, the cache service does not know it
-    CREATING = "creating"  # in the waiting queue, the cache service is being told of it
+    CREATING = "creating"  # in the waiting queue, the cache service is creating it
     WAITING = "waiting"  # in the waiting queue, may start
     LOADING = "loading"  # started; the cache service brings what it hits from the host tier
     RUNNING = "running"  # has a row and a block table
@@ -239,7 +239,7 @@ TRANSITIONS: dict[tuple[SequenceState, SequenceState], str] = {
     (_S.UNFORKED, _S.RUNNING): "forked from its parent",
     (_S.UNFORKED, _S.NEW): "its parent cannot be forked: it starts alone",
     (_S.NEW, _S.RUNNING): "taken over with its blocks",
-    (_S.NEW, _S.CREATING): "the cache service is being told of it",
+    (_S.NEW, _S.CREATING): "the cache service is creating it",
     (_S.CREATING, _S.WAITING): "the cache service knows it",
     (_S.CREATING, _S.NEW): "no slot was free, or the session is new",
     (_S.WAITING, _S.RUNNING): "started",

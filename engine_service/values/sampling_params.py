@@ -164,7 +164,7 @@ class PenalisedRows:
         awaited = [NOTHING_AWAITED if row.awaited_row is None else row.awaited_row for row in chosen]
         return cls(
             where=np.array(where, np.int64),
-            penalties=np.array([penalties_of(row.params) for row in chosen], np.float32).reshape(-1, 3).T.copy(),
+            penalties=np.array([get_penalties(row.params) for row in chosen], np.float32).reshape(-1, 3).T.copy(),
             tokens=tokens,
             which=np.arange(len(chosen), dtype=np.int64),
             num_known=lens,
@@ -192,7 +192,7 @@ class PenalisedRows:
         return len(self.where)
 
 
-def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
+def get_penalties(params: SamplingParams) -> tuple[float, float, float]:
     """As PenalisedRows has them."""
     return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 

@@ -17,7 +17,7 @@ from ..scratch import Scratch
 from ..types import Int64Array
 from .gathered import attend_gathered, plan_sequences
 from .paged_rows import GatherPlan, plan_gather, require_tables
-from .retention import Kept, Retention, kept_of, require_retention
+from .retention import Kept, Retention, find_kept, require_retention
 
 if TYPE_CHECKING:
     from ..gpu.decode_work import DecodeWork
@@ -64,7 +64,7 @@ def plan_decode(
         return DecodePlan(scratch or Scratch(seq_lens.device), work=work)
     tables, lens = block_tables.numpy().astype(np.int64), seq_lens.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)
-    kept, scratch = kept_of(_OP, retention, lens), scratch or Scratch()
+    kept, scratch = find_kept(_OP, retention, lens), scratch or Scratch()
     if dtype is torch.float32 and compiled.serves(kv_layer):
         return DecodePlan(scratch, _plan_direct(block_tables, seq_lens, lens, window, kept))
     sequences = plan_sequences(lens, np.arange(len(lens) + 1), dtype, window, kept)

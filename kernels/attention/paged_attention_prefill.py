@@ -7,7 +7,7 @@ from ..checks import on_cuda, require, require_index, require_kv_layer, require_
 from ..scratch import Scratch
 from .gathered import attend_gathered, plan_sequences, require_starts
 from .paged_rows import GatherPlan, plan_gather, require_tables
-from .retention import Retention, kept_of, require_retention
+from .retention import Retention, find_kept, require_retention
 
 _OP = "paged_attention_prefill"
 
@@ -33,7 +33,7 @@ def plan_prefill(
     locs = query_start_loc.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)
     require_starts(_OP, locs, lens)
-    sequences = plan_sequences(lens, locs, dtype, window, kept_of(_OP, retention, lens))
+    sequences = plan_sequences(lens, locs, dtype, window, find_kept(_OP, retention, lens))
     return plan_gather(sequences, tables, kv_layer, scratch or Scratch())
 
 

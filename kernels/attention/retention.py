@@ -24,7 +24,7 @@ class Kept(NamedTuple):
     windows: Int64Array
 
 
-def kept_of(op: str, retention: Retention | None, lens: Int64Array) -> Kept | None:
+def find_kept(op: str, retention: Retention | None, lens: Int64Array) -> Kept | None:
     """What the last queries of sequences of lens [S] tokens see; None where all see all.
 
     Raises KernelArgumentError for columns that do not fit.

@@ -7,12 +7,12 @@ from numba import carray, njit
 
 from .kernel_parts import (
     exp,
+    find_share,
     floats_at,
     helper,
     int32s_at,
     kernel,
     prefetch,
-    share_of,
 )
 
 TILE: Final = 128  # keys of one pass: their scores stay in the first cache
@@ -160,13 +160,13 @@ def count_keys(lens, window):
 
 @helper
 def share_of_keys(args, num_keys):
-    """As share_of, of keys; the last share has the sequences without keys at the end."""
-    first, last = share_of(args, num_keys)
+    """As find_share, of keys; the last share has the sequences without keys at the end."""
+    first, last = find_share(args, num_keys)
     return first, last + 1 if last == num_keys else last
 
 
 @helper
-def own_heads_of(begin, num_keys, num_kv_heads, first, last):
+def find_own_heads(begin, num_keys, num_kv_heads, first, last):
     """The first KV head of a thread and how many it takes, of a sequence whose heads have num_keys keys each from `begin` on.
 
     Keys of all sequences and KV heads are in a row; a thread takes the heads whose first key is in its share.
@@ -236,7 +236,7 @@ def attend_decode(data):
     begin = np.int64(0)
     for seq in range(num_seqs):
         length, start, sink = np.int64(lens[seq]), np.int64(starts[seq]), np.int64(sinks[seq])
-        first_head, heads = own_heads_of(begin, length - start + sink, num_kv_heads, share_first, share_last)
+        first_head, heads = find_own_heads(begin, length - start + sink, num_kv_heads, share_first, share_last)
         begin += (length - start + sink) * num_kv_heads
         if heads == 0:
             continue

@@ -129,7 +129,7 @@ def int8s_at(address, count):
 
 
 @helper
-def share_of(args, num_items):
+def find_share(args, num_items):
     """The items of this thread, half-open."""
     if args[0] == 0:
         return 0, num_items

@@ -18,13 +18,13 @@ from .attention_kernels import (
     begin_rows,
     count_keys,
     end_rows,
-    own_heads_of,
+    find_own_heads,
     score_run,
     share_of_keys,
     weigh_run,
     weigh_scores,
 )
-from .kernel_parts import floats_at, greatest_magnitude, helper, int8s_at, int32s_at, int64s_at, kernel, prefetch, share_of
+from .kernel_parts import find_share, floats_at, greatest_magnitude, helper, int8s_at, int32s_at, int64s_at, kernel, prefetch
 from .number_formats import (
     bits_of_float,
     brain_of_float,
@@ -148,7 +148,7 @@ def store(data):
     half, slot_len = size // 2, num_kv_heads * size
     slots, tail_slots = int64s_at(slots_at, num_tokens), int64s_at(tail_slots_at, num_tokens)
     turned = np.empty(size, np.float32)
-    first, last = share_of(args, num_tokens)
+    first, last = find_share(args, num_tokens)
     for token in range(first, last):
         slot = slots[token]
         at = layer_at + slot // block_size * block_stride
@@ -308,7 +308,7 @@ def attend_decode(data):
     for seq in range(num_seqs):
         length = np.int64(lens[seq])
         start = max(np.int64(0), length - window)
-        first_head, heads = own_heads_of(begin, length - start, num_kv_heads, share_first, share_last)
+        first_head, heads = find_own_heads(begin, length - start, num_kv_heads, share_first, share_last)
         begin += (length - start) * num_kv_heads
         if heads == 0:
             continue
@@ -393,7 +393,7 @@ def read(data):
     half, slot = size // 2, num_kv_heads * size
     table = int32s_at(table_at, (start + count + block_size - 1) // block_size)
     pages = int32s_at(tail_table_at, (start + count + block_size - 1) // block_size)
-    first, last = share_of(args, count)
+    first, last = find_share(args, count)
     for at in range(first, last):
         index, offset = (start + at) // block_size, (start + at) % block_size
         page = np.int64(0)

@@ -6,6 +6,7 @@ from numba import carray, njit
 from .kernel_parts import (
     exact_kernel,
     exp,
+    find_share,
     floats_at,
     greatest_magnitude,
     helper,
@@ -13,7 +14,6 @@ from .kernel_parts import (
     int32s_at,
     int64s_at,
     kernel,
-    share_of,
 )
 
 
@@ -24,7 +24,7 @@ def rms_norm(data):
     x_at, residual_at, weight_at, out_at = args[2], args[3], args[4], args[5]
     num_rows, num_heads, size, stride = args[6], args[7], args[8], args[9]
     eps = np.float32(numbers[10])
-    first, last = share_of(args, num_rows)
+    first, last = find_share(args, num_rows)
     for row in range(first, last):
         for head in range(num_heads):
             x = floats_at(x_at + (row * stride + head * size) * 4, size)
@@ -52,7 +52,7 @@ def gate(data):
     args, numbers = carray(data, (9,), np.int64), carray(data, (9,), np.float64)
     gate_up_at, out_at, num_rows, size, kind = args[2], args[3], args[4], args[5], args[6]
     alpha, limit = np.float32(numbers[7]), np.float32(numbers[8])
-    first, last = share_of(args, num_rows * size)
+    first, last = find_share(args, num_rows * size)
     while first < last:
         row, column = first // size, first % size
         count = min(last - first, size - column)
@@ -87,7 +87,7 @@ def rotary_store_kv(data):
     num_tokens, num_heads, num_kv_heads, size = args[12], args[13], args[14], args[15]
     half, slot = size // 2, num_kv_heads * size
     k_rows, v_rows = int64s_at(k_rows_at, num_tokens), int64s_at(v_rows_at, num_tokens)
-    first, last = share_of(args, num_tokens)
+    first, last = find_share(args, num_tokens)
     for token in range(first, last):
         cos, sin = floats_at(cos_at + token * size * 4, size), floats_at(sin_at + token * size * 4, size)
         for head in range(num_heads + num_kv_heads):
@@ -133,7 +133,7 @@ def multiply_row(data):
     x_at, blocks_at, width, room, bias_at, out_at = args[2], args[3], args[4], args[5], args[6], args[7]
     num_in, num_out = args[8], args[9]
     x, sums = floats_at(x_at, num_in), np.empty(width, np.float32)
-    first, last = share_of(args, (num_out + width - 1) // width)
+    first, last = find_share(args, (num_out + width - 1) // width)
     for block in range(first, last):
         begin = block * width
         for i in range(width):
@@ -195,7 +195,7 @@ def multiply_row_int8(data):
         level = np.rint(scaled[i] * levels + zero) - zero  # in one rounding, as FBGEMM has it
         level = level if level > -levels else -levels
         integers[i] = np.int16(np.int32(min(level, levels)))
-    first, last = share_of(args, num_out)
+    first, last = find_share(args, num_out)
     out = floats_at(out_at + first * 4, last - first)
     for i in range(last - first):
         out[i] = np.float32(_dot_bytes(integers, weight_at + (first + i) * num_in))
@@ -208,7 +208,7 @@ def scale_rows(data):
     args, least = carray(data, (8,), np.int64), np.float32(carray(data, (8,), np.float64)[7])
     x_at, out_at, scales_at, num_rows, size = args[2], args[3], args[4], args[5], args[6]
     scales = floats_at(scales_at, num_rows)
-    first, last = share_of(args, num_rows)
+    first, last = find_share(args, num_rows)
     for row in range(first, last):
         x, out = floats_at(x_at + row * size * 4, size), floats_at(out_at + row * size * 4, size)
         scales[row] = _scale_row(x, out, least)
@@ -220,7 +220,7 @@ def unscale_rows(data):
     args = carray(data, (7,), np.int64)
     y_at, scales_at, bias_at, num_rows, size = args[2], args[3], args[4], args[5], args[6]
     scales = floats_at(scales_at, num_rows)
-    first, last = share_of(args, num_rows * size)
+    first, last = find_share(args, num_rows * size)
     while first < last:
         row, column = first // size, first % size
         count = min(last - first, size - column)

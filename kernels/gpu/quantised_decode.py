@@ -15,7 +15,7 @@ from .paged_attention_decode import merge_items
 from .quantised_shared import read_shared
 from .shared_prefix import MEMBERS
 from .sizes import power_of_2
-from .stored_tiles import constants_of, find_tokens, pointers_of, take_stored
+from .stored_tiles import find_tokens, get_pointers, make_constants, take_stored
 
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
@@ -122,7 +122,7 @@ def quantised_decode(
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_seqs == 0:
         return out
-    layout, stored, constants = layer.layout, pointers_of(layer), constants_of(layer, q, soft_cap)
+    layout, stored, constants = layer.layout, get_pointers(layer), make_constants(layer, q, soft_cap)
     work = _work(rows, layer, window)
     part, lse, num_own, shared = None, None, 0, None
     if work is not None:

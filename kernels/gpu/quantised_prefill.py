@@ -13,7 +13,7 @@ from .attention_tiles import NO_WINDOW, Options, begin_rows
 from .paged_attention_decode import merge_items
 from .paged_attention_prefill import find_sequence, plan_splits
 from .sizes import cdiv, power_of_2
-from .stored_tiles import constants_of, find_tokens, pointers_of, take_stored
+from .stored_tiles import find_tokens, get_pointers, make_constants, take_stored
 
 _SEQS_AT_ONCE = 256
 
@@ -138,7 +138,7 @@ def quantised_prefill(
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_tokens == 0 or num_seqs == 0:
         return out
-    layout, stored, constants = layer.layout, pointers_of(layer), constants_of(layer, q, soft_cap)
+    layout, stored, constants = layer.layout, get_pointers(layer), make_constants(layer, q, soft_cap)
     group = constants["GROUP"]
     m = max(64, power_of_2(group))
     q = q if q.stride()[1:] == (head_dim, 1) else q.contiguous()

@@ -100,7 +100,7 @@ def read_shared(
     num_own: int,
     factors: tuple[float, float],
 ) -> None:
-    """Launch quantised_shared_kernel for the items of `shared`. constants: of constants_of; factors: of Options."""
+    """Launch quantised_shared_kernel for the items of `shared`. constants: of make_constants; factors: of Options."""
     group = constants["GROUP"]
     at_once = members_at_once(group)
     quantised_shared_kernel[constants["KV_HEADS"], shared.items.shape[0], cdiv(MEMBERS, at_once)](

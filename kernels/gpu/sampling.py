@@ -15,11 +15,11 @@ import triton.language as tl
 
 from .sampling_bounds import (
     MOST_CANDIDATES,
-    filters_of,
     find_bounds,
     finite_extremes,
     least_scaled,
     load_chunk,
+    load_filters,
     row_extremes,
     row_factor,
     whole_weights,
@@ -116,7 +116,7 @@ def _search(
 
 
 @triton.jit
-def _share_of(mass, share):
+def _take_share(mass, share):
     """This share of a mass, rounded up."""
     return tl.ceil(share * mass.to(tl.float64)).to(tl.int64)
 
@@ -147,7 +147,7 @@ def sample_kernel(
     row = tl.program_id(0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     factor, least = row_factor(temperature_ptr, row), least_scaled(min_p_ptr, row)
-    top_k, top_p_32 = filters_of(top_k_ptr, top_p_ptr, row, vocab_size)
+    top_k, top_p_32 = load_filters(top_k_ptr, top_p_ptr, row, vocab_size)
     top_p = tl.load(top_p_ptr + row)
     typical_p = tl.load(typical_p_ptr + row)
     num_chunks = tl.cdiv(vocab_size, CHUNK)
@@ -190,7 +190,7 @@ def sample_kernel(
                     beyond = tl.sum(tl.load(found + 2, mask=live, other=0), 0)
                     threshold = _search(
                         candidate_ptr, count_ptr, num_tiles, num_chunks, most, factor, threshold, 0.0, 0.0,
-                        tl.maximum(low_p, threshold), tl.minimum(high_p, highest), beyond, _share_of(kept_mass, top_p), MASS,
+                        tl.maximum(low_p, threshold), tl.minimum(high_p, highest), beyond, _take_share(kept_mass, top_p), MASS,
                         PIVOTS, CHUNKS, CHUNK, MOST,
                     )  # fmt: skip
                 surely = tl.where(top_p_32 < 1.0, high_p, high_k)
@@ -219,7 +219,7 @@ def sample_kernel(
                 mass += tl.sum(whole_weights((logits - most) * factor, logits >= threshold), 0)
             threshold = _search(
                 row_ptr, None, num_chunks, vocab_size, most, factor, threshold, 0.0, 0.0, threshold, above, nothing,
-                _share_of(mass, top_p), MASS, PIVOTS, CHUNKS, CHUNK, MOST,
+                _take_share(mass, top_p), MASS, PIVOTS, CHUNKS, CHUNK, MOST,
             )  # fmt: skip
         if typical_p < 1.0:
             mass = nothing
@@ -236,7 +236,7 @@ def sample_kernel(
             furthest, nearest = tl.full([], -512.0, tl.float32), tl.full([], 1.0, tl.float32)
             closest = _search(
                 row_ptr, None, num_chunks, vocab_size, most, factor, threshold, least, mean, furthest, nearest, nothing,
-                _share_of(mass, typical_p), TYPICAL, PIVOTS, CHUNKS, CHUNK, MOST,
+                _take_share(mass, typical_p), TYPICAL, PIVOTS, CHUNKS, CHUNK, MOST,
             )  # fmt: skip
         for chunk in range(num_chunks):
             logits = load_chunk(row_ptr, chunk, vocab_size, CHUNK)

@@ -163,7 +163,7 @@ def _store_bracket(bracket_ptr, row, low_k, high_k, low_p, high_p, most_mass, le
 
 
 @triton.jit
-def filters_of(top_k_ptr, top_p_ptr, row, vocab_size):
+def load_filters(top_k_ptr, top_p_ptr, row, vocab_size):
     """top_k, 0 where it keeps all; top_p."""
     top_k = tl.load(top_k_ptr + row)
     return tl.where(top_k < vocab_size, top_k, 0).to(tl.float32), tl.load(top_p_ptr + row).to(tl.float32)
@@ -194,7 +194,7 @@ def narrow_kernel(
     known before.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
-    top_k, top_p = filters_of(top_k_ptr, top_p_ptr, row, vocab_size)
+    top_k, top_p = load_filters(top_k_ptr, top_p_ptr, row, vocab_size)
     if (top_k <= 0) & (top_p >= 1.0):
         return
     factor = row_factor(temperature_ptr, row)
@@ -251,7 +251,7 @@ def collect_kernel(
     and weight of tokens from high_k on, the weight from high_p on, and the weight of what is surely kept, of min_p too.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
-    top_k, top_p = filters_of(top_k_ptr, top_p_ptr, row, vocab_size)
+    top_k, top_p = load_filters(top_k_ptr, top_p_ptr, row, vocab_size)
     factor, least = row_factor(temperature_ptr, row), least_scaled(min_p_ptr, row)
     most, smallest = row_extremes(extremes_ptr, row, num_chunks, CHUNKS)
     logits = load_chunk(logits_ptr + row.to(tl.int64) * row_stride, chunk, vocab_size, CHUNK)

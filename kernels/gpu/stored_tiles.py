@@ -29,7 +29,7 @@ class StoredPointers:
     strides: tuple[int, int, int, int, int, int]  # of a block and from K to V: of elements, of scales, of the tail
 
 
-def pointers_of(layer: QuantisedLayer) -> StoredPointers:
+def get_pointers(layer: QuantisedLayer) -> StoredPointers:
     """The pointers of a layer; elements as integers, those of 8-bit floats as their bits, scales as bfloat16."""
     elements, scales, tail = layer.elements, layer.scales, layer.tail
     strides = (elements.stride(0), elements.stride(1), scales.stride(0), scales.stride(1))
@@ -39,7 +39,7 @@ def pointers_of(layer: QuantisedLayer) -> StoredPointers:
     return StoredPointers(elements, scales.view(torch.bfloat16), tail, (*strides, *of_tail))
 
 
-def constants_of(layer: QuantisedLayer, q: torch.Tensor, soft_cap: float | None) -> dict[str, Any]:
+def make_constants(layer: QuantisedLayer, q: torch.Tensor, soft_cap: float | None) -> dict[str, Any]:
     """What both kernels are compiled for, of a layer and queries [..., heads, head_dim]."""
     layout, (num_heads, head_dim) = layer.layout, q.shape[1:]
     half = max(power_of_2(head_dim // 2), 16)

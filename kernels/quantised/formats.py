@@ -62,7 +62,7 @@ INT4: Final = KvFormat("int4", 4, 4, -8, 7, None)
 FORMATS: Final = {each.name: each for each in (FP16, BF16, FP8, INT8, INT4)}
 
 
-def scales_of(x: torch.Tensor, kv_format: KvFormat) -> torch.Tensor:
+def compute_scales(x: torch.Tensor, kv_format: KvFormat) -> torch.Tensor:
     """Bits of the bfloat16 scales, int16 [...], of heads x [..., head_dim]."""
     raw = x.float().abs().amax(-1) / -kv_format.least
     magnitudes = raw.view(torch.int32) & 0x7FFFFFFF
@@ -85,7 +85,7 @@ def quantise(x: torch.Tensor, kv_format: KvFormat) -> tuple[torch.Tensor, torch.
         return x.to(kv_format.dtype).contiguous().view(torch.uint8), torch.zeros(
             x.shape[:-1], dtype=torch.int16, device=x.device
         )
-    scales = scales_of(x, kv_format)
+    scales = compute_scales(x, kv_format)
     values = scale_values(scales)
     factors = torch.where(values.abs() > 0, (1 / values.double()).float(), 0.0)[..., None]
     scaled = (x.float() * factors).nan_to_num(0.0, 0.0, 0.0).clamp(kv_format.least, kv_format.most)

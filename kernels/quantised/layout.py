@@ -90,7 +90,7 @@ class QuantisedLayer:
     tail: torch.Tensor | None
 
 
-def layer_of(view: torch.Tensor, layout: QuantisedLayout, layer: int) -> QuantisedLayer:
+def get_layer(view: torch.Tensor, layout: QuantisedLayout, layer: int) -> QuantisedLayer:
     """Layer `layer` of the blocks of layout.view. In the tail it is layer % tail_layers of its group's pages."""
     num_blocks, heads, size = view.shape[0], layout.num_kv_heads, layout.block_size
     row, start = layout.kv_format.row_bytes(layout.head_dim), layer * 2 * layout.side_bytes

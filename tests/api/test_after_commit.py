@@ -84,7 +84,7 @@ async def test_a_watch_that_cannot_be_told_of_a_replaced_pool_refuses_no_session
     watched = await api.open(spec=spec_of(model_id="other"))
     async with watching(watched) as reader:
         await reader.snapshot()
-        monkeypatch.setattr(EventFeed, "tell_all", fail)
+        monkeypatch.setattr(EventFeed, "notify_all", fail)
         await api.open(spec=spec_of(model_id="new"))
         stats = await api.stats()
     assert (stats.num_replaced_pools, len(stats.sessions)) == (1, 2)

@@ -22,7 +22,7 @@ from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.client.steps import StepItems
 from kvkeeper.common.cuda import runtime
 from kvkeeper.common.cuda.errors import CudaError
-from kvkeeper.common.cuda.handle import ArenaHandle, handle_of
+from kvkeeper.common.cuda.handle import ArenaHandle, parse_handle
 from kvkeeper.common.cuda.runtime import BoundRuntime
 from kvkeeper.common.service.process import StartError
 from tests.support.stand_ins.fake_cuda import DEVICE, FakeCuda, bytes_at
@@ -213,7 +213,7 @@ HANDLE = ArenaHandle(DEVICE, b"s" * 64, 512, 4096, 3)
 
 
 def test_a_handle_crosses_as_json_and_shows_itself_nowhere_else() -> None:
-    assert handle_of(json.loads(json.dumps(HANDLE.as_fields()))) == HANDLE
+    assert parse_handle(json.loads(json.dumps(HANDLE.as_fields()))) == HANDLE
     assert b"s".hex() * 8 not in repr(HANDLE)
 
 
@@ -233,7 +233,7 @@ def test_a_handle_crosses_as_json_and_shows_itself_nowhere_else() -> None:
 )
 def test_anything_else_is_no_handle(change: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(change))):
-        handle_of(HANDLE.as_fields() | change)
+        parse_handle(HANDLE.as_fields() | change)
 
 
 async def test_errors_of_the_handover_tell_no_handle(client: AsyncCacheClient, service: FakeCuda) -> None:

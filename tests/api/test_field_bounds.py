@@ -15,7 +15,7 @@ import grpc.aio
 from google.protobuf.message_factory import GetMessageClass
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client.errors import error_of, error_of_status
+from kvkeeper.client.errors import parse_error, to_error
 from tests.support.worlds.cache_api import DEADLINE, SPEC, Api, ManualClock, Session, documented_codes, le32, le64, serving
 from tests.support.worlds.field_bounds import BOUNDS, COMMON, Bound
 
@@ -154,10 +154,10 @@ async def outcome(api: Api, case: Case, raw: bytes) -> tuple[Any, str, dict[str,
             if case.method.name == "CreateSequences":
                 (result,) = pb.CreateSequencesResponse.FromString(answer).results
                 if result.error:
-                    told = error_of_status(result.error)
+                    told = parse_error(result.error)
                     return told.code, told.reason, told.metadata
     except grpc.aio.AioRpcError as failure:
-        error = error_of(failure)
+        error = to_error(failure)
         return failure.code(), error.reason, error.metadata
     return None, "", {}
 

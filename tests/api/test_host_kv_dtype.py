@@ -83,7 +83,7 @@ async def test_a_wrong_scale_is_found(api: Api, monkeypatch: pytest.MonkeyPatch)
     real = HostPacking.unpack
 
     def shifted(self: HostPacking, row: np.ndarray, block: np.ndarray) -> None:
-        sides = self._sides_of(row.copy())
+        sides = self._get_sides(row.copy())
         sides[:, self._elements_bytes :] = np.roll(sides[:, self._elements_bytes :], 2, axis=1)
         real(self, sides.ravel(), block)
 

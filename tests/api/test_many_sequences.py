@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client.errors import KvkeeperError, error_of_status
+from kvkeeper.client.errors import KvkeeperError, parse_error
 from tests.support.worlds.cache_api import Api, Session, le32, le64, refusal, serving
 
 Outcome = pb.CreateSequenceResponse | KvkeeperError
@@ -14,8 +14,7 @@ Outcome = pb.CreateSequenceResponse | KvkeeperError
 async def create(session: Session, *new: dict[str, Any]) -> list[Outcome]:
     answer = await session.call("CreateSequences", sequences=new)
     return [
-        result.response if result.WhichOneof("result") == "response" else error_of_status(result.error)
-        for result in answer.results
+        result.response if result.WhichOneof("result") == "response" else parse_error(result.error) for result in answer.results
     ]
 
 

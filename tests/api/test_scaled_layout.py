@@ -11,7 +11,7 @@ from kvkeeper.cache_service.core.values.types import SequenceId
 from kvkeeper.client import AsyncCacheClient, KvTokens
 from kvkeeper.kernels.quantised.attention import read_kv
 from kvkeeper.kernels.quantised.formats import FORMATS, dequantise, quantise
-from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 from tests.api.test_layer_groups import start, step, tables
 from tests.support.worlds.cache_api import Api, blocks_of, commit_columns, le32, le64, refusal, refused, serving
 from tests.support.worlds.memory_folder import memory_folder
@@ -154,7 +154,7 @@ async def test_what_is_written_as_numbers_is_stored_as_the_kernels_store_it_and_
     (pool,) = api.server.session_manager.registry.pools
     view = layout.view(torch.from_numpy(blocks_of(pool).copy()).flatten())
     for layer_idx in range(5):
-        read = read_kv(layer_of(view, layout, layer_idx), torch.tensor(table), None, torch.arange(11), torch.float32)
+        read = read_kv(get_layer(view, layout, layer_idx), torch.tensor(table), None, torch.arange(11), torch.float32)
         for got, stored, given in zip((found.keys, found.values), read, (exact.keys, exact.values), strict=True):
             np.testing.assert_array_equal(got[layer_idx], stored.numpy())
             expected = dequantise(
@@ -181,7 +181,7 @@ async def test_the_tail_is_written_beside_what_is_stored(api: Api) -> None:
     arena = layout.view(torch.from_numpy(blocks_of(pool).copy()).flatten())
     for layer_idx in range(5):
         tail = torch.from_numpy(view.group_tables[layer_idx // 3].astype(np.int64))
-        layer, stored = layer_of(arena, layout, layer_idx), torch.from_numpy(view.block_table.astype(np.int64))
+        layer, stored = get_layer(arena, layout, layer_idx), torch.from_numpy(view.block_table.astype(np.int64))
         keys, _ = read_kv(layer, stored, tail, torch.arange(11), torch.float32)
         there = (tail[torch.arange(11) // SIZE] != 0).numpy()
         assert there.any() and not there.all()

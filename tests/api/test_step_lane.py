@@ -18,7 +18,7 @@ from kvkeeper.cache_service.rpc import step_lane
 from kvkeeper.cache_service.rpc.step_handler import StepHandler
 from kvkeeper.client.arena import attach_arena_and_lane
 from kvkeeper.client.attaching import attaching
-from kvkeeper.client.errors import KvkeeperError, error_of_status
+from kvkeeper.client.errors import KvkeeperError, parse_error
 from tests.support.processes.child_processes import Processes
 from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, Session, int32s, le64, refusal, refused
 from tests.support.worlds.messages import differences, show
@@ -327,7 +327,7 @@ async def test_the_example_of_the_page_is_what_a_service_answers(api: Api, carri
         if told[:1] == STEP_RESPONSE:
             assert differences(json.loads(answer), show(pb.StepResponse.FromString(told[1:]))) == []
         else:
-            error = error_of_status(told[1:])
+            error = parse_error(told[1:])
             assert answer == f"{error.code.name} {error.reason} {json.dumps(error.metadata)}"
 
 

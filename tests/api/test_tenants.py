@@ -16,7 +16,7 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.attaching import attaching
-from kvkeeper.client.errors import KvkeeperError, error_of, error_of_status
+from kvkeeper.client.errors import KvkeeperError, parse_error, to_error
 from kvkeeper.common.trust.caller import Caller, Role
 from tests.support.trust.guarded_server import TokenFile, bearer
 from tests.support.worlds.cache_api import BLOCK_SIZE, DEADLINE, SPEC, Api, le64, serving, spec_of
@@ -43,7 +43,7 @@ class Prober:
                 return await made.read()
             return await made
         except grpc.RpcError as error:
-            refused = error_of(error)
+            refused = to_error(error)
             return refused.code.name, refused.reason, refused.message, tuple(sorted(refused.metadata.items()))
         finally:
             made.cancel()
@@ -194,7 +194,7 @@ async def test_no_step_in_anothers_session(tmp_path: Path, method: str, owner: s
             foreign = api.raw_stream(iter([raw]), timeout=DEADLINE, metadata=metadata).read()
         with pytest.raises(grpc.RpcError) as refused:
             await foreign
-        assert error_of(refused.value).reason == "UNKNOWN_SESSION"
+        assert to_error(refused.value).reason == "UNKNOWN_SESSION"
         answer = await api.raw_step(raw, timeout=DEADLINE, metadata=bearer(shown[owner]))
         assert pb.StepResponse.FromString(answer).step_id == 1
 
@@ -254,7 +254,7 @@ async def test_each_of_many_sequences_is_of_the_credentials_tenant_or_is_refused
     first, last = answer.results
     assert last.response.num_matched_tokens == 2 * BLOCK_SIZE
     if named:
-        told = error_of_status(first.error)
+        told = parse_error(first.error)
         assert (told.code.name, told.reason, told.metadata) == ("PERMISSION_DENIED", "TENANT_NOT_ALLOWED", {"field": "tenant"})
     else:
         assert first.response.num_matched_tokens == 2 * BLOCK_SIZE

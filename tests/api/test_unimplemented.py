@@ -3,7 +3,7 @@
 import grpc
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.client.errors import error_of
+from kvkeeper.client.errors import to_error
 from tests.support.worlds.cache_api import DEADLINE, Api
 
 LEFT_OUT: dict[str, str] = {}
@@ -21,7 +21,7 @@ async def _left_out(api: Api) -> dict[str, str]:
         try:
             await call
         except grpc.aio.AioRpcError as failure:
-            error = error_of(failure)
+            error = to_error(failure)
             if error.code is grpc.StatusCode.UNIMPLEMENTED:
                 assert error.reason == "NOT_IMPLEMENTED"
                 answers[method.name] = error.metadata["feature"]

@@ -15,7 +15,7 @@ from itertools import count
 import grpc
 import grpc.aio
 
-from kvkeeper.client.errors import error_of
+from kvkeeper.client.errors import to_error
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 
@@ -111,7 +111,7 @@ async def _repeat(attack: Attack, stub: pb_grpc.EngineServiceStub, numbers: Iter
             await attack(stub, next(numbers))
             ends["done"] += 1
         except grpc.aio.AioRpcError as error:
-            told = error_of(error)
+            told = to_error(error)
             ends[told.reason or told.code.name] += 1
             await asyncio.sleep(_REFUSAL_PAUSE_S)
 

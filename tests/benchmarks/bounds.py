@@ -21,7 +21,7 @@ import numpy as np
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import CallOptions
 from kvkeeper.client.cache import AsyncCacheClient
-from kvkeeper.client.errors import error_of
+from kvkeeper.client.errors import to_error
 from kvkeeper.client.new_sequence import NewSequence
 from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.client.steps import StepItems
@@ -121,7 +121,7 @@ async def _look_up(address: str, session: AsyncCacheSession, what: str) -> dict[
                 await call(raw)
                 ends["answered"] += 1
             except grpc.aio.AioRpcError as error:
-                ends[error_of(error).reason] += 1
+                ends[to_error(error).reason] += 1
     return dict(ends)
 
 

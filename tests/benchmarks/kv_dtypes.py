@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kvkeeper.engine_service.compute.model_runner import AnyLayout, ModelRunner, kv_layout_of
+from kvkeeper.engine_service.compute.model_runner import AnyLayout, ModelRunner, make_kv_layout
 from kvkeeper.engine_service.compute.stored_model import stored_layout
 from kvkeeper.engine_service.model.decoder import Decoder
 from kvkeeper.engine_service.model.layer_groups import LayerGroup
@@ -24,7 +24,7 @@ from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.quantised.formats import FORMATS, quantise
-from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 from tests.benchmarks.llama import build_folder
 
 _CONTEXTS, _NUM_SEQS, _BLOCK_SIZE, _TAIL = (1024, 4096), 8, 16, 256
@@ -64,7 +64,7 @@ class _Decodes:
     def __init__(self, model: Decoder, name: str | None, tail_tokens: int, context: int) -> None:
         entries, config = -(-(context + 1) // _BLOCK_SIZE), model.config
         groups: tuple[LayerGroup, ...] = ()
-        layout: AnyLayout = kv_layout_of(config, model.dtype, _BLOCK_SIZE)
+        layout: AnyLayout = make_kv_layout(config, model.dtype, _BLOCK_SIZE)
         if name is not None:
             layout, groups = stored_layout(model, FORMATS[name], _BLOCK_SIZE, tail_tokens)
         num_groups = max(len(groups), 1)
@@ -113,7 +113,7 @@ def _fill(view: torch.Tensor, layout: AnyLayout, num_stored: int) -> None:
     numbers = torch.randn(2, layout.block_size, layout.num_kv_heads, layout.head_dim)
     elements, scales = quantise(numbers, layout.kv_format)
     for index in range(layout.num_layers):
-        layer = layer_of(view, layout, index)
+        layer = get_layer(view, layout, index)
         layer.elements[:num_stored] = elements
         if layout.kv_format.scale_bytes:
             layer.scales[:num_stored] = scales

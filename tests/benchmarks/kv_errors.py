@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvkeeper.engine_service.compute.model_runner import AnyLayout, ModelRunner, kv_layout_of
+from kvkeeper.engine_service.compute.model_runner import AnyLayout, ModelRunner, make_kv_layout
 from kvkeeper.engine_service.compute.stored_model import format_for, has_states, stored_layout
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
 from kvkeeper.engine_service.model.dtype_name import DtypeChoice
@@ -164,7 +164,7 @@ class _Reader:
             raise UnsupportedModelError("the quality of model type", config.family, "families without recurrent layers")
         kv_format = format_for(way.kv_dtype, decoder.dtype)
         groups: tuple[LayerGroup, ...] = ()
-        layout: AnyLayout = kv_layout_of(config, decoder.dtype, _BLOCK_SIZE)
+        layout: AnyLayout = make_kv_layout(config, decoder.dtype, _BLOCK_SIZE)
         if kv_format is not None:
             layout, groups = stored_layout(decoder, kv_format, _BLOCK_SIZE, way.tail_tokens)
         self._decoder, self._num_groups = decoder, max(len(groups), 1)

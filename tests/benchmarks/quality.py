@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.model.dtype_name import DtypeChoice
 from kvkeeper.engine_service.model.loader import load_model
@@ -65,7 +65,7 @@ def _logits(dtype: str, pieces: list[np.ndarray], *, is_compiled: bool) -> torch
     """float32 [pieces * (_PIECE - 1), vocab_size], of all tokens that have a next one."""
     compiled.switch(on=is_compiled)
     model, _ = load_model(DEMO_MODEL_DIR, dtype=cast(DtypeChoice, dtype), progress=False)
-    layout = kv_layout_of(model.config, model.dtype, _BLOCK_SIZE)
+    layout = make_kv_layout(model.config, model.dtype, _BLOCK_SIZE)
     num_blocks = _PIECE // _BLOCK_SIZE
     memory = torch.zeros((1 + num_blocks) * layout.block_bytes, dtype=torch.uint8)
     runner = ModelRunner(model, layout.view(memory), layout)

@@ -111,7 +111,7 @@ async def test_a_traced_step_is_repeated_with_the_same_bytes() -> None:
         fake.script["OpenSession"] = [pb.OpenSessionResponse(session_id="s" * 32, epoch=1)]
         fake.script["StreamSteps"] = [Fault.HANG_UP, pb.StepResponse(step_id=1)]
         session = await client.open_session(pb.KvSpec())
-        await session.step(StepItems(release_ids=np.array([1])), traceparent=tracing.traceparent_of(span))
+        await session.step(StepItems(release_ids=np.array([1])), traceparent=tracing.make_traceparent(span))
         first, again = fake.requests["StreamSteps"]
     assert first == again
     context = span.get_span_context()

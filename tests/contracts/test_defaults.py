@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterator
 
 from kvkeeper.cache_service.config import SOURCE as CACHE
-from kvkeeper.common.service.settings import settings_of
+from kvkeeper.common.service.settings import list_settings
 from kvkeeper.engine_service.config import SOURCE as ENGINE
 from tests.contracts.source_tree import ROOT
 
 _STARTS = {"EngineConfig", "start_engine", "start_gated_engine", "CacheConfig", "start_cache", "serving"}
-_SETTINGS = [setting for source in (CACHE, ENGINE) for setting in settings_of(source.config)]
+_SETTINGS = [setting for source in (CACHE, ENGINE) for setting in list_settings(source.config)]
 _NAMES = {setting.name for setting in _SETTINGS}
 _FLAGS = {
     prefix + setting.flag.removeprefix("--"): setting.name

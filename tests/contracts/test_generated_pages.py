@@ -12,7 +12,7 @@ from docs.generate.markdown import prose, slug, table
 from docs.generate.states import picture
 from kvkeeper.cache_service.config import SOURCE as CACHE
 from kvkeeper.common.hold.config import SOURCE as HOLD
-from kvkeeper.common.service.settings import settings_of
+from kvkeeper.common.service.settings import list_settings
 from kvkeeper.engine_service.config import SOURCE as ENGINE
 from tests.contracts.source_tree import ROOT
 
@@ -39,7 +39,7 @@ def test_links_within_a_page_lead_to_a_heading_and_tables_are_whole(name: str) -
 @pytest.mark.parametrize("source", [CACHE, ENGINE, HOLD], ids=["cache", "engine", "hold"])
 def test_every_flag_and_variable_is_told(source) -> None:
     page = written("operate/configuration.md")
-    for one in settings_of(source.config):
+    for one in list_settings(source.config):
         assert f"| `{one.flag}`" in page
         assert f"| `{source.variable(one)}` |" in page
 

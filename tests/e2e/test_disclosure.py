@@ -17,7 +17,7 @@ import structlog
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.client import Credentials, GenerateOptions
-from kvkeeper.client.errors import error_of
+from kvkeeper.client.errors import to_error
 from kvkeeper.common.service.log import configure
 from kvkeeper.common.trust.caller import Caller, Role
 from tests.support.processes.service_pair import GREEDY, generate
@@ -51,7 +51,7 @@ async def said_to(target: str, ca: bytes, token: str, message: bytes) -> list[st
                 else:
                     await call
             except grpc.RpcError as error:
-                refused = error_of(error)
+                refused = to_error(error)
                 said.append(f"{path} {refused} {refused.metadata} {error.trailing_metadata()}")
             finally:
                 call.cancel()

@@ -11,7 +11,7 @@ import pytest
 
 from kvkeeper.client import AsyncEngineClient, CallOptions, GenerateOptions, KvkeeperError, Sampling, transport
 from kvkeeper.client.engine import many
-from kvkeeper.client.errors import error_of, error_of_status
+from kvkeeper.client.errors import parse_error, to_error
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.server import RunningServer
@@ -50,7 +50,7 @@ async def rest(call: Any) -> tuple[dict[int, list[int]], dict[int, str], dict[in
         for one in message.responses:
             assert one.number not in errors, "an error is the last"
             if one.HasField("error"):
-                errors[one.number] = error_of_status(one.error).reason
+                errors[one.number] = parse_error(one.error).reason
             else:
                 tokens[one.number] += one.response.token_ids
                 ids[one.number].append(one.response.request_id)
@@ -168,7 +168,7 @@ async def test_a_message_that_nothing_can_be_made_of_ends_the_call(world: Servic
         await call.write(raw)
         with pytest.raises(grpc.RpcError) as failed:
             assert [answer async for answer in call] == []
-        assert error_of(failed.value).reason == "INVALID_FIELD"
+        assert to_error(failed.value).reason == "INVALID_FIELD"
         await until(lambda: is_running(engine, 0))
     gate.set()
 

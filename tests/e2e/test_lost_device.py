@@ -226,7 +226,7 @@ async def test_a_start_that_the_device_of_another_rank_ends_names_the_rank(
 ) -> None:
     fault = {"faults_at": kind, "fault": "cudaErrorMemoryAllocation", "sizes": "2.50 GiB were asked for, 1 MiB are free"}
     monkeypatch.setattr(team, "rank_process", odd_rank)
-    monkeypatch.setattr(Ranks, "_config_of", lambda ranks, rank: fault)
+    monkeypatch.setattr(Ranks, "_make_config", lambda ranks, rank: fault)
     monkeypatch.setattr(Meeting, "join", lambda *parts: None)  # the odd one does not come
     await world.start_cache()
     words = (

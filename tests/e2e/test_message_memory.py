@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from kvkeeper.client.errors import error_of
+from kvkeeper.client.errors import to_error
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from tests.support.processes.fleet import DEADLINE_S, Fleet, fleet
 
@@ -28,7 +28,7 @@ async def ends(calls: list[object]) -> list[str]:
     found = []
     for error in await asyncio.gather(*calls, return_exceptions=True):  # type: ignore[call-overload]
         assert isinstance(error, grpc.aio.AioRpcError), error
-        told = error_of(error)
+        told = to_error(error)
         found.append(told.reason or told.code.name)
     return found
 

@@ -17,7 +17,7 @@ import torch
 
 from kvkeeper.client import AsyncCacheClient
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory, open_memory
-from kvkeeper.engine_service.cache_session.pool_limits import limits_of
+from kvkeeper.engine_service.cache_session.pool_limits import make_limits
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.scheduler.scheduler import Scheduler
@@ -86,7 +86,7 @@ class Class:
     def __init__(self, lessons: Lessons, memory: KvMemory, config: EngineConfig) -> None:
         self.lessons = lessons
         self.memory = memory
-        self.scheduler = Scheduler(limits_of(memory.session.pool, lessons.model, config))
+        self.scheduler = Scheduler(make_limits(memory.session.pool, lessons.model, config))
         self.prompt_of: dict[Request, int] = {}
         self.worst = 0.0
         self.num_rows = 0

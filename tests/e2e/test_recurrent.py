@@ -160,7 +160,7 @@ async def test_a_checkpoint_that_is_written_too_late_changes_the_tokens_behind_a
         starts = batch.query_start_loc.tolist()
         return tuple(((first, end),) for first, end in pairwise(starts) if end - first > 1)
 
-    monkeypatch.setattr(model_runner, "runs_of", whole)
+    monkeypatch.setattr(model_runner, "find_runs", whole)
     client = await world.serve(model, cache={"num_blocks": 400})
     outputs = [await generate(client, PROMPTS[3], NUM_NEW) for _ in range(2)]
     assert outputs[0].token_ids == [expected[3]]

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from kvkeeper.client import AsyncEngineClient, BeamSearch, GenerateOptions, Sampling
-from kvkeeper.client.errors import error_of
+from kvkeeper.client.errors import to_error
 from kvkeeper.common.service.settings import ConfigError
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
@@ -329,7 +329,7 @@ async def test_what_has_no_first_tokens_is_refused(world: Services) -> None:
     async with stub_of(helper) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Prefill(prefill_request(PROMPT, beam_search=pb.BeamSearch(num_beams=2))).read()
-    assert error_of(refused.value).reason == "INVALID_FIELD"
+    assert to_error(refused.value).reason == "INVALID_FIELD"
     assert not helper.engine.requests.generations
 
 
@@ -341,7 +341,7 @@ async def test_each_role_refuses_the_other_ones_calls(world: Services) -> None:
     async with stub_of(decoder) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as other:
             await stub.Prefill(prefill_request(PROMPT)).read()
-    assert error_of(other.value).metadata == {"role": "decode"}
+    assert to_error(other.value).metadata == {"role": "decode"}
 
 
 async def test_beams_stay_here(world: Services) -> None:

@@ -18,7 +18,7 @@ from kvkeeper.client import (
     Sampling,
     TokenLogprobs,
 )
-from kvkeeper.client.errors import error_of
+from kvkeeper.client.errors import to_error
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
@@ -283,7 +283,7 @@ async def test_a_stream_whose_client_does_not_come_ends(world: Services) -> None
         taker = await take_over(world, giver, gate, client_grace=0.0)
         with pytest.raises(grpc.aio.AioRpcError) as moved:
             _ = [answer async for answer in stream]
-    error = error_of(moved.value)
+    error = to_error(moved.value)
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "REQUEST_MOVED")
     assert error.metadata == {"address": taker.address, "request_id": "mine"}
 

@@ -13,10 +13,10 @@ import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as cache_pb
 from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
-from kvkeeper.client.errors import error_of
+from kvkeeper.client.errors import to_error
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 from kvkeeper.engine.v1 import engine_service_pb2_grpc as pb_grpc
-from kvkeeper.engine_service.cache_session.kv_spec import kv_spec_of
+from kvkeeper.engine_service.cache_session.kv_spec import make_kv_spec
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.movement import take_over
@@ -138,7 +138,7 @@ async def test_what_was_confirmed_is_gone_and_the_rest_goes_on(giver: Giver, wor
 
 async def test_a_taker_that_dies_with_the_blocks_leaves_the_tokens(giver: Giver, world: Services) -> None:
     """Its session took a sequence, but it did not confirm: the giver computes the tokens that it has again."""
-    spec = kv_spec_of(load_served_model(EngineConfig(model=HASH_TOY)), BLOCK_SIZE)
+    spec = make_kv_spec(load_served_model(EngineConfig(model=HASH_TOY)), BLOCK_SIZE)
     session = await (await world.cache_client()).open_session(spec, cache_pb.EXECUTOR_ENGINE, ttl_ms=60_000)
     async with stub_of(giver.engine) as stub:
         stream = stub.HandOver(request_of_this_model())
@@ -164,7 +164,7 @@ async def test_a_taker_that_confirms_nothing_is_not_waited_for(giver: Giver, mon
         giver.gate.is_open.set()
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             _ = [answer async for answer in answers]
-    assert error_of(failed.value).reason == "TIMED_OUT"
+    assert to_error(failed.value).reason == "TIMED_OUT"
     found = [output.token_ids for output in await asyncio.gather(*giver.asking)]
     assert found == [[toy_output(PROMPT, NUM_ALL)], [toy_output(OTHER, NUM_ALL)]]
     await until(giver.is_open)

@@ -185,7 +185,7 @@ async def test_a_damaged_context_is_ignored(world: Services, spans: Spans, monke
     def damaged(span: Any) -> str:
         return "00-nonsense"
 
-    monkeypatch.setattr(tracing, "traceparent_of", damaged)
+    monkeypatch.setattr(tracing, "make_traceparent", damaged)
     client = await world.serve()
     assert (await generate(client, [1, 2, 3])).token_ids == [toy_output([1, 2, 3], 8)]
     assert spans.named("step")

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvkeeper.engine_service.compute.device.device_queue import queue_of
+from kvkeeper.engine_service.compute.device.device_queue import make_queue
 from kvkeeper.engine_service.ranks.block_copies import SWAP_OUT, BlockMover
 
 FAR_ELEMENTS = 1 << 31
@@ -22,7 +22,7 @@ def locs_of(queries: list[int]) -> torch.Tensor:
 
 def move_there_and_back(mover: BlockMover, device: str) -> tuple[list[int], list[int]]:
     """20 blocks out and in again behind them, on a stream beside the current one. The host's blocks, and orders that failed."""
-    queue, failed = queue_of(torch.device(device)), list[int]()
+    queue, failed = make_queue(torch.device(device)), list[int]()
     hosts = [(at * 7) % 40 for at in range(20)]
     out = [(at, SWAP_OUT, at, host) for at, host in enumerate(hosts)]
     back = [(20 + at, SWAP_OUT + 1, host, 20 + at) for at, host in enumerate(hosts)]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from kvkeeper.engine_service.compute.graphs.graph_api import CudaGraphs
-from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, kv_layout_of
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, make_kv_layout
 from kvkeeper.engine_service.compute.sampler import StepLogits, draw
 from kvkeeper.engine_service.model.decoder import Decoder
 from kvkeeper.engine_service.model.layer_groups import LayerGroup, group_layers
@@ -72,7 +72,7 @@ def _guarded(name: str, measure: Callable[[], Check]) -> Check:
 
 def _runner(model: Decoder, num_seqs: int, num_tokens: int, groups: Sequence[LayerGroup] = ()) -> ModelRunner:
     """With groups, the blocks of each lie behind those of the group before."""
-    layout = kv_layout_of(model.config, model.dtype, _BLOCK_SIZE, groups)
+    layout = make_kv_layout(model.config, model.dtype, _BLOCK_SIZE, groups)
     num_blocks = max(len(groups), 1) * (1 + num_seqs * -(-num_tokens // _BLOCK_SIZE))
     memory = torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8, device=model.device)
     return ModelRunner(model, layout.view(memory), layout, groups)

@@ -20,7 +20,7 @@ from kvkeeper.kernels.copy_blocks import copy_blocks
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.quantised.attention import plan_rows, quantised_decode, quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS
-from kvkeeper.kernels.quantised.layout import QuantisedLayer, QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.layout import QuantisedLayer, QuantisedLayout, get_layer
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
 from tests.gpu.checks import Check, text_of
@@ -82,7 +82,7 @@ def _stored(watch: Stopwatch, num_blocks: int, head_dim: int, name: str) -> Quan
     """A layer of K and V in few bits, with so many blocks behind the null block."""
     layout = QuantisedLayout(1, _KV_HEADS, head_dim, _BLOCK_SIZE, FORMATS[name], _DTYPE)
     memory = torch.randint(0, 256, ((num_blocks + 1) * layout.block_bytes,), device=watch.device, dtype=torch.uint8)
-    layer = layer_of(layout.view(memory), layout, 0)
+    layer = get_layer(layout.view(memory), layout, 0)
     layer.scales.fill_(0x3C00)  # 1/128, as a bfloat16
     return layer
 

@@ -11,7 +11,7 @@ from kvkeeper.kernels import reference
 from kvkeeper.kernels.quantised.attention import plan_rows, quantised_decode, quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS, quantise
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
-from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 from kvkeeper.kernels.quantised.store import plan_slots, store_quantised
 from tests.gpu.kernel_cases import FAR_ELEMENTS, error, far_pool, locs_of, move_there_and_back
 from tests.unit.kernels.quantised.worlds import as_numbers, make_stored
@@ -80,7 +80,7 @@ def _attention(
         world.block_tables[members[1:], :num_blocks] = world.block_tables[members[0], :num_blocks]
     plain, tables = as_numbers(world)
     pool, first = _moved(world.view, device, is_far=is_far)
-    layer, locs = layer_of(pool, world.layout, 1), None
+    layer, locs = get_layer(pool, world.layout, 1), None
     assert world.tail_tables is not None
     if queries is None:
         q = random_queries(len(lengths), 8, head_dim, dtype)
@@ -105,7 +105,7 @@ def _store(name: str, dtype: torch.dtype, device: str, *, is_far: bool = False) 
     k, v = random_queries(80, 3, 64, dtype).view(2, 40, 3, 64)
     slots, pages = torch.randperm(4 * 16)[:40] + 16, torch.randperm(3 * 16)[:40] + 5 * 16
     slots[::7], pages[::5] = -1, -1
-    layer, moved = layer_of(view, layout, 1), layer_of(there, layout, 1)
+    layer, moved = get_layer(view, layout, 1), get_layer(there, layout, 1)
     elements, scales = quantise(torch.stack((k, v), 1), layout.kv_format)
     for row, (slot, page) in enumerate(zip(slots.tolist(), pages.tolist(), strict=True)):
         if slot >= 0:

@@ -248,7 +248,7 @@ class Simulation:
         gate = self.driver.table.require(session, epoch, self.driver.now)
         self.driver.table.renew(gate, self.driver.now)
         raw = encode(plan.batch)
-        recorded = gate.repeat_of(plan.batch.step_id, raw)
+        recorded = gate.find_repeat(plan.batch.step_id, raw)
         if recorded is not None:
             self.counts.repeats += 1
             reply = self._recorded[session][1]
@@ -273,7 +273,7 @@ class Simulation:
         try:
             gate = self.driver.table.require(session, epoch, self.driver.now)
             changed = self.rng.random() < 0.3
-            recorded = gate.repeat_of(batch.step_id, encode(batch) + b"?" * changed)
+            recorded = gate.find_repeat(batch.step_id, encode(batch) + b"?" * changed)
             expect(recorded, encode(self._recorded[session][1]), "exactly once: bytes of a late repeat")
             require(not changed, "exactly once: other contents taken for a repeat")
             self.counts.repeats += 1

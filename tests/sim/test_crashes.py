@@ -2,7 +2,7 @@
 
 import random
 
-from kvkeeper.cache_service.core.values.kv_spec import spans_of
+from kvkeeper.cache_service.core.values.kv_spec import make_spans
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from tests.support.tiers.tier_engine import TierCounts
 from tests.support.tiers.tier_events import act, any_session
@@ -15,7 +15,7 @@ NUM_SEEDS, NUM_EVENTS = 8, 150
 def crashing(seed: int) -> tuple[TierCounts, int, int]:
     """One seed. Returns what happened, the blocks that engines wrote after their end, and those of unknown content."""
     rng = random.Random(seed)
-    spans = spans_of(0, 3) if seed % 3 == 1 else spans_of(0)
+    spans = make_spans(0, 3) if seed % 3 == 1 else make_spans(0)
     config = PoolConfig(
         num_blocks=rng.choice([12, 16, 24]) * len(spans),
         group_spans=spans,

@@ -12,7 +12,7 @@ import pytest
 from kvkeeper.cache_service.core.calls.restore import EARLIER_RUN
 from kvkeeper.cache_service.core.index.index_record import IndexRecord, SlotTable
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Int32Array
 from tests.support.tiers.tier_events import act, any_session
@@ -29,8 +29,8 @@ def killed(seed: int) -> tuple[int, int, int, int, int]:
     Returns device and host blocks that were believed, those that engines still wrote, and kills with all written down.
     """
     rng = random.Random(seed)
-    kinds = [spans_of(0), (*spans_of(0, 3), ReadSpan(4, is_chunk=True)), spans_of(0, 0, 2)]
-    spans = kinds[seed % 4 - 1] if seed % 4 else (*spans_of(0), state_span(2))
+    kinds = [make_spans(0), (*make_spans(0, 3), ReadSpan(4, is_chunk=True)), make_spans(0, 0, 2)]
+    spans = kinds[seed % 4 - 1] if seed % 4 else (*make_spans(0), state_span(2))
     config = PoolConfig(
         num_blocks=rng.choice([6, 12, 24]) * len(spans),
         group_spans=spans,

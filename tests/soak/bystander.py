@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from kvkeeper.client import AsyncCacheClient, AsyncCacheSession, CallOptions, KvkeeperError, KvTokens
-from kvkeeper.engine_service.cache_session.kv_spec import kv_spec_of
+from kvkeeper.engine_service.cache_session.kv_spec import make_kv_spec
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from tests.support.processes.fleet import BLOCK_SIZE, DEADLINE_S
@@ -32,7 +32,7 @@ class Bystander:
         self.num_calls = 0
         self.is_over = False
         self._address, self._rng = address, rng
-        self._spec = kv_spec_of(load_served_model(EngineConfig(model=HASH_TOY)), BLOCK_SIZE)
+        self._spec = make_kv_spec(load_served_model(EngineConfig(model=HASH_TOY)), BLOCK_SIZE)
         self._num_sequences = 0
 
     async def run(self) -> None:

@@ -5,18 +5,18 @@ after every step, the tables that the engine was told are compared with the pool
 with what was written for it.
 """
 
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
 from tests.soak.row import Counts
 from tests.support.worlds.grouped import GroupedWorld
 
 _STEPS_PER_SEED = 300
 _SHAPES = [  # what each group reads, the blocks of the pool, tokens of a block
-    (spans_of(0, 9), 60, 4),
-    ((*spans_of(0), state_span(3)), 60, 4),
-    (spans_of(0, 3, 17, 6), 220, 2),
-    ((*spans_of(0, 9), state_span(2)), 80, 4),
-    ((*spans_of(0, 7), ReadSpan(6, is_chunk=True), ReadSpan(12, is_chunk=True)), 160, 4),
-    ((*spans_of(0, 0), state_span(2), ReadSpan(6, is_chunk=True), state_span(3)), 150, 2),
+    (make_spans(0, 9), 60, 4),
+    ((*make_spans(0), state_span(3)), 60, 4),
+    (make_spans(0, 3, 17, 6), 220, 2),
+    ((*make_spans(0, 9), state_span(2)), 80, 4),
+    ((*make_spans(0, 7), ReadSpan(6, is_chunk=True), ReadSpan(12, is_chunk=True)), 160, 4),
+    ((*make_spans(0, 0), state_span(2), ReadSpan(6, is_chunk=True), state_span(3)), 150, 2),
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from kvkeeper.client.errors import error_of
+from kvkeeper.client.errors import to_error
 from tests.soak.row import Counts
 from tests.support.trust.tenant_calls import TenantCalls, tenants_served
 from tests.support.worlds.cache_api import BLOCK_SIZE
@@ -101,7 +101,7 @@ async def _finds(tenant: TenantCalls, probe: _Probe, secret: _Secret) -> bool:
     try:
         answer = await tenant.call(probe.method, **((secret.ids if probe.on_session else {}) | fields))
     except grpc.RpcError as error:
-        reason = error_of(error).reason
+        reason = to_error(error).reason
         assert reason == "UNKNOWN_SESSION", f"{probe.method}: {reason}, which tells that there is such a session"
         return False
     if probe.undo:

@@ -88,7 +88,7 @@ class Pins:
         self._pool.limits.count_pinned(pin.root, -num_freed)
         self._pool.unpin(pin.blocks[::-1])  # no step reads through a pin, so nothing is fenced
 
-    def end_pins_of(self, owner: SessionId) -> None:
+    def end_pins(self, owner: SessionId) -> None:
         """Ends the pins of a session that is over."""
         self._end_pins([pin_id for pin_id, pin in self._pins.items() if pin.owner == owner])
 

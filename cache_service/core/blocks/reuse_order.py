@@ -65,7 +65,7 @@ class ReuseOrder:
         self._num_ended = 0  # sequences
         index.links.count_children()
 
-    def hint_of(self, block: int) -> ReuseHint:
+    def get_hint(self, block: int) -> ReuseHint:
         """The hint that a block's class comes from."""
         return _SHOWN[int(self._classes[block])]
 
@@ -81,7 +81,7 @@ class ReuseOrder:
 
     def end_sequence(self, path: Int32Array, hint: int) -> None:
         """A sequence is about to release its indexed blocks, from the root down, and says this."""
-        says_something = self._tells_apart(hint)
+        says_something = self._is_distinctive(hint)
         if hint == ReuseHint.SOON:
             if says_something:
                 self._classes[path] = _FIRST
@@ -101,13 +101,13 @@ class ReuseOrder:
         last_ms = int((now - SOON_SECONDS) * 1000)
         return self._lapse(max_blocks, until=(last_ms + 1) * _STAMPS_PER_MS - 1) == max_blocks
 
-    def _tells_apart(self, hint: int) -> bool:
+    def _is_distinctive(self, hint: int) -> bool:
         """Whether not nearly all of the sequences that ended of late said this; counts this one."""
-        tells = self._num_ended < LEAST_ENDED or self._shares[hint] <= MOST_ALIKE
+        is_distinctive = self._num_ended < LEAST_ENDED or self._shares[hint] <= MOST_ALIKE
         self._num_ended += 1
         for each in ReuseHint:
             self._shares[each] += ((each == hint) - self._shares[each]) / min(self._num_ended, SPAN)
-        return tells
+        return is_distinctive
 
     def _tail_start(self, path: Int32Array) -> int:
         """Where the blocks begin that lead to the end of this path alone."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..index.index_record import IndexRecord, TierRecord
-from ..index.kept_tree import Damage, KeptTree, find_damaged, tree_of
+from ..index.kept_tree import Damage, KeptTree, find_damaged, make_tree
 from ..pool_state import PoolState
 from ..tiers.host_tier import HostTier
 from ..values.kept_index import KeptIndex, Verification
@@ -123,12 +123,12 @@ def _believed(
 ) -> tuple[KeptTree, Damage]:
     """The tree of what is believed, and what a comparison with the digests has found before."""
     slots = [record.table.read() for record in records]
-    tree = tree_of(slots[0], num_roots, slots[1] if len(slots) > 1 else None, group_spans)
+    tree = make_tree(slots[0], num_roots, slots[1] if len(slots) > 1 else None, group_spans)
     if verification is None:
         return tree, Damage(0, [])
     believed = [of_tier.of_blocks(places) for of_tier, places in zip(slots, (tree.all_blocks, tree.all_hosts), strict=False)]
     damage = find_damaged(list(zip((Tier.DEVICE, Tier.HOST), believed, strict=False)), verification)
     if damage.num_blocks:
         left = [of_tier.without_blocks(bad) for of_tier, bad in zip(believed, damage.blocks, strict=True)]
-        tree = tree_of(left[0], num_roots, left[1] if len(left) > 1 else None, group_spans)
+        tree = make_tree(left[0], num_roots, left[1] if len(left) > 1 else None, group_spans)
     return tree, damage

@@ -52,7 +52,7 @@ class SessionCalls:
         self._end_device_work(owner, may_still_write=may_still_write)
         state.claims.forget_claims(slots)
         self._reclaim.add_ended(owner)
-        state.pins.end_pins_of(session)
+        state.pins.end_pins(session)
         if self._swapper is not None:
             self._end_transfers(owner, self._swapper, may_still_write=may_still_write)
         del state.sessions[session]

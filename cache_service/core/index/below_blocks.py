@@ -95,7 +95,7 @@ class BelowBlocks:
                 return block
         return None
 
-    def tier_of(self, name: bytes) -> Tier | None:
+    def find_tier(self, name: bytes) -> Tier | None:
         """The nearest that has it."""
         return next((tier.tier for tier in self.tiers if name in tier), None)
 

@@ -280,7 +280,7 @@ class IndexRecord:
         if len(blocks):
             is_device = taken.tier is Tier.DEVICE
             nodes = (held.node_of_block if is_device else held.node_of_host)[blocks]
-            groups = held.groups_of(blocks) if is_device else held.groups_of_hosts(blocks)
+            groups = held.get_groups(blocks) if is_device else held.groups_of_hosts(blocks)
             keys = [key for node in nodes.tolist() if (key := self._key(node)) is not None]
             words = np.frombuffer(b"".join(keys), "<i4").reshape(len(nodes), -1)
             made = digests[stays] if digests is not None else np.zeros(len(blocks), np.uint64)
@@ -293,7 +293,7 @@ class IndexRecord:
     def check(self) -> Iterator[list[str]]:
         """The broken invariants, for audits, in slices: a row that says something names its block's node."""
         held = self._held
-        sides = ((self.device, held.node_of_block, held.groups_of), (self.hosts, held.node_of_host, held.groups_of_hosts))
+        sides = ((self.device, held.node_of_block, held.get_groups), (self.hosts, held.node_of_host, held.groups_of_hosts))
         for record, node_of, groups_of in sides:
             for first in range(0, len(node_of) if record is not None else 0, _SLICE_ROWS):
                 assert record is not None

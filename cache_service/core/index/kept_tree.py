@@ -1,4 +1,4 @@
-"""tree_of: the prefix tree that the rows of a kept index describe, of both tiers together.
+"""make_tree: the prefix tree that the rows of a kept index describe, of both tiers together.
 
 Pure array work, of a few passes over all rows. Rules: a row belongs to the tree if its ancestors, in whichever tier, lead to
 the root of a known tenant; all others are left out, rings among them. Rows that contradict each other (a name twice in a tier,
@@ -77,25 +77,25 @@ class _Rows(NamedTuple):
     parents: Int64Array
 
 
-def tree_of(
+def make_tree(
     device: Slots, num_roots: int, hosts: Slots | None = None, group_spans: tuple[ReadSpan, ...] = (WHOLE,)
 ) -> KeptTree:
     """num_roots: tenants that are known, with the roots -1 to -num_roots. group_spans: of the groups of layers."""
     hosts = hosts if hosts is not None else device.at(_NO_ROWS)
     if len(group_spans) == 1 == device.num_groups == hosts.num_groups:
-        return _tree_of(device, num_roots, hosts)
+        return _make_tree(device, num_roots, hosts)
     if max(device.num_groups, hosts.num_groups) > len(group_spans):
-        return _tree_of(device.at(_NO_ROWS), num_roots, hosts.at(_NO_ROWS))
+        return _make_tree(device.at(_NO_ROWS), num_roots, hosts.at(_NO_ROWS))
     first = [device.of_group(0), hosts.of_group(0)]
     others = [(device.of_group(group), hosts.of_group(group)) for group in range(1, len(group_spans))]
     for span, tiers in zip(group_spans[1:], others, strict=True):
         if span.is_whole:
             names = np.concatenate([tier.names for tier in tiers])
             first = [slots.at(np.flatnonzero(np.isin(slots.names, names))) for slots in first]
-    tree = _tree_of(first[0], num_roots, first[1])
+    tree = _make_tree(first[0], num_roots, first[1])
     placed = [[_placed(tree, slots) for slots in tiers] for tiers in others]
     if any(each is None for tiers in placed for each in tiers):
-        return tree_of(device.at(_NO_ROWS), num_roots, None, group_spans)
+        return make_tree(device.at(_NO_ROWS), num_roots, None, group_spans)
     columns = [np.stack([each for each in tier if each is not None]) for tier in zip(*placed, strict=True)]
     return replace(tree, group_blocks=columns[0], group_hosts=columns[1])
 
@@ -124,7 +124,7 @@ def _all_there(places: Int32Array, of_groups: Int32Array) -> Int32Array:
     return found[found > 0]
 
 
-def _tree_of(device: Slots, num_roots: int, hosts: Slots) -> KeptTree:
+def _make_tree(device: Slots, num_roots: int, hosts: Slots) -> KeptTree:
     """The tree that the rows of the first group make."""
     rows = _joined(device, hosts)
     if rows is None:

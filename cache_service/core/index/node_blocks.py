@@ -54,11 +54,11 @@ class NodeBlocks:
 
     # Who has what
 
-    def groups_of(self, blocks: Int32Array) -> GroupArray | None:
+    def get_groups(self, blocks: Int32Array) -> GroupArray | None:
         """[n] the group of each block on the device that has a node; None where there is one group."""
         return self.group_of_block[blocks] if self.group_blocks else None
 
-    def group_of(self, host: int) -> int:
+    def get_group(self, host: int) -> int:
         """The group of one host copy that has a node."""
         return int(self.group_of_host[host]) if self.group_hosts else 0
 
@@ -66,11 +66,11 @@ class NodeBlocks:
         """The same of host copies."""
         return self.group_of_host[hosts] if self.group_hosts else None
 
-    def hosts_of(self, blocks: Int32Array) -> Int32Array:
+    def find_hosts(self, blocks: Int32Array) -> Int32Array:
         """[n] the host copy of each block on the device, 0 for none."""
-        return self.hosts_of_nodes(self.node_of_block[blocks], self.groups_of(blocks))
+        return self.hosts_of_nodes(self.node_of_block[blocks], self.get_groups(blocks))
 
-    def blocks_of(self, hosts: Int32Array) -> Int32Array:
+    def find_blocks(self, hosts: Int32Array) -> Int32Array:
         """[n] the block on the device that each host copy is of, 0 for none."""
         return self.blocks_of_nodes(self.node_of_host[hosts], self.groups_of_hosts(hosts))
 
@@ -115,7 +115,7 @@ class NodeBlocks:
 
     def take_blocks(self, blocks: Int32Array) -> tuple[Int32Array, GroupArray | None]:
         """Takes these blocks from their nodes. Returns nodes and groups [n]."""
-        nodes, groups = self.node_of_block[blocks], self.groups_of(blocks)
+        nodes, groups = self.node_of_block[blocks], self.get_groups(blocks)
         _set(self.block_of_node, self.group_blocks, nodes, 0, groups)
         self.unname_blocks(blocks)
         return nodes, groups

@@ -30,7 +30,7 @@ class NodeNames:
         """The name of a node in use, or of a root."""
         return self._look_up(node)[0]
 
-    def root_of(self, node: int) -> int:
+    def get_root(self, node: int) -> int:
         """The root that a node in use is below."""
         return self._look_up(node)[1]
 

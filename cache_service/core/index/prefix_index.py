@@ -207,7 +207,7 @@ class PrefixIndex:
     def leave_device(self, blocks: Int32Array) -> None:
         """Takes these blocks from their nodes, each of which has a host copy there."""
         nodes, groups = self._take_blocks(blocks)
-        self._tell_tier(nodes, groups, Tier.HOST)
+        self._report_tier(nodes, groups, Tier.HOST)
 
     def add_blocks(self, nodes: Int32Array, blocks: Int32Array, groups: GroupArray | None = None) -> None:
         """Gives blocks on the device to nodes that had none there. groups [n]: of the blocks; None: all of the first."""
@@ -216,7 +216,7 @@ class PrefixIndex:
             self.num_changes += len(blocks)
         if self.record is not None:
             self.record.note(Tier.DEVICE, blocks)
-        self._tell_tier(nodes, groups, Tier.DEVICE)
+        self._report_tier(nodes, groups, Tier.DEVICE)
 
     def add_group_blocks(self, group: int, nodes: Int32Array, blocks: Int32Array) -> Int32Array:
         """Gives blocks [n] of a group behind the first to these nodes [n]. Returns [n] the blocks that the nodes have there."""
@@ -364,7 +364,7 @@ class PrefixIndex:
             self.record.forget(Tier.HOST, hosts)
         return taken
 
-    def _tell_tier(self, nodes: Int32Array, groups: GroupArray | None, tier: Tier) -> None:
+    def _report_tier(self, nodes: Int32Array, groups: GroupArray | None, tier: Tier) -> None:
         """The tier of a node is that of its first group's block."""
         nodes = nodes if groups is None else nodes[groups == 0]
         if self.change_log is not None and len(nodes):

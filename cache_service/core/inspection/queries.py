@@ -40,7 +40,7 @@ class Queries:
         """[n] ids of the session's sequences, ascending; to be read before the session changes. Raises UnknownSession."""
         return self._state.session(session).ids.items()[0]
 
-    def sequence_ids_of(self, session: SessionId, tenant: str) -> Int64Array:
+    def list_sequence_ids(self, session: SessionId, tenant: str) -> Int64Array:
         """[n] those of one tenant, ascending. Raises UnknownSession."""
         ids, slots = self._state.session(session).ids.items()
         return ids[self._sequences.roots[slots] == self._state.index.find_root(tenant)]
@@ -108,8 +108,8 @@ class Queries:
             num_transfers=int(pool.transfer_counts[block]),
             num_quarantines=int(pool.quarantine_counts[block]),
             indexed=bool(pool.indexed[block]),
-            has_host_copy=bool(index.held.hosts_of(np.array([block], np.int32))[0]),
-            reuse_hint=pool.reuse.hint_of(block) if pool.reuse is not None else ReuseHint.UNSPECIFIED,
+            has_host_copy=bool(index.held.find_hosts(np.array([block], np.int32))[0]),
+            reuse_hint=pool.reuse.get_hint(block) if pool.reuse is not None else ReuseHint.UNSPECIFIED,
         )
 
     # The whole pool
@@ -149,7 +149,7 @@ class Queries:
             num_hit_tokens=int(seqs.num_hit[slot]),
             num_accesses=int(seqs.accesses.counts[slot]),
             block_table=table,
-            num_host_blocks=self._swapper.host.num_blocks_of(slot) if self._swapper is not None else 0,
+            num_host_blocks=self._swapper.host.count_blocks(slot) if self._swapper is not None else 0,
             retention=seqs.retention(slot),
             start_number=int(seqs.start_numbers[slot]),
             reuse_hint=ReuseHint(int(seqs.reuse_hints[slot])),

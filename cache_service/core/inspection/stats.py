@@ -66,7 +66,7 @@ def group_stats(state: PoolState) -> list[GroupStats]:
     if seqs.num_groups == 1:
         return []
     running = seqs.running_slots()
-    num_entries = int(seqs.num_blocks_of(seqs.num_reserved[running]).sum())
+    num_entries = int(seqs.count_blocks(seqs.num_reserved[running]).sum())
     num_holes = seqs.num_holes(running).tolist()
     return [
         GroupStats(span.num_tokens, num_entries - holes, holes) for span, holes in zip(seqs.group_spans, num_holes, strict=True)

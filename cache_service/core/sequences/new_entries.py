@@ -38,7 +38,7 @@ class NewEntries:
         periods = (self.periods[group] for group in self.state_groups)
         return (end - start) * self._num_dense + sum(end // k - start // k + (end % k > 0) for k in periods)
 
-    def num_blocks_of(self, starts: Int32Array, ends: Int32Array) -> Int32Array:
+    def count_blocks(self, starts: Int32Array, ends: Int32Array) -> Int32Array:
         """[n] the same of several sequences; an end below its start is none."""
         ends = np.maximum(ends, starts)
         total = (ends - starts) * np.int32(self._num_dense)

@@ -48,26 +48,26 @@ class Publisher:
         if not self._is_on or self.is_paused:
             return
         if len(self._pending) == _MOST_PENDING:
-            self.publish(told_now=owner)
+            self.publish(reported_now=owner)
         self._pending.append((owner, slots))
 
-    def publish(self, max_blocks: int = ALL_BLOCKS, *, told_now: SessionState | None = None) -> bool:
+    def publish(self, max_blocks: int = ALL_BLOCKS, *, reported_now: SessionState | None = None) -> bool:
         """Publishes up to max_blocks pending blocks. Returns whether more are left. A block that a copy in flight fills waits.
 
-        told_now: the session whose reply, not written yet, reports its table updates; others hear of theirs in their next one.
+        reported_now: the session whose reply, not written yet, reports its table updates; others get theirs in the next one.
         """
         pending = self._pending
         if self._waiting:
             pending.extendleft(reversed(self._waiting))
             self._waiting.clear()
         while pending and max_blocks > 0:
-            max_blocks -= self._publish_commit(*pending.popleft(), max_blocks, told_now)
+            max_blocks -= self._publish_commit(*pending.popleft(), max_blocks, reported_now)
         return bool(pending)
 
-    def publish_slots(self, owner: SessionState, slots: Int64Array, *, told_now: SessionState) -> None:
+    def publish_slots(self, owner: SessionState, slots: Int64Array, *, reported_now: SessionState) -> None:
         """Publishes what can be of these sequences of one session, which are about to end. The others stay pending."""
         if self._is_on and not self.is_paused:
-            self._publish_commit(owner, slots, ALL_BLOCKS, told_now)
+            self._publish_commit(owner, slots, ALL_BLOCKS, reported_now)
 
     def pending_slots(self) -> Int64Array:
         """[n] sequences with pending blocks."""
@@ -153,7 +153,9 @@ class Publisher:
             wrong.extend(f"slot {slot} is to be published and has no such sequence" for slot in slots[strange].tolist())
         return wrong
 
-    def _publish_commit(self, owner: SessionState, slots: Int64Array, max_blocks: int, told_now: SessionState | None) -> int:
+    def _publish_commit(
+        self, owner: SessionState, slots: Int64Array, max_blocks: int, reported_now: SessionState | None
+    ) -> int:
         """Publishes one commit; the blocks beyond the bound go back to the front. Returns the number of blocks."""
         seqs = self._sequences
         first, last = seqs.num_published[slots], self._num_to_publish(slots)
@@ -171,7 +173,7 @@ class Publisher:
             slots, first, last, waiting = slots[: cut + 1], first[: cut + 1], last[: cut + 1], waiting[waiting < cut]
         if len(waiting):
             self._waiting.append((owner, slots[waiting]))
-        until = owner.step_id - (owner is told_now)
+        until = owner.step_id - (owner is reported_now)
         self._publish(owner, until, slots, first, last)
         return int((last - first).sum())
 

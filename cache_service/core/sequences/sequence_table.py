@@ -99,7 +99,7 @@ class SequenceTable:
         """Blocks that so many tokens need."""
         return -(-num_tokens // self.block_size)
 
-    def num_blocks_of(self, num_tokens: Int32Array) -> Int32Array:
+    def count_blocks(self, num_tokens: Int32Array) -> Int32Array:
         """[n] blocks that so many tokens [n] need."""
         return -(-num_tokens // self._size)
 

@@ -130,7 +130,7 @@ class SpanDrops:
             return
         entries = seqs.new_entries
         if not entries.has_states or any(not entries.periods[group] for group in groups.tolist()):
-            publisher.publish(told_now=owner if in_reply else None)  # states that are dropped are never shared
+            publisher.publish(reported_now=owner if in_reply else None)  # states that are dropped are never shared
         dropped, changed, changed_places = [], [], []
         for row, group in zip(rows.tolist(), groups.tolist(), strict=True):
             slot, first = int(slots[row]), group * seqs.max_blocks

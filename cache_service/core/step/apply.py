@@ -19,7 +19,7 @@ from ..tiers.sequence_swap import SequenceSwapper
 from ..values.errors import InvalidField
 from ..values.step_columns import StepBatch, StepReply
 from ..values.types import NO_INT32, NO_INT64, Int64Array, ItemResult, SequenceState, SessionId, StartResult
-from .reply import int32_of, step_reply
+from .reply import step_reply, to_int32
 from .validate import StepPlan, check_step, has_one_each, has_swaps
 
 _NO_GRANTS = Grants(NO_INT32, NO_INT32, NO_INT32)
@@ -95,7 +95,7 @@ class StepApplier:
         release_slots = _there(owner, batch.release_ids)
         self._publish(owner, batch, plan, release_slots)
         if owner.updates:  # before the forks, which copy these entries, also from a sequence that this step releases
-            self._tell_updates(owner, log)
+            self._report_updates(owner, log)
         if len(batch.fork_children):
             self._fork_all(owner, log, batch)
             release_slots = _there(owner, batch.release_ids)  # a child whose fork was refused has no slot
@@ -110,7 +110,7 @@ class StepApplier:
         grants = self._reserve_all(owner, log, batch, plan)
         self._note_wishes(plan, grants)
         if log.copy_destinations:
-            owner.note_copies(self._pool, int32_of(log.copy_destinations))
+            owner.note_copies(self._pool, to_int32(log.copy_destinations))
         if swapper is not None:
             swapper.finish_call(owner)
         if self._prompts.is_on:
@@ -150,9 +150,9 @@ class StepApplier:
         """Publishes as much before the answer as the step asks for."""
         could_hit_more = len(plan.start_slots) and self._starter.could_hit_more(plan.start_slots, batch.start_max_hit)
         if plan.needs_published or could_hit_more:
-            self._publisher.publish(told_now=owner)
+            self._publisher.publish(reported_now=owner)
         elif release_slots:
-            self._publisher.publish_slots(owner, np.array(release_slots), told_now=owner)
+            self._publisher.publish_slots(owner, np.array(release_slots), reported_now=owner)
 
     def _note_wishes(self, plan: StepPlan, grants: Grants) -> None:
         """How many free blocks the step could use, hits of its starts included; steps to come are to find as many."""
@@ -186,7 +186,7 @@ class StepApplier:
                 self._lifecycle.truncate(owner, slot, num_tokens)
             log.truncated_lens.append(0 if slot is None else int(self._sequences.num_committed[slot]))
 
-    def _tell_updates(self, owner: SessionState, log: StepLog) -> None:
+    def _report_updates(self, owner: SessionState, log: StepLog) -> None:
         """Table entries replaced by publishing since the last reply, but for those that have changed again."""
         seqs = self._sequences
         for slots, ids, table_idx, blocks in owner.updates:

@@ -13,7 +13,7 @@ from ..values.errors import DuplicateSequence, InvalidField, OutOfBlocks, OutOfH
 from ..values.step_columns import StepBatch, StepReply
 from ..values.types import NO_INT32, Int32Array, ItemResult, SequenceState, SessionId, StartResult
 from .apply import StepApplier
-from .reply import copies_of
+from .reply import list_copies
 from .validate import too_long
 
 _FIELDS = {"commit_num_tokens": "num_tokens", "commit_token_ids": "token_ids", "fork_num_tokens": "num_tokens",
@@ -62,7 +62,7 @@ class OneItemCalls:
             reply = self._step_once(owner, reserve_ids=ids, reserve_min=lens, reserve_max=lens)
             is_granted = reply.reserve_reserved[0] >= num_tokens
         if is_granted:
-            return copies_of(reply)
+            return list_copies(reply)
         self._claims.forget_claim(slot)  # a call that is refused with an error leaves no trace
         requested, available = self._shortage(owner, slot, num_tokens, look_up=look_up)
         raise OutOfBlocks(f"{requested} blocks are wanted, {available} are available", requested=requested, available=available)
@@ -146,7 +146,7 @@ class OneItemCalls:
             raise OutOfHostBlocks(
                 f"{requested} host blocks are wanted, {available} are available", requested=requested, available=available
             )
-        return copies_of(reply)
+        return list_copies(reply)
 
     def swap_in(self, session: SessionId, sequence_id: int) -> Copies:
         """Moves a sequence back to the device; one that is there stays. Raises OutOfBlocks, which changes nothing."""
@@ -162,7 +162,7 @@ class OneItemCalls:
             raise OutOfBlocks(
                 f"{requested} blocks are wanted, {available} are available", requested=requested, available=available
             )
-        return copies_of(reply)
+        return list_copies(reply)
 
     def _shortage(self, owner: SessionState, slot: int, num_tokens: int, *, look_up: bool) -> tuple[int, int]:
         """(blocks that an extend takes beside its hit, copies included; blocks that it could have)."""

@@ -32,7 +32,7 @@ def step_reply(
     # A start that was refused holds nothing, so its row is zeros by itself. A loading start is reported when its blocks are
     # there.
     tables = [seqs.whole_table(slot) for slot in plan.start_slots.tolist()]
-    update_groups, update_table_idx = NO_INT32, int32_of(log.update_table_idx)
+    update_groups, update_table_idx = NO_INT32, to_int32(log.update_table_idx)
     if seqs.num_groups > 1 and len(update_table_idx):
         update_groups, update_table_idx = np.divmod(update_table_idx, np.int32(seqs.max_blocks))
     reserved = seqs.num_reserved[plan.start_slots] if tables else NO_INT32
@@ -43,22 +43,22 @@ def step_reply(
     hits = seqs.num_hit[plan.start_slots] if tables else NO_INT32
     if log.computing_lens:
         lens = log.computing_lens
-        hits = int32_of([lens.get(slot, hit) for slot, hit in zip(plan.start_slots.tolist(), hits.tolist(), strict=True)])
+        hits = to_int32([lens.get(slot, hit) for slot, hit in zip(plan.start_slots.tolist(), hits.tolist(), strict=True)])
     reply = StepReply(
-        fork_results=int32_of(log.forks),
-        start_results=int32_of(log.starts),
+        fork_results=to_int32(log.forks),
+        start_results=to_int32(log.starts),
         start_hits=hits,
         start_reserved=reserved,
-        start_num_blocks=int32_of([len(table) // seqs.num_groups for table in tables]),
+        start_num_blocks=to_int32([len(table) // seqs.num_groups for table in tables]),
         start_block_ids=np.concatenate(tables) if tables else NO_INT32,
         reserve_reserved=grants.reserved,
         new_block_item_idx=grants.item_idx,
         new_block_ids=grants.blocks,
         update_ids=np.array(log.update_ids, np.int64) if log.update_ids else NO_INT64,
         update_table_idx=update_table_idx,
-        update_block_ids=int32_of(log.update_blocks),
-        copy_sources=int32_of(log.copy_sources),
-        copy_destinations=int32_of(log.copy_destinations),
+        update_block_ids=to_int32(log.update_blocks),
+        copy_sources=to_int32(log.copy_sources),
+        copy_destinations=to_int32(log.copy_destinations),
         num_free=len(pool.free),
         num_evictable=pool.num_evictable,
         num_fenced=pool.num_fenced,
@@ -69,7 +69,7 @@ def step_reply(
         update_groups=update_groups,
     )
     if seqs.has_states and (log.forked_lens or log.truncated_lens):
-        reply = reply._replace(fork_committed=int32_of(log.forked_lens), truncate_committed=int32_of(log.truncated_lens))
+        reply = reply._replace(fork_committed=to_int32(log.forked_lens), truncate_committed=to_int32(log.truncated_lens))
     if owner.logits and tables:
         reply = reply._replace(start_has_logits=_has_logits(owner, batch))
     if log.orders or log.ready or has_swaps(batch):
@@ -79,7 +79,7 @@ def step_reply(
 
 def _has_logits(owner: SessionState, batch: StepBatch) -> Int32Array:
     held = [owner.logits.get(sequence_id) for sequence_id in batch.start_ids.tolist()]
-    has_logits = int32_of([item is not None and item.step_id == owner.step_id for item in held])
+    has_logits = to_int32([item is not None and item.step_id == owner.step_id for item in held])
     return has_logits if has_logits.any() else NO_INT32
 
 
@@ -91,8 +91,8 @@ def _with_moves(reply: StepReply, seqs: SequenceTable, owner: SessionState, log:
     tables = [seqs.whole_table(slot) for slot in ready]
     kinds, sources, destinations = order_columns(log.orders)
     return reply._replace(
-        swap_out_results=int32_of(log.swap_outs),
-        swap_in_results=int32_of(log.swap_ins),
+        swap_out_results=to_int32(log.swap_outs),
+        swap_in_results=to_int32(log.swap_ins),
         transfer_ids=np.array([order.id for order in log.orders], np.int64),
         transfer_kinds=kinds,
         transfer_sources=sources,
@@ -100,17 +100,17 @@ def _with_moves(reply: StepReply, seqs: SequenceTable, owner: SessionState, log:
         ready_ids=seqs.ids[ready],
         ready_hits=seqs.num_hit[ready],
         ready_reserved=seqs.num_reserved[ready],
-        ready_num_blocks=int32_of([len(table) // seqs.num_groups for table in tables]),
+        ready_num_blocks=to_int32([len(table) // seqs.num_groups for table in tables]),
         ready_block_ids=np.concatenate([NO_INT32, *tables]),
     )
 
 
-def int32_of(values: Sequence[int]) -> Int32Array:
+def to_int32(values: Sequence[int]) -> Int32Array:
     """An array; the empty one is shared, because most lists of most steps are empty."""
     return np.array(values, np.int32) if values else NO_INT32
 
 
-def copies_of(reply: StepReply) -> Copies:
+def list_copies(reply: StepReply) -> Copies:
     """The copies and transfers that a step wants to have run."""
     transfers = (reply.transfer_kinds, reply.transfer_sources, reply.transfer_destinations)
     return Copies(reply.copy_sources, reply.copy_destinations, *transfers)
@@ -118,5 +118,5 @@ def copies_of(reply: StepReply) -> Copies:
 
 def order_columns(orders: list[TransferOrder]) -> tuple[Int32Array, Int32Array, Int32Array]:
     """Kinds, sources and destinations [n] of transfer orders."""
-    kinds, sources = int32_of([order.kind for order in orders]), int32_of([order.source for order in orders])
-    return kinds, sources, int32_of([order.destination for order in orders])
+    kinds, sources = to_int32([order.kind for order in orders]), to_int32([order.source for order in orders])
+    return kinds, sources, to_int32([order.destination for order in orders])

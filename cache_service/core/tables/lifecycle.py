@@ -91,7 +91,7 @@ class SequenceLifecycle:
         """Gives back all blocks of these sequences and forgets them."""
         seqs = self._sequences
         running = [slot for slot in slots if seqs.states[slot] == _RUNNING]
-        self._tell_uses(running)
+        self._report_uses(running)
         if self._is_shared:
             self._note_ends(running)
         # Deepest first, so that leaves are evicted before their parents.
@@ -120,11 +120,11 @@ class SequenceLifecycle:
 
     def release_end(self, owner: SessionState, slot: int, num_kept: int) -> None:
         """Gives back the blocks of a running sequence behind the first num_kept; its release is to follow."""
-        self._tell_uses([slot])
+        self._report_uses([slot])
         self._ending_slot = slot
         self.truncate(owner, slot, num_kept * self._block_size)
 
-    def _tell_uses(self, slots: list[int]) -> None:
+    def _report_uses(self, slots: list[int]) -> None:
         """Notifies the eviction order of the end of each running sequence, once, before any of them gives up a block."""
         pool, seqs = self._pool, self._sequences
         if pool.policy.wants_uses:

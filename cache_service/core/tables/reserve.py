@@ -41,7 +41,7 @@ class Reservations:
         total = num_entries * num_groups
         if seqs.has_states and total:
             starts = table_lens[growing]
-            total = int(seqs.new_entries.num_blocks_of(starts, starts + num_new[growing]).sum())
+            total = int(seqs.new_entries.count_blocks(starts, starts + num_new[growing]).sum())
         seqs.accesses.note(slots, self._clock.now)
         if total > pool.num_available or np.count_nonzero(seqs.may_copy[slots]):
             return self._reserve_in_order(owner, log, slots, least, wanted)

@@ -150,7 +150,7 @@ class ContentTier:
         pays = self.worth.num_paying(num_known, self.rules.deadline) > 0
         return MatchEnd.ON_DISK if pays else MatchEnd.NOT_WORTH_LOADING
 
-    def end_of(self, tenant: str, tokens: Int32Array) -> int:
+    def find_end(self, tenant: str, tokens: Int32Array) -> int:
         """Whole blocks of a prompt that could be hit once this tier has brought what it is known to have."""
         up_to = self._lookup.lookups(self._index.find_root(tenant), tokens, self.directory.find, tenant)
         return up_to(len(tokens) // self._block_size).end
@@ -225,14 +225,14 @@ class TierChain:
         if self._state.config.group_spans != (WHOLE,):
             found: list[Tier] = []
             for tier in self.tiers:
-                found += [tier.tier] * (tier.end_of(tenant, tokens) - len(nodes) - len(found))
+                found += [tier.tier] * (tier.find_end(tenant, tokens) - len(nodes) - len(found))
             return found
         names, below, width = self._state.block_names, self._state.below_blocks, 4 * self._state.config.block_size
         raw = tokens[len(nodes) * self._state.config.block_size :].astype("<i4").tobytes()
         name, found = names.of(int(nodes[-1])) if len(nodes) else names.first(tenant), []
         for at in range(0, len(raw) - width + 1, width):
             name = names.child(name, raw[at : at + width])
-            of_block = below.tier_of(name)
+            of_block = below.find_tier(name)
             if of_block is None:
                 break
             found.append(of_block)

@@ -208,9 +208,9 @@ class SlotDirectory:
             wrong.append("slots are read by other loads than those in flight")
         if self._storing != {each.slot for each in stores}:
             wrong.append("slots are written by other stores than those in flight")
-        told = {self._block_names[slot] for slot in self._of_name.values() if slot not in self._storing} - {b""}
-        if len(told) != len(self._blocks) or any(name not in self._blocks for name in told):
-            wrong.append("other blocks are told of than the slab has")
+        reported = {self._block_names[slot] for slot in self._of_name.values() if slot not in self._storing} - {b""}
+        if len(reported) != len(self._blocks) or any(name not in self._blocks for name in reported):
+            wrong.append("other blocks are reported than the slab has")
         return wrong
 
     def _lose(self, slot: int) -> None:
@@ -292,9 +292,9 @@ class RemoteDirectory:
     def check(self, reads: Sequence[TierOrder], stores: Sequence[TierOrder]) -> list[str]:
         if self._storing - {each.name for each in stores}:
             return ["a block is being stored by no order"]
-        told = set(self._names.values()) - {b""}
-        if len(told) != len(self._blocks) or any(name not in self._blocks for name in told):
-            return ["other blocks are told of than the store was heard to have"]
+        reported = set(self._names.values()) - {b""}
+        if len(reported) != len(self._blocks) or any(name not in self._blocks for name in reported):
+            return ["other blocks are reported than the store was heard to have"]
         return ["the directory has outgrown its bound"] if len(self._names) > _MOST_NAMES else []
 
     def _forget(self, name: bytes) -> None:

@@ -23,7 +23,7 @@ class HostTier:
 
     def __init__(self, config: PoolConfig, index: PrefixIndex, forget: Callable[[Int32Array, MatchEnd], None]) -> None:
         """forget(host blocks, why) reports to the index which copies are lost."""
-        self._tell_index = forget
+        self._notify_index = forget
         self.num_blocks = config.num_host_blocks
         # Least recently used; of the limits only the time to live, which starts anew when a block is cached here.
         own = PoolConfig(config.num_host_blocks, config.block_size, prefix_ttl=config.prefix_ttl)
@@ -69,7 +69,7 @@ class HostTier:
         table = self.tables.pop(slot)[::-1]
         self.pool.drop_references(table[table > 0], fenced=False)
 
-    def num_blocks_of(self, slot: int) -> int:
+    def count_blocks(self, slot: int) -> int:
         return int(np.count_nonzero(self.tables[slot])) if slot in self.tables else 0
 
     def quarantine(self, session: SessionId, blocks: Int32Array) -> None:
@@ -84,7 +84,7 @@ class HostTier:
             self.pool.end_quarantine(blocks)
 
     def _evicted(self, hosts: Int32Array, why: MatchEnd) -> Int32Array:
-        self._tell_index(hosts, why)
+        self._notify_index(hosts, why)
         return NO_INT32
 
     def quarantined_blocks(self) -> list[Int32Array]:

@@ -37,7 +37,7 @@ class ContentNames:
         """key: 1 to 64 bytes, of this slab and KV spec alone."""
         self._key = key
         self._nodes = NodeNames(index, self.child, self._root)
-        self.of, self.root_of, self.first = self._nodes.of, self._nodes.root_of, self._nodes.first
+        self.of, self.get_root, self.first = self._nodes.of, self._nodes.get_root, self._nodes.first
 
     def child(self, parent: bytes, tokens: bytes) -> bytes:
         """The name of a block with these tokens, LE32, behind a parent of that name."""

@@ -38,16 +38,16 @@ class Offloader:
         self._allocator = state.allocator
         self._publisher = state.publisher
         self._for: SessionState | None = None  # the session of this call: its answer lists the orders
-        self._told: list[TransferOrder] = []
+        self._issued: list[TransferOrder] = []
 
     # The call at hand
 
-    def begin_call(self, owner: SessionState, told: list[TransferOrder]) -> None:
-        """From here on orders are this session's, and appended to `told`. Without a call nothing is demoted."""
-        self._for, self._told = owner, told
+    def begin_call(self, owner: SessionState, issued: list[TransferOrder]) -> None:
+        """From here on orders are this session's, and appended to `issued`. Without a call nothing is demoted."""
+        self._for, self._issued = owner, issued
 
     def finish_call(self) -> None:
-        self._for, self._told = None, []
+        self._for, self._issued = None, []
 
     # Orders
 
@@ -93,8 +93,8 @@ class Offloader:
             self._forget_hosts(lost, MatchEnd.EVICTED)
         else:
             self._index.note_filled(destinations)
-            for tell in self.on_filled:
-                tell(destinations)
+            for notify in self.on_filled:
+                notify(destinations)
         self._pool.end_transfers(sources)
         self.host.pool.end_transfers(destinations)
 
@@ -108,12 +108,12 @@ class Offloader:
             self._allocator.note_loaded(destinations, [order.root for order in orders])
             nodes, index = self._index.node_of_host[sources], self._index
             _, first = np.unique(sources, return_index=True)  # of two loads of one block, the first is the node's from now on
-            first = np.sort(first[(nodes[first] > 0) & (index.held.blocks_of(sources[first]) == 0)])
+            first = np.sort(first[(nodes[first] > 0) & (index.held.find_blocks(sources[first]) == 0)])
             index.add_blocks(nodes[first], destinations[first], index.held.groups_of_hosts(sources[first]))
             self._pool.mark_indexed(destinations[first])
             self.num_promoted += len(first)
-            for tell in self.on_used:
-                tell(sources)
+            for notify in self.on_used:
+                notify(sources)
         self.host.pool.end_transfers(sources)
         self._pool.end_transfers(destinations)
 
@@ -128,7 +128,7 @@ class Offloader:
         if index.held.has_tail:
             is_page = index.held.group_of_block[victims] > 0
             pages, victims = victims[is_page], victims[~is_page]
-        hosts = index.held.hosts_of(victims)
+        hosts = index.held.find_hosts(victims)
         index.leave_device(victims[hosts > 0])
         self.num_demoted += int(np.count_nonzero(hosts))
         needy = victims[hosts == 0]
@@ -140,7 +140,7 @@ class Offloader:
         nodes = index.node_of_block[moved]  # now: making room in the host tier may have forgotten a node
         host.return_blocks(copies[nodes == 0])
         nodes, moved, copies = nodes[nodes > 0], moved[nodes > 0], copies[nodes > 0]
-        index.add_hosts(nodes, copies, index.held.groups_of(moved))
+        index.add_hosts(nodes, copies, index.held.get_groups(moved))
         host.pool.mark_indexed(copies)
         self.prepare_store(moved, copies)
         index.leave_device(moved)
@@ -157,7 +157,7 @@ class Offloader:
         Returns their device destinations, quarantined where it may still write, and the orders; the caller notifies their
         waiters.
         """
-        orders = self.transfers.take_orders(order.id for order in self.transfers.orders_of(owner))
+        orders = self.transfers.take_orders(order.id for order in self.transfers.list_orders(owner))
         loads = _destinations([order for order in orders if order.kind is TransferKind.SWAP_IN])
         if may_still_write:
             fills = [order for order in orders if order.kind is TransferKind.SWAP_OUT]
@@ -168,10 +168,10 @@ class Offloader:
 
     def _issue(self, kind: TransferKind, sources: Int32Array, destinations: Int32Array, root: int) -> list[TransferOrder]:
         owner = self._for
-        assert owner is not None, "an order without a call to tell it"
+        assert owner is not None, "an order without a call to report it"
         pairs = zip(sources.tolist(), destinations.tolist(), strict=True)
         orders = [self.transfers.issue(kind, source, destination, owner, root) for source, destination in pairs]
-        self._told.extend(orders)
+        self._issued.extend(orders)
         return orders
 
     def _forget_hosts(self, hosts: Int32Array, why: MatchEnd) -> None:

@@ -41,27 +41,27 @@ class SequenceSwapper:
         self._spans = state.spans
         self._counters = state.counters
         self._caller: SessionState | None = None
-        self._told: list[TransferOrder] = []
+        self._issued: list[TransferOrder] = []
         self._num_run = 0  # of them, by this service
 
     # Calls
 
-    def begin_call(self, owner: SessionState, told: list[TransferOrder]) -> None:
+    def begin_call(self, owner: SessionState, issued: list[TransferOrder]) -> None:
         """A call of the session begins, which will list the orders. Without one nothing is demoted."""
-        self._caller, self._told, self._num_run = owner, told, 0
-        self.offloader.begin_call(owner, told)
+        self._caller, self._issued, self._num_run = owner, issued, 0
+        self.offloader.begin_call(owner, issued)
 
     def finish_call(self, owner: SessionState) -> None:
         """The call is over."""
         self.run_now(owner)
-        self._caller, self._told = None, []
+        self._caller, self._issued = None, []
         self.offloader.finish_call()
 
     def run_now(self, owner: SessionState) -> None:
         """Where the cache service runs the session's orders, they are complete for all that comes next."""
-        if owner.executor is Executor.CACHE and self._num_run < len(self._told):
-            ids = [order.id for order in self._told[self._num_run :]]
-            self._num_run = len(self._told)
+        if owner.executor is Executor.CACHE and self._num_run < len(self._issued):
+            ids = [order.id for order in self._issued[self._num_run :]]
+            self._num_run = len(self._issued)
             self._end_orders(self.offloader.transfers.take_orders(ids), ok=True)
 
     def report_orders(self, completed: Int64Array, failed: Int64Array) -> None:
@@ -85,14 +85,14 @@ class SequenceSwapper:
 
     # Swapping out
 
-    def copies_of(self, owner: SessionState, slot: int) -> tuple[Int64Array, Int32Array]:
+    def find_copies(self, owner: SessionState, slot: int) -> tuple[Int64Array, Int32Array]:
         """Places in the tables that have a block, and the host copy of each that may be shared, or 0.
 
         A copy on its way is waited for only where this session makes it: it would not hear of another's failure.
         """
         table = self._sequences.whole_table(slot)
         places = np.flatnonzero(table)
-        hosts = self._index.held.hosts_of(table[places])
+        hosts = self._index.held.find_hosts(table[places])
         for at in np.flatnonzero(self.host.is_filling[hosts]).tolist():
             if self.offloader.fills[int(hosts[at])].owner is not owner:
                 hosts[at] = 0
@@ -104,7 +104,7 @@ class SequenceSwapper:
 
     def shortage(self, owner: SessionState, slot: int) -> tuple[int, int]:
         """(host blocks that a swap-out would take, those that there are)."""
-        _, hosts = self.copies_of(owner, slot)
+        _, hosts = self.find_copies(owner, slot)
         return int(np.count_nonzero(hosts == 0)), self.host.pool.num_available - self.host.pool.num_revived(hosts)
 
     def swap_out(self, owner: SessionState, slot: int) -> bool:
@@ -115,7 +115,7 @@ class SequenceSwapper:
             self._counters.num_refusals += 1
             return False
         table = seqs.whole_table(slot)
-        places, hosts = self.copies_of(owner, slot)
+        places, hosts = self.find_copies(owner, slot)
         has_copy = hosts > 0
         host.pool.acquire(hosts[has_copy])
         hosts[~has_copy] = host.take_blocks(num_missing, held=True)
@@ -124,10 +124,10 @@ class SequenceSwapper:
             self.offloader.fills[block].add_waiter(move, 0)
         blocks, copies = table[places][~has_copy], hosts[~has_copy]
         nodes = index.node_of_block[blocks]  # now: making room in the host tier may have forgotten a node
-        named = (nodes > 0) & (index.held.hosts_of(blocks) == 0)
+        named = (nodes > 0) & (index.held.find_hosts(blocks) == 0)
         if index.held.has_tail:  # its pages are this sequence's alone there, because hits do without them
             named &= index.held.group_of_block[blocks] == 0
-        index.add_hosts(nodes[named], copies[named], index.held.groups_of(blocks[named]))
+        index.add_hosts(nodes[named], copies[named], index.held.get_groups(blocks[named]))
         host.pool.mark_indexed(copies[named])
         for order in self.offloader.prepare_store(blocks, copies):
             order.add_waiter(move, 0)
@@ -185,7 +185,7 @@ class SequenceSwapper:
     def _present(self, owner: SessionState, slot: int) -> tuple[Int32Array, list[tuple[TransferOrder, int]]]:
         """Device blocks [n] that hold what the sequence's host blocks hold, or are loaded from them just now; else 0."""
         hosts = self.host.tables[slot]
-        blocks = self._index.held.blocks_of(hosts)
+        blocks = self._index.held.find_blocks(hosts)
         return blocks, self._join(owner, hosts, blocks, any_session=False)
 
     # Starting
@@ -251,14 +251,14 @@ class SequenceSwapper:
         self.end_reported_orders(self.offloader.transfers.num_issued)  # what was run before it ended was run
         self.arrived.pop(owner.number, None)
         blocks, orders = self.offloader.end_session(owner, may_still_write=may_still_write)
-        self._tell_waiters(orders, ok=False)
+        self._notify_waiters(orders, ok=False)
         return blocks
 
     def _end_orders(self, orders: list[TransferOrder], *, ok: bool) -> None:
         self.offloader.end_orders(orders, ok=ok)
-        self._tell_waiters(orders, ok=ok)
+        self._notify_waiters(orders, ok=ok)
 
-    def _tell_waiters(self, orders: list[TransferOrder], *, ok: bool) -> None:
+    def _notify_waiters(self, orders: list[TransferOrder], *, ok: bool) -> None:
         for order in orders:
             for move, place in order.waiters:
                 move.num_pending -= 1

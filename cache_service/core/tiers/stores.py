@@ -44,7 +44,7 @@ class TierStores:
             node = int(self._index.node_of_host[host])
             if not node or self._host.is_filling[host]:
                 continue
-            group = self._index.held.group_of(host)
+            group = self._index.held.get_group(host)
             name = self._names.of_group(self._names.of(node), group)
             if not self._is_admitted(node) or self._directory.use(name):
                 continue
@@ -97,4 +97,4 @@ class TierStores:
     def _is_admitted(self, node: int) -> bool:
         """Whether blocks of this node's tenant are stored."""
         tenants = self._rules.tenants
-        return tenants is None or self._index.tenants[-self._names.root_of(node) - 1] in tenants
+        return tenants is None or self._index.tenants[-self._names.get_root(node) - 1] in tenants

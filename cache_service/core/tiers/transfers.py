@@ -69,7 +69,7 @@ class Transfers:
         self._of.setdefault(owner.number, {})[self.num_issued] = order
         return order
 
-    def orders_of(self, owner: SessionState) -> list[TransferOrder]:
+    def list_orders(self, owner: SessionState) -> list[TransferOrder]:
         """The transfers that the session has in flight, oldest first."""
         return list(self._of.get(owner.number, {}).values())
 

@@ -76,7 +76,7 @@ def state_span(checkpoint_blocks: int) -> ReadSpan:
     return ReadSpan(2, checkpoint_blocks=checkpoint_blocks)
 
 
-def spans_of(*windows: int) -> tuple[ReadSpan, ...]:
+def make_spans(*windows: int) -> tuple[ReadSpan, ...]:
     """The spans of groups with these windows in tokens, 0 for all tokens."""
     return tuple(ReadSpan(window) for window in windows)
 
@@ -178,7 +178,7 @@ class KvSpec:
         """Whether a layer has a state instead of K and V."""
         return any(layer_idx in group.layers for group in self.groups if group.has_states)
 
-    def place_of(self, layer_idx: int) -> tuple[int, int]:
+    def find_place(self, layer_idx: int) -> tuple[int, int]:
         """The group of a layer, and its place among the layers in a block of that group."""
         for group_idx, group in enumerate(self.groups):
             if layer_idx in group.layers:

@@ -116,17 +116,17 @@ class StepReply(NamedTuple):
     truncate_committed: Annotated[Int32Array, In("truncate", "truncate_num_committed_tokens", Length.LIST)] = NO_INT32
 
 
-def _marks_of(values: type) -> list[tuple[str, Any, Any]]:
+def _list_marks(values: type) -> list[tuple[str, Any, Any]]:
     """(name, type, mark) of each annotated field, in the order of the fields."""
     hints = get_type_hints(values, include_extras=True)
     return [(name, *get_args(hint)) for name, hint in hints.items() if get_origin(hint) is Annotated]
 
 
-def _columns_of(values: type) -> tuple[Column, ...]:
+def _make_columns(values: type) -> tuple[Column, ...]:
     dtypes = ((Int64Array, np.dtype("<i8")), (Int32Array, np.dtype("<i4")))
     return tuple(
         Column(name, next(dtype for array, dtype in dtypes if array == hint), *mark)
-        for name, hint, mark in _marks_of(values)
+        for name, hint, mark in _list_marks(values)
         if isinstance(mark, In)
     )
 
@@ -144,6 +144,8 @@ def by_list(columns: tuple[Column, ...]) -> dict[str, tuple[Column, ...]]:
 WALKED_LISTS = frozenset({"fork", "truncate", "release", "start", "swap_out", "swap_in"})
 MAX_STEP_ITEMS = 256
 
-BATCH_COLUMNS = _columns_of(StepBatch)
-REPLY_COLUMNS = _columns_of(StepReply)
-REPLY_NUMBERS = {name: mark for name, _, mark in _marks_of(StepReply) if isinstance(mark, str)}  # field of StepResponse by name
+BATCH_COLUMNS = _make_columns(StepBatch)
+REPLY_COLUMNS = _make_columns(StepReply)
+REPLY_NUMBERS = {
+    name: mark for name, _, mark in _list_marks(StepReply) if isinstance(mark, str)
+}  # field of StepResponse by name

@@ -22,7 +22,7 @@ from ...core.values.copies import Copies
 from ...core.values.types import TransferKind
 from ..arena import Arena, ByteArray
 from ..host_packing import HostPacking
-from ..shared_memory import SharedMemoryArena, transfers_of
+from ..shared_memory import SharedMemoryArena, list_transfers
 
 
 class DeviceBytes:
@@ -47,7 +47,7 @@ class DeviceBytes:
     def copy(self, copies: Copies, block_bytes: int, hosts: ByteArray | None, packing: HostPacking | None = None) -> None:
         """See Arena."""
         whole = np.empty(block_bytes if packing is not None else 0, np.uint8)  # a block on its way, as numbers
-        for kind, source, destination in transfers_of(copies):
+        for kind, source, destination in list_transfers(copies):
             assert hosts is not None, "a transfer without a host tier"
             if packing is not None and kind == TransferKind.SWAP_OUT:
                 self._runtime.copy(self._device, whole.ctypes.data, self._at(source, block_bytes), block_bytes)

@@ -33,7 +33,7 @@ class HolderLink:
         self._changed = threading.Condition()
         self._is_done = False  # the holder has what is wanted, or is away
         self._is_closing = False
-        self._is_told = False
+        self._has_warned = False
         self._woken, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread: threading.Thread | None = None
 
@@ -43,7 +43,7 @@ class HolderLink:
             with HolderClient(self._address) as client:
                 client.held()
         except (HolderAway, HoldRefused) as error:
-            self._tell(error)
+            self._warn_away(error)
             return False
         return True
 
@@ -99,7 +99,7 @@ class HolderLink:
                     self._refused.clear()
                     self._serve(client)
             except (HolderAway, HoldRefused) as error:
-                self._tell(error)
+                self._warn_away(error)
                 with self._changed:
                     self._is_done = True
                     self._changed.notify_all()
@@ -111,7 +111,7 @@ class HolderLink:
         while not self._is_closing:
             self._drain()
             held = {name for name in client.held() if name.startswith(self._prefix)}
-            self._is_told = False
+            self._has_warned = False
             with self._changed:
                 missing = {name: one for name, one in self._wanted.items() if name not in held and name not in self._refused}
                 surplus = held - self._wanted.keys()
@@ -145,11 +145,11 @@ class HolderLink:
             return False
         return True
 
-    def _tell(self, error: Exception) -> None:
+    def _warn_away(self, error: Exception) -> None:
         """Once, until the holder is back."""
-        if not self._is_told:
+        if not self._has_warned:
             log.warning("holder_away", why=str(error))
-        self._is_told = True
+        self._has_warned = True
 
     def _drain(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -28,7 +28,7 @@ from .. import file_locks
 from ..file_locks import FolderInUse
 from ..private_file import FileRefused, make_file, private_directory
 from .slab import Slab, make_slab, rows_path
-from .slab_form import form_of
+from .slab_form import fit_form
 
 log = structlog.get_logger()
 
@@ -86,7 +86,7 @@ class DiskDirectory:
 
     def obtain(self, spec: KvSpec) -> Slab:
         """The slab of a pool, with what earlier runs have left in it. Raises OutOfMemory."""
-        if form_of(self._slab_bytes, spec).num_slots < _LEAST_SLOTS:
+        if fit_form(self._slab_bytes, spec).num_slots < _LEAST_SLOTS:
             raise OutOfMemory(f"--disk-memory holds fewer than {_LEAST_SLOTS} blocks of {size(spec.stored_bytes)}")
         path = self._path / f"slab-{hashlib.sha256(spec.stored_key).hexdigest()[:16]}.kv"
         if path.is_symlink() or path.exists():

@@ -20,7 +20,7 @@ from ...core.values.copies import StoredBlock, TierOrder, TierResult
 from ...core.values.kv_spec import KvSpec
 from ..arena import ByteArray
 from ..private_file import FileRefused, make_file, open_file
-from .slab_form import KEY_BYTES, PAGE, Header, Rows, decode_header, digest_under, form_of, name_key
+from .slab_form import KEY_BYTES, PAGE, Header, Rows, decode_header, digest_under, fit_form, name_key
 
 _MOST_TOGETHER = 8 << 20  # bytes in one call of the system
 _MOST_BUFFERS = 256
@@ -35,7 +35,7 @@ class Slab:
     def __init__(self, path: Path, spec: KvSpec, num_bytes: int) -> None:
         self.path = path
         self._spec = spec
-        self.form = form = form_of(num_bytes, spec)
+        self.form = form = fit_form(num_bytes, spec)
         self._file, self._data = open_file(rows_path(path)), -1
         try:
             header = decode_header(os.pread(self._file, PAGE, 0), form, spec)
@@ -165,7 +165,7 @@ class Slab:
     def _read_run(self, run: list[TierOrder], hosts: ByteArray) -> list[TierResult]:
         first, form, size = run[0].slot, self.form, self.form.row_bytes
         rows = os.pread(self._file, len(run) * size, form.row_at(first))
-        wanted = [self._rows.digest_of(rows[at * size : (at + 1) * size], order) for at, order in enumerate(run)]
+        wanted = [self._rows.find_digest(rows[at * size : (at + 1) * size], order) for at, order in enumerate(run)]
         is_straight = self._is_straight(hosts)
         buffers = [memoryview(hosts[order.host]) for order in run] if is_straight else self._whole_slots(len(run))
         _transfer(os.preadv, self._data, buffers, form.slot_at(first))
@@ -203,7 +203,7 @@ def make_slab(spare: Path, path: Path, spec: KvSpec, num_bytes: int) -> None:
 
     Raises OutOfMemory, FileRefused, OSError.
     """
-    form = form_of(num_bytes, spec)
+    form = fit_form(num_bytes, spec)
     descriptor = open_file(spare)
     try:
         os.ftruncate(descriptor, num_bytes - form.rows_bytes)

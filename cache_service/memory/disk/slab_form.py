@@ -62,7 +62,7 @@ class Form(NamedTuple):
         return (slot - 1) * self.slot_bytes
 
 
-def form_of(num_bytes: int, spec: KvSpec) -> Form:
+def fit_form(num_bytes: int, spec: KvSpec) -> Form:
     """The largest slab of this spec in so many bytes, both files together; perhaps of no slot."""
     one = Form(1, spec.stored_bytes, spec.block_size)
     num_slots = max((num_bytes - 2 * PAGE) // (one.row_bytes + one.slot_bytes), 0)
@@ -108,7 +108,7 @@ class Rows:
         text = _ROW.pack(*head) + order.tokens
         return self._check(order.slot, text) + text
 
-    def digest_of(self, row: bytes, order: TierOrder) -> bytes | None:
+    def find_digest(self, row: bytes, order: TierOrder) -> bytes | None:
         """The digest of what the slot of an order should hold; None where that is not what the order names."""
         found = self._decode(row, order.slot)
         if found is None:

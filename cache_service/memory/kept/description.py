@@ -71,7 +71,7 @@ class Description:
         counts = [getattr(decoded, name) for name in _COUNT_FIELDS]
         if decoded.spec.host_kv_dtype and not (decoded.pool and _is_packed(decoded.spec)):
             raise FileRefused("its description names a format that its blocks cannot be kept in")
-        counts += _told_counts(decoded.spec) + ([decoded.pool] if decoded.pool != 0 else [])
+        counts += _list_counts(decoded.spec) + ([decoded.pool] if decoded.pool != 0 else [])
         texts = decoded.spec.model_id, decoded.spec.element_type, decoded.spec.host_kv_dtype, decoded.device, decoded.held
         if not all(type(count) is int and 0 < count < 1 << 63 for count in counts) or any(
             type(text) is not str for text in texts
@@ -97,7 +97,7 @@ def _are_groups(spec: KvSpec) -> bool:
     numbers += [group.checkpoint_blocks for group in spec.groups]
     if not all(type(number) is int and 0 <= number < 1 << 31 for number in numbers):
         return False
-    if not all(_has_lawful_states(spec, group) for group in spec.groups):
+    if not all(_has_valid_states(spec, group) for group in spec.groups):
         return False
     if not all(group.layers and type(group.is_chunked) is bool for group in spec.groups):
         return False
@@ -111,17 +111,17 @@ def _are_groups(spec: KvSpec) -> bool:
     return sorted(layers) == every and not first.window and not first.state_bytes
 
 
-def _has_lawful_states(spec: KvSpec, group: LayerGroup) -> bool:
+def _has_valid_states(spec: KvSpec, group: LayerGroup) -> bool:
     """Whether it has none, or such that fit a block and have checkpoints."""
     if type(group.state_bytes) is not int or bool(group.state_bytes) != bool(group.checkpoint_blocks):
         return False
     return not group.state_bytes or (0 < group.state_bytes <= spec.block_bytes and not (group.window or group.is_tail))
 
 
-def _told_counts(spec: KvSpec) -> list[int]:
+def _list_counts(spec: KvSpec) -> list[int]:
     """The counts that a block's bytes follow from, which must all be above 0. Raises FileRefused where others are set, too."""
     elements = [getattr(spec, name) for name in _ELEMENT_COUNTS]
-    told, untold = ([spec.page_bytes], elements) if spec.page_bytes != 0 else (elements, [])
-    if any(type(count) is not int or count != 0 for count in untold):
+    given, others = ([spec.page_bytes], elements) if spec.page_bytes != 0 else (elements, [])
+    if any(type(count) is not int or count != 0 for count in others):
         raise FileRefused("its description has both elements and opaque pages")
-    return [spec.block_size, *told]
+    return [spec.block_size, *given]

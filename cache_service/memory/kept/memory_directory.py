@@ -170,7 +170,7 @@ class MemoryDirectory:
         index = IndexFile.make(new_path, arena, spec, num_blocks, 0 if pool is None else pool.description.key)
         index.count_run(arena, 1 if pool is None else pool.num_runs)
         try:
-            self._path_of(arena).rename(arena_path)
+            self._get_path(arena).rename(arena_path)
             new_path.rename(index_path)
         except OSError as error:
             raise OutOfMemory(f"no file can be made: {error.strerror}") from None
@@ -179,7 +179,7 @@ class MemoryDirectory:
     def remove_arena(self, arena: KeptArena) -> None:
         """Removes the files of an arena that no pool has used."""
         arena.forget()
-        path = self._path_of(arena)
+        path = self._get_path(arena)
         path.unlink()
         path.with_suffix(".index").unlink(missing_ok=True)
 
@@ -192,7 +192,7 @@ class MemoryDirectory:
                 self._path.rmdir()
         os.close(self._lock)
 
-    def _path_of(self, arena: KeptArena) -> Path:
+    def _get_path(self, arena: KeptArena) -> Path:
         inode = os.fstat(arena.descriptor).st_ino
         return next(path for path in self._files("arena") if path.lstat().st_ino == inode)
 

@@ -57,8 +57,8 @@ class BulkConnection:
 
     def receive(self, num_plain: int, into: Sequence[Sequence[memoryview]]) -> list[Answer | Refusal | Received]:
         """The second half: answers to num_plain commands, then to those with buffers. Raises OSError, ValueError."""
-        answers: list[Answer | Refusal | Received] = [self._answer(()) for _ in range(num_plain)]
-        return answers + [self._answer(buffers) for buffers in into]
+        replies: list[Answer | Refusal | Received] = [self._answer(()) for _ in range(num_plain)]
+        return replies + [self._answer(buffers) for buffers in into]
 
     def close(self) -> None:
         self._reader.close()

@@ -121,7 +121,7 @@ class ClusterLink:
             self._rest(node, each)  # for all others, until its answer has come
             return True
 
-    def _of(self, node: Node) -> _OfNode:
+    def _get_node_state(self, node: Node) -> _OfNode:
         with self._lock:
             if node not in self._nodes:
                 self._nodes[node] = _OfNode(BulkConnections(node, self._address, self._secret, self._timeout))
@@ -129,7 +129,7 @@ class ClusterLink:
 
     def _send(self, node: Node, commands: Sequence[Sequence[Part]]) -> BulkConnection | None:
         """The connection that will answer; None where the node has failed, and rests."""
-        bulk = self._of(node).bulk
+        bulk = self._get_node_state(node).bulk
         try:
             connection = bulk.borrow()
         except (OSError, ValueError):
@@ -145,7 +145,7 @@ class ClusterLink:
 
     def _receive(self, node: Node, connection: BulkConnection, buffers: Sequence[Sequence[memoryview]]) -> list[Reply]:
         """A reply for each; none where the node has failed, and rests."""
-        each = self._of(node)
+        each = self._get_node_state(node)
         try:
             found: list[Reply] = list(connection.receive(0, buffers))
         except (OSError, ValueError, IndexError):

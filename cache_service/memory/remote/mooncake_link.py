@@ -115,11 +115,11 @@ class MooncakeLink:
 
     def exchange(self, child: _Child, request: Request, on_answer: Callable[[], None]) -> Any:
         """The answer. on_answer: called once it has come, however late, or never will. Raises ServerError."""
-        answers: list[Any] = []
+        replies: list[Any] = []
         has_come, deadline = threading.Event(), time.monotonic() + self._timeout
 
         def take(answer: Any) -> None:
-            answers.append(answer)
+            replies.append(answer)
             on_answer()
             has_come.set()
 
@@ -134,9 +134,9 @@ class MooncakeLink:
                 never_asked = child.waiting.pop(number, None)
             if never_asked is not None:
                 take(None)
-        if not has_come.wait(max(deadline - time.monotonic(), 0)) or answers[0] is None:
+        if not has_come.wait(max(deadline - time.monotonic(), 0)) or replies[0] is None:
             raise ServerError("no answer in time")
-        return answers[0]
+        return replies[0]
 
     def _send(self, child: _Child, message: bytes) -> bool:
         """Whether its turn to be sent has come in time.
@@ -250,7 +250,7 @@ class MooncakeServer:
         self._link = MooncakeLink(address, max(_PART_BYTES, value_bytes), memory=memory, timeout=timeout)
         self._most = self._link.part_bytes // value_bytes  # values of one call
 
-    def tell_era(self, key: bytes, era: bytes) -> None:
+    def set_era(self, key: bytes, era: bytes) -> None:
         if self._link.ask(call="set_small", names=[key.decode()], value=era.hex(), replaces=True) != 0:
             raise ServerError("the era is not taken")
 

@@ -32,7 +32,7 @@ def main(staging: int, link: int, host: str, port: int, memory: int) -> None:
     """Never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the service says when it is time
     shared = mmap.mmap(staging, 0)
-    store, address = MooncakeDistributedStore(), _address_of(shared)
+    store, address = MooncakeDistributedStore(), _get_address(shared)
     if store.setup(_own_host(host, port), "P2PHANDSHAKE", memory, _LOCAL_BYTES, "tcp", "", f"{host}:{port}"):
         os._exit(1)
     if store.register_buffer(address, len(shared)):
@@ -101,7 +101,7 @@ _CALLS: dict[str, Callable[[Any, Request, int], Any]] = {
 }
 
 
-def _address_of(shared: mmap.mmap) -> int:
+def _get_address(shared: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(shared))
 
 

@@ -107,7 +107,7 @@ class RedisServer:
         self._ttl_ms = max(int(ttl * 1000), 1)
         self._link = link
 
-    def tell_era(self, key: bytes, era: bytes) -> None:
+    def set_era(self, key: bytes, era: bytes) -> None:
         guarded(lambda: self._link.control().set(key, era))
 
     def learn_era(self, key: bytes, era: bytes) -> bytes:
@@ -147,7 +147,7 @@ class RedisServer:
 
 def _era(reply: Reply) -> bytes | None:
     if isinstance(reply, Refusal | Silence):
-        raise ServerError("the era is not told")
+        raise ServerError("the era is not known")
     return reply if isinstance(reply, bytes) else None
 
 

@@ -42,7 +42,7 @@ class RemoteServer(Protocol):
     def facts(self) -> dict[str, object]:
         """For the log."""
 
-    def tell_era(self, key: bytes, era: bytes) -> None:
+    def set_era(self, key: bytes, era: bytes) -> None:
         """From now on this is the era."""
 
     def learn_era(self, key: bytes, era: bytes) -> bytes:
@@ -122,7 +122,7 @@ class RemoteStore:
         self._era: bytes | None = None  # as the server said last
         self._last_era = b""
         self._gone: deque[bytes] = deque(maxlen=_MOST_GONE)  # eras that another one has followed
-        self._num_clearings = self._num_told = 0  # asked for, and known to the server; the former is the loop's alone
+        self._num_clearings = self._num_known = 0  # asked for, and known to the server; the former is the loop's alone
         self._asking = threading.Lock()  # for the era; the loop never takes it
 
     def begin_clearing(self) -> None:
@@ -138,8 +138,8 @@ class RemoteStore:
 
         def ask() -> int:
             era = self._settled_era()
-            told, are_there = self._server.use(self._era_key, [self._at(era, name) for name in names])
-            if not self._is_still(era, told):
+            current, are_there = self._server.use(self._era_key, [self._at(era, name) for name in names])
+            if not self._is_still(era, current):
                 return 0
             return next((at for at, is_there in enumerate(are_there) if not is_there), len(are_there))
 
@@ -153,8 +153,8 @@ class RemoteStore:
             places = [self._at(era, order.name) for order in orders]
             headers = [memoryview(bytearray(HEADER_BYTES)) for _ in orders]
             blocks = [memoryview(hosts[order.host]) for order in orders]
-            told, results = self._server.get(self._era_key, places, headers, blocks)
-            if not self._is_still(era, told):
+            current, results = self._server.get(self._era_key, places, headers, blocks)
+            if not self._is_still(era, current):
                 return [TierResult.MISSING] * len(orders)
             for at, result in enumerate(results):
                 if result is TierResult.DONE and not self._form.is_whole(places[at], bytes(headers[at]), blocks[at]):
@@ -174,8 +174,8 @@ class RemoteStore:
             places = [self._at(era, order.name) for order in orders]
             blocks = [memoryview(hosts[order.host]) for order in orders]
             headers = [self._form.header(place, block) for place, block in zip(places, blocks, strict=True)]
-            told, results = self._server.put(self._era_key, places, headers, blocks)
-            return results if self._is_still(era, told) else [TierResult.CANCELLED] * len(orders)
+            current, results = self._server.put(self._era_key, places, headers, blocks)
+            return results if self._is_still(era, current) else [TierResult.CANCELLED] * len(orders)
 
         return _guarded(write) or [TierResult.FAILED] * len(orders)
 
@@ -190,30 +190,30 @@ class RemoteStore:
         """The era that the server knows, drawn if it knows none, or if the pool was cleared. Raises ServerError."""
         with self._asking:
             era, num_clearings = self._era, self._num_clearings
-            if num_clearings != self._num_told:
+            if num_clearings != self._num_known:
                 era = secrets.token_bytes(_ERA_BYTES)
-                self._server.tell_era(self._era_key, era)
+                self._server.set_era(self._era_key, era)
             elif era is None:
                 era = self._server.learn_era(self._era_key, secrets.token_bytes(_ERA_BYTES))
                 if len(era) != _ERA_BYTES:
                     raise ServerError("no era")
                 if era in self._gone:
                     era = secrets.token_bytes(_ERA_BYTES)
-                    self._server.tell_era(self._era_key, era)
+                    self._server.set_era(self._era_key, era)
             if era != self._last_era:
                 self._gone.append(self._last_era)
                 self._last_era = era
-            self._era, self._num_told = era, num_clearings
+            self._era, self._num_known = era, num_clearings
             return era
 
-    def _is_still(self, era: bytes, told: bytes | None) -> bool:
+    def _is_still(self, era: bytes, current: bytes | None) -> bool:
         """Whether what was asked in this era counts, now that the server has named the one that it is in."""
-        if told != era:
+        if current != era:
             with self._asking:
                 if self._era == era:
                     self._era = None
             return False
-        return self._era == era and self._num_clearings == self._num_told
+        return self._era == era and self._num_clearings == self._num_known
 
 
 def _guarded(ask: Callable[[], Answer]) -> Answer | None:

@@ -12,7 +12,7 @@ import numpy as np
 from ...core.values.kv_spec import KvSpec
 from ...core.values.types import Int32Array
 from ...memory.arena import Arena
-from ...memory.kv_numbers import ITEM_BYTES, SCALE_BYTES, ByteArray, Float32Array, dequantise, elements_of, numbers_of, quantise
+from ...memory.kv_numbers import ITEM_BYTES, SCALE_BYTES, ByteArray, Float32Array, dequantise, quantise, to_elements, to_numbers
 
 _SIDES = 0, 1  # K and V
 
@@ -27,27 +27,27 @@ class Run(NamedTuple):
 
 
 class KvRows:
-    """The K and V of one pool as told_type: float16, bfloat16 or float32; without scales also the type that the pool stores."""
+    """The K and V of one pool as wire_type: float16, bfloat16 or float32; without scales also the type that the pool stores."""
 
-    def __init__(self, spec: KvSpec, arena: Arena, told_type: str) -> None:
+    def __init__(self, spec: KvSpec, arena: Arena, wire_type: str) -> None:
         self._spec, self._arena = spec, arena
         self._num_elements = spec.num_kv_heads * spec.head_dim
-        self.told_type = told_type
-        self.told_bytes = self._num_elements * ITEM_BYTES.get(told_type, spec.item_bytes)  # of K, or of V, of a token
+        self.wire_type = wire_type
+        self.wire_bytes = self._num_elements * ITEM_BYTES.get(wire_type, spec.item_bytes)  # of K, or of V, of a token
 
     def read(self, table: Int32Array, layer_idx: int, first_token_idx: int, num_tokens: int) -> tuple[bytes, bytes]:
-        """K and V, [num_tokens, told_bytes] each, of the layer whose group has this table."""
+        """K and V, [num_tokens, wire_bytes] each, of the layer whose group has this table."""
         runs = list(self._runs(table, first_token_idx, num_tokens))
         key, value = (b"".join(self._read_run(run, layer_idx, side) for run in runs) for side in _SIDES)
         return key, value
 
     def write(self, tables: Sequence[Int32Array], layer_idx: int, first_token_idx: int, sides: tuple[bytes, bytes]) -> None:
-        """Writes K and V, [num_tokens, told_bytes] each.
+        """Writes K and V, [num_tokens, wire_bytes] each.
 
         tables: of the layer's group, and behind it those of all groups but the first. Of a tail's table the entries that are
         0 are left out.
         """
-        num_tokens = len(sides[0]) // self.told_bytes
+        num_tokens = len(sides[0]) // self.wire_bytes
         for run in self._runs(tables[0], first_token_idx, num_tokens):
             for side in _SIDES:
                 self._write_run(run, layer_idx, side, self._part(sides[side], run))
@@ -57,28 +57,28 @@ class KvRows:
             row_bytes, place = self._num_elements * group.tail_item_bytes, group.layers.index(layer_idx)
             for run in self._runs(table, first_token_idx, num_tokens):
                 for side in _SIDES if run.block else ():
-                    data = self._converted(self._part(sides[side], run), self.told_type, group.tail_type)
+                    data = self._converted(self._part(sides[side], run), self.wire_type, group.tail_type)
                     self._arena.write(self._plane(run, place, side, row_bytes) + run.offset * row_bytes, data)
 
     def _read_run(self, run: Run, layer_idx: int, side: int) -> bytes:
         spec = self._spec
         if not spec.scaled_bits:
-            _, place = spec.place_of(layer_idx)
+            _, place = spec.find_place(layer_idx)
             first = self._plane(run, place, side, spec.token_bytes) + run.offset * spec.token_bytes
             data = self._arena.read(first, run.num_tokens * spec.token_bytes)
-            return self._converted(data, spec.element_type, self.told_type)
+            return self._converted(data, spec.element_type, self.wire_type)
         first_element, first_scale = self._scaled(run, layer_idx, side)
         elements = _bytes(self._arena.read(first_element, run.num_tokens * self._stored_bytes))
         scales = np.frombuffer(self._arena.read(first_scale, run.num_tokens * spec.num_kv_heads * SCALE_BYTES), "<u2")
         heads = elements.reshape(run.num_tokens, spec.num_kv_heads, -1), scales.reshape(run.num_tokens, spec.num_kv_heads)
-        return elements_of(dequantise(*heads, spec.element_type), self.told_type).tobytes()
+        return to_elements(dequantise(*heads, spec.element_type), self.wire_type).tobytes()
 
     def _write_run(self, run: Run, layer_idx: int, side: int, data: bytes) -> None:
         spec = self._spec
         if not spec.scaled_bits:
-            _, place = spec.place_of(layer_idx)
+            _, place = spec.find_place(layer_idx)
             first = self._plane(run, place, side, spec.token_bytes) + run.offset * spec.token_bytes
-            self._arena.write(first, self._converted(data, self.told_type, spec.element_type))
+            self._arena.write(first, self._converted(data, self.wire_type, spec.element_type))
             return
         elements, scales = quantise(self._numbers(data).reshape(run.num_tokens, spec.num_kv_heads, -1), spec.element_type)
         first_element, first_scale = self._scaled(run, layer_idx, side)
@@ -101,14 +101,14 @@ class KvRows:
         return run.block + (2 * place + side) * self._spec.block_size * row_bytes
 
     def _part(self, data: bytes, run: Run) -> bytes:
-        return data[run.num_before * self.told_bytes : (run.num_before + run.num_tokens) * self.told_bytes]
+        return data[run.num_before * self.wire_bytes : (run.num_before + run.num_tokens) * self.wire_bytes]
 
     def _numbers(self, data: bytes) -> Float32Array:
-        return numbers_of(_bytes(data), self.told_type)
+        return to_numbers(_bytes(data), self.wire_type)
 
     @staticmethod
     def _converted(data: bytes, from_type: str, to_type: str) -> bytes:
-        return data if from_type == to_type else elements_of(numbers_of(_bytes(data), from_type), to_type).tobytes()
+        return data if from_type == to_type else to_elements(to_numbers(_bytes(data), from_type), to_type).tobytes()
 
     def _runs(self, table: Int32Array, first_token_idx: int, num_tokens: int) -> Iterator[Run]:
         """A run of tokens, block by block. A run of block 0 is nowhere."""

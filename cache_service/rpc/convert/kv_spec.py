@@ -171,7 +171,7 @@ def _groups(spec: pb.KvSpec) -> tuple[LayerGroup, ...]:
     )
 
 
-def kv_dtype_of(element_type: str) -> pb.KvDtype:
+def to_kv_dtype(element_type: str) -> pb.KvDtype:
     """The number of KvSpec.element_type, or of a format below the device; UNSPECIFIED where it is empty."""
     return KV_DTYPES[element_type] if element_type else pb.KV_DTYPE_UNSPECIFIED
 

@@ -26,21 +26,21 @@ def page(ids: Iterable[tuple[str, Int64Array]], size: int, token: str) -> tuple[
 
     ids: sessions in order, with the ascending ids of their sequences. Raises InvalidField for a token that came with no page.
     """
-    after, rows = _position_of(token), list[Position]()
+    after, rows = _parse_token(token), list[Position]()
     for session_id, own in ids:
         if session_id >= after.session_id and len(rows) <= size:
             start = int(np.searchsorted(own, after.sequence_id, "right")) if session_id == after.session_id else 0
             rows += (Position(session_id, sequence_id) for sequence_id in own[start : start + size + 1].tolist())
     if len(rows) <= size:
         return rows, ""
-    return rows[:size], _token_of(rows[size - 1])
+    return rows[:size], _make_token(rows[size - 1])
 
 
-def _token_of(end: Position) -> str:
+def _make_token(end: Position) -> str:
     return base64.urlsafe_b64encode(f"{end.session_id} {end.sequence_id}".encode()).decode()
 
 
-def _position_of(token: str) -> Position:
+def _parse_token(token: str) -> Position:
     if not token:
         return Position("", 0)
     try:

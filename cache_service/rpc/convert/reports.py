@@ -15,7 +15,7 @@ from ...core.values.views import BlockView
 from ...runtime.lease import Session
 from ...runtime.live_session import CarrierKind
 from ...runtime.pool import Pool, PoolInfo
-from .kv_spec import kv_dtype_of, kv_spec_message
+from .kv_spec import kv_spec_message, to_kv_dtype
 
 _INFO_NAMES = tuple(name for name in PoolInfo.__slots__ if name not in ("spec", "arena_kind", "host_kv_dtype"))
 _ARENA_KINDS = {
@@ -57,7 +57,7 @@ def pool_info(info: PoolInfo) -> pb.PoolInfo:
     return pb.PoolInfo(
         spec=kv_spec_message(info.spec),
         arena_kind=_ARENA_KINDS[info.arena_kind],
-        host_kv_dtype=kv_dtype_of(info.host_kv_dtype),
+        host_kv_dtype=to_kv_dtype(info.host_kv_dtype),
         **values,
     )
 
@@ -117,7 +117,7 @@ def explanation(found: Explanation, host_kv_dtype: str) -> pb.ExplainMatchRespon
         num_hit_tokens=found.num_hit,
         num_common_tokens=found.num_common,
         ended_ms_ago=max(1, round(found.seconds_ago * 1000)) if found.seconds_ago is not None else 0,
-        host_kv_dtype=kv_dtype_of(kept_in),
+        host_kv_dtype=to_kv_dtype(kept_in),
         num_disk_tokens=found.behind.num_disk,
         num_remote_tokens=found.behind.num_remote,
         remote_not_asked=found.behind.remote_not_asked,

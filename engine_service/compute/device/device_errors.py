@@ -17,7 +17,7 @@ from kvkeeper.common.cuda.errors import MEANINGS, NAMES_BY_NUMBER, NAMES_BY_WORD
 from ...values.errors import DeviceLost
 
 _NO_MEMORY_NAME = NAMES_BY_NUMBER[2]
-_TOLD = re.compile(r"(?:CUDA error|CUDA driver error|Triton Error \[CUDA\]): (?P<words>.*)")
+_REPORTED = re.compile(r"(?:CUDA error|CUDA driver error|Triton Error \[CUDA\]): (?P<words>.*)")
 _NAMED = re.compile(r"\bcudaError[A-Z]\w+")
 _OF_CUBLAS = re.compile(r"CUBLAS_STATUS_\w+")
 _OF_NCCL = re.compile(r"NCCL error.*\bCuda failure (?:\d+ )?'(?P<words>[^']*)'", re.DOTALL)
@@ -55,14 +55,14 @@ class DeviceFault:
 
     def text(self, saves_memory: str = "") -> str:
         """What happened and what helps, in one line. saves_memory: what else helps here where memory is short."""
-        told = (f"{self.where}: " if self.where else "") + self.name + (f" ({self.sizes})" if self.sizes else "")
+        summary = (f"{self.where}: " if self.where else "") + self.name + (f" ({self.sizes})" if self.sizes else "")
         if self.meaning is None:
-            return told
+            return summary
         also = f"; {saves_memory}" if saves_memory and self.is_out_of_memory else ""
-        return f"{told}: {self.meaning}{also}"
+        return f"{summary}: {self.meaning}{also}"
 
 
-class FaultTold(Exception):
+class ReportedFault(Exception):
     """Another process of the same model reported a fault of its device, after which neither it nor the engine continues."""
 
     def __init__(self, fault: DeviceFault) -> None:
@@ -70,7 +70,7 @@ class FaultTold(Exception):
         self.fault = fault
 
 
-def fault_of(error: BaseException) -> DeviceFault | None:
+def find_fault(error: BaseException) -> DeviceFault | None:
     """The error of a device that the exception is, or came of; None: of no device."""
     faults = [fault for each in _with_causes(error) if (fault := _fault_in(each)) is not None]
     sticky = [fault for fault in faults if fault.is_sticky]
@@ -82,7 +82,7 @@ def lost_by(error: BaseException) -> DeviceLost | None:
     """The end of the process's work on its device, where the exception means that."""
     if isinstance(error, DeviceLost):
         return error
-    fault = fault_of(error)
+    fault = find_fault(error)
     return DeviceLost(fault.text()) if fault is not None and fault.is_sticky else None
 
 
@@ -105,7 +105,7 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _fault_in(error: BaseException) -> DeviceFault | None:
-    if isinstance(error, FaultTold):
+    if isinstance(error, ReportedFault):
         return error.fault
     if isinstance(error, CudaError):
         return DeviceFault(error.name)
@@ -115,11 +115,11 @@ def _fault_in(error: BaseException) -> DeviceFault | None:
         return DeviceFault(_NO_MEMORY_NAME, f"{sizes['asked']} were asked for, {sizes['free']} are free" if sizes else "")
     if isinstance(error, torch.AcceleratorError) and (number := getattr(error, "error_code", None)) is not None:
         return DeviceFault(NAMES_BY_NUMBER.get(number, f"CUDA error {number}"))
-    if not isinstance(error, RuntimeError) or (told := _TOLD.match(text) or _OF_NCCL.match(text)) is None:
+    if not isinstance(error, RuntimeError) or (match := _REPORTED.match(text) or _OF_NCCL.match(text)) is None:
         return None
     if (named := _NAMED.search(text)) is not None:
         return DeviceFault(named[0])
-    words = told["words"]
+    words = match["words"]
     if (of_cublas := _OF_CUBLAS.match(words)) is not None:
         return DeviceFault(_NO_MEMORY_NAME if of_cublas[0] == "CUBLAS_STATUS_ALLOC_FAILED" else of_cublas[0])
     return DeviceFault(NAMES_BY_WORDS.get(words, f"CUDA error: {words}"))

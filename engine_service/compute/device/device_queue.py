@@ -175,7 +175,7 @@ class WaitedQueue:
         return self._queue.copies
 
 
-def queue_of(device: torch.device) -> DeviceQueue:
+def make_queue(device: torch.device) -> DeviceQueue:
     """The order in which this device works."""
     return CudaQueue(device) if device.type == "cuda" else HostQueue()
 
@@ -214,10 +214,10 @@ class Moves:
         written: list[BlockIds] = [pairs[:, 1]]
         used: list[BlockIds] = [pairs.reshape(-1)]
         if (batch := work.batch) is not None:
-            written.append(_blocks_of(batch.slot_mapping, block_size))
+            written.append(_find_blocks(batch.slot_mapping, block_size))
             used.append(batch.block_tables.reshape(-1))
             if batch.group_tables is not None and batch.group_slots is not None:
-                written.append(_blocks_of(batch.group_slots.reshape(-1), block_size))
+                written.append(_find_blocks(batch.group_slots.reshape(-1), block_size))
                 used.append(batch.group_tables.reshape(-1))
         ours, theirs = np.concatenate(written), np.concatenate([*used, *written])
         return bool(np.isin(self.read, ours).any() or np.isin(self.written, theirs).any())
@@ -250,5 +250,5 @@ def submit_step(
         queue.copies.lead()
 
 
-def _blocks_of(slots: npt.NDArray[np.int64], block_size: int) -> BlockIds:
+def _find_blocks(slots: npt.NDArray[np.int64], block_size: int) -> BlockIds:
     return slots[slots >= 0] // block_size

@@ -16,7 +16,7 @@ import torch
 from kvkeeper.kernels.types import CountedTensors, Int64Array
 
 from ...values.batch import Batch
-from ...values.sampling_params import GREEDY, PlainDraws, draw_params, penalties_of
+from ...values.sampling_params import GREEDY, PlainDraws, draw_params, get_penalties
 from ..device.device_queue import DeviceQueue
 from ..device.token_counts import CountedRows
 from ..device.upload import Stage, Staged
@@ -27,7 +27,7 @@ _NUM_DRAWING = _NUM_PARAMS + _NUM_NUMBERS
 _NUM_PLACES, _NUM_PENALTIES = 2, 3  # slots and addends, int64; penalties, float64: as penalise_counted takes them
 _NUM_COUNTING = _NUM_PLACES + _NUM_PENALTIES
 _PADDING_PARAMS = np.array(draw_params(GREEDY))[:, None]
-_NO_PENALTIES = np.array(penalties_of(GREEDY), np.float64)[:, None]
+_NO_PENALTIES = np.array(get_penalties(GREEDY), np.float64)[:, None]
 _NONE = -1
 
 

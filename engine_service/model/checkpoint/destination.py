@@ -39,6 +39,6 @@ class Destination:
         part.copy_(found if self.turned is None else self.turned(found))
 
 
-def all_of(part: torch.Tensor) -> Destination:
+def take_all(part: torch.Tensor) -> Destination:
     """All of a stored tensor of the same shape."""
     return Destination(part, tuple(part.shape))

@@ -53,7 +53,7 @@ class QuantisedMatrix(NamedTuple):
         return values
 
 
-def parts_of(scheme: Scheme) -> frozenset[str]:
+def list_parts(scheme: Scheme) -> frozenset[str]:
     """The tensors that together stand for a weight, by the last part of their names."""
     if scheme.form == "mxfp4":
         return _MXFP4_PARTS
@@ -72,8 +72,8 @@ def parts_of(scheme: Scheme) -> frozenset[str]:
     return frozenset(parts)
 
 
-def matrix_of(scheme: Scheme, parts: Mapping[str, torch.Tensor]) -> QuantisedMatrix:
-    """Make a matrix from the tensors of parts_of. Raises ValueError, which says what does not fit."""
+def make_matrix(scheme: Scheme, parts: Mapping[str, torch.Tensor]) -> QuantisedMatrix:
+    """Make a matrix from the tensors of list_parts. Raises ValueError, which says what does not fit."""
     order = parts.get("g_idx", parts.get("weight_g_idx"))
     zeros = None
     if scheme.form in ("gptq", "awq"):
@@ -187,7 +187,7 @@ def restored(tensors: Tensors, scheme: Scheme) -> Tensors:
     Raises:
         WeightsError: a tensor of a weight is missing, stored twice, or does not fit the others.
     """
-    wanted = parts_of(scheme)
+    wanted = list_parts(scheme)
     waiting: dict[str, dict[str, torch.Tensor]] = {}
     for file, name, tensor in tensors:
         module, part = scheme.split_name(name)
@@ -201,10 +201,10 @@ def restored(tensors: Tensors, scheme: Scheme) -> Tensors:
         if held.keys() == wanted:
             del waiting[module]
             try:
-                weight = _mxfp4_weight(held) if scheme.form == "mxfp4" else matrix_of(scheme, held).dense()
+                weight = _mxfp4_weight(held) if scheme.form == "mxfp4" else make_matrix(scheme, held).dense()
             except ValueError as error:
                 raise WeightsError(file, f"{module}: {error}") from None
-            yield file, scheme.name_of(module), weight
+            yield file, scheme.get_name(module), weight
     if waiting:
         module = min(waiting)
         missing = ", ".join(sorted(wanted - waiting[module].keys()))

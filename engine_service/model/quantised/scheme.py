@@ -54,7 +54,7 @@ class Scheme:
         module, _, part = name.rpartition(".")
         return module, part
 
-    def name_of(self, module: str) -> str:
+    def get_name(self, module: str) -> str:
         """The name of the whole weight, as a checkpoint that is not quantised has it."""
         return module if self.form == "mxfp4" else f"{module}.weight"
 
@@ -89,22 +89,22 @@ def parse_scheme(raw: Mapping[str, Any]) -> Scheme | None:
 
 def _gptq(said: Mapping[str, Any]) -> Scheme:
     """AutoGPTQ and GPTQModel (Frantar et al., arXiv 2210.17323). The first version stores zero points less 1."""
-    version = _one_of(said, "checkpoint_format", "gptq", ("gptq", "gptq_v2"))
-    bits = _one_of(said, "bits", None, (4, 8))
+    version = _parse_choice(said, "checkpoint_format", "gptq", ("gptq", "gptq_v2"))
+    bits = _parse_choice(said, "bits", None, (4, 8))
     offset = 1 if version == "gptq" else 0
     return Scheme("gptq", bits, "scales", _group_size(said), has_zeros=True, zero_offset=offset, has_order=True)
 
 
 def _awq(said: Mapping[str, Any]) -> Scheme:
     """AutoAWQ (Lin et al., arXiv 2306.00978), in its `gemm` version."""
-    _one_of(said, "version", "gemm", ("gemm",))
-    _one_of(said, "zero_point", True, (True,))
-    return Scheme("awq", _one_of(said, "bits", None, (4,)), "scales", _group_size(said), has_zeros=True)
+    _parse_choice(said, "version", "gemm", ("gemm",))
+    _parse_choice(said, "zero_point", True, (True,))
+    return Scheme("awq", _parse_choice(said, "bits", None, (4,)), "scales", _group_size(said), has_zeros=True)
 
 
 def _fp8(said: Mapping[str, Any]) -> Scheme:
     """A scheme by blocks, as of DeepSeek-V3 (arXiv 2412.19437), or with one scale for a weight."""
-    _one_of(said, "fmt", "e4m3", ("e4m3",))
+    _parse_choice(said, "fmt", "e4m3", ("e4m3",))
     block = said.get("weight_block_size")
     return Scheme("plain", 8, "weight_scale") if block is None else Scheme("plain", 8, "weight_scale_inv", block=_block(block))
 
@@ -116,7 +116,7 @@ def _mxfp4(said: Mapping[str, Any]) -> Scheme:
 
 def _compressed_tensors(said: Mapping[str, Any]) -> Scheme:
     """The format of the vLLM project's compressor, of which all groups of layers have to be stored in one way."""
-    form = _one_of(said, "format", None, ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
+    form = _parse_choice(said, "format", None, ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"))
     sparsity = said.get("sparsity_config") or {}
     if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
         raise _refused("sparsity_config", sparsity, "dense weights")
@@ -137,11 +137,11 @@ def _weights_scheme(form: str, group: Mapping[str, Any]) -> Scheme:
     weights = group.get("weights")
     if not isinstance(weights, Mapping):
         raise ModelConfigError(CONFIG_FILE, f"{FIELD}.config_groups must say how weights are stored")
-    is_float = _one_of(weights, "type", "int", ("int", "float")) == "float"
-    bits = _one_of(weights, "num_bits", 8, (8,) if is_float or form == "int-quantized" else (4, 8))
-    strategy = _one_of(weights, "strategy", "tensor", ("tensor", "channel", "group", "block"))
-    _one_of(weights, "dynamic", False, (False,))
-    order = _one_of(weights, "actorder", None, (None, False, True, "weight", "group", "static", "dynamic"))
+    is_float = _parse_choice(weights, "type", "int", ("int", "float")) == "float"
+    bits = _parse_choice(weights, "num_bits", 8, (8,) if is_float or form == "int-quantized" else (4, 8))
+    strategy = _parse_choice(weights, "strategy", "tensor", ("tensor", "channel", "group", "block"))
+    _parse_choice(weights, "dynamic", False, (False,))
+    order = _parse_choice(weights, "actorder", None, (None, False, True, "weight", "group", "static", "dynamic"))
     if is_float and form == "pack-quantized":
         raise _refused("format", form, "float-quantized for weights of type float")
     block = _block(weights.get("block_structure")) if strategy == "block" else None
@@ -151,7 +151,7 @@ def _weights_scheme(form: str, group: Mapping[str, Any]) -> Scheme:
         "weight_scale",
         _group_size(weights) if strategy == "group" else 0,
         block,
-        has_zeros=not _one_of(weights, "symmetric", True, (True, False)),
+        has_zeros=not _parse_choice(weights, "symmetric", True, (True, False)),
         has_order=order in (True, "group", "dynamic"),
     )
 
@@ -166,7 +166,7 @@ METHODS: Final[Mapping[str, Callable[[Mapping[str, Any]], Scheme]]] = {
 }
 
 
-def _one_of(said: Mapping[str, Any], key: str, default: Any, allowed: tuple[Any, ...]) -> Any:
+def _parse_choice(said: Mapping[str, Any], key: str, default: Any, allowed: tuple[Any, ...]) -> Any:
     """A value that is one of these; absent or null is the default."""
     value = default if said.get(key) is None else said[key]
     if not any(value is each or (type(value) is type(each) and value == each) for each in allowed):

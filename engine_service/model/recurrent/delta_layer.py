@@ -13,7 +13,7 @@ from kvkeeper.kernels.activations.linear import linear
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.types import LinearWeight
 
-from ..checkpoint.destination import Destination, Empty, all_of
+from ..checkpoint.destination import Destination, Empty, take_all
 from ..experts import Weight
 from .delta_config import DeltaNetShape
 from .delta_net import DeltaState, convolve, convolve_one, delta_rule, delta_rule_one
@@ -117,10 +117,10 @@ def delta_destinations(shape: DeltaNetShape, weights: DeltaWeights) -> Iterator[
     each = shape.num_value_heads // shape.num_key_heads
     yield "linear_attn.in_proj_qkvz.weight", _by_kind(weights.mixed.data, (keys, keys, values, values), shape)
     yield "linear_attn.in_proj_ba.weight", _by_kind(weights.gates.data, (each, each), shape)
-    yield "linear_attn.conv1d.weight", all_of(weights.conv[:, None])
-    yield "linear_attn.dt_bias", all_of(weights.decay_bias)
-    yield "linear_attn.A_log", all_of(weights.decay_log)
-    yield "linear_attn.norm.weight", all_of(weights.norm)
+    yield "linear_attn.conv1d.weight", take_all(weights.conv[:, None])
+    yield "linear_attn.dt_bias", take_all(weights.decay_bias)
+    yield "linear_attn.A_log", take_all(weights.decay_log)
+    yield "linear_attn.norm.weight", take_all(weights.norm)
 
 
 def _by_kind(part: torch.Tensor, sizes: Sequence[int], shape: DeltaNetShape) -> Destination:

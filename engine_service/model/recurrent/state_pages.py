@@ -74,7 +74,7 @@ class StateMetadata:
     is_written: bool
 
 
-def runs_of(batch: Batch, group: int, block_size: int) -> Runs:
+def find_runs(batch: Batch, group: int, block_size: int) -> Runs:
     """The runs of a batch's rows with several tokens: each ends a block that has a page in this group, as in the others, or the
     row."""
     found = []

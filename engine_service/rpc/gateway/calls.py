@@ -63,7 +63,7 @@ class Archive:
             yield self.data[start : start + CHUNK_BYTES], self.sha256 if is_last else ""
 
 
-def archive_of(folder: Path) -> Archive:
+def make_archive(folder: Path) -> Archive:
     """The archive of a model's folder; the same bytes for the same files."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -116,7 +116,7 @@ class VllmEngine:
             vocab_size=model.vocab_size,
             architectures=[model.architecture],
             eos_token_ids=model.eos_token_ids,
-            default_sampling_params_json=_defaults_of(self._service.sampling_defaults),
+            default_sampling_params_json=_dump_defaults(self._service.sampling_defaults),
         )
 
     async def get_server_info(self, request: pb.GetServerInfoRequest) -> pb.GetServerInfoResponse:
@@ -155,12 +155,12 @@ class VllmEngine:
         if not self._has_tokenizer:
             raise NotImplementedYet("this model has no tokenizer", feature="tokenizer")
         if self._archive is None:
-            self._archive = await in_thread(archive_of, Path(self._config.model))
+            self._archive = await in_thread(make_archive, Path(self._config.model))
         for data, sha256 in self._archive.chunks():
             yield common_pb2.GetTokenizerChunk(data=data, sha256=sha256)
 
 
-def _defaults_of(sampling: SamplingParams) -> str:
+def _dump_defaults(sampling: SamplingParams) -> str:
     """The model's defaults that a gateway puts into requests, as JSON; empty where it has none of its own."""
     own_ones = {name: value for name in _DEFAULTS if (value := getattr(sampling, name)) != getattr(NEUTRAL, name)}
     return json.dumps(own_ones) if own_ones else ""

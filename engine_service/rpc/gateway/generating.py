@@ -54,8 +54,8 @@ async def generate(
     answer = Answer(prompt, message.n, is_streamed=request.stream)
     async with contextlib.aclosing(own_generate(message)) as responses:
         async for response in responses:
-            for told in answer.add(response):
-                yield told
+            for event in answer.add(response):
+                yield event
 
 
 class Answer:

@@ -35,18 +35,18 @@ async def batches(engine: Engine, tenant: str, last_number: int) -> AsyncGenerat
     if last_number > _MAX_NUMBER:
         text = f"start_sequence_number: at most {_MAX_NUMBER}"
         raise InvalidField(text, field="start_sequence_number", limit=_MAX_NUMBER)
-    number, pause, has_told = last_number + 1, _FIRST_PAUSE_S, False
+    number, pause, has_sent = last_number + 1, _FIRST_PAUSE_S, False
     yield _batch(number, [_CLEARED])  # at once, because a gateway waits for an answer for seconds only
     while (memory := await engine.wait_memory()) is not None:
         try:
             async with contextlib.aclosing(cache_events(memory.session, tenant)) as messages:
                 async for events in messages:
-                    number, pause, has_told = number + 1, _FIRST_PAUSE_S, True
-                    yield _batch(number, map(_told, events))
+                    number, pause, has_sent = number + 1, _FIRST_PAUSE_S, True
+                    yield _batch(number, map(_encode, events))
         except KvkeeperError as error:
             log.info("kv_events_interrupted", code=error.code.name, reason=error.reason)
-        if has_told:
-            number, has_told = number + 1, False
+        if has_sent:
+            number, has_sent = number + 1, False
             yield _batch(number, [_CLEARED])
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -56,7 +56,7 @@ def _batch(number: int, events: Iterable[pb.KvCacheEvent]) -> pb.KvEventBatch:
     return pb.KvEventBatch(sequence_number=number, timestamp=time.time(), events=events)
 
 
-def _told(event: CacheEvent) -> pb.KvCacheEvent:
+def _encode(event: CacheEvent) -> pb.KvCacheEvent:
     if not isinstance(event, StoredBlocks):
         return pb.KvCacheEvent(removed=pb.KvBlocksRemoved(block_hashes=map(_hash, event.names)))
     block_size = event.token_ids.shape[1]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvkeeper.cache_service.rpc.convert.kv_spec import kv_spec
-from kvkeeper.vllm.page_spec import Facts, Part, page_offsets, revision_of, spec_of
-from kvkeeper.vllm.settings import Settings, WrongSettings, settings_of
+from kvkeeper.vllm.page_spec import Facts, Part, find_revision, make_spec, page_offsets
+from kvkeeper.vllm.settings import Settings, WrongSettings, parse_settings
 
 PART = Part("layers.0", "torch.bfloat16", (2, 4, 8), 128)
 FACTS = Facts(
@@ -27,13 +27,13 @@ FACTS = Facts(
 
 
 def test_the_service_takes_the_spec_and_a_page_has_all_parts() -> None:
-    spec = spec_of(FACTS)
+    spec = make_spec(FACTS)
     taken = kv_spec(spec)
     assert (taken.block_bytes, taken.block_size, taken.is_opaque) == (256, 4, True)
     assert spec.model_id == "vllm tiny", "the name of the model, and not where it lies"
     assert "somewhere" not in str(spec)
     assert page_offsets(FACTS.parts) == ([0, 128], 256)
-    assert spec_of(replace(FACTS, ranks=dict(FACTS.ranks), parts=list(FACTS.parts))) == spec
+    assert make_spec(replace(FACTS, ranks=dict(FACTS.ranks), parts=list(FACTS.parts))) == spec
 
 
 @pytest.mark.parametrize(
@@ -57,35 +57,35 @@ def test_the_service_takes_the_spec_and_a_page_has_all_parts() -> None:
     ids=str,
 )
 def test_one_fact_more_or_less_is_another_pool(other: dict[str, Any]) -> None:
-    assert kv_spec(spec_of(replace(FACTS, **other))).key != kv_spec(spec_of(FACTS)).key
+    assert kv_spec(make_spec(replace(FACTS, **other))).key != kv_spec(make_spec(FACTS)).key
 
 
 def test_a_folder_of_weights_is_known_by_its_files(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"one")
-    first = revision_of(str(tmp_path), None, "")
-    assert revision_of(str(tmp_path), None, "") == first
+    first = find_revision(str(tmp_path), None, "")
+    assert find_revision(str(tmp_path), None, "") == first
     time_ns = weights.stat().st_mtime_ns
     weights.write_bytes(b"another")
     os.utime(weights, ns=(time_ns, time_ns))
-    assert revision_of(str(tmp_path), None, "") != first, "another size"
+    assert find_revision(str(tmp_path), None, "") != first, "another size"
     weights.write_bytes(b"two")
     os.utime(weights, ns=(time_ns, time_ns + 1))
-    assert revision_of(str(tmp_path), None, "") != first, "another time"
+    assert find_revision(str(tmp_path), None, "") != first, "another time"
     (tmp_path / "more").write_bytes(b"")
-    assert len({first, revision_of(str(tmp_path), None, "")}) == 2
+    assert len({first, find_revision(str(tmp_path), None, "")}) == 2
 
 
 def test_what_the_user_tells_comes_first_and_a_name_alone_is_refused() -> None:
-    assert revision_of("org/name", "abc", "mine") == "mine"
-    assert revision_of("org/name", "abc", "") == "abc"
+    assert find_revision("org/name", "abc", "mine") == "mine"
+    assert find_revision("org/name", "abc", "") == "abc"
     with pytest.raises(WrongSettings, match="revision"):
-        revision_of("org/name", None, "")
+        find_revision("org/name", None, "")
 
 
 def test_settings_are_checked_once() -> None:
-    assert settings_of({}, "recompute") == Settings()
-    made = settings_of({"address": "unix:/x", "lookup_timeout_s": 1, "store_generated": False}, "recompute")
+    assert parse_settings({}, "recompute") == Settings()
+    made = parse_settings({"address": "unix:/x", "lookup_timeout_s": 1, "store_generated": False}, "recompute")
     assert (made.address, made.lookup_timeout_s, made.store_generated) == ("unix:/x", 1, False)
 
 
@@ -103,4 +103,4 @@ def test_settings_are_checked_once() -> None:
 )
 def test_wrong_settings_are_named(extra: dict[str, object], policy: str, said: str) -> None:
     with pytest.raises(WrongSettings, match=said):
-        settings_of(extra, policy)
+        parse_settings(extra, policy)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.vllm.device_pages import DevicePages, parts_of
+from kvkeeper.vllm.device_pages import DevicePages, list_parts
 from kvkeeper.vllm.page_spec import Part, page_offsets
 from kvkeeper.vllm.pages import Bytes, HostPages, Pages
 from kvkeeper.vllm.settings import WrongSettings
@@ -95,7 +95,7 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.
 )
 def test_vllms_tensors_become_blocks_of_bytes_that_keep_every_number(tensor: torch.Tensor, is_one_piece: bool) -> None:
     before = tensor.clone()
-    (found,), (part,) = parts_of({"layer": tensor}, NUM_BLOCKS)
+    (found,), (part,) = list_parts({"layer": tensor}, NUM_BLOCKS)
     assert (found.shape[0], found.dtype) == (NUM_BLOCKS, torch.uint8)
     assert found.data_ptr() == tensor.data_ptr(), "no copy"
     assert (found.dim() == 2) is is_one_piece
@@ -105,14 +105,14 @@ def test_vllms_tensors_become_blocks_of_bytes_that_keep_every_number(tensor: tor
     pages.store([4, 1], [2, 6])
     found.zero_()
     pages.load([2, 6], [4, 1])
-    blocks, wanted = (parts_of({"layer": one}, NUM_BLOCKS)[0][0] for one in (tensor, before))
+    blocks, wanted = (list_parts({"layer": one}, NUM_BLOCKS)[0][0] for one in (tensor, before))
     assert torch.equal(blocks[[1, 4]], wanted[[1, 4]])
     assert not blocks[[0, 2, 3]].any()
 
 
 def test_layers_that_share_a_tensor_are_one_part() -> None:
     tensor = filled((NUM_BLOCKS, 8))
-    tensors_of, parts = parts_of({"a": tensor, "b": tensor, "c": filled((NUM_BLOCKS, 8))}, NUM_BLOCKS)
+    tensors_of, parts = list_parts({"a": tensor, "b": tensor, "c": filled((NUM_BLOCKS, 8))}, NUM_BLOCKS)
     assert ([part.name for part in parts], len(tensors_of)) == (["a", "c"], 2)
 
 
@@ -120,11 +120,11 @@ def test_the_order_in_memory_is_part_of_what_a_page_means() -> None:
     plain = filled((NUM_BLOCKS, 2, 4, 8))
     permuted = filled((NUM_BLOCKS, 4, 2, 8)).permute(0, 2, 1, 3)
     assert plain.shape == permuted.shape
-    ((one,), (other,)) = (parts_of({"layer": tensor}, NUM_BLOCKS)[1] for tensor in (plain, permuted))
+    ((one,), (other,)) = (list_parts({"layer": tensor}, NUM_BLOCKS)[1] for tensor in (plain, permuted))
     assert one != other
 
 
 @pytest.mark.parametrize("cache", [filled((3, 7, 8)), [filled((NUM_BLOCKS, 8))]], ids=["no blocks", "a list of states"])
 def test_tensors_in_which_blocks_cannot_be_told_are_refused(cache: object) -> None:
     with pytest.raises(WrongSettings):
-        parts_of({"layer": cache}, NUM_BLOCKS)  # type: ignore[dict-item]
+        list_parts({"layer": cache}, NUM_BLOCKS)  # type: ignore[dict-item]

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.cache_sync import CacheClient
-from kvkeeper.client.errors import KvkeeperError, error_of
+from kvkeeper.client.errors import KvkeeperError, to_error
 from kvkeeper.client.session_sync import CacheSession
 from kvkeeper.client.steps import StepItems, encode
 from tests.support.worlds.cache_api import BLOCK_BYTES, BLOCK_SIZE, DEADLINE, SPEC
@@ -131,7 +131,7 @@ class Engine:
                     self._raw(method, each.SerializeToString())
                     reasons["ACCEPTED"] += 1
                 except grpc.RpcError as error:
-                    reasons[error_of(error).reason] += 1
+                    reasons[to_error(error).reason] += 1
         return {"reasons": reasons}
 
     def drain(self) -> dict[str, object]:

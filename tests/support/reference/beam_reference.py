@@ -26,7 +26,7 @@ class SearchCase:
 
     prompt: tuple[int, ...]
     num_beams: int
-    num_told: int
+    num_returned: int
     max_tokens: int
     length_penalty: float = 1.0
     early_stopping: bool = False
@@ -44,7 +44,7 @@ class SearchCase:
             ignore_eos=True,
         )
         beams = BeamSearch(self.num_beams, self.length_penalty, self.early_stopping)
-        return GenerateOptions(n=self.num_told, beam_search=beams, sampling=sampling)
+        return GenerateOptions(n=self.num_returned, beam_search=beams, sampling=sampling)
 
 
 def references(folder: Path, cases: Sequence[SearchCase]) -> list[list[Found]]:
@@ -66,7 +66,7 @@ def _search(network: Any, tokenizer: Any, case: SearchCase) -> list[Found]:
         attention_mask=torch.ones_like(prompt),
         do_sample=False,
         num_beams=case.num_beams,
-        num_return_sequences=case.num_told,
+        num_return_sequences=case.num_returned,
         max_new_tokens=case.max_tokens,
         length_penalty=case.length_penalty,
         early_stopping=case.early_stopping,
@@ -93,7 +93,7 @@ def check_told(case: SearchCase, chunks: Sequence[OutputChunk], expected: Sequen
         is_ended = found.token_ids[-1] in case.eos_token_ids
         wanted.append((found.token_ids[:-1] if is_ended else found.token_ids, "stop" if is_ended else "length"))
     assert [(chunk.token_ids, chunk.finish_reason) for chunk in chunks] == wanted, case
-    assert [chunk.index for chunk in chunks] == list(range(case.num_told))
+    assert [chunk.index for chunk in chunks] == list(range(case.num_returned))
     for chunk, found in zip(chunks, expected, strict=True):
         assert chunk.cumulative_logprob is not None
         assert abs(chunk.cumulative_logprob - found.logprob) < 2e-4, case

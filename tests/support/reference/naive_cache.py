@@ -304,10 +304,10 @@ class NaiveCache:
             if q.published and self.key(q, q.published - 1) not in self.index:
                 q.published = 0
 
-    def publish(self, max_blocks: int = 10**9, told_now: str = "") -> bool:
+    def publish(self, max_blocks: int = 10**9, reported_now: str = "") -> bool:
         """Full committed blocks become shareable; where the content is indexed already, the indexed block is taken.
 
-        Whether more is left but for what waits for a copy. told_now: the session with a reply that is yet to be written.
+        Whether more is left but for what waits for a copy. reported_now: the session with a reply that is yet to be written.
         """
         group = -1
         for commit in list(self.commits):
@@ -322,7 +322,7 @@ class NaiveCache:
                 last = min(num_ready, q.published + max_blocks)
                 max_blocks -= last - q.published
                 for block_idx in range(q.published, last):
-                    self._publish_block(q, block_idx, still_used=told_now != q.session)
+                    self._publish_block(q, block_idx, still_used=reported_now != q.session)
                 q.published = last
                 if last == num_full:
                     self.commits.remove(commit)

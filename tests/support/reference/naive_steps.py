@@ -142,7 +142,7 @@ class NaiveSteps(NaiveClaims):
         ]
         self.commit(session, commits_of(batch))
         if len(batch.fork_children) or len(batch.truncate_ids) or self._could_hit_more(session, batch):
-            self.publish(told_now=session)
+            self.publish(reported_now=session)
         else:
             self.publish_those(leaving)
         told = self.told(session)
@@ -191,7 +191,7 @@ class NaiveSteps(NaiveClaims):
             self.publish()
             self.observe()
             q.retention = retention
-            self.retain(q.session, [q], told_now=False)
+            self.retain(q.session, [q], reported_now=False)
         self.settle()
 
     def change_hint(self, q: NaiveSequence, hint: ReuseHint) -> None:
@@ -203,7 +203,7 @@ class NaiveSteps(NaiveClaims):
         q.hint = hint
         self.claim_blocks(q, q.table[: q.published])
 
-    def retain(self, session: str, sequences: list[NaiveSequence], *, told_now: bool = True) -> None:
+    def retain(self, session: str, sequences: list[NaiveSequence], *, reported_now: bool = True) -> None:
         """Blocks without a readable position become holes; what may be shared of them is published before."""
         size = self.block_size
         due: list[tuple[NaiveSequence, int]] = []
@@ -212,9 +212,9 @@ class NaiveSteps(NaiveClaims):
                 needed = {position // size for position in q.readable(q.committed)}
                 due += [(q, idx) for idx in range(q.committed // size) if idx not in needed and q.table[idx]]
         if due:
-            self.publish(told_now=session if told_now else "")
+            self.publish(reported_now=session if reported_now else "")
         for q, idx in due:
-            self.let_go(session, q.table[idx], still_used=not told_now)
+            self.let_go(session, q.table[idx], still_used=not reported_now)
             q.table[idx] = NULL_BLOCK
             q.published = min(q.published, idx)
             self.sessions[session].updates.append((q.sequence_id, idx, NULL_BLOCK))

@@ -11,7 +11,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.arena import Arena
 from kvkeeper.vllm.backoff import Backoff
 from kvkeeper.vllm.orders import Load, Orders, Store, TokenIds
-from kvkeeper.vllm.page_spec import Facts, Part, spec_of
+from kvkeeper.vllm.page_spec import Facts, Part, make_spec
 from kvkeeper.vllm.pages import HostPages, Pages
 from kvkeeper.vllm.rounds import Link, Rounds
 from kvkeeper.vllm.transfers import Finished, Transfers
@@ -32,12 +32,12 @@ FACTS = Facts(
     ranks={"tp": (0, 2)},
     parts=PARTS,
 )
-SPEC = spec_of(FACTS)
+SPEC = make_spec(FACTS)
 DEADLINE_S = 10.0
 
 
 def other_rank() -> pb.KvSpec:
-    return spec_of(replace(FACTS, ranks={"tp": (1, 2)}))
+    return make_spec(replace(FACTS, ranks={"tp": (1, 2)}))
 
 
 def tokens_of(num_blocks: int, *, first: int = 0) -> TokenIds:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvkeeper.cache_service.core.tiers.orders import TierRules
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor
 from tests.support.tiers.disk_world import DiskCounts, DiskWorld
@@ -24,8 +24,8 @@ class DiskSimulation:
         """may_have_tail: in half of the pools with one window, the group with it is a tail. world: makes that of each run."""
         self._make_world = world
         self.rng = rng = random.Random(seed)
-        spans = [spans_of(0), spans_of(0, 3), (*spans_of(0), ReadSpan(4, is_chunk=True)), spans_of(0, 0, 2)][seed % 4]
-        spans = (*spans_of(0), state_span(2)) if seed % 8 == 4 else spans
+        spans = [make_spans(0), make_spans(0, 3), (*make_spans(0), ReadSpan(4, is_chunk=True)), make_spans(0, 0, 2)][seed % 4]
+        spans = (*make_spans(0), state_span(2)) if seed % 8 == 4 else spans
         self.config = PoolConfig(
             num_blocks=rng.choice([4, 6, 9]) * len(spans),
             group_spans=spans,

@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable
 
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor
 from tests.support.tiers.tier_engine import TierCounts
@@ -16,12 +16,12 @@ from tests.support.tiers.tier_world import TierWorld
 
 NUM_EVENTS = 300  # of one seed
 _CHUNKS = ReadSpan(5, is_chunk=True), ReadSpan(2, is_chunk=True)
-_ONE = spans_of(0)
+_ONE = make_spans(0)
 # Of the groups of layers, by seed.
-_STATES = (*_ONE, state_span(2)), (*spans_of(0, 3), state_span(1), state_span(3))
+_STATES = (*_ONE, state_span(2)), (*make_spans(0, 3), state_span(1), state_span(3))
 _SPANS = (
-    *(spans_of(0, 1), spans_of(0, 4), (*_ONE, *_CHUNKS), _ONE, _STATES[0], _ONE),
-    *(_STATES[1], spans_of(0, 0, 3), spans_of(0, 7, 2), _ONE),
+    *(make_spans(0, 1), make_spans(0, 4), (*_ONE, *_CHUNKS), _ONE, _STATES[0], _ONE),
+    *(_STATES[1], make_spans(0, 0, 3), make_spans(0, 7, 2), _ONE),
 )
 
 

@@ -16,10 +16,10 @@ from grpc_reflection.v1alpha import reflection_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2
 
 from kvkeeper.cache.v1 import cache_service_pb2
-from kvkeeper.client.errors import KvkeeperError, error_of
+from kvkeeper.client.errors import KvkeeperError, to_error
 from kvkeeper.common.service.endpoint import Endpoint
 from kvkeeper.common.trust.caller import Caller, calling
-from kvkeeper.common.trust.credentials import entry_of, make_token
+from kvkeeper.common.trust.credentials import make_entry, make_token
 from kvkeeper.common.trust.guard import Guard
 from kvkeeper.engine.v1 import engine_service_pb2
 
@@ -116,7 +116,7 @@ class TokenFile:
         """The caller's new token."""
         token = make_token()
         with self.path.open("a") as file:
-            file.write(entry_of(token, caller) + "\n")
+            file.write(make_entry(token, caller) + "\n")
         return token
 
     def certify(self, name: str, caller: Caller) -> None:
@@ -149,7 +149,7 @@ async def raw_call(
         else:
             await call
     except grpc.RpcError as error:
-        return error_of(error)
+        return to_error(error)
     finally:
         call.cancel()
     return None

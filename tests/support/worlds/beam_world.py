@@ -44,7 +44,7 @@ class Told:
     logprob: float
 
 
-def naive_search(prompt: tuple[int, ...], options: BeamOptions, num_told: int, max_new: int) -> list[Told]:
+def naive_search(prompt: tuple[int, ...], options: BeamOptions, num_returned: int, max_new: int) -> list[Told]:
     """All lists times all tokens, in one place and with no cache."""
     live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     finished: list[tuple[float, float, tuple[int, ...]]] = []
@@ -67,7 +67,7 @@ def naive_search(prompt: tuple[int, ...], options: BeamOptions, num_told: int, m
         is_full = len(finished) == options.num_beams
         if is_full and (options.early_stopping or live[0][0] / length**options.length_penalty <= -finished[-1][0]):
             break
-    return [Told(tokens, total) for _, total, tokens in finished[:num_told]]
+    return [Told(tokens, total) for _, total, tokens in finished[:num_returned]]
 
 
 class BeamWorld(World):
@@ -77,13 +77,13 @@ class BeamWorld(World):
         self.num_candidates_taken = 0
 
     def submit_search(
-        self, prompt: list[int], max_new: int, options: BeamOptions, num_told: int = 1, priority: int = 0
+        self, prompt: list[int], max_new: int, options: BeamOptions, num_returned: int = 1, priority: int = 0
     ) -> Request:
         num_beams = options.num_beams
         assert num_beams <= self.limits.num_rows, "the engine refuses it"
         tokens = np.array(prompt, np.int32)
-        request = Request("s", tokens, max_new, n=num_told, num_beams=num_beams, priority=priority)
-        self.searches[request] = BeamSearch(options, num_told, max_new, 1, ends)
+        request = Request("s", tokens, max_new, n=num_returned, num_beams=num_beams, priority=priority)
+        self.searches[request] = BeamSearch(options, num_returned, max_new, 1, ends)
         return self.submit(request)
 
     def check_searches(self) -> None:
@@ -91,8 +91,8 @@ class BeamWorld(World):
         for request, search in self.searches.items():
             if request in self.cancelled:
                 continue
-            expected = naive_search(tuple(request.prompt.tolist()), search.options, search.num_told, request.max_new_tokens)
-            found = [Told(tuple(each.tokens.token_ids()), each.tokens.logprob) for each in search.told()]
+            expected = naive_search(tuple(request.prompt.tolist()), search.options, search.num_returned, request.max_new_tokens)
+            found = [Told(tuple(each.tokens.token_ids()), each.tokens.logprob) for each in search.best()]
             assert [told.tokens for told in found] == [told.tokens for told in expected]
             assert all(abs(one.logprob - other.logprob) < 1e-9 for one, other in zip(found, expected, strict=True))
 

@@ -23,7 +23,7 @@ from kvkeeper.cache_service.memory.arena import ByteArray
 from kvkeeper.cache_service.memory.shared_memory import SharedMemory, SharedMemoryArena
 from kvkeeper.cache_service.runtime.pool import Pool
 from kvkeeper.cache_service.server import RunningServer, start_server
-from kvkeeper.client.errors import KvkeeperError, error_of
+from kvkeeper.client.errors import KvkeeperError, to_error
 
 DEADLINE = 10.0  # seconds that anything in a test may take
 BLOCK_SIZE = 4
@@ -232,7 +232,7 @@ async def refusal(call: Awaitable[Any]) -> KvkeeperError:
     try:
         answer = await call
     except grpc.RpcError as error:
-        return error_of(error)
+        return to_error(error)
     except KvkeeperError as error:
         return error
     raise AssertionError(f"not refused: {answer!r}")

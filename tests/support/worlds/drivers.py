@@ -173,7 +173,7 @@ class CoreDriver:
     def step(self, session: SessionId, batch: StepBatch) -> StepReply:
         """A step that arrives for the first time."""
         gate, raw = self.sessions[session], encode(batch)
-        assert gate.repeat_of(batch.step_id, raw) is None
+        assert gate.find_repeat(batch.step_id, raw) is None
         gate.check_completed(batch.step_id, batch.completed_step_id)
         reply = self.manager.steps.step(session, batch)
         gate.record(batch.step_id, batch.completed_step_id, raw, encode(reply))
@@ -182,7 +182,7 @@ class CoreDriver:
 
     def repeat_step(self, session: SessionId) -> bool:
         gate = self.sessions[session]
-        return gate.repeat_of(gate.step_id, self._last_raw[session]) == gate.last_reply
+        return gate.find_repeat(gate.step_id, self._last_raw[session]) == gate.last_reply
 
     def complete(self, session: SessionId, completed_step_id: int) -> None:
         self.sessions[session].complete(completed_step_id)

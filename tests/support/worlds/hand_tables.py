@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.compute.stored_model import has_states, state_groups
 from kvkeeper.engine_service.model.decoder import Decoder
 from tests.support.models.tiny_models import NumericsCase
@@ -23,7 +23,7 @@ class HandTables:
         is_recurrent = isinstance(model, Decoder) and has_states(model.config)
         groups = state_groups(model, block_size, checkpoint_blocks) if is_recurrent else ()
         self.checkpoint_blocks, self.num_state_groups = checkpoint_blocks, max(len(groups) - 1, 0)
-        layout = kv_layout_of(model.config, model.dtype, block_size, groups)
+        layout = make_kv_layout(model.config, model.dtype, block_size, groups)
         self.view = layout.view(torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8)).fill_(fill)
         self.fill = fill
         self.runner = ModelRunner(model, self.view, layout, groups)

@@ -8,7 +8,7 @@ from typing import Any
 import grpc.aio
 
 from kvkeeper.client.attaching import attaching
-from kvkeeper.client.errors import error_of_status
+from kvkeeper.client.errors import parse_error
 from tests.support.worlds.cache_api import DEADLINE, Api, Session
 
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ class LaneStream:
         """The answer to a step, or EOF. Raises KvkeeperError for a Status."""
         frame = await self.read_frame()
         if frame[:1] == STATUS:
-            raise error_of_status(frame[1:])
+            raise parse_error(frame[1:])
         assert frame[:1] in (STEP_RESPONSE, b""), frame[:1]
         return frame[1:] if frame else EOF
 

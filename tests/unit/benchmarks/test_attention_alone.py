@@ -8,7 +8,7 @@ import torch
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.quantised.attention import plan_rows, quantised_decode
 from kvkeeper.kernels.quantised.formats import FORMATS
-from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 from kvkeeper.kernels.quantised.store import plan_slots, store_quantised
 from tests.benchmarks.attention_alone import AttentionInputs, error_alone
 
@@ -34,7 +34,7 @@ def test_the_error_is_that_of_the_kernels(name: str, tail_from: int, options: di
     given = inputs(tail_starts=torch.tensor([tail_from, tail_from]), **options)
     layout = QuantisedLayout(1, HEADS, DIM, SIZE, FORMATS[name], torch.float32, tail_layers=1)
     num_entries = -(-LENGTH // SIZE)
-    layer = layer_of(layout.view(torch.zeros((1 + 2 * num_entries) * layout.block_bytes, dtype=torch.uint8)), layout, 0)
+    layer = get_layer(layout.view(torch.zeros((1 + 2 * num_entries) * layout.block_bytes, dtype=torch.uint8)), layout, 0)
     table = torch.arange(1, 1 + num_entries, dtype=torch.int32)
     pages = torch.where(torch.arange(num_entries) * SIZE >= tail_from, table + num_entries, 0)
     at = torch.arange(LENGTH)

@@ -37,13 +37,13 @@ class Event:
 
 
 class Watch:
-    """The progress of one reader. `told` has a byte per node during the snapshot; afterwards every node has been reported."""
+    """The progress of one reader. `reported` has a byte per node during the snapshot; afterwards every node is reported."""
 
     def __init__(self, tenant: str, num_nodes: int, num_tokens_each: int = 0) -> None:
         """num_tokens_each: of a block, for a reader that wants token ids; 0 for one that does not."""
         self.tenant = tenant
         self.wants_tokens = num_tokens_each > 0
-        self.told: memoryview[int] | None = zeros(num_nodes, np.uint8)
+        self.reported: memoryview[int] | None = zeros(num_nodes, np.uint8)
         self.next_node = 1  # of the snapshot; what lies below alone comes behind the last
         self.is_lagging = False
         self._events: deque[Event] = deque()
@@ -56,16 +56,16 @@ class Watch:
 
     @property
     def wants_snapshot(self) -> bool:
-        return self.told is not None and self._num_names < self._snapshot_ahead and not self.is_lagging
+        return self.reported is not None and self._num_names < self._snapshot_ahead and not self.is_lagging
 
     def knows(self, node: int) -> bool:
-        return self.told is None or self.told[node] == 1
+        return self.reported is None or self.reported[node] == 1
 
     def add(self, event: Event) -> None:
         self._events.append(event)
         self._check_room()
 
-    def tell(self, kind: EventKind, name: bytes, tier: Tier | None = None, parent: bytes = b"", tokens: bytes = b"") -> None:
+    def report(self, kind: EventKind, name: bytes, tier: Tier | None = None, parent: bytes = b"", tokens: bytes = b"") -> None:
         """Consecutive blocks of one kind and tier share an event. parent and tokens: of a block that is new to the reader."""
         last = self._events[-1] if self._events else None
         if last is None or last.kind is not kind or last.tier is not tier or len(last.names) >= self._names_each:

@@ -9,7 +9,7 @@ import sys
 
 from kvkeeper.cli.console.addresses import add_json_flag
 from kvkeeper.common.trust.caller import ANY_TENANT, MAX_NAME_CHARS, Caller, Role
-from kvkeeper.common.trust.credentials import entry_of, make_token
+from kvkeeper.common.trust.credentials import make_entry, make_token
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     token = make_token()
-    entry = entry_of(token, Caller(args.name, args.tenant, Role(args.role)))
+    entry = make_entry(token, Caller(args.name, args.tenant, Role(args.role)))
     if args.json:
         print(json.dumps({"token": token, "entry": entry}))
     else:

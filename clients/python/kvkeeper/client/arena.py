@@ -20,7 +20,7 @@ from kvkeeper.client.attaching import Handover, attaching
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.common.cuda.errors import CudaError
 from kvkeeper.common.cuda.handle import KIND as CUDA_KIND
-from kvkeeper.common.cuda.handle import handle_of
+from kvkeeper.common.cuda.handle import parse_handle
 from kvkeeper.common.cuda.imported import ImportedArena
 from kvkeeper.common.cuda.runtime import cuda_runtime
 from kvkeeper.common.cuda.vmm import DESCRIPTOR_KIND, MappedArena, described_arena, vmm_driver
@@ -185,7 +185,7 @@ def _import(reply: dict[str, object], descriptors: list[int]) -> OnDevice:
     """descriptors: of the memory, and one whose end says to the service that nothing is mapped; or none."""
     try:
         if not descriptors:
-            return ImportedArena(cuda_runtime(), handle_of(reply))
+            return ImportedArena(cuda_runtime(), parse_handle(reply))
         memory, witness = descriptors
         return MappedArena(cuda_runtime(), vmm_driver(), described_arena(reply), memory, os.dup(witness))
     except ValueError as error:

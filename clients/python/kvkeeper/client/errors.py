@@ -53,7 +53,7 @@ class KvkeeperError(Exception):
         return self.unavailable and not self.reason
 
 
-def error_of(error: grpc.RpcError, *, is_ours: bool = False) -> KvkeeperError:
+def to_error(error: grpc.RpcError, *, is_ours: bool = False) -> KvkeeperError:
     """The KvkeeperError that a failed call stands for. is_ours: this side ended the call."""
     code, message = error.code(), error.details() or ""
     details = _details_of_call(error)
@@ -82,7 +82,7 @@ class _Details:
     retry_after: float | None = None
 
 
-def error_of_status(raw: bytes) -> KvkeeperError:
+def parse_error(raw: bytes) -> KvkeeperError:
     """The KvkeeperError that the bytes of a google.rpc.Status stand for."""
     from google.protobuf.message import DecodeError
     from google.rpc import status_pb2

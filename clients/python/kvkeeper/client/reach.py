@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvkeeper.client.errors import KvkeeperError, error_of
+from kvkeeper.client.errors import KvkeeperError, to_error
 
 _STUBS = {"CacheServiceStub": "cache", "EngineServiceStub": "engine"}
 _NOT_CONNECTED = "failed to connect to all addresses"
@@ -29,9 +29,9 @@ class Reach:
         """The way to the service that a generated stub class is for."""
         return cls(_STUBS.get(getattr(stub_class, "__name__", ""), ""), target, uses_tls)
 
-    def error_of(self, failure: grpc.RpcError, *, is_ours: bool = False) -> KvkeeperError:
+    def to_error(self, failure: grpc.RpcError, *, is_ours: bool = False) -> KvkeeperError:
         """The KvkeeperError that a failed call stands for; where no service answered, its message says why."""
-        error = error_of(failure, is_ours=is_ours)
+        error = to_error(failure, is_ours=is_ours)
         if not error.service_down:
             return error
         return KvkeeperError(error.code, "", self.cause(error.message), error.metadata, error.retry_after)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client import kv_chunks
 from kvkeeper.client.arena import Arena, attach_arena, attach_arena_and_lane
-from kvkeeper.client.errors import KvkeeperError, error_of_status
+from kvkeeper.client.errors import KvkeeperError, parse_error
 from kvkeeper.client.kv_chunks import KvTokens
 from kvkeeper.client.new_sequence import Created, NewSequence, TokenIds, pack, to_list
 from kvkeeper.client.retry import SLICED_TIMEOUT_S
@@ -167,7 +167,7 @@ class AsyncCacheSession:
         One that is refused leaves the others be. A service of before there was this call raises UNIMPLEMENTED without a reason.
         """
         answer = await self._call("CreateSequences", sequences=[each.message() for each in sequences])
-        return [each.response if each.HasField("response") else error_of_status(each.error) for each in answer.results]
+        return [each.response if each.HasField("response") else parse_error(each.error) for each in answer.results]
 
     async def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:
         """Start the sequence if it waits, and reserve slots up to an absolute length, all or nothing."""

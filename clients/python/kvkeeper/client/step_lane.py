@@ -14,7 +14,7 @@ import socket
 import grpc
 
 from kvkeeper.client.attaching import attaching
-from kvkeeper.client.errors import KvkeeperError, error_of_status
+from kvkeeper.client.errors import KvkeeperError, parse_error
 
 STEP_REQUEST = b"\1"
 _STEP_RESPONSE, _STATUS, _TOO_LARGE = 2, 3, 4
@@ -171,7 +171,7 @@ def _parse_answer(frame: bytearray, num_bytes: int) -> bytes:
     if kind == _STEP_RESPONSE:
         return body
     if kind == _STATUS:
-        raise error_of_status(body)
+        raise parse_error(body)
     raise MessageTooLarge if kind == _TOO_LARGE else LaneBroken
 
 

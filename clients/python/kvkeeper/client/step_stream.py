@@ -40,7 +40,7 @@ class StepStream:
             is_ours = self._call is not call
             self.cancel()
             if isinstance(failure, grpc.RpcError):
-                raise self._transport.reach.error_of(failure, is_ours=is_ours) from None
+                raise self._transport.reach.to_error(failure, is_ours=is_ours) from None
             raise
         if answer is EOF:
             self.cancel()

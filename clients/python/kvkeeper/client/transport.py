@@ -93,8 +93,8 @@ class AsyncTransport:
 
     async def collect(self, method: Any, request: Any, options: CallOptions | None = None) -> list[Any]:
         """All answers of a server stream; a repeat starts it over."""
-        answers: list[Any] = await self._repeat(options, self.backend.collect, method, request)
-        return answers
+        replies: list[Any] = await self._repeat(options, self.backend.collect, method, request)
+        return replies
 
     async def call_once(self, method: Any, request: Any, timeout_s: float) -> Any:
         """The answer to a request that is not repeated here."""
@@ -109,7 +109,7 @@ class AsyncTransport:
         try:
             return await make(method, _requests(request), timeout_s, tracing.outgoing())
         except grpc.RpcError as failure:
-            raise self.reach.error_of(failure, is_ours=self.is_closed) from None
+            raise self.reach.to_error(failure, is_ours=self.is_closed) from None
 
     async def _repeat(self, options: CallOptions | None, make: Any, method: Any, request: Any) -> Any:
         patience = Patience(options or self.options, time.monotonic())
@@ -161,7 +161,7 @@ class AsyncStream:
                 message = await self._read()
             except grpc.RpcError as failure:
                 is_ours = self._is_cancelled or self._transport.is_closed
-                await self._start_again(self._transport.reach.error_of(failure, is_ours=is_ours))
+                await self._start_again(self._transport.reach.to_error(failure, is_ours=is_ours))
             except KvkeeperError as error:  # of a call that shares one with others
                 await self._start_again(error)
             except BaseException:

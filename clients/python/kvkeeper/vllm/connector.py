@@ -28,14 +28,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.arena import Arena
 from kvkeeper.client.errors import KvkeeperError
-from kvkeeper.vllm.device_pages import DevicePages, parts_of
+from kvkeeper.vllm.device_pages import DevicePages, list_parts
 from kvkeeper.vllm.lookups import Lookups, PoolMatcher
 from kvkeeper.vllm.orders import Orders
-from kvkeeper.vllm.page_spec import Facts, Part, revision_of, spec_of
+from kvkeeper.vllm.page_spec import Facts, Part, find_revision, make_spec
 from kvkeeper.vllm.pages import HostPages, Pages
 from kvkeeper.vllm.planner import Planner, Scheduled
 from kvkeeper.vllm.rounds import Link, Rounds
-from kvkeeper.vllm.settings import Settings, WrongSettings, settings_of
+from kvkeeper.vllm.settings import Settings, WrongSettings, parse_settings
 from kvkeeper.vllm.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class KvkeeperConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
-        self._settings = settings_of(transfer_config.kv_connector_extra_config, transfer_config.kv_load_failure_policy)
+        self._settings = parse_settings(transfer_config.kv_connector_extra_config, transfer_config.kv_load_failure_policy)
         _require_plain(vllm_config, kv_cache_config, self._settings)
         self._specs: list[pb.KvSpec] = []
         self._lookups: Lookups | None = None
@@ -130,8 +130,8 @@ class KvkeeperConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, settings = self._vllm_config, self._settings
-        tensors, parts = parts_of(kv_caches, self._kv_cache_config.num_blocks)
-        spec = spec_of(_facts(config, settings, _block_size(self._kv_cache_config), parts, next(iter(kv_caches))))
+        tensors, parts = list_parts(kv_caches, self._kv_cache_config.num_blocks)
+        spec = make_spec(_facts(config, settings, _block_size(self._kv_cache_config), parts, next(iter(kv_caches))))
         self._specs = [spec]
         self._is_cuda = tensors[0].device.type == "cuda"
 
@@ -257,7 +257,7 @@ def _facts(config: "VllmConfig", settings: Settings, block_size: int, parts: lis
     facts = {"config": hf_config.to_dict(), "quantization": str(model.quantization)}
     return Facts(
         model=str(model.model),
-        revision=revision_of(str(model.model), getattr(hf_config, "_commit_hash", None), settings.revision),
+        revision=find_revision(str(model.model), getattr(hf_config, "_commit_hash", None), settings.revision),
         config=json.dumps(facts, sort_keys=True, default=str),
         dtype=str(model.dtype),
         cache_dtype=str(config.cache_config.cache_dtype),

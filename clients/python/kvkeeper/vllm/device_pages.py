@@ -65,7 +65,7 @@ class DevicePages:
             self._stream.synchronize()
 
 
-def parts_of(kv_caches: Mapping[str, "torch.Tensor"], num_blocks: int) -> tuple[list["torch.Tensor"], list[Part]]:
+def list_parts(kv_caches: Mapping[str, "torch.Tensor"], num_blocks: int) -> tuple[list["torch.Tensor"], list[Part]]:
     """vLLM's tensors as bytes, [num_blocks, ...], each once, and what they are. The order within a block is that in memory.
 
     kv_caches: layer to tensor. Raises WrongSettings for a tensor in which the blocks cannot be found.

@@ -54,7 +54,7 @@ def page_offsets(parts: Sequence[Part]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def spec_of(facts: Facts) -> pb.KvSpec:
+def make_spec(facts: Facts) -> pb.KvSpec:
     """The spec under which the worker's pages are shared."""
     text = json.dumps({"format": _FORMAT, **asdict(facts)}, sort_keys=True, separators=(",", ":"))
     return pb.KvSpec(
@@ -67,7 +67,7 @@ def spec_of(facts: Facts) -> pb.KvSpec:
     )
 
 
-def revision_of(model: str, commit: str | None, given: str) -> str:
+def find_revision(model: str, commit: str | None, given: str) -> str:
     """What names the weights: what the user gave, the commit of a model hub, or the files of a folder.
 
     A folder is known by the names, sizes and times of its files: reading all weights would take as long as loading them. Raises

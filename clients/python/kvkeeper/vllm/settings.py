@@ -26,7 +26,7 @@ class Settings:
     shutdown_s: float = 5.0  # how long the end of vLLM waits for stores
 
 
-def settings_of(extra: Mapping[str, Any], load_failure_policy: str) -> Settings:
+def parse_settings(extra: Mapping[str, Any], load_failure_policy: str) -> Settings:
     """Raises WrongSettings."""
     types = {field.name: field.type for field in fields(Settings)}
     for name, value in extra.items():

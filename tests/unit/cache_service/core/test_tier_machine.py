@@ -6,15 +6,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor, SessionId
 from tests.support.slices import scaled
 from tests.support.tiers.tier_world import TierWorld
 from tests.support.worlds.machine import chooser
 
-_CHUNKED = (*spans_of(0, 2), ReadSpan(3, is_chunk=True))
-_STATES = (*spans_of(0), state_span(2)), (*spans_of(0, 2), state_span(1))
+_CHUNKED = (*make_spans(0, 2), ReadSpan(3, is_chunk=True))
+_STATES = (*make_spans(0), state_span(2)), (*make_spans(0, 2), state_span(1))
 
 
 def _config(
@@ -31,7 +31,7 @@ configs = st.builds(
     _config,
     num_blocks=st.integers(2, 8),
     group_spans=st.sampled_from(
-        [*map(spans_of, (0, 0)), spans_of(0, 3), spans_of(0, 1), spans_of(0, 0, 2), _CHUNKED, *_STATES]
+        [*map(make_spans, (0, 0)), make_spans(0, 3), make_spans(0, 1), make_spans(0, 0, 2), _CHUNKED, *_STATES]
     ),
     has_tail=st.booleans(),
     block_size=st.integers(1, 3),

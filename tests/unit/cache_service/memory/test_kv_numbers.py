@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.cache_service.memory.kv_numbers import dequantise, elements_of, numbers_of, quantise
+from kvkeeper.cache_service.memory.kv_numbers import dequantise, quantise, to_elements, to_numbers
 from kvkeeper.kernels.quantised import formats
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -52,7 +52,7 @@ def test_numbers_are_rounded_as_torch_rounds_them(name: str) -> None:
     if name == "float16":
         whole = whole.clamp(-65504, 65504)
     wanted = whole.to(DTYPES[name])
-    elements = elements_of(numbers, name)
+    elements = to_elements(numbers, name)
     got = torch.from_numpy(elements).view(DTYPES[name]).float().numpy()
     np.testing.assert_array_equal(got, wanted.float().numpy())
-    np.testing.assert_array_equal(numbers_of(elements, name), wanted.float().numpy())
+    np.testing.assert_array_equal(to_numbers(elements, name), wanted.float().numpy())

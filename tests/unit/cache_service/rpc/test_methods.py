@@ -9,7 +9,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.rpc.eviction_calls import EvictionCalls
 from kvkeeper.cache_service.rpc.inspection_calls import InspectionCalls
 from kvkeeper.cache_service.rpc.kv_calls import KvCalls
-from kvkeeper.cache_service.rpc.methods import handlers_of
+from kvkeeper.cache_service.rpc.methods import get_handlers
 from kvkeeper.cache_service.rpc.prefix_calls import PrefixCalls
 from kvkeeper.cache_service.rpc.sequence_calls import SequenceCalls
 from kvkeeper.cache_service.rpc.session_calls import SessionCalls
@@ -30,20 +30,20 @@ GROUPS: list[Any] = [
 
 def test_every_rpc_has_one_handler() -> None:
     num_rpcs = len(pb.DESCRIPTOR.services_by_name["CacheService"].methods)
-    assert len(handlers_of(GROUPS)) == num_rpcs
+    assert len(get_handlers(GROUPS)) == num_rpcs
 
 
 def test_a_group_answers_nothing_but_rpcs() -> None:
     """A misspelled handler would be of no use; the names that are no RPCs are those that other parts call."""
     public = {name for group in GROUPS for name in vars(group) if not name.startswith("_")}
-    assert public == {*handlers_of(GROUPS), "apply", "after_answer"}
+    assert public == {*get_handlers(GROUPS), "apply", "after_answer"}
 
 
 def test_a_missing_handler_is_found() -> None:
     with pytest.raises(AssertionError, match="GetBlock has 0 handlers"):
-        handlers_of([group for group in GROUPS if group is not InspectionCalls] + [SimpleNamespace(check_invariants=None)])
+        get_handlers([group for group in GROUPS if group is not InspectionCalls] + [SimpleNamespace(check_invariants=None)])
 
 
 def test_a_second_handler_is_found() -> None:
     with pytest.raises(AssertionError, match="GetStats has 2 handlers"):
-        handlers_of([*GROUPS, SimpleNamespace(get_stats=None)])
+        get_handlers([*GROUPS, SimpleNamespace(get_stats=None)])

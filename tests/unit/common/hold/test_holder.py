@@ -194,10 +194,10 @@ def test_the_next_holder_starts_where_one_was_killed(folder: Path) -> None:
 def test_another_users_process_is_refused_on_both_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the kernel named another user; a test cannot be two."""
     with holding(folder) as running:
-        monkeypatch.setattr(client_module, "peer_of", lambda _: Peer(1, os.geteuid() + 1))
+        monkeypatch.setattr(client_module, "get_peer", lambda _: Peer(1, os.geteuid() + 1))
         with pytest.raises(HolderAway, match="belongs to another user"):
             running.connect()
-    monkeypatch.setattr(holder_module, "peer_of", lambda _: Peer(1, os.geteuid() + 1))
+    monkeypatch.setattr(holder_module, "get_peer", lambda _: Peer(1, os.geteuid() + 1))
     holder = holder_module.Holder(folder / "s", 4, holder_module.SystemdStore({}))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(os.fspath(folder / "s"))

@@ -92,14 +92,14 @@ def test_variables_of_another_process_are_taken_out_and_not_heeded(manager: tupl
     assert SystemdStore(environ).take() == {}
     assert environ == {"OTHER": "1"}
     store = SystemdStore({"NOTIFY_SOCKET": f"{folder}/nothing-there"})
-    store.tell_ready()  # no process listens: the holder goes on
+    store.notify_ready()  # no process listens: the holder goes on
 
 
 def test_the_managers_socket_may_have_an_abstract_name() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(f"\0kvkeeper-test-{os.getpid()}")
         receiver.settimeout(30)
-        SystemdStore({"NOTIFY_SOCKET": f"@kvkeeper-test-{os.getpid()}"}).tell_ready()
+        SystemdStore({"NOTIFY_SOCKET": f"@kvkeeper-test-{os.getpid()}"}).notify_ready()
         assert receiver.recv(100) == b"READY=1"
 
 

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvkeeper.client.errors import KvkeeperError, error_of
+from kvkeeper.client.errors import KvkeeperError, to_error
 from kvkeeper.common.service.intake import SMALL_BYTES, Intake
 from kvkeeper.common.service.turns import TurnLimits, leave_place
 from kvkeeper.engine_service.rpc.methods import REFUSALS
@@ -118,7 +118,7 @@ async def serving(num_at_once: int = 4, max_waiting_each: int = 8, seconds: floa
 async def refusal(call: object) -> KvkeeperError:
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         await call  # type: ignore[misc]
-    return error_of(failed.value)
+    return to_error(failed.value)
 
 
 async def test_calls_of_every_kind_get_their_message_and_are_answered() -> None:

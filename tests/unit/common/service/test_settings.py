@@ -7,7 +7,7 @@ import pytest
 
 from kvkeeper.cache_service.config import SOURCE as CACHE
 from kvkeeper.common.service.config import ConfigSource
-from kvkeeper.common.service.settings import ConfigError, between, check_settings, setting, settings_of
+from kvkeeper.common.service.settings import ConfigError, between, check_settings, list_settings, setting
 from kvkeeper.common.service.sizes import parse_size
 from kvkeeper.engine_service.config import SOURCE as ENGINE
 
@@ -28,7 +28,7 @@ SOURCE = ConfigSource(Config, "program", "A program.", "PREFIX_", "MEMORY=1GiB")
 
 
 def test_all_that_is_told_comes_from_the_field() -> None:
-    num_blocks, memory, policy, is_kept, folder = settings_of(Config)
+    num_blocks, memory, policy, is_kept, folder = list_settings(Config)
     assert (num_blocks.flag, SOURCE.variable(num_blocks)) == ("--num-blocks", "PREFIX_NUM_BLOCKS")
     assert (num_blocks.help_text, num_blocks.values) == ("blocks (default: all)", "2 to 8")
     assert memory.help_text == "bytes, for example 1GiB (default: 3MiB)"
@@ -53,10 +53,10 @@ def test_a_value_is_checked_wherever_it_comes_from() -> None:
 
 @pytest.mark.parametrize("source", [CACHE, ENGINE], ids=["cache", "engine"])
 def test_every_setting_of_a_service_is_explained(source: ConfigSource) -> None:
-    for one in settings_of(source.config):
+    for one in list_settings(source.config):
         assert one.help and one.group, one.name
         assert one.values or one.example or one.default_text, one.name
-    with_default = [one for one in settings_of(source.config) if one.check and isinstance(one.default, int | float | str)]
+    with_default = [one for one in list_settings(source.config) if one.check and isinstance(one.default, int | float | str)]
     assert [one.name for one in with_default if one.check and one.check.refusal(one.default)] == []
 
 
@@ -66,6 +66,6 @@ def test_help_names_every_flag(source: ConfigSource, capsys: pytest.CaptureFixtu
         source.load(["--help"], {})
     assert ended.value.code == 0
     said = " ".join(capsys.readouterr().out.split())
-    for one in settings_of(source.config):
+    for one in list_settings(source.config):
         assert f" {one.flag}" in said
         assert one.help.split(":")[0].split("-")[0] in said

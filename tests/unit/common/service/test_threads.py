@@ -13,7 +13,7 @@ import structlog
 from kvkeeper.cache_service.core.values.errors import HostExhausted
 from kvkeeper.cache_service.rpc.methods import CONTRACT
 from kvkeeper.common.service.process import run
-from kvkeeper.common.service.threads import NoThread, in_thread, in_thread_or_here, shortage_of, start_thread
+from kvkeeper.common.service.threads import NoThread, find_shortage, in_thread, in_thread_or_here, start_thread
 from tests.support.stand_ins.no_threads import no_threads
 
 
@@ -75,7 +75,7 @@ def test_a_thread_that_cannot_be_started_is_told_as_such() -> None:
     ],
 )
 def test_a_shortage_is_told_from_a_bug(error: BaseException | None, resource: str | None) -> None:
-    found = shortage_of(error)
+    found = find_shortage(error)
     assert (found.resource if found is not None else None) == resource
 
 
@@ -105,4 +105,4 @@ def test_a_start_that_meets_a_shortage_is_one_sentence(error: Exception, capsys:
     finally:
         structlog.reset_defaults()  # the log went to a stream that ends with this test
     said = capsys.readouterr().err
-    assert (code, said) == (1, f"kvkeeper cache: {shortage_of(error).text}\n")  # type: ignore[union-attr]
+    assert (code, said) == (1, f"kvkeeper cache: {find_shortage(error).text}\n")  # type: ignore[union-attr]

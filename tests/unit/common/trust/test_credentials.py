@@ -11,7 +11,7 @@ import structlog
 from kvkeeper.client.credentials import Credentials as Shown
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.common.trust.caller import LOCAL, Caller, Role, calling, calling_tenant, note_caller, require_all_tenants
-from kvkeeper.common.trust.credentials import Credentials, KnownCallers, entry_of, make_token, read_credentials
+from kvkeeper.common.trust.credentials import Credentials, KnownCallers, make_entry, make_token, read_credentials
 from kvkeeper.common.trust.private_file import FileRefused, mode_refusal
 
 ENGINE = Caller("engine-1", "*", Role.ENGINE)
@@ -28,14 +28,14 @@ def written(path: Path, text: str | bytes, mode: int = 0o600) -> Path:
 
 def test_what_the_command_prints_is_what_the_file_takes(tmp_path: Path) -> None:
     tokens = {make_token(): caller for caller in (ENGINE, READER)}
-    known = read_credentials(written(tmp_path / "t", "\n".join(entry_of(*entry) for entry in tokens.items())))
+    known = read_credentials(written(tmp_path / "t", "\n".join(make_entry(*entry) for entry in tokens.items())))
     assert [known.by_token(token) for token in tokens] == [ENGINE, READER]
     assert len(set(tokens)) == 2 and all(len(token) == 47 for token in tokens)
 
 
 def test_neither_the_file_nor_the_process_keeps_a_token(tmp_path: Path) -> None:
     token = make_token()
-    path = written(tmp_path / "t", entry_of(token, ENGINE))
+    path = written(tmp_path / "t", make_entry(token, ENGINE))
     known = read_credentials(path)
     digest = hashlib.sha256(token.encode()).digest()
     assert token not in path.read_text() and digest.hex() in path.read_text()
@@ -121,9 +121,9 @@ def test_no_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 def test_a_token_that_is_taken_out_is_refused_a_second_later(tmp_path: Path) -> None:
     now = [0.0]
     tokens = [make_token(), make_token()]
-    path = written(tmp_path / "t", entry_of(tokens[0], ENGINE))
+    path = written(tmp_path / "t", make_entry(tokens[0], ENGINE))
     known = KnownCallers(path, lambda: now[0])
-    written(path, entry_of(tokens[1], READER))
+    written(path, make_entry(tokens[1], READER))
     assert known.now().by_token(tokens[0]) == ENGINE
     now[0] = 1.0
     assert [known.now().by_token(token) for token in tokens] == [None, READER]
@@ -133,19 +133,19 @@ def test_a_token_that_is_taken_out_is_refused_a_second_later(tmp_path: Path) -> 
 def test_a_file_that_goes_wrong_changes_nothing_and_one_that_is_mended_counts(tmp_path: Path, wrong: str) -> None:
     now = [0.0]
     tokens = [make_token(), make_token()]
-    path = written(tmp_path / "t", entry_of(tokens[0], ENGINE))
+    path = written(tmp_path / "t", make_entry(tokens[0], ENGINE))
     known = KnownCallers(path, lambda: now[0])
     if wrong == "gone":
         path.unlink()
     elif wrong == "empty":
         written(path, "")
     else:
-        written(path, entry_of(tokens[1], READER) + ("" if wrong == "mode" else "["), 0o644 if wrong == "mode" else 0o600)
+        written(path, make_entry(tokens[1], READER) + ("" if wrong == "mode" else "["), 0o644 if wrong == "mode" else 0o600)
     now[0] += 1
     with structlog.testing.capture_logs() as logs:
         assert [known.now().by_token(token) for token in tokens] == [ENGINE, None]
     assert [(line["event"], line["log_level"]) for line in logs] == [("credentials_not_reloaded", "warning")]
-    written(path, entry_of(tokens[1], READER))
+    written(path, make_entry(tokens[1], READER))
     now[0] += 1
     assert [known.now().by_token(token) for token in tokens] == [None, READER]
 

@@ -16,7 +16,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from kvkeeper.common.trust.caller import Caller, Role
-from kvkeeper.common.trust.credentials import digest_of, make_token
+from kvkeeper.common.trust.credentials import hash_token, make_token
 from kvkeeper.common.trust.gate import CERTIFIED, SOCKET_OWNER
 from kvkeeper.common.trust.roles import OPEN
 from tests.support.trust.certificates import SERVER_NAMES, Certificate, authority, issue
@@ -55,8 +55,8 @@ WRONG_METADATA: dict[str, Callable[[str], Any]] = {
     "a colon after the scheme": lambda token: (("authorization", f"Bearer: {token}"),),
     "quoted": lambda token: bearer(f'"{token}"'),
     "encoded once more": lambda token: bearer(base64.b64encode(token.encode()).decode()),
-    "its digest": lambda token: bearer(digest_of(token).hex()),
-    "its digest as a token": lambda token: bearer("kvk_" + base64.urlsafe_b64encode(digest_of(token)).decode().rstrip("=")),
+    "its digest": lambda token: bearer(hash_token(token).hex()),
+    "its digest as a token": lambda token: bearer("kvk_" + base64.urlsafe_b64encode(hash_token(token)).decode().rstrip("=")),
     "an asterisk": lambda token: bearer("*"),
     "very long": lambda token: bearer(token * 40),
     "two of them in one value": lambda token: bearer(f"{token}, {token}"),

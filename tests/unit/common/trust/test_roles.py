@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from kvkeeper.common.trust.caller import Caller, Role
-from kvkeeper.common.trust.roles import OPEN, TABLE, is_known, roles_of
+from kvkeeper.common.trust.roles import OPEN, TABLE, get_roles, is_known
 from tests.support.trust.guarded_server import Config, GuardedServer, TokenFile, bearer, guarded_server, raw_call, rpcs
 
 HEALTH, REFLECTION = "/grpc.health.v1.Health/", "/grpc.reflection.v1alpha.ServerReflection/"
@@ -26,12 +26,12 @@ def test_what_is_open_to_all_is_health_alone() -> None:
 
 @pytest.mark.parametrize("path", ["/kvkeeper.cache.v1.CacheService/New", "/other.Service/Step", "", "Step"])
 def test_a_call_without_a_row_is_refused_to_every_role(path: str) -> None:
-    assert roles_of(path) == frozenset()
+    assert get_roles(path) == frozenset()
     assert not is_known(path)
 
 
 def test_a_reader_changes_nothing() -> None:
-    reading = {path for path, _ in rpcs() if Role.READER in roles_of(path)}
+    reading = {path for path, _ in rpcs() if Role.READER in get_roles(path)}
     verbs = (
         "Get",
         "List",
@@ -50,7 +50,7 @@ def test_a_reader_changes_nothing() -> None:
 
 
 def test_an_operator_may_make_every_call() -> None:
-    assert [path for path, _ in rpcs() if path not in OPEN and Role.OPERATOR not in roles_of(path)] == []
+    assert [path for path, _ in rpcs() if path not in OPEN and Role.OPERATOR not in get_roles(path)] == []
 
 
 @pytest.mark.parametrize("role", Role)
@@ -62,7 +62,7 @@ async def test_every_cell_is_what_the_gate_does(tmp_path: Path, role: Role) -> N
     async with guarded_server(Config(auth_tokens=tokens.path)) as server, grpc.aio.insecure_channel(server.address) as channel:
         for path, method in rpcs():
             error = await raw_call(channel, path, method, bearer(token))
-            if path in OPEN or role in roles_of(path):
+            if path in OPEN or role in get_roles(path):
                 let_in += 1
                 assert error is None or error.reason == "", path
                 assert path.startswith((HEALTH, REFLECTION)) or server.entered[path, caller] == 1, path

@@ -17,7 +17,7 @@ from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.engine_service.cache_session.kv_memory import KvMemory, open_memory
 from kvkeeper.engine_service.compute.device import device_errors
-from kvkeeper.engine_service.compute.device.device_errors import DeviceFault, FaultTold
+from kvkeeper.engine_service.compute.device.device_errors import DeviceFault, ReportedFault
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.ranks.messages import RankLost, RankRefused
@@ -145,14 +145,14 @@ async def test_a_rank_whose_device_fails_while_the_session_is_opened_says_so(
     monkeypatch: pytest.MonkeyPatch, name: str, calls: list[str], in_warm_up: bool
 ) -> None:
     monkeypatch.setattr(device_errors, "_kept", [])
-    told = FaultTold(DeviceFault(name, where="rank 1 on cuda:1"))
+    told = ReportedFault(DeviceFault(name, where="rank 1 on cuda:1"))
 
     def fail(*parts: object) -> None:
         raise told
 
     world = World((lambda: None) if in_warm_up else fail)
     world.model = dataclasses.replace(world.model, make_ready=fail if in_warm_up else None)
-    with pytest.raises(FaultTold) as failed:
+    with pytest.raises(ReportedFault) as failed:
         await world.open()
     assert failed.value is told
     assert world.calls == ["make_ready", *calls], "what a lost device may write stays mapped, and the other ranks end"
@@ -201,5 +201,5 @@ async def test_a_session_whose_rank_has_lost_its_device_is_no_lost_session() -> 
     with pytest.raises(KvkeeperError, match="rank 1: a test"):
         await memory.require_lease()
     world.ranks.fault = DeviceFault("cudaErrorAssert", where="rank 1 on cuda:1")
-    with pytest.raises(FaultTold, match=r"^rank 1 on cuda:1: cudaErrorAssert: "):
+    with pytest.raises(ReportedFault, match=r"^rank 1 on cuda:1: cudaErrorAssert: "):
         await memory.require_lease()

@@ -9,7 +9,7 @@ import torch
 
 from kvkeeper.client import StepResult
 from kvkeeper.engine_service.cache_session.transfer_runner import TransferRunner
-from kvkeeper.engine_service.ranks.mapped_arena import packing_from, packing_of, told_packing
+from kvkeeper.engine_service.ranks.mapped_arena import make_packing, packing_fields, packing_from
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
@@ -38,7 +38,7 @@ def orders(*rows: tuple[int, int, int, int]) -> StepResult:
 
 
 def run(transfers: TransferRunner, *rows: tuple[int, int, int, int]) -> None:
-    moves = transfers.moves_of(orders(*rows))
+    moves = transfers.make_moves(orders(*rows))
     assert moves is not None
     moves.run()
 
@@ -70,7 +70,7 @@ def test_what_moved_is_counted_for_one_step(tiers: tuple[torch.Tensor, torch.Ten
     transfers.note_computed()
     assert transfers.take_moved().num_bytes == 2 * BLOCK_BYTES
     assert transfers.take_moved().num_bytes == 0
-    assert transfers.moves_of(orders()) is None
+    assert transfers.make_moves(orders()) is None
     assert transfers.take_moved().num_bytes == 0
 
 
@@ -96,9 +96,9 @@ def test_blocks_are_converted_on_their_way_to_a_tier_of_few_bits_and_back() -> N
 
 def test_how_blocks_are_kept_on_the_host_is_told_to_other_ranks() -> None:
     plain = KvLayout(3, 2, 8, torch.float16, 4)
-    packing = packing_of(plain, "int4")
+    packing = make_packing(plain, "int4")
     assert packing == HostBlocks(6, 4, 2, 8, torch.float16, FORMATS["int4"])
-    assert packing_from(json.loads(json.dumps(told_packing(packing)))) == packing
-    assert packing_of(plain, "") is None is packing_from(told_packing(None))
+    assert packing_from(json.loads(json.dumps(packing_fields(packing)))) == packing
+    assert make_packing(plain, "") is None is packing_from(packing_fields(None))
     halves = QuantisedLayout(3, 2, 8, 4, FORMATS["fp16"], torch.float32)
-    assert packing_of(halves, "int8") == HostBlocks(6, 4, 2, 8, torch.float16, FORMATS["int8"])
+    assert make_packing(halves, "int8") == HostBlocks(6, 4, 2, 8, torch.float16, FORMATS["int8"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvkeeper.common.cuda.errors import CudaError
-from kvkeeper.engine_service.compute.device.device_errors import DeviceFault, FaultTold, fault_of, lost_by
+from kvkeeper.engine_service.compute.device.device_errors import DeviceFault, ReportedFault, find_fault, lost_by
 from kvkeeper.engine_service.values.errors import DeviceLost
 from tests.support.stand_ins.device_faults import accelerator_error, out_of_memory, triton_error
 
@@ -34,7 +34,7 @@ NO_MEMORY = "cudaErrorMemoryAllocation"
     ids=lambda value: str(value)[:40],
 )
 def test_an_error_of_a_device_has_a_name(error: Exception, name: str) -> None:
-    fault = fault_of(error)
+    fault = find_fault(error)
     assert fault is not None
     assert fault.name == name
     assert "\n" not in fault.text()
@@ -46,7 +46,7 @@ def test_an_error_of_a_device_has_a_name(error: Exception, name: str) -> None:
     ids=repr,
 )
 def test_other_errors_are_of_no_device(error: Exception) -> None:
-    assert fault_of(error) is None
+    assert find_fault(error) is None
     assert lost_by(error) is None
 
 
@@ -55,17 +55,17 @@ def test_errors_after_which_the_process_computes_nothing_more(number: int) -> No
     lost = lost_by(accelerator_error(number, ""))
     assert lost is not None
     assert lost.fault.startswith("cudaError")
-    assert "cudaError" not in str(lost), "clients are not told"
+    assert "cudaError" not in str(lost), "clients are not summary"
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 46, 79, 98, 209, 701, 712, 720, 801, 900, 901, 999])
 def test_errors_after_which_it_goes_on(number: int) -> None:
-    assert fault_of(accelerator_error(number, "")) is not None
+    assert find_fault(accelerator_error(number, "")) is not None
     assert lost_by(accelerator_error(number, "")) is None
 
 
 def test_short_memory_is_told_with_sizes_and_what_helps_here() -> None:
-    fault = fault_of(out_of_memory())
+    fault = find_fault(out_of_memory())
     assert fault is not None
     assert fault.is_out_of_memory
     text = fault.text("a smaller model is smaller")
@@ -93,14 +93,14 @@ def raised(error: Exception, following: Exception, *, is_cause: bool) -> Excepti
 @pytest.mark.parametrize("is_cause", [True, False])
 def test_what_an_error_came_of_counts_where_it_says_more(is_cause: bool) -> None:
     broken_off = accelerator_error(901, "operation failed due to a previous error during capture")
-    fault = fault_of(raised(out_of_memory(), broken_off, is_cause=is_cause))
+    fault = find_fault(raised(out_of_memory(), broken_off, is_cause=is_cause))
     assert fault is not None
     assert fault.is_out_of_memory
     lost = lost_by(raised(accelerator_error(700), out_of_memory(), is_cause=is_cause))
     assert lost is not None
     assert "cudaErrorIllegalAddress" in lost.fault
     assert lost_by(raised(accelerator_error(700), ValueError("a rank parted"), is_cause=is_cause)) is not None
-    assert fault_of(raised(ValueError("a bug"), KeyError("another"), is_cause=is_cause)) is None
+    assert find_fault(raised(ValueError("a bug"), KeyError("another"), is_cause=is_cause)) is None
 
 
 def test_a_lost_device_stays_the_same_error() -> None:
@@ -109,14 +109,14 @@ def test_a_lost_device_stays_the_same_error() -> None:
 
 
 def test_a_fault_that_another_process_told_is_as_one_of_this_process_and_says_where() -> None:
-    told = FaultTold(DeviceFault("cudaErrorIllegalAddress", where="rank 1 on cuda:1"))
-    lost = lost_by(told)
+    summary = ReportedFault(DeviceFault("cudaErrorIllegalAddress", where="rank 1 on cuda:1"))
+    lost = lost_by(summary)
     assert lost is not None
-    assert lost.fault == str(told)
+    assert lost.fault == str(summary)
     assert lost.fault.startswith("rank 1 on cuda:1: cudaErrorIllegalAddress: a kernel went wrong")
-    short = FaultTold(DeviceFault("cudaErrorMemoryAllocation", "much", "rank 2 on cuda:2"))
+    short = ReportedFault(DeviceFault("cudaErrorMemoryAllocation", "much", "rank 2 on cuda:2"))
     assert lost_by(short) is None
-    fault = fault_of(short)
+    fault = find_fault(short)
     assert fault is not None
     assert fault.text("buy more").startswith("rank 2 on cuda:2: cudaErrorMemoryAllocation (much): ")
     assert fault.text("buy more").endswith("; buy more")

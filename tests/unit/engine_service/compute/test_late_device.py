@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from kvkeeper.engine_service.compute.device.device_queue import HostQueue
 from kvkeeper.engine_service.compute.device.upload import PackedUpload, Stage, Staged
 from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
-from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.compute.step_compute import Launched, StepCompute, StepRows
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.ranks.ranked_runner import RankedRunner
@@ -45,7 +45,7 @@ class Decoding:
     def __init__(self, model, queue, ranks=None, *, chunk_size=64):
         limits = Limits(BLOCK_SIZE, 64, 8, 8, 64, chunk_size, 64, 8, num_usable_blocks=NUM_BLOCKS - 1)
         self.scheduler, self.cache, self.queue = Scheduler(limits), CoreCache(NUM_BLOCKS, BLOCK_SIZE, 8), queue
-        layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
+        layout = make_kv_layout(model.config, model.dtype, BLOCK_SIZE)
         view = layout.view(torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8))
         runner = ModelRunner(model, view, layout, queue=queue)
         self.compute = StepCompute(runner if ranks is None else RankedRunner(runner, ranks))
@@ -118,7 +118,7 @@ def test_what_is_read_late_is_what_would_have_been_read_at_once(model):
 class ObedientRanks:
     """Other ranks that do as they are told; each call comes from the thread that launches."""
 
-    def tell(self, kind, body=b""):
+    def send_all(self, kind, body=b""):
         pass
 
     def hear(self):

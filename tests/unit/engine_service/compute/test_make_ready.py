@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvkeeper.engine_service.compute import served_model
-from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, kv_layout_of
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, make_kv_layout
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.loader import load_model
@@ -94,7 +94,7 @@ def test_bars_are_shown_on_a_terminal_that_wants_them(made_ready, monkeypatch):
 @pytest.mark.parametrize("progress", [True, False])
 def test_bars_count_the_steps_and_the_sizes(progress, folder, capfd):
     model, _ = load_model(folder, progress=False)
-    layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
+    layout = make_kv_layout(model.config, model.dtype, BLOCK_SIZE)
     view = layout.view(torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8))
     runner = ModelRunner(model, view, layout)
     runner.make_ready(BOUNDS, Graphs(), with_retention=False, progress=progress)

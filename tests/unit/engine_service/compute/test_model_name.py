@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvkeeper.common.service.settings import ConfigError
-from kvkeeper.engine_service.cache_session.kv_spec import kv_spec_of
+from kvkeeper.engine_service.cache_session.kv_spec import make_kv_spec
 from kvkeeper.engine_service.compute.served_model import load_served_model, own_name
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 
@@ -34,7 +34,7 @@ def test_what_clients_call_it_says_nothing_of_what_is_cached() -> None:
     model = load_served_model(EngineConfig(model=HASH_TOY))
     renamed = replace(model, served_as="acme/toy")
     assert (model.name, renamed.name) == (HASH_TOY, "acme/toy")
-    assert kv_spec_of(renamed, 4) == kv_spec_of(model, 4)
+    assert make_kv_spec(renamed, 4) == make_kv_spec(model, 4)
 
 
 @pytest.mark.parametrize("name", ["a b", "a\nb", "\x1b[31m", "x" * 129, " "])

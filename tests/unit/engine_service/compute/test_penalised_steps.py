@@ -122,7 +122,7 @@ def check_counts(counts, rows):
 
 def test_several_ranks_have_the_counts_of_the_first(model, expected):
     class ObedientRanks:
-        def tell(self, kind, body=b""):
+        def send_all(self, kind, body=b""):
             pass
 
         def hear(self):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.engine_service.cache_session.kv_spec import kv_spec_of
+from kvkeeper.engine_service.cache_session.kv_spec import make_kv_spec
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
@@ -29,7 +29,7 @@ def config_of(folder: Path, **options: Any) -> EngineConfig:
 @pytest.mark.parametrize(("block_size", "sizes"), [(4, [1, 1, 1]), (5, [2, 1]), (16, [3])])
 def test_the_spec_tells_what_a_state_takes(folder: Path, block_size: int, sizes: list[int]) -> None:
     served = load_served_model(config_of(folder, block_size=block_size))
-    spec = kv_spec_of(served, block_size)
+    spec = make_kv_spec(served, block_size)
     first, *others = spec.groups
     assert (first.kind, list(first.layer_idx), first.state_bytes) == (pb.LAYER_GROUP_KIND_FULL, [3], 0)
     assert {group.kind for group in others} == {pb.LAYER_GROUP_KIND_RECURRENT}

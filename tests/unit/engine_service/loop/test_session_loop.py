@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.common.cuda.errors import CudaError
 from kvkeeper.engine_service.cache_session.failures import rank_lost
-from kvkeeper.engine_service.compute.device.device_errors import DeviceFault, FaultTold
+from kvkeeper.engine_service.compute.device.device_errors import DeviceFault, ReportedFault
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
 from kvkeeper.engine_service.loop import session_loop
 from kvkeeper.engine_service.loop.open_requests import OpenRequests
@@ -81,7 +81,7 @@ async def test_requests_that_lose_ranks_and_get_no_token_are_failed(
 
     monkeypatch.setattr(ranks_module, "Team", Team)
     monkeypatch.setattr(session_loop, "open_memory", open_memory)
-    monkeypatch.setattr(session_loop, "limits_of", lambda *parts: None)
+    monkeypatch.setattr(session_loop, "make_limits", lambda *parts: None)
     monkeypatch.setattr(session_loop, "_log_session", lambda *parts: None)
     parts: tuple[Any, ...] = engine, None, None, EngineConfig(model=HASH_TOY), nothing, "", ranks
     await keep_serving(*parts)
@@ -99,8 +99,8 @@ def not_mapped(name: str) -> KvkeeperError:
         return error
 
 
-ILLEGAL = FaultTold(DeviceFault("cudaErrorIllegalAddress", where="rank 1 on cuda:1"))
-SHORT = FaultTold(DeviceFault("cudaErrorMemoryAllocation", where="rank 1 on cuda:1"))
+ILLEGAL = ReportedFault(DeviceFault("cudaErrorIllegalAddress", where="rank 1 on cuda:1"))
+SHORT = ReportedFault(DeviceFault("cudaErrorMemoryAllocation", where="rank 1 on cuda:1"))
 
 
 class OneSession:
@@ -133,7 +133,7 @@ class OneSession:
         async def nothing(*parts: object) -> None: ...
 
         monkeypatch.setattr(session_loop, "open_memory", self.open_memory)
-        monkeypatch.setattr(session_loop, "limits_of", lambda *parts: None)
+        monkeypatch.setattr(session_loop, "make_limits", lambda *parts: None)
         monkeypatch.setattr(session_loop, "_log_session", lambda *parts: None)
         parts: tuple[Any, ...] = self, None, None, EngineConfig(model=HASH_TOY), nothing, ""
         await keep_serving(*parts)

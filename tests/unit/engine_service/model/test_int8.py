@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvkeeper.engine_service.cache_session.kv_spec import kv_spec_of
+from kvkeeper.engine_service.cache_session.kv_spec import make_kv_spec
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import UnsupportedModelError
@@ -58,7 +58,7 @@ def test_every_native_family_computes(model: TinyModel, tmp_path: Path) -> None:
 def test_the_cache_keeps_it_apart_from_float32(tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path, TINY_MODELS[0])
     exact, found = (
-        kv_spec_of(load_served_model(EngineConfig(model=str(folder), dtype=dtype, progress=False)), 4)
+        make_kv_spec(load_served_model(EngineConfig(model=str(folder), dtype=dtype, progress=False)), 4)
         for dtype in ("float32", "int8")
     )
     assert (exact.compute_dtype, found.compute_dtype) == ("float32", "int8")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeeper.engine_service.model.layer_groups import LayerGroup, group_layers, places_of
+from kvkeeper.engine_service.model.layer_groups import LayerGroup, find_places, group_layers
 
 
 def pattern(num_layers: int, every: int, window: int = 512) -> tuple[int | None, ...]:
@@ -30,7 +30,7 @@ def test_each_layer_has_one_place_and_little_is_wasted(num_layers: int, every: i
     room = sum(size * (1 if group.window else 16) for group in groups)  # a full layer keeps 16 times as much
     assert room <= 1.1 * sum(1 if window else 16 for window in windows)
     assert all(len(group.layers) == size for group in groups if group.window is None)
-    for layer, (group_idx, at) in enumerate(places_of(groups)):
+    for layer, (group_idx, at) in enumerate(find_places(groups)):
         assert groups[group_idx].layers[at] == layer
         assert groups[group_idx].window == windows[layer]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.digest import weights_digest
@@ -250,7 +250,7 @@ def test_an_arena_of_another_layout_is_refused(folder):
     with pytest.raises(ModelError, match="layout"):
         ModelRunner(model, view, other)
     with pytest.raises(ModelError, match="layout"):
-        ModelRunner(model, view, kv_layout_of(config, torch.float32, 4))
+        ModelRunner(model, view, make_kv_layout(config, torch.float32, 4))
 
 
 def test_the_digest_follows_config_and_weights(folder, cache_home):

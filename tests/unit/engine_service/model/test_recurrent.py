@@ -17,7 +17,7 @@ from kvkeeper.engine_service.model.decoder import Decoder
 from kvkeeper.engine_service.model.layer_groups import LayerGroup, group_states
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.recurrent.delta_config import DeltaNetShape
-from kvkeeper.engine_service.model.recurrent.state_pages import runs_of
+from kvkeeper.engine_service.model.recurrent.state_pages import find_runs
 from tests.support.models.tiny_models import (
     NumericsCase,
     ReferenceLogits,
@@ -87,8 +87,8 @@ def test_runs_end_where_a_block_has_a_page() -> None:
     tables[0, 1, [0, 1, 3, 6]] = 9
     tables[2, 1, 1:3] = 9
     of_groups = dataclasses.replace(batch, group_tables=tables)
-    assert runs_of(of_groups, 2, SIZE) == (((0, 2), (2, 10), (10, 20)), ((21, 22), (22, 23)))
-    assert runs_of(batch, 2, SIZE) == (((0, 20),), ((21, 23),))
+    assert find_runs(of_groups, 2, SIZE) == (((0, 2), (2, 10), (10, 20)), ((21, 22), (22, 23)))
+    assert find_runs(batch, 2, SIZE) == (((0, 20),), ((21, 23),))
 
 
 def test_a_token_without_a_page_is_no_step(model: Decoder) -> None:

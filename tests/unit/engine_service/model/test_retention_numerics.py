@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.model.decoder import Decoder
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.model.rope_config import RopeConfig
@@ -63,7 +63,7 @@ class Tables:
 
     def __init__(self, model: Decoder, block_size: int) -> None:
         self.block_size, num_blocks = block_size, 150
-        layout = kv_layout_of(model.config, model.dtype, block_size)
+        layout = make_kv_layout(model.config, model.dtype, block_size)
         self.view = layout.view(torch.zeros(num_blocks * layout.block_bytes, dtype=torch.uint8)).fill_(float("nan"))
         self.runner = ModelRunner(model, self.view, layout)
         self.free = (np.random.default_rng(0).permutation(num_blocks - 1) + 1).tolist()

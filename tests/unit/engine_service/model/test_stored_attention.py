@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.compute.stored_model import stored_layout
 from kvkeeper.engine_service.model import decoder
 from kvkeeper.engine_service.model.loader import load_model
-from kvkeeper.engine_service.model.stored_attention import MOST_TAILS, tail_layers_of
+from kvkeeper.engine_service.model.stored_attention import MOST_TAILS, count_tail_layers
 from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.activations.rotary import rotary
@@ -76,7 +76,7 @@ def logits_of(runner: ModelRunner, num_groups: int, tail_from: int = 0) -> torch
 def runner_of(folder: Path, name: str | None, tail_tokens: int = 0) -> tuple[ModelRunner, int]:
     model, config = load_model(folder, progress=False)
     if name is None:
-        layout, groups = kv_layout_of(config, model.dtype, SIZE), ()
+        layout, groups = make_kv_layout(config, model.dtype, SIZE), ()
     else:
         layout, groups = stored_layout(model, FORMATS[name], SIZE, tail_tokens)
     num_groups = max(len(groups), 1)
@@ -121,7 +121,7 @@ def test_a_tail_that_has_all_tokens_leaves_nothing_rounded(folder: Path) -> None
 def test_a_long_sequence_takes_few_bytes_with_a_tail(name: str, dtype: torch.dtype, most: float) -> None:
     """Of 4,096 tokens in the model's own type, for the shape of a model of 8 billion parameters."""
     layout = QuantisedLayout(32, 8, 128, 16, FORMATS[name], dtype)
-    count = tail_layers_of(layout, 256)
+    count = count_tail_layers(layout, 256)
     num_tails = -(-32 // count)
     assert num_tails <= MOST_TAILS
     window, size = 256 - 16 + 1, dataclasses.replace(layout, tail_layers=count).block_bytes

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from kvkeeper.engine_service.cache_session.kv_spec import kv_spec_of
+from kvkeeper.engine_service.cache_session.kv_spec import make_kv_spec
 from kvkeeper.engine_service.compute.self_check import load_checked_model
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
@@ -59,7 +59,7 @@ def test_an_engine_serves_one(tmp_path: Path) -> None:
     assert (served.architecture, served.vocab_size, served.max_len) == ("GPTNeoXForCausalLM", 512, 512)
     network = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert served.num_parameters == sum(parameter.numel() for parameter in network.parameters())
-    spec = kv_spec_of(served, 4)
+    spec = make_kv_spec(served, 4)
     assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (2, 4, 16)
     assert served.refuses_retention, "the library rotates the queries, once"
 

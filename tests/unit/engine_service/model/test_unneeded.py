@@ -17,7 +17,7 @@ from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.errors import WeightsError
 from kvkeeper.engine_service.model.config import read_model_config
 from kvkeeper.engine_service.model.families.table import FAMILIES
-from kvkeeper.engine_service.model.loader import left_out_of, load_model
+from kvkeeper.engine_service.model.loader import list_left_out, load_model
 from tests.support.models.quantised_models import FORMATS, Tensors, build_both
 from tests.support.models.tiny_models import (
     TINY_MODELS,
@@ -160,7 +160,7 @@ def test_what_the_library_would_leave_out_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", TINY_MODELS, ids=lambda model: model.name)
 def test_nothing_that_a_model_is_made_of_is_unneeded(model: TinyModel, tmp_path: Path) -> None:
     folder = build_model_folder(tmp_path, model)
-    assert left_out_of(load_file(folder / WEIGHTS), read_model_config(folder)) == {}
+    assert list_left_out(load_file(folder / WEIGHTS), read_model_config(folder)) == {}
 
 
 def further_layer(tensors: Tensors) -> None:

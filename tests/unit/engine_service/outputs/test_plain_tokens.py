@@ -55,7 +55,7 @@ class Reader:
         self.unread.notify_readers()
 
     def read(self) -> None:
-        columns = self.unread.take_of(self)
+        columns = self.unread.take_columns(self)
         assert columns.numbers.tolist() in ([], [7])
         if len(columns.token_ids):
             self.got.append(OutputChunk(0, "", tuple(columns.token_ids.tolist())))
@@ -69,7 +69,7 @@ class Reader:
 
     def counts(self) -> tuple[object, ...]:
         one = self.generation
-        return one.num_taken, one.num_taken_of(0), one.usage, one.is_open, one.finish_reasons
+        return one.num_taken, one.count_taken(0), one.usage, one.is_open, one.finish_reasons
 
 
 ENDS = {
@@ -164,7 +164,7 @@ def test_a_stop_string_that_another_process_found_ends_a_continuation_where_it_w
     assert reader.generation.stop_at(0, 2)
     assert not reader.generation.stop_at(0, 1), "it has ended"
     assert not reader.generation.take_token(0, 7), "a step that was under way brings nothing more"
-    assert (reader.generation.num_taken_of(0), reader.num_ends) == (2, 0)
+    assert (reader.generation.count_taken(0), reader.num_ends) == (2, 0)
     assert reader.generation.stop_at(1, 3)
     last = reader.got[-1]
     assert isinstance(last, OutputChunk)

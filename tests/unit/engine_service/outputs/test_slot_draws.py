@@ -74,7 +74,7 @@ def test_penalties_by_column_are_those_of_the_requests_rows_also_of_tokens_that_
             generations[at].sampling_row(0, tokens[row, :length], int(row) if waits else None)
             for at, row, length, waits in zip(order, which, lens, awaited, strict=True)
         ]
-        found, expected = (draw(StepLogits(logits), each, last).told for each in (plain, rows))
+        found, expected = (draw(StepLogits(logits), each, last).outcomes for each in (plain, rows))
         assert found.tolist() == expected.tolist()
 
 

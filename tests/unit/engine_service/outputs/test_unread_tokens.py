@@ -117,7 +117,7 @@ def test_each_reader_gets_its_own_tokens(seed: int, num_actions: int) -> None:
             case "read":
                 reader = dice.choice(readers)
                 own = [owner for owner in slots if owner.reader is reader]
-                assert by_number(unread.take_of(reader)) == {owner.number: owner.unread for owner in own if owner.unread}
+                assert by_number(unread.take_columns(reader)) == {owner.number: owner.unread for owner in own if owner.unread}
                 for owner in own:
                     owner.unread = []
             case "close":

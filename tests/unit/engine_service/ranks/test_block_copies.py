@@ -13,7 +13,7 @@ from kvkeeper.engine_service.ranks.block_copies import (
     SmallCopies,
     copies_between,
     copy_spans,
-    spans_of,
+    find_spans,
 )
 from tests.support.stand_ins.fake_cuda import FakeCuda
 
@@ -34,13 +34,13 @@ def blocks(first, count=8, num_bytes=4):
 def test_neighbours_in_both_tiers_are_one_span():
     source, target = blocks(0), blocks(100)
     pairs = [(5, 2), (1, 4), (2, 5), (3, 6), (6, 7), (7, 3)]
-    assert list(spans_of(source, target, pairs)) == [(1, 4, 3), (5, 2, 1), (6, 7, 1), (7, 3, 1)]
-    assert list(spans_of(source, target, [])) == []
+    assert list(find_spans(source, target, pairs)) == [(1, 4, 3), (5, 2, 1), (6, 7, 1), (7, 3, 1)]
+    assert list(find_spans(source, target, [])) == []
 
 
 def test_blocks_that_ranks_share_are_no_neighbours():
     shared = torch.zeros(8, 2, 4, dtype=torch.uint8)[:, 1]
-    assert list(spans_of(blocks(0), shared, [(1, 1), (2, 2)])) == [(1, 1, 1), (2, 2, 1)]
+    assert list(find_spans(blocks(0), shared, [(1, 1), (2, 2)])) == [(1, 1, 1), (2, 2, 1)]
     copy_spans(blocks(0), shared, [(1, 1), (2, 2)])
     assert shared[:, 0].tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
 

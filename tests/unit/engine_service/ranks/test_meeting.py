@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.device.device_errors import fault_of
+from kvkeeper.engine_service.compute.device.device_errors import find_fault
 from kvkeeper.engine_service.ranks import meeting
 from kvkeeper.engine_service.ranks.meeting import Meeting
 from kvkeeper.engine_service.ranks.messages import SumFailed
@@ -46,7 +46,7 @@ def test_a_sum_that_the_own_device_fails_is_no_loss_of_another_rank(error: Excep
     with pytest.raises(type(error)) as failed:
         met(error).add_up(torch.zeros(1))
     assert failed.value is error
-    fault = fault_of(error)
+    fault = find_fault(error)
     assert fault is not None
     assert fault.name == name
 

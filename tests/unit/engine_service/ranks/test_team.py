@@ -10,7 +10,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from kvkeeper.engine_service.compute.device.device_errors import FaultTold, lost_by
+from kvkeeper.engine_service.compute.device.device_errors import ReportedFault, lost_by
 from kvkeeper.engine_service.compute.device.device_queue import HostQueue
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds
 from kvkeeper.engine_service.config import HASH_TOY, EngineConfig
@@ -71,7 +71,7 @@ def teams(lost: threading.Event) -> Iterator[Any]:
 def test_all_are_told_and_heard(teams: Any) -> None:
     team = teams({"failed": [4]}, {"failed": [5, 6]})
     team.join(torch.device("cpu"))
-    team.tell(Kind.FORWARD)
+    team.send_all(Kind.FORWARD)
     assert [list(memoryview(body).cast("q")) for body in team.hear()] == [[4], [5, 6]]
     assert team.lost == ""
 
@@ -86,14 +86,14 @@ def test_all_are_told_and_heard(teams: Any) -> None:
 def test_the_rank_that_was_lost_is_named(teams: Any, lost: threading.Event, second: dict[str, Any], why: str) -> None:
     team = teams({}, second, timeout_s=2.0)
     team.join(torch.device("cpu"))
-    team.tell(Kind.FORWARD)
+    team.send_all(Kind.FORWARD)
     with pytest.raises(RankLost, match=why), capture_logs() as logs:
         team.hear()
     assert lost.wait(DEADLINE)
     assert team.lost == why
     assert [(entry["event"], entry["rank"]) for entry in logs if entry["event"] == "rank_lost"] == [("rank_lost", 2)]
     with pytest.raises(RankLost, match=why):
-        team.tell(Kind.FORWARD)
+        team.send_all(Kind.FORWARD)
 
 
 def test_a_rank_that_ends_while_it_loads_is_noticed(teams: Any, lost: threading.Event) -> None:
@@ -106,7 +106,7 @@ def test_a_rank_that_ends_while_it_loads_is_noticed(teams: Any, lost: threading.
 def test_a_rank_that_ends_while_nothing_is_asked_is_noticed(teams: Any, lost: threading.Event) -> None:
     team = teams({"killed_at": Kind.COPIES})
     team.join(torch.device("cpu"))
-    team.tell(Kind.COPIES)
+    team.send_all(Kind.COPIES)
     assert lost.wait(DEADLINE)
     assert team.lost == "rank 1: its process ended with -9"
 
@@ -114,7 +114,7 @@ def test_a_rank_that_ends_while_nothing_is_asked_is_noticed(teams: Any, lost: th
 def test_a_refusal_of_the_cache_service_is_no_loss(teams: Any) -> None:
     team = teams({"refused_at": Kind.ATTACH})
     team.join(torch.device("cpu"))
-    team.tell(Kind.ATTACH)
+    team.send_all(Kind.ATTACH)
     with pytest.raises(RankRefused) as refused:
         team.hear()
     assert refused.value.fields == {"code": "ABORTED", "reason": "A_TEST", "message": "rank 1: no"}
@@ -124,10 +124,10 @@ def test_a_refusal_of_the_cache_service_is_no_loss(teams: Any) -> None:
 def test_a_refusal_leaves_no_answer_of_another_rank_behind(teams: Any) -> None:
     team = teams({"refused_at": Kind.ATTACH, "failed": [1]}, {"failed": [7]})
     team.join(torch.device("cpu"))
-    team.tell(Kind.ATTACH)
+    team.send_all(Kind.ATTACH)
     with pytest.raises(RankRefused):
         team.hear()
-    team.tell(Kind.FORWARD)
+    team.send_all(Kind.FORWARD)
     assert [list(memoryview(body).cast("q")) for body in team.hear()] == [[1], [7]]
 
 
@@ -172,20 +172,20 @@ def test_a_rank_that_loses_its_device_in_a_step_is_named(
     team = teams(other, {"faults_at": Kind.FORWARD, "fault": ILLEGAL, "hangs": hangs})
     team.join(torch.device("cpu"))
     with capture_logs() as logs:
-        team.tell(Kind.FORWARD)
-        with pytest.raises(FaultTold, match=f"^rank 2 on cuda:1: {ILLEGAL}: a kernel went wrong"):
+        team.send_all(Kind.FORWARD)
+        with pytest.raises(ReportedFault, match=f"^rank 2 on cuda:1: {ILLEGAL}: a kernel went wrong"):
             team.hear()
         assert lost.wait(DEADLINE)
     assert team.fault.name == ILLEGAL
     assert no_rank_lost(logs), "the engine tells it, once"
-    with pytest.raises(FaultTold, match=r"^rank 2 "):
-        team.tell(Kind.FORWARD)
+    with pytest.raises(ReportedFault, match=r"^rank 2 "):
+        team.send_all(Kind.FORWARD)
 
 
 @pytest.mark.parametrize("fault", [ILLEGAL, NO_MEMORY])
 def test_a_rank_whose_device_fails_while_it_loads_is_named(teams: Any, fault: str) -> None:
     team = teams({}, {"faults_at": Kind.SET_UP, "fault": fault, "sizes": "much was asked for"})
-    with capture_logs() as logs, pytest.raises(FaultTold, match=rf"^rank 2 on cuda:1: {fault} \(much was asked for\): "):
+    with capture_logs() as logs, pytest.raises(ReportedFault, match=rf"^rank 2 on cuda:1: {fault} \(much was asked for\): "):
         team.join(torch.device("cpu"))
     assert no_rank_lost(logs)
 
@@ -193,7 +193,7 @@ def test_a_rank_whose_device_fails_while_it_loads_is_named(teams: Any, fault: st
 def test_a_device_that_is_lost_while_nothing_is_asked_is_noticed(teams: Any, lost: threading.Event) -> None:
     team = teams({"faults_at": Kind.COPIES, "fault": ILLEGAL})
     team.join(torch.device("cpu"))
-    team.tell(Kind.COPIES)
+    team.send_all(Kind.COPIES)
     assert lost.wait(DEADLINE)
     assert team.lost.startswith(f"rank 1 on cuda:1: {ILLEGAL}: ")
     assert team.fault.name == ILLEGAL
@@ -207,9 +207,9 @@ def has_spoken(team: Team, rank: int) -> bool:
 def test_a_loss_that_was_told_counts_more_than_the_end_of_another_rank(teams: Any, lost: threading.Event) -> None:
     team = teams({"killed_at": Kind.COPIES}, {"faults_at": Kind.TRANSFERS, "fault": ILLEGAL, "hangs": True})
     team.join(torch.device("cpu"))
-    team.tell(Kind.TRANSFERS)
+    team.send_all(Kind.TRANSFERS)
     assert has_spoken(team, 2)
-    team.tell(Kind.COPIES)
+    team.send_all(Kind.COPIES)
     assert lost.wait(DEADLINE)
     assert team.lost.startswith(f"rank 2 on cuda:1: {ILLEGAL}: ")
 
@@ -236,8 +236,8 @@ def test_a_loss_that_is_told_late_is_heard(teams: Any, lost: threading.Event, mo
 def test_a_loss_that_was_told_counts_more_than_the_refusal_before_it(teams: Any, lost: threading.Event) -> None:
     team = teams({"refused_at": Kind.ATTACH, "faults_at": Kind.COPIES, "fault": ILLEGAL})
     team.join(torch.device("cpu"))
-    team.tell(Kind.ATTACH)
-    team.tell(Kind.COPIES)
+    team.send_all(Kind.ATTACH)
+    team.send_all(Kind.COPIES)
     assert lost.wait(DEADLINE)
     assert team.fault.name == ILLEGAL
 
@@ -247,7 +247,7 @@ def test_a_shortage_in_a_step_is_told_in_words_and_the_rank_is_started_again(
 ) -> None:
     told(ranks, monkeypatch, faults_at=Kind.FORWARD, fault=NO_MEMORY, answer=Answer.FAILED)
     ranks.make_ready()
-    ranks.tell(Kind.FORWARD)
+    ranks.send_all(Kind.FORWARD)
     with capture_logs() as logs, pytest.raises(RankLost, match=f"^rank 1 on cuda:1: {NO_MEMORY}: the device has not"):
         ranks.hear()
     (line,) = (entry for entry in logs if entry["event"] == "rank_lost")
@@ -267,7 +267,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 
 def told(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
-    monkeypatch.setattr(ranks, "_config_of", lambda rank: config)
+    monkeypatch.setattr(ranks, "_make_config", lambda rank: config)
 
 
 def test_ranks_that_are_lost_again_and_again_are_hopeless_until_requests_get_on(
@@ -277,13 +277,13 @@ def test_ranks_that_are_lost_again_and_again_are_hopeless_until_requests_get_on(
     told(ranks, monkeypatch, killed_at=Kind.FORWARD)
     ranks.make_ready()
     assert not ranks.are_hopeless
-    ranks.tell(Kind.FORWARD)
+    ranks.send_all(Kind.FORWARD)
     with pytest.raises(RankLost):
         ranks.hear()
     told(ranks, monkeypatch)
     ranks.make_ready()
     for kind in (Kind.MAKE_READY, Kind.SYNCHRONIZE, Kind.FORWARD):
-        ranks.tell(kind)
+        ranks.send_all(kind)
         ranks.hear()
         assert ranks.are_hopeless, "a good step before the bad one says nothing"
     ranks.forget_losses()
@@ -333,12 +333,12 @@ def test_no_rank_is_started_after_one_that_has_lost_its_device(ranks: Ranks, mon
     ranks.make_ready()
     (process,) = ranks.processes
     if at == Kind.ATTACH:
-        with pytest.raises(FaultTold, match=r"^rank 1 "):
+        with pytest.raises(ReportedFault, match=r"^rank 1 "):
             ranks.ask(Kind.ATTACH)
     ranks.detach()
     assert not Path(f"/proc/{process}").exists()
     for begin in (ranks.start, ranks.make_ready):
-        with pytest.raises(FaultTold, match=r"^rank 1 "):
+        with pytest.raises(ReportedFault, match=r"^rank 1 "):
             begin()
     assert ranks.processes == []
     assert not ranks.are_hopeless
@@ -372,8 +372,8 @@ def warm_up(ranks: Ranks, error: Exception) -> None:
 @pytest.mark.parametrize(
     ("config", "expected", "words"),
     [
-        ({"faults_at": Kind.MAKE_READY, "fault": ILLEGAL}, FaultTold, f"^rank 1 on cuda:1: {ILLEGAL}: "),
-        ({"faults_at": Kind.MAKE_READY, "fault": NO_MEMORY}, FaultTold, f"^rank 1 on cuda:1: {NO_MEMORY}: "),
+        ({"faults_at": Kind.MAKE_READY, "fault": ILLEGAL}, ReportedFault, f"^rank 1 on cuda:1: {ILLEGAL}: "),
+        ({"faults_at": Kind.MAKE_READY, "fault": NO_MEMORY}, ReportedFault, f"^rank 1 on cuda:1: {NO_MEMORY}: "),
         ({"killed_at": Kind.MAKE_READY}, RankLost, "^rank 1: its process ended with -9"),
     ],
 )
@@ -449,7 +449,7 @@ def test_a_device_that_is_lost_to_another_rank_is_told_by_a_forward_pass(ranks: 
     told(ranks, monkeypatch, faults_at=Kind.FORWARD, fault=ILLEGAL)
     ranks.make_ready()
     runner = runner_of(ranks)
-    with pytest.raises(FaultTold, match=r"^rank 1 ") as failed:
+    with pytest.raises(ReportedFault, match=r"^rank 1 ") as failed:
         runner.forward(BATCH)
     lost = lost_by(failed.value)
     assert lost is not None
@@ -462,5 +462,5 @@ def test_a_device_that_is_lost_between_two_ranks_sums_is_no_failed_sum(ranks: Ra
     ranks.make_ready()
     runner = runner_of(ranks)
     fail_forward(runner, SumFailed("Connection closed by peer"), monkeypatch)
-    with pytest.raises(FaultTold, match=f"^rank 1 on cuda:1: {ILLEGAL}: "):
+    with pytest.raises(ReportedFault, match=f"^rank 1 on cuda:1: {ILLEGAL}: "):
         runner.forward(BATCH)

@@ -27,7 +27,7 @@ def test_all_ranks_make_ready_for_the_same_steps_and_transfers() -> None:
     rank._pipe = SimpleNamespace(send=calls.append)  # type: ignore[assignment]
     mapped: Any = SimpleNamespace(runner=other, mover=SimpleNamespace(make_ready=lambda: calls.append("mover")))
     ranks: Any = SimpleNamespace(
-        tell=lambda kind, body: rank._step(kind, bytearray(body), mapped), hear=lambda: calls.append("heard")
+        send_all=lambda kind, body: rank._step(kind, bytearray(body), mapped), hear=lambda: calls.append("heard")
     )
     bounds = StepBounds(3, 500, 700, may_retain=False)
     RankedRunner(first, ranks).make_ready(bounds, None, with_retention=True, progress=False)

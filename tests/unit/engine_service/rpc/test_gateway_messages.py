@@ -15,7 +15,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from kvkeeper.engine.v1 import engine_service_pb2 as own
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
-from kvkeeper.engine_service.rpc.gateway.calls import CHUNK_BYTES, archive_of
+from kvkeeper.engine_service.rpc.gateway.calls import CHUNK_BYTES, make_archive
 from kvkeeper.engine_service.rpc.gateway.generating import Answer, generate
 from kvkeeper.engine_service.rpc.gateway.methods import CONTRACT
 from kvkeeper.engine_service.rpc.gateway.requests import own_id, own_sampling
@@ -324,7 +324,7 @@ def test_each_token_of_a_stream_has_its_own_log_probabilities_and_the_first_thos
 
 
 def test_the_archive_holds_the_tokenizer_and_no_weights() -> None:
-    archive = archive_of(DEMO_MODEL_DIR)
+    archive = make_archive(DEMO_MODEL_DIR)
     chunks = list(archive.chunks())
     data = b"".join(data for data, _ in chunks)
     assert [bool(digest) for _, digest in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -333,7 +333,7 @@ def test_the_archive_holds_the_tokenizer_and_no_weights() -> None:
     with zipfile.ZipFile(io.BytesIO(data)) as found:
         assert set(found.namelist()) == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
         assert found.read("tokenizer.json") == (DEMO_MODEL_DIR / "tokenizer.json").read_bytes()
-    assert archive_of(DEMO_MODEL_DIR) == archive
+    assert make_archive(DEMO_MODEL_DIR) == archive
 
 
 def test_links_are_followed(tmp_path: Path) -> None:
@@ -341,5 +341,5 @@ def test_links_are_followed(tmp_path: Path) -> None:
     (tmp_path / "blob").write_text("{}")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").symlink_to(tmp_path / "blob")
-    with zipfile.ZipFile(io.BytesIO(archive_of(tmp_path / "model").data)) as found:
+    with zipfile.ZipFile(io.BytesIO(make_archive(tmp_path / "model").data)) as found:
         assert found.read("tokenizer.json") == b"{}"

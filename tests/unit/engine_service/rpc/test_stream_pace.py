@@ -57,7 +57,7 @@ async def begun(pace: StreamPace, count: int) -> list[HasUnread]:
     """Streams whose first word is written."""
     streams = [HasUnread(pace) for _ in range(count)]
     for stream in streams:
-        stream.tell(at_once=False)
+        stream.notify(at_once=False)
         assert await is_written(stream), "the first word is written at once"
         assert not await is_written(stream), "once"
     return streams
@@ -67,8 +67,8 @@ async def test_streams_are_written_together_and_not_more_often_than_the_interval
     streams = await begun(pace_of(clock), 3)
     for round_number in range(4):
         for stream in streams:
-            stream.tell(at_once=False)
-            stream.tell(at_once=False)
+            stream.notify(at_once=False)
+            stream.notify(at_once=False)
         assert len(clock.timers) == 1, "one timer for all streams"
         if round_number:
             clock.advance(INTERVAL_S * 0.9)
@@ -82,29 +82,29 @@ async def test_a_word_after_a_long_silence_is_written_with_the_loops_next_turn(c
     (stream,) = await begun(pace_of(clock), 1)
     for _ in range(3):
         clock.advance(INTERVAL_S * 2)
-        stream.tell(at_once=False)
+        stream.notify(at_once=False)
         clock.advance(0.0)
         assert await is_written(stream)
 
 
 async def test_what_is_told_after_a_round_is_written_with_the_next_one(clock: Clock) -> None:
     (stream,) = await begun(pace_of(clock), 1)
-    stream.tell(at_once=False)
+    stream.notify(at_once=False)
     clock.advance(0.0)
-    stream.tell(at_once=False)  # before the stream's task ran
+    stream.notify(at_once=False)  # before the stream's task ran
     assert await is_written(stream), "with the round before"
-    stream.tell(at_once=False)
+    stream.notify(at_once=False)
     clock.advance(INTERVAL_S)
     assert await is_written(stream)
 
 
 async def test_what_does_not_wait_for_a_round_leaves_what_does_to_the_next(clock: Clock) -> None:
     (stream,) = await begun(pace_of(clock), 1)
-    stream.tell(at_once=False)
+    stream.notify(at_once=False)
     clock.advance(0.0)
     assert await stream.wait(), "a round"
-    stream.tell(at_once=False)
-    stream.tell(at_once=True)
+    stream.notify(at_once=False)
+    stream.notify(at_once=True)
     assert not await stream.wait(), "an end alone"
     assert not await is_written(stream)
     clock.advance(INTERVAL_S)
@@ -113,22 +113,22 @@ async def test_what_does_not_wait_for_a_round_leaves_what_does_to_the_next(clock
 
 async def test_an_end_does_not_wait_for_a_round(clock: Clock) -> None:
     (stream,) = await begun(pace_of(clock), 1)
-    stream.tell(at_once=False)
+    stream.notify(at_once=False)
     clock.advance(0.0)
     assert await is_written(stream)
-    stream.tell(at_once=False)
-    stream.tell(at_once=True)
+    stream.notify(at_once=False)
+    stream.notify(at_once=True)
     assert await is_written(stream)
 
 
 async def test_many_streams_are_written_less_often_so_that_steps_have_time(clock: Clock) -> None:
     streams = await begun(pace_of(clock), 1000)
     for stream in streams:
-        stream.tell(at_once=False)
+        stream.notify(at_once=False)
     clock.advance(0.0)
     for stream in streams:
         assert await is_written(stream)
-        stream.tell(at_once=False)
+        stream.notify(at_once=False)
     clock.advance(0.19)
     assert len(clock.timers) == 1, "1,000 writes take a tenth of a second, which is half of the time of the loop"
     clock.advance(0.02)
@@ -139,6 +139,6 @@ async def test_many_streams_are_written_less_often_so_that_steps_have_time(clock
 async def test_without_an_interval_each_word_is_written_at_once(clock: Clock, at_once: bool) -> None:
     (stream,) = await begun(pace_of(clock, 0.0), 1)
     for _ in range(3):
-        stream.tell(at_once=at_once)
+        stream.notify(at_once=at_once)
         assert await is_written(stream)
     assert clock.timers == []

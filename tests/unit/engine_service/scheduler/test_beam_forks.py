@@ -16,10 +16,12 @@ from kvkeeper.engine_service.values.sampling_params import GREEDY, Branch, Candi
 EOS, STOP = 9, 8
 
 
-def make(num_beams: int, num_told: int = 1, max_new: int = 5, length_penalty: float = 1.0, early: bool = False) -> BeamSearch:
+def make(
+    num_beams: int, num_returned: int = 1, max_new: int = 5, length_penalty: float = 1.0, early: bool = False
+) -> BeamSearch:
     stop = StopRules(frozenset({EOS}), frozenset({STOP}))
     options = BeamOptions(num_beams, length_penalty, early)
-    return BeamSearch(options, num_told, max_new, 1, lambda tokens: why_ends(stop, tokens))
+    return BeamSearch(options, num_returned, max_new, 1, lambda tokens: why_ends(stop, tokens))
 
 
 def of(*pairs: tuple[int, float]) -> Candidates:
@@ -27,7 +29,7 @@ def of(*pairs: tuple[int, float]) -> Candidates:
 
 
 def told(search: BeamSearch) -> list[tuple[list[int], float]]:
-    return [(found.tokens.token_ids(), round(found.tokens.logprob, 6)) for found in search.told()]
+    return [(found.tokens.token_ids(), round(found.tokens.logprob, 6)) for found in search.best()]
 
 
 def test_the_first_step_has_one_list_and_its_likeliest_go_on() -> None:
@@ -63,12 +65,12 @@ def test_one_that_ends_has_finished_only_among_the_first() -> None:
 
 
 def test_what_ends_among_the_first_is_kept_and_others_go_on_in_its_place() -> None:
-    search = make(2, num_told=2, max_new=2)
+    search = make(2, num_returned=2, max_new=2)
     assert search.take_candidates(0, of((EOS, -0.3), (2, -0.5), (3, -1.0), (4, -2.0))) == [Branch(0, 0, 2), Branch(0, 1, 3)]
     search.take_candidates(0, of((5, -1.0), (6, -1.5), (7, -9.0), (3, -9.0)))
     assert search.take_candidates(1, of((5, -4.0), (6, -9.0), (7, -9.0), (3, -9.0))) == []
     assert told(search) == [([EOS], -0.3), ([2, 5], -1.5)], "by mean: -0.3 and -0.75"
-    assert [found.reason for found in search.told()] == [FinishReason.END_OF_SEQUENCE, FinishReason.LENGTH]
+    assert [found.reason for found in search.best()] == [FinishReason.END_OF_SEQUENCE, FinishReason.LENGTH]
 
 
 @pytest.mark.parametrize(("length_penalty", "first"), [(0.0, [EOS]), (1.0, [EOS]), (3.0, [2, 5])])

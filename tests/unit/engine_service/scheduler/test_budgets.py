@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvkeeper.engine_service.rpc.admission import connection_of
+from kvkeeper.engine_service.rpc.admission import get_connection
 from kvkeeper.engine_service.scheduler.headroom import Moved
 from kvkeeper.engine_service.scheduler.waiting import FairShare, WaitingSequences
 from tests.support.worlds.scheduler_world import World, make_request
@@ -127,7 +127,7 @@ def test_prompts_of_a_client_leave_another_clients_decodes_half_of_the_time_and_
 
 
 def test_a_waiting_client_starts_beside_a_crowd_of_another() -> None:
-    world = World(client_shares=True, waiting=WaitingSequences(shares=FairShare(connection_of)), max_running=4)
+    world = World(client_shares=True, waiting=WaitingSequences(shares=FairShare(get_connection)), max_running=4)
     crowd = [world.submit(make_request([2, place % 3, place], 4, client="many", look_up=False)) for place in range(40)]
     for _ in range(8):
         world.step()

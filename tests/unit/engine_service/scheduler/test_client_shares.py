@@ -80,11 +80,11 @@ def test_one_client_or_cheap_sequences_leave_out_none() -> None:
 
 def test_what_a_step_costs_is_never_told_far_beyond_what_was_measured() -> None:
     costs = DecodeCosts()
-    assert costs.seconds_of(1) is None
+    assert costs.estimate_seconds(1) is None
     for num_tokens in (1, 3) * 40:
         costs.note(num_tokens, 0.002 * num_tokens)
-    told = [costs.seconds_of(num_tokens) for num_tokens in (0, 1, 2, 300)]
+    told = [costs.estimate_seconds(num_tokens) for num_tokens in (0, 1, 2, 300)]
     assert told == pytest.approx([0.001, 0.002, 0.004, 0.004], rel=0.05)
     for num_tokens in (1, 3) * 40:
         costs.note(num_tokens, 0.010 - 0.002 * num_tokens)  # noise may turn the line
-    assert 0 < costs.seconds_of(300) <= 0.008
+    assert 0 < costs.estimate_seconds(300) <= 0.008

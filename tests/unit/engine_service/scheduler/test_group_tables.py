@@ -28,7 +28,7 @@ def test_new_blocks_go_behind_each_groups_own() -> None:
     assert running.group_tables[first, :, :4].tolist() == [[10, 11, 50, 0], [0, 13, 53, 0], [14, 15, 56, 0]]
     assert running.group_tables[second, :, :4].tolist() == [[20, 21, 51, 52], [0, 23, 54, 55], [24, 25, 57, 58]]
     assert running.num_held(first) == 8
-    assert running.table_of(second, 1).tolist() == [20, 0, 24]
+    assert running.get_table(second, 1).tolist() == [20, 0, 24]
     running.remove(running.sequences[first])  # type: ignore[arg-type]
     assert not running.tables[first].any()
 

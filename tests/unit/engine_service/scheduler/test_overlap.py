@@ -106,5 +106,5 @@ def test_what_is_drawn_for_a_sequence_that_has_ended_is_not_its() -> None:
     assert [own.tolist() for own in scheduler.advance(works[0], np.array([2], np.int32))] == [[2]]
     scheduler.take_out(request)
     assert [own.tolist() for own in scheduler.advance(works[1], np.array([1], np.int32))] == [[]]
-    assert (sequence.num_output, scheduler.tokens_of(sequence).tolist()) == (1, [1, 2, 0, 2])
+    assert (sequence.num_output, scheduler.get_tokens(sequence).tolist()) == (1, [1, 2, 0, 2])
     assert request.sequences[0].token_ids.tolist() == [1, 2, 0, 2]

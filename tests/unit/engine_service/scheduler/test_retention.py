@@ -103,7 +103,7 @@ def test_continuations_fork_where_they_can_and_else_start_alone(num_before: int)
 
 def test_limits_of_what_gives_blocks_back() -> None:
     limits = Limits(4, 20, 8, num_usable_blocks=5, max_distance=16, max_retained_len=900)
-    assert limits.max_len_of(None) == 20
-    assert limits.max_len_of(Retention(4, 9)) == 900
-    assert limits.max_len_of(Retention(4, 13)) == 20, "the pool does not hold it: 1 + 3 + 2 blocks"
-    assert limits.max_len_of(Retention(0, 17)) == 20, "farther than the model can tell places"
+    assert limits.get_max_len(None) == 20
+    assert limits.get_max_len(Retention(4, 9)) == 900
+    assert limits.get_max_len(Retention(4, 13)) == 20, "the pool does not hold it: 1 + 3 + 2 blocks"
+    assert limits.get_max_len(Retention(0, 17)) == 20, "farther than the model can tell places"

@@ -36,7 +36,7 @@ def mixed(dice: random.Random, max_step_items: int = 256) -> World:
             world.step()
         length, new = dice.randint(1, 9), dice.randint(1, 12)
         kept = Retention(dice.randint(0, 4), dice.randint(1, 5)) if dice.random() < 0.3 else None
-        if length + new > world.limits.max_len_of(kept):
+        if length + new > world.limits.get_max_len(kept):
             continue
         prompt, n, priority = [dice.randrange(3) for _ in range(length)], dice.randint(1, 3), dice.choice([0, 0, 1, 1000])
         request = world.submit(make_request(prompt, new, n, priority, look_up=dice.random() < 0.6, retention=kept))

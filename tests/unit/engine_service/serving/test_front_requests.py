@@ -62,7 +62,7 @@ class Asked:
         self.is_dropped = False
         self.take_tokens: Any = None
 
-    def tell(self, kind: Kind, body: Any = None) -> None:
+    def send_kind(self, kind: Kind, body: Any = None) -> None:
         self.told.append((kind, body))
 
     def drop(self) -> None:

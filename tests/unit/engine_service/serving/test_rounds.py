@@ -45,16 +45,16 @@ async def turns_of_the_loop() -> None:
 async def test_what_does_not_wait_for_a_round_takes_no_columns_along() -> None:
     pace, lane, columns = HeldPace(), Lane(), [COLUMNS]
     unread = SimpleNamespace(
-        take_of=lambda reader: columns.pop() if columns else NO_TOKEN_COLUMNS, drop_reader=lambda reader: None
+        take_columns=lambda reader: columns.pop() if columns else NO_TOKEN_COLUMNS, drop_reader=lambda reader: None
     )
     calls = FrontCalls(SimpleNamespace(pace=pace, unread=unread), lane)  # type: ignore[arg-type]
     waiting, urgent = _Call(1), _Call(2)
     calls.notify()
     await turns_of_the_loop()
     waiting.unsent.append(OutputChunk(0, "a", (1,)))
-    calls._tell(waiting, at_once=False)
+    calls._notify(waiting, at_once=False)
     urgent.unsent.append(OutputChunk(0, "b", (2,)))
-    calls._tell(urgent, at_once=True)
+    calls._notify(urgent, at_once=True)
     await turns_of_the_loop()
     assert lane.kinds == [Kind.CHUNK]
     for write in pace.due:

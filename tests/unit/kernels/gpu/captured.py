@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvkeeper.engine_service.compute.graphs import graphed_decode
-from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, kv_layout_of
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, make_kv_layout
 from kvkeeper.engine_service.model.experts import ExpertWeights
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.sampling_params import GREEDY, NEUTRAL, SamplingParams, SamplingRow
@@ -40,7 +40,7 @@ def model(tmp_path):
 
 def make_runner(model):
     """A runner on an arena of its own, all of it NaN but the null block."""
-    layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
+    layout = make_kv_layout(model.config, model.dtype, BLOCK_SIZE)
     view = layout.view(torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8)).fill_(float("nan"))
     view[0] = 0
     return ModelRunner(model, on_cuda(view)[0], layout), view

@@ -21,7 +21,7 @@ from kvkeeper.kernels.penalise_counted import penalise_counted
 from kvkeeper.kernels.philox import uniforms_there
 from kvkeeper.kernels.quantised.attention import quantised_decode, quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS
-from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 from kvkeeper.kernels.quantised.store import store_quantised
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
@@ -147,7 +147,7 @@ def _stored(
 ) -> None:
     """Decode of K and V in few bits, or with num_queries prefill, or with num_tokens their store. tail: layers of a page."""
     layout = QuantisedLayout(_NUM_LAYERS, 8, head_dim, 16, FORMATS[name], dtype, tail)
-    layer = layer_of(nowhere(_NUM_BLOCKS, layout.block_bytes, dtype=torch.uint8), layout, 1)
+    layer = get_layer(nowhere(_NUM_BLOCKS, layout.block_bytes, dtype=torch.uint8), layout, 1)
     has_tail = bool(tail)
     if num_tokens is not None:
         slots = nowhere(num_tokens, dtype=torch.int64)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.compute.sampler import sample
 from kvkeeper.engine_service.model.experts import ExpertWeights
 from kvkeeper.engine_service.model.loader import load_model
@@ -34,7 +34,7 @@ def all_claim_to_be_on_cuda(monkeypatch):
 def runners(folder, monkeypatch):
     """The same model on the CPU's path and on the kernels', each on an arena that is NaN where nothing was written."""
     model, _ = load_model(folder, progress=False)
-    layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE)
+    layout = make_kv_layout(model.config, model.dtype, BLOCK_SIZE)
     monkeypatch.setattr(ExpertWeights, "packed", lambda self, pack: self)  # experts stay in one tensor, as on a device
     on_device, _ = load_model(folder, progress=False)
     memory = [torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8) for _ in range(2)]

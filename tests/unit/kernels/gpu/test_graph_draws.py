@@ -48,7 +48,7 @@ def test_what_a_graph_draws_is_what_is_drawn_without_one(each_model):
         assert runner.graphed.num_draws == draws
         drawn, outside = draw(step, how), draw(StepLogits(on_cuda(step.values.clone())[0]), how)
         assert drawn.drawn is step.drawn
-        assert drawn.drawn.tolist() == outside.drawn.tolist() == drawn.told.tolist() == outside.told.tolist()
+        assert drawn.drawn.tolist() == outside.drawn.tolist() == drawn.outcomes.tolist() == outside.outcomes.tolist()
         assert runner.last_tokens.tensor[places].tolist() == drawn.drawn.tolist(), "for the step behind"
         found.update(drawn.drawn.tolist())
     assert len(found) > 5, "they are drawn"
@@ -72,7 +72,7 @@ def test_rows_that_no_graph_can_draw_are_drawn_behind_it(model):
         with torch.inference_mode():
             step = runner.stage(rows([0, 1]), how)()
         assert step.drawn is None
-        assert step.likeliest.tolist() == step.told.tolist()
+        assert step.likeliest.tolist() == step.outcomes.tolist()
     assert runner.graphed.num_draws == 0
 
 
@@ -83,8 +83,8 @@ def test_a_row_that_is_not_finite_is_told_and_the_others_are_drawn(model):
     how = drawn_by([0, 1, 2])
     with torch.inference_mode():
         step = runner.stage(rows([0, 1, 2]), how)()
-    assert (step.told >= 0).tolist() == [True, False, True]
-    assert step.told.tolist() == draw(StepLogits(on_cuda(step.values.clone())[0]), how).told.tolist()
+    assert (step.outcomes >= 0).tolist() == [True, False, True]
+    assert step.outcomes.tolist() == draw(StepLogits(on_cuda(step.values.clone())[0]), how).outcomes.tolist()
 
 
 def test_what_a_graph_draws_with_penalties_is_what_is_drawn_without_one(each_model):
@@ -118,7 +118,7 @@ def test_what_a_graph_draws_with_penalties_is_what_is_drawn_without_one(each_mod
             step = runner.stage(batch, dataclasses.replace(PlainDraws.of(how), penalised=own), counted)()
             expected = draw(StepLogits(step.values.as_subclass(torch.Tensor).clone()), outside)
         assert runner.graphed.num_penalised == at
-        assert step.drawn.tolist() == step.told.tolist() == expected.drawn.tolist()
+        assert step.drawn.tolist() == step.outcomes.tolist() == expected.drawn.tolist()
         assert runner.last_tokens.tensor[at_rows].tolist() == expected.drawn.tolist()
         for seq, token in zip(seqs, expected.drawn.tolist(), strict=True):
             table[seq, lens[seq]] = token

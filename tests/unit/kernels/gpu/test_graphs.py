@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 from kvkeeper.engine_service.compute.device.device_errors import lost_by
 from kvkeeper.engine_service.compute.graphs.graph_api import graph_sizes
 from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, capture_decode
-from kvkeeper.engine_service.compute.model_runner import ModelRunner, kv_layout_of
-from kvkeeper.engine_service.model.layer_groups import group_layers, places_of
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
+from kvkeeper.engine_service.model.layer_groups import find_places, group_layers
 from kvkeeper.engine_service.model.loader import load_model
 from tests.support.models.tiny_models import build_model_folder
 from tests.support.slices import todays
@@ -65,12 +65,12 @@ def test_layers_in_groups_have_the_same_logits_by_tables_of_their_own(kind, tmp_
     model = load_model(build_model_folder(tmp_path, kind), progress=False)[0]
     groups, (without, filled) = group_layers(model.config.windows, model.config.chunks), make_runner(model)
     assert len(groups) > 1
-    layout = kv_layout_of(model.config, model.dtype, BLOCK_SIZE, groups)
+    layout = make_kv_layout(model.config, model.dtype, BLOCK_SIZE, groups)
     view = layout.view(torch.zeros(len(groups) * NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8)).fill_(float("nan"))
     captured = ModelRunner(model, on_cuda(view)[0], layout, groups)
     ready_cold(captured)
     prompts(without)
-    for layer, (group, at) in enumerate(places_of(groups)):
+    for layer, (group, at) in enumerate(find_places(groups)):
         view[group * NUM_BLOCKS : (group + 1) * NUM_BLOCKS, at] = filled[:, layer]
     view[0] = 0
     orders = [[0], [1, 4], [8, 7], [8, 0, 2], list(range(MOST_ROWS))]

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from kvkeeper.engine_service.compute.graphs import graphed_decode
-from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, kv_layout_of
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, make_kv_layout
 from kvkeeper.engine_service.compute.stored_model import stored_layout
 from kvkeeper.engine_service.model.layer_groups import group_layers
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.batch import BatchRetention
 from kvkeeper.kernels.quantised.formats import FORMATS
-from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 from kvkeeper.kernels.scratch import Scratch
 from tests.support.models.tiny_models import build_model_folder, tiny_model
 from tests.support.slices import todays
@@ -91,7 +91,7 @@ def filled(layout, num_groups):
     if not isinstance(layout, QuantisedLayout):
         view[1:] = torch.randn(view[1:].shape, generator=drawn)
         return view
-    for layer in (layer_of(view, layout, layer) for layer in range(layout.num_layers)):
+    for layer in (get_layer(view, layout, layer) for layer in range(layout.num_layers)):
         elements = torch.randint(0, 256, layer.elements[1:NUM_BLOCKS].shape, generator=drawn, dtype=torch.uint8)
         layer.elements[1:NUM_BLOCKS] = elements & 0x77  # no 8-bit float that is not finite
         largest = torch.rand(layer.scales[1:NUM_BLOCKS].shape, generator=drawn) / layout.kv_format.most
@@ -172,7 +172,7 @@ def sharing(table, other, num_blocks):
 
 @pytest.fixture
 def pair(model, works):
-    return Pair.of(model, kv_layout_of(model.config, model.dtype, BLOCK_SIZE), most_rows=4)
+    return Pair.of(model, make_kv_layout(model.config, model.dtype, BLOCK_SIZE), most_rows=4)
 
 
 def test_sequences_are_cut_and_merged_by_the_lengths_of_each_replay(pair, works):
@@ -228,7 +228,7 @@ def test_scratch_stays_where_it_is_once_the_first_size_is_captured(model, monkey
             return super().capture(watched)
 
     monkeypatch.setattr(graphed_decode, "Scratch", Watched)
-    Pair.of(model, kv_layout_of(model.config, model.dtype, BLOCK_SIZE), graphs=Watching())
+    Pair.of(model, make_kv_layout(model.config, model.dtype, BLOCK_SIZE), graphs=Watching())
     decodes = [each for each in of_runs if each]
     assert len(decodes) == 2 * 2, "each of two sizes runs twice"
     assert len(set().union(*decodes[1:])) == 1
@@ -244,7 +244,7 @@ def test_what_graphs_read_is_kept_as_long_as_they_are_and_no_longer(model, monke
         return found
 
     monkeypatch.setattr(Scratch, "take", take)
-    pair = Pair.of(model, kv_layout_of(model.config, model.dtype, BLOCK_SIZE))
+    pair = Pair.of(model, make_kv_layout(model.config, model.dtype, BLOCK_SIZE))
     gc.collect()
     assert memory, "steps are cut, and merged from scratch"
     assert all(scratch() is not None for scratch in memory)
@@ -258,7 +258,7 @@ def test_positions_beyond_the_first_rotary_table_are_replayed_also_once_a_sequen
     monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.FEWEST_ITEM_TOKENS", 256)  # few items, of few tiles each
     for module in ("decode_work", "paged_attention_decode"):
         monkeypatch.setattr(f"kvkeeper.kernels.gpu.{module}.tile_tokens", lambda head_dim: 64)
-    layout, most = kv_layout_of(model.config, model.dtype, BLOCK_SIZE), 1100
+    layout, most = make_kv_layout(model.config, model.dtype, BLOCK_SIZE), 1100
     assert model.reserve_positions(0) == 1024 < most
     pair = Pair.of(model, layout, most_rows=1, most_tokens=most)
     many = np.resize(np.arange(1, NUM_BLOCKS, dtype=np.int32), 100)  # read again and again, and written at the end
@@ -279,7 +279,7 @@ def test_other_kinds_of_models_are_replayed_at_other_lengths(name, tmp_path):
     """By groups of their layers, as they are served."""
     model, _ = load_model(build_model_folder(tmp_path, IN_TYPE[name]), progress=False)
     groups = group_layers(model.config.windows, model.config.chunks)
-    pair = Pair.of(model, kv_layout_of(model.config, model.dtype, BLOCK_SIZE, groups), groups)
+    pair = Pair.of(model, make_kv_layout(model.config, model.dtype, BLOCK_SIZE, groups), groups)
     for rows in REPLAYS:
         pair.step(rows, is_same_shape=max(length for length, _ in rows) > 2 * BLOCK_SIZE)
     own = "latent_attention_kernel" if model.config.is_latent else "decode_kernel"

@@ -6,7 +6,7 @@ import torch
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.quantised.attention import plan_rows, quantised_decode, quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS, quantise
-from kvkeeper.kernels.quantised.layout import QuantisedLayer, QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.layout import QuantisedLayer, QuantisedLayout, get_layer
 from kvkeeper.kernels.quantised.store import plan_slots, store_quantised
 from tests.unit.kernels.gpu.pretend import on_cuda
 from tests.unit.kernels.gpu.test_attention import split_prefill
@@ -139,7 +139,7 @@ def test_what_is_stored_are_the_bits_of_the_definition(name, dtype):
     layout = QuantisedLayout(2, 3, 20, 4, FORMATS[name], dtype, tail_layers=1)
     view = layout.view(torch.full((9 * layout.block_bytes,), 0x55, dtype=torch.uint8))
     expected = view.clone()
-    layer, twin = layer_of(view, layout, 1), layer_of(expected, layout, 1)
+    layer, twin = get_layer(view, layout, 1), get_layer(expected, layout, 1)
     k, v = torch.randn(2, 6, 3, 20, generator=torch.Generator().manual_seed(5)).mul(3).to(dtype)
     k[1], k[2] = torch.linspace(-448, 448, 20).to(dtype), 0
     k[3, 1, 4], v[3, 2, 0] = torch.nan, torch.inf

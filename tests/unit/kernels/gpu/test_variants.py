@@ -12,7 +12,7 @@ from kvkeeper.kernels.gpu.variants import MANY_STORED, group_tokens, prefill_len
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.quantised.attention import quantised_prefill
 from kvkeeper.kernels.quantised.formats import FORMATS
-from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 from kvkeeper.kernels.store_kv import store_kv
 from kvkeeper.kernels.types import LinearWeight, QuantisedRows
 from tests.support.slices import todays
@@ -53,7 +53,7 @@ def stored_prefill(heads, num_tokens, num_seqs, num_keys, features):
     _, num_kv_heads, head_dim = heads
     q, (tables, lens, locs) = step_of(heads, num_tokens, num_seqs, num_keys)
     layout = QuantisedLayout(2, num_kv_heads, head_dim, BLOCK_SIZE, FORMATS["int8"], torch.bfloat16, 2)
-    layer = layer_of(nowhere(99, layout.block_bytes, dtype=torch.uint8), layout, 1)
+    layer = get_layer(nowhere(99, layout.block_bytes, dtype=torch.uint8), layout, 1)
     quantised_prefill(q, layer, QuantisedRows(tables, tables, lens, locs), scale=0.1, **features)
 
 

@@ -13,7 +13,7 @@ import torch
 from structlog.testing import capture_logs
 
 from kvkeeper.engine_service import server
-from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, kv_layout_of
+from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, make_kv_layout
 from kvkeeper.engine_service.compute.sampler import sample
 from kvkeeper.engine_service.compute.self_check import load_checked_model
 from kvkeeper.engine_service.compute.served_model import _ready_on_device, _refuses_retention, load_served_model
@@ -73,7 +73,7 @@ def runner(request, tmp_path, monkeypatch):
         model = load_checked_model(folder, "qwen3", "float32", **options)
     else:
         model = load_model(folder, **options)[0]
-    layout, groups = kv_layout_of(model.config, model.dtype, BLOCK_SIZE), ()
+    layout, groups = make_kv_layout(model.config, model.dtype, BLOCK_SIZE), ()
     if request.param is STORED:
         layout, groups = stored_layout(model, FORMATS["int8"], BLOCK_SIZE, 256)
     view = layout.view(torch.zeros(NUM_BLOCKS * layout.block_bytes, dtype=torch.uint8))

@@ -5,7 +5,7 @@ import torch
 
 from kvkeeper.kernels.errors import KernelArgumentError
 from kvkeeper.kernels.quantised.formats import FORMATS, dequantise, quantise, scale_values
-from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 
 # Of the head's greatest magnitude: half a step of its integers with the scale's rounding; of fp8 half of its greatest step. In
 # int4 a number opposite to the greatest one may be cut off by half a step more.
@@ -51,7 +51,7 @@ def test_a_page_of_the_tail_is_no_smaller_than_a_block_and_whole_alignments():
     layout = QuantisedLayout(3, 1, 12, 5, FORMATS["int4"], torch.float32, tail_layers=1)
     assert layout.block_bytes == -(-max(3 * 2 * 5 * (6 + 2), 2 * 5 * 12 * 4) // 16) * 16
     view = layout.view(torch.zeros(4 * layout.block_bytes, dtype=torch.uint8))
-    marks = [layer_of(view, layout, layer) for layer in range(3)]
+    marks = [get_layer(view, layout, layer) for layer in range(3)]
     for layer, mark in enumerate(marks):
         mark.elements[1] = 10 + layer
         mark.scales[1] = 20 + layer

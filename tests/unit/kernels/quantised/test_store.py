@@ -7,7 +7,7 @@ from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.rms_norm import rms_norm
 from kvkeeper.kernels.errors import KernelArgumentError
 from kvkeeper.kernels.quantised.formats import FORMATS, dequantise, quantise
-from kvkeeper.kernels.quantised.layout import QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 from kvkeeper.kernels.quantised.store import plan_slots, rotary_store_quantised, store_quantised
 from tests.unit.kernels.quantised.test_formats import MOST_ERROR
 
@@ -18,7 +18,7 @@ NUM_HEADS, NUM_KV_HEADS, DIM, SIZE = 6, 2, 16, 4
 def arena(name, dtype=torch.float32, tail_layers=2):
     layout = QuantisedLayout(3, NUM_KV_HEADS, DIM, SIZE, FORMATS[name], dtype, tail_layers)
     view = layout.view(torch.full((9 * layout.block_bytes,), 0x55, dtype=torch.uint8))
-    return view, layer_of(view, layout, 1)
+    return view, get_layer(view, layout, 1)
 
 
 def rows(num_tokens, dtype=torch.float32, seed=0):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kvkeeper.kernels.quantised.formats import FORMATS, quantise
-from kvkeeper.kernels.quantised.layout import QuantisedLayer, QuantisedLayout, layer_of
+from kvkeeper.kernels.quantised.layout import QuantisedLayer, QuantisedLayout, get_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ def make_stored(
     num_blocks = 2 * sum(used) + 3
     view = layout.view(torch.full((num_blocks * layout.block_bytes,), 0x7F, dtype=torch.uint8))
     if layout.kv_format.scale_bytes:
-        layer_of(view, layout, 1).scales.fill_(0x7FC0)
-    layer = layer_of(view, layout, 1)
+        get_layer(view, layout, 1).scales.fill_(0x7FC0)
+    layer = get_layer(view, layout, 1)
     ids = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     width = max([*used, 1])
     tables, pages = torch.zeros(len(seq_lens), width, dtype=torch.int32), torch.zeros(len(seq_lens), width, dtype=torch.int32)

@@ -118,7 +118,7 @@ def wrong_together(args: argparse.Namespace) -> str | None:
     return None
 
 
-def options_of(args: argparse.Namespace) -> GenerateOptions:
+def make_options(args: argparse.Namespace) -> GenerateOptions:
     chosen = {field.name: getattr(args, field.name) for field in fields(Sampling) if hasattr(args, field.name)}
     chosen["stop"] = tuple(args.stop)
     chosen["choices"] = None if args.choice is None else tuple(args.choice)

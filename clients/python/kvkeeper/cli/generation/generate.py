@@ -10,7 +10,7 @@ from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_OK, EXIT_USAGE, complain, warn
 from kvkeeper.cli.generation.continuations import Printer, logprobs_table, report, summary
 from kvkeeper.cli.generation.flags import add_flags as add_flags
-from kvkeeper.cli.generation.flags import options_of, wrong_together
+from kvkeeper.cli.generation.flags import make_options, wrong_together
 from kvkeeper.client import EngineClient, Usage
 from kvkeeper.common.service import VERSION
 from kvkeeper.common.tracing.exporting import TracingUnavailable, export_spans
@@ -42,7 +42,7 @@ def _generate(text: str, args: argparse.Namespace) -> int:
     started = time.monotonic()
     first_token = None
     with EngineClient(args.engine, OPTIONS) as client:
-        with client.generate(_prompt(text, args), options_of(args)) as generation:
+        with client.generate(_prompt(text, args), make_options(args)) as generation:
             for chunk in generation:
                 if first_token is None and chunk.token_ids:
                     first_token = time.monotonic()

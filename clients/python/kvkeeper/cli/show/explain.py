@@ -26,14 +26,14 @@ def run(args: argparse.Namespace) -> int:
     with EngineClient(args.engine, OPTIONS) as engine:
         model, token_ids = engine.model(), engine.tokenize(args.prompt)
     args.asks = "cache"
-    answers: list[pb.ExplainMatchResponse] = []
+    replies: list[pb.ExplainMatchResponse] = []
     with CacheClient(args.cache, OPTIONS) as cache:
         for pool in cache.capabilities().pools:
             if pool.spec.revision == model.revision:  # an engine may serve a model under another name than its own
                 with cache.open_session(pool.spec, client_name="explain") as session:
-                    answers.append(session.explain_match(token_ids, args.tenant))
+                    replies.append(session.explain_match(token_ids, args.tenant))
     if args.json:
-        print(json.dumps({"pools": [as_json(answer) for answer in answers]}))
+        print(json.dumps({"pools": [as_json(answer) for answer in replies]}))
     else:
-        print("\n".join(answer.explanation for answer in answers) or f"no pool holds K and V of {model.model_id}")
+        print("\n".join(answer.explanation for answer in replies) or f"no pool holds K and V of {model.model_id}")
     return EXIT_OK

@@ -155,11 +155,11 @@ def _prefix() -> str:
     return inspect.getsource(textwrap)[:3000]
 
 
-def _print_answers(title: str, answers: Sequence[Answer]) -> None:
+def _print_answers(title: str, replies: Sequence[Answer]) -> None:
     headers = ("prompt", "prompt tokens", "cached", "new", "first token ms", "tokens/s")
     rows = [
         (a.name, a.prompt_tokens, a.cached_tokens, a.new_tokens, round(a.first_token_ms, 1), round(a.tokens_per_second, 1))
-        for a in answers
+        for a in replies
     ]
     print(f"\n{title}\n{textwrap.indent(table(headers, rows), '   ')}", flush=True)
 

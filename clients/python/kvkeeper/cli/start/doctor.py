@@ -52,26 +52,34 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _findings(config: str | None) -> Iterator[Finding]:
-    yield _of("Python", host.python, "install Python 3.11 or 3.12")
+    yield _make_finding("Python", host.python, "install Python 3.11 or 3.12")
     for name, need, modules, extra in host.PARTS:
         yield _packages(name, need, modules, extra)
     for kernel_need in (SHARED_MEMORY, ENDS_OF_PROCESSES):
-        yield _of(kernel_need.what, kernel_need.look, kernel_need.mend)
-    yield _of("peers and descriptors on sockets", host.socket_rights, "allow SO_PEERCRED and SCM_RIGHTS in the container")
-    yield _of("step lanes", host.step_lane, "without SOCK_SEQPACKET steps go over gRPC, at twice the cost", state="note")
-    yield _of("open files", host.open_files, "raise it: ulimit -n 4096, or LimitNOFILE of the unit", state="note")
-    yield _of(
+        yield _make_finding(kernel_need.what, kernel_need.look, kernel_need.mend)
+    yield _make_finding(
+        "peers and descriptors on sockets", host.socket_rights, "allow SO_PEERCRED and SCM_RIGHTS in the container"
+    )
+    yield _make_finding(
+        "step lanes", host.step_lane, "without SOCK_SEQPACKET steps go over gRPC, at twice the cost", state="note"
+    )
+    yield _make_finding("open files", host.open_files, "raise it: ulimit -n 4096, or LimitNOFILE of the unit", state="note")
+    yield _make_finding(
         "memory that outlives a service",
         host.tmpfs,
         "--keep needs tmpfs at /dev/shm, or in --memory-dir; in a container mount one: --shm-size, or a memory-backed volume",
         state="note",
     )
-    yield _of("locked memory", host.locked_memory, "for CUDA: ulimit -l unlimited, or LimitMEMLOCK=infinity", state="note")
-    yield _of("NVIDIA driver", host.nvidia_driver, "for --device cuda install the driver; a CPU needs none", state="note")
+    yield _make_finding(
+        "locked memory", host.locked_memory, "for CUDA: ulimit -l unlimited, or LimitMEMLOCK=infinity", state="note"
+    )
+    yield _make_finding(
+        "NVIDIA driver", host.nvidia_driver, "for --device cuda install the driver; a CPU needs none", state="note"
+    )
     yield _start(config)
 
 
-def _of(what: str, look: Callable[[], str], mend: str, state: str = "wrong") -> Finding:
+def _make_finding(what: str, look: Callable[[], str], mend: str, state: str = "wrong") -> Finding:
     try:
         return Finding(what, "ok", look())
     except Lacking as lacking:

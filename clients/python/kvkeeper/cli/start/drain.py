@@ -81,10 +81,10 @@ def _owner(address: str) -> int | None:
         found = _owner_of_socket(address.removeprefix("unix:"))
     else:
         found = _owner_of_port(int(address.rpartition(":")[2]))
-    return None if found is None else _service_of(found)
+    return None if found is None else _find_service(found)
 
 
-def _service_of(process: int) -> int:
+def _find_service(process: int) -> int:
     """The engine of a front process, which listens in its place; any other process itself. Raises ProcessLookupError."""
     try:
         if _FRONT not in Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0"):
@@ -97,12 +97,12 @@ def _service_of(process: int) -> int:
 
 def _owner_of_socket(path: str) -> int | None:
     """The process that listens at a Unix socket, as the kernel names it."""
-    from kvkeeper.common.service.listen import peer_of
+    from kvkeeper.common.service.listen import get_peer
 
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
-            return peer_of(probe).process
+            return get_peer(probe).process
         except PermissionError:
             raise
         except OSError:

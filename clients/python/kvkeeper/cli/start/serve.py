@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("--engine-listen: host:port, which the gateway can reach")
     flags["engine"] += ["--gateway", "on"]
     start = partial(ServiceProcess.start, _GATEWAY, gateway.flags(args.http, args.engine_listen, flags[_GATEWAY]))
-    services = [*up.services_of(args, flags), Service(_GATEWAY, start, partial(gateway.until_serving, args.http))]
+    services = [*up.make_services(args, flags), Service(_GATEWAY, start, partial(gateway.until_serving, args.http))]
     together = Together(services, partial(_ready_text, args), is_json=args.json)
     return together.run("stopped; the gateway and both services have ended")
 

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     flags = checked_flags(args)
     if isinstance(flags, int):
         return flags
-    together = Together(services_of(args, flags), partial(_ready_text, args), is_json=args.json)
+    together = Together(make_services(args, flags), partial(_ready_text, args), is_json=args.json)
     return together.run("stopped; both services have ended")
 
 
@@ -95,7 +95,7 @@ def checked_flags(args: argparse.Namespace, *others: str) -> dict[str, list[str]
     return flags
 
 
-def services_of(args: argparse.Namespace, flags: Mapping[str, list[str]]) -> list[Service]:
+def make_services(args: argparse.Namespace, flags: Mapping[str, list[str]]) -> list[Service]:
     """Both services; the cache service starts first."""
     return [
         Service(name, partial(ServiceProcess.start, name, flags[name]), partial(until_serving, address))

@@ -188,37 +188,37 @@ def stream_options(base: CallOptions, timeout_ms: int | None) -> CallOptions:
     return replace(base, timeout_s=math.inf if timeout_ms is None else timeout_ms / 1000 + _SLACK_S)
 
 
-def chunk_of(message: pb.GenerateResponse | pb.RequestOutput) -> OutputChunk:
+def parse_chunk(message: pb.GenerateResponse | pb.RequestOutput) -> OutputChunk:
     reason = pb.FinishReason.Name(message.finish_reason).removeprefix("FINISH_REASON_").lower()
     return OutputChunk(
         message.index,
         message.text,
         tuple(message.token_ids),
         None if reason == "unspecified" else reason,
-        tuple(map(_logprobs_of, message.logprobs)),
-        tuple(map(_logprobs_of, message.prompt_logprobs)),
+        tuple(map(_parse_logprobs, message.logprobs)),
+        tuple(map(_parse_logprobs, message.prompt_logprobs)),
         message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
     )
 
 
-def _logprobs_of(message: pb.TokenLogprobs) -> TokenLogprobs:
+def _parse_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
     top = tuple(zip(message.top_token_ids, message.top_logprobs, strict=True))
     return TokenLogprobs(message.token_id, message.logprob, message.rank, top)
 
 
-def result_of(message: pb.GetRequestResponse) -> Result:
+def parse_result(message: pb.GetRequestResponse) -> Result:
     return Result(
         request_id=message.request.request_id,
         state=pb.RequestState.Name(message.request.state).removeprefix("REQUEST_STATE_").lower(),
-        outputs=tuple(map(chunk_of, message.outputs)),
-        usage=usage_of(message),
+        outputs=tuple(map(parse_chunk, message.outputs)),
+        usage=parse_usage(message),
         error=(message.error.reason, message.error.message) if message.HasField("error") else None,
         session_id=message.request.session_id,
         metadata=dict(message.request.metadata),
     )
 
 
-def usage_of(message: pb.GenerateResponse | pb.GetRequestResponse) -> Usage | None:
+def parse_usage(message: pb.GenerateResponse | pb.GetRequestResponse) -> Usage | None:
     if not message.HasField("usage"):
         return None
     usage = message.usage

@@ -17,14 +17,14 @@ from kvkeeper.client.engine.calls import (
     OutputChunk,
     Result,
     Usage,
-    chunk_of,
     generate_request,
     get_request,
-    result_of,
+    parse_chunk,
+    parse_result,
+    parse_usage,
     stream_options,
     stream_request,
     submit_request,
-    usage_of,
 )
 from kvkeeper.client.engine.many import ManyStreams
 from kvkeeper.client.engine.prompts import Prompt
@@ -102,7 +102,7 @@ class AsyncEngineClient:
             try:
                 transport = self._transport_to(self._moved.get(request_id, ""))
                 request = get_request(request_id, left, transport.options)
-                found = result_of(await transport.call(transport.stub.GetRequest, request))
+                found = parse_result(await transport.call(transport.stub.GetRequest, request))
             except KvkeeperError as error:
                 if not (address := address_in(error)):
                     raise
@@ -237,9 +237,9 @@ class AsyncGeneration:
                 chunk = self._received.new_part(message)
             else:
                 self.request_id = message.request_id or self.request_id
-                self.usage = usage_of(message) or self.usage
+                self.usage = parse_usage(message) or self.usage
                 self._span.record_answer(message)
-                chunk = self._received.new_part(chunk_of(message))
+                chunk = self._received.new_part(parse_chunk(message))
             if chunk is not None:
                 return chunk
 

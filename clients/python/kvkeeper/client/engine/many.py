@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 
 from kvkeeper.client.engine.calls import OutputChunk
-from kvkeeper.client.errors import KvkeeperError, error_of_status
+from kvkeeper.client.errors import KvkeeperError, parse_error
 from kvkeeper.client.reach import Reach
 from kvkeeper.client.transport import AsyncTransport
 from kvkeeper.common import tracing
@@ -145,7 +145,7 @@ class _Call:
                 if message.HasField("parts"):
                     self._take_parts(message.parts)
         except grpc.RpcError as failure:
-            error = self._reach.error_of(failure)
+            error = self._reach.to_error(failure)
         finally:
             self._end()
             streams, self._streams = self._streams, {}
@@ -180,7 +180,7 @@ class _Numbered:
         """What came for it. It is not to wait: others' answers follow."""
         self._has_begun = True
         if one.HasField("error"):
-            self.fail(error_of_status(one.error))
+            self.fail(parse_error(one.error))
             return
         response = one.response
         num_logprobs = sum(1 + len(each.top_token_ids) for each in response.logprobs)
@@ -211,9 +211,9 @@ class _Numbered:
         self._has_unread.set()
 
     def __aiter__(self) -> AsyncIterator[Answer]:
-        return self._answers()
+        return self._call_replies()
 
-    async def _answers(self) -> AsyncIterator[Answer]:
+    async def _call_replies(self) -> AsyncIterator[Answer]:
         while True:
             while self._unread:
                 answer, num_units = self._unread.popleft()

@@ -10,7 +10,7 @@ from kvkeeper.cache_service.core.tiers.content_tier import ContentTier
 from kvkeeper.cache_service.core.tiers.lookup import ContentNames, TierLookup
 from kvkeeper.cache_service.core.tiers.orders import TierRules
 from kvkeeper.cache_service.core.values.copies import TierOrder, TierResult
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
@@ -22,7 +22,7 @@ TOKENS = np.arange(11, dtype=np.int32)
 
 
 def stored(
-    *, lost: tuple[tuple[int, int], ...] = (), rules: TierRules | None = None, spans: tuple[ReadSpan, ...] = spans_of(0, 5)
+    *, lost: tuple[tuple[int, int], ...] = (), rules: TierRules | None = None, spans: tuple[ReadSpan, ...] = make_spans(0, 5)
 ) -> tuple[PoolManager, ContentTier]:
     """A pool whose two groups, the second with a window of 5 by default, have five entries on the disk alone.
 
@@ -89,7 +89,7 @@ def test_all_of_the_full_group_and_the_last_window_are_loaded() -> None:
     ids=str,
 )
 def test_the_last_state_alone_is_loaded(lost: tuple[tuple[int, int], ...], loaded: list[tuple[int, int]], hit: int) -> None:
-    manager, disk = stored(lost=lost, spans=(*spans_of(0), state_span(2)))
+    manager, disk = stored(lost=lost, spans=(*make_spans(0), state_span(2)))
     assert load(manager, disk) == loaded
     assert hit_len(manager) == hit
 

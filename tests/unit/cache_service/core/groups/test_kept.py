@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.index.index_record import Slots
-from kvkeeper.cache_service.core.index.kept_tree import tree_of
+from kvkeeper.cache_service.core.index.kept_tree import make_tree
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.kv_spec import KvSpec, LayerGroup, ReadSpan, spans_of, state_span
+from kvkeeper.cache_service.core.values.kv_spec import KvSpec, LayerGroup, ReadSpan, make_spans, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
@@ -19,7 +19,7 @@ from tests.support.worlds.kept_pool import KeptMemory, chains, write_all
 
 A = SessionId("a")
 TOKENS = np.arange(11, dtype=np.int32)
-SPANS = spans_of(0, 0, 5)
+SPANS = make_spans(0, 0, 5)
 
 
 def slots(*rows: tuple[int, int, int, int, int]) -> Slots:
@@ -47,10 +47,10 @@ def start_again(manager: PoolManager) -> None:
 
 def test_a_node_needs_a_row_of_each_group_that_reads_all() -> None:
     rows = slots((1, 1, -1, 70, 0), (2, 2, 1, 71, 0), (3, 1, -1, 70, 1), (4, 1, -1, 70, 2), (5, 2, 1, 71, 2))
-    tree = tree_of(rows, 1, None, SPANS)
+    tree = make_tree(rows, 1, None, SPANS)
     assert (tree.blocks.tolist(), tree.group_blocks.tolist()) == ([1], [[3], [4]])
     hosts = slots((9, 2, 1, 71, 1))
-    tree = tree_of(rows, 1, hosts, SPANS)
+    tree = make_tree(rows, 1, hosts, SPANS)
     assert (tree.blocks.tolist(), tree.group_blocks.tolist()) == ([1, 2], [[3, 0], [4, 5]])
     assert tree.group_hosts.tolist() == [[0, 9], [0, 0]]
 
@@ -60,10 +60,10 @@ def test_a_node_needs_a_row_of_each_group_that_reads_all() -> None:
 )
 def test_a_group_that_contradicts_the_first_makes_all_rows_worthless(row: tuple[int, int, int, int, int]) -> None:
     rows = slots((1, 1, -1, 70, 0), (3, 1, -1, 70, 1), row)
-    assert len(tree_of(rows, 1, None, SPANS)) == 0
+    assert len(make_tree(rows, 1, None, SPANS)) == 0
 
 
-@pytest.mark.parametrize(("spans", "hit"), [(SPANS, 10), ((*spans_of(0, 0), state_span(2)), 8)], ids=["window", "states"])
+@pytest.mark.parametrize(("spans", "hit"), [(SPANS, 10), ((*make_spans(0, 0), state_span(2)), 8)], ids=["window", "states"])
 def test_a_pool_comes_back_with_the_blocks_of_all_groups(spans: tuple[ReadSpan, ...], hit: int) -> None:
     config = PoolConfig(41, 2, group_spans=spans, watermark=0.0, num_host_blocks=21)
     memory, manager = computed(config)
@@ -113,7 +113,7 @@ def test_a_description_tells_the_groups_and_refuses_what_are_none() -> None:
 
 @pytest.mark.parametrize("is_demoted", [False, True])
 def test_a_tail_comes_back_with_its_pool_and_stays_behind_where_blocks_went_to_the_host(is_demoted: bool) -> None:
-    config = PoolConfig(41, 2, group_spans=spans_of(0, 5), has_tail=True, watermark=0.0, num_host_blocks=21)
+    config = PoolConfig(41, 2, group_spans=make_spans(0, 5), has_tail=True, watermark=0.0, num_host_blocks=21)
     memory, manager = computed(config)
     if is_demoted:
         with manager.evictions.demoting(A):

@@ -7,7 +7,7 @@ from kvkeeper.cache_service.core.index.node_blocks import NodeBlocks
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.sequences.sequence_table import SequenceTable
 from kvkeeper.cache_service.core.sequences.spans import SpanDrops
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans
 from kvkeeper.cache_service.core.values.types import Int32Array, Int64Array
 from tests.support.reference.read_spans import first_read
 from tests.support.slices import todays
@@ -16,13 +16,13 @@ from tests.support.worlds.grouped import GroupedWorld
 _CHUNK_SIZES = 6, 12
 _CHUNKS = tuple(ReadSpan(size, is_chunk=True) for size in _CHUNK_SIZES)  # with edges inside of blocks of 4, and between them
 _SHAPES = [
-    (spans_of(0, 9), 60, 4),
-    (spans_of(0, 1, 30), 100, 4),
-    (spans_of(0, 0, 5), 110, 4),
-    (spans_of(0, 3, 17, 6), 220, 2),
-    (spans_of(0, 16, 16, 16, 16, 16), 240, 4),
-    ((*spans_of(0, 7), *_CHUNKS), 160, 4),
-    ((*spans_of(0), *_CHUNKS), 110, 4),
+    (make_spans(0, 9), 60, 4),
+    (make_spans(0, 1, 30), 100, 4),
+    (make_spans(0, 0, 5), 110, 4),
+    (make_spans(0, 3, 17, 6), 220, 2),
+    (make_spans(0, 16, 16, 16, 16, 16), 240, 4),
+    ((*make_spans(0, 7), *_CHUNKS), 160, 4),
+    ((*make_spans(0), *_CHUNKS), 110, 4),
 ]
 
 
@@ -47,7 +47,7 @@ def test_random_steps_read_what_was_written_for_them(shape: int, policy: str) ->
 
 @pytest.mark.parametrize("windows", [(0, 9), (0, 13, 13, 13)], ids=str)
 def test_random_steps_with_a_tail_that_may_lack_any_part(windows: tuple[int, ...]) -> None:
-    worlds = [GroupedWorld(seed, spans_of(*windows), 30 * len(windows), 4, "lru", has_tail=True) for seed in range(4)]
+    worlds = [GroupedWorld(seed, make_spans(*windows), 30 * len(windows), 4, "lru", has_tail=True) for seed in range(4)]
     for world in worlds:
         for _ in range(250):
             world.run_step()
@@ -60,7 +60,7 @@ def test_random_steps_with_a_tail_that_may_lack_any_part(windows: tuple[int, ...
 
 
 def test_a_tail_with_a_gap_is_taken_behind_it_alone() -> None:
-    index = PrefixIndex(64, 4, group_spans=spans_of(0, 9), has_tail=True)
+    index = PrefixIndex(64, 4, group_spans=make_spans(0, 9), has_tail=True)
     nodes = np.arange(1, 7, dtype=np.int32)
     index.held.group_blocks[0][nodes] = [11, 12, 13, 0, 15, 16]
     assert len(index.held.usable(nodes)) == 6
@@ -102,7 +102,7 @@ def test_a_window_that_drops_a_token_too_early_is_found(monkeypatch: pytest.Monk
     def early(self: SpanDrops, owner: object, slots: object) -> None:
         seqs = self._sequences
         spans = seqs.group_spans
-        seqs.group_spans = spans_of(*(max(span.num_tokens - seqs.block_size, 1) if span.num_tokens else 0 for span in spans))
+        seqs.group_spans = make_spans(*(max(span.num_tokens - seqs.block_size, 1) if span.num_tokens else 0 for span in spans))
         real(self, owner, slots)  # type: ignore[arg-type]
         seqs.group_spans = spans
 
@@ -120,17 +120,17 @@ def test_chunks_taken_for_windows_are_found(monkeypatch: pytest.MonkeyPatch, siz
 
     monkeypatch.setattr(ReadSpan, "firsts", first_read_of_window)
     with pytest.raises(AssertionError):
-        _run_until_wrong((*spans_of(0), ReadSpan(size, is_chunk=True)))
+        _run_until_wrong((*make_spans(0), ReadSpan(size, is_chunk=True)))
 
 
 def test_a_hit_that_ends_in_a_chunk_needs_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: a hit needs its last block alone of a group with chunks."""
     monkeypatch.setattr(NodeBlocks, "first_entry", lambda self, num_entries, group: num_entries - 1 if group else 0)
     with pytest.raises(AssertionError):
-        _run_until_wrong((*spans_of(0), ReadSpan(12, is_chunk=True)))
+        _run_until_wrong((*make_spans(0), ReadSpan(12, is_chunk=True)))
 
 
-def _run_until_wrong(spans: tuple[ReadSpan, ...] = spans_of(0, 9), *, has_tail: bool = False) -> None:
+def _run_until_wrong(spans: tuple[ReadSpan, ...] = make_spans(0, 9), *, has_tail: bool = False) -> None:
     for seed in range(5):
         world = GroupedWorld(seed, spans, 60, 4, "lru", has_tail=has_tail)
         for _ in range(250):
@@ -142,7 +142,7 @@ def test_the_longest_usable_match_is_where_every_window_is_whole() -> None:
     generator = np.random.default_rng(0)
     for _ in range(200):
         sizes = generator.integers(0, 14, generator.integers(1, 4)).tolist()
-        spans = (*spans_of(0), *(ReadSpan(size, is_chunk=bool(size and generator.integers(2))) for size in sizes))
+        spans = (*make_spans(0), *(ReadSpan(size, is_chunk=bool(size and generator.integers(2))) for size in sizes))
         index, count = PrefixIndex(64, 4, group_spans=spans), int(generator.integers(0, 12))
         nodes = np.arange(1, count + 1, dtype=np.int32)
         for of_node in index.held.group_blocks:

@@ -17,7 +17,7 @@ from kvkeeper.cache_service.core.sequences.session_state import SessionState
 from kvkeeper.cache_service.core.tables import lifecycle
 from kvkeeper.cache_service.core.tables.reserve import Reservations
 from kvkeeper.cache_service.core.values.errors import InvalidField, NotImplementedYet, WrongState
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import Retention
 from kvkeeper.cache_service.core.values.step_columns import StepReply
@@ -25,14 +25,14 @@ from kvkeeper.cache_service.core.values.types import Int32Array, Int64Array, Ite
 from tests.support.worlds.core_pool import ALL, A, CorePool, int32, step_batch
 from tests.support.worlds.grouped import GroupedWorld
 
-SPANS = (*spans_of(0), state_span(3))
-_BESIDE_A_WINDOW = (*spans_of(0, 9), state_span(2))
+SPANS = (*make_spans(0), state_span(3))
+_BESIDE_A_WINDOW = (*make_spans(0, 9), state_span(2))
 _SHAPES = [
-    ((*spans_of(0), state_span(1)), 60, 4),
+    ((*make_spans(0), state_span(1)), 60, 4),
     (SPANS, 60, 4),
     (_BESIDE_A_WINDOW, 80, 4),
-    ((*spans_of(0, 0), state_span(2), ReadSpan(6, is_chunk=True), state_span(3)), 150, 2),
-    ((*spans_of(0), state_span(4)), 130, 1),
+    ((*make_spans(0, 0), state_span(2), ReadSpan(6, is_chunk=True), state_span(3)), 150, 2),
+    ((*make_spans(0), state_span(4)), 130, 1),
 ]
 
 
@@ -311,7 +311,7 @@ def test_a_short_pool_grants_as_many_entries_as_there_are_blocks_for() -> None:
             assert most == 9 or entries.num_blocks(start, start + most + 1) > room
 
 
-@pytest.mark.parametrize("spans", [spans_of(0), spans_of(0, 4), SPANS, (*spans_of(0, 0), state_span(1), state_span(4))])
+@pytest.mark.parametrize("spans", [make_spans(0), make_spans(0, 4), SPANS, (*make_spans(0, 0), state_span(1), state_span(4))])
 def test_entries_are_counted_as_they_are_granted(spans: tuple[ReadSpan, ...]) -> None:
     entries = NewEntries(spans)
     for start in range(9):
@@ -319,7 +319,7 @@ def test_entries_are_counted_as_they_are_granted(spans: tuple[ReadSpan, ...]) ->
             places = np.arange(start, end, dtype=np.int32)
             count = int(np.count_nonzero(entries.have_blocks(places, places + 1 == end)))
             assert entries.num_blocks(start, end) == count
-            assert entries.num_blocks_of(int32([start, end]), int32([end, start])).tolist() == [count, 0]
+            assert entries.count_blocks(int32([start, end]), int32([end, start])).tolist() == [count, 0]
 
 
 def test_statistics_count_the_entries_that_keep_no_state() -> None:

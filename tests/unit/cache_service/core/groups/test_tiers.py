@@ -9,7 +9,7 @@ from kvkeeper.cache_service.core.index.node_blocks import NodeBlocks
 from kvkeeper.cache_service.core.inspection.explain import in_words
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.tiers.sequence_swap import SequenceSwapper
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, spans_of, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, Int32Array, SequenceId, SequenceState, SessionId, TransferKind
@@ -21,7 +21,7 @@ A = SessionId("a")
 WINDOWS = (0, 5)  # of two groups, with blocks of 2 tokens
 
 
-def pool(num_blocks: int = 41, num_host_blocks: int = 41, spans: tuple[ReadSpan, ...] = spans_of(*WINDOWS)) -> PoolManager:
+def pool(num_blocks: int = 41, num_host_blocks: int = 41, spans: tuple[ReadSpan, ...] = make_spans(*WINDOWS)) -> PoolManager:
     config = PoolConfig(num_blocks, 2, num_host_blocks=num_host_blocks, group_spans=spans, watermark=0.0)
     manager = PoolManager(config)
     manager.sessions.open(A, Executor.CACHE)
@@ -60,7 +60,7 @@ def test_a_swap_moves_what_each_group_has_and_holes_stay_holes() -> None:
 
 
 def test_a_swap_moves_the_states_that_there_are_and_a_hit_loads_the_last_alone() -> None:
-    manager = pool(spans=(*spans_of(0), state_span(2)))
+    manager = pool(spans=(*make_spans(0), state_span(2)))
     compute(manager, A, 1, list(range(11)))
     assert [bool(block) for block in tables(manager, 1)[1]] == [False, True] * 3
     out = manager.one_item.swap_out(A, 1)

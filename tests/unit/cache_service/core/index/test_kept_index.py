@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.index.index_record import IndexRecord, Slots, SlotTable
-from kvkeeper.cache_service.core.index.kept_tree import KeptTree, tree_of
+from kvkeeper.cache_service.core.index.kept_tree import KeptTree, make_tree
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from tests.support.reference.naive_kept import Chain, NaiveRow
@@ -96,7 +96,7 @@ def test_a_row_elsewhere_or_of_other_memory_says_nothing() -> None:
 
 def believed(*rows: Row, num_roots: int = 1) -> list[int]:
     """Blocks, parents before children."""
-    tree = tree_of(slots(*rows), num_roots)
+    tree = make_tree(slots(*rows), num_roots)
     check_tree(tree)
     return tree.blocks.tolist()
 
@@ -143,13 +143,13 @@ def test_rows_that_contradict_each_other_make_the_table_worthless(rows: list[Row
 
 def test_blocks_are_evicted_leaves_first_and_the_oldest_branch_before_younger_ones() -> None:
     rows = [(1, 1, -1, 7), (2, 2, 1, 7), (3, 3, -1, 8), (4, 4, 3, 8), (5, 5, 1, 9)]
-    tree = tree_of(slots(*rows), 1)
+    tree = make_tree(slots(*rows), 1)
     assert tree.blocks[tree.leaves_first()].tolist() == [2, 4, 3, 5, 1]
 
 
 def kept_index(num_blocks: int = 8) -> tuple[PrefixIndex, KeptMemory]:
     memory, index = KeptMemory(PoolConfig(num_blocks, 1)), PrefixIndex(num_blocks, 1)
-    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, index.held, index.key))
+    index.add_tree(make_tree(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, index.held, index.key))
     return index, memory
 
 
@@ -186,23 +186,23 @@ def test_a_number_that_is_used_again_gets_another_name_and_finds_its_new_parent(
         pass
     written = SlotTable(memory.device).read()
     assert not before.intersection(written.names.tolist())
-    assert tree_of(written, 1).blocks.tolist() == [3, 4, 5]
+    assert make_tree(written, 1).blocks.tolist() == [3, 4, 5]
     assert not any(index.check())
 
 
 def test_a_child_finds_a_parent_that_was_away_when_both_were_to_be_written() -> None:
     """The parent lies in the host tier alone at that moment, and comes back to another block."""
     memory, index = KeptMemory(PoolConfig(8, 1)), PrefixIndex(8, 1, num_host_blocks=8)
-    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, index.held, index.key))
+    index.add_tree(make_tree(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, index.held, index.key))
     nodes = index.insert_run(index.root(""), int32([7, 8]), int32([1, 2]))
     index.add_hosts(nodes[:1], int32([5]))
     index.leave_device(int32([1]))
     record_of(index).write(10)
     assert np.flatnonzero(memory.checks).tolist() == [2]
-    assert len(tree_of(SlotTable(memory.device).read(), 1).parents) == 0, "without its parent it is not believed"
+    assert len(make_tree(SlotTable(memory.device).read(), 1).parents) == 0, "without its parent it is not believed"
     index.add_blocks(nodes[:1], int32([3]))
     record_of(index).write(10)
-    assert tree_of(SlotTable(memory.device).read(), 1).blocks.tolist() == [3, 2]
+    assert make_tree(SlotTable(memory.device).read(), 1).blocks.tolist() == [3, 2]
 
 
 def test_an_audit_finds_a_row_of_a_block_that_has_no_node() -> None:
@@ -221,7 +221,7 @@ def test_an_audit_finds_a_row_of_a_block_that_has_no_node() -> None:
 def test_an_audit_finds_such_a_row_of_the_host_tier() -> None:
     config = PoolConfig(8, 1, num_host_blocks=8)
     memory, index = KeptMemory(config), PrefixIndex(8, 1, num_host_blocks=8)
-    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, index.held, index.key))
+    index.add_tree(make_tree(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, index.held, index.key))
     nodes = index.insert_run(index.root(""), int32([7]), int32([1]))
     index.add_hosts(nodes, int32([5]))
     index.note_filled(int32([5]))
@@ -249,16 +249,16 @@ def chains_of(tree: KeptTree) -> dict[Chain, tuple[int, int]]:
 
 def test_a_chain_may_cross_the_tiers() -> None:
     device, hosts = slots((5, 1, -1, 70), (7, 3, 2, 72)), slots((4, 2, 1, 71), (6, 3, 2, 72))
-    assert chains_of(tree_of(device, 1, hosts)) == {(-1, (70,)): (5, 0), (-1, (70, 71)): (0, 4), (-1, (70, 71, 72)): (7, 6)}
-    assert chains_of(tree_of(device, 1)) == {(-1, (70,)): (5, 0)}, "without the host tier its parent is missing"
-    assert chains_of(tree_of(slots(), 1, hosts)) == {}
+    assert chains_of(make_tree(device, 1, hosts)) == {(-1, (70,)): (5, 0), (-1, (70, 71)): (0, 4), (-1, (70, 71, 72)): (7, 6)}
+    assert chains_of(make_tree(device, 1)) == {(-1, (70,)): (5, 0)}, "without the host tier its parent is missing"
+    assert chains_of(make_tree(slots(), 1, hosts)) == {}
 
 
 @pytest.mark.parametrize("row", [(1, 1, -1, 71), (1, 1, -2, 70), (1, 9, -1, 70)])
 def test_tiers_that_contradict_each_other_are_worthless(row: Row) -> None:
     """One name for other tokens, for another parent, and another name for the same."""
-    assert chains_of(tree_of(slots((5, 1, -1, 70)), 2, slots(row))) == {}
-    assert len(chains_of(tree_of(slots((5, 1, -1, 70)), 2, slots((1, 1, -1, 70))))) == 1
+    assert chains_of(make_tree(slots((5, 1, -1, 70)), 2, slots(row))) == {}
+    assert len(chains_of(make_tree(slots((5, 1, -1, 70)), 2, slots((1, 1, -1, 70))))) == 1
 
 
 def test_whatever_the_rows_say_the_tree_is_that_of_the_reference_model() -> None:
@@ -271,7 +271,7 @@ def test_whatever_the_rows_say_the_tree_is_that_of_the_reference_model() -> None
                 name, parent, token = nodes[place]
                 parent = parent if rng.random() < 0.995 else int(rng.integers(-3, 9))
                 rows.append(NaiveRow(block, name if rng.random() < 0.995 else int(rng.integers(9)), parent, token))
-        tree = tree_of(slots(*tiers[0]), 2, slots(*tiers[1]))
+        tree = make_tree(slots(*tiers[0]), 2, slots(*tiers[1]))
         check_tree(tree)
         wanted = believed_by_reference(tiers, 2)
         assert chains_of(tree) == wanted, tiers
@@ -281,7 +281,7 @@ def test_whatever_the_rows_say_the_tree_is_that_of_the_reference_model() -> None
 
 def kept_index_with_hosts() -> tuple[PrefixIndex, KeptMemory]:
     memory, index = KeptMemory(PoolConfig(8, 1, num_host_blocks=8)), PrefixIndex(8, 1, num_host_blocks=8)
-    index.add_tree(tree_of(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, index.held, index.key))
+    index.add_tree(make_tree(SlotTable(memory.device).read(), 0), IndexRecord(memory.kept, index.held, index.key))
     return index, memory
 
 

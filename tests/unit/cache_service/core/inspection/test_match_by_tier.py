@@ -5,7 +5,7 @@ import pytest
 from kvkeeper.cache_service.core.inspection.explain import in_words
 from kvkeeper.cache_service.core.tiers.orders import TierRules
 from kvkeeper.cache_service.core.values.copies import TierResult
-from kvkeeper.cache_service.core.values.kv_spec import spans_of
+from kvkeeper.cache_service.core.values.kv_spec import make_spans
 from kvkeeper.cache_service.core.values.types import MatchEnd
 from tests.support.tiers.tier_pool import TierPool, cached, push_out
 from tests.support.worlds.core_pool import int32
@@ -97,7 +97,7 @@ def test_a_pool_without_such_tiers_has_nothing_to_ask() -> None:
 def test_with_groups_of_layers_a_match_counts_as_far_as_a_hit_would_reach(
     lost: tuple[tuple[int, int], ...], num_tokens: int
 ) -> None:
-    manager, _ = stored(lost=lost, spans=spans_of(0, 2))
+    manager, _ = stored(lost=lost, spans=make_spans(0, 2))
     found = manager.queries.match_prefix("", TOKENS)
     assert (found.num_tokens, found.behind.num_disk) == (num_tokens, num_tokens)
     assert manager.queries.match_prefix("another", TOKENS).num_tokens == 0

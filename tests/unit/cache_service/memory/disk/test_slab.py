@@ -13,7 +13,7 @@ from kvkeeper.cache_service.core.values.copies import NAME_BYTES, TierOrder, Tie
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.memory.arena import ByteArray
 from kvkeeper.cache_service.memory.disk.slab import Slab, make_slab, rows_path
-from kvkeeper.cache_service.memory.disk.slab_form import PAGE, form_of
+from kvkeeper.cache_service.memory.disk.slab_form import PAGE, fit_form
 from kvkeeper.cache_service.memory.private_file import FileRefused, make_file
 from kvkeeper.cache_service.memory.shared_memory import SharedMemoryArena
 
@@ -237,5 +237,5 @@ def test_a_file_that_is_not_this_slab_is_refused(slab: Slab, spec: KvSpec, hosts
 def test_a_slab_fits_its_size() -> None:
     for block_bytes in (1, 4095, 4096, 4097, 2 << 20):
         for num_bytes in (PAGE, 1 << 20, 5 << 20):
-            form = form_of(num_bytes, replace(WHOLE, page_bytes=block_bytes))
+            form = fit_form(num_bytes, replace(WHOLE, page_bytes=block_bytes))
             assert form.num_slots == 0 or form.slot_at(form.num_slots + 1) + form.rows_bytes <= num_bytes

@@ -11,7 +11,7 @@ from ..below_blocks import BelowBlocks
 from .watch import Watch
 
 
-class ToldBelow:
+class LowerTierView:
     """The blocks reported to one watch, or to several of one tenant whose snapshots are complete."""
 
     def __init__(self, root_name: bytes, below: BelowBlocks, above: dict[bytes, int]) -> None:
@@ -20,7 +20,7 @@ class ToldBelow:
         self.root_name = root_name
         self.root = 0  # in the index, once the tenant has one there
         self._below, self._above = below, above
-        self._told: dict[bytes, Tier] = {}
+        self._reported: dict[bytes, Tier] = {}
         self._wanted: dict[bytes, None] = {}  # to be looked at: reported, or below and reached; none twice
         self._doubted: list[bytes] = []  # to be looked at: reported before a tier was cleared
 
@@ -35,27 +35,27 @@ class ToldBelow:
     def changed(self, name: bytes) -> None:
         """A tier below gained or lost this block."""
         block = self._below.find(name)
-        if name in self._told or (block is not None and self._is_reached(block.parent)):
+        if name in self._reported or (block is not None and self._is_reached(block.parent)):
             self._wanted[name] = None
         else:
             self._wanted.pop(name, None)
 
     def cleared(self) -> None:
         """A tier below lost all that it had."""
-        self._doubted = list(self._told)
+        self._doubted = list(self._reported)
 
     def came_above(self, name: bytes) -> bool:
         """This block is in the index now. Returns whether it was reported here until now."""
-        return self._told.pop(name, None) is not None
+        return self._reported.pop(name, None) is not None
 
     def left_above(self, name: bytes) -> None:
         """A reported node of this name left the index: it moved to a tier below, or is removed."""
         block = self._below.find(name)
         if block is not None and self._is_reached(block.parent):
-            self._told[name] = block.tier
-            self._tell(EventKind.TIER_CHANGED, name, block.tier)
+            self._reported[name] = block.tier
+            self._report(EventKind.TIER_CHANGED, name, block.tier)
         else:
-            self._tell(EventKind.REMOVED, name)
+            self._report(EventKind.REMOVED, name)
             self.want_behind(name)
 
     def look(self, new: EventKind) -> None:
@@ -63,22 +63,22 @@ class ToldBelow:
         name = self._wanted.popitem()[0] if self._wanted else self._doubted.pop()
         if self._above.get(name) == self.root:
             return
-        block, told = self._below.find(name), self._told.get(name)
+        block, reported = self._below.find(name), self._reported.get(name)
         if block is not None and self._is_reached(block.parent):
-            if told is None:
-                self._tell(new, name, block.tier, block.parent, block.tokens)
+            if reported is None:
+                self._report(new, name, block.tier, block.parent, block.tokens)
                 self.want_behind(name)
-            elif told is not block.tier:
-                self._tell(EventKind.TIER_CHANGED, name, block.tier)
-            self._told[name] = block.tier
-        elif told is not None:
-            del self._told[name]
-            self._tell(EventKind.REMOVED, name)
+            elif reported is not block.tier:
+                self._report(EventKind.TIER_CHANGED, name, block.tier)
+            self._reported[name] = block.tier
+        elif reported is not None:
+            del self._reported[name]
+            self._report(EventKind.REMOVED, name)
             self.want_behind(name)
 
     def _is_reached(self, parent: bytes) -> bool:
-        return parent == self.root_name or parent in self._told or (self.root != 0 and self._above.get(parent) == self.root)
+        return parent == self.root_name or parent in self._reported or (self.root != 0 and self._above.get(parent) == self.root)
 
-    def _tell(self, kind: EventKind, name: bytes, tier: Tier | None = None, parent: bytes = b"", tokens: bytes = b"") -> None:
+    def _report(self, kind: EventKind, name: bytes, tier: Tier | None = None, parent: bytes = b"", tokens: bytes = b"") -> None:
         for reader in self.readers:
-            reader.tell(kind, name, tier, parent, tokens)
+            reader.report(kind, name, tier, parent, tokens)
