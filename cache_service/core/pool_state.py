@@ -165,7 +165,7 @@ class PoolState:
 
     def num_spare(self) -> int:
         """Blocks kept for running sequences to grow into; when none runs, nothing is to be kept."""
-        return self._num_spare_blocks if self._num_spare_blocks and self.sequences.has_active else 0
+        return self._num_spare_blocks if self._num_spare_blocks and self.sequences.num_active else 0
 
     def update_pressure(self) -> PressureLevel:
         """Blocks were taken, or came free."""

@@ -73,7 +73,7 @@ class CreateCalls:
         )
         if args.reuse_hint:
             state.pool.heed_hints()
-            seqs.set_reuse_hint(slot, args.reuse_hint)
+            seqs.update(slot, reuse_hint=args.reuse_hint)
         if args.retention is not None:
             seqs.retain(slot, args.retention.num_sink_tokens, args.retention.num_window_tokens)
         owner.ids.add(args.sequence_id, slot)

@@ -70,7 +70,7 @@ class GarbageCalls:
                 continue
             blocks = self._surplus(slot)
             if len(blocks):
-                seqs.trim_reserved(slot, (len(seqs.table(slot)) - len(blocks) // seqs.num_groups) * seqs.block_size)
+                seqs.trim_reserved(slot, (len(seqs.tables.get(slot)) - len(blocks) // seqs.num_groups) * seqs.block_size)
                 owner.drop_blocks(state.pool, blocks, until=owner.completed_step_id)
                 num_trimmed += len(blocks)
         return num_trimmed
@@ -79,7 +79,7 @@ class GarbageCalls:
         """Blocks behind the known tokens of a running sequence, as many of each group, the last one first."""
         seqs = self._state.sequences
         first = seqs.num_blocks(int(seqs.num_tokens[slot]))
-        return np.concatenate([seqs.group_table(slot, group)[first:][::-1] for group in range(seqs.num_groups)])
+        return np.concatenate([seqs.tables.get(slot, group)[first:][::-1] for group in range(seqs.num_groups)])
 
     def _num_free_hosts(self) -> int:
         return len(self._swapper.host.pool.free) if self._swapper is not None else 0

@@ -51,7 +51,7 @@ class HandOffCalls:
         if seqs.states[slot] != SequenceState.RUNNING:
             raise wrong_state(sequence_id, int(seqs.states[slot]))
         is_written = seqs.last_reserve_step[slot] > owner.completed_step_id
-        if is_written or state.pool.is_filling[seqs.held(slot)].any():
+        if is_written or state.pool.is_filling[seqs.tables.held(slot)].any():
             text = f"a step that works on sequence {sequence_id} is not completed"
             raise StepNotCompleted(text, sequence_id=sequence_id, completed_step_id=owner.completed_step_id)
         made = _Offer(session, slot, sequence_id, self._counters(slot))

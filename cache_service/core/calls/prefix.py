@@ -101,7 +101,7 @@ class PrefixCalls:
         num_blocks = num_tokens // size
         node = 0
         if num_blocks <= seqs.num_published[slot]:
-            node = int(index.node_of_block[seqs.table(slot)[num_blocks - 1]])
+            node = int(index.node_of_block[seqs.tables.get(slot)[num_blocks - 1]])
         if not is_on or not node:
             state = SequenceState(int(seqs.states[slot])).name
             text = "this prefix is not cached" if is_on else "no logits are stored here, see --logits-memory"

@@ -79,7 +79,7 @@ class Reclaim:
 
     def _release_end(self, owner: SessionState, slot: int, num_kept: int) -> None:
         """Gives back the blocks of a running sequence behind the first num_kept."""
-        table = self._sequences.table(slot)
+        table = self._sequences.tables.get(slot)
         if owner.may_still_write:
             num_dropped = len(table) - num_kept
             self._quarantine(owner, [self._writable_blocks(slot)[-num_dropped:]])
@@ -107,5 +107,5 @@ class Reclaim:
             first = hit_len
         elif seqs.states[slot] != SequenceState.RUNNING and not seqs.keeps_table[slot]:
             return NO_INT32
-        blocks = np.concatenate([seqs.group_table(slot, group)[first // seqs.block_size :] for group in range(seqs.num_groups)])
-        return blocks[blocks != NULL_BLOCK] if seqs.num_groups > 1 else blocks
+        blocks = seqs.tables.get_from(slot, first // seqs.block_size)
+        return blocks[blocks != NULL_BLOCK] if seqs.num_groups > 1 else blocks.copy()

@@ -49,7 +49,7 @@ class SequenceUpdates:
             _check_narrower(seqs.retention(slot), retention)
         if priority is not None and priority != seqs.priorities[slot]:
             self._state.revision += 1
-            seqs.set_priority(slot, priority)
+            seqs.update(slot, priority=priority)
             self._state.claims.change_age(slot)
         if retention is not None and retention != seqs.retention(slot):
             self._state.revision += 1
@@ -69,8 +69,8 @@ class SequenceUpdates:
         seqs, pool = self._state.sequences, self._state.pool
         pool.heed_hints()
         if seqs.reuse_hints[slot] == ReuseHint.NONE and pool.reuse is not None:
-            pool.reuse.claim(seqs.tables[slot, : int(seqs.num_published[slot])])
-        seqs.set_reuse_hint(slot, hint)
+            pool.reuse.claim(seqs.tables.rows[slot, : int(seqs.num_published[slot])])
+        seqs.update(slot, reuse_hint=hint)
 
     def _narrow(self, owner: SessionState, slot: int, retention: Retention) -> None:
         seqs = self._state.sequences

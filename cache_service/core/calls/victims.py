@@ -54,7 +54,7 @@ def _adaptive(state: PoolState, slots: Int64Array) -> Int64Array:
     What is published may well be hit again before it is evicted, so it counts half.
     """
     seqs = state.sequences
-    alone = np.array([state.blocks_left.num_held_once(seqs.held(slot)) for slot in slots.tolist()])
+    alone = np.array([state.blocks_left.num_held_once(seqs.tables.held(slot)) for slot in slots.tolist()])
     num_published = seqs.num_published[slots] * seqs.block_size
     loss = seqs.num_committed[slots] - num_published / 2
     idle = np.maximum(0.0, state.now - seqs.accesses.last[slots])
@@ -120,4 +120,4 @@ class VictimCalls:
 
     def _freed_by(self, slots: list[int]) -> list[int]:
         """Blocks that come free when each sequence and those before it are preempted."""
-        return self._state.blocks_left.freed_by(self._state.sequences.held(slot) for slot in slots)
+        return self._state.blocks_left.freed_by(self._state.sequences.tables.held(slot) for slot in slots)

@@ -50,8 +50,9 @@ def _owners(state: PoolState) -> list[SessionState]:
 
 def _named(state: PoolState) -> list[Int32Array]:
     """Every entry of a table or a pin."""
-    holding = state.sequences.holding_slots().tolist()
-    return [*map(state.sequences.held, holding), *(pin.blocks for pin in state.pins.live())]
+    seqs = state.sequences
+    has_blocks = (seqs.states == SequenceState.RUNNING) | (seqs.states == SequenceState.LOADING) | seqs.keeps_table
+    return [*map(seqs.tables.held, np.flatnonzero(has_blocks).tolist()), *(pin.blocks for pin in state.pins.live())]
 
 
 def _check_counters(state: PoolState) -> list[str]:
@@ -170,9 +171,9 @@ def _is_running(state: PoolState, slot: int) -> bool:
 
 def _check_sequence(state: PoolState, slot: int) -> list[str]:
     seqs, pool, index = state.sequences, state.pool, state.index
-    name, row = f"sequence {int(seqs.ids[slot])}", seqs.table(slot)
+    name, row = f"sequence {int(seqs.ids[slot])}", seqs.tables.get(slot)
     wrong: list[str] = []
-    if has_repeats(seqs.held(slot)):
+    if has_repeats(seqs.tables.held(slot)):
         wrong.append(f"{name} names a block twice")
     num_full = int(seqs.num_committed[slot]) // seqs.block_size
     if seqs.num_published[slot] > num_full:
@@ -182,7 +183,7 @@ def _check_sequence(state: PoolState, slot: int) -> list[str]:
     if last != seqs.last_nodes[slot]:
         wrong.append(f"{name} does not know its last published node")
     if not seqs.may_copy[slot]:
-        tail = np.concatenate([seqs.group_table(slot, group)[num_full:] for group in range(seqs.num_groups)])
+        tail = seqs.tables.get_from(slot, num_full)
         tail = tail[tail != NULL_BLOCK]
         if (pool.ref_counts[tail] > 1).any() or pool.indexed[tail].any():
             wrong.append(f"{name} could write a block that has another holder")
@@ -194,8 +195,8 @@ def _check_published(state: PoolState, slot: int) -> Iterator[list[str]]:
     seqs, index, start = state.sequences, state.index, 0
     while _is_running(state, slot) and start < seqs.num_published[slot]:
         name, end = f"sequence {int(seqs.ids[slot])}", min(start + _SLICE_PLACES, int(seqs.num_published[slot]))
-        above = index.node_of_block[seqs.tables[slot, start - 1]] if start else seqs.roots[slot]
-        nodes = [int(above), *index.node_of_block[seqs.tables[slot, start:end]].tolist()]
+        above = index.node_of_block[seqs.tables.rows[slot, start - 1]] if start else seqs.roots[slot]
+        nodes = [int(above), *index.node_of_block[seqs.tables.rows[slot, start:end]].tolist()]
         tokens = seqs.tokens.all[slot, start * seqs.block_size : end * seqs.block_size].reshape(-1, seqs.block_size)
         wrong: list[str] = []
         for parent, node, inside in zip(nodes, nodes[1:], tokens, strict=False):
@@ -212,10 +213,10 @@ def _check_published(state: PoolState, slot: int) -> Iterator[list[str]]:
 def _check_retention(state: PoolState, slot: int) -> list[str]:
     """Holes are where sink and window say, neither more nor fewer; what may be shared ends before them."""
     seqs, size = state.sequences, state.sequences.block_size
-    row = seqs.table(slot)
+    row = seqs.tables.get(slot)
     name = f"sequence {int(seqs.ids[slot])}"
     sink, window, committed = int(seqs.num_sink[slot]), int(seqs.num_window[slot]), int(seqs.num_committed[slot])
-    first, end = -(-sink // size), int(seqs.hole_ends[slot, 0])
+    first, end = -(-sink // size), int(seqs.tables.hole_ends[slot, 0])
     wrong: list[str] = []
     if np.flatnonzero(row == NULL_BLOCK).tolist() != list(range(first, end)) or (end and end <= first):
         wrong.append(f"{name} has other holes than it says")
@@ -236,7 +237,7 @@ def _check_groups(state: PoolState, slot: int) -> list[str]:
     for group in seqs.new_entries.state_groups:
         wrong += _check_states(state, slot, group)
     for group in seqs.new_entries.window_groups:
-        row, end = seqs.group_table(slot, group), int(seqs.hole_ends[slot, group])
+        row, end = seqs.tables.get(slot, group), int(seqs.tables.hole_ends[slot, group])
         start = seqs.group_spans[group].first(committed) // seqs.block_size
         if np.flatnonzero(row == NULL_BLOCK).tolist() != list(range(end)):
             wrong.append(f"{name} has other holes in group {group} than it says")
@@ -245,7 +246,7 @@ def _check_groups(state: PoolState, slot: int) -> list[str]:
         if end < start:
             wrong.append(f"{name} holds a block of group {group} that its window has left behind")
         num_published = int(seqs.num_published[slot])
-        nodes, held = index.node_of_block[seqs.table(slot)[end:num_published]], row[end:num_published]
+        nodes, held = index.node_of_block[seqs.tables.get(slot)[end:num_published]], row[end:num_published]
         nodes, held = nodes[state.pool.indexed[held]], held[state.pool.indexed[held]]
         if (index.node_of_block[held] != nodes).any() or (index.held.group_of_block[held] != group).any():
             wrong.append(f"{name} has a block of group {group} under other tokens")
@@ -256,8 +257,8 @@ def _check_states(state: PoolState, slot: int, group: int) -> list[str]:
     """The entries that a group of states must and may have; what the index names of them are checkpoints, of their nodes."""
     seqs, index, wrong, size = state.sequences, state.index, list[str](), state.sequences.block_size
     name, committed, reserved = f"sequence {int(seqs.ids[slot])}", int(seqs.num_committed[slot]), int(seqs.num_reserved[slot])
-    row, places = seqs.group_table(slot, group), np.arange(seqs.num_blocks(reserved), dtype=np.int32)
-    read, end = seqs.group_spans[group].first(committed) // size, int(seqs.hole_ends[slot, group])
+    row, places = seqs.tables.get(slot, group), np.arange(seqs.num_blocks(reserved), dtype=np.int32)
+    read, end = seqs.group_spans[group].first(committed) // size, int(seqs.tables.hole_ends[slot, group])
     is_checkpoint = seqs.new_entries.are_checkpoints(group, places)
     if end != min(read, len(row)):
         wrong.append(f"{name} has looked at other entries of group {group} than its tokens have passed")
@@ -270,7 +271,7 @@ def _check_states(state: PoolState, slot: int, group: int) -> list[str]:
         wrong.append(f"{name} has no place for a checkpoint of group {group} that is to come")
     held = row.nonzero()[0]
     held = held[state.pool.indexed[row[held]]]
-    nodes = index.node_of_block[seqs.table(slot)[held]]
+    nodes = index.node_of_block[seqs.tables.get(slot)[held]]
     is_known = (index.node_of_block[row[held]] == nodes) & (index.held.group_of_block[row[held]] == group)
     published = held < seqs.num_published[slot]
     if not is_known[published].all() or (held >= committed // size).any() or not is_checkpoint[held].all():

@@ -34,7 +34,8 @@ class Queries:
     def view(self, session: SessionId, sequence_id: int, *, with_table: bool = True) -> SequenceView:
         """One sequence, with its block table or with an empty one. Raises UnknownSession, UnknownSequence."""
         owner, slot = self._state.find_sequence(session, sequence_id)
-        return self._view(owner, slot, self._sequences.shown_table(slot).copy() if with_table else NO_INT32)
+        is_shown = with_table and self._sequences.states[slot] != SequenceState.SWAPPED  # a swapped sequence has no table
+        return self._view(owner, slot, self._sequences.tables.get(slot).copy() if is_shown else NO_INT32)
 
     def sequence_ids(self, session: SessionId) -> Int64Array:
         """[n] ids of the session's sequences, ascending; to be read before the session changes. Raises UnknownSession."""
@@ -153,6 +154,6 @@ class Queries:
             retention=seqs.retention(slot),
             start_number=int(seqs.start_numbers[slot]),
             reuse_hint=ReuseHint(int(seqs.reuse_hints[slot])),
-            group_tables=tuple(table.copy() for table in seqs.shown_group_tables(slot)) if len(table) else (),
+            group_tables=tuple(table.copy() for table in seqs.tables.get_further(slot)) if len(table) else (),
             idle_seconds=max(0.0, self._state.now - float(seqs.accesses.last[slot])),
         )

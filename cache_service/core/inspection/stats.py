@@ -5,9 +5,10 @@ from dataclasses import fields
 import numpy as np
 
 from ..pool_state import PoolState
+from ..sequences.sequence_table import SequenceTable
 from ..tables.prompt_watch import PromptWatch
 from ..tiers.sequence_swap import SequenceSwapper
-from ..values.types import SequenceState
+from ..values.types import Int64Array, SequenceState
 from ..values.views import GroupStats, PoolStats
 
 
@@ -16,7 +17,7 @@ def pool_stats(state: PoolState, swapper: SequenceSwapper | None, prompts: Promp
     pool, seqs, counters, gauge = state.pool, state.sequences, state.counters, state.gauge
     running = seqs.running_slots()
     num_reserved = seqs.num_reserved[running]
-    num_holes = int(seqs.num_holes(running).sum())
+    num_holes = int(_count_holes(seqs, running).sum())
     num_reserved = num_reserved * np.int64(seqs.num_groups)
     num_entries = int((-(-seqs.num_reserved[running] // seqs.block_size)).sum()) * seqs.num_groups
     num_slots = (num_entries - num_holes) * seqs.block_size
@@ -66,11 +67,22 @@ def group_stats(state: PoolState) -> list[GroupStats]:
     if seqs.num_groups == 1:
         return []
     running = seqs.running_slots()
-    num_entries = int(seqs.count_blocks(seqs.num_reserved[running]).sum())
-    num_holes = seqs.num_holes(running).tolist()
+    num_entries = int((-(-seqs.num_reserved[running] // seqs.block_size)).sum())
+    num_holes = _count_holes(seqs, running).tolist()
     return [
         GroupStats(span.num_tokens, num_entries - holes, holes) for span, holes in zip(seqs.group_spans, num_holes, strict=True)
     ]
+
+
+def _count_holes(seqs: SequenceTable, slots: Int64Array) -> Int64Array:
+    """[groups] entries without a block in the tables of these sequences. Looks at each entry of a group of states."""
+    ends = seqs.tables.hole_ends[slots]
+    num_holes = ends.sum(axis=0, dtype=np.int64)
+    num_holes[0] -= np.minimum(ends[:, 0], -(-seqs.num_sink[slots] // seqs.block_size)).sum()
+    for group in seqs.new_entries.state_groups:
+        tables = [seqs.tables.get(slot, group) for slot in slots.tolist()]
+        num_holes[group] = sum(len(table) - int(np.count_nonzero(table)) for table in tables)
+    return num_holes
 
 
 def _host_stats(swapper: SequenceSwapper | None) -> dict[str, int]:

@@ -133,7 +133,7 @@ class Publisher:
         if num_published == seqs.num_published[like]:
             node = int(seqs.last_nodes[like])
         elif num_published:
-            node = int(self._index.node_of_block[seqs.tables[like, num_published - 1]])
+            node = int(self._index.node_of_block[seqs.tables.rows[like, num_published - 1]])
         else:
             node = int(seqs.roots[like])
         seqs.set_published(slot, num_published, node)
@@ -183,9 +183,9 @@ class Publisher:
         of = np.repeat(np.arange(len(slots)), counts)
         places = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(len(of))
         is_filling, seqs = self._pool.is_filling, self._sequences
-        filling = is_filling[seqs.tables[slots[of], places]].nonzero()[0]
+        filling = is_filling[seqs.tables.rows[slots[of], places]].nonzero()[0]
         for group in range(1, seqs.num_groups):
-            filling = np.append(filling, is_filling[seqs.tables[slots[of], places + group * seqs.max_blocks]].nonzero()[0])
+            filling = np.append(filling, is_filling[seqs.tables.rows[slots[of], places + group * seqs.max_blocks]].nonzero()[0])
         np.minimum.at(last, of[filling], places[filling].astype(np.int32))
         return distinct(of[filling])
 
@@ -201,7 +201,6 @@ class Publisher:
         if not counts.all():  # what waits for a copy, or is too much, has none
             due = counts > 0
             slots, first, last, counts = slots[due], first[due], last[due], counts[due]
-        self._sequences.note_published(slots, last)
         done = 0
         for at in (counts > 1).nonzero()[0].tolist():
             self._publish_each(owner, until, slots[done:at], first[done:at])
@@ -214,22 +213,22 @@ class Publisher:
         if len(slots):
             seqs = self._sequences
             tokens = seqs.tokens.rows(slots)[slots[:, None], (places * self._block_size)[:, None] + self._offsets]
-            nodes = self._index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables[slots, places])
+            nodes = self._index.insert_each(seqs.last_nodes[slots], tokens, seqs.tables.rows[slots, places])
             self._settle(owner, until, slots, places, nodes)
-            seqs.note_last_nodes(slots, nodes)
+            seqs.set_published(slots, places + np.int32(1), nodes)
 
     def _publish_run(self, owner: SessionState, until: int, slot: int, start: int, end: int) -> None:
         """Consecutive blocks of one sequence."""
         seqs, size = self._sequences, self._block_size
         tokens = seqs.tokens.rows(slot)[slot, start * size : end * size]
-        nodes = self._index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables[slot, start:end])
+        nodes = self._index.insert_run(int(seqs.last_nodes[slot]), tokens, seqs.tables.rows[slot, start:end])
         self._settle(owner, until, np.full(end - start, slot), np.arange(start, end, dtype=np.int32), nodes)
-        seqs.note_last_nodes(slot, nodes[-1])
+        seqs.set_published(slot, end, nodes[-1])
 
     def _settle(self, owner: SessionState, until: int, slots: Int64Array, places: Int32Array, nodes: Int32Array) -> None:
         """Marks published blocks as indexed, and adopts the indexed block where the content was known."""
         seqs, pool = self._sequences, self._pool
-        own = seqs.tables[slots, places]
+        own = seqs.tables.rows[slots, places]
         known = self._index.block_of_node[nodes]
         twice = known != own
         hints = None if pool.reuse is None else seqs.reuse_hints[slots]
@@ -250,7 +249,7 @@ class Publisher:
 
         Of states the checkpoints alone: any other full block is given back soon, and would be cached for nothing.
         """
-        own, entries = self._sequences.tables[slots, places], self._sequences.new_entries
+        own, entries = self._sequences.tables.rows[slots, places], self._sequences.new_entries
         is_there = own > 0
         if entries.periods[group]:
             is_there &= entries.are_checkpoints(group, places - np.int32(group * self._sequences.max_blocks))
@@ -276,7 +275,7 @@ class Publisher:
         """Indexed blocks take the place of a table's own; entries [n]."""
         seqs, pool = self._sequences, self._pool
         pool.acquire(known)
-        seqs.set_blocks(slots, places, known)
+        seqs.tables.set_blocks(slots, places, known)
         owner.updates.append(TableUpdates(slots, seqs.ids[slots], places, known))
         # Steps in flight may still read the duplicate, so it is fenced like everything that is dropped.
         owner.drop_blocks(pool, own[::-1].copy(), until=until)

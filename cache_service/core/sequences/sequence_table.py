@@ -1,18 +1,18 @@
 """The sequences of one pool, as columns.
 
-Owns what is known of each sequence: its state, its three counters, its tokens and its block table, one row per slot. Other
-parts read the columns; only the methods here write them. Rules: committed <= tokens, committed <= reserved, and a table of
-exactly ceil(reserved / block size) entries (R2); a state follows another as transitions.py says. Columns instead of objects,
-because a step over a thousand sequences must be array work. Does not know who holds a block or why.
+Owns what is known of each sequence, one row per slot: its state, its counters, and with block_tables.py and late_columns.py its
+block table and its tokens. Other parts read the columns; only the methods here write them. Rules: committed <= tokens, and
+committed <= reserved, and a table of exactly ceil(reserved / block size) entries (R2); a state follows another as
+transitions.py says. Columns instead of objects, because a step over a thousand sequences must be array work. Does not know who
+holds a block or why.
 """
 
 import numpy as np
 
-from kvkeeper.common.rows import untouched
-
 from ..values.pool_config import PoolConfig
 from ..values.sequence_args import Retention
-from ..values.types import NULL_BLOCK, Int32Array, Int64Array, ReuseHint, SequenceState
+from ..values.types import Int32Array, Int64Array, ReuseHint, SequenceState
+from .block_tables import BlockTables
 from .late_columns import Accesses, TokenRows
 from .new_entries import NewEntries
 from .transitions import TRANSITIONS
@@ -63,14 +63,12 @@ class SequenceTable:
         self.share_limits: Int32Array = np.full(slots, _ALL, np.int32)
         self.num_retaining = 0  # sequences with a window
         self.most_held_blocks = config.num_usable_blocks
-        # Groups of layers: each has a table of its own, max_blocks entries behind that of the one before, so that one number,
-        # group * max_blocks + table index, is the place of an entry. Entries up to a table index may be holes, see spans.py. Of
-        # a group of states any may be; before that index all are that are no checkpoints.
         self.group_spans, self.has_tail = config.group_spans, config.has_tail
         self.num_groups, self.new_entries = len(config.group_spans), NewEntries(config.group_spans)
         self.has_states = self.new_entries.has_states
-        self.hole_ends: Int32Array = np.zeros((slots, self.num_groups), np.int32)
-        self.tables: Int32Array = untouched(slots, self.num_groups * self.max_blocks)
+        self.tables = BlockTables(
+            self.num_reserved, block_size=self.block_size, max_blocks=self.max_blocks, num_groups=self.num_groups
+        )
         self.tokens = TokenRows(self.num_tokens, config.max_tokens_per_sequence)
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
@@ -81,27 +79,13 @@ class SequenceTable:
         self.num_added = 0  # sequences so far: while it stands, a slot stands for the same sequence
         self._free_slots = list(range(slots - 1, -1, -1))
 
-    def settle(self) -> None:
-        """Does what steps have left for later."""
-        self.accesses.settle()
-        self.tokens.settle()
-
     @property
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
-    @property
-    def has_active(self) -> bool:
-        """Whether any sequence holds blocks, or is about to."""
-        return self.num_active > 0
-
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that so many tokens need."""
         return -(-num_tokens // self.block_size)
-
-    def count_blocks(self, num_tokens: Int32Array) -> Int32Array:
-        """[n] blocks that so many tokens [n] need."""
-        return -(-num_tokens // self._size)
 
     # Sequences come and go
 
@@ -135,11 +119,8 @@ class SequenceTable:
         """
         child, num_blocks = self._take_slot(), self.num_blocks(num_kept)
         self._enter(child, SequenceState.RUNNING)
-        self.tables[child, :num_blocks] = self.tables[parent, :num_blocks]
+        self.tables.copy(parent, child, num_blocks)
         self.tokens.copy(parent, child, num_tokens)
-        for group in range(1, self.num_groups):
-            first = group * self.max_blocks
-            self.tables[child, first : first + num_blocks] = self.tables[parent, first : first + num_blocks]
         self.num_tokens[child] = self.num_prompt[child] = num_tokens
         self.num_committed[child] = self.num_reserved[child] = num_kept
         for column in (self.owners, self.roots, self.max_tokens, self.priorities, self.num_hit):
@@ -168,28 +149,10 @@ class SequenceTable:
     ) -> None:
         """A waiting sequence gets its first blocks: those of its hit, then new ones."""
         hit_len = len(hits) * self.block_size
-        self.tables[slot, : len(hits)] = hits
-        self.tables[slot, len(hits) : len(hits) + len(new_blocks)] = new_blocks
+        self.tables.place(slot, 0, hits)
+        self.tables.place(slot, len(hits), new_blocks)
         self.num_hit[slot], self.num_reserved[slot], self.last_reserve_step[slot] = hit_len, num_reserved, step_id
         self.accesses.count_start(slot, now)
-
-    def place_groups(self, slot: int, start: int, blocks: Int32Array, first_holes: int = 0) -> None:
-        """Entries of the groups behind the first [groups - 1, n], from table index `start` on; 0 is a hole.
-
-        first_holes: of the first entries placed, those that may be holes.
-        """
-        for group, row in enumerate(blocks, 1):
-            first = group * self.max_blocks + start
-            self.tables[slot, first : first + len(row)] = row
-            if first_holes:
-                there = row[:first_holes].nonzero()[0]
-                self.hole_ends[slot, group] = start + (int(there[0]) if len(there) else first_holes)
-
-    def place_whole(self, slot: int, blocks: Int32Array) -> None:
-        """The tables of all groups [groups * entries], one behind the other."""
-        for group, row in enumerate(blocks.reshape(self.num_groups, -1)):
-            first = group * self.max_blocks
-            self.tables[slot, first : first + len(row)] = row
 
     def set_hit(self, slot: int, hit_len: int) -> None:
         """So many tokens of a start are there, and count as committed."""
@@ -209,18 +172,14 @@ class SequenceTable:
     def begin_load(self, slot: int) -> None:
         self._enter(slot, SequenceState.LOADING)
 
-    def swap_out(self, slot: int) -> None:
-        """The sequence is swapped out, and keeps its device blocks for now."""
+    def swap_out(self, slot: int, *, keeps_table: bool) -> None:
+        """The sequence is in the host tier. keeps_table: its device blocks are its own for now."""
         self._enter(slot, SequenceState.SWAPPED)
-        self.keeps_table[slot] = True
+        self.keeps_table[slot] = keeps_table
 
     def give_up_table(self, slot: int) -> None:
         """The device blocks of a sequence that is swapped out are not its own any more."""
         self.keeps_table[slot] = False
-
-    def fail_load(self, slot: int) -> None:
-        """The sequence stays in the host tier: a block of its swap-in could not be loaded."""
-        self._enter(slot, SequenceState.SWAPPED)
 
     # Tokens and reservations
 
@@ -257,17 +216,17 @@ class SequenceTable:
 
     def _keep_holes(self, slot: int, source: int, num_tokens: int) -> None:
         """The table is now that of the first num_tokens of `source`, with their holes."""
-        ends, shared = np.minimum(self.hole_ends[source], self.num_blocks(num_tokens)), int(self.share_limits[source])
-        if ends[0] < self.hole_ends[source, 0]:  # cut before the holes of retention, which are behind its sink
+        ends, shared = np.minimum(self.tables.hole_ends[source], self.num_blocks(num_tokens)), int(self.share_limits[source])
+        if ends[0] < self.tables.hole_ends[source, 0]:  # cut before the holes of retention, which are behind its sink
             ends[0], shared = 0, self._share_limit(slot)
         for group in self.new_entries.state_groups:
             ends[group] = min(int(ends[group]), self.group_spans[group].first(num_tokens) // self.block_size)
-        self.hole_ends[slot], self.share_limits[slot] = ends, shared
+        self.tables.hole_ends[slot], self.share_limits[slot] = ends, shared
 
     def cut_hit(self, slot: int, num_tokens: int) -> None:
         """Only so many tokens of a hit, whole blocks, have come; no more slots are reserved."""
         self.trim_reserved(slot, num_tokens)
-        self.hole_ends[slot] = np.minimum(self.hole_ends[slot], num_tokens // self.block_size)
+        self.tables.hole_ends[slot] = np.minimum(self.tables.hole_ends[slot], num_tokens // self.block_size)
 
     def trim_reserved(self, slot: int, num_tokens: int) -> None:
         """At most so many slots are reserved from now on."""
@@ -280,34 +239,18 @@ class SequenceTable:
         self.num_reserved_before[slot], self.last_reserve_step[slot] = self.num_reserved[slot], step_id
         self.may_copy[slot] = True  # the steps of the one before may still read its blocks
 
-    def set_priority(self, slot: int, priority: int) -> None:
-        self.priorities[slot] = priority
-
-    def set_reuse_hint(self, slot: int, hint: ReuseHint) -> None:
-        self.reuse_hints[slot] = hint
-
-    # Block tables
-
-    def set_blocks(self, slots: Int64Array | int, table_idx: Int64Array | Int32Array, blocks: Int32Array) -> None:
-        """One entry each: the block at table_idx[i] of slots[i], or of one slot, is blocks[i]."""
-        self.tables[slots, table_idx] = blocks
-
-    def set_run(self, slot: int, start: int, blocks: Int32Array) -> None:
-        """Consecutive entries of one table, from `start` on."""
-        self.tables[slot, start : start + len(blocks)] = blocks
+    def update(self, slot: int, *, priority: int | None = None, reuse_hint: ReuseHint | None = None) -> None:
+        """What the client wishes of it from now on."""
+        if priority is not None:
+            self.priorities[slot] = priority
+        if reuse_hint is not None:
+            self.reuse_hints[slot] = reuse_hint
 
     # The part of a table that the index knows
 
-    def note_published(self, slots: Int64Array, num_published: Int32Array) -> None:
-        """The index is about to name so many leading blocks [n] of each."""
-        self.num_published[slots] = num_published
-
-    def note_last_nodes(self, slots: Int64Array | int, nodes: Int32Array) -> None:
-        self.last_nodes[slots] = nodes
-
-    def set_published(self, slot: int, num_published: int, node: int) -> None:
-        """The index names so many leading blocks; the last of them is this node's, or the node is the root."""
-        self.num_published[slot], self.last_nodes[slot] = num_published, node
+    def set_published(self, slots: Int64Array | int, num_published: Int32Array | int, nodes: Int32Array | int) -> None:
+        """The index names so many leading blocks of each; the last of them is this node's, or the node is the root."""
+        self.num_published[slots], self.last_nodes[slots] = num_published, nodes
 
     def unpublish(self, slots: Int64Array | int) -> None:
         """The index knows nothing of these tables."""
@@ -329,76 +272,20 @@ class SequenceTable:
         """From now on only so many leading and last tokens are kept. The caller drops the blocks outside next."""
         self.num_retaining += int(not self.num_window[slot])
         self.num_sink[slot], self.num_window[slot] = num_sink, num_window
-        self.hole_ends[slot, 0], self.share_limits[slot] = 0, self._share_limit(slot)
+        self.tables.hole_ends[slot, 0], self.share_limits[slot] = 0, self._share_limit(slot)
 
     def _share_limit(self, slot: int) -> int:
         """The leading blocks that may be shared, of a sequence with retention and no hole."""
         return min(int(self.num_sink[slot] + self.num_window[slot]) // self.block_size, _ALL)
 
-    def open_hole(self, slot: int, group: int, places: Int64Array, end: int) -> None:
-        """These places of the group's table are holes; the last hole ends before table index `end`."""
-        self.tables[slot, places] = NULL_BLOCK
-        self.hole_ends[slot, group] = end
-
     # Waiting for a prefix that is being computed, see inflight_prefix.py
 
-    def restart_waits(self, slot: int, found_len: int) -> None:
-        """The prefix that it could hit is longer than when it began to wait."""
-        self.waited_len[slot], self.num_waits[slot] = found_len, 0
-
-    def count_wait(self, slot: int) -> None:
-        self.num_waits[slot] += 1
+    def note_wait(self, slot: int, found_len: int, num_waits: int) -> None:
+        """It waits once more, num_waits times since the prefix that it could hit was last found longer: found_len tokens."""
+        self.waited_len[slot] = max(found_len, int(self.waited_len[slot]))
+        self.num_waits[slot] = num_waits
 
     # Rows, read
-
-    def table(self, slot: int) -> Int32Array:
-        """[ceil(reserved / block size)] block ids, NULL_BLOCK for a hole; a view."""
-        return self.tables[slot, : self.num_blocks(int(self.num_reserved[slot]))]
-
-    def group_table(self, slot: int, group: int) -> Int32Array:
-        """The same of one group."""
-        first = group * self.max_blocks
-        return self.tables[slot, first : first + self.num_blocks(int(self.num_reserved[slot]))]
-
-    def whole_table(self, slot: int) -> Int32Array:
-        """[groups * entries] the tables of all groups, one behind the other; of one group a view."""
-        return self.table(slot) if self.num_groups == 1 else np.concatenate([self.table(slot), *self.shown_group_tables(slot)])
-
-    def leaves_first(self, slot: int) -> Int32Array:
-        """The blocks that the tables name, those that are to be forgotten first at the front: the deepest.
-
-        The first group goes first: with its blocks, those of the others are forgotten.
-        """
-        if self.num_groups == 1:
-            return self.held(slot)[::-1]
-        blocks = np.concatenate([self.group_table(slot, group)[::-1] for group in range(self.num_groups)])
-        return blocks[blocks != NULL_BLOCK]
-
-    def num_holes(self, slots: Int64Array) -> Int64Array:
-        """[groups] entries without a block in the tables of these sequences. Looks at each entry of a group of states."""
-        num_holes = self.hole_ends[slots].sum(axis=0, dtype=np.int64)
-        num_holes[0] -= np.minimum(self.hole_ends[slots, 0], -(-self.num_sink[slots] // self.block_size)).sum()
-        for group in self.new_entries.state_groups:
-            tables = [self.group_table(slot, group) for slot in slots.tolist()]
-            num_holes[group] = sum(len(table) - int(np.count_nonzero(table)) for table in tables)
-        return num_holes
-
-    def shown_group_tables(self, slot: int) -> tuple[Int32Array, ...]:
-        """Those of the groups behind the first, as the session sees them; () where there is one group."""
-        return tuple(self.group_table(slot, group) for group in range(1, self.num_groups))
-
-    def shown_table(self, slot: int) -> Int32Array:
-        """The table as its session sees it: a swapped sequence has none."""
-        table = self.table(slot)
-        return table[:0] if self.states[slot] == SequenceState.SWAPPED else table
-
-    def held(self, slot: int) -> Int32Array:
-        """The blocks that a table names, in order, without its holes; behind them those of the other groups."""
-        table = self.table(slot)
-        if self.num_groups > 1:
-            table = np.concatenate([table, *self.shown_group_tables(slot)])
-            return table[table != NULL_BLOCK]
-        return table[table != NULL_BLOCK] if self.hole_ends[slot, 0] else table
 
     def retention(self, slot: int) -> Retention | None:
         if not self.num_window[slot]:
@@ -411,11 +298,6 @@ class SequenceTable:
     def running_slots(self) -> Int64Array:
         return (self.states == _RUNNING).nonzero()[0]
 
-    def holding_slots(self) -> Int64Array:
-        """Sequences whose tables hold device blocks."""
-        states = self.states
-        return np.flatnonzero((states == SequenceState.RUNNING) | (states == SequenceState.LOADING) | self.keeps_table)
-
     def _enter(self, slot: int, state: SequenceState) -> None:
         """The one place that writes a state."""
         before = int(self.states[slot])
@@ -427,12 +309,13 @@ class SequenceTable:
 
     def _take_slot(self) -> int:
         """A slot whose counters are all 0."""
-        self.settle()
+        self.accesses.settle()
+        self.tokens.settle()
         self.num_added += 1
         slot = self._free_slots.pop()
         for column in self._counters:
             column[slot] = 0
         self.may_copy[slot] = False
         self.share_limits[slot] = _ALL
-        self.hole_ends[slot] = 0
+        self.tables.hole_ends[slot] = 0
         return slot

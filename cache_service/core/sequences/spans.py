@@ -104,7 +104,7 @@ def find_holes(sequences: SequenceTable, slot: int) -> Holes:
     first = sequences.num_blocks(int(sequences.num_sink[slot]))
     entries = sequences.new_entries if sequences.has_states else None
     spans = (ReadSpan(window + 1), *spans[1:]) if window else spans
-    return Holes(spans, tuple(sequences.hole_ends[slot].tolist()), first, sequences.has_tail, entries)
+    return Holes(spans, tuple(sequences.tables.hole_ends[slot].tolist()), first, sequences.has_tail, entries)
 
 
 class SpanDrops:
@@ -136,13 +136,13 @@ class SpanDrops:
             slot, first = int(slots[row]), group * seqs.max_blocks
             start, end = int(starts[row, group]), int(ends[row, group])
             places = np.arange(first + start, first + end)[::-1]  # deepest first
-            places = places[seqs.tables[slot, places] > 0]
+            places = places[seqs.tables.rows[slot, places] > 0]
             if entries.periods[group]:
                 places = places[~entries.are_checkpoints(group, places - first)]
-            dropped.append(seqs.tables[slot, places])
+            dropped.append(seqs.tables.rows[slot, places])
             changed.append(np.full(len(places), slot))
             changed_places.append(places)
-            seqs.open_hole(slot, group, places, end)
+            seqs.tables.open_hole(slot, group, places, end)
             if not group:
                 publisher.publish_at_most(slot, seqs.num_blocks(int(seqs.num_sink[slot])))
                 self._counters.num_retention_dropped_blocks += len(places)
@@ -154,7 +154,7 @@ class SpanDrops:
     def _due(self, slots: Int64Array) -> tuple[Int32Array, Int32Array]:
         """[n, groups] the entries from a start up to an end that each table drops; none where an end is not above its start."""
         seqs, size = self._sequences, self._sequences.block_size
-        starts, committed = seqs.hole_ends[slots], seqs.num_committed[slots]
+        starts, committed = seqs.tables.hole_ends[slots], seqs.num_committed[slots]
         ends = first_reads(seqs.group_spans, committed) // size
         if seqs.num_retaining:
             windows = seqs.num_window[slots]
@@ -212,9 +212,9 @@ def _last_states(seqs: SequenceTable, slot: int, most: int) -> int:
     num_blocks, entries = most // seqs.block_size, seqs.new_entries
     are_there = np.ones(num_blocks, np.bool_)
     for group in entries.state_groups:
-        are_there &= seqs.group_table(slot, group)[:num_blocks] > 0
+        are_there &= seqs.tables.get(slot, group)[:num_blocks] > 0
     for group in entries.window_groups:
-        end = int(seqs.hole_ends[slot, group])
+        end = int(seqs.tables.hole_ends[slot, group])
         if end:
             least = seqs.group_spans[group].least_position(end * seqs.block_size)
             are_there[: seqs.num_blocks(least) - 1] = False  # entry i ends i + 1 blocks

@@ -194,7 +194,7 @@ class StepApplier:
             holds &= (seqs.states[slots] == SequenceState.RUNNING) & (
                 table_idx % seqs.max_blocks * seqs.block_size < seqs.num_reserved[slots]
             )
-            holds &= seqs.tables[slots, table_idx] == blocks
+            holds &= seqs.tables.rows[slots, table_idx] == blocks
             log.update_ids.extend(ids[holds].tolist())
             log.update_table_idx.extend(table_idx[holds].tolist())
             log.update_blocks.extend(blocks[holds].tolist())

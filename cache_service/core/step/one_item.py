@@ -120,7 +120,7 @@ class OneItemCalls:
         """Gives a sequence's blocks back and forgets it. Returns how many of them nothing else holds."""
         owner, slot = self._state.find_sequence(session, sequence_id)
         seqs = self._sequences
-        shown = seqs.held(slot) if seqs.states[slot] != SequenceState.SWAPPED else NO_INT32
+        shown = seqs.tables.held(slot) if seqs.states[slot] != SequenceState.SWAPPED else NO_INT32
         num_alone = self._blocks_left.num_held_once(shown)
         self._step_once(owner, release_ids=np.array([sequence_id]))
         return num_alone
@@ -141,7 +141,7 @@ class OneItemCalls:
         reply = self._step_once(owner, swap_out_ids=np.array([sequence_id]))
         if reply.swap_out_results[0] == ItemResult.NO_ROOM:
             swapper = self._swapper
-            num_blocks = np.count_nonzero(self._sequences.whole_table(slot))
+            num_blocks = np.count_nonzero(self._sequences.tables.get_from(slot, 0))
             requested, available = swapper.shortage(owner, slot) if swapper is not None else (int(num_blocks), 0)
             raise OutOfHostBlocks(
                 f"{requested} host blocks are wanted, {available} are available", requested=requested, available=available
@@ -168,7 +168,7 @@ class OneItemCalls:
         """(blocks that an extend takes beside its hit, copies included; blocks that it could have)."""
         seqs, pool = self._sequences, self._pool
         if seqs.states[slot] == SequenceState.RUNNING:
-            num_needed = seqs.new_entries.num_blocks(len(seqs.table(slot)), seqs.num_blocks(num_tokens))
+            num_needed = seqs.new_entries.num_blocks(len(seqs.tables.get(slot)), seqs.num_blocks(num_tokens))
             num_room = max(0, pool.num_available - self._claims.num_kept_from(slot))
             return num_needed + len(self._reservations.copies_due(owner, slot, num_tokens)), num_room
         nodes = self._lookup.match_sequence(slot, num_tokens if look_up else 0)

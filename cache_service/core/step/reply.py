@@ -31,7 +31,7 @@ def step_reply(
     """The reply of the step that was just applied."""
     # A start that was refused holds nothing, so its row is zeros by itself. A loading start is reported when its blocks are
     # there.
-    tables = [seqs.whole_table(slot) for slot in plan.start_slots.tolist()]
+    tables = [seqs.tables.get_from(slot, 0) for slot in plan.start_slots.tolist()]
     update_groups, update_table_idx = NO_INT32, to_int32(log.update_table_idx)
     if seqs.num_groups > 1 and len(update_table_idx):
         update_groups, update_table_idx = np.divmod(update_table_idx, np.int32(seqs.max_blocks))
@@ -88,7 +88,7 @@ def _with_moves(reply: StepReply, seqs: SequenceTable, owner: SessionState, log:
     # What was released or swapped out again in this very step is not reported.
     ready = [slot for slot in dict.fromkeys(log.ready) if seqs.states[slot] == SequenceState.RUNNING]
     ready = [slot for slot in ready if seqs.owners[slot] == owner.number]
-    tables = [seqs.whole_table(slot) for slot in ready]
+    tables = [seqs.tables.get_from(slot, 0) for slot in ready]
     kinds, sources, destinations = order_columns(log.orders)
     return reply._replace(
         swap_out_results=to_int32(log.swap_outs),

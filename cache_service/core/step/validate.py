@@ -119,7 +119,7 @@ def _check_states(sequences: SequenceTable, batch: StepBatch, slots: Int64Array)
     """Raises InvalidField for a length whose states no entry can hold. Lengths are valid otherwise; 0 needs none."""
     last = np.maximum(batch.commit_lens - 1, 0) // sequences.block_size
     for group in sequences.new_entries.state_groups:
-        lost = (sequences.tables[slots, last + group * sequences.max_blocks] == NULL_BLOCK) & (batch.commit_lens > 0)
+        lost = (sequences.tables.rows[slots, last + group * sequences.max_blocks] == NULL_BLOCK) & (batch.commit_lens > 0)
         for at in lost.nonzero()[0].tolist():
             if sequences.states[slots[at]] == SequenceState.RUNNING:
                 length, sequence_id = int(batch.commit_lens[at]), int(batch.commit_ids[at])

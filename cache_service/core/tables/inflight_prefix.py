@@ -74,9 +74,8 @@ class InflightPrefixes:
         end = min(min(max_hit, int(seqs.num_tokens[slot]) - 1) // size, int(seqs.share_limits[slot])) * size
         if end <= start or not self._lookup.is_on:
             return 0
-        if start > seqs.waited_len[slot]:  # what it waited for has come, as far as that
-            seqs.restart_waits(slot, start)
-        if seqs.num_waits[slot] >= MOST_WAITS:
+        num_waits = 0 if start > seqs.waited_len[slot] else int(seqs.num_waits[slot])  # 0: what it waited for has come
+        if num_waits >= MOST_WAITS:
             return 0
         longest, unit = 0, size * seqs.new_entries.common_period
         if start not in self._next_blocks:
@@ -92,7 +91,7 @@ class InflightPrefixes:
             longest = max(longest, num_common)
         if longest <= start or longest < self._lookup.min_tokens:
             return 0
-        seqs.count_wait(slot)
+        seqs.note_wait(slot, start, num_waits + 1)
         return longest
 
     def _behind(self, start: int, slots: Int64Array) -> tuple[Int64Array, Int64Array]:

@@ -12,7 +12,7 @@ from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
 from ..sequences.spans import fork_length, truncated_length
 from ..tiers.sequence_swap import SequenceSwapper
-from ..values.types import NULL_BLOCK, Int32Array, Int64Array, SequenceState
+from ..values.types import Int32Array, Int64Array, SequenceState
 
 _RUNNING = int(SequenceState.RUNNING)  # a member's look-up in its class costs more than the comparison
 
@@ -63,7 +63,7 @@ class SequenceLifecycle:
         seqs = self._sequences
         num_kept = fork_length(seqs, parent, num_tokens)
         child = seqs.add_fork(parent, child_id, num_tokens, num_kept, self._clock.now)
-        self._pool.acquire(seqs.held(child))
+        self._pool.acquire(seqs.tables.held(child))
         num_full = num_kept // self._block_size
         self._publisher.set_published(child, min(num_full, int(seqs.num_published[parent])), like=parent)
         owner.ids.add(child_id, child)
@@ -78,8 +78,7 @@ class SequenceLifecycle:
         seqs = self._sequences
         num_left = truncated_length(seqs, slot, num_tokens)
         num_kept = seqs.num_blocks(num_left)
-        dropped = np.concatenate([seqs.group_table(slot, group)[num_kept:][::-1] for group in range(seqs.num_groups)])
-        dropped = dropped[dropped != NULL_BLOCK]
+        dropped = seqs.tables.leaves_first(slot, num_kept).copy()
         seqs.truncate(slot, num_tokens, num_left)
         num_full = int(seqs.num_committed[slot]) // self._block_size
         if num_full < seqs.num_published[slot]:
@@ -95,7 +94,7 @@ class SequenceLifecycle:
         if self._is_shared:
             self._note_ends(running)
         # Deepest first, so that leaves are evicted before their parents.
-        tables = [seqs.leaves_first(slot) for slot in running]
+        tables = [seqs.tables.leaves_first(slot) for slot in running]
         if tables:
             owner.drop_blocks(self._pool, np.concatenate(tables), until=owner.step_id - 1)
         if self._swapper is not None:
@@ -134,7 +133,7 @@ class SequenceLifecycle:
         if pool.reuse is not None:
             for slot in slots:
                 if slot != self._ending_slot:
-                    path = seqs.tables[slot, : int(seqs.num_published[slot])]
+                    path = seqs.tables.rows[slot, : int(seqs.num_published[slot])]
                     pool.reuse.end_sequence(path, int(seqs.reuse_hints[slot]))
         if self._ending_slot in slots:
             self._ending_slot = -1
@@ -143,9 +142,9 @@ class SequenceLifecycle:
         seqs = self._sequences
         num_published = int(seqs.num_published[slot])
         return Use(
-            blocks=seqs.tables[slot, :num_published],
+            blocks=seqs.tables.rows[slot, :num_published],
             tokens=seqs.tokens.rows(slot)[slot, : num_published * self._block_size],
             root=int(seqs.roots[slot]),
             priority=int(seqs.priorities[slot]),
-            num_blocks=len(seqs.table(slot)),
+            num_blocks=len(seqs.tables.get(slot)),
         )

@@ -70,7 +70,7 @@ class Reservations:
         else:
             blocks = np.zeros(len(rows), np.int32)
             blocks[has_block] = self._allocator.allocate(log, total, seqs.roots[rows[has_block]])
-        seqs.set_blocks(rows, places, blocks)
+        seqs.tables.set_blocks(rows, places, blocks)
         return Grants(wanted, growing.astype(np.int32), blocks, groups)
 
     def take_blocks(self, log: StepLog, slot: int, start: int, num_new: int) -> Int32Array:
@@ -90,11 +90,9 @@ class Reservations:
         if not seqs.may_copy[slot] or wanted <= seqs.num_committed[slot]:
             return np.empty(0, np.int64)
         first = int(seqs.num_committed[slot]) // self._block_size
-        blocks, places = seqs.table(slot)[first:], np.arange(first, len(seqs.table(slot)))
+        blocks, places = seqs.tables.get_from(slot, first), np.arange(first, len(seqs.tables.get(slot)))
         if seqs.num_groups > 1:
-            groups = range(seqs.num_groups)
-            blocks = np.concatenate([seqs.group_table(slot, group)[first:] for group in groups])
-            places = np.concatenate([places + group * seqs.max_blocks for group in groups])
+            places = np.concatenate([places + group * seqs.max_blocks for group in range(seqs.num_groups)])
         others = pool.fence_counts[blocks]
         if others.any():  # a session's own steps run in order, so its own fences do not matter here
             others = others - np.count_nonzero(owner.fenced_blocks()[:, None] == blocks, axis=0)
@@ -140,9 +138,9 @@ class Reservations:
             num_new = seqs.num_blocks(granted) - table_len
             blocks = self.take_blocks(log, slot, table_len, num_new)
             if num_groups > 1:
-                seqs.place_groups(slot, table_len, blocks.reshape(num_groups, num_new)[1:])
+                seqs.tables.place_further(slot, table_len, blocks.reshape(num_groups, num_new)[1:])
                 of_groups.extend(np.repeat(np.arange(num_groups), num_new).tolist())
-            seqs.set_run(slot, table_len, blocks[:num_new])
+            seqs.tables.place(slot, table_len, blocks[:num_new])
             seqs.grant_one(slot, held, granted, owner.step_id)
             item_idx.extend([row] * len(blocks))
             new_blocks.extend(blocks.tolist())
@@ -153,9 +151,9 @@ class Reservations:
 
     def _copy_on_write(self, owner: SessionState, log: StepLog, slot: int, due: Int64Array) -> None:
         seqs = self._sequences
-        sources = seqs.tables[slot, due]
+        sources = seqs.tables.rows[slot, due]
         copies = self._allocator.allocate_for_copies(len(due), int(seqs.roots[slot]))
-        seqs.set_blocks(slot, due, copies)
+        seqs.tables.set_blocks(slot, due, copies)
         log.copy(sources.tolist(), copies.tolist())
         for table_idx, block in zip(due.tolist(), copies.tolist(), strict=True):
             log.update(int(seqs.ids[slot]), table_idx, block)

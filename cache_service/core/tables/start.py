@@ -170,7 +170,7 @@ class SequenceStarter:
         new_blocks = self._reservations.take_blocks(log, slot, num_hits, fit.num_new)
         if seqs.num_groups > 1:
             by_group = np.concatenate([a.reshape(seqs.num_groups, -1) for a in (hits, new_blocks)], axis=1)
-            seqs.place_groups(slot, 0, by_group[1:], num_hits)
+            seqs.tables.place_further(slot, 0, by_group[1:], num_hits)
             hits, new_blocks = hits[:num_hits], new_blocks[: fit.num_new]
         seqs.place_start(slot, hits, new_blocks, fit.num_slots, owner.step_id, self._clock.now)
         counters.num_look_ups += is_look_up

@@ -90,7 +90,7 @@ class SequenceSwapper:
 
         A copy on its way is waited for only where this session makes it: it would not hear of another's failure.
         """
-        table = self._sequences.whole_table(slot)
+        table = self._sequences.tables.get_from(slot, 0)
         places = np.flatnonzero(table)
         hosts = self._index.held.find_hosts(table[places])
         for at in np.flatnonzero(self.host.is_filling[hosts]).tolist():
@@ -114,7 +114,7 @@ class SequenceSwapper:
         if num_missing > num_room or not can_leave(seqs, slot):
             self._counters.num_refusals += 1
             return False
-        table = seqs.whole_table(slot)
+        table = seqs.tables.get_from(slot, 0)
         places, hosts = self.find_copies(owner, slot)
         has_copy = hosts > 0
         host.pool.acquire(hosts[has_copy])
@@ -136,7 +136,7 @@ class SequenceSwapper:
         host_table[places] = hosts
         host.tables[slot] = host_table
         seqs.unpublish(slot)
-        seqs.swap_out(slot)
+        seqs.swap_out(slot, keeps_table=True)
         self._claims.forget_claim(slot)
         self.num_swap_outs += 1
         if not move.num_pending:
@@ -146,7 +146,7 @@ class SequenceSwapper:
     def _leave_device(self, move: Move) -> None:
         """All host copies are written: the device blocks are given up."""
         self._end_move(move)
-        self._drop_blocks(move.owner, self._sequences.leaves_first(move.slot))
+        self._drop_blocks(move.owner, self._sequences.tables.leaves_first(move.slot))
         self._sequences.give_up_table(move.slot)
 
     # Swapping in
@@ -177,7 +177,7 @@ class SequenceSwapper:
         move = self.moves[slot] = Move(slot, owner, SequenceState.LOADING)
         seqs.begin_load(slot)
         self._load(move, hosts, blocks, joined, np.flatnonzero((blocks == 0) & (hosts > 0)))
-        seqs.place_whole(slot, blocks)
+        seqs.tables.place_whole(slot, blocks)
         if not move.num_pending:
             self._conclude(move)
         return True
@@ -239,7 +239,7 @@ class SequenceSwapper:
         """A sequence that is swapped or loading ends. Transfers in flight for it go on, and are for no sequence."""
         seqs = self._sequences
         if seqs.keeps_table[slot] or seqs.states[slot] == SequenceState.LOADING:
-            self._drop_blocks(owner, seqs.leaves_first(slot))
+            self._drop_blocks(owner, seqs.tables.leaves_first(slot))
             seqs.give_up_table(slot)
         if slot in self.moves:
             self._end_move(self.moves[slot])
@@ -282,8 +282,8 @@ class SequenceSwapper:
         self._end_move(move)
         if move.hit_len is None:
             if move.failed:
-                self._drop_blocks(move.owner, seqs.leaves_first(slot))
-                seqs.fail_load(slot)
+                self._drop_blocks(move.owner, seqs.tables.leaves_first(slot))
+                seqs.swap_out(slot, keeps_table=False)
                 return False
             self.host.drop_table(slot)
             self.num_swap_ins += 1
@@ -293,7 +293,7 @@ class SequenceSwapper:
         if move.failed:
             num_left = self._num_left(slot, hit_len // seqs.block_size, move.failed)
             hit_len = num_left * seqs.block_size
-            behind = [seqs.group_table(slot, group)[num_left:][::-1] for group in range(seqs.num_groups)]
+            behind = [seqs.tables.get(slot, group)[num_left:][::-1] for group in range(seqs.num_groups)]
             self._drop_blocks(move.owner, np.concatenate(behind))
             seqs.cut_hit(slot, hit_len)
         seqs.end_load(slot, hit_len, move.owner.step_id)
@@ -305,7 +305,7 @@ class SequenceSwapper:
     def _num_left(self, slot: int, num_hits: int, failed: list[int]) -> int:
         """How many of the first entries of a hit can be started on without the places that failed."""
         seqs = self._sequences
-        there = np.array([seqs.group_table(slot, group)[:num_hits] > 0 for group in range(seqs.num_groups)])
+        there = np.array([seqs.tables.get(slot, group)[:num_hits] > 0 for group in range(seqs.num_groups)])
         there.ravel()[failed] = False
         num_first = num_hits if there[0].all() else int(np.argmin(there[0]))
         if seqs.num_groups == 1 or seqs.has_tail:
@@ -330,7 +330,7 @@ class SequenceSwapper:
         move.is_over = True
         del self.moves[move.slot]
         if self.offloader.outs and move.towards == SequenceState.SWAPPED:
-            for block in self._sequences.whole_table(move.slot).tolist():
+            for block in self._sequences.tables.get_from(move.slot, 0).tolist():
                 self.offloader.outs.pop(block, None)
 
     def _drop_blocks(self, owner: SessionState, blocks: Int32Array) -> None:

@@ -234,7 +234,7 @@ class CoreDriver:
         of_sequences = (seqs.ids, seqs.owners, seqs.states, seqs.num_tokens, seqs.num_committed, seqs.num_reserved)
         holders = (pool.ref_counts, pool.fence_counts, pool.quarantine_counts, pool.transfer_counts)
         of_blocks = (*holders, pool.indexed, pool.is_filling, pool.free.ids())
-        tables = [seqs.shown_table(slot).tobytes() for slot in live.tolist()]
+        tables = [seqs.tables.get(slot).tobytes() for slot in live.tolist()]
         columns = [*(column[live] for column in of_sequences), *of_blocks]
         return sequences, tables, [column.tobytes() for column in columns]
 

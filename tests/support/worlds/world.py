@@ -449,7 +449,7 @@ class World:
     def snapshot(self) -> tuple[object, ...]:
         """All that a client can see, but for how often it has asked."""
         shown = self.driver.shown([(SessionId(session), SequenceId(i)) for session, i in self.naive.sequences])
-        stats = dataclasses.replace(self.driver.stats(), revision=0, num_steps=0, num_refusals=0, num_refused_starts=0)
+        stats = vars(self.driver.stats()) | {"revision": 0, "num_steps": 0, "num_refusals": 0, "num_refused_starts": 0}
         return shown, stats
 
     def audit(self) -> None:

@@ -75,9 +75,9 @@ def test_a_cut_into_a_tail_that_forgets_its_holes_is_found(monkeypatch: pytest.M
     real = getattr(SequenceTable, name)
 
     def careless(self: SequenceTable, slot: int, *args: object, **others: object) -> object:
-        ends = self.hole_ends[slot].copy()
+        ends = self.tables.hole_ends[slot].copy()
         answer = real(self, slot, *args, **others)
-        self.hole_ends[slot if answer is None else answer] = ends
+        self.tables.hole_ends[slot if answer is None else answer] = ends
         return answer
 
     monkeypatch.setattr(SequenceTable, name, careless)
