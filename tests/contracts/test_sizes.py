@@ -18,7 +18,7 @@ _CLIENT = ROOT / "clients" / "python" / "kvkeeper" / "client"
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS: dict[str, int] = {}
 LARGE_CLASSES = {
-    "engine_service/outputs/generation.py:Generation": 35,
+    "engine_service/outputs/generation.py:Generation": 32,
 }
 
 
