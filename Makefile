@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 BUNDLE := gpu-bundle
-.PHONY: help install install-core proto up demo lint format docs check test test-end-to-end test-serving test-computing test-core test-core-alone test-lint test-whole test-fast bench soak gpu-check gpu-bundle vllm-check clean
+.PHONY: help install install-core proto up demo lint format docs check test test-end-to-end test-serving test-kernels test-computing test-core test-core-alone test-lint test-whole test-fast bench soak gpu-check gpu-bundle vllm-check clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s '	'
@@ -82,21 +82,22 @@ format: $(VENV)/.dev  ## let ruff format
 docs: $(VENV)/.dev $(GENERATED)  ## write the generated pages of docs/
 	$(BIN)/python -m docs.generate
 
-test: $(TEST_NEEDS)  ## all tests, in four lanes; of one folder: .venv/bin/pytest tests/unit/cache_service/core/index
-	$(MAKE) --no-print-directory -j4 test-end-to-end test-serving test-computing test-core
+test: $(TEST_NEEDS)  ## all tests, in five lanes; of one folder: .venv/bin/pytest tests/unit/cache_service/core/index
+	$(MAKE) --no-print-directory -j5 test-end-to-end test-serving test-kernels test-computing test-core
 
 test-whole: export KVKEEPER_TESTS := whole
 test-whole: test  ## all tests, with the whole of what `make test` runs a slice of
 
 check: $(TEST_NEEDS)  ## what has to pass before a merge: lint and all tests, side by side
-	$(MAKE) --no-print-directory -j5 test-end-to-end test-serving test-computing test-core test-lint
+	$(MAKE) --no-print-directory -j6 test-end-to-end test-serving test-kernels test-computing test-core test-lint
 
 # What starts services and keeps time goes in two lanes: while the one waits, the other has the processors.
 END_TO_END := tests/e2e
 # What only computes: it keeps no time and starts no services, so it may wait for a processor.
 CORE := tests/unit/cache_service/core tests/sim
-COMPUTING := tests/unit/kernels tests/unit/engine_service/model tests/unit/engine_service/scheduler tests/unit/engine_service/compute \
-    tests/contracts tests/packaging
+KERNELS := tests/unit/kernels
+COMPUTING := tests/unit/engine_service/model tests/unit/engine_service/scheduler tests/unit/engine_service/compute tests/contracts \
+    tests/packaging
 # What the core's tests need: neither torch nor gRPC nor npm.
 CORE_ALONE := numpy pytest pytest-asyncio hypothesis xxhash
 # Shown when it has ended. $(1): how far it is behind what else wants a processor; 19 is behind all else.
@@ -109,9 +110,12 @@ test-end-to-end: $(TEST_NEEDS)  ## the lane of both services together
 	$(call in_background,0,env PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(END_TO_END))
 
 test-serving: $(TEST_NEEDS)  ## the lane of each service, of clients and of the soak: all tests but those of the other lanes
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(addprefix --ignore=,$(END_TO_END) $(CORE) $(COMPUTING))
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(addprefix --ignore=,$(END_TO_END) $(CORE) $(KERNELS) $(COMPUTING))
 
-test-computing: $(TEST_NEEDS)  ## the lane of kernels, models, the scheduler, documents and packages
+test-kernels: $(TEST_NEEDS)  ## the lane of the kernels
+	$(call in_background,19,env PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(KERNELS))
+
+test-computing: $(TEST_NEEDS)  ## the lane of models, the scheduler, documents and packages
 	$(call in_background,19,env PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(COMPUTING))
 
 test-core: $(TEST_NEEDS)  ## the lane of the cache service's core, with its simulations
