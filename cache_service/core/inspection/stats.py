@@ -86,7 +86,7 @@ def _count_holes(seqs: SequenceTable, slots: Int64Array) -> Int64Array:
 
 
 def _host_stats(swapper: SequenceSwapper | None) -> dict[str, int]:
-    """The host tier's; zeros where there is none."""
+    """Those of the host tier; none where there is no such tier."""
     if swapper is None:
         return {}
     host, offloader = swapper.host, swapper.offloader
