@@ -104,6 +104,28 @@ async def test_both_clients_stream_the_same_text(services: Services) -> None:
         assert client.detokenize(token_ids) == PROMPT
 
 
+async def test_a_generation_that_is_left_is_cancelled(services: Services) -> None:
+    endless = GenerateOptions(request_id="left", sampling=Sampling(max_tokens=200, ignore_eos=True))
+    async with AsyncEngineClient(services.engine) as client:
+        before = (await client.stats()).num_cancelled_requests
+        async with client.generate(PROMPT, endless) as chunks:
+            async for _ in chunks:
+                break
+        while any(request.request_id == "left" for request in await client.list_requests()):
+            pass
+        assert (await client.stats()).num_cancelled_requests == before + 1
+
+
+def test_a_refused_request_says_which_field(services: Services) -> None:
+    with EngineClient(services.engine) as client:
+        with pytest.raises(KvkeeperError) as caught:
+            list(client.generate("x", GenerateOptions(sampling=Sampling(top_p=2.0))))
+        assert caught.value.reason == "INVALID_FIELD"
+        with pytest.raises(KvkeeperError) as caught:
+            client.cancel("unknown")
+        assert caught.value.reason == "UNKNOWN_REQUEST"
+
+
 async def test_generate_streams_text_and_tells_what_it_took(services: Services, tmp_path: Path) -> None:
     flags = ("--engine", services.engine, "--temperature", "0", "--max-tokens", "8", "--ignore-eos")
     (tmp_path / "prompt").write_text(PROMPT + "# cli")

@@ -1,5 +1,7 @@
 """Streams of submitted requests: begun late, broken and gone on with, by several clients, without a token missed or doubled."""
 
+import asyncio
+
 import grpc
 import pytest
 
@@ -7,6 +9,7 @@ from kvkeeper.client import (
     AsyncEngineClient,
     AsyncGeneration,
     CallOptions,
+    EngineClient,
     GenerateOptions,
     OutputChunk,
     Sampling,
@@ -51,6 +54,26 @@ async def test_a_stream_goes_on_behind_a_broken_connection(world: Services) -> N
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"] * 2
     assert generation.usage is not None
     assert generation.usage.new_tokens == 2 * NUM_ALL
+
+
+async def test_the_client_for_threads_goes_on_as_well(world: Services) -> None:
+    await world.start_cache()
+    engine, gate = await world.start_late_engine(len(PROMPT) + NUM_BEFORE, listen="127.0.0.1:0")
+    loop = asyncio.get_running_loop()
+    async with cutting(engine.address) as proxy:
+
+        def follow() -> list[OutputChunk]:
+            with EngineClient(proxy.address, NO_PATIENCE) as client:
+                generation = client.follow(client.submit(PROMPT, options()))
+                chunks: list[OutputChunk] = []
+                while len(ids_of(chunks)) < NUM_BEFORE:
+                    chunks.append(next(generation))
+                loop.call_soon_threadsafe(proxy.cut)
+                gate.is_open.set()
+                return chunks + list(generation)
+
+        chunks = await asyncio.to_thread(follow)
+    assert ids_of(chunks) == toy_output(PROMPT, NUM_ALL)
 
 
 async def test_text_and_log_probabilities_go_on_at_the_token_that_is_next(world: Services) -> None:

@@ -13,6 +13,7 @@ from kvkeeper.engine_service.values.request import SequenceState
 from tests.e2e.test_metrics import ANY_PORT, scrape
 from tests.support.models.odd_models import GATE_TOKEN
 from tests.support.processes.service_pair import Services, generate, toy_output, until
+from tests.support.worlds.cache_api import failure
 
 # Prompt, priority, tenant. One at a time runs, and the first one holds it until all wait. The shortest job first counts a token
 # as two milliseconds of waiting: prompts that differ by hundreds of tokens keep their order also where arrivals are slow.
@@ -91,3 +92,13 @@ async def test_the_adaptive_policy_switches_with_the_load_and_says_so(world: Ser
 
         assert await order_of(engine, client, gate) == ["short", "next", "high", "long"]
         assert (await until(agreed))[0] == "sjf"
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "adaptive"])
+async def test_what_can_never_fit_is_refused_and_blocks_no_other_request(world: Services, policy: str) -> None:
+    await world.start_cache(num_blocks=9)
+    client = await world.client(await world.start_engine(policy=policy, decode_budget=1))
+    never = failure(generate(client, [1] * 40, 8, priority=1000))
+    error, ended = await asyncio.gather(never, generate(client, [1, 2, 3]))
+    assert error.reason == "NEVER_FITS"
+    assert ended.token_ids == [toy_output([1, 2, 3], 8)]
