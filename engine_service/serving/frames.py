@@ -1,4 +1,4 @@
-"""Frames between an engine and a front: what each of them says to the other. codec.py makes bytes of them.
+"""Frames between an engine and a front: what each of them says to the other. lane.py makes bytes of them.
 
 Numbers are a front's, one for each call, and are not used again. A call begins with MESSAGE; Generate is a call, too, with
 answers of its own. An engine replies to a call with FULL; or with ANSWER, each confirmed by TAKEN, and END; or with ADMITTED,

@@ -2,8 +2,8 @@
 
 import random
 
-from kvkeeper.cache_service.core.values.kv_spec import make_spans
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from tests.support.reference.read_spans import make_spans
 from tests.support.tiers.tier_engine import TierCounts
 from tests.support.tiers.tier_events import act, any_session
 from tests.support.tiers.tier_world import TierWorld

@@ -12,9 +12,10 @@ import pytest
 from kvkeeper.cache_service.core.calls.restore import EARLIER_RUN
 from kvkeeper.cache_service.core.index.index_record import IndexRecord, SlotTable
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Int32Array
+from tests.support.reference.read_spans import make_spans
 from tests.support.tiers.tier_events import act, any_session
 from tests.support.tiers.tier_world import TierWorld
 from tests.support.worlds.kept_pool import KeptMemory, chains, write_all

@@ -5,8 +5,9 @@ after every step, the tables that the engine was told are compared with the pool
 with what was written for it.
 """
 
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, state_span
 from tests.soak.row import Counts
+from tests.support.reference.read_spans import make_spans
 from tests.support.worlds.grouped import GroupedWorld
 
 _STEPS_PER_SEED = 300

@@ -76,11 +76,6 @@ def state_span(checkpoint_blocks: int) -> ReadSpan:
     return ReadSpan(2, checkpoint_blocks=checkpoint_blocks)
 
 
-def make_spans(*windows: int) -> tuple[ReadSpan, ...]:
-    """The spans of groups with these windows in tokens, 0 for all tokens."""
-    return tuple(ReadSpan(window) for window in windows)
-
-
 def first_reads(spans: Sequence[ReadSpan], positions: _Positions) -> _Positions:
     """[n, groups] the first token that each position [n] reads in each group. Groups mostly have one or two spans."""
     found = {span: span.firsts(positions) for span in dict.fromkeys(spans)}

@@ -3,6 +3,11 @@
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan
 
 
+def make_spans(*windows: int) -> tuple[ReadSpan, ...]:
+    """The spans of groups with these windows in tokens, 0 for all tokens."""
+    return tuple(ReadSpan(window) for window in windows)
+
+
 def first_read(span: ReadSpan, position: int) -> int:
     """The first token that the one at this position reads, itself at the latest."""
     if not span.num_tokens:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from kvkeeper.cache_service.core.tiers.orders import TierRules
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor
+from tests.support.reference.read_spans import make_spans
 from tests.support.tiers.disk_world import DiskCounts, DiskWorld
 
 NUM_EVENTS = 400  # of one seed

@@ -8,9 +8,10 @@ import random
 import sys
 from collections.abc import Callable
 
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor
+from tests.support.reference.read_spans import make_spans
 from tests.support.tiers.tier_engine import TierCounts
 from tests.support.tiers.tier_world import TierWorld
 

@@ -6,9 +6,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Executor, SessionId
+from tests.support.reference.read_spans import make_spans
 from tests.support.slices import scaled
 from tests.support.tiers.tier_world import TierWorld
 from tests.support.worlds.machine import chooser

@@ -10,10 +10,11 @@ from kvkeeper.cache_service.core.tiers.content_tier import ContentTier
 from kvkeeper.cache_service.core.tiers.lookup import ContentNames, TierLookup
 from kvkeeper.cache_service.core.tiers.orders import TierRules
 from kvkeeper.cache_service.core.values.copies import TierOrder, TierResult
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
+from tests.support.reference.read_spans import make_spans
 from tests.support.tiers.disk_simulation import NUM_EVENTS, DiskSimulation
 from tests.support.worlds.core_pool import compute
 

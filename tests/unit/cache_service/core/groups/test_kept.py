@@ -8,12 +8,13 @@ import pytest
 from kvkeeper.cache_service.core.index.index_record import Slots
 from kvkeeper.cache_service.core.index.kept_tree import make_tree
 from kvkeeper.cache_service.core.manager import PoolManager
-from kvkeeper.cache_service.core.values.kv_spec import KvSpec, LayerGroup, ReadSpan, make_spans, state_span
+from kvkeeper.cache_service.core.values.kv_spec import KvSpec, LayerGroup, ReadSpan, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, SequenceId, SessionId
 from kvkeeper.cache_service.memory.kept.description import Description
 from kvkeeper.cache_service.memory.private_file import FileRefused
+from tests.support.reference.read_spans import make_spans
 from tests.support.worlds.core_pool import compute
 from tests.support.worlds.kept_pool import KeptMemory, chains, write_all
 

@@ -7,9 +7,9 @@ from kvkeeper.cache_service.core.index.node_blocks import NodeBlocks
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.sequences.sequence_table import SequenceTable
 from kvkeeper.cache_service.core.sequences.spans import SpanDrops
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan
 from kvkeeper.cache_service.core.values.types import Int32Array, Int64Array
-from tests.support.reference.read_spans import first_read
+from tests.support.reference.read_spans import first_read, make_spans
 from tests.support.slices import todays
 from tests.support.worlds.grouped import GroupedWorld
 

@@ -17,11 +17,12 @@ from kvkeeper.cache_service.core.sequences.session_state import SessionState
 from kvkeeper.cache_service.core.tables import lifecycle
 from kvkeeper.cache_service.core.tables.reserve import Reservations
 from kvkeeper.cache_service.core.values.errors import InvalidField, NotImplementedYet, WrongState
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import Retention
 from kvkeeper.cache_service.core.values.step_columns import StepReply
 from kvkeeper.cache_service.core.values.types import Int32Array, Int64Array, ItemResult, SequenceId, StartResult
+from tests.support.reference.read_spans import make_spans
 from tests.support.worlds.core_pool import ALL, A, CorePool, int32, step_batch
 from tests.support.worlds.grouped import GroupedWorld
 

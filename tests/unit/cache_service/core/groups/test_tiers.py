@@ -9,10 +9,11 @@ from kvkeeper.cache_service.core.index.node_blocks import NodeBlocks
 from kvkeeper.cache_service.core.inspection.explain import in_words
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.tiers.sequence_swap import SequenceSwapper
-from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, make_spans, state_span
+from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.types import Executor, Int32Array, SequenceId, SequenceState, SessionId, TransferKind
+from tests.support.reference.read_spans import make_spans
 from tests.support.tiers.tier_engine import TierCounts
 from tests.support.tiers.tier_simulation import NUM_EVENTS, TierSimulation
 from tests.support.worlds.core_pool import compute

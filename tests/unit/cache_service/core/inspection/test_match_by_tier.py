@@ -5,8 +5,8 @@ import pytest
 from kvkeeper.cache_service.core.inspection.explain import in_words
 from kvkeeper.cache_service.core.tiers.orders import TierRules
 from kvkeeper.cache_service.core.values.copies import TierResult
-from kvkeeper.cache_service.core.values.kv_spec import make_spans
 from kvkeeper.cache_service.core.values.types import MatchEnd
+from tests.support.reference.read_spans import make_spans
 from tests.support.tiers.tier_pool import TierPool, cached, push_out
 from tests.support.worlds.core_pool import int32
 from tests.unit.cache_service.core.groups.test_disk import TOKENS, stored
