@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .cpu.rows import RowBlocks
+from .cpu.products import RowBlocks
 
 if TYPE_CHECKING:
     from .gpu.decode_work import DecodeWork

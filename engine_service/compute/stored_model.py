@@ -59,7 +59,7 @@ def stored_layout(
 
 def prepare_for(model: Decoder, kv_format: KvFormat) -> None:
     """Compile what computes with this format on a CPU, before a request waits for it."""
-    if compiled.serves(torch.empty(0, dtype=model.dtype, device=model.device)):
+    if compiled.serves_floats(torch.empty(0, dtype=model.dtype, device=model.device)):
         prepare(kv_format)
 
 

@@ -12,6 +12,7 @@ from kvkeeper.kernels.attention.paged_attention_decode import DecodePlan, paged_
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill, plan_prefill
 from kvkeeper.kernels.attention.paged_rows import GatherPlan
 from kvkeeper.kernels.attention.retention import Retention
+from kvkeeper.kernels.cpu.attention import DirectPrefill
 from kvkeeper.kernels.scratch import Scratch
 from kvkeeper.kernels.store_kv import StorePlan, plan_store, store_kv
 
@@ -40,7 +41,7 @@ class PrefillRows:
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
-    plans: Mapping[int | None, GatherPlan]
+    plans: Mapping[int | None, GatherPlan | DirectPrefill]
     retention: Retention | None
 
 

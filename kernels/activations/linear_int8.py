@@ -2,10 +2,8 @@
 
 Weights are quantised once, symmetrically, with a scale for each output (LLM.int8(), arXiv 2208.07339, without its outliers).
 Activations are quantised in every call, with a scale for each row, so that a row's result does not depend on the rows beside
-it. The product is FBGEMM's, through torch; its sums are exact, and what comes out is float32.
-
-One row alone would spend more time in the three calls around that product than in it, so a compiled kernel does it all in one.
-It rounds in the order in which FBGEMM does, so its results are the same to the last bit.
+it. The sums are exact, and what comes out is float32. The compiled kernels multiply where they are on, else FBGEMM does, through
+torch. Both round in the same order, so that their results are the same to the last bit.
 """
 
 import warnings
@@ -16,7 +14,7 @@ import torch
 
 from ..checks import require
 from ..cpu import compiled
-from ..cpu.rows import Int8Rows, Levels, multiply_row_int8, scale_rows, unscale_rows
+from ..cpu.products import Int8Blocks, Levels, multiply_int8, pack_int8
 from ..errors import UnsupportedDeviceError
 from ..types import LinearWeight
 
@@ -25,7 +23,7 @@ _OP = "linear_int8"
 # factors gives the least error. Newer CPUs could do with more, but a model then would not be the same on all of them.
 _LEVELS, _ZERO_POINT, _WEIGHT_LEVELS = 90, 91, 90
 _LEAST_SCALE: Final = 1e-30  # of a row of zeros
-_OF_ROW: Final = Levels(_LEVELS, _ZERO_POINT, _LEAST_SCALE)
+_LEVELS_OF_ROW: Final = Levels(_LEVELS, _ZERO_POINT, _LEAST_SCALE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +31,14 @@ class Int8Weight:
     """A quantised weight.
 
     Attributes:
-        packed: [out_features, in_features] as FBGEMM has it, opaque.
+        packed: [out_features, in_features] as the compiled kernels have it, or as FBGEMM does, which is opaque.
         bias: float32 [out_features] or None.
-        rows: the same integers for the compiled kernel, or None where it was off; FBGEMM's are in an order of its own.
     """
 
-    packed: Any
+    packed: Int8Blocks | Any
     bias: torch.Tensor | None
     in_features: int
     out_features: int
-    rows: Int8Rows | None = None
 
 
 def quantise_linear(weight: LinearWeight) -> Int8Weight:
@@ -63,10 +59,11 @@ def quantise_linear(weight: LinearWeight) -> Int8Weight:
             warnings.simplefilter("ignore")
             zeros = torch.zeros(len(data), dtype=torch.long)
             integers = torch.quantize_per_channel(data.contiguous(), scales.double(), zeros, 0, torch.qint8)
-        rows = Int8Rows(integers.int_repr(), scales * (1 / _LEVELS)) if compiled.serves(data) else None
-        packed = torch.ops.quantized.linear_prepack(integers, None)
-        made = Int8Weight(packed, weight.bias, data.shape[1], data.shape[0], rows)
-        linear_int8(data.new_zeros(2, data.shape[1]), made)  # two rows, so by FBGEMM: refuses here if it refuses at all
+        is_compiled = compiled.serves(data)
+        factors = scales * (1 / _LEVELS)
+        packed = pack_int8(integers.int_repr(), factors) if is_compiled else torch.ops.quantized.linear_prepack(integers, None)
+        made = Int8Weight(packed, weight.bias, data.shape[1], data.shape[0])
+        linear_int8(data.new_zeros(1, data.shape[1]), made)  # refuses here if it refuses at all
     except (AttributeError, RuntimeError):
         raise UnsupportedDeviceError(_OP, "cpu, of this kind") from None
     return made
@@ -82,14 +79,11 @@ def linear_int8(x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
     """
     fits = x.shape[-1] == weight.in_features and x.dtype is torch.float32
     require(fits, _OP, "x", "{} {} does not fit {} inputs", x.dtype, x.shape, weight.in_features)
-    if weight.rows is not None and x.numel() == weight.in_features and compiled.serves(x) and x.is_contiguous():
-        return multiply_row_int8(x, weight.rows, weight.bias, _OF_ROW)
+    if isinstance(weight.packed, Int8Blocks):
+        return multiply_int8(x.contiguous(), weight.packed, weight.bias, _LEVELS_OF_ROW)
     rows = x.reshape(-1, weight.in_features).contiguous()
     if not len(rows):
         return x.new_empty((*x.shape[:-1], weight.out_features))
-    if compiled.serves(rows):
-        scaled, scales = scale_rows(rows, _LEAST_SCALE)
-        return unscale_rows(_multiply(scaled, weight), scales, weight.bias).view(*x.shape[:-1], -1)
     scales = rows.abs().amax(1, keepdim=True).clamp_(min=_LEAST_SCALE)
     product = _multiply(rows / scales, weight).mul_(scales)
     if weight.bias is not None:

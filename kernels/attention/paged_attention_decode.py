@@ -1,6 +1,6 @@
 """paged_attention_decode: one query per sequence over its block table, with grouped-query heads.
 
-On a CPU the compiled kernel reads float32 in place. Where it does not serve, keys and values are gathered, as for a prefill of
+On a CPU the compiled kernel reads keys and values in place. Where it does not serve, keys and values are gathered, as for a prefill of
 one query each (gathered.py).
 """
 
@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from ..checks import on_cuda, require, require_index, require_kv_layer, require_sink_logits
-from ..cpu import compiled
-from ..cpu.attention import DirectDecode, direct_decode
+from ..cpu.attention import DirectDecode, can_attend, direct_decode
 from ..scratch import Scratch
 from ..types import Int64Array
 from .gathered import attend_gathered, plan_sequences
@@ -65,7 +64,7 @@ def plan_decode(
     tables, lens = block_tables.numpy().astype(np.int64), seq_lens.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)
     kept, scratch = find_kept(_OP, retention, lens), scratch or Scratch()
-    if dtype is torch.float32 and compiled.serves(kv_layer):
+    if dtype is kv_layer.dtype and can_attend(kv_layer):
         return DecodePlan(scratch, _plan_direct(block_tables, seq_lens, lens, window, kept))
     sequences = plan_sequences(lens, np.arange(len(lens) + 1), dtype, window, kept)
     return DecodePlan(scratch, plan_gather(sequences, tables, kv_layer, scratch))

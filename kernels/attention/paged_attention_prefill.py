@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from ..checks import on_cuda, require, require_index, require_kv_layer, require_sink_logits
+from ..cpu.attention import DirectPrefill, can_attend, direct_prefill
 from ..scratch import Scratch
 from .gathered import attend_gathered, plan_sequences, require_starts
 from .paged_rows import GatherPlan, plan_gather, require_tables
@@ -21,8 +22,12 @@ def plan_prefill(
     window: int | None,
     scratch: Scratch | None = None,
     retention: Retention | None = None,
-) -> GatherPlan:
-    """Plan gathers and masks for block_tables [S, max_blocks], seq_lens [S], query_start_loc [S + 1]; nothing on CUDA."""
+) -> GatherPlan | DirectPrefill:
+    """Plan block_tables [S, max_blocks], seq_lens [S], query_start_loc [S + 1]; nothing on CUDA.
+
+    On a CPU the compiled kernel reads keys and values in place; where it does not serve, and where a sequence has sink and
+    window, gathers and masks are planned.
+    """
     require_index(_OP, "block_tables", block_tables, 2)
     require_index(_OP, "seq_lens", seq_lens, 1)
     require_index(_OP, "query_start_loc", query_start_loc, 1)
@@ -33,6 +38,12 @@ def plan_prefill(
     locs = query_start_loc.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)
     require_starts(_OP, locs, lens)
+    is_latent = kv_layer.stride(1) == 0  # of latent_attention, which makes keys and values of what is gathered
+    if retention is None and not is_latent and dtype is kv_layer.dtype and can_attend(kv_layer):
+        starts, num_queries = np.maximum(lens - (window or lens), 0), int(locs[-1])
+        num_keys = int(((lens - starts) * np.diff(locs)).sum())
+        of_rows = block_tables.int().contiguous(), seq_lens.int().contiguous(), query_start_loc.int().contiguous()
+        return DirectPrefill(*of_rows, window, num_keys, num_queries)
     sequences = plan_sequences(lens, locs, dtype, window, find_kept(_OP, retention, lens))
     return plan_gather(sequences, tables, kv_layer, scratch or Scratch())
 
@@ -50,7 +61,7 @@ def paged_attention_prefill(
     retention: Retention | None = None,
     q_sink: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
-    plan: GatherPlan | None = None,
+    plan: GatherPlan | DirectPrefill | None = None,
 ) -> torch.Tensor:
     """Attend every sequence's queries, the last of its tokens, causally to its cached keys and values.
 
@@ -92,6 +103,10 @@ def paged_attention_prefill(
         require(block_tables.stride(1) == 1, _OP, "block_tables", "must be contiguous in their last dimension")
         options = Options(scale, window, soft_cap, retention, q_sink, sink_logits)
         return gpu.paged_attention_prefill(q, kv_layer, block_tables, seq_lens, query_start_loc, options)
+    if isinstance(plan, DirectPrefill):
+        require(plan.num_queries <= q.shape[0], _OP, "query_start_loc", "names {} queries of {}", plan.num_queries, q.shape[0])
+        return direct_prefill(q, kv_layer, plan, scale=scale, soft_cap=soft_cap, sink_logits=sink_logits)
+    assert isinstance(plan, GatherPlan), "planned on a CPU"
     covered = plan.sequences[-1].last if plan.sequences else 0
     require(covered <= q.shape[0], _OP, "query_start_loc", "names {} queries of {}", covered, q.shape[0])
     return attend_gathered(

@@ -1,12 +1,20 @@
-"""paged_attention_decode, compiled: keys and values are read where they are, block by block."""
+"""Paged attention, compiled: keys and values are read where they are, block by block."""
 
 from dataclasses import dataclass
 
 import torch
 
+from . import compiled
 from .launch import Launcher
 
-_attend = Launcher("attend_decode", "q" * 17 + "ddqq")
+_decode = Launcher("attend_decode", "q" * 17 + "ddqq")
+_prefill = Launcher("attend_prefill", "q" * 17 + "dd")
+_ALL_KEYS = 1 << 62
+
+
+def can_attend(kv_layer: torch.Tensor) -> bool:
+    """Whether the kernels read the K and V of this layer: heads take whole steps of four bytes (tiles.py)."""
+    return compiled.serves(kv_layer) and kv_layer.shape[-1] * kv_layer.itemsize % 4 == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +46,14 @@ def direct_decode(
     q_sink: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend q [S, num_heads, head_dim], float32, as paged_attention_decode does. A sequence that sees nothing gets zeros."""
+    """Attend q [S, num_heads, head_dim] as paged_attention_decode does. A sequence that sees nothing gets zeros."""
     num_seqs, num_heads, size = q.shape
     _, _, block_size, num_kv_heads, _ = kv_layer.shape
     q = _with_whole_rows(q)
     q_sink = q if q_sink is None else _with_whole_rows(q_sink)
-    out = torch.empty(q.shape)
-    _attend(
+    out = torch.empty(q.shape, dtype=q.dtype)
+    _decode(
+        q.dtype,
         plan.num_keys * num_heads * size,
         q.data_ptr(),
         q.stride(0),
@@ -67,6 +76,67 @@ def direct_decode(
         float(soft_cap or 0),
         out.data_ptr(),
         0 if sink_logits is None else sink_logits.data_ptr(),
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class DirectPrefill:
+    """What the kernel reads, proved to stay in the arena; each sequence has as many tokens as queries at least.
+
+    Attributes:
+        block_tables: int32 [S, max_blocks].
+        seq_lens, query_start_loc: int32 [S] and [S + 1], contiguous.
+        window: keys that a query sees; None: all before it.
+        num_keys: that all queries see together, about.
+        num_queries: of all sequences.
+    """
+
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    window: int | None
+    num_keys: int
+    num_queries: int
+
+
+def direct_prefill(
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    plan: DirectPrefill,
+    *,
+    scale: float,
+    soft_cap: float | None,
+    sink_logits: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend q [T, num_heads, head_dim] as paged_attention_prefill does."""
+    num_tokens, num_heads, size = q.shape
+    _, _, block_size, num_kv_heads, _ = kv_layer.shape
+    q = _with_whole_rows(q)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    out[plan.num_queries :].zero_()
+    _prefill(
+        q.dtype,
+        plan.num_keys * num_heads * size,
+        q.data_ptr(),
+        q.stride(0),
+        kv_layer.data_ptr(),
+        kv_layer.stride(0),
+        kv_layer.stride(1),
+        plan.block_tables.data_ptr(),
+        plan.block_tables.stride(0),
+        plan.seq_lens.data_ptr(),
+        plan.query_start_loc.data_ptr(),
+        len(plan.seq_lens),
+        num_heads,
+        num_kv_heads,
+        size,
+        block_size,
+        plan.window or _ALL_KEYS,
+        out.data_ptr(),
+        0 if sink_logits is None else sink_logits.data_ptr(),
+        float(scale),
+        float(soft_cap or 0),
     )
     return out
 

@@ -49,6 +49,16 @@ def kernel(function: Callable[[Any], None]) -> Any:
     return _compile(function, fastmath=_FLAGS)
 
 
+def kernel_of(module_name: str) -> Callable[[Callable[[Any], None]], Any]:
+    """The same for a file that is loaded once for each kind of number: the file on disk has the end of the module's name too."""
+
+    def compile_named(function: Callable[[Any], None]) -> Any:
+        function.__qualname__ += module_name.rpartition("_kernels")[2]
+        return kernel(function)
+
+    return compile_named
+
+
 def exact_kernel(function: Callable[[Any], None]) -> Any:
     """The same with the arithmetic of numpy, for what has to be equal bit by bit."""
     return _compile(function)
@@ -59,7 +69,7 @@ def _compile(function: Callable[[Any], None], **options: Any) -> Any:
     return cfunc(_SIGNATURE, cache=ARE_KEPT, error_model="numpy", boundscheck=False, **options)(function)
 
 
-helper = njit(fastmath=_FLAGS, error_model="numpy", boundscheck=False)
+helper = njit(fastmath=_FLAGS, error_model="numpy", boundscheck=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @intrinsic
@@ -74,7 +84,7 @@ def pointer_at(typing_context, address, like):
 
 
 @intrinsic
-def _ask(typing_context, address):
+def ask(typing_context, address):
     """Call the C function int f(void) at an address."""
 
     def generate(context, builder, signature, arguments):
@@ -133,8 +143,13 @@ def find_share(args, num_items):
     """The items of this thread, half-open."""
     if args[0] == 0:
         return 0, num_items
-    idx, count = _ask(args[0]), _ask(args[1])
+    idx, count = ask(args[0]), ask(args[1])
     return num_items * idx // count, num_items * (idx + 1) // count
+
+
+@helper
+def count_threads(args):
+    return 1 if args[0] == 0 else ask(args[1])
 
 
 @helper

@@ -5,7 +5,7 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from .kernel_parts import float_of_bits, helper, pointer_at
+from .kernel_parts import float_of_bits, floats_at, helper, pointer_at
 
 
 @intrinsic
@@ -85,3 +85,20 @@ def e4m3_of_float(number):
         return np.uint8(sign | ((np.uint32(bits_of_float(shifted)) - np.uint32(141 << 23)) & np.uint32(0x7F)))
     bits = bits + np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1)) - np.uint32(120 << 23)
     return np.uint8(sign | (bits >> np.uint32(20)))
+
+
+@helper
+def _same(number):
+    return number
+
+
+_FLOAT32 = 4, floats_at, _same, _same
+_BFLOAT16 = 2, uint16s_at, float_of_brain, brain_of_float
+
+
+def element_of_file(module_name):
+    """The kind of number that a file of kernels is loaded for, see compiled.load_kernels.
+
+    Bytes of an element, its row at an address, its number as a float32, and the element of such a number.
+    """
+    return _BFLOAT16 if module_name.endswith("bfloat16") else _FLOAT32

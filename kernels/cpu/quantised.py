@@ -1,15 +1,12 @@
 """Store, decode and read of K and V in few bits, compiled: launches the kernels of the layer's format."""
 
-import sys
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
+from .compiled import load_kernels
 from .launch import Launcher
 
 if TYPE_CHECKING:
@@ -17,24 +14,9 @@ if TYPE_CHECKING:
     from ..quantised.layout import QuantisedLayer
 
 
-_FOLDER = Path(__file__).parent
-
-
-@cache
 def of_format(kv_format: "KvFormat") -> ModuleType:
     """Compile the format's kernels, or take them from disk. Raises ImportError where numba is not installed."""
-    name = f"{__package__}.quantised_kernels_{kv_format.name}"
-    spec = spec_from_file_location(name, _FOLDER / "quantised_kernels.py")
-    assert spec is not None, "of a Python file"
-    assert spec.loader is not None, "of a Python file"
-    module = module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    return load_kernels("quantised_kernels", kv_format.name)
 
 
 _ALL_KEYS = 1 << 62
@@ -45,7 +27,12 @@ _launchers: dict[tuple[str, int], Launcher] = {}
 def _launcher(name: str, layer: "QuantisedLayer") -> Launcher:
     kv_format = layer.layout.kv_format
     if (name, kv_format.code) not in _launchers:
-        _launchers[name, kv_format.code] = Launcher(name, _LAYOUTS[name], lambda: getattr(of_format(kv_format), name).address)
+
+        def find(own: str, _: torch.dtype) -> int:
+            address: int = getattr(of_format(kv_format), own).address
+            return address
+
+        _launchers[name, kv_format.code] = Launcher(name, _LAYOUTS[name], find)
     return _launchers[name, kv_format.code]
 
 
@@ -99,6 +86,7 @@ def _store(
 ) -> None:
     layout = layer.layout
     _launcher("store", layer)(
+        qk.dtype,
         8 * qk.numel(),
         qk.data_ptr(),
         qk.stride(0),
@@ -149,6 +137,7 @@ def decode(
     """Attend q [S, num_heads, head_dim], float32, as quantised_decode does."""
     layout, out, tails = layer.layout, torch.empty(q.shape), tables.tail_tables
     _launcher("attend_decode", layer)(
+        q.dtype,
         tables.num_keys * q.shape[1] * q.shape[2],
         q.data_ptr(),
         q.stride(0),
@@ -181,6 +170,7 @@ def read(
     layout = layer.layout
     out = torch.empty((2, count, layout.num_kv_heads, layout.head_dim))
     _launcher("read", layer)(
+        out.dtype,
         out.numel(),
         *_stored(layer),
         layout.kv_format.row_bytes(layout.head_dim),

@@ -2,7 +2,7 @@
 
 Follows the rules in kernel_parts.py: what a kernel is given, how threads share its items, and that numbers that are not finite
 stay so.
-of_format loads this file once for each format, as a module whose name ends in the format's, so that a loop has the decoding
+load_kernels loads this file once for each format, as a module whose name ends in the format's, so that a loop has the decoding
 of its elements inside and nothing of other formats; under its own name it is of int8. Kernels have no closures: numba never
 finds one on disk whose closure has a helper in it, and would compile it in every process.
 """
@@ -13,18 +13,19 @@ import numpy as np
 from numba import carray
 
 from ..quantised.formats import BF16, FORMATS, FP8, FP16, INT4, INT8
-from .attention_kernels import (
+from .attention_tiles import (
+    SEE_ALL,
     TILE,
-    begin_rows,
-    count_keys,
-    end_rows,
-    find_own_heads,
-    score_run,
-    share_of_keys,
-    weigh_run,
-    weigh_scores,
+    attend_tile,
+    begin_queries,
+    begin_with,
+    cut_memory,
+    end_query,
+    find_memory,
+    pad,
+    turn_query,
 )
-from .kernel_parts import find_share, floats_at, greatest_magnitude, helper, int8s_at, int32s_at, int64s_at, kernel, prefetch
+from .kernel_parts import find_share, floats_at, greatest_magnitude, helper, int8s_at, int32s_at, int64s_at, kernel_of
 from .number_formats import (
     bits_of_float,
     brain_of_float,
@@ -37,17 +38,15 @@ from .number_formats import (
     uint8s_at,
     uint16s_at,
 )
+from .tiles import FLOAT32, make_multiply
 
 _CODE: Final = FORMATS.get(__name__.rpartition("_")[2], INT8).code
 _FP16, _BF16, _FP8, _INT8, _INT4 = FP16.code, BF16.code, FP8.code, INT8.code, INT4.code
 _LEAST: Final = np.float32(1e-30)
-_PAIR: Final = 8  # tokens whose rows are read ahead of their use
 
 
-def _kernel_of_format(function):
-    """A kernel whose file on disk has the end of this module's name in its own."""
-    function.__qualname__ += __name__.rpartition("quantised_kernels")[2]
-    return kernel(function)
+_kernel_of_format = kernel_of(__name__)
+_multiply_keys = make_multiply(FLOAT32)
 
 
 @helper
@@ -196,191 +195,86 @@ def store(data):
 
 
 @helper
-def _block_scores(scores, place, q_at, at, scales_at, offset, count, size, row_bytes, head, num_kv_heads, group):
-    """scores [members, TILE] from `place` on, of `count` slots of a block from `offset` on, for one KV head's queries."""
-    half, step = size // 2, num_kv_heads * row_bytes
-    at += (offset * num_kv_heads + head) * row_bytes
-    entry, done = offset * num_kv_heads + head, np.int64(0)
-    while done < count:
-        is_four = done + 4 <= count
-        k0 = _row_of(at, size)
-        k1, k2, k3 = k0, k0, k0
-        if is_four:
-            k1, k2, k3 = _row_of(at + step, size), _row_of(at + 2 * step, size), _row_of(at + 3 * step, size)
-        for member in range(group):
-            q = floats_at(q_at + member * size * 4, size)
-            s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-            if _CODE == _INT4:
-                for i in range(half):
-                    a, b = q[i], q[half + i]
-                    s0 += a * np.float32((k0[i] & 15) - 8) + b * np.float32((k0[i] >> 4) - 8)
-                    s1 += a * np.float32((k1[i] & 15) - 8) + b * np.float32((k1[i] >> 4) - 8)
-                    s2 += a * np.float32((k2[i] & 15) - 8) + b * np.float32((k2[i] >> 4) - 8)
-                    s3 += a * np.float32((k3[i] & 15) - 8) + b * np.float32((k3[i] >> 4) - 8)
-            else:
-                for i in range(size):
-                    s0 += q[i] * _number_of(k0[i])
-                    s1 += q[i] * _number_of(k1[i])
-                    s2 += q[i] * _number_of(k2[i])
-                    s3 += q[i] * _number_of(k3[i])
-            to = member * TILE + place + done
-            scores[to] = s0 * _scale_of_slot(scales_at, entry)
-            if is_four:
-                scores[to + 1] = s1 * _scale_of_slot(scales_at, entry + num_kv_heads)
-                scores[to + 2] = s2 * _scale_of_slot(scales_at, entry + 2 * num_kv_heads)
-                scores[to + 3] = s3 * _scale_of_slot(scales_at, entry + 3 * num_kv_heads)
-        taken = 4 if is_four else 1
-        done += taken
-        at += taken * step
-        entry += taken * num_kv_heads
+def _read_head(out_at, block_at, elements_bytes, entry, size, row_bytes):
+    """Write a stored head, the `entry`th of a side of a block, as float32 [size]."""
+    row, out = _row_of(block_at + entry * row_bytes, size), floats_at(out_at, size)
+    factor = _scale_of_slot(block_at + elements_bytes, entry)
+    if _CODE == _INT4:
+        half = size // 2
+        for i in range(half):
+            out[i] = np.float32((row[i] & 15) - 8) * factor
+            out[half + i] = np.float32((row[i] >> 4) - 8) * factor
+    else:
+        for i in range(size):
+            out[i] = _number_of(row[i]) * factor
 
 
 @helper
-def _block_weigh(scores, place, out_at, at, scales_at, offset, count, size, row_bytes, head, num_kv_heads, group):
-    """Add to out [members, size] the values of these slots times their scores."""
-    half, step = size // 2, num_kv_heads * row_bytes
-    at += (offset * num_kv_heads + head) * row_bytes
-    entry, done = offset * num_kv_heads + head, np.int64(0)
-    while done < count:
-        is_four = done + 4 <= count
-        v0 = _row_of(at, size)
-        v1, v2, v3 = v0, v0, v0
-        c0, c1, c2, c3 = _scale_of_slot(scales_at, entry), np.float32(0), np.float32(0), np.float32(0)
-        if is_four:
-            v1, v2, v3 = _row_of(at + step, size), _row_of(at + 2 * step, size), _row_of(at + 3 * step, size)
-            c1 = _scale_of_slot(scales_at, entry + num_kv_heads)
-            c2 = _scale_of_slot(scales_at, entry + 2 * num_kv_heads)
-            c3 = _scale_of_slot(scales_at, entry + 3 * num_kv_heads)
-        for member in range(group):
-            out = floats_at(out_at + member * size * 4, size)
-            of = member * TILE + place + done
-            w0, w1, w2, w3 = scores[of] * c0, np.float32(0), np.float32(0), np.float32(0)
-            if is_four:
-                w1, w2, w3 = scores[of + 1] * c1, scores[of + 2] * c2, scores[of + 3] * c3
-            if _CODE == _INT4:
-                low, high = floats_at(out_at + member * size * 4, half), floats_at(out_at + (member * size + half) * 4, half)
-                for i in range(half):
-                    a, b, c, d = v0[i], v1[i], v2[i], v3[i]
-                    low[i] += (
-                        w0 * np.float32((a & 15) - 8)
-                        + w1 * np.float32((b & 15) - 8)
-                        + w2 * np.float32((c & 15) - 8)
-                        + w3 * np.float32((d & 15) - 8)
-                    )
-                    high[i] += (
-                        w0 * np.float32((a >> 4) - 8)
-                        + w1 * np.float32((b >> 4) - 8)
-                        + w2 * np.float32((c >> 4) - 8)
-                        + w3 * np.float32((d >> 4) - 8)
-                    )
-            else:
-                for i in range(size):
-                    out[i] += w0 * _number_of(v0[i]) + w1 * _number_of(v1[i]) + w2 * _number_of(v2[i]) + w3 * _number_of(v3[i])
-        taken = 4 if is_four else 1
-        done += taken
-        at += taken * step
-        entry += taken * num_kv_heads
+def _copy_head(out_at, at, size):
+    out, head = floats_at(out_at, size), floats_at(at, size)
+    for i in range(size):
+        out[i] = head[i]
 
 
 @_kernel_of_format
 def attend_decode(data):
-    """out [S, N, D]: one query each over the last `window` keys, block by block from the tail or from stored blocks."""
+    """out [S, N, D]: one query each over the last `window` keys, tile by tile from the tail or from stored blocks."""
     args, numbers = carray(data, (26,), np.int64), carray(data, (26,), np.float64)
-    q_at, q_stride, layer_at, block_stride, side_bytes, elements_bytes, row_bytes = (
-        args[2],
-        args[3],
-        args[4],
-        args[5],
-        args[6],
-        args[7],
-        args[8],
-    )
-    tail_at, tail_stride, tables_at, tail_tables_at = args[9], args[10], args[11], args[12]
+    q_at, q_stride, layer_at, block_stride, side_bytes, elements_bytes = args[2], args[3], args[4], args[5], args[6], args[7]
+    row_bytes, tail_at, tail_stride, tables_at, tail_tables_at = args[8], args[9], args[10], args[11], args[12]
     table_stride, tail_table_stride, lens_at, window = args[13], args[14], args[15], args[16]
     num_seqs, num_heads, num_kv_heads, size, block_size = args[17], args[18], args[19], args[20], args[21]
     scale, cap, out_at, logits_at = np.float32(numbers[22]), np.float32(numbers[23]), args[24], args[25]
-    group, slot = num_heads // num_kv_heads, num_kv_heads * size
-    lens = int32s_at(lens_at, num_seqs)
-    share_first, share_last = share_of_keys(args, count_keys(lens, window) * num_kv_heads)
-    scores = np.empty(num_heads * TILE, np.float32)
-    highest, totals = np.empty(num_heads, np.float32), np.empty(num_heads, np.float32)
-    begin = np.int64(0)
+    group, slot, queries, elements = num_heads // num_kv_heads, num_kv_heads * size, pad(num_heads // num_kv_heads), pad(size)
+    lens, num_keys, begin = int32s_at(lens_at, num_seqs), np.int64(0), np.int64(0)
+    for seq in range(num_seqs):
+        num_keys += min(np.int64(lens[seq]), window)
+    share_first, share_last = find_share(args, num_keys * num_kv_heads)
+    share_last += share_last == num_keys * num_kv_heads  # the sequences without keys at the end
+    space = np.zeros(find_memory(group, size) + TILE * elements, np.float32)
+    memory, keys_at = cut_memory(space.ctypes.data, group, size), space.ctypes.data + find_memory(group, size) * 4
     for seq in range(num_seqs):
         length = np.int64(lens[seq])
-        start = max(np.int64(0), length - window)
-        first_head, heads = find_own_heads(begin, length - start, num_kv_heads, share_first, share_last)
-        begin += (length - start) * num_kv_heads
-        if heads == 0:
-            continue
-        first_row = seq * num_heads + first_head * group
-        query_at, row_at = q_at + (seq * q_stride + first_head * group * size) * 4, out_at + first_row * size * 4
-        count = (length + block_size - 1) // block_size
+        start, count = max(np.int64(0), length - window), (length + block_size - 1) // block_size
         table = int32s_at(tables_at + seq * table_stride * 4, count)
         pages = int32s_at(tail_tables_at + seq * tail_table_stride * 4, count)
-        own_logits_at = logits_at + first_head * group * 4 if logits_at != 0 else logits_at
-        begin_rows(highest, totals, own_logits_at, row_at, heads * group, size)
-        for first in range(start, length, TILE):
-            last = min(first + TILE, length)
-            for side in range(2):
-                position = first
-                while position < last:
+        for head in range(num_kv_heads):
+            is_own = share_first <= begin < share_last
+            begin += length - start
+            if not is_own:
+                continue
+            begin_queries(memory, group, size)
+            for query in range(group):
+                turn_query(memory, group, query, q_at + (seq * q_stride + (head * group + query) * size) * 4, size)
+            if logits_at != 0:
+                begin_with(memory, group, 0, group, logits_at + head * group * 4)
+            for first in range(start, length, TILE):
+                last = min(first + TILE, length)
+                for position in range(first, last):
                     index, offset = position // block_size, position % block_size
-                    run = min(block_size - offset, last - position)
                     page = np.int64(0)
                     if tail_tables_at != 0:
                         page = np.int64(pages[index])
-                    if page != 0:
-                        at = tail_at + (page * tail_stride + (side * block_size + offset) * slot + first_head * size) * 4
-                        if side == 0:
-                            score_run(scores, position - first, query_at, at, np.int64(0), run, slot, size, heads, group)
+                    for side in range(2):
+                        to = (keys_at if side == 0 else memory[1]) + (position - first) * elements * 4
+                        if page != 0:
+                            at = page * tail_stride + (side * block_size + offset) * slot + head * size
+                            _copy_head(to, tail_at + at * 4, size)
                         else:
-                            weigh_run(scores, position - first, row_at, at, np.int64(0), run, slot, size, heads, group)
-                    else:
-                        block = np.int64(table[index])
-                        at = layer_at + block * block_stride + side * side_bytes
-                        following = np.int64(table[min(index + 1, count - 1)])
-                        ahead = layer_at + following * block_stride + side * side_bytes
-                        for line in range(0, run * num_kv_heads * row_bytes, 64):
-                            prefetch(ahead + line)
-                        for head in range(heads):
-                            to = head * group * TILE + position - first
-                            own = head * group * size * 4
-                            if side == 0:
-                                _block_scores(
-                                    scores,
-                                    to,
-                                    query_at + own,
-                                    at,
-                                    at + elements_bytes,
-                                    offset,
-                                    run,
-                                    size,
-                                    row_bytes,
-                                    first_head + head,
-                                    num_kv_heads,
-                                    group,
-                                )
-                            else:
-                                _block_weigh(
-                                    scores,
-                                    to,
-                                    row_at + own,
-                                    at,
-                                    at + elements_bytes,
-                                    offset,
-                                    run,
-                                    size,
-                                    row_bytes,
-                                    first_head + head,
-                                    num_kv_heads,
-                                    group,
-                                )
-                    position += run
-                if side == 0:
-                    have_seen = first > start or logits_at != 0
-                    weigh_scores(scores, last - first, highest, totals, row_at, heads * group, size, scale, cap, have_seen)
-        if length > start:
-            end_rows(totals, row_at, heads * group, size)
+                            block_at = layer_at + np.int64(table[index]) * block_stride + side * side_bytes
+                            _read_head(to, block_at, elements_bytes, offset * num_kv_heads + head, size, row_bytes)
+                keys = last - first
+                _multiply_keys(memory[0], queries * 4, keys_at, elements * 4, 4, memory[3], queries * 4, size, keys, queries, 0)
+                attend_tile(memory, group, size, first, keys, scale, cap, SEE_ALL)
+            for query in range(group):
+                out = floats_at(out_at + (seq * num_heads + head * group + query) * size * 4, size)
+                if length > start:
+                    found = end_query(memory, group, query, size)
+                    for i in range(size):
+                        out[i] = found[i]
+                else:
+                    for i in range(size):
+                        out[i] = np.float32(0)
 
 
 @_kernel_of_format
@@ -390,7 +284,7 @@ def read(data):
     layer_at, block_stride, side_bytes, elements_bytes, row_bytes = args[2], args[3], args[4], args[5], args[6]
     tail_at, tail_stride, table_at, tail_table_at = args[7], args[8], args[9], args[10]
     start, count, num_kv_heads, size, block_size, out_at = args[11], args[12], args[13], args[14], args[15], args[16]
-    half, slot = size // 2, num_kv_heads * size
+    slot = num_kv_heads * size
     table = int32s_at(table_at, (start + count + block_size - 1) // block_size)
     pages = int32s_at(tail_table_at, (start + count + block_size - 1) // block_size)
     first, last = find_share(args, count)
@@ -407,15 +301,7 @@ def read(data):
                 for i in range(slot):
                     out[i] = copy[i]
                 continue
-            block = layer_at + np.int64(table[index]) * block_stride + side * side_bytes
+            block_at = layer_at + np.int64(table[index]) * block_stride + side * side_bytes
             for head in range(num_kv_heads):
                 entry = offset * num_kv_heads + head
-                row, factor = _row_of(block + entry * row_bytes, size), _scale_of_slot(block + elements_bytes, entry)
-                out = floats_at(to + head * size * 4, size)
-                if _CODE == _INT4:
-                    for i in range(half):
-                        out[i] = np.float32((row[i] & 15) - 8) * factor
-                        out[half + i] = np.float32((row[i] >> 4) - 8) * factor
-                else:
-                    for i in range(size):
-                        out[i] = _number_of(row[i]) * factor
+                _read_head(to + head * size * 4, block_at, elements_bytes, entry, size, row_bytes)

@@ -111,7 +111,7 @@ def quantised_decode(
         from ..gpu import quantised_decode as gpu
 
         return gpu.quantised_decode(q, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sink_logits=sink_logits)
-    if compiled.serves(q):
+    if compiled.serves_floats(q):
         assert rows.lens is not None, "planned on a CPU"
         num_keys = int((rows.lens if window is None else np.minimum(rows.lens, window)).sum())
         tables = DirectTables(rows.block_tables, rows.tail_tables, rows.seq_lens, num_keys)
@@ -173,7 +173,7 @@ def _read(layer: QuantisedLayer, rows: QuantisedRows, window: int | None) -> Ite
         rows.gathers[window] = plan_sequences(rows.lens, rows.locs, dtype, window)
     for each in rows.gathers[window]:
         table, tails = rows.block_tables[each.seq], None if rows.tail_tables is None else rows.tail_tables[each.seq]
-        if dtype is torch.float32 and compiled.serves(torch.empty(0)):
+        if compiled.serves_floats(torch.empty(0, dtype=dtype)):
             yield each, *fast.read(layer, table, tails, int(each.positions[0]), len(each.positions))
         else:
             yield each, *read_kv(layer, table, tails, torch.from_numpy(each.positions), dtype)

@@ -52,7 +52,7 @@ def store_quantised(k: torch.Tensor, v: torch.Tensor, layer: QuantisedLayer, slo
 
         gpu.store_quantised(k, v, layer, slots)
         return
-    if compiled.serves(k):
+    if compiled.serves_floats(k):
         fast.store(k, v, layer, slots.stored, slots.tail)
         return
     size, kv_format = layer.layout.block_size, layer.layout.kv_format
@@ -90,7 +90,7 @@ def rotary_store_quantised(
     num_kv_heads = v.shape[1]
     if norm is not None:
         qk, _ = rms_norm(qk, *norm)
-    if compiled.serves(qk) and cos.is_contiguous() and sin.is_contiguous() and qk.stride()[1:] == (qk.shape[2], 1):
+    if compiled.serves_floats(qk) and cos.is_contiguous() and sin.is_contiguous() and qk.stride()[1:] == (qk.shape[2], 1):
         require_tables(_OP, qk, cos, sin)
         _require(qk[:, -num_kv_heads:], v, layer, slots)
         return fast.rotary_store(qk, v, cos, sin, layer, slots.stored, slots.tail)

@@ -23,8 +23,8 @@ def test_packed_and_plain_agree_with_the_reference(shape, bias):
         torch.testing.assert_close(linear(x, packed), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_16_bit_weights_stay_plain():
-    weight = LinearWeight(torch.randn(4, 4).bfloat16())
+def test_half_weights_stay_plain():
+    weight = LinearWeight(torch.randn(4, 4).half())
     assert pack_linear(weight) is weight
 
 

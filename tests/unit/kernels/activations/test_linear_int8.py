@@ -6,6 +6,7 @@ import torch
 from kvkeeper.kernels import reference
 from kvkeeper.kernels.activations.linear import linear
 from kvkeeper.kernels.activations.linear_int8 import linear_int8, quantise_linear
+from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.errors import KernelArgumentError, UnsupportedDeviceError
 from kvkeeper.kernels.types import LinearWeight
 
@@ -78,5 +79,6 @@ def test_refusals(monkeypatch):
         with pytest.raises(KernelArgumentError, match="does not fit"):
             linear(x, weight)
     monkeypatch.setattr(torch.backends.quantized, "engine", "qnnpack")  # as on CPUs of other makes
+    compiled.switch(on=False)  # the kernels need no product of torch's
     with pytest.raises(UnsupportedDeviceError):
         quantise_linear(LinearWeight(torch.randn(4, 3)))
