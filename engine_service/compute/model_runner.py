@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from kvkeeper.kernels.copy_blocks import copy_blocks, move_blocks
+from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.gpu.variants import MANY_STORED, group_tokens, prefill_lens
 from kvkeeper.kernels.layout import KvLayout
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
@@ -31,6 +32,7 @@ from ..model.stored_attention import StoredAttention, build_stored_attention
 from ..model.transformers_model import ModelShape, TransformersModel
 from ..values.batch import Batch, IntArray
 from ..values.sampling_params import SampledRows
+from .decode_programs import DecodePrograms
 from .device.device_errors import find_fault, lost_by
 from .device.device_queue import DeviceQueue, make_queue
 from .device.token_counts import Counted, LastTokens, TokenCounts
@@ -162,6 +164,8 @@ class ModelRunner:
         self._num_positions = 0  # that the model has tables for, once it is made ready
         self.counts: TokenCounts | None = None  # of tokens that penalties depend on, once it is made ready
         self.graphed: GraphedDecode | None = None
+        may_record = isinstance(model, Decoder) and compiled.serves(torch.empty(0, dtype=model.dtype, device=kv_view.device))
+        self.programs = DecodePrograms() if may_record else None
 
     @property
     def vocab_size(self) -> int:
@@ -281,8 +285,9 @@ class ModelRunner:
             runs = find_runs(batch, len(self._groups) - 1, self._layout.block_size)
             arrays |= state_arrays(batch, tuple(self._states), runs, self._layout.block_size)
         upload = self._upload.stage(arrays)
+        programs = self.programs if batch.only_decodes else None
         attention = partial(self._attention, scratch=self._scratch, runs=runs, is_written=batch.group_tables is not None)
-        plain = partial(self._plain, upload, int(batch.positions.max()), attention)
+        plain = partial(self._plain, upload, int(batch.positions.max()), attention, programs)
         return Staged(partial(self._on_device, plain), upload.give_back)
 
     @torch.inference_mode()
@@ -295,17 +300,18 @@ class ModelRunner:
         upload: Callable[[], Mapping[str, torch.Tensor]],
         max_position: int,
         attention: Callable[[Mapping[str, torch.Tensor]], StepAttention | StoredAttention],
+        programs: DecodePrograms | None,
     ) -> StepLogits:
-        """Without a graph."""
+        """Without a graph. programs: of a step that only decodes; None: it does more, or there are none."""
         tensors = upload()
         token_ids = tensors["token_ids"]
         if "awaited_rows" in tensors:
             token_ids = self.last_tokens.filled_there(token_ids, tensors["awaited_rows"])
         metadata = attention(tensors)
-        logits = self._model.forward(
-            token_ids, tensors["positions"], max_position, self._kv_view, metadata, tensors["logit_rows"]
-        )
-        return StepLogits(logits)
+        of_step = token_ids, tensors["positions"], max_position, self._kv_view, metadata
+        if programs is not None and isinstance(self._model, Decoder):
+            return StepLogits(self._model.forward(*of_step, None, run_layers=programs.run))
+        return StepLogits(self._model.forward(*of_step, tensors["logit_rows"]))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Run (source, destination) block copies in order; a later one sees what earlier ones wrote."""

@@ -86,6 +86,27 @@ class _Turn(NamedTuple):
     growth: torch.Tensor | None = None
 
 
+class LayersInput(NamedTuple):
+    """What all layers together take of a step.
+
+    Attributes:
+        x: [T, H], the embedded tokens.
+        turns: of each layer.
+        metadata: of the step's attention.
+        logit_rows: int64 [R], the tokens whose logits are wanted; None: all of them, in order.
+    """
+
+    x: torch.Tensor
+    turns: tuple[_Turn, ...]
+    metadata: StepAttention | StoredAttention
+    logit_rows: torch.Tensor | None
+
+
+# Of the wanted tokens [R, H] what the last layer gives, and what it is to be added to.
+LayersOutput = tuple[torch.Tensor, torch.Tensor]
+Layers = Callable[[LayersInput], LayersOutput]
+
+
 class Decoder:
     """A loaded model. Holds weights and rotary tables; no sequence, no K or V."""
 
@@ -132,8 +153,9 @@ class Decoder:
         max_position: int,
         kv_view: torch.Tensor,
         metadata: StepAttention | StoredAttention,
-        logit_rows: torch.Tensor,
+        logit_rows: torch.Tensor | None,
         logits_out: torch.Tensor | None = None,
+        run_layers: Callable[[Layers, LayersInput], LayersOutput] | None = None,
     ) -> torch.Tensor:
         """Compute a step's tokens, writing their K and V into the arena.
 
@@ -142,19 +164,33 @@ class Decoder:
             kv_view: [num_blocks, layers of a block, 2, block_size, num_kv_heads, head_dim], the model's dtype; where K and
                 V are stored in another format the arena of the metadata's layers.
             metadata: of the step.
-            logit_rows: int64 [R], the tokens whose logits are wanted.
+            logit_rows: int64 [R], the tokens whose logits are wanted; None: all of them, in order.
             logits_out: float32 [R, vocab_size], where the logits go; None: memory of their own. Not used where there are none.
+            run_layers: how the layers are computed, see compute/decode_programs.py; None: one kernel after the other.
 
         Returns:
             Logits, float32 [R, vocab_size]; [R, 0] on the ranks that give none. The watch, where there is one, is given the
             number of each layer, its rotated queries [T, N, D], and what its heads attend to [T, N * D].
         """
-        eps = self.config.rms_norm_eps
-        turns = self._turns(positions, metadata.sink_positions, max_position)
-        residual: torch.Tensor | None = None
+        turns = tuple(self._turns(positions, metadata.sink_positions, max_position))
         x = functional.embedding(token_ids, self._embed)
         if self._embed_scale is not None:
             x = x * self._embed_scale
+        layers, given = partial(self._run_layers, kv_view), LayersInput(x, turns, metadata, logit_rows)
+        x, residual = layers(given) if run_layers is None else run_layers(layers, given)
+        if self._lm_head is None:
+            return x.new_empty((len(x), 0), dtype=torch.float32)
+        x, _ = rms_norm(x, self._norm, self.config.rms_norm_eps, residual)
+        logits = linear(x, self._lm_head)
+        if self.config.logit_divisor is not None:
+            logits = logits / self.config.logit_divisor
+        if (cap := self.config.logit_soft_cap) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits.float() if logits_out is None else logits_out.copy_(logits)
+
+    def _run_layers(self, kv_view: torch.Tensor, given: LayersInput) -> LayersOutput:
+        eps, metadata = self.config.rms_norm_eps, given.metadata
+        x, residual = given.x, None
         for index, layer in enumerate(self._layers):
             x, residual = _add_and_norm(x, layer.input_norm, eps, residual)
             if layer.delta is not None and self.config.delta is not None:
@@ -162,21 +198,16 @@ class Decoder:
                 x = delta_layer(x, layer.delta, self.config.delta.shape, eps, *metadata.get_states(index))
             else:
                 of_layer, at = metadata.of_layer(index)
-                x = self._attention(index, x, layer, turns[index], kv_view[:, at], of_layer)
-            if index + 1 == len(self._layers):  # K and V are written: only the wanted rows go on
-                x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
+                x = self._attention(index, x, layer, given.turns[index], kv_view[:, at], of_layer)
+            if (
+                index + 1 == len(self._layers) and given.logit_rows is not None
+            ):  # K and V are written: only the wanted rows go on
+                x, residual = x.index_select(0, given.logit_rows), residual.index_select(0, given.logit_rows)
             x = self._branch(self._add_up(linear(x, layer.o)), layer.attention_out_norm)
             x, residual = _add_and_norm(x, layer.post_norm, eps, residual)
             x = self._branch(self._add_up(apply_mlp(x, layer.mlp, self._gate)), layer.mlp_out_norm)
-        if self._lm_head is None:
-            return x.new_empty((len(x), 0), dtype=torch.float32)
-        x, _ = rms_norm(x, self._norm, eps, residual)
-        logits = linear(x, self._lm_head)
-        if self.config.logit_divisor is not None:
-            logits = logits / self.config.logit_divisor
-        if (cap := self.config.logit_soft_cap) is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits.float() if logits_out is None else logits_out.copy_(logits)
+        assert residual is not None, "a model has layers"
+        return x, residual
 
     @property
     def gives_logits(self) -> bool:

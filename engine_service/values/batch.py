@@ -52,3 +52,11 @@ class Batch:
     group_slots: npt.NDArray[np.int64] | None = None
     awaited_rows: npt.NDArray[np.int64] | None = None
     rows: npt.NDArray[np.int64] | None = None
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether each row has one token, whose logits are wanted, and sees all of its keys."""
+        count = len(self.seq_lens)
+        if self.retention is not None or len(self.token_ids) != count:
+            return False
+        return len(self.logit_rows) == count and np.array_equal(self.logit_rows, np.arange(count))

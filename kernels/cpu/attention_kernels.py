@@ -10,90 +10,101 @@ from typing import Final
 import numpy as np
 from numba import carray
 
-from .attention_tiles import (
-    MOST_QUERIES,
-    SEE_ALL,
-    TILE,
-    attend_tile,
-    begin_queries,
-    begin_with,
-    cut_memory,
-    end_query,
-    find_memory,
-    pad,
-    take_over,
-    turn_query,
-)
-from .kernel_parts import find_share, floats_at, helper, int32s_at, kernel_of
-from .number_formats import element_of_file, uint16s_at
-from .tiles import BFLOAT16, FLOAT32, make_multiply
+from .attention_tiles import MOST_QUERIES, SEE_ALL, TILE, begin_queries, count_own, end_query, take_over, weigh_scores
+from .kernel_parts import find_share, helper, int32s_at, int64s_at, kernel_of, prefetch
+from .key_tiles import make_scores, make_sums
+from .number_formats import element_of_file
+from .tiles import BFLOAT16, FLOAT32, LANES
 
 NUM_BYTES, row_at, number_of, element_of = element_of_file(__name__)
 _LEAST_SHARED: Final = 32  # keys that are worth reading together
-_PER_STEP: Final = 4 // NUM_BYTES
-_multiply_keys = make_multiply(FLOAT32 if NUM_BYTES == 4 else BFLOAT16)
+_PER_WORD: Final = 4 // NUM_BYTES
+_score_keys = make_scores(FLOAT32 if NUM_BYTES == 4 else BFLOAT16)
+_add_values = make_sums(FLOAT32 if NUM_BYTES == 4 else BFLOAT16)
 
 
 @helper
-def _turn_query(memory, num_queries, place, q_at, size):
-    """Write a query into column `place` of the turned ones, in steps of four bytes."""
-    if NUM_BYTES == 4:
-        turn_query(memory, num_queries, place, q_at, size)
-    else:
-        queries, q = pad(num_queries), row_at(q_at, size)
-        turned = uint16s_at(memory[3], queries * size)
-        for i in range(size):
-            turned[(i // 2 * queries + place) * 2 + i % 2] = np.uint16(q[i])
+def count_common(num_queries):
+    """Floats of a thread for scores [queries, TILE], and the addresses of the keys of two tiles."""
+    return (num_queries + 4) * TILE
 
 
 @helper
-def _read_values(values_at, at, count, slot_bytes, size, elements):
-    for key in range(count):
-        v, out = row_at(at + key * slot_bytes, size), floats_at(values_at + key * elements * 4, elements)
-        for i in range(size):
-            out[i] = number_of(v[i])
-        for i in range(size, elements):
-            out[i] = np.float32(0)
+def _list_keys(list_at, keys_at, layout, table, first, last):
+    """Write the addresses of the keys [first, last), a tile at most, of the first head; the last one's again up to the end."""
+    block_bytes, _, slot_bytes, block_size = layout
+    addresses, place = int64s_at(list_at, TILE), first
+    while place < last:
+        offset = place % block_size
+        at = keys_at + np.int64(table[place // block_size]) * block_bytes + offset * slot_bytes
+        end = min(place + block_size - offset, last)
+        for key in range(end - place):
+            addresses[place - first + key] = at + key * slot_bytes
+        place = end
+    for key in range(max(last - first, 1), TILE):
+        addresses[key] = addresses[key - 1]
 
 
 @helper
-def _attend_keys(memory, num_queries, size, keys_at, layout, table, first, last, scale, cap, seen):
-    """Let the queries attend to keys [first, last) of a table.
+def _prefetch(list_at, first, last, offset, head_bytes):
+    """Ask for what lies behind some of the addresses of a list."""
+    addresses = int64s_at(list_at, TILE)
+    for key in range(first, last):
+        for line in range(0, head_bytes, 64):
+            prefetch(addresses[key] + offset + line)
 
-    layout: bytes of a block, from K to V, and of a slot, and tokens of a block. seen: see attend_tile.
+
+@helper
+def _attend_keys(common_at, own_at, num_heads, queries, size, keys_at, layout, table, first, last, scale, cap, seen):
+    """Let the queries of some KV heads attend to keys [first, last) of a table.
+
+    own_at: of the first head's memory; the others' are behind it. queries: of each head how many, the address of a list of
+    theirs, and bytes from one head's to the next one's. keys_at: of the first head's keys in the first block. layout: bytes of
+    a block, from K to V, and of a slot, and tokens of a block. seen: see weigh_scores.
     """
-    block_bytes, side_bytes, slot_bytes, block_size = layout
-    queries, elements, num_steps = pad(num_queries), pad(size), size // _PER_STEP
+    num_queries, queries_at, next_bytes = queries
+    side_bytes, head_bytes, own_bytes = layout[1], size * NUM_BYTES, count_own(num_queries, size) * 4
+    scores_at, query_list = common_at, int64s_at(queries_at, num_queries)
+    list_at, next_at = common_at + num_queries * TILE * 4, common_at + (num_queries + 2) * TILE * 4
+    if first < last:
+        _list_keys(list_at, keys_at, layout, table, first, min(first + TILE, last))
     for begin in range(first, last, TILE):
-        end, place = min(begin + TILE, last), begin
-        while place < end:
-            offset = place % block_size
-            run = min(block_size - offset, end - place)
-            at = keys_at + np.int64(table[place // block_size]) * block_bytes + offset * slot_bytes
-            scores_at, row_bytes = memory[0] + (place - begin) * queries * 4, queries * 4
-            _multiply_keys(scores_at, row_bytes, at, slot_bytes, 4, memory[3], row_bytes, num_steps, run, queries, 0)
-            _read_values(memory[1] + (place - begin) * elements * 4, at + side_bytes, run, slot_bytes, size, elements)
-            place += run
-        attend_tile(memory, num_queries, size, begin, end - begin, scale, cap, seen)
+        end, lists = min(begin + TILE, last), int64s_at(list_at, TILE)
+        count, following = end - begin, min(end + TILE, last)
+        if end < last:
+            _list_keys(next_at, keys_at, layout, table, end, following)
+        for head in range(num_heads):
+            for key in range(0, count, LANES):
+                _prefetch(list_at, key, min(key + LANES, count), side_bytes, head_bytes)
+                for query in range(num_queries):
+                    to = scores_at + (query * TILE + key) * 4
+                    _score_keys(query_list[query] + head * next_bytes, list_at + key * 8, size // _PER_WORD, to)
+            weigh_scores(scores_at, own_at + head * own_bytes, num_queries, size, begin, count, scale, cap, seen)
+            for key in range(0, count, LANES):
+                keys = min(LANES, count - key)
+                if head + 1 < num_heads:
+                    _prefetch(list_at, key, key + keys, head_bytes, head_bytes)
+                elif end < last:
+                    _prefetch(next_at, key, key + keys, -head * head_bytes, head_bytes)
+            for key in range(TILE):
+                lists[key] += side_bytes
+            row_bytes = (own_bytes // 4 // num_queries - 2) * 4
+            _add_values(own_at + head * own_bytes, row_bytes, scores_at, TILE * 4, list_at, count, num_queries, size)
+            for key in range(TILE):
+                lists[key] += head_bytes - side_bytes
+        list_at, next_at = next_at, list_at
 
 
 @helper
-def _end_query(memory, num_queries, query, size, out_at):
-    """Write what a query has attended to."""
-    out, sums = row_at(out_at, size), end_query(memory, num_queries, query, size)
-    for i in range(size):
-        out[i] = element_of(sums[i])
-
-
-@helper
-def _end_queries(memory, num_queries, size, out_at, has_seen):
-    """Write all queries of a sequence; zeros where they have seen no key."""
-    for query in range(num_queries):
-        to = out_at + query * size * NUM_BYTES
+def _end_queries(own_at, num_queries, first, last, size, out_at, has_seen):
+    """Write what queries [first, last) have attended to; zeros where they have seen no key."""
+    for query in range(first, last):
+        out = row_at(out_at + (query - first) * size * NUM_BYTES, size)
         if has_seen:
-            _end_query(memory, num_queries, query, size, to)
+            found = end_query(own_at, num_queries, query, size)
+            for i in range(size):
+                out[i] = element_of(found[i])
         else:
-            out = row_at(to, size)
             for i in range(size):
                 out[i] = element_of(np.float32(0))
 
@@ -108,26 +119,42 @@ def _count_equal(first, second):
 
 
 @helper
-def _find_members(members, is_done, first, last, tables_at, table_bytes, lens, plain, block_size):
-    """Sequences of [first, last) that begin as `first` does, itself in front: how many, and the keys that they share."""
+def _find_members(members, may_share, first, tables_at, table_bytes, lens, block_size):
+    """Sequences that begin as `first` does, itself in front: how many, and the keys that they share."""
     members[0], longest = first, 0
-    if not plain[first]:
+    if not may_share[first]:
         return 1, 0
     own = int32s_at(tables_at + first * table_bytes, np.int64(lens[first]) // block_size)
-    for seq in range(first + 1, last):
-        if plain[seq] and not is_done[seq]:
+    for seq in range(first + 1, len(lens)):
+        if may_share[seq]:
             other = int32s_at(tables_at + seq * table_bytes, np.int64(lens[seq]) // block_size)
             longest = max(longest, _count_equal(own, other))
     if longest * block_size < _LEAST_SHARED:
         return 1, 0
     count, common = 1, longest
-    for seq in range(first + 1, last):
-        if plain[seq] and not is_done[seq] and count < len(members):
+    for seq in range(first + 1, len(lens)):
+        if may_share[seq] and count < len(members):
             equal = _count_equal(own, int32s_at(tables_at + seq * table_bytes, np.int64(lens[seq]) // block_size))
             if 2 * equal >= longest:
                 members[count], common = seq, min(common, equal)
                 count += 1
     return count, common * block_size
+
+
+@helper
+def _find_own_heads(begin, num_keys, num_kv_heads, first, last):
+    """The first KV head of a thread and how many it takes, of a sequence whose heads have num_keys keys each from `begin` on.
+
+    Keys of all sequences and KV heads are in a row; a thread takes the heads whose first key is in its share.
+    """
+    heads, first_head = 0, 0
+    for head in range(num_kv_heads):
+        if first <= begin < last:
+            if heads == 0:
+                first_head = head
+            heads += 1
+        begin += num_keys
+    return first_head, heads
 
 
 @kernel_of(__name__)
@@ -144,58 +171,64 @@ def attend_decode(data):
     group, head_bytes = num_heads // num_kv_heads, size * NUM_BYTES
     layout = args[7] * NUM_BYTES, args[8] * NUM_BYTES, num_kv_heads * head_bytes, block_size
     lens, starts, sinks = int32s_at(args[11], num_seqs), int32s_at(args[12], num_seqs), int32s_at(args[13], num_seqs)
-    begins, plain, num_keys = np.empty(num_seqs, np.int64), np.empty(num_seqs, np.bool_), np.int64(0)
+    begins, num_keys = np.empty(num_seqs + 1, np.int64), np.int64(0)
     for seq in range(num_seqs):
-        begins[seq], plain[seq] = num_keys, starts[seq] == 0 and sinks[seq] == 0
-        num_keys += np.int64(lens[seq]) - starts[seq] + sinks[seq]
-    share_first, share_last = find_share(args, num_keys * num_kv_heads)
-    share_last += share_last == num_keys * num_kv_heads  # the sequences without keys at the end
-    most = max(MOST_QUERIES // group, 1)
-    members, is_done = np.empty(most, np.int64), np.empty(num_seqs, np.bool_)
-    spaces = np.zeros(find_memory(most * group, size) + find_memory(group, size), np.float32)
-    own = cut_memory(spaces.ctypes.data + find_memory(most * group, size) * 4, group, size)
-    for head in range(num_kv_heads):
-        keys_at, head_at = layer_at + head * head_bytes, head * group * head_bytes
-        own_logits_at, first = logits_at + head * group * 4, 0
-        while first < num_seqs and head * num_keys + begins[first] < share_first:
-            first += 1
-        last = first
-        while last < num_seqs and head * num_keys + begins[last] < share_last:
-            is_done[last] = False
-            last += 1
-        for leader in range(first, last):
-            if is_done[leader]:
-                continue
-            count, common = _find_members(members, is_done, leader, last, tables_at, table_bytes, lens, plain, block_size)
-            shared = cut_memory(spaces.ctypes.data, count * group, size)
-            if common > 0:
-                begin_queries(shared, count * group, size)
-                for place in range(count * group):
-                    at = q_at + members[place // group] * q_bytes + head_at + place % group * head_bytes
-                    _turn_query(shared, count * group, place, at, size)
-                    if logits_at != 0:
-                        begin_with(shared, count * group, place, place + 1, own_logits_at + place % group * 4)
-                table = int32s_at(tables_at + leader * table_bytes, common // block_size)
-                _attend_keys(shared, count * group, size, keys_at, layout, table, 0, common, scale, cap, SEE_ALL)
-            for place in range(count):
-                seq = members[place]
-                is_done[seq] = True
-                length, start, sink = np.int64(lens[seq]), np.int64(starts[seq]), np.int64(sinks[seq])
-                table = int32s_at(tables_at + seq * table_bytes, (length + block_size - 1) // block_size)
-                begin_queries(own, group, size)
-                if common > 0:
-                    take_over(own, group, shared, count * group, place * group, size)
-                elif logits_at != 0:
-                    begin_with(own, group, 0, group, own_logits_at)
-                if sink > 0:
-                    for query in range(group):
-                        _turn_query(own, group, query, sink_q_at + seq * sink_q_bytes + head_at + query * head_bytes, size)
-                    _attend_keys(own, group, size, keys_at, layout, table, 0, sink, scale, cap, SEE_ALL)
-                for query in range(group):
-                    _turn_query(own, group, query, q_at + seq * q_bytes + head_at + query * head_bytes, size)
-                _attend_keys(own, group, size, keys_at, layout, table, max(start, common), length, scale, cap, SEE_ALL)
-                to = out_at + seq * num_heads * head_bytes + head_at
-                _end_queries(own, group, size, to, length > start)
+        begins[seq] = num_keys
+        num_keys += (np.int64(lens[seq]) - starts[seq] + sinks[seq]) * num_kv_heads
+    begins[num_seqs] = num_keys
+    share_first, share_last = find_share(args, num_keys)
+    share_last += share_last == num_keys  # the sequences without keys at the end
+    # It is whole sequences that share: a thread's first or last one may have but some heads in its share.
+    may_share = np.empty(num_seqs, np.bool_)
+    for seq in range(num_seqs):
+        is_whole = share_first <= begins[seq] and begins[seq + 1] <= share_last
+        may_share[seq] = is_whole and starts[seq] == 0 and sinks[seq] == 0
+    most, own_bytes = max(MOST_QUERIES // group, 1), count_own(group, size) * 4
+    members, is_done, num_common = np.empty(most, np.int64), np.zeros(num_seqs, np.bool_), count_common(most * group)
+    space = np.empty(num_common + num_kv_heads * (count_own(most * group, size) + count_own(group, size)), np.float32)
+    common_at, queries = space.ctypes.data, np.empty(most * group, np.int64)
+    shared_at = common_at + num_common * 4
+    own_at, queries_at = shared_at + num_kv_heads * count_own(most * group, size) * 4, queries.ctypes.data
+    for leader in range(num_seqs):
+        keys = (begins[leader + 1] - begins[leader]) // num_kv_heads
+        head, heads = _find_own_heads(begins[leader], keys, num_kv_heads, share_first, share_last)
+        if heads == 0 or is_done[leader]:
+            continue
+        count, shared = _find_members(members, may_share, leader, tables_at, table_bytes, lens, block_size)
+        keys_at, first_bytes, own_logits_at = layer_at + head * head_bytes, head * group * head_bytes, np.int64(0)
+        num_queries, of_shared = count * group, count_own(count * group, size) * 4
+        if logits_at != 0:
+            own_logits_at = logits_at + head * group * 4
+        if shared > 0:
+            for own in range(heads):
+                logits_of_head = own_logits_at + own * group * 4 if logits_at != 0 else logits_at
+                begin_queries(shared_at + own * of_shared, num_queries, size, group, logits_of_head)
+            for query in range(num_queries):
+                queries[query] = q_at + members[query // group] * q_bytes + first_bytes + query % group * head_bytes
+            table, of_each = int32s_at(tables_at + leader * table_bytes, shared // block_size), group * head_bytes
+            of_all = num_queries, queries_at, of_each
+            _attend_keys(common_at, shared_at, heads, of_all, size, keys_at, layout, table, 0, shared, scale, cap, SEE_ALL)
+        for place in range(count):
+            seq = members[place]
+            is_done[seq], may_share[seq] = True, False
+            length, start, sink = np.int64(lens[seq]), np.int64(starts[seq]), np.int64(sinks[seq])
+            table = int32s_at(tables_at + seq * table_bytes, (length + block_size - 1) // block_size)
+            for own in range(heads):
+                if shared > 0:
+                    take_over(own_at + own * own_bytes, group, shared_at + own * of_shared, num_queries, place * group, size)
+                else:
+                    logits_of_head = own_logits_at + own * group * 4 if logits_at != 0 else logits_at
+                    begin_queries(own_at + own * own_bytes, group, size, group, logits_of_head)
+            of_seq, first = (group, queries_at, group * head_bytes), max(start, shared)
+            for query in range(group):
+                queries[query] = sink_q_at + seq * sink_q_bytes + first_bytes + query * head_bytes
+            _attend_keys(common_at, own_at, heads, of_seq, size, keys_at, layout, table, 0, sink, scale, cap, SEE_ALL)
+            for query in range(group):
+                queries[query] = q_at + seq * q_bytes + first_bytes + query * head_bytes
+            _attend_keys(common_at, own_at, heads, of_seq, size, keys_at, layout, table, first, length, scale, cap, SEE_ALL)
+            for own in range(heads):
+                to = out_at + seq * num_heads * head_bytes + first_bytes + own * group * head_bytes
+                _end_queries(own_at + own * own_bytes, group, 0, group, size, to, length > start)
 
 
 @helper
@@ -223,7 +256,9 @@ def attend_prefill(data):
     layout = args[5] * NUM_BYTES, args[6] * NUM_BYTES, num_kv_heads * head_bytes, block_size
     lens, locs = int32s_at(lens_at, num_seqs), int32s_at(locs_at, num_seqs + 1)
     most = max(MOST_QUERIES // group, 1)
-    space = np.zeros(find_memory(most * group, size), np.float32)
+    space = np.empty(count_common(most * group) + count_own(most * group, size), np.float32)
+    common_at, queries = space.ctypes.data, np.empty(most * group, np.int64)
+    own_at = common_at + count_common(most * group) * 4
     total = np.int64(0)
     for seq in range(num_seqs):
         total += _count_keys(np.int64(lens[seq]), np.int64(locs[seq + 1] - locs[seq]), window, most)
@@ -240,16 +275,16 @@ def attend_prefill(data):
                 begin += last - first
                 if not is_own:
                     continue
-                memory, num_queries = cut_memory(space.ctypes.data, tokens * group, size), tokens * group
-                begin_queries(memory, num_queries, size)
-                at = (locs[seq] + tile) * q_bytes + head * group * head_bytes
-                for place in range(num_queries):
-                    own_at = q_at + at + place // group * q_bytes + place % group * head_bytes
-                    _turn_query(memory, num_queries, place, own_at, size)
-                    if logits_at != 0:
-                        begin_with(memory, num_queries, place, place + 1, logits_at + (head * group + place % group) * 4)
-                keys_at, seen = layer_at + head * head_bytes, (position, group, window)
-                _attend_keys(memory, num_queries, size, keys_at, layout, table, first, last, scale, cap, seen)
-                for place in range(num_queries):
-                    own = ((locs[seq] + tile + place // group) * num_heads + head * group + place % group) * head_bytes
-                    _end_query(memory, num_queries, place, size, out_at + own)
+                num_queries, logits_of_head = tokens * group, np.int64(0)
+                if logits_at != 0:
+                    logits_of_head = logits_at + head * group * 4
+                begin_queries(own_at, num_queries, size, group, logits_of_head)
+                first_row = (np.int64(locs[seq]) + tile) * q_bytes + head * group * head_bytes
+                for query in range(num_queries):
+                    queries[query] = q_at + first_row + query // group * q_bytes + query % group * head_bytes
+                of_head, seen = (num_queries, queries.ctypes.data, np.int64(0)), (position, group, window)
+                keys_at = layer_at + head * head_bytes
+                _attend_keys(common_at, own_at, 1, of_head, size, keys_at, layout, table, first, last, scale, cap, seen)
+                for token in range(tokens):
+                    to = out_at + ((locs[seq] + tile + token) * num_heads + head * group) * head_bytes
+                    _end_queries(own_at, num_queries, token * group, (token + 1) * group, size, to, True)

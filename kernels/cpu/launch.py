@@ -51,9 +51,9 @@ def count_threads(work: int) -> int:
 
 
 class Recorder(Protocol):
-    """What takes note of calls."""
+    """What takes note of calls, which all threads share."""
 
-    def add(self, address: int, arguments: bytes, num_threads: int) -> None: ...
+    def add(self, address: int, arguments: bytes) -> None: ...
 
 
 recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
@@ -74,13 +74,14 @@ class Launcher:
             address = self._find(self._name, dtype)
             found = self._functions[dtype] = address, KERNEL(address)
         address, function = found
-        num_threads = count_threads(work)
+        recording = recorder.get()
+        num_threads = count_threads(_LEAST_WORK if recording is not None else work)
         if num_threads == 1 or THREADS is None:
             packed = self._layout.pack(0, 0, *arguments)
         else:
             packed = self._layout.pack(*THREADS.addresses, *arguments)
-        if (recording := recorder.get()) is not None:
-            recording.add(address, packed, num_threads)
+        if recording is not None:
+            recording.add(address, packed)
         elif num_threads == 1 or THREADS is None:
             function(packed)
         else:

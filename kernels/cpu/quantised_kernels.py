@@ -13,19 +13,9 @@ import numpy as np
 from numba import carray
 
 from ..quantised.formats import BF16, FORMATS, FP8, FP16, INT4, INT8
-from .attention_tiles import (
-    SEE_ALL,
-    TILE,
-    attend_tile,
-    begin_queries,
-    begin_with,
-    cut_memory,
-    end_query,
-    find_memory,
-    pad,
-    turn_query,
-)
+from .attention_tiles import SEE_ALL, TILE, begin_queries, count_own, end_query, pad, weigh_scores
 from .kernel_parts import find_share, floats_at, greatest_magnitude, helper, int8s_at, int32s_at, int64s_at, kernel_of
+from .key_tiles import make_scores, make_sums
 from .number_formats import (
     bits_of_float,
     brain_of_float,
@@ -38,7 +28,7 @@ from .number_formats import (
     uint8s_at,
     uint16s_at,
 )
-from .tiles import FLOAT32, make_multiply
+from .tiles import FLOAT32, LANES
 
 _CODE: Final = FORMATS.get(__name__.rpartition("_")[2], INT8).code
 _FP16, _BF16, _FP8, _INT8, _INT4 = FP16.code, BF16.code, FP8.code, INT8.code, INT4.code
@@ -46,7 +36,8 @@ _LEAST: Final = np.float32(1e-30)
 
 
 _kernel_of_format = kernel_of(__name__)
-_multiply_keys = make_multiply(FLOAT32)
+_score_keys = make_scores(FLOAT32)
+_add_values = make_sums(FLOAT32)
 
 
 @helper
@@ -225,14 +216,20 @@ def attend_decode(data):
     table_stride, tail_table_stride, lens_at, window = args[13], args[14], args[15], args[16]
     num_seqs, num_heads, num_kv_heads, size, block_size = args[17], args[18], args[19], args[20], args[21]
     scale, cap, out_at, logits_at = np.float32(numbers[22]), np.float32(numbers[23]), args[24], args[25]
-    group, slot, queries, elements = num_heads // num_kv_heads, num_kv_heads * size, pad(num_heads // num_kv_heads), pad(size)
+    group, slot, elements = num_heads // num_kv_heads, num_kv_heads * size, pad(size)
     lens, num_keys, begin = int32s_at(lens_at, num_seqs), np.int64(0), np.int64(0)
     for seq in range(num_seqs):
         num_keys += min(np.int64(lens[seq]), window)
     share_first, share_last = find_share(args, num_keys * num_kv_heads)
     share_last += share_last == num_keys * num_kv_heads  # the sequences without keys at the end
-    space = np.zeros(find_memory(group, size) + TILE * elements, np.float32)
-    memory, keys_at = cut_memory(space.ctypes.data, group, size), space.ctypes.data + find_memory(group, size) * 4
+    space = np.empty(count_own(group, size) + TILE * (group + 2 * elements), np.float32)
+    own_at = space.ctypes.data
+    scores_at = own_at + count_own(group, size) * 4
+    keys_at = scores_at + TILE * group * 4
+    values_at, lists = keys_at + TILE * elements * 4, np.empty(2 * TILE, np.int64)
+    for key in range(2 * TILE):
+        lists[key] = keys_at + key * elements * 4  # values behind keys
+    list_at = lists.ctypes.data
     for seq in range(num_seqs):
         length = np.int64(lens[seq])
         start, count = max(np.int64(0), length - window), (length + block_size - 1) // block_size
@@ -243,11 +240,11 @@ def attend_decode(data):
             begin += length - start
             if not is_own:
                 continue
-            begin_queries(memory, group, size)
-            for query in range(group):
-                turn_query(memory, group, query, q_at + (seq * q_stride + (head * group + query) * size) * 4, size)
+            logits_of_head = logits_at
             if logits_at != 0:
-                begin_with(memory, group, 0, group, logits_at + head * group * 4)
+                logits_of_head = logits_at + head * group * 4
+            begin_queries(own_at, group, size, group, logits_of_head)
+            query_at = q_at + (seq * q_stride + head * group * size) * 4
             for first in range(start, length, TILE):
                 last = min(first + TILE, length)
                 for position in range(first, last):
@@ -256,7 +253,7 @@ def attend_decode(data):
                     if tail_tables_at != 0:
                         page = np.int64(pages[index])
                     for side in range(2):
-                        to = (keys_at if side == 0 else memory[1]) + (position - first) * elements * 4
+                        to = (keys_at if side == 0 else values_at) + (position - first) * elements * 4
                         if page != 0:
                             at = page * tail_stride + (side * block_size + offset) * slot + head * size
                             _copy_head(to, tail_at + at * 4, size)
@@ -264,12 +261,16 @@ def attend_decode(data):
                             block_at = layer_at + np.int64(table[index]) * block_stride + side * side_bytes
                             _read_head(to, block_at, elements_bytes, offset * num_kv_heads + head, size, row_bytes)
                 keys = last - first
-                _multiply_keys(memory[0], queries * 4, keys_at, elements * 4, 4, memory[3], queries * 4, size, keys, queries, 0)
-                attend_tile(memory, group, size, first, keys, scale, cap, SEE_ALL)
+                for query in range(group):
+                    for key in range(0, keys, LANES):
+                        to = scores_at + (query * TILE + key) * 4
+                        _score_keys(query_at + query * size * 4, list_at + key * 8, size, to)
+                weigh_scores(scores_at, own_at, group, size, first, keys, scale, cap, SEE_ALL)
+                _add_values(own_at, elements * 4, scores_at, TILE * 4, list_at + TILE * 8, keys, group, size)
             for query in range(group):
                 out = floats_at(out_at + (seq * num_heads + head * group + query) * size * 4, size)
                 if length > start:
-                    found = end_query(memory, group, query, size)
+                    found = end_query(own_at, group, query, size)
                     for i in range(size):
                         out[i] = found[i]
                 else:

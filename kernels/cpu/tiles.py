@@ -10,6 +10,7 @@ and van de Geijn 2015, has the structure). Which instructions there are follows 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -33,123 +34,129 @@ DEEP: Final = 2048  # steps of a slice that stay in the second cache while rows 
 _DOTS_BRAINS: Final = _IS_WIDE and "+avx512bf16" in _FEATURES
 _DOTS_BYTES: Final = (_IS_WIDE and "+avx512vnni" in _FEATURES) or (LANES == 8 and "+avxvnni" in _FEATURES)
 _ADDS_BYTES: Final = "+avx2" in _FEATURES
-
-_BYTE, _SHORT, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_INTS, _FLOATS = ir.VectorType(_INT, LANES), ir.VectorType(_FLOAT, LANES)
-_SHORTS, _BYTES = ir.VectorType(_SHORT, 2 * LANES), ir.VectorType(_BYTE, 4 * LANES)
 _BITS: Final = 32 * LANES
+
+_BYTE, _SHORT, INT, LONG, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
 class _Brains(ir.Type):  # type: ignore[misc]
     """A vector of bfloat16, which llvmlite has no name for."""
 
+    def __init__(self, count: int) -> None:
+        self._count = count
+
     def _to_string(self) -> str:
-        return f"<{2 * LANES} x bfloat>"
+        return f"<{self._count} x bfloat>"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Brains)
+        return isinstance(other, _Brains) and self._count == other._count
 
     def __hash__(self) -> int:
-        return hash(_Brains)
+        return hash((_Brains, self._count))
 
 
-def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    """Call one of LLVM's functions."""
-    function = builder.module.globals.get(name)
-    if function is None:
-        function = ir.Function(builder.module, ir.FunctionType(result, [each.type for each in arguments]), name)
-    return builder.call(function, arguments)
+class Vectors:
+    """Vectors of four bytes a lane, and how they are multiplied and added up."""
 
+    def __init__(self, builder: Any, kind: str) -> None:
+        self._builder = builder
+        self.ints, self.floats = ir.VectorType(INT, LANES), ir.VectorType(_FLOAT, LANES)
+        self.sums = self.ints if kind == INT8 else self.floats
+        self.zero = ir.Constant(self.sums, [0 if kind == INT8 else 0.0] * LANES)
+        self.dot = {FLOAT32: self._dot_floats, BFLOAT16: self._dot_brains, INT8: self._dot_bytes}[kind]
 
-def _all(number: int) -> Any:
-    return ir.Constant(_INTS, [number] * LANES)
+    def spread(self, number: Any) -> Any:
+        """A vector of one integer."""
+        none = ir.Constant(self.ints, ir.Undefined)
+        first = self._builder.insert_element(none, number, INT(0))
+        return self._builder.shuffle_vector(first, none, self._all(0))
 
+    def _all(self, number: int) -> Any:
+        return ir.Constant(self.ints, [number] * LANES)
 
-def _dot_floats(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
-    weights, x = builder.bitcast(weights, _FLOATS), builder.bitcast(x, _FLOATS)
-    return _call(builder, f"llvm.fma.v{LANES}f32", _FLOATS, weights, x, sums)
+    def call(self, name: str, result: Any, *arguments: Any) -> Any:
+        """Call one of LLVM's functions."""
+        module = self._builder.module
+        function = module.globals.get(name)
+        if function is None:
+            function = ir.Function(module, ir.FunctionType(result, [each.type for each in arguments]), name)
+        return self._builder.call(function, arguments)
 
+    def _dot_floats(self, sums: Any, weights: Any, x: Any) -> Any:
+        weights, x = (self._builder.bitcast(each, self.floats) for each in (weights, x))
+        return self.call(f"llvm.fma.v{LANES}f32", self.floats, weights, x, sums)
 
-def _dot_brains(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
-    if _DOTS_BRAINS:
-        brains = _Brains()
-        pairs = builder.bitcast(weights, brains), builder.bitcast(x, brains)
-        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, sums, *pairs)
-    low = [builder.shl(each, _all(16)) for each in (weights, x)]
-    high = [builder.and_(each, _all(-1 << 16)) for each in (weights, x)]
-    return _dot_floats(builder, _dot_floats(builder, sums, *low), *high)
+    def _dot_brains(self, sums: Any, weights: Any, x: Any) -> Any:
+        if _DOTS_BRAINS:
+            pairs = (self._builder.bitcast(each, _Brains(2 * LANES)) for each in (weights, x))
+            return self.call(f"llvm.x86.avx512bf16.dpbf16ps.{_BITS}", self.floats, sums, *pairs)
+        low = [self._builder.shl(each, self._all(16)) for each in (weights, x)]
+        high = [self._builder.and_(each, self._all(-1 << 16)) for each in (weights, x)]
+        return self._dot_floats(self._dot_floats(sums, *low), *high)
 
-
-def _dot_bytes(builder: Any, sums: Any, weights: Any, x: Any) -> Any:
-    """x without signs, weights with. No sum of two products takes more than 15 bits: see linear_int8."""
-    if _DOTS_BYTES:
-        return _call(builder, f"llvm.x86.avx512.vpdpbusd.{_BITS}", _INTS, sums, x, weights)
-    if _ADDS_BYTES:
-        prefix, add_pairs, add_fours = (
-            ("avx512", "pmaddubs.w.512", "pmaddw.d.512") if _IS_WIDE else ("avx2", "pmadd.ub.sw", "pmadd.wd")
-        )
-        pairs = _call(
-            builder, f"llvm.x86.{prefix}.{add_pairs}", _SHORTS, builder.bitcast(x, _BYTES), builder.bitcast(weights, _BYTES)
-        )
-        ones = ir.Constant(_SHORTS, [1] * 2 * LANES)
-        return builder.add(sums, _call(builder, f"llvm.x86.{prefix}.{add_fours}", _INTS, pairs, ones))
-    for place in range(0, 32, 8):
-        own = builder.ashr(builder.shl(weights, _all(24 - place)), _all(24))
-        sums = builder.add(sums, builder.mul(own, builder.and_(builder.lshr(x, _all(place)), _all(255))))
-    return sums
-
-
-_DOTS: Final = {FLOAT32: _dot_floats, BFLOAT16: _dot_brains, INT8: _dot_bytes}
+    def _dot_bytes(self, sums: Any, weights: Any, x: Any) -> Any:
+        """x without signs, weights with. No sum of two products takes more than 15 bits: see linear_int8."""
+        builder = self._builder
+        if _DOTS_BYTES:
+            return self.call(f"llvm.x86.avx512.vpdpbusd.{_BITS}", self.ints, sums, x, weights)
+        if _ADDS_BYTES:
+            names = ("avx512.pmaddubs.w.512", "avx512.pmaddw.d.512") if _BITS == 512 else ("avx2.pmadd.ub.sw", "avx2.pmadd.wd")
+            shorts, as_bytes = ir.VectorType(_SHORT, 2 * LANES), ir.VectorType(_BYTE, 4 * LANES)
+            both = (builder.bitcast(each, as_bytes) for each in (x, weights))
+            ones = ir.Constant(shorts, [1] * 2 * LANES)
+            pairs = self.call(f"llvm.x86.{names[0]}", shorts, *both)
+            return builder.add(sums, self.call(f"llvm.x86.{names[1]}", self.ints, pairs, ones))
+        for place in range(0, 32, 8):
+            own = builder.ashr(builder.shl(weights, self._all(24 - place)), self._all(24))
+            sums = builder.add(sums, builder.mul(own, builder.and_(builder.lshr(x, self._all(place)), self._all(255))))
+        return sums
 
 
 def _emit_tile(builder: Any, kind: str, rows: int, vectors: int, arguments: Any) -> None:
     """One tile; leaves the builder at its end. The arguments are those of _multiply_tile, but for rows and vectors."""
     out_at, out_stride, x_at, x_stride, x_step, weights_at, weights_step, num_steps, is_more = arguments
-    sums_type = _INTS if kind == INT8 else _FLOATS
-    zero = ir.Constant(sums_type, [0 if kind == INT8 else 0.0] * LANES)
-    outs = [
-        builder.inttoptr(
-            builder.add(builder.add(out_at, builder.mul(out_stride, _LONG(row))), _LONG(4 * LANES * vector)),
-            sums_type.as_pointer(),
-        )
-        for row in range(rows)
-        for vector in range(vectors)
-    ]
-    xs = [builder.add(x_at, builder.mul(x_stride, _LONG(row))) for row in range(rows)]
+    of, vector_bytes = Vectors(builder, kind), 4 * LANES
+    outs = []
+    for row in range(rows):
+        at = builder.add(out_at, builder.mul(out_stride, LONG(row)))
+        places = (builder.add(at, LONG(vector_bytes * vector)) for vector in range(vectors))
+        outs += [builder.inttoptr(place, of.sums.as_pointer()) for place in places]
+    xs = [builder.add(x_at, builder.mul(x_stride, LONG(row))) for row in range(rows)]
     before, step, after = builder.block, builder.append_basic_block("step"), builder.append_basic_block("after")
     builder.branch(step)
     builder.position_at_end(step)
-    idx, x_offset, at = builder.phi(_LONG), builder.phi(_LONG), builder.phi(_LONG)
-    sums = [builder.phi(sums_type) for _ in outs]
-    for phi, begin in ((idx, _LONG(0)), (x_offset, _LONG(0)), (at, weights_at), *((each, zero) for each in sums)):
+    idx, x_offset, at = builder.phi(LONG), builder.phi(LONG), builder.phi(LONG)
+    sums = [builder.phi(of.sums) for _ in outs]
+    for phi, begin in ((idx, LONG(0)), (x_offset, LONG(0)), (at, weights_at), *((each, of.zero) for each in sums)):
         phi.add_incoming(begin, before)
-    weights = [
-        builder.load(builder.inttoptr(builder.add(at, _LONG(4 * LANES * vector)), _INTS.as_pointer()), align=4)
-        for vector in range(vectors)
-    ]
+    places = (builder.add(at, LONG(vector_bytes * vector)) for vector in range(vectors))
+    weights = [builder.load(builder.inttoptr(place, of.ints.as_pointer()), align=4) for place in places]
     found = []
     for row in range(rows):
-        number = builder.load(builder.inttoptr(builder.add(xs[row], x_offset), _INT.as_pointer()), align=1)
-        first = builder.insert_element(ir.Constant(_INTS, ir.Undefined), number, _INT(0))
-        x = builder.shuffle_vector(first, ir.Constant(_INTS, ir.Undefined), _all(0))
-        found += [_DOTS[kind](builder, sums[row * vectors + vector], weights[vector], x) for vector in range(vectors)]
-    moved = builder.add(idx, _LONG(1)), builder.add(x_offset, x_step), builder.add(at, weights_step)
+        place = builder.inttoptr(builder.add(xs[row], x_offset), INT.as_pointer())
+        x = of.spread(builder.load(place, align=1))
+        found += [of.dot(sums[row * vectors + vector], weights[vector], x) for vector in range(vectors)]
+    moved = builder.add(idx, LONG(1)), builder.add(x_offset, x_step), builder.add(at, weights_step)
     for phi, value in zip((idx, x_offset, at, *sums), (*moved, *found), strict=True):
         phi.add_incoming(value, builder.block)
     builder.cbranch(builder.icmp_signed("<", moved[0], num_steps), step, after)
     builder.position_at_end(after)
-    add, keep = builder.append_basic_block("add"), builder.append_basic_block("keep")
-    ends = builder.append_basic_block("end")
-    builder.cbranch(builder.icmp_signed("!=", is_more, _LONG(0)), add, keep)
+    _emit_end(builder, outs, found, is_more)
+
+
+def _emit_end(builder: Any, outs: Sequence[Any], found: Sequence[Any], is_more: Any) -> None:
+    """Write the sums, or add them to what is there."""
+    add, keep, end = (builder.append_basic_block(name) for name in ("add", "keep", "end"))
+    builder.cbranch(builder.icmp_signed("!=", is_more, LONG(0)), add, keep)
     for block, has_more in ((add, True), (keep, False)):
         builder.position_at_end(block)
         for out, total in zip(outs, found, strict=True):
             if has_more:
-                earlier = builder.load(out, align=4)
-                total = builder.add(earlier, total) if kind == INT8 else builder.fadd(earlier, total)
+                plus = builder.add if total.type.element == INT else builder.fadd
+                total = plus(builder.load(out, align=4), total)
             builder.store(total, out, align=4)
-        builder.branch(ends)
-    builder.position_at_end(ends)
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 def call_outlined(builder: Any, name: str, emit: Callable[[Any, Sequence[Any]], None], arguments: Sequence[Any]) -> None:
@@ -166,21 +173,26 @@ def call_outlined(builder: Any, name: str, emit: Callable[[Any, Sequence[Any]], 
     builder.call(function, arguments)
 
 
-def _emit_tiles(builder: Any, kind: str, arguments: Sequence[Any]) -> None:
-    """A tile of each size, and the choice of one by the last two arguments, rows and vectors."""
-    *same, rows, vectors = arguments
+def emit_by_size(builder: Any, rows: Any, vectors: Any, emit: Callable[[int, int], None]) -> None:
+    """A choice of what `emit` writes for each number of rows, and for vectors that are 1, 2, 4 up to the most."""
     end = builder.append_basic_block("done")
-    switch = builder.switch(builder.add(builder.mul(vectors, _LONG(MOST_ROWS)), rows), end)
+    switch = builder.switch(builder.add(builder.mul(vectors, LONG(MOST_ROWS)), rows), end)
     width = 1
     while width <= MOST_VECTORS:
         for count in range(1, MOST_ROWS + 1):
             block = builder.append_basic_block("tile")
-            switch.add_case(_LONG(width * MOST_ROWS + count), block)
+            switch.add_case(LONG(width * MOST_ROWS + count), block)
             builder.position_at_end(block)
-            _emit_tile(builder, kind, count, width, same)
+            emit(count, width)
             builder.branch(end)
         width *= 2
     builder.position_at_end(end)
+
+
+def _emit_tiles(builder: Any, arguments: Sequence[Any], kind: str) -> None:
+    """A tile of each size, and the choice of one by the last two arguments, rows and vectors."""
+    *same, rows, vectors = arguments
+    emit_by_size(builder, rows, vectors, lambda count, width: _emit_tile(builder, kind, count, width, same))
 
 
 def _make_tile(kind: str) -> Any:
@@ -200,7 +212,7 @@ def _make_tile(kind: str) -> Any:
         vectors: Any,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            call_outlined(builder, f"kvkeeper_tile_{kind}", lambda own, args: _emit_tiles(own, kind, args), arguments)
+            call_outlined(builder, f"kvkeeper_tile_{kind}", partial(_emit_tiles, kind=kind), arguments)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 11), generate

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -99,7 +98,7 @@ class GraphedDecode:
         """
         count, width = batch.block_tables.shape
         size = size_for(count, self._sizes)
-        if size is None or width > self._shape.table_width or not _only_decodes(batch):
+        if size is None or width > self._shape.table_width or not batch.only_decodes:
             return None
         if int(batch.positions.max()) >= self._shape.num_positions:
             return None
@@ -196,11 +195,3 @@ def _draw(
     assert step.drawn is not None
     last.tensor.index_copy_(0, rows, step.drawn)
     return step
-
-
-def _only_decodes(batch: Batch) -> bool:
-    """Each row has one token, whose logits are wanted, and sees all of its keys."""
-    count = len(batch.seq_lens)
-    if batch.retention is not None or len(batch.token_ids) != count:
-        return False
-    return len(batch.logit_rows) == count and np.array_equal(batch.logit_rows, np.arange(count))

@@ -1,0 +1,98 @@
+"""DecodePrograms: the layers of steps that only decode, as programs of compiled kernels (kernels/cpu/program.py).
+
+What graphs are on a device, for a CPU: Python has no part in what happens between two layers. A program has the number of rows
+and the width of the tables built in, and reads its step from memory of its own, which each step is copied to. A model with a
+layer that cannot be recorded computes plainly, and so does a step that the programs are not for. Only one thread computes.
+"""
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
+
+import structlog
+import torch
+
+from kvkeeper.kernels.cpu.program import Memory, NotRecordable, Program, record
+
+from ..model.decoder import Layers, LayersInput, LayersOutput
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+_MOST_PROGRAMS: Final = 128  # numbers of rows and widths that are kept; the least recently used one goes
+
+
+class DecodePrograms:
+    """The programs of one decoder on one arena."""
+
+    def __init__(self) -> None:
+        self._memory = Memory()
+        self._programs: OrderedDict[tuple[Any, ...], tuple[LayersInput, Program, LayersOutput]] = OrderedDict()
+        self._is_refused = False
+        self.num_runs = 0
+
+    def run(self, layers: Layers, given: LayersInput) -> LayersOutput:
+        """What the layers make of a step that only decodes; see Decoder.forward. It is valid until the next call."""
+        if self._is_refused:
+            return layers(given)
+        tensors = list(_list_tensors(given))
+        shapes = tuple((tensor.dtype, _get_room(tensor)) for tensor in tensors)
+        if shapes not in self._programs:
+            own = _map_tensors(given, _make_room, {})
+            try:
+                program, made = record(lambda: layers(own), self._memory)
+            except NotRecordable as error:
+                log.info("decodes_not_recorded", message=f"decodes run kernel by kernel: a layer needs {error}")
+                self._is_refused = True
+                return layers(given)
+            self._programs[shapes] = own, program, made
+            if len(self._programs) > _MOST_PROGRAMS:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(shapes)
+        own, program, made = self._programs[shapes]
+        for tensor, to in zip(tensors, _list_tensors(own), strict=True):
+            (to if to.shape == tensor.shape else to[:, : tensor.shape[1]]).copy_(tensor)
+        program.run()
+        self.num_runs += 1
+        return made
+
+
+def _get_room(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a program's tensor for it: of integers, which are tables, of a width that several steps have."""
+    if tensor.dim() != 2 or tensor.is_floating_point():
+        return tuple(tensor.shape)
+    return len(tensor), 1 << (tensor.shape[1] - 1).bit_length()
+
+
+def _make_room(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(_get_room(tensor), dtype=tensor.dtype)
+
+
+def _list_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a step's columns, each once, in their order."""
+    found: dict[int, Any] = {}
+    _map_tensors(value, lambda tensor: tensor, found)
+    return (each for each in found.values() if isinstance(each, torch.Tensor))
+
+
+def _map_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor], changed: dict[int, Any]) -> T:
+    """The same value with other tensors; what occurs twice is changed once. changed: by the id of what was there before."""
+    if isinstance(value, int) or value is None:
+        return value
+    found: Any = changed.get(id(value))
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    found = value
+    if isinstance(value, torch.Tensor):
+        found = change(value)
+    elif isinstance(value, tuple):
+        parts = [_map_tensors(part, change, changed) for part in value]
+        found = type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    elif isinstance(value, dict):
+        found = {key: _map_tensors(part, change, changed) for key, part in value.items()}
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in dataclasses.fields(value) if each.init]
+        found = dataclasses.replace(value, **{name: _map_tensors(getattr(value, name), change, changed) for name in names})
+    changed[id(value)] = found
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,222 @@
+"""Scores of keys, and sums of their values, as vector instructions: keys and values are read where they are.
+
+A tile of keys is a list of addresses, so that a key may lie anywhere. A score is a dot product along the head: LANES keys make
+LANES vectors of partial sums, which are folded into one vector of scores. What a query gets does not depend on the queries
+beside it. See tiles.py for the rest.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .kernel_parts import helper
+from .tiles import BFLOAT16, INT, LANES, LONG, MOST_ROWS, MOST_VECTORS, Vectors, call_outlined, emit_by_size
+
+_FMA: Final = f"llvm.fma.v{LANES}f32"
+
+
+def _at(builder: Any, address: Any, element: Any) -> Any:
+    return builder.inttoptr(address, element.as_pointer())
+
+
+class Loop:
+    """Counts a phi from 0 to a number, by steps; values are carried along. There may be no round at all."""
+
+    def __init__(self, builder: Any, count: Any, step: int, carried: Sequence[Any]) -> None:
+        self._builder, self._step = builder, step
+        before = builder.block
+        head, self._body, self._after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        self._head, self.idx = head, builder.phi(LONG)
+        self.idx.add_incoming(LONG(0), before)
+        self.values = [builder.phi(value.type) for value in carried]
+        for phi, value in zip(self.values, carried, strict=True):
+            phi.add_incoming(value, before)
+        builder.cbranch(builder.icmp_signed("<", self.idx, count), self._body, self._after)
+        builder.position_at_end(self._body)
+
+    def end(self, carried: Sequence[Any] = ()) -> list[Any]:
+        """Close it; the values as they are behind it."""
+        self.idx.add_incoming(self._builder.add(self.idx, LONG(self._step)), self._builder.block)
+        for phi, value in zip(self.values, carried, strict=True):
+            phi.add_incoming(value, self._builder.block)
+        self._builder.branch(self._head)
+        self._builder.position_at_end(self._after)
+        return list(self.values)
+
+
+def _make_mask(builder: Any, rest: Any) -> Any:
+    """The first `rest` of a vector's lanes."""
+    lanes = ir.VectorType(INT, LANES)
+    none = ir.Constant(lanes, ir.Undefined)
+    spread = builder.shuffle_vector(
+        builder.insert_element(none, builder.trunc(rest, INT), INT(0)), none, ir.Constant(lanes, [0] * LANES)
+    )
+    return builder.icmp_signed("<", ir.Constant(lanes, list(range(LANES))), spread)
+
+
+def _load_some(builder: Any, vectors: Vectors, address: Any, mask: Any, element: Any) -> Any:
+    """A vector of elements, 0 where the mask has none; these are not read."""
+    of = ir.VectorType(element, LANES)
+    name = f"llvm.masked.load.v{LANES}{'f32' if element == ir.FloatType() else f'i{element.width}'}.p0"
+    zero = ir.Constant(of, [0.0 if element == ir.FloatType() else 0] * LANES)
+    return vectors.call(name, of, _at(builder, address, of), INT(2), mask, zero)
+
+
+def _fold(builder: Any, sums: list[Any]) -> Any:
+    """One vector with the sum of each of LANES vectors in its own lane."""
+    lanes = ir.VectorType(INT, LANES)
+    while len(sums) > 1:
+        folded = []
+        for first, second in zip(sums[::2], sums[1::2], strict=True):
+            places = ([2 * lane + odd for lane in range(LANES)] for odd in (0, 1))
+            halves = [builder.shuffle_vector(first, second, ir.Constant(lanes, each)) for each in places]
+            folded.append(builder.fadd(*halves))
+        sums = folded
+    return sums[0]
+
+
+def _emit_scores(builder: Any, arguments: Sequence[Any], kind: str) -> None:
+    query_at, list_at, num_words, out_at = arguments
+    vectors = Vectors(builder, kind)
+    keys = [builder.load(_at(builder, builder.add(list_at, LONG(8 * key)), LONG)) for key in range(LANES)]
+    num_whole = builder.and_(num_words, LONG(-LANES))
+
+    def add(sums: Sequence[Any], load: Callable[[Any], Any], offset: Any) -> list[Any]:
+        query = load(builder.add(query_at, offset))
+        return [vectors.dot(total, load(builder.add(key, offset)), query) for total, key in zip(sums, keys, strict=True)]
+
+    loop = Loop(builder, num_whole, LANES, [vectors.zero] * LANES)
+    whole = lambda place: builder.load(_at(builder, place, vectors.ints), align=2)  # noqa: E731
+    sums = loop.end(add(loop.values, whole, builder.shl(loop.idx, LONG(2))))
+    # What is behind the last whole vector is read word by word: beyond the head may be another's, or no memory.
+    mask = _make_mask(builder, builder.sub(num_words, num_whole))
+    some = lambda place: _load_some(builder, vectors, place, mask, INT)  # noqa: E731
+    has_rest = builder.icmp_signed("<", num_whole, num_words)
+    rest = Loop(builder, builder.zext(has_rest, LONG), 1, sums)
+    found = rest.end(add(rest.values, some, builder.shl(num_whole, LONG(2))))
+    builder.store(_fold(builder, found), _at(builder, out_at, vectors.floats), align=4)
+
+
+def _emit_sums(builder: Any, arguments: Sequence[Any], kind: str, rows: int, count: int) -> None:
+    """Of `rows` queries and up to `count` vectors of a head."""
+    out_at, out_stride, weights_at, weights_stride, list_at, num_keys, offset, num_left = arguments
+    vectors, is_brain = Vectors(builder, kind), kind == BFLOAT16
+    element = ir.IntType(16) if is_brain else INT
+    masks = [_make_mask(builder, builder.sub(num_left, LONG(LANES * vector))) for vector in range(count)]
+    outs = []
+    for row in range(rows):
+        at = builder.add(out_at, builder.mul(out_stride, LONG(row)))
+        outs += [_at(builder, builder.add(at, LONG(4 * LANES * vector)), vectors.floats) for vector in range(count)]
+    rows_at = [builder.add(weights_at, builder.mul(weights_stride, LONG(row))) for row in range(rows)]
+    loop = Loop(builder, num_keys, 1, [builder.load(out, align=4) for out in outs])
+    value_at = builder.load(_at(builder, builder.add(list_at, builder.shl(loop.idx, LONG(3))), LONG))
+    value_at, values = builder.add(value_at, offset), []
+    for vector in range(count):
+        place = builder.add(value_at, LONG((2 if is_brain else 4) * LANES * vector))
+        value = _load_some(builder, vectors, place, masks[vector], element)
+        if is_brain:
+            value = builder.shl(builder.zext(value, vectors.ints), ir.Constant(vectors.ints, [16] * LANES))
+        values.append(builder.bitcast(value, vectors.floats))
+    found = []
+    for row in range(rows):
+        place = builder.add(rows_at[row], builder.shl(loop.idx, LONG(2)))
+        weight = builder.bitcast(vectors.spread(builder.load(_at(builder, place, INT), align=4)), vectors.floats)
+        sums = loop.values[row * count : (row + 1) * count]
+        found += [vectors.call(_FMA, vectors.floats, weight, value, total) for value, total in zip(values, sums, strict=True)]
+    for out, total in zip(outs, loop.end(found), strict=True):
+        builder.store(total, out, align=4)
+
+
+def _emit_all_sums(builder: Any, arguments: Sequence[Any], kind: str) -> None:
+    """The choice by the last two arguments, rows and vectors."""
+    *same, rows, count = arguments
+    emit_by_size(builder, rows, count, lambda own_rows, own_count: _emit_sums(builder, same, kind, own_rows, own_count))
+
+
+def make_scores(kind: str) -> Any:
+    """Of one query and LANES keys: score_keys(query_at, list_at, num_words, out_at).
+
+    list_at: addresses of the keys. num_words: of four bytes, of a head. out: float32 [LANES].
+    """
+
+    @intrinsic
+    def score_keys(typing_context: Any, query_at: Any, list_at: Any, num_words: Any, out_at: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            call_outlined(builder, f"kvkeeper_scores_{kind}", partial(_emit_scores, kind=kind), arguments)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 4), generate
+
+    return score_keys
+
+
+def make_sums(kind: str) -> Any:
+    """The helper add_values(out_at, out_stride, weights_at, weights_stride, list_at, num_keys, num_queries, size).
+
+    It adds to out, float32 [queries, size in whole vectors], the values at the addresses of the list times weights, float32
+    [queries, keys].
+    """
+
+    @intrinsic
+    def add_tile(
+        typing_context: Any,
+        out_at: Any,
+        out_stride: Any,
+        weights_at: Any,
+        weights_stride: Any,
+        list_at: Any,
+        num_keys: Any,
+        offset: Any,
+        num_left: Any,
+        rows: Any,
+        vectors: Any,
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            call_outlined(builder, f"kvkeeper_sums_{kind}", partial(_emit_all_sums, kind=kind), arguments)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 10), generate
+
+    many, lanes, most_vectors, num_bytes = MOST_ROWS, LANES, MOST_VECTORS, 2 if kind == BFLOAT16 else 4
+
+    @helper
+    def add_values(
+        out_at: Any,
+        out_stride: Any,
+        weights_at: Any,
+        weights_stride: Any,
+        list_at: Any,
+        num_keys: Any,
+        num_queries: Any,
+        size: Any,
+    ) -> None:
+        column = 0
+        while column < size:
+            vectors = most_vectors
+            while vectors > 1 and (vectors // 2) * lanes >= size - column:
+                vectors //= 2
+            row = 0
+            while row < num_queries:
+                rows = min(many, num_queries - row)
+                add_tile(
+                    out_at + row * out_stride + column * 4,
+                    out_stride,
+                    weights_at + row * weights_stride,
+                    weights_stride,
+                    list_at,
+                    num_keys,
+                    column * num_bytes,
+                    size - column,
+                    rows,
+                    vectors,
+                )
+                row += rows
+            column += vectors * lanes
+
+    return add_values

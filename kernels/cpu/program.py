@@ -1,0 +1,178 @@
+"""A program: the kernels that a function launches, recorded once, and run again in one call.
+
+Between two kernels of a forward pass Python checks, allocates and packs arguments, and the threads of a kernel are woken and
+put to sleep. A program has all of that behind it: its threads meet at a barrier between two kernels, and Python does not run.
+What CUDA graphs are to a device, it is to a CPU.
+
+Owns what may be recorded: launches of compiled kernels, memory, views of it, and products of torch's. A function that does
+anything else with tensors cannot be recorded, which is found out while it is recorded and not believed. A program reads and
+writes the memory that the function was given and made. Programs of one Memory have theirs in common, so one of them runs at a
+time, and what it returned lasts until the next one runs.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .compiled import kernel
+from .launch import KERNEL, THREADS, recorder
+
+T = TypeVar("T")
+
+_VIEWS: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_unsafe_view",
+        "alias",
+        "as_strided",
+        "detach",
+        "chunk",
+        "expand",
+        "flatten",
+        "narrow",
+        "permute",
+        "reshape",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "t",
+        "tensor_split",
+        "transpose",
+        "unbind",
+        "unflatten",
+        "unsqueeze",
+        "view",
+    )
+)
+_MADE: Final = frozenset(("aten::empty", "aten::empty_like", "aten::new_empty"))
+_PRODUCT: Final = "mkldnn::_linear_pointwise"
+
+
+class NotRecordable(Exception):
+    """The function does something that a program cannot do again."""
+
+
+@dataclass(slots=True)
+class _Kernels:
+    """Calls of kernels in a row: address and arguments."""
+
+    calls: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def prepare(self) -> Callable[[], None]:
+        """The call that runs them."""
+        # Sixteen bytes of room behind each one's arguments keep them apart from the next one's.
+        kept = [ctypes.create_string_buffer(arguments, len(arguments) + 16) for _, arguments in self.calls]
+        pairs = zip(kept, self.calls, strict=True)
+        calls = np.array([(address, ctypes.addressof(own)) for own, (address, _) in pairs], np.int64)
+        program, num_threads = kernel("run_program", torch.float32), torch.get_num_threads()
+        of_threads = (0, 0, 0) if THREADS is None or num_threads == 1 else (*THREADS.addresses, THREADS.barrier)
+        packed = np.array((*of_threads, calls.ctypes.data, len(calls)), np.int64).tobytes()
+        alone = KERNEL(program)
+
+        def run(kept: Any = (kept, calls)) -> None:
+            if THREADS is None or num_threads == 1:
+                alone(packed)
+            else:
+                THREADS.parallel(program, packed, num_threads, 0)
+
+        return run
+
+
+class Memory:
+    """What recorded functions make. A piece is free again once no tensor of the recording under way lies in it."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[torch.UntypedStorage, int]] = []  # with the references to it that are not the recording's
+
+    def begin(self) -> None:
+        """All pieces are free for another recording."""
+        self._pieces = [(piece, _count_references(piece)) for piece, _ in self._pieces]
+
+    def make(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the smallest free piece that holds it, or in a new one."""
+        num_bytes = max(shape.numel() * dtype.itemsize, 1)
+        free = [piece for piece, before in self._pieces if piece.nbytes() >= num_bytes and _count_references(piece) == before]
+        if free:
+            piece = min(free, key=torch.UntypedStorage.nbytes)
+        else:
+            piece = torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+            self._pieces.append((piece, _count_references(piece)))
+        return torch.empty(0, dtype=dtype).set_(piece, 0, shape)
+
+
+def _count_references(piece: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(piece._cdata))
+
+
+class Program:
+    """Recorded steps."""
+
+    def __init__(self, steps: Sequence[Callable[[], None]]) -> None:
+        self._steps = steps
+
+    def run(self) -> None:
+        """Do it all again, on what lies in the memory now."""
+        for step in self._steps:
+            step()
+
+
+class _Recording(TorchDispatchMode):
+    """What is noted meanwhile: kernels in a row, and products of torch's between them."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self._memory = memory
+        self.steps: list[_Kernels | Callable[[], None]] = []
+
+    def add(self, address: int, arguments: bytes) -> None:
+        """See launch.Recorder."""
+        if not self.steps or not isinstance(self.steps[-1], _Kernels):
+            self.steps.append(_Kernels())
+        last = self.steps[-1]
+        assert isinstance(last, _Kernels), "appended just now"
+        last.calls.append((address, arguments))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        if name in _VIEWS:
+            viewed = func(*args, **(kwargs or {}))
+            for each in (viewed,) if isinstance(viewed, torch.Tensor) else viewed:
+                if each.untyped_storage().data_ptr() != args[0].untyped_storage().data_ptr():
+                    raise NotRecordable(f"{name}, which has copied here")
+            return viewed
+        if name not in _MADE and name != _PRODUCT:
+            raise NotRecordable(name)
+        made = func(*args, **(kwargs or {}))
+        own = self._memory.make(made.shape, made.dtype)
+        if name == _PRODUCT:
+            self.steps.append(partial(_multiply_into, own, func, args))
+        return own
+
+
+def _multiply_into(out: torch.Tensor, product: Callable[..., torch.Tensor], args: Any) -> None:
+    out.copy_(product(*args))
+
+
+def record(compute: Callable[[], T], memory: Memory) -> tuple[Program, T]:
+    """The program of a function, and what the function returned, whose tensors each run writes anew.
+
+    The function's kernels do not run meanwhile, so nothing that it reads has to be there yet. The memory that it is given has to
+    stay, and nobody else may use `memory` meanwhile.
+    Raises NotRecordable, and whatever the function raises.
+    """
+    recording = _Recording(memory)
+    memory.begin()
+    before = recorder.set(recording)
+    try:
+        with recording:
+            made = compute()
+    finally:
+        recorder.reset(before)
+    return Program([step.prepare() if isinstance(step, _Kernels) else step for step in recording.steps]), made
