@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from tests.benchmarks.llama import SIZES, build_folder
+from tests.benchmarks.llama import SIZES
 from tests.benchmarks.peers import environments, systems
 from tests.benchmarks.peers.rounds import take_turns
 from tests.benchmarks.peers.systems import KINDS, ROOT, Ended, Running, System
@@ -33,7 +33,7 @@ def choose(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="that count; one goes before them")
     parser.add_argument("--model", choices=SIZES, default=SIZES[0], help="parameters of the Llama")
     parser.add_argument("--tree", type=Path, help="another checkout with a virtual environment, measured as one more system")
-    parser.add_argument("--environments", type=Path, default=ROOT / "build", help="where the peers are, or will be")
+    parser.add_argument("--environments", type=Path, default=ROOT / "build", help="where the peers and models are, or will be")
     every = len(os.sched_getaffinity(0))
     parser.add_argument("--llama-threads", type=int, default=every, help="fewer where others use the machine: its threads spin")
     return parser.parse_args(argv)
@@ -50,8 +50,7 @@ def measure(chosen: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def _measure(chosen: argparse.Namespace, folder: Path) -> Iterator[dict[str, object]]:
-    build_folder(folder / "model", chosen.model)
-    found, skipped = _systems(chosen, folder / "model")
+    found, skipped = _systems(chosen, environments.model(chosen.environments / "models", chosen.model))
     yield from skipped
     num_turns = sum(len(group) for group in found) * len(chosen.workloads) * (chosen.rounds + 1)
     with tqdm(total=num_turns, desc="peers", file=sys.stderr) as bar:

@@ -1,16 +1,30 @@
-"""Environments of the peers, made where they are missing: that of `make vllm-check`, and a folder of npm's with gguf in it."""
+"""What is made once and kept: the environment of `make vllm-check`, a folder of npm's with gguf in it, and the models.
+
+vLLM keeps what it has compiled by the path of the model, so that its second start is faster.
+"""
 
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.benchmarks.llama import build_folder
 from tests.vllm_check.__main__ import Failed, make_environment
 
 NODE_LLAMA_CPP = "3.22.1"
 GGUF = "0.19.0"
 
-__all__ = ["Failed", "llama_cpp", "vllm"]
+__all__ = ["Failed", "llama_cpp", "model", "vllm"]
+
+
+def model(folder: Path, size: str) -> Path:
+    """The folder of a model of llama.py."""
+    made, unfinished = folder / size, folder / f"{size}-unfinished"
+    if not made.exists():
+        unfinished.mkdir(parents=True, exist_ok=True)
+        build_folder(unfinished, size)
+        unfinished.rename(made)
+    return made
 
 
 def vllm(folder: Path) -> Path:

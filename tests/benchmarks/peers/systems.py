@@ -120,7 +120,9 @@ def llama_cpp(kind: str, model: Path, folder: Path, num_threads: int) -> System 
         return None
     written = model.with_name(f"{model.name}-{_LLAMA_KINDS[kind]}.gguf")
     if not written.exists():
-        writer = [sys.executable, "-P", str(HERE / "write_gguf.py"), str(model), _LLAMA_KINDS[kind], str(written)]
+        unfinished = written.with_suffix(".unfinished")
+        writer = [sys.executable, "-P", str(HERE / "write_gguf.py"), str(model), _LLAMA_KINDS[kind], str(unfinished)]
         subprocess.run(writer, env={**os.environ, "PYTHONPATH": str(folder / "python")}, check=True)
+        unfinished.rename(written)
     command = ["node", str(HERE / "llama_process.mjs"), str(folder), str(written), str(num_threads)]
     return System("llama.cpp", kind, command, shares_prefixes=False)
