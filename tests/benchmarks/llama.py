@@ -1,4 +1,7 @@
-"""The model of the engine's figures: a random Llama of 32 M parameters, float32, in a Hugging Face folder without tokenizer."""
+"""The models of the engine's figures: random Llamas, float32, each in a Hugging Face folder without tokenizer.
+
+That of 32 M parameters is the usual one.
+"""
 
 import contextlib
 import io
@@ -9,26 +12,33 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB_SIZE = 8192
-_CONFIG = LlamaConfig(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=512,
-    intermediate_size=1408,
-    num_hidden_layers=8,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-    max_position_embeddings=4096,
-    tie_word_embeddings=False,
-    initializer_range=0.05,
-    bos_token_id=1,
-    eos_token_id=2,
-)
 
 
-def build_folder(folder: Path) -> LlamaForCausalLM:
-    """Write the model, and answer it as transformers runs it."""
+def _config(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
+_CONFIGS = {"32m": _config(512, 1408, 8, 8), "158m": _config(1024, 2816, 12, 16)}
+SIZES = tuple(_CONFIGS)
+
+
+def build_folder(folder: Path, size: str = "32m") -> LlamaForCausalLM:
+    """Write the model of one of SIZES, and answer it as transformers runs it."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(_CONFIG).eval()
+    model = LlamaForCausalLM(_CONFIGS[size]).eval()
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
         model.save_pretrained(folder)
     return model
