@@ -248,9 +248,10 @@ class EngineConfig(ServiceConfig):
     )
     dtype: str = _model(
         "auto",
-        "what the model computes in, where auto is float32 on a CPU",
+        "what the model computes in, where auto is the dtype of its weights, but on a CPU float32",
         choices=_DTYPES,
-        details="int8, on a CPU: the matrix products are of 8-bit integers, two to three times as fast and less exact; all else"
+        details="On a CPU auto is bfloat16 where the weights are, the processor multiplies it (AVX512 BF16), and the extra cpu is"
+        " installed. int8, on a CPU: the matrix products are of 8-bit integers, two to three times as fast and less exact; all else"
         " is float32.",
     )
     kv_dtype: str = _model(
@@ -269,9 +270,9 @@ class EngineConfig(ServiceConfig):
     )
     cpu_kernels: str = _model(
         "auto",
-        "how a CPU computes all but the matrix products: with kernels compiled for it, or with torch",
+        "how a CPU computes: with kernels compiled for it, or with torch",
         choices=_CPU_KERNELS,
-        details="The compiled ones are for float32 and int8, and need the extra cpu; auto takes them where it is installed.",
+        details="The compiled ones are for float32, bfloat16 and int8, and need the extra cpu; auto takes them where it is installed.",
     )
     graphs: bool = _model(
         True,
@@ -422,7 +423,7 @@ class EngineConfig(ServiceConfig):
 
 def wants_compiled(config: EngineConfig) -> bool:
     """Whether the compiled kernels of a CPU have something to do for this config."""
-    serves = config.device == "cpu" and config.dtype in ("auto", "float32", "int8") and config.model != HASH_TOY
+    serves = config.device == "cpu" and config.dtype != "float16" and config.model != HASH_TOY
     return serves and config.cpu_kernels != "torch"
 
 

@@ -15,6 +15,7 @@ from kvkeeper.common.service.memory_limit import OutOfMemory, require
 from kvkeeper.common.service.preflight import check_addresses
 from kvkeeper.common.service.process import StartError
 from kvkeeper.common.service.sizes import size
+from kvkeeper.kernels.cpu.features import multiplies_brains
 
 from .config import GATEWAY_PACKAGE, HASH_TOY, EngineConfig, wants_compiled
 from .model.checkpoint.errors import ModelError, UnsupportedModelError
@@ -74,7 +75,7 @@ def check_kernels(config: EngineConfig) -> None:
     if config.cpu_kernels != "compiled":
         return
     if not wants_compiled(config):
-        raise StartError("--cpu-kernels compiled: they are for --device cpu with --dtype float32 or int8")
+        raise StartError("--cpu-kernels compiled: they are for --device cpu with --dtype float32, bfloat16 or int8")
     if missing("numba"):
         raise StartError(f"--cpu-kernels compiled: numba is not installed; install it with: {install_command('cpu')}")
 
@@ -122,7 +123,9 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
         raise UnsupportedModelError("tensor parallelism of model type", model_type, "the native families")
     elif config.dtype == INT8:
         raise UnsupportedModelError("dtype", INT8, f"the native families; {model_type} is computed by the transformers library")
-    dtype = dtype_name(raw.get("dtype", raw.get("torch_dtype")), config.device.partition(":")[0], config.dtype)
+    own_dtype, device_type = raw.get("dtype", raw.get("torch_dtype")), config.device.partition(":")[0]
+    has_brains = wants_compiled(config) and not missing("numba") and multiplies_brains()
+    dtype = dtype_name(own_dtype, device_type, config.dtype, has_brains=has_brains)
     sizes = list(tensor_sizes(list_weight_files(folder)))
     counts = [each.num_elements if scheme is None else scheme.num_weights(each.name, each.num_elements) for each in sizes]
     num_elements = sum(counts)

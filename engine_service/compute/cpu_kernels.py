@@ -1,11 +1,12 @@
 """Which kernels a CPU computes with: the switch in kernels.cpu, as the config says.
 
-Owns the time at which they are compiled, which is before the model is loaded: no request waits for it.
+Owns the time at which they are compiled, which is before the engine serves: no request waits for it.
 """
 
 import time
 
 import structlog
+import torch
 
 from kvkeeper.common.service.process import StartError
 from kvkeeper.kernels.cpu import compiled
@@ -16,14 +17,11 @@ log = structlog.get_logger()
 
 
 def switch_kernels(config: EngineConfig) -> None:
-    """Load the compiled kernels where the config wants them and they are installed, and turn them off where not.
+    """Turn the compiled kernels on where the config wants them and they are installed, and off where not.
 
     Raises StartError where they are asked for by name and cannot be loaded; else torch computes, and the log says why.
     """
     is_on = wants_compiled(config) and compiled.is_installed()
-    if is_on:
-        log.info("starting", doing="loading the kernels for this CPU; the first start compiles them")
-    started = time.monotonic()
     try:
         compiled.switch(on=is_on)
     except (ImportError, OSError) as error:  # numba asks the system for its processors when it is imported
@@ -31,6 +29,14 @@ def switch_kernels(config: EngineConfig) -> None:
         if config.cpu_kernels == "compiled":
             raise StartError(f"--cpu-kernels compiled: they cannot be loaded: {why}") from None
         log.warning("kernels_not_loaded", why=why)
-        is_on = False
-    if is_on:
-        log.info("kernels_loaded", duration_s=round(time.monotonic() - started, 2), are_kept=compiled.are_kept())
+
+
+def prepare_kernels(dtype: torch.dtype, device: torch.device) -> None:
+    """Load the kernels that a model of this dtype is computed with; nothing where they do not serve it."""
+    if not compiled.serves(torch.empty(0, dtype=dtype, device=device)):
+        return
+    log.info("starting", doing="loading the kernels for this CPU; the first start compiles them")
+    started = time.monotonic()
+    compiled.prepare(dtype)
+    taken = round(time.monotonic() - started, 2)
+    log.info("kernels_loaded", dtype=compiled.DTYPES[dtype], duration_s=taken, are_kept=compiled.are_kept())

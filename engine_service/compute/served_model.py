@@ -35,6 +35,7 @@ from ..model.split import WHOLE, Split, require_one_rank
 from ..outputs.model_text import ModelText
 from ..outputs.tokenizer import Tokenizer
 from ..values.sampling_params import NEUTRAL, SamplingParams, SamplingParamsError, with_fields
+from .cpu_kernels import prepare_kernels
 from .graphs.graph_api import CudaGraphs
 from .model_runner import AnyLayout, Model, ModelRunner, Runner, StepBounds, Warmed, make_kv_layout
 from .self_check import load_checked_model
@@ -114,10 +115,12 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
         refuse_stored(config.kv_dtype, "models that the transformers library runs")
         log.info("model_through_transformers", model_type=raw["model_type"], reason=reason)
         model = load_checked_model(folder, raw["model_type"], dtype, device=device, progress=progress)
+        prepare_kernels(model.dtype, device)
         ropes = model.config.rope_parameters
         served = _from_folder(folder, raw, model, _name(model.dtype), model.num_parameters, ropes)
         return _ready_on_device(served, config, progress=progress)
     decoder, model_config = load_model(folder, device=device, dtype=dtype, progress=progress, split=split)
+    prepare_kernels(decoder.dtype, device)
     check_chunks(model_config.chunks, config.block_size)
     both = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]
     name = INT8 if dtype == INT8 else _name(decoder.dtype)

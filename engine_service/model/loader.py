@@ -15,6 +15,8 @@ import structlog
 import torch
 from tqdm import tqdm
 
+from kvkeeper.kernels.cpu import compiled
+from kvkeeper.kernels.cpu.features import multiplies_brains
 from kvkeeper.kernels.errors import UnsupportedDeviceError
 from kvkeeper.kernels.types import LinearWeight
 
@@ -50,7 +52,8 @@ def load_model(
 
     Args:
         device: where its weights go.
-        dtype: what it computes in. auto: the weights' own dtype, but float32 on a CPU. int8: products of 8-bit integers.
+        dtype: what it computes in. auto: the weights' own dtype, but on a CPU float32, unless they are bfloat16 and the compiled
+            kernels have instructions for it. int8: products of 8-bit integers.
         progress: show a progress bar on stderr.
         split: the rank; of what it does not have nothing is read, unless the checkpoint is quantised.
 
@@ -191,4 +194,5 @@ def _counted(tensors: Iterator[tuple[str, str, Stored]], bar: "tqdm[NoReturn]") 
 
 def compute_dtype(weights_dtype: object, device: torch.device, choice: DtypeChoice) -> torch.dtype:
     """The dtype of weights, K and V; weights_dtype is the config's word. Raises UnsupportedModelError."""
-    return _DTYPES[dtype_name(weights_dtype, device.type, choice)]
+    has_brains = compiled.serves(torch.empty(0, dtype=torch.bfloat16)) and multiplies_brains()
+    return _DTYPES[dtype_name(weights_dtype, device.type, choice, has_brains=has_brains)]

@@ -199,7 +199,7 @@ def make_sums(kind: str) -> Any:
         column = 0
         while column < size:
             vectors = most_vectors
-            while vectors > 1 and (vectors // 2) * lanes >= size - column:
+            while vectors > 1 and (vectors - 1) * lanes >= size - column:
                 vectors //= 2
             row = 0
             while row < num_queries:

@@ -1,0 +1,19 @@
+"""What this processor multiplies at full speed, without torch or numba: the start asks before either is imported."""
+
+import os
+from importlib.util import find_spec
+
+_BRAINS = {"avx512bf16", "avx512bw", "avx512vl"}
+
+
+def multiplies_brains() -> bool:
+    """Whether the compiled kernels have instructions for products of bfloat16; else these take longer than in float32."""
+    if find_spec("llvmlite") is None:
+        return False
+    from llvmlite.binding import get_host_cpu_features
+
+    named = os.environ.get("NUMBA_CPU_FEATURES")  # what numba compiles for then
+    if named is not None:
+        return {f"+{feature}" for feature in _BRAINS} <= set(named.split(","))
+    found = get_host_cpu_features()
+    return all(found.get(feature, False) for feature in _BRAINS)
