@@ -34,6 +34,7 @@ from .memory.private_file import private_directory
 from .memory.remote.open_remote import RemoteMaker, RemoteRefused, open_remote
 from .memory.select_memory import make_kept_memory, make_memory
 from .metrics import cache_metrics
+from .rpc.create_handler import CreateHandler
 from .rpc.eviction_calls import EvictionCalls
 from .rpc.inspection_calls import InspectionCalls
 from .rpc.kv_calls import KvCalls
@@ -147,13 +148,14 @@ async def start_server(
         epoch = first_epoch(config.runtime_dir)
         session_manager = SessionManager(registry, timing, epoch, config.max_sessions, config.quarantine_quiet)
         step_handler = StepHandler(session_manager, most_bytes)
-        lanes = StepLanes(session_manager, step_handler, most_bytes)
+        creates = CreateHandler(session_manager)
+        lanes = StepLanes(session_manager, step_handler, creates, largest_bytes)
         attach = AttachServer(_attach_path(config, endpoint.address), lanes, timing)
         if config.metrics_listen:
             metrics = await MetricsServer.open(config.metrics_listen, partial(cache_metrics, session_manager, guard))
         real_time = (clock or loop).time  # also passes while the service is held up
         groups = _groups_of_calls(config, session_manager, str(attach.path), watch_streams, real_time)
-        groups += [step_handler, StepStreams(session_manager, step_handler)]
+        groups += [step_handler, StepStreams(session_manager, step_handler), creates]
         methods = register(groups, most_bytes, lambda: registry.max_tokens)
         await endpoint.start(methods, has_reflection=config.reflection)
         await registry.reserve()

@@ -79,6 +79,7 @@ class SessionCalls:
             attach_token=live.attach_token if is_near else "",
             attach_socket_path=self._attach_path if is_near else "",
             offers_step_lane=is_near,
+            step_lane_takes_creates=is_near,
             protocol_version=version,
         )
 

@@ -19,7 +19,7 @@ from kvkeeper.client import kv_chunks
 from kvkeeper.client.arena import Arena, attach_arena, attach_arena_and_lane
 from kvkeeper.client.errors import KvkeeperError, parse_error
 from kvkeeper.client.kv_chunks import KvTokens
-from kvkeeper.client.new_sequence import Created, NewSequence, TokenIds, pack, to_list
+from kvkeeper.client.new_sequence import Created, NewSequence, TokenIds, to_list
 from kvkeeper.client.retry import SLICED_TIMEOUT_S
 from kvkeeper.client.step_carriers import StepCarriers
 from kvkeeper.client.step_lane import attach_lane
@@ -149,24 +149,24 @@ class AsyncCacheSession:
 
         reuse_hint: what is known of the next use of its blocks, once it has ended.
         """
-        return await self._call(
-            "CreateSequence",
-            sequence_id=sequence_id,
-            packed_token_ids=pack(token_ids),
-            max_tokens=max_tokens,
-            tenant=tenant,
-            priority=priority,
-            retention=retention,
-            start_number=start_number,
-            reuse_hint=reuse_hint,
-        )
+        sequence = NewSequence(sequence_id, token_ids, max_tokens, tenant, priority, retention, start_number, reuse_hint)
+        (created,) = await self.create_sequences([sequence])
+        if isinstance(created, KvkeeperError):
+            raise created
+        return created
 
     async def create_sequences(self, sequences: Sequence[NewSequence]) -> list[Created]:
         """Store several prompts, in order. Each has an answer of its own, or the error for which it was refused.
 
-        One that is refused leaves the others be. A service of before there was this call raises UNIMPLEMENTED without a reason.
+        One that is refused leaves the others be. They go over the step lane where there is one. A service of before there was
+        this call raises UNIMPLEMENTED without a reason.
         """
-        answer = await self._call("CreateSequences", sequences=[each.message() for each in sequences])
+        request = pb.CreateSequencesRequest(**self._head, sequences=[each.message() for each in sequences])
+        raw = await self._steps.create(request.SerializeToString()) if self._opened.step_lane_takes_creates else None
+        if raw is None:
+            answer = await self._transport.call_by_name("CreateSequences", request)
+        else:
+            answer = pb.CreateSequencesResponse.FromString(raw)
         return [each.response if each.HasField("response") else parse_error(each.error) for each in answer.results]
 
     async def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:

@@ -1,8 +1,8 @@
-"""What carries the steps of one session: its step lane where it has one, and gRPC otherwise.
+"""What carries the steps and creates of one session: its step lane where it has one, and gRPC otherwise.
 
-Steps pass as raw bytes, at most one of them unanswered. A lane that broke is not used again, and a step that is too large for
-it goes as a call of its own. Whatever broke, the unanswered step is repeated with the same bytes, which the service applies
-exactly once. No task is made per step. Without an event loop there is no stream: each step over gRPC is a call.
+Requests pass as raw bytes, at most one step of them unanswered. A lane that broke is not used again, and a request that is too
+large for it goes as a call of its own. Whatever broke, the unanswered step is repeated with the same bytes, which the service
+applies exactly once. No task is made per step. Without an event loop there is no stream: each step over gRPC is a call.
 """
 
 import asyncio
@@ -14,9 +14,10 @@ import grpc
 
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.retry import Patience
-from kvkeeper.client.step_lane import BlockingStepLane, LaneBroken, MessageTooLarge, StepLane
+from kvkeeper.client.step_lane import CREATE_REQUEST, BlockingStepLane, LaneBroken, MessageTooLarge, StepLane
 from kvkeeper.client.step_stream import StepStream
 from kvkeeper.client.transport import AsyncTransport
+from kvkeeper.common import tracing
 
 _METHOD = "/kvkeeper.cache.v1.CacheService/Step"
 
@@ -45,6 +46,25 @@ class StepCarriers:
             return await self._repeat(request, error)
         finally:
             self._busy = False
+
+    async def create(self, request: bytes) -> bytes | None:
+        """The answer to a CreateSequencesRequest over the lane, beside the steps; None where it has to be a call.
+
+        A call carries what belongs to a trace, and what is to be repeated. Raises KvkeeperError.
+        """
+        if self.lane is None or tracing.outgoing() is not None:
+            return None
+        try:
+            async with self._transport.backend.timeout(self._transport.options.timeout_s):
+                return await self.lane.exchange(request, CREATE_REQUEST)
+        except (MessageTooLarge, LaneBroken):
+            return None
+        except TimeoutError:
+            raise _late() from None
+        except KvkeeperError as error:
+            if error.unavailable:
+                return None
+            raise
 
     async def _send(self, request: bytes) -> bytes:
         try:
@@ -126,7 +146,7 @@ class StepCarriers:
 
 
 def _late() -> KvkeeperError:
-    return KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="no answer to a step in time")
+    return KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="no answer in time")
 
 
 def _is_cancelled() -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.cache_service.rpc.create_handler import CreateHandler
 from kvkeeper.cache_service.rpc.eviction_calls import EvictionCalls
 from kvkeeper.cache_service.rpc.inspection_calls import InspectionCalls
 from kvkeeper.cache_service.rpc.kv_calls import KvCalls
@@ -20,6 +21,7 @@ GROUPS: list[Any] = [
     SessionCalls,
     StepHandler,
     StepStreams,
+    CreateHandler,
     SequenceCalls,
     PrefixCalls,
     EvictionCalls,
