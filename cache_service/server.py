@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy.ma  # noqa: F401  numpy loads it at the first set operation, which would hold up all steps for 0.1 s
 import structlog
@@ -20,7 +21,6 @@ from kvkeeper.common.service.endpoint import Endpoint
 from kvkeeper.common.service.listen import AddressInUse
 from kvkeeper.common.service.memory_limit import OutOfMemory
 from kvkeeper.common.service.methods import max_prompt_message_bytes
-from kvkeeper.common.service.metrics import MetricsServer
 from kvkeeper.common.service.process import StartError
 from kvkeeper.common.trust.guard import Guard
 
@@ -33,7 +33,6 @@ from .memory.predecessor import end_predecessor
 from .memory.private_file import private_directory
 from .memory.remote.open_remote import RemoteMaker, RemoteRefused, open_remote
 from .memory.select_memory import make_kept_memory, make_memory
-from .metrics import cache_metrics
 from .rpc.create_handler import CreateHandler
 from .rpc.eviction_calls import EvictionCalls
 from .rpc.inspection_calls import InspectionCalls
@@ -52,6 +51,9 @@ from .runtime.clock import Clock, StallFreeClock
 from .runtime.pool_registry import PoolRegistry
 from .runtime.session_manager import SessionManager
 
+if TYPE_CHECKING:
+    from kvkeeper.common.service.metrics import MetricsServer
+
 log = structlog.get_logger()
 
 _END_SECONDS = 30.0  # that a service may take to end after its drain, which is as long as this one's
@@ -67,7 +69,7 @@ class RunningServer:
     guard: Guard
     _endpoint: Endpoint
     _attach: AttachServer
-    metrics: MetricsServer | None = None
+    metrics: "MetricsServer | None" = None
     _clock: StallFreeClock | None = None  # the server's own, where none was handed in
     _directory: MemoryDirectory | None = None
     _disks: DiskDirectory | None = None
@@ -152,7 +154,7 @@ async def start_server(
         lanes = StepLanes(session_manager, step_handler, creates, largest_bytes)
         attach = AttachServer(_attach_path(config, endpoint.address), lanes, timing)
         if config.metrics_listen:
-            metrics = await MetricsServer.open(config.metrics_listen, partial(cache_metrics, session_manager, guard))
+            metrics = await _open_metrics(config.metrics_listen, session_manager, guard)
         real_time = (clock or loop).time  # also passes while the service is held up
         groups = _groups_of_calls(config, session_manager, str(attach.path), watch_streams, real_time)
         groups += [step_handler, StepStreams(session_manager, step_handler), creates]
@@ -178,6 +180,15 @@ async def start_server(
     log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)
     kept = directory, disks
     return RunningServer(attach.path, session_manager, config.drain_timeout, guard, endpoint, attach, metrics, own_clock, *kept)
+
+
+async def _open_metrics(listen: str, session_manager: SessionManager, guard: Guard) -> "MetricsServer":
+    """Raises StartError."""
+    from kvkeeper.common.service.metrics import MetricsServer  # with an HTTP server, for which no other start has to wait
+
+    from .metrics import cache_metrics
+
+    return await MetricsServer.open(listen, partial(cache_metrics, session_manager, guard))
 
 
 def _open_memory_directory(config: CacheConfig) -> MemoryDirectory | None:

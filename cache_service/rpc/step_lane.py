@@ -11,6 +11,7 @@ handlers make them.
 import asyncio
 import contextlib
 import errno
+import mmap
 import socket
 from collections.abc import Awaitable, Callable
 from contextvars import copy_context
@@ -47,7 +48,7 @@ class StepLanes:
         self.handler = handler
         self.creates = creates
         # One for all lanes: a frame is taken out before the next one is read. With a byte to see that a message is too large.
-        self.frame = memoryview(bytearray(1 + max_message_bytes + 1))
+        self.frame = memoryview(mmap.mmap(-1, 1 + max_message_bytes + 1))
 
     def redeem(self, token: str, parts: frozenset[Part], rank: int) -> Grant:
         """See AttachDesk. Where no socket can be had, the grant says so and its process steps over gRPC."""
