@@ -201,6 +201,13 @@ async def test_creates_beside_an_unanswered_step_get_their_own_answers(session: 
     assert not calls
 
 
+async def test_a_crowd_of_creates_takes_turns_on_the_lane(session: AsyncCacheSession, calls: list[str]) -> None:
+    created = await asyncio.gather(*(session.create_sequence(place, [place]) for place in range(1, 251)))
+    numbers = [each.start_number for each in created]
+    assert numbers == sorted(set(numbers))
+    assert not calls
+
+
 async def test_a_service_whose_lane_takes_no_creates_is_called(session: AsyncCacheSession, calls: list[str]) -> None:
     session._opened.step_lane_takes_creates = False
     assert (await session.create_sequence(1, [1, 2])).start_number

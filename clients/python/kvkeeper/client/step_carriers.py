@@ -20,6 +20,7 @@ from kvkeeper.client.transport import AsyncTransport
 from kvkeeper.common import tracing
 
 _METHOD = "/kvkeeper.cache.v1.CacheService/Step"
+_MOST_CREATES = 8  # unanswered on the lane; others wait for their turn, or a crowd would fill it
 
 
 class StepCarriers:
@@ -29,6 +30,7 @@ class StepCarriers:
         self.lane: StepLane | BlockingStepLane | None = None
         self._transport = transport
         self._stream = StepStream(transport) if transport.backend.has_loop else None
+        self._creating = asyncio.Semaphore(_MOST_CREATES)
         self._busy = False
         self._deadline = 0.0  # of the exchange that waits, or of the last one
         self._is_late = False
@@ -55,7 +57,7 @@ class StepCarriers:
         if self.lane is None or tracing.outgoing() is not None:
             return None
         try:
-            async with self._transport.backend.timeout(self._transport.options.timeout_s):
+            async with self._transport.backend.timeout(self._transport.options.timeout_s), self._creating:
                 return await self.lane.exchange(request, CREATE_REQUEST)
         except (MessageTooLarge, LaneBroken):
             return None
