@@ -250,6 +250,19 @@ async def test_a_lane_that_breaks_in_a_create_repeats_it_by_a_call(
     assert (await session.step(ITEMS)).step_id == 2
 
 
+async def test_creates_that_wait_for_their_turn_on_a_lane_that_breaks_go_by_calls(
+    session: AsyncCacheSession, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_off(lane: ServiceLane, *_: object) -> None:
+        lane._end(is_lost=True)
+
+    monkeypatch.setattr(ServiceLane, "_take", break_off)
+    creating = [asyncio.create_task(session.create_sequence(place, [place])) for place in range(1, 21)]
+    assert (await session.step(ITEMS)).step_id == 2
+    assert len({created.start_number for created in await asyncio.gather(*creating)}) == 20
+    assert calls == ["CreateSequences"] * 20
+
+
 async def test_a_create_without_an_answer_meets_its_deadline(hold: Callable[..., Any]) -> None:
     held = await hold(CallOptions(timeout_s=0.1))
     held.session._opened.step_lane_takes_creates = True

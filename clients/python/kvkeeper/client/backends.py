@@ -10,7 +10,6 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
@@ -39,10 +38,6 @@ class AsyncioBackend:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-
-    def timeout(self, seconds: float) -> AbstractAsyncContextManager[object]:
-        """What its body awaits ends after so many seconds, with TimeoutError. A blocking wait has limits of its own."""
-        return asyncio.timeout(seconds)
 
     async def call(self, method: Any, request: Any, timeout_s: float | None, metadata: Any) -> Any:
         """The answer to a unary request, or to an iterator of them where the method takes a stream."""
@@ -104,9 +99,6 @@ class BlockingBackend:
 
     async def sleep(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251  there is no loop
-
-    def timeout(self, seconds: float) -> AbstractAsyncContextManager[object]:
-        return nullcontext()
 
     async def call(self, method: Any, request: Any, timeout_s: float | None, metadata: Any) -> Any:
         return method(request, timeout=timeout_s, metadata=metadata)

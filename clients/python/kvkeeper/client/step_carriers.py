@@ -24,15 +24,15 @@ _MOST_CREATES = 8  # unanswered on the lane; others wait for their turn, or a cr
 
 
 class StepCarriers:
-    """Not for use from two tasks or threads at once."""
+    """Not for use from two threads at once. Steps are of one task at a time; creates may come from several."""
 
     def __init__(self, transport: AsyncTransport) -> None:
         self.lane: StepLane | BlockingStepLane | None = None
         self._transport = transport
         self._stream = StepStream(transport) if transport.backend.has_loop else None
-        self._creating = asyncio.Semaphore(_MOST_CREATES)
+        self._creating, self._num_creating = asyncio.Semaphore(_MOST_CREATES), 0
         self._busy = False
-        self._deadline = 0.0  # of the exchange that waits, or of the last one
+        self._deadline = 0.0  # of the last exchange
         self._is_late = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -54,19 +54,26 @@ class StepCarriers:
 
         A call carries what belongs to a trace, and what is to be repeated. Raises KvkeeperError.
         """
-        if self.lane is None or tracing.outgoing() is not None:
+        lane = self.lane
+        if lane is None or tracing.outgoing() is not None:
             return None
-        try:
-            async with self._transport.backend.timeout(self._transport.options.timeout_s), self._creating:
-                return await self.lane.exchange(request, CREATE_REQUEST)
-        except (MessageTooLarge, LaneBroken):
-            return None
-        except TimeoutError:
-            raise _late() from None
-        except KvkeeperError as error:
-            if error.unavailable:
+        async with self._creating:
+            self._num_creating += 1
+            self._watch()
+            try:
+                return await lane.exchange(request, CREATE_REQUEST)
+            except MessageTooLarge:
                 return None
-            raise
+            except LaneBroken:
+                if self._is_late:
+                    raise _late() from None
+                return None
+            except KvkeeperError as error:
+                if error.unavailable:
+                    return None
+                raise
+            finally:
+                self._num_creating -= 1
 
     async def _send(self, request: bytes) -> bytes:
         try:
@@ -113,8 +120,9 @@ class StepCarriers:
         return self._transport.channel.unary_unary(_METHOD, request_serializer=None, response_deserializer=None)
 
     def _watch(self) -> None:
-        """Makes the exchange end by its deadline. On a loop one timer runs at a time, and checks when it fires whether the
-        deadline has moved: a timer for each step, almost none of which would fire, costs more than the rest of this class.
+        """Makes what waits end by the deadline of the last that began. On a loop one timer runs at a time, and checks when it
+        fires whether the deadline has moved: a timer for each step, almost none of which would fire, costs more than the rest
+        of this class.
         """
         self._is_late = False
         self._deadline = time.monotonic() + self._transport.options.timeout_s
@@ -123,7 +131,7 @@ class StepCarriers:
 
     def _on_timer(self) -> None:
         self._timer = None
-        if not self._busy:
+        if not self._busy and not self._num_creating:
             return
         if time.monotonic() < self._deadline:
             self._timer = asyncio.get_running_loop().call_at(self._deadline, self._on_timer)
