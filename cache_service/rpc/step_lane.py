@@ -2,9 +2,9 @@
 
 Owns the service's ends, and the form of a frame: a kind byte, then the unchanged bytes of a request, a response or a Status.
 Rules: a lane belongs to one session from the start, and is a stream of steps like a StreamSteps call: it takes over from
-another one, and another one from it. Requests are answered in their order. A refusal does not end the lane. Nothing here waits
-for a client: an answer that finds the socket's buffer full ends the lane as if its client had gone, and an answer that no
-frame can hold is asked for anew over gRPC, where a repeat gets it. The bytes of requests and answers are those of gRPC: the
+another one, and another one from it. Answers go in the order of the requests. A refusal does not end the lane. Nothing here
+waits for a client: an answer that finds the socket's buffer full ends the lane as if its client had gone, and an answer that
+no frame can hold is asked for anew over gRPC, where a repeat gets it. The bytes of requests and answers are those of gRPC: the
 handlers make them.
 """
 
@@ -124,7 +124,7 @@ class StepLane:
             self._send(STATUS, _status(InvalidField("a frame from a client begins with the byte 1 or 5", field="request")))
 
     def _take(self, raw: bytes, apply: Callable[[bytes], T | Awaitable[T]], answer: Callable[[T], None]) -> None:
-        """Applies a request, and answers it at once or when its awaitable reply is there."""
+        """Applies a request. Its answer is sent at once, or when its awaitable reply is there."""
         try:
             reply = apply(raw)
         except Exception as error:

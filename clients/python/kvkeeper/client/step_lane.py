@@ -1,9 +1,9 @@
 """The client's end of a step lane: a socket that the attach socket handed over, for steps and creates on the same host.
 
-A frame is a kind byte and the unchanged bytes of a request, a response or a Status. Requests are answered in their order. Knows
-no repeats: a lane that broke stays broken, and its session goes on over gRPC. StepLane sends without waiting, and its answers
-are read by the loop; BlockingStepLane waits in its caller's thread, within a time. Every end of a request but a refusal and
-MessageTooLarge ends the lane: an answer that came late would be taken for that of another request.
+A frame is a kind byte and the unchanged bytes of a request, a response or a Status. Answers come in the order of the requests.
+Knows no repeats: a lane that broke stays broken, and its session goes on over gRPC. StepLane sends without waiting, and its
+answers are read by the loop; BlockingStepLane waits in its caller's thread, within a time. Every end of a request but a
+refusal and MessageTooLarge ends the lane: an answer that came late would be taken for that of another request.
 """
 
 import asyncio
