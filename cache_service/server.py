@@ -37,7 +37,8 @@ from .rpc.create_handler import CreateHandler
 from .rpc.eviction_calls import EvictionCalls
 from .rpc.inspection_calls import InspectionCalls
 from .rpc.kv_calls import KvCalls
-from .rpc.methods import max_message_bytes, register
+from .rpc.lane_calls import LaneCalls
+from .rpc.methods import get_handlers, max_message_bytes, register
 from .rpc.one_item_session import OneItemSessions
 from .rpc.prefix_calls import PrefixCalls
 from .rpc.sequence_calls import SequenceCalls
@@ -150,14 +151,14 @@ async def start_server(
         epoch = first_epoch(config.runtime_dir)
         session_manager = SessionManager(registry, timing, epoch, config.max_sessions, config.quarantine_quiet)
         step_handler = StepHandler(session_manager, most_bytes)
-        creates = CreateHandler(session_manager)
-        lanes = StepLanes(session_manager, step_handler, creates, largest_bytes)
-        attach = AttachServer(_attach_path(config, endpoint.address), lanes, timing)
+        attach_path, creates = _attach_path(config, endpoint.address), CreateHandler(session_manager)
+        real_time = (clock or loop).time  # also passes while the service is held up
+        groups = _groups_of_calls(config, session_manager, str(attach_path), watch_streams, real_time)
+        groups += [step_handler, StepStreams(session_manager, step_handler), creates]
+        lane_calls = LaneCalls(get_handlers(groups), creates, lambda: registry.max_tokens)
+        attach = AttachServer(attach_path, StepLanes(session_manager, step_handler, lane_calls, largest_bytes), timing)
         if config.metrics_listen:
             metrics = await _open_metrics(config.metrics_listen, session_manager, guard)
-        real_time = (clock or loop).time  # also passes while the service is held up
-        groups = _groups_of_calls(config, session_manager, str(attach.path), watch_streams, real_time)
-        groups += [step_handler, StepStreams(session_manager, step_handler), creates]
         methods = register(groups, most_bytes, lambda: registry.max_tokens)
         await endpoint.start(methods, has_reflection=config.reflection)
         await registry.reserve()

@@ -6,11 +6,9 @@ made for them. Idempotent by ids and arguments, so nothing is recorded for a rep
 
 from collections.abc import Awaitable, Iterator
 
-from google.protobuf.message import DecodeError
-
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
-from ..core.values.errors import CacheError, InvalidField
+from ..core.values.errors import CacheError
 from ..runtime.live_session import LiveSession
 from ..runtime.session_manager import SessionManager
 from ..runtime.turns import Turns
@@ -33,22 +31,13 @@ class CreateHandler:
 
     async def create_sequences(self, request: pb.CreateSequencesRequest) -> pb.CreateSequencesResponse:
         check_own(self._session_manager, request)
-        answer = self._create_all(request)
+        answer = self.create_some(request)
         return answer if isinstance(answer, pb.CreateSequencesResponse) else await answer
 
-    def apply(self, raw: bytes, bound: LiveSession) -> pb.CreateSequencesResponse | Awaitable[pb.CreateSequencesResponse]:
-        """The answer to a CreateSequencesRequest of the bound session; awaitable where others pass. Raises CacheError."""
-        try:
-            request = pb.CreateSequencesRequest.FromString(raw)
-        except DecodeError:
-            raise InvalidField("the bytes are not a CreateSequencesRequest", field="request") from None
-        if request.session_id != bound.core.id:
-            raise InvalidField("a lane carries the requests of one session", field="session_id")
-        return self._create_all(request)
-
-    def _create_all(
+    def create_some(
         self, request: pb.CreateSequencesRequest
     ) -> pb.CreateSequencesResponse | Awaitable[pb.CreateSequencesResponse]:
+        """The answer; awaitable where it lets others pass. Raises CacheError."""
         check_range("sequences", len(request.sequences), 1, _MOST_CREATED)
         answer, turns = pb.CreateSequencesResponse(), Turns(pause=0)
         each = self._create_each(request, answer)

@@ -1,4 +1,4 @@
-"""Step lanes: sockets of the same host for the messages of Step and CreateSequences, beside gRPC and at less cost.
+"""Step lanes: sockets of the same host for the messages of Step and a few other calls, beside gRPC and at less cost.
 
 Owns the service's ends, and the form of a frame: a kind byte, then the unchanged bytes of a request, a response or a Status.
 Rules: a lane belongs to one session from the start, and is a stream of steps like a StreamSteps call: it takes over from
@@ -19,14 +19,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from google.protobuf.message import Message
+
 from kvkeeper.common.trust.caller import Caller, Role, note_caller
 
 from ..core.values.errors import CacheError, InvalidField
 from ..memory.attach_server import Grant, Part
 from ..runtime.live_session import CarrierKind, LiveSession
 from ..runtime.session_manager import SessionManager
-from .create_handler import CreateHandler
+from .lane_calls import LaneCalls
 from .methods import CONTRACT
 from .status import REFUSALS
 from .step_handler import StepHandler
@@ -34,19 +35,17 @@ from .step_handler import StepHandler
 T = TypeVar("T")
 
 STEP_REQUEST, STEP_RESPONSE, STATUS, TOO_LARGE = b"\1", b"\2", b"\3", b"\4"
-CREATE_REQUEST, CREATE_RESPONSE = b"\5", b"\6"
+CALL, CALL_RESPONSE = b"\5", b"\6"
 _BUFFER_BYTES = 1 << 20  # asked for; the kernel gives what it allows, and larger messages go over gRPC
 
 
 class StepLanes:
     """Hands a session's parts to the process that attaches, with a lane where it asks for one."""
 
-    def __init__(
-        self, session_manager: SessionManager, handler: StepHandler, creates: CreateHandler, max_message_bytes: int
-    ) -> None:
+    def __init__(self, session_manager: SessionManager, handler: StepHandler, calls: LaneCalls, max_message_bytes: int) -> None:
         self.session_manager = session_manager
         self.handler = handler
-        self.creates = creates
+        self.calls = calls
         # One for all lanes: a frame is taken out before the next one is read. With a byte to see that a message is too large.
         self.frame = memoryview(mmap.mmap(-1, 1 + max_message_bytes + 1))
 
@@ -88,7 +87,7 @@ class StepLane:
 
     def __init__(self, lanes: StepLanes, live: LiveSession, connection: socket.socket) -> None:
         self._session_manager, self._handler, self._frame = lanes.session_manager, lanes.handler, lanes.frame
-        self._creates = lanes.creates
+        self._calls = lanes.calls
         self._live = live
         self._socket = connection
         self._loop = asyncio.get_running_loop()
@@ -118,8 +117,8 @@ class StepLane:
             self._send(STATUS, _status(InvalidField("the message is too large", field="request", limit=len(self._frame) - 2)))
         elif self._frame[0] == STEP_REQUEST[0]:
             self._take(bytes(self._frame[1:num_bytes]), self._apply_step, self._answer_step)
-        elif self._frame[0] == CREATE_REQUEST[0]:
-            self._take(bytes(self._frame[1:num_bytes]), self._apply_creates, self._answer_creates)
+        elif self._frame[0] == CALL[0]:
+            self._take(bytes(self._frame[1:num_bytes]), self._apply_call, self._answer_call)
         else:
             self._send(STATUS, _status(InvalidField("a frame from a client begins with the byte 1 or 5", field="request")))
 
@@ -162,11 +161,11 @@ class StepLane:
         self._send(STEP_RESPONSE, body)
         self._handler.after_answer(self._live)
 
-    def _apply_creates(self, raw: bytes) -> pb.CreateSequencesResponse | Awaitable[pb.CreateSequencesResponse]:
-        return self._creates.apply(raw, self._live)
+    def _apply_call(self, raw: bytes) -> Message | Awaitable[Message]:
+        return self._calls.apply(raw, self._live)
 
-    def _answer_creates(self, answer: pb.CreateSequencesResponse) -> None:
-        self._send(CREATE_RESPONSE, answer.SerializeToString())
+    def _answer_call(self, answer: Message) -> None:
+        self._send(CALL_RESPONSE, answer.SerializeToString())
 
     def _send(self, kind: bytes, body: bytes) -> None:
         """Never waits. A client that does not read its answers, or is gone, has lost the lane."""

@@ -24,14 +24,15 @@ from tests.support.processes.child_processes import Processes
 from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, Session, int32s, le64, refusal, refused
 from tests.support.worlds.messages import differences, show
 from tests.support.worlds.step_carriers import (
-    CREATE_REQUEST,
-    CREATE_RESPONSE,
+    CALL,
+    CALL_RESPONSE,
     STEP_REQUEST,
     STEP_RESPONSE,
     TOO_LARGE,
     LaneStream,
     StepCarriers,
     attach_lane,
+    call_frame,
     num_open_files,
 )
 
@@ -187,18 +188,18 @@ async def test_a_bug_is_told_without_details(api: Api, carriers: StepCarriers, m
 def create_bytes(session: Session, *ids: int, **fields: Any) -> bytes:
     """A request for prompts of six tokens."""
     new = [pb.NewSequence(sequence_id=place, token_ids=range(place, place + 6), **fields) for place in ids]
-    return CREATE_REQUEST + pb.CreateSequencesRequest(**session.ids, sequences=new).SerializeToString()
+    return call_frame("CreateSequences", pb.CreateSequencesRequest(**session.ids, sequences=new).SerializeToString())
 
 
 async def test_creates_are_answered_on_the_lane_in_order_with_the_steps(api: Api, carriers: StepCarriers) -> None:
     session = await api.open()
-    assert session.opened.step_lane_takes_creates
+    assert "CreateSequences" in session.opened.lane_calls
     lane = await carriers.open(session)
     await lane.write_frame(create_bytes(session, 1, 0, 2))
     await lane.write(session.start_bytes(1, 1))
     await lane.write_frame(create_bytes(session, 3))
     frames = [await lane.read_frame() for _ in range(3)]
-    assert [frame[:1] for frame in frames] == [CREATE_RESPONSE, STEP_RESPONSE, CREATE_RESPONSE]
+    assert [frame[:1] for frame in frames] == [CALL_RESPONSE, STEP_RESPONSE, CALL_RESPONSE]
     results = pb.CreateSequencesResponse.FromString(frames[0][1:]).results
     assert [result.WhichOneof("result") for result in results] == ["response", "error", "response"]
     assert parse_error(results[1].error).reason == "INVALID_FIELD"
@@ -211,7 +212,7 @@ async def test_creates_make_a_lane_no_stream_of_steps(api: Api, carriers: StepCa
     lane = await carriers.open(session)
     stream, _ = await StepCarriers(api, "grpc").stepping(session, session.step_bytes(1))
     await lane.write_frame(create_bytes(session, 1))
-    assert (await lane.read_frame())[:1] == CREATE_RESPONSE
+    assert (await lane.read_frame())[:1] == CALL_RESPONSE
     await stream.write(session.step_bytes(2))
     assert step_id_of(await stream.read()) == 2
     stream.cancel()
@@ -221,8 +222,12 @@ async def test_creates_that_are_none_are_refused_and_the_lane_goes_on(api: Api, 
     session, other = await api.open(), await api.open()
     lane = await carriers.open(session)
     too_many = create_bytes(session, *range(1, 258))
+    other_call = call_frame("CloseSession", pb.CloseSessionRequest(**session.ids).SerializeToString())
+    for frame in (CALL, CALL + b"\xff", other_call):
+        await lane.write_frame(frame)
+        await refused(lane.read(), "INVALID_FIELD", field="request")
     for frame, field in (
-        (CREATE_REQUEST + b"\xff", "request"),
+        (call_frame("CreateSequences", b"\xff"), "request"),
         (create_bytes(other, 1), "session_id"),
         (too_many, "sequences"),
     ):
@@ -230,7 +235,26 @@ async def test_creates_that_are_none_are_refused_and_the_lane_goes_on(api: Api, 
         await refused(lane.read(), "INVALID_FIELD", field=field)
     assert (await api.stats()).pools[0].num_waiting_sequences == 0
     await lane.write_frame(create_bytes(session, 1))
-    assert (await lane.read_frame())[:1] == CREATE_RESPONSE
+    assert (await lane.read_frame())[:1] == CALL_RESPONSE
+
+
+async def test_a_sequence_changes_its_session_over_lanes(api: Api, carriers: StepCarriers) -> None:
+    giver, taker = await api.open(), await api.open()
+    table = await giver.prefill(1, 9, num_committed=8)
+    await giver.step(3)
+    lanes = [await carriers.open(session) for session in (giver, taker)]
+    await lanes[0].write_frame(
+        call_frame("HandOffSequence", pb.HandOffSequenceRequest(**giver.ids, sequence_id=1).SerializeToString())
+    )
+    offer = pb.HandOffSequenceResponse.FromString(await lanes[0].read()).offer
+    request = pb.TakeSequenceRequest(**taker.ids, sequence_id=7, offer=offer)
+    await lanes[1].write_frame(call_frame("TakeSequence", request.SerializeToString()))
+    taken = pb.TakeSequenceResponse.FromString(await lanes[1].read()).sequence
+    assert (taken.sequence_id, list(taken.block_table)) == (7, table)
+    withdrawal = pb.WithdrawHandOffRequest(**giver.ids, sequence_id=1)
+    await lanes[0].write_frame(call_frame("WithdrawHandOff", withdrawal.SerializeToString()))
+    await refused(lanes[0].read(), "UNKNOWN_SEQUENCE", sequence_id="1")
+    assert (await giver.step(4)).step_id == 4
 
 
 async def test_others_pass_while_a_lane_creates_many(api: Api, carriers: StepCarriers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from kvkeeper.client.errors import KvkeeperError, parse_error, to_error
 from kvkeeper.common.trust.caller import Caller, Role
 from tests.support.trust.guarded_server import TokenFile, bearer
 from tests.support.worlds.cache_api import BLOCK_SIZE, DEADLINE, SPEC, Api, Session, le64, serving, spec_of
-from tests.support.worlds.step_carriers import CREATE_REQUEST, LaneStream, attach_lane
+from tests.support.worlds.step_carriers import LaneStream, attach_lane, call_frame
 
 PROMPT = list(range(1, 2 * BLOCK_SIZE + 2))
 TENANTS = ("a", "b")
@@ -308,7 +308,7 @@ async def test_a_lane_creates_for_the_tenant_of_its_session_alone(world: World) 
     lane = LaneStream(await asyncio.to_thread(attach_lane, Session(world.api, opened)))
     new = [pb.NewSequence(sequence_id=place, token_ids=PROMPT, tenant=tenant) for place, tenant in enumerate(("", "a", "b"), 1)]
     request = pb.CreateSequencesRequest(session_id=opened.session_id, epoch=opened.epoch, sequences=new)
-    await lane.write_frame(CREATE_REQUEST + request.SerializeToString())
+    await lane.write_frame(call_frame("CreateSequences", request.SerializeToString()))
     own, named, foreign = pb.CreateSequencesResponse.FromString(await lane.read()).results
     assert parse_error(foreign.error).reason == "TENANT_NOT_ALLOWED"
     assert [result.response.num_matched_tokens for result in (own, named)] == [2 * BLOCK_SIZE] * 2  # what the tenant has cached

@@ -194,6 +194,22 @@ async def test_creates_go_over_the_lane(client: AsyncCacheClient, session: Async
     assert [(row.sequence_id, row.priority) for row in await session.list()] == [(1, 2), (2, 0)]
 
 
+async def test_a_sequence_changes_its_session_over_lanes(
+    client: AsyncCacheClient, session: AsyncCacheSession, spec: pb.KvSpec, calls: list[str]
+) -> None:
+    async with await client.open_session(spec, pb.EXECUTOR_ENGINE) as taker:
+        assert await taker.attach_step_lane()
+        await session.create_sequence(1, [1, 2, 3])
+        most = np.array([3], np.int32)
+        await session.step(StepItems(start_ids=np.array([1], np.int64), start_max_new=most, start_max_hit=most))
+        await session.step(ITEMS)
+        calls.clear()
+        assert (await taker.take(await session.hand_off(1), 5)).sequence_id == 5
+        with pytest.raises(KvkeeperError, match="UNKNOWN_SEQUENCE"):
+            await session.withdraw(1)
+        assert not calls
+
+
 async def test_creates_beside_an_unanswered_step_get_their_own_answers(session: AsyncCacheSession, calls: list[str]) -> None:
     creating = [asyncio.create_task(session.create_sequence(place, [place, 2])) for place in (1, 2)]
     step, first, second = await asyncio.gather(session.step(ITEMS), *creating)
@@ -209,7 +225,7 @@ async def test_a_crowd_of_creates_takes_turns_on_the_lane(session: AsyncCacheSes
 
 
 async def test_a_service_whose_lane_takes_no_creates_is_called(session: AsyncCacheSession, calls: list[str]) -> None:
-    session._opened.step_lane_takes_creates = False
+    session._opened.ClearField("lane_calls")
     assert (await session.create_sequence(1, [1, 2])).start_number
     assert calls == ["CreateSequences"]
 
@@ -226,7 +242,7 @@ async def test_what_the_lane_cannot_carry_is_created_by_a_call(
 
 async def test_creates_in_a_full_lane_are_called(hold: Callable[..., Any], fake: FakeCache) -> None:
     held = await hold()
-    held.session._opened.step_lane_takes_creates = True
+    held.session._opened.lane_calls.append("CreateSequences")
     lane = held.session._steps.lane
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -265,7 +281,7 @@ async def test_creates_that_wait_for_their_turn_on_a_lane_that_breaks_go_by_call
 
 async def test_a_create_without_an_answer_meets_its_deadline(hold: Callable[..., Any]) -> None:
     held = await hold(CallOptions(timeout_s=0.1))
-    held.session._opened.step_lane_takes_creates = True
+    held.session._opened.lane_calls.append("CreateSequences")
     caught = await failure(held.session.create_sequence(1, [1, 2]))
     assert caught.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert (await held.read())[:1] == b"\5"

@@ -115,8 +115,16 @@ class AsyncCacheSession:
         )
 
     async def _call(self, method: str, least_timeout_s: float = 0.0, /, **fields: Any) -> Any:
-        """The answer of a unary method. fields: of its request, beside the session's id and epoch."""
+        """The answer of a unary method, over the step lane where that carries it.
+
+        fields: of its request, beside the session's id and epoch.
+        """
         request = getattr(pb, f"{method}Request")(**self._head, **fields)
+        if (
+            method in self._opened.lane_calls
+            and (raw := await self._steps.call(method, request.SerializeToString())) is not None
+        ):
+            return getattr(pb, f"{method}Response").FromString(raw)
         return await self._transport.call_by_name(method, request, least_timeout_s)
 
     async def _sequence(self, method: str, /, **fields: Any) -> pb.SequenceInfo:
@@ -158,15 +166,9 @@ class AsyncCacheSession:
     async def create_sequences(self, sequences: Sequence[NewSequence]) -> list[Created]:
         """Store several prompts, in order. Each has an answer of its own, or the error for which it was refused.
 
-        One that is refused leaves the others be. They go over the step lane where there is one. A service of before there was
-        this call raises UNIMPLEMENTED without a reason.
+        One that is refused leaves the others be. A service of before there was this call raises UNIMPLEMENTED without a reason.
         """
-        request = pb.CreateSequencesRequest(**self._head, sequences=[each.message() for each in sequences])
-        raw = await self._steps.create(request.SerializeToString()) if self._opened.step_lane_takes_creates else None
-        if raw is None:
-            answer = await self._transport.call_by_name("CreateSequences", request)
-        else:
-            answer = pb.CreateSequencesResponse.FromString(raw)
+        answer = await self._call("CreateSequences", sequences=[each.message() for each in sequences])
         return [each.response if each.HasField("response") else parse_error(each.error) for each in answer.results]
 
     async def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:

@@ -1,4 +1,4 @@
-"""What carries the steps and creates of one session: its step lane where it has one, and gRPC otherwise.
+"""What carries the steps of one session, and a few calls beside them: its step lane where it has one, and gRPC otherwise.
 
 Requests pass as raw bytes, at most one step of them unanswered. A lane that broke is not used again, and a request that is too
 large for it goes as a call of its own. Whatever broke, the unanswered step is repeated with the same bytes, which the service
@@ -14,23 +14,23 @@ import grpc
 
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.retry import Patience
-from kvkeeper.client.step_lane import CREATE_REQUEST, BlockingStepLane, LaneBroken, MessageTooLarge, StepLane
+from kvkeeper.client.step_lane import CALL, BlockingStepLane, LaneBroken, MessageTooLarge, StepLane
 from kvkeeper.client.step_stream import StepStream
 from kvkeeper.client.transport import AsyncTransport
 from kvkeeper.common import tracing
 
 _METHOD = "/kvkeeper.cache.v1.CacheService/Step"
-_MOST_CREATES = 8  # unanswered on the lane; others wait for their turn, or a crowd would fill it
+_MOST_CALLS = 8  # unanswered on the lane; others wait for their turn, or a crowd would fill it
 
 
 class StepCarriers:
-    """Not for use from two threads at once. Steps are of one task at a time; creates may come from several."""
+    """Not for use from two threads at once. Steps are of one task at a time; calls may come from several."""
 
     def __init__(self, transport: AsyncTransport) -> None:
         self.lane: StepLane | BlockingStepLane | None = None
         self._transport = transport
         self._stream = StepStream(transport) if transport.backend.has_loop else None
-        self._creating, self._num_creating = asyncio.Semaphore(_MOST_CREATES), 0
+        self._calling, self._num_calls = asyncio.Semaphore(_MOST_CALLS), 0
         self._busy = False
         self._deadline = 0.0  # of the last exchange
         self._is_late = False
@@ -49,19 +49,19 @@ class StepCarriers:
         finally:
             self._busy = False
 
-    async def create(self, request: bytes) -> bytes | None:
-        """The answer to a CreateSequencesRequest over the lane, beside the steps; None where it has to be a call.
+    async def call(self, method: str, request: bytes) -> bytes | None:
+        """The answer to a call over the lane, beside the steps; None where it has to go over gRPC. For what may be repeated.
 
-        A call carries what belongs to a trace, and what is to be repeated. Raises KvkeeperError.
+        gRPC carries what belongs to a trace, and what is to be tried again. Raises KvkeeperError.
         """
         lane = self.lane
         if lane is None or tracing.outgoing() is not None:
             return None
-        async with self._creating:
-            self._num_creating += 1
+        async with self._calling:
+            self._num_calls += 1
             self._watch()
             try:
-                return await lane.exchange(request, CREATE_REQUEST)
+                return await lane.exchange(bytes((len(method),)) + method.encode() + request, CALL)
             except MessageTooLarge:
                 return None
             except LaneBroken:
@@ -73,7 +73,7 @@ class StepCarriers:
                     return None
                 raise
             finally:
-                self._num_creating -= 1
+                self._num_calls -= 1
 
     async def _send(self, request: bytes) -> bytes:
         try:
@@ -131,7 +131,7 @@ class StepCarriers:
 
     def _on_timer(self) -> None:
         self._timer = None
-        if not self._busy and not self._num_creating:
+        if not self._busy and not self._num_calls:
             return
         if time.monotonic() < self._deadline:
             self._timer = asyncio.get_running_loop().call_at(self._deadline, self._on_timer)

@@ -1,4 +1,4 @@
-"""The client's end of a step lane: a socket that the attach socket handed over, for steps and creates on the same host.
+"""The client's end of a step lane: a socket that the attach socket handed over, for steps and a few calls on the same host.
 
 A frame is a kind byte and the unchanged bytes of a request, a response or a Status. Answers come in the order of the requests.
 Knows no repeats: a lane that broke stays broken, and its session goes on over gRPC. StepLane sends without waiting, and its
@@ -17,8 +17,8 @@ import grpc
 from kvkeeper.client.attaching import attaching
 from kvkeeper.client.errors import KvkeeperError, parse_error
 
-STEP_REQUEST, CREATE_REQUEST = b"\1", b"\5"
-_STEP_RESPONSE, _STATUS, _TOO_LARGE, _CREATE_RESPONSE = 2, 3, 4, 6
+STEP_REQUEST, CALL = b"\1", b"\5"
+_STEP_RESPONSE, _STATUS, _TOO_LARGE, _CALL_RESPONSE = 2, 3, 4, 6
 _NO_ROOM = (errno.EMSGSIZE, errno.EAGAIN)
 
 
@@ -172,7 +172,7 @@ def _parse_answer(frame: bytearray, num_bytes: int) -> bytes:
     if not 0 < num_bytes <= len(frame):
         raise LaneBroken
     kind, body = frame[0], bytes(memoryview(frame)[1:num_bytes])
-    if kind in (_STEP_RESPONSE, _CREATE_RESPONSE):
+    if kind in (_STEP_RESPONSE, _CALL_RESPONSE):
         return body
     if kind == _STATUS:
         raise parse_error(body)
