@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # before grpc loads: this program reports an error in one line of its own
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before numpy loads, which would start threads for products of matrices
 
 from kvkeeper.common.service.process import run, stop_signals, wait_for_first
 
@@ -29,6 +30,7 @@ def _check(config: CacheConfig) -> None:
 
 async def _serve(config: CacheConfig) -> None:
     """A first signal drains, a second one stops at once."""
+    gc.disable()  # until it serves: what a start makes stays, and looking through it takes a tenth of the start
     from kvkeeper.common.service.pollers import (
         add_pollers,  # after the checks, so that a wrong address is reported without loading grpc
     )
@@ -37,10 +39,13 @@ async def _serve(config: CacheConfig) -> None:
 
     add_pollers()
     asked = stop_signals()
-    if config.take_over:
-        await take_over(config)
-    server = await start_server(config, owns_process=True)
-    gc.freeze()  # these objects stay: a collection that looked at all of them would delay a step
+    try:
+        if config.take_over:
+            await take_over(config)
+        server = await start_server(config, owns_process=True)
+        gc.freeze()  # these objects stay: a collection that looked at all of them would delay a step
+    finally:
+        gc.enable()
     try:
         await asked.wait()
         asked.clear()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy.ma  # noqa: F401  numpy loads it at the first set operation, which would hold up all steps for 0.1 s
 import structlog
@@ -20,7 +21,6 @@ from kvkeeper.common.service.endpoint import Endpoint
 from kvkeeper.common.service.listen import AddressInUse
 from kvkeeper.common.service.memory_limit import OutOfMemory
 from kvkeeper.common.service.methods import max_prompt_message_bytes
-from kvkeeper.common.service.metrics import MetricsServer
 from kvkeeper.common.service.process import StartError
 from kvkeeper.common.trust.guard import Guard
 
@@ -33,11 +33,12 @@ from .memory.predecessor import end_predecessor
 from .memory.private_file import private_directory
 from .memory.remote.open_remote import RemoteMaker, RemoteRefused, open_remote
 from .memory.select_memory import make_kept_memory, make_memory
-from .metrics import cache_metrics
+from .rpc.create_handler import CreateHandler
 from .rpc.eviction_calls import EvictionCalls
 from .rpc.inspection_calls import InspectionCalls
 from .rpc.kv_calls import KvCalls
-from .rpc.methods import max_message_bytes, register
+from .rpc.lane_calls import LaneCalls
+from .rpc.methods import get_handlers, max_message_bytes, register
 from .rpc.one_item_session import OneItemSessions
 from .rpc.prefix_calls import PrefixCalls
 from .rpc.sequence_calls import SequenceCalls
@@ -50,6 +51,9 @@ from .runtime.arena_supply import Memory
 from .runtime.clock import Clock, StallFreeClock
 from .runtime.pool_registry import PoolRegistry
 from .runtime.session_manager import SessionManager
+
+if TYPE_CHECKING:
+    from kvkeeper.common.service.metrics import MetricsServer
 
 log = structlog.get_logger()
 
@@ -66,7 +70,7 @@ class RunningServer:
     guard: Guard
     _endpoint: Endpoint
     _attach: AttachServer
-    metrics: MetricsServer | None = None
+    metrics: "MetricsServer | None" = None
     _clock: StallFreeClock | None = None  # the server's own, where none was handed in
     _directory: MemoryDirectory | None = None
     _disks: DiskDirectory | None = None
@@ -147,13 +151,14 @@ async def start_server(
         epoch = first_epoch(config.runtime_dir)
         session_manager = SessionManager(registry, timing, epoch, config.max_sessions, config.quarantine_quiet)
         step_handler = StepHandler(session_manager, most_bytes)
-        lanes = StepLanes(session_manager, step_handler, most_bytes)
-        attach = AttachServer(_attach_path(config, endpoint.address), lanes, timing)
-        if config.metrics_listen:
-            metrics = await MetricsServer.open(config.metrics_listen, partial(cache_metrics, session_manager, guard))
+        attach_path, creates = _attach_path(config, endpoint.address), CreateHandler(session_manager)
         real_time = (clock or loop).time  # also passes while the service is held up
-        groups = _groups_of_calls(config, session_manager, str(attach.path), watch_streams, real_time)
-        groups += [step_handler, StepStreams(session_manager, step_handler)]
+        groups = _groups_of_calls(config, session_manager, str(attach_path), watch_streams, real_time)
+        groups += [step_handler, StepStreams(session_manager, step_handler), creates]
+        lane_calls = LaneCalls(get_handlers(groups), creates, lambda: registry.max_tokens)
+        attach = AttachServer(attach_path, StepLanes(session_manager, step_handler, lane_calls, largest_bytes), timing)
+        if config.metrics_listen:
+            metrics = await _open_metrics(config.metrics_listen, session_manager, guard)
         methods = register(groups, most_bytes, lambda: registry.max_tokens)
         await endpoint.start(methods, has_reflection=config.reflection)
         await registry.reserve()
@@ -176,6 +181,15 @@ async def start_server(
     log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)
     kept = directory, disks
     return RunningServer(attach.path, session_manager, config.drain_timeout, guard, endpoint, attach, metrics, own_clock, *kept)
+
+
+async def _open_metrics(listen: str, session_manager: SessionManager, guard: Guard) -> "MetricsServer":
+    """Raises StartError."""
+    from kvkeeper.common.service.metrics import MetricsServer  # with an HTTP server, for which no other start has to wait
+
+    from .metrics import cache_metrics
+
+    return await MetricsServer.open(listen, partial(cache_metrics, session_manager, guard))
 
 
 def _open_memory_directory(config: CacheConfig) -> MemoryDirectory | None:

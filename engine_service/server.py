@@ -58,6 +58,7 @@ from .values.errors import DeviceLost, Draining
 log = structlog.get_logger()
 
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 10.0, 60.0  # for an answer of the cache service
+_LONGEST_PAUSE_S = 0.05  # between two tries of a call while it is away
 _LAST_STEP_S = 5.0  # for the step that is computed when everything else has ended
 _LAST_WORDS_S = 2.0  # for clients to hear that the device is lost
 
@@ -324,8 +325,12 @@ def make_credentials(config: EngineConfig) -> Credentials:
 
 
 def call_options(config: EngineConfig) -> CallOptions:
-    """The options of calls to the cache service, which is worth a wait: after a stall it continues with everything in place."""
-    return CallOptions(timeout_s=min(max(config.reconnect_timeout, _SHORTEST_WAIT_S), _LONGEST_WAIT_S))
+    """The options of calls to the cache service, which is worth a wait: after a stall it continues with everything in place.
+
+    All streams wait for one that is started again, so it is asked again soon after it is there.
+    """
+    seconds = min(max(config.reconnect_timeout, _SHORTEST_WAIT_S), _LONGEST_WAIT_S)
+    return CallOptions(timeout_s=seconds, longest_pause_s=_LONGEST_PAUSE_S)
 
 
 def _load_proposer(config: EngineConfig, served: ServedModel) -> Proposer | None:

@@ -9,8 +9,7 @@ from kvkeeper.common.trust.caller import ANY_TENANT, calling
 
 from ..core.step.one_item import OneItemCalls
 from ..core.values.copies import Copies
-from ..core.values.errors import CacheError, InvalidField, UnknownSequence, UnknownSession
-from ..core.values.sequence_args import SequenceArgs
+from ..core.values.errors import InvalidField, UnknownSequence, UnknownSession
 from ..core.values.types import SequenceId, SessionId
 from ..runtime.live_session import LiveSession
 from ..runtime.session_manager import SessionManager
@@ -19,10 +18,8 @@ from .convert import checks, pagination, sequences
 from .convert.checks import MAX_INT32, check_range
 from .one_item_session import OneItemSessions, run_copies
 from .ownership import check_sequence, own_session, readable_session, require_all_tenants
-from .status import REFUSALS
 
 _OFFER_BYTES = 16
-_MOST_CREATED = 256  # in one call
 _DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 
 
@@ -32,24 +29,6 @@ class SequenceCalls:
     def __init__(self, session_manager: SessionManager, one_item: OneItemSessions) -> None:
         self._session_manager = session_manager
         self._one_item = one_item
-
-    async def create_sequence(self, request: pb.CreateSequenceRequest) -> pb.CreateSequenceResponse:
-        live = own_session(self._session_manager, request)
-        return _create(live, sequences.sequence_args(request))
-
-    async def create_sequences(self, request: pb.CreateSequencesRequest) -> pb.CreateSequencesResponse:
-        check_range("sequences", len(request.sequences), 1, _MOST_CREATED)
-        answer, turns = pb.CreateSequencesResponse(), Turns(pause=0)
-        for sequence in request.sequences:
-            await turns.offer()
-            live = own_session(self._session_manager, request)  # it may have ended while others passed
-            try:
-                created = _create(live, sequences.sequence_args(sequence))
-            except CacheError as refusal:
-                answer.results.add(error=REFUSALS.to_status(refusal).SerializeToString())
-            else:
-                answer.results.add(response=created)
-        return answer
 
     async def extend_sequence(self, request: pb.ExtendSequenceRequest) -> pb.ExtendSequenceResponse:
         check_range("num_tokens", request.num_tokens, 1, MAX_INT32)
@@ -169,12 +148,6 @@ class SequenceCalls:
         if session_id and not sessions:
             raise UnknownSession("no live session has this id")
         return sorted(sessions, key=lambda live: live.core.id)
-
-
-def _create(live: LiveSession, args: SequenceArgs) -> pb.CreateSequenceResponse:
-    num_matched = live.pool.manager.creation.create(live.core.id, args)
-    start_number = live.pool.manager.queries.start_number(live.core.id, args.sequence_id)
-    return pb.CreateSequenceResponse(num_matched_tokens=num_matched, start_number=start_number)
 
 
 def _shown(live: LiveSession, sequence_id: SequenceId) -> pb.SequenceInfo:

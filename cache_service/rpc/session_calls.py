@@ -17,6 +17,7 @@ from .convert.kv_spec import kv_spec
 from .convert.reports import pool_info
 from .convert.step import transfer_report
 from .convert.versions import SPOKEN
+from .lane_calls import LANE_CALLS
 from .methods import max_message_bytes
 from .ownership import check_own, counted_caller, require_all_tenants
 
@@ -79,6 +80,7 @@ class SessionCalls:
             attach_token=live.attach_token if is_near else "",
             attach_socket_path=self._attach_path if is_near else "",
             offers_step_lane=is_near,
+            lane_calls=LANE_CALLS if is_near else (),
             protocol_version=version,
         )
 

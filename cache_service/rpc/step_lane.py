@@ -1,39 +1,53 @@
-"""Step lanes: sockets of the same host on which the messages of Step go to and fro, beside gRPC and at less cost.
+"""Step lanes: sockets of the same host for the messages of Step and a few other calls, beside gRPC and at less cost.
 
-Owns the service's ends, and the form of a frame: a kind byte, then the unchanged bytes of a StepRequest, StepResponse or
-Status. Rules: a lane belongs to one session from the start, and is a stream of steps like a StreamSteps call: it takes over
-from another one, and another one from it. A refusal does not end the lane. Nothing here waits for a client: an answer that
-finds the socket's buffer full ends the lane as if its client had gone, and an answer that no frame can hold is asked for anew
-over gRPC, where a repeat gets it. The bytes of requests and answers are those of gRPC: StepHandler makes them.
+Owns the service's ends, and the form of a frame: a kind byte, then the unchanged bytes of a request, a response or a Status.
+Rules: a lane belongs to one session from the start, and is a stream of steps like a StreamSteps call: it takes over from
+another one, and another one from it. Answers go in the order of the requests. A refusal does not end the lane. Nothing here
+waits for a client: an answer that finds the socket's buffer full ends the lane as if its client had gone, and an answer that
+no frame can hold is asked for anew over gRPC, where a repeat gets it. The bytes of requests and answers are those of gRPC: the
+handlers make them.
 """
 
 import asyncio
 import contextlib
 import errno
+import mmap
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from kvkeeper.common.trust.caller import Caller, Role, note_caller
 
 from ..core.values.errors import CacheError, InvalidField
 from ..memory.attach_server import Grant, Part
 from ..runtime.live_session import CarrierKind, LiveSession
 from ..runtime.session_manager import SessionManager
+from .lane_calls import LaneCalls
 from .methods import CONTRACT
 from .status import REFUSALS
 from .step_handler import StepHandler
 
+T = TypeVar("T")
+
 STEP_REQUEST, STEP_RESPONSE, STATUS, TOO_LARGE = b"\1", b"\2", b"\3", b"\4"
+CALL, CALL_RESPONSE = b"\5", b"\6"
 _BUFFER_BYTES = 1 << 20  # asked for; the kernel gives what it allows, and larger messages go over gRPC
 
 
 class StepLanes:
     """Hands a session's parts to the process that attaches, with a lane where it asks for one."""
 
-    def __init__(self, session_manager: SessionManager, handler: StepHandler, max_message_bytes: int) -> None:
+    def __init__(self, session_manager: SessionManager, handler: StepHandler, calls: LaneCalls, max_message_bytes: int) -> None:
         self.session_manager = session_manager
         self.handler = handler
+        self.calls = calls
         # One for all lanes: a frame is taken out before the next one is read. With a byte to see that a message is too large.
-        self.frame = memoryview(bytearray(1 + max_message_bytes + 1))
+        self.frame = memoryview(mmap.mmap(-1, 1 + max_message_bytes + 1))
 
     def redeem(self, token: str, parts: frozenset[Part], rank: int) -> Grant:
         """See AttachDesk. Where no socket can be had, the grant says so and its process steps over gRPC."""
@@ -73,11 +87,15 @@ class StepLane:
 
     def __init__(self, lanes: StepLanes, live: LiveSession, connection: socket.socket) -> None:
         self._session_manager, self._handler, self._frame = lanes.session_manager, lanes.handler, lanes.frame
+        self._calls = lanes.calls
         self._live = live
         self._socket = connection
         self._loop = asyncio.get_running_loop()
-        self._waiting: asyncio.Task[None] | None = None  # for the copies of a step; no frame is read meanwhile
-        self._loop.add_reader(connection, self._read_frame)
+        # For the copies of a step, or while others have their turns; no frame is read meanwhile.
+        self._waiting: asyncio.Future[Any] | None = None
+        context = copy_context()  # of each request: it comes from the caller that opened the session
+        context.run(note_caller, Caller("lane", live.tenant, Role.ENGINE))
+        context.run(self._loop.add_reader, connection, self._read_frame)
 
     def end_with(self, error: CacheError) -> None:
         """Ends the lane; its client gets this error, where the socket takes it."""
@@ -95,39 +113,59 @@ class StepLane:
             num_bytes = 0
         if num_bytes == 0:
             self._end(is_lost=True)
-        elif self._frame[0] != STEP_REQUEST[0]:
-            self._send(STATUS, _status(InvalidField("a frame from a client begins with the byte 1", field="request")))
+        elif num_bytes > len(self._frame):
+            self._send(STATUS, _status(InvalidField("the message is too large", field="request", limit=len(self._frame) - 2)))
+        elif self._frame[0] == STEP_REQUEST[0]:
+            self._take(bytes(self._frame[1:num_bytes]), self._apply_step, self._answer_step)
+        elif self._frame[0] == CALL[0]:
+            self._take(bytes(self._frame[1:num_bytes]), self._apply_call, self._answer_call)
         else:
-            self._take_step(bytes(self._frame[1:num_bytes]))
+            self._send(STATUS, _status(InvalidField("a frame from a client begins with the byte 1 or 5", field="request")))
 
-    def _take_step(self, raw: bytes) -> None:
+    def _take(self, raw: bytes, apply: Callable[[bytes], T | Awaitable[T]], answer: Callable[[T], None]) -> None:
+        """Applies a request. Its answer is sent at once, or when its awaitable reply is there."""
         try:
-            _, reply = self._handler.apply(raw, self._live)
+            reply = apply(raw)
         except Exception as error:
             self._send(STATUS, _status(error))
             return
-        if self._live.stream is not self:
-            self._session_manager.take_stream(self._live, self)
-        if isinstance(reply, bytes):
-            self._answer(reply)
-        else:
+        if isinstance(reply, Awaitable):
             self._loop.remove_reader(self._socket)
-            self._waiting = self._loop.create_task(self._answer_later(reply))
+            self._waiting = asyncio.ensure_future(reply)
+            self._waiting.add_done_callback(partial(self._take_late, answer))
+        else:
+            answer(reply)
 
-    async def _answer_later(self, reply: Awaitable[bytes]) -> None:
+    def _take_late(self, answer: Callable[[T], None], waiting: asyncio.Future[T]) -> None:
+        """The awaitable reply is there, or the lane has ended."""
+        if self._socket.fileno() == -1:
+            waiting.cancelled() or waiting.exception()  # it is of no interest
+            return
+        self._waiting = None
         try:
-            answer = await reply
+            reply = waiting.result()
         except Exception as error:
             self._send(STATUS, _status(error))
         else:
-            self._answer(answer)
-        self._waiting = None
+            answer(reply)
         if self._socket.fileno() != -1:
             self._loop.add_reader(self._socket, self._read_frame)
 
-    def _answer(self, answer: bytes) -> None:
-        self._send(STEP_RESPONSE, answer)
+    def _apply_step(self, raw: bytes) -> bytes | Awaitable[bytes]:
+        _, reply = self._handler.apply(raw, self._live)
+        if self._live.stream is not self:
+            self._session_manager.take_stream(self._live, self)
+        return reply
+
+    def _answer_step(self, body: bytes) -> None:
+        self._send(STEP_RESPONSE, body)
         self._handler.after_answer(self._live)
+
+    def _apply_call(self, raw: bytes) -> Message | Awaitable[Message]:
+        return self._calls.apply(raw, self._live)
+
+    def _answer_call(self, answer: Message) -> None:
+        self._send(CALL_RESPONSE, answer.SerializeToString())
 
     def _send(self, kind: bytes, body: bytes) -> None:
         """Never waits. A client that does not read its answers, or is gone, has lost the lane."""

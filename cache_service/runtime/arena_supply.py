@@ -6,7 +6,7 @@ when a spec first needs it, because a block's size is unknown before. An arena n
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import structlog
 
@@ -18,6 +18,8 @@ from ..core.values.errors import OutOfPools
 from ..memory.arena import Arena, KeptArena
 from ..memory.kept.memory_directory import MemoryDirectory
 from ..memory.shared_memory import SharedMemoryArena
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -65,10 +67,18 @@ class ArenaSupply:
             self._spare += spares
         num_missing, num_missing_hosts = num_pools - len(self._spare), num_hosts - len(self._spare_hosts)
         await self._require(num_missing * num_bytes, num_missing_hosts * num_host_bytes)
-        for _ in range(num_missing):
-            self._spare.append(await in_thread(self._memory.allocate, num_bytes))
-        for _ in range(num_missing_hosts):
-            self._spare_hosts.append(await in_thread(self._memory.allocate_host, num_host_bytes))
+        # Side by side: the system takes long to clear so many pages.
+        made = await asyncio.gather(
+            *(self._add(self._spare, self._memory.allocate, num_bytes) for _ in range(num_missing)),
+            *(self._add(self._spare_hosts, self._memory.allocate_host, num_host_bytes) for _ in range(num_missing_hosts)),
+            return_exceptions=True,  # the others' are there by then, to be closed
+        )
+        for error in made:
+            if error is not None:
+                raise error
+
+    async def _add(self, spares: list[T], allocate: Callable[[int], T], num_bytes: int) -> None:
+        spares.append(await in_thread(allocate, num_bytes))
 
     def forget_left(self) -> None:
         """What earlier runs have reserved and not used is not wanted."""

@@ -19,8 +19,13 @@ class Turns:
         self._pause = pause
         self._began = time.perf_counter()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the call has computed for about a millisecond since others could pass."""
+        return time.perf_counter() - self._began > _MOST_SECONDS
+
     async def offer(self) -> None:
-        """Lets other calls pass if this one has computed for about a millisecond since they could."""
-        if time.perf_counter() - self._began > _MOST_SECONDS:
+        """Lets other calls pass if a turn is due."""
+        if self.is_due:
             await asyncio.sleep(self._pause)
             self._began = time.perf_counter()

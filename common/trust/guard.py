@@ -5,10 +5,10 @@ can connect may do everything, see settings.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
-from prometheus_client import Metric
 
 from kvkeeper.common.service.listen import socket_path
 from kvkeeper.common.service.process import StartError
@@ -18,6 +18,9 @@ from kvkeeper.common.trust.private_file import FileRefused
 from kvkeeper.common.trust.refusals import RefusedCalls
 from kvkeeper.common.trust.settings import TrustConfig
 from kvkeeper.common.trust.tls import ServerTls
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 
 class Guard:
@@ -51,6 +54,6 @@ class Guard:
         """None: connections are not encrypted."""
         return None if self._tls is None else self._tls.credentials()
 
-    def metrics(self, prefix: str, elsewhere: Mapping[str, int] | None = None, **labels: str) -> Iterator[Metric]:
+    def metrics(self, prefix: str, elsewhere: Mapping[str, int] | None = None, **labels: str) -> "Iterator[Metric]":
         """elsewhere: calls that other processes did not let in, by reason; labels: that each sample has beside its reason."""
         return self.refused.metrics(prefix, labels, elsewhere or {})

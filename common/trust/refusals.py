@@ -8,14 +8,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import grpc
 import structlog
 from google.rpc import status_pb2
-from prometheus_client import Metric
-from prometheus_client.core import CounterMetricFamily
 
 from kvkeeper.common.service.status import make_status
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
 
 log = structlog.get_logger()
 
@@ -70,8 +72,10 @@ class RefusedCalls:
             self._reported[reason] = now, count
             log.warning("call_refused", reason=reason, method=method, caller=caller, num_calls=count - reported_count)
 
-    def metrics(self, prefix: str, labels: Mapping[str, str], elsewhere: Mapping[str, int] = _NONE) -> Iterator[Metric]:
+    def metrics(self, prefix: str, labels: Mapping[str, str], elsewhere: Mapping[str, int] = _NONE) -> "Iterator[Metric]":
         """A family with each reason, also of those that never came. elsewhere: counts of other processes."""
+        from prometheus_client.core import CounterMetricFamily  # with an HTTP server, for which no start has to wait
+
         text = "Calls that were not let in, by reason."
         family = CounterMetricFamily(prefix + "refused_calls", text, labels=[*labels, "reason"])
         for reason in CODES:

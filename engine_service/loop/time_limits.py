@@ -6,7 +6,7 @@ A request that makes progress may take any time, unless its client set a limit. 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Hashable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Generic, TypeVar
 
 import structlog
@@ -22,14 +22,18 @@ K = TypeVar("K", bound=Hashable)
 NUM_LOOKS = 8  # without progress until a request counts as stalled
 
 
-@asynccontextmanager
-async def within(timeout_ms: int | None) -> AsyncIterator[None]:
+def within(timeout_ms: int | None) -> AbstractAsyncContextManager[None]:
     """Limits what a request waits for before it is queued. Raises TimedOut that many milliseconds later; None: no limit."""
+    return nullcontext() if timeout_ms is None else _within(timeout_ms)
+
+
+@asynccontextmanager
+async def _within(timeout_ms: int) -> AsyncIterator[None]:
     try:
-        async with asyncio.timeout(None if timeout_ms is None else timeout_ms / 1000) as limit:
+        async with asyncio.timeout(timeout_ms / 1000) as limit:
             yield
     except TimeoutError:
-        if timeout_ms is None or not limit.expired():
+        if not limit.expired():
             raise
         raise _timed_out(timeout_ms) from None
 

@@ -42,3 +42,24 @@ def test_work_loads_no_module_of_numpy() -> None:
         done = subprocess.run([sys.executable, "-c", _WORK, policy], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stderr.splitlines()[-1] == "[]"
+
+
+_START = """
+import asyncio, sys
+from kvkeeper.cache_service.config import CacheConfig
+from kvkeeper.cache_service.server import start_server
+
+async def start():
+    server = await start_server(CacheConfig(listen="127.0.0.1:0", num_blocks=16, metrics_listen=sys.argv[1]))
+    print("prometheus_client" in sys.modules, file=sys.stderr)
+    await server.stop()
+
+asyncio.run(start())
+"""
+
+
+def test_a_service_without_metrics_starts_without_an_http_server() -> None:
+    for listen, is_loaded in (("", "False"), ("127.0.0.1:0", "True")):
+        done = subprocess.run([sys.executable, "-c", _START, listen], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert is_loaded in done.stderr.splitlines()

@@ -16,6 +16,7 @@ import pytest
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.rpc import step_lane
 from kvkeeper.cache_service.rpc.step_handler import StepHandler
+from kvkeeper.cache_service.runtime import turns
 from kvkeeper.client.arena import attach_arena_and_lane
 from kvkeeper.client.attaching import attaching
 from kvkeeper.client.errors import KvkeeperError, parse_error
@@ -23,12 +24,15 @@ from tests.support.processes.child_processes import Processes
 from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, Session, int32s, le64, refusal, refused
 from tests.support.worlds.messages import differences, show
 from tests.support.worlds.step_carriers import (
+    CALL,
+    CALL_RESPONSE,
     STEP_REQUEST,
     STEP_RESPONSE,
     TOO_LARGE,
     LaneStream,
     StepCarriers,
     attach_lane,
+    call_frame,
     num_open_files,
 )
 
@@ -176,6 +180,115 @@ async def test_a_bug_is_told_without_details(api: Api, carriers: StepCarriers, m
     assert "secret" not in str(error)
     await lane.write(session.step_bytes(1))
     assert step_id_of(await lane.read()) == 1
+
+
+# Creates
+
+
+def create_bytes(session: Session, *ids: int, **fields: Any) -> bytes:
+    """A request for prompts of six tokens."""
+    new = [pb.NewSequence(sequence_id=place, token_ids=range(place, place + 6), **fields) for place in ids]
+    return call_frame("CreateSequences", pb.CreateSequencesRequest(**session.ids, sequences=new).SerializeToString())
+
+
+async def test_creates_are_answered_on_the_lane_in_order_with_the_steps(api: Api, carriers: StepCarriers) -> None:
+    session = await api.open()
+    assert "CreateSequences" in session.opened.lane_calls
+    lane = await carriers.open(session)
+    await lane.write_frame(create_bytes(session, 1, 0, 2))
+    await lane.write(session.start_bytes(1, 1))
+    await lane.write_frame(create_bytes(session, 3))
+    frames = [await lane.read_frame() for _ in range(3)]
+    assert [frame[:1] for frame in frames] == [CALL_RESPONSE, STEP_RESPONSE, CALL_RESPONSE]
+    results = pb.CreateSequencesResponse.FromString(frames[0][1:]).results
+    assert [result.WhichOneof("result") for result in results] == ["response", "error", "response"]
+    assert parse_error(results[1].error).reason == "INVALID_FIELD"
+    assert int32s(pb.StepResponse.FromString(frames[1][1:]).start_results) == [pb.START_RESULT_STARTED]
+    assert (await api.stats()).pools[0].num_waiting_sequences == 2
+
+
+async def test_creates_make_a_lane_no_stream_of_steps(api: Api, carriers: StepCarriers) -> None:
+    session = await api.open()
+    lane = await carriers.open(session)
+    stream, _ = await StepCarriers(api, "grpc").stepping(session, session.step_bytes(1))
+    await lane.write_frame(create_bytes(session, 1))
+    assert (await lane.read_frame())[:1] == CALL_RESPONSE
+    await stream.write(session.step_bytes(2))
+    assert step_id_of(await stream.read()) == 2
+    stream.cancel()
+
+
+async def test_creates_that_are_none_are_refused_and_the_lane_goes_on(api: Api, carriers: StepCarriers) -> None:
+    session, other = await api.open(), await api.open()
+    lane = await carriers.open(session)
+    too_many = create_bytes(session, *range(1, 258))
+    other_call = call_frame("CloseSession", pb.CloseSessionRequest(**session.ids).SerializeToString())
+    for frame in (CALL, CALL + b"\xff", other_call):
+        await lane.write_frame(frame)
+        await refused(lane.read(), "INVALID_FIELD", field="request")
+    for frame, field in (
+        (call_frame("CreateSequences", b"\xff"), "request"),
+        (create_bytes(other, 1), "session_id"),
+        (too_many, "sequences"),
+    ):
+        await lane.write_frame(frame)
+        await refused(lane.read(), "INVALID_FIELD", field=field)
+    assert (await api.stats()).pools[0].num_waiting_sequences == 0
+    await lane.write_frame(create_bytes(session, 1))
+    assert (await lane.read_frame())[:1] == CALL_RESPONSE
+
+
+async def test_a_sequence_changes_its_session_over_lanes(api: Api, carriers: StepCarriers) -> None:
+    giver, taker = await api.open(), await api.open()
+    table = await giver.prefill(1, 9, num_committed=8)
+    await giver.step(3)
+    lanes = [await carriers.open(session) for session in (giver, taker)]
+    await lanes[0].write_frame(
+        call_frame("HandOffSequence", pb.HandOffSequenceRequest(**giver.ids, sequence_id=1).SerializeToString())
+    )
+    offer = pb.HandOffSequenceResponse.FromString(await lanes[0].read()).offer
+    request = pb.TakeSequenceRequest(**taker.ids, sequence_id=7, offer=offer)
+    await lanes[1].write_frame(call_frame("TakeSequence", request.SerializeToString()))
+    taken = pb.TakeSequenceResponse.FromString(await lanes[1].read()).sequence
+    assert (taken.sequence_id, list(taken.block_table)) == (7, table)
+    withdrawal = pb.WithdrawHandOffRequest(**giver.ids, sequence_id=1)
+    await lanes[0].write_frame(call_frame("WithdrawHandOff", withdrawal.SerializeToString()))
+    await refused(lanes[0].read(), "UNKNOWN_SEQUENCE", sequence_id="1")
+    assert (await giver.step(4)).step_id == 4
+
+
+async def test_others_pass_while_a_lane_creates_many(api: Api, carriers: StepCarriers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_MOST_SECONDS", 0.0)  # each prompt takes longer
+    session = await api.open()
+    lane = await carriers.open(session)
+    (pool,) = api.server.session_manager.registry.pools
+    await lane.write_frame(create_bytes(session, *range(1, 33)))
+    await lane.write(session.step_bytes(1))
+    seen, answer = set[int](), asyncio.ensure_future(lane.read_frame())
+    while not answer.done():
+        seen.add(pool.manager.queries.stats().num_waiting_sequences)
+        await asyncio.sleep(0)
+    assert any(0 < num_waiting < 32 for num_waiting in seen), "no turn came between"
+    assert len(pb.CreateSequencesResponse.FromString((await answer)[1:]).results) == 32
+    assert step_id_of(await lane.read()) == 1
+
+
+async def test_a_session_that_ends_while_its_lane_creates_says_so(
+    api: Api, carriers: StepCarriers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "_MOST_SECONDS", 0.0)
+    session = await api.open()
+    lane = await carriers.open(session)
+    (pool,) = api.server.session_manager.registry.pools
+    await lane.write_frame(create_bytes(session, *range(1, 201)))
+    async with asyncio.timeout(DEADLINE):
+        while not pool.manager.queries.stats().num_waiting_sequences:  # noqa: ASYNC110  it has no event for a test
+            await asyncio.sleep(0)
+    (live,) = api.server.session_manager.sessions
+    api.server.session_manager.close(live.core.id, live.core.epoch, drained=True)
+    assert (await refusal(lane.read())).reason == "UNKNOWN_SESSION"
+    assert await lane.read_frame() == b""
+    assert pool.manager.queries.stats().num_waiting_sequences == 0
 
 
 # Sockets

@@ -19,7 +19,8 @@ from kvkeeper.client.attaching import attaching
 from kvkeeper.client.errors import KvkeeperError, parse_error, to_error
 from kvkeeper.common.trust.caller import Caller, Role
 from tests.support.trust.guarded_server import TokenFile, bearer
-from tests.support.worlds.cache_api import BLOCK_SIZE, DEADLINE, SPEC, Api, le64, serving, spec_of
+from tests.support.worlds.cache_api import BLOCK_SIZE, DEADLINE, SPEC, Api, Session, le64, serving, spec_of
+from tests.support.worlds.step_carriers import LaneStream, attach_lane, call_frame
 
 PROMPT = list(range(1, 2 * BLOCK_SIZE + 2))
 TENANTS = ("a", "b")
@@ -300,6 +301,18 @@ async def test_memory_is_handed_to_callers_for_all_tenants_alone(world: World, r
                 await asyncio.to_thread(attached, opened, *parts)
         assert await asyncio.to_thread(attached, opened, "step-lane") == {"step_lane": True}  # it carries its own steps alone
         assert (await asyncio.to_thread(attached, control, "memory"))["kind"] == "memfd"
+
+
+async def test_a_lane_creates_for_the_tenant_of_its_session_alone(world: World) -> None:
+    opened = await world.prober(Role.ENGINE, "a").ask("OpenSession", pb.OpenSessionRequest(spec=SPEC))
+    lane = LaneStream(await asyncio.to_thread(attach_lane, Session(world.api, opened)))
+    new = [pb.NewSequence(sequence_id=place, token_ids=PROMPT, tenant=tenant) for place, tenant in enumerate(("", "a", "b"), 1)]
+    request = pb.CreateSequencesRequest(session_id=opened.session_id, epoch=opened.epoch, sequences=new)
+    await lane.write_frame(call_frame("CreateSequences", request.SerializeToString()))
+    own, named, foreign = pb.CreateSequencesResponse.FromString(await lane.read()).results
+    assert parse_error(foreign.error).reason == "TENANT_NOT_ALLOWED"
+    assert [result.response.num_matched_tokens for result in (own, named)] == [2 * BLOCK_SIZE] * 2  # what the tenant has cached
+    lane.cancel()
 
 
 def attached(opened: pb.OpenSessionResponse, *parts: str) -> dict[str, object]:

@@ -19,6 +19,7 @@ NAMES = (
     "step_lane",
     "hand_off",
     "admission",
+    "starts",
     "flat",
     "crowd",
     "delay",

@@ -1,4 +1,4 @@
-"""A sequence changes its session: HandOffSequence and TakeSequence over gRPC, and the bytes of KV that move for it.
+"""A sequence changes its session: HandOffSequence and TakeSequence over step lanes, and the bytes of KV that move for it.
 
 The sequence goes to and fro between two sessions of one cache service, while 64 others of the first session step in between, as
 they do in an engine that hands over one of its requests.
@@ -41,6 +41,8 @@ async def _hand_over(num_tokens: int) -> dict[str, object]:
             await ready_session(client, load, 1) as first,
             await open_session(client) as second,
         ):
+            if not (await first.attach_step_lane() and await second.attach_step_lane()):  # as engines have one
+                raise RuntimeError("the cache service gave no step lane")
             await _start_long(second, num_tokens)
             giver, taker = second, first
             for idx in range(_NUM_HAND_OFFS):

@@ -17,7 +17,7 @@ from tests.benchmarks.sessions import Load, open_session, ready_session, start
 from tests.benchmarks.turnover import Turnover
 from tests.benchmarks.turns import Turns, peer_or_reason
 
-_NUM_WARM_UP, _NUM_STEPS = 60, 640
+_NUM_WARM_UP, _NUM_STEPS, _NUM_CROWDED = 60, 640, 100
 
 
 def figures() -> Iterator[dict[str, object]]:
@@ -27,11 +27,12 @@ def figures() -> Iterator[dict[str, object]]:
     for num_sequences in (64, 256, 1024):
         yield asyncio.run(_compare(Growing(num_sequences), "steady", has_peer))
         yield asyncio.run(_compare(Turnover(num_sequences, 1), "1 end + 1 start a step", has_peer))
+    yield asyncio.run(_compare(Turnover(256, 25), "10 % end, as many start", has_peer, _NUM_CROWDED))
 
 
-async def _compare(load: Load, case: str, has_peer: bool) -> dict[str, object]:
-    limits = ["--num-blocks", str(load.num_blocks(_NUM_WARM_UP + _NUM_STEPS)), "--max-sequences", str(load.max_sequences)]
-    turns = Turns(load, _NUM_WARM_UP, _NUM_STEPS)
+async def _compare(load: Load, case: str, has_peer: bool, num_steps: int = _NUM_STEPS) -> dict[str, object]:
+    limits = ["--num-blocks", str(load.num_blocks(_NUM_WARM_UP + num_steps)), "--max-sequences", str(load.max_sequences)]
+    turns = Turns(load, _NUM_WARM_UP, num_steps)
     with tempfile.TemporaryDirectory() as folder:
         lane, stream, echo = f"unix:{folder}/lane", f"unix:{folder}/stream", f"unix:{folder}/echo"
         async with (

@@ -1,6 +1,7 @@
 """Steps over a lane from the Python client: by default on one host; over gRPC, in the same session, what it cannot carry."""
 
 import asyncio
+import contextlib
 import os
 import select
 import socket
@@ -27,6 +28,7 @@ from kvkeeper.client import (
     StepItems,
 )
 from kvkeeper.client.backends import run
+from kvkeeper.client.new_sequence import NewSequence
 from kvkeeper.client.step_lane import BlockingStepLane, LaneBroken, StepLane
 from kvkeeper.client.transport import AsyncTransport
 from tests.support.stand_ins.fake_cache import FakeCache, Fault
@@ -94,7 +96,7 @@ async def test_a_lane_that_breaks_in_a_step_repeats_it_over_grpc(
     def break_off(lane: ServiceLane, *_: object) -> None:
         lane._end(is_lost=True)
 
-    monkeypatch.setattr(ServiceLane, "_send" if is_applied else "_take_step", break_off)
+    monkeypatch.setattr(ServiceLane, "_send" if is_applied else "_take", break_off)
     answer = await session.step(ITEMS)
     assert answer.step_id == 2
     assert not session.has_step_lane
@@ -162,6 +164,128 @@ async def test_a_large_answer_comes_over_grpc_and_the_next_one_over_the_lane(
     assert (answer.step_id, await num_steps(client)) == (2, 2)
     assert (session.has_step_lane, await carrier(client)) == (True, "STEP_CARRIER_LANE")
     assert (await session.step(ITEMS)).step_id == 3
+
+
+# Creates
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the calls over gRPC."""
+    names = list[str]()
+    call = AsyncTransport.call_by_name
+
+    async def counted(transport: AsyncTransport, method: str, *args: Any) -> Any:
+        names.append(method)
+        return await call(transport, method, *args)
+
+    monkeypatch.setattr(AsyncTransport, "call_by_name", counted)
+    return names
+
+
+async def test_creates_go_over_the_lane(client: AsyncCacheClient, session: AsyncCacheSession, calls: list[str]) -> None:
+    first = await session.create_sequence(1, [1, 2, 3], priority=2)
+    second, refused = await session.create_sequences([NewSequence(2, [1, 2]), NewSequence(3, [1, 2], max_tokens=1)])
+    assert isinstance(second, pb.CreateSequenceResponse) and second.start_number == first.start_number + 1
+    assert isinstance(refused, KvkeeperError) and refused.reason == "INVALID_FIELD"
+    with pytest.raises(KvkeeperError, match="DUPLICATE_SEQUENCE"):
+        await session.create_sequence(1, [1, 2, 3], priority=3)
+    assert not calls
+    assert [(row.sequence_id, row.priority) for row in await session.list()] == [(1, 2), (2, 0)]
+
+
+async def test_a_sequence_changes_its_session_over_lanes(
+    client: AsyncCacheClient, session: AsyncCacheSession, spec: pb.KvSpec, calls: list[str]
+) -> None:
+    async with await client.open_session(spec, pb.EXECUTOR_ENGINE) as taker:
+        assert await taker.attach_step_lane()
+        await session.create_sequence(1, [1, 2, 3])
+        most = np.array([3], np.int32)
+        await session.step(StepItems(start_ids=np.array([1], np.int64), start_max_new=most, start_max_hit=most))
+        await session.step(ITEMS)
+        calls.clear()
+        assert (await taker.take(await session.hand_off(1), 5)).sequence_id == 5
+        with pytest.raises(KvkeeperError, match="UNKNOWN_SEQUENCE"):
+            await session.withdraw(1)
+        assert not calls
+
+
+async def test_creates_beside_an_unanswered_step_get_their_own_answers(session: AsyncCacheSession, calls: list[str]) -> None:
+    creating = [asyncio.create_task(session.create_sequence(place, [place, 2])) for place in (1, 2)]
+    step, first, second = await asyncio.gather(session.step(ITEMS), *creating)
+    assert (step.step_id, second.start_number - first.start_number) == (2, 1)
+    assert not calls
+
+
+async def test_a_crowd_of_creates_takes_turns_on_the_lane(session: AsyncCacheSession, calls: list[str]) -> None:
+    created = await asyncio.gather(*(session.create_sequence(place, [place]) for place in range(1, 251)))
+    numbers = [each.start_number for each in created]
+    assert numbers == sorted(set(numbers))
+    assert not calls
+
+
+async def test_a_service_whose_lane_takes_no_creates_is_called(session: AsyncCacheSession, calls: list[str]) -> None:
+    session._opened.ClearField("lane_calls")
+    assert (await session.create_sequence(1, [1, 2])).start_number
+    assert calls == ["CreateSequences"]
+
+
+async def test_what_the_lane_cannot_carry_is_created_by_a_call(
+    small_frames: None, client: AsyncCacheClient, session: AsyncCacheSession, calls: list[str]
+) -> None:
+    num_tokens = session.pool.block_size * (session.pool.num_blocks - 20)
+    assert (await session.create_sequence(1, np.zeros(num_tokens, np.int32))).start_number
+    assert calls == ["CreateSequences"]
+    assert session.has_step_lane
+    assert (await session.step(ITEMS)).step_id == 2
+
+
+async def test_creates_in_a_full_lane_are_called(hold: Callable[..., Any], fake: FakeCache) -> None:
+    held = await hold()
+    held.session._opened.lane_calls.append("CreateSequences")
+    lane = held.session._steps.lane
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            lane._socket.send(bytes(1000))  # and nothing is read
+    result = pb.CreateSequenceResult(response=pb.CreateSequenceResponse(start_number=7))
+    fake.script["CreateSequences"] = [pb.CreateSequencesResponse(results=[result])]
+    assert (await held.session.create_sequence(1, [1, 2])).start_number == 7
+    assert held.session.has_step_lane
+
+
+async def test_a_lane_that_breaks_in_a_create_repeats_it_by_a_call(
+    session: AsyncCacheSession, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_off(lane: ServiceLane, *_: object) -> None:
+        lane._end(is_lost=True)
+
+    monkeypatch.setattr(ServiceLane, "_send", break_off)  # once it is created
+    created = await session.create_sequence(1, [1, 2])
+    assert (created.start_number, calls) == (1, ["CreateSequences"])
+    assert [row.sequence_id for row in await session.list()] == [1]
+    assert (await session.step(ITEMS)).step_id == 2
+
+
+async def test_creates_that_wait_for_their_turn_on_a_lane_that_breaks_go_by_calls(
+    session: AsyncCacheSession, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_off(lane: ServiceLane, *_: object) -> None:
+        lane._end(is_lost=True)
+
+    monkeypatch.setattr(ServiceLane, "_take", break_off)
+    creating = [asyncio.create_task(session.create_sequence(place, [place])) for place in range(1, 21)]
+    assert (await session.step(ITEMS)).step_id == 2
+    assert len({created.start_number for created in await asyncio.gather(*creating)}) == 20
+    assert calls == ["CreateSequences"] * 20
+
+
+async def test_a_create_without_an_answer_meets_its_deadline(hold: Callable[..., Any]) -> None:
+    held = await hold(CallOptions(timeout_s=0.1))
+    held.session._opened.lane_calls.append("CreateSequences")
+    caught = await failure(held.session.create_sequence(1, [1, 2]))
+    assert caught.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (await held.read())[:1] == b"\5"
+    assert await held.read() == b""  # so that a late answer is not taken for another request's
 
 
 @pytest.mark.parametrize("step_lane", [True, False])

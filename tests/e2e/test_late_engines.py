@@ -56,6 +56,7 @@ def test_an_answer_is_waited_for_as_long_as_the_cache_service_itself() -> None:
     assert call_options(EngineConfig(model=HASH_TOY)).timeout_s == EngineConfig(model=HASH_TOY).reconnect_timeout == 20
     assert call_options(EngineConfig(model=HASH_TOY, reconnect_timeout=0.0)).timeout_s == 10
     assert call_options(EngineConfig(model=HASH_TOY, reconnect_timeout=3600.0)).timeout_s == 60
+    assert call_options(EngineConfig(model=HASH_TOY)).longest_pause_s == 0.05  # streams stand still until it is found again
 
 
 class _Late:

@@ -195,7 +195,7 @@ class Reach:
     def _hashes(self, noted: Collection[_Known]) -> UInt64Array:
         """[n] one for each whole block of each, behind its first ones: of all tokens up to the block's end and the tenant."""
         tokens = np.concatenate([each.tokens for each in noted]).reshape(-1, self._size)
-        blocks = _mixed((tokens.astype(np.uint64) * self._weights).sum(axis=1, dtype=np.uint64))
+        blocks = _mixed(tokens.astype(np.uint64) @ self._weights)
         counts = np.array([len(each.tokens) // self._size for each in noted])
         begins = np.cumsum(counts) - counts
         places = np.arange(len(blocks)) - np.repeat(begins, counts)

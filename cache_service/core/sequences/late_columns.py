@@ -14,6 +14,7 @@ from kvkeeper.common.rows import untouched
 from ..values.types import Int32Array, Int64Array
 
 _MOST_NOTED = 256  # steps whose notes may wait
+_FEW_NOTED = 2
 
 
 class TokenRows:
@@ -38,7 +39,9 @@ class TokenRows:
 
         For a look at a few rows on the path of a step, which need not wait for a thousand others.
         """
-        if self._noted:
+        if len(self._noted) <= _FEW_NOTED:  # to write them takes no longer than to look through them
+            self.settle()
+        else:
             wanted = np.zeros(len(self._rows), np.bool_)
             wanted[slots] = True
             for noted, positions, tokens in self._noted:

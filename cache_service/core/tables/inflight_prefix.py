@@ -29,14 +29,17 @@ class NextBlocks:
         self._slots, self._lens, self._roots = slots, lens, seqs.roots[slots]
         self._blocks = seqs.tokens.rows(slots)[slots, start : start + seqs.block_size]
         self._firsts = self._blocks[:, 0].copy()
+        self._first_tokens = frozenset(self._firsts.tolist())
         self._added: dict[tuple[int, bytes], list[tuple[int, int]]] = {}
 
     def find(self, root: int, block: Int32Array) -> list[tuple[int, int]]:
         """(slot, tokens whose blocks may be shared) of each sequence with this block."""
+        found = self._added.get((root, block.tobytes()), [])
+        if int(block[0]) not in self._first_tokens:  # most prompts begin as none of those that run
+            return found
         at = ((self._firsts == block[0]) & (self._roots == root)).nonzero()[0]
         at = at[(self._blocks[at] == block).all(1)]
-        found = list(zip(self._slots[at].tolist(), self._lens[at].tolist(), strict=True))
-        return found + self._added.get((root, block.tobytes()), [])
+        return list(zip(self._slots[at].tolist(), self._lens[at].tolist(), strict=True)) + found
 
     def add(self, root: int, block: Int32Array, slot: int, length: int) -> None:
         self._added.setdefault((root, block.tobytes()), []).append((slot, length))

@@ -21,6 +21,23 @@ class FullHit(NamedTuple):
     logits: bytes
 
 
+class Rivals:
+    """Sequences [n] with committed blocks that are not published yet.
+
+    roots [n]: of their tenants. num_full [n]: whole blocks that they may share. tokens: the rows of all slots.
+    """
+
+    def __init__(self, slots: Int64Array, roots: Int32Array, num_full: Int32Array, tokens: Int32Array) -> None:
+        self.slots, self.roots, self.num_full, self.tokens = slots, roots, num_full, tokens
+        self._tokens_at: dict[int, frozenset[int]] = {}  # by place: few places are asked for
+
+    def may_have(self, place: int, token: int) -> bool:
+        """Whether one of them may have this token at this place; most prompts begin as none of them does."""
+        if place not in self._tokens_at:
+            self._tokens_at[place] = frozenset(self.tokens[self.slots, place].tolist())
+        return token in self._tokens_at[place]
+
+
 class PrefixLookup:
     """Looks up prefixes in one pool."""
 
@@ -32,29 +49,37 @@ class PrefixLookup:
         self._index = state.index
         self._host = host
         self._limits = [state.pool.limits, *([host.pool.limits] if host is not None else [])]  # by tier
-        self._last_key, self._last_match = (0, 0, 0, 0), NO_INT32
+        self._matched: dict[tuple[int, int], Int32Array] = {}  # by slot and most blocks, while index and sequences are as then
+        self._matched_at = 0, 0
 
     def match_sequence(self, slot: int, max_hit: int) -> Int32Array:
         """[matched] nodes that a waiting sequence can start on; none where they are too few to count as a hit."""
         nodes = self._match(slot, self._most_blocks(slot, max_hit))
         return nodes if len(nodes) * self._block_size >= self.min_tokens else NO_INT32
 
-    def could_grow(self, slot: int, max_hit: int, pending: Int64Array) -> bool:
-        """Whether the match of a waiting sequence would be longer if what these [n] sequences have committed were published."""
-        seqs, size, num_most = self._sequences, self._block_size, self._most_blocks(slot, max_hit)
-        if not num_most:
-            return False
-        nodes = self._match(slot, num_most)
-        num_full = np.minimum(seqs.num_committed[pending] // size, seqs.share_limits[pending])
-        rivals = pending[(seqs.roots[pending] == seqs.roots[slot]) & (num_full > len(nodes))]
-        if len(nodes) == num_most or not len(rivals):
-            return False
-        start = len(nodes) * size
-        tokens, prompt = seqs.tokens.rows(rivals), seqs.tokens.known(slot)[: start + size]
-        rivals = rivals[(tokens[rivals, start : start + size] == prompt[start:]).all(1)]
-        last = nodes[-1] if len(nodes) else seqs.roots[slot]
+    def could_grow(self, slots: Int64Array, max_hits: Int32Array, pending: Int64Array) -> bool:
+        """Whether the match of one of these waiting sequences would be longer if all that these [n] committed was published."""
+        seqs = self._sequences
+        num_full = np.minimum(seqs.num_committed[pending] // self._block_size, seqs.share_limits[pending])
+        rivals = Rivals(pending, seqs.roots[pending], num_full, seqs.tokens.rows(pending))
         return any(
-            seqs.last_nodes[rival] == last or np.array_equal(tokens[rival, :start], prompt[:start]) for rival in rivals.tolist()
+            self._is_behind(slot, max_hit, rivals) for slot, max_hit in zip(slots.tolist(), max_hits.tolist(), strict=True)
+        )
+
+    def _is_behind(self, slot: int, max_hit: int, rivals: Rivals) -> bool:
+        """Whether one of these sequences has what would make the match of the waiting one longer."""
+        seqs, size = self._sequences, self._block_size
+        num_most = self._most_blocks(slot, max_hit)
+        nodes = self._match(slot, num_most) if num_most else NO_INT32
+        start, prompt = len(nodes) * size, seqs.tokens.known(slot)
+        if len(nodes) == num_most or not rivals.may_have(start, int(prompt[start])):
+            return False
+        root, prompt, tokens = seqs.roots[slot], prompt[: start + size], rivals.tokens
+        alike = rivals.slots[(rivals.roots == root) & (rivals.num_full > len(nodes))]
+        alike = alike[(tokens[alike, start : start + size] == prompt[start:]).all(1)]
+        last = nodes[-1] if len(nodes) else root
+        return any(
+            seqs.last_nodes[rival] == last or np.array_equal(tokens[rival, :start], prompt[:start]) for rival in alike.tolist()
         )
 
     def _most_blocks(self, slot: int, max_hit: int) -> int:
@@ -65,14 +90,15 @@ class PrefixLookup:
 
     def _match(self, slot: int, num_most: int) -> Int32Array:
         """[matched] nodes of a waiting sequence's first blocks. A step asks for those of a start more than once."""
-        seqs = self._sequences
-        key = (slot, num_most, self._index.num_changes, seqs.num_added)
-        if key == self._last_key and self._host is None and not self.have_outlived():
-            return self._last_match
-        tokens = seqs.tokens.known(slot)[: num_most * self._block_size]
-        found = self.match_tokens(int(seqs.roots[slot]), tokens, num_most)
-        self._last_key, self._last_match = key, self.usable(found)
-        return self._last_match
+        seqs, now = self._sequences, (self._index.num_changes, self._sequences.num_added)
+        if now != self._matched_at or self._host is not None or self.have_outlived():
+            self._matched.clear()
+            self._matched_at = now
+        found = self._matched.get((slot, num_most))
+        if found is None:
+            tokens = seqs.tokens.known(slot)[: num_most * self._block_size]
+            found = self._matched[slot, num_most] = self.usable(self.match_tokens(int(seqs.roots[slot]), tokens, num_most))
+        return found
 
     def match_tokens(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:
         """[matched] nodes of the longest prefix in any tier that is there now: no copy of it is still on its way."""

@@ -111,10 +111,7 @@ class SequenceStarter:
     def could_hit_more(self, slots: Int64Array, max_hits: Int32Array) -> bool:
         """Whether one of these waiting sequences would find more if all that is committed were published."""
         pending = self._publisher.pending_slots()
-        return len(pending) > 0 and any(
-            self._lookup.could_grow(slot, max_hit, pending)
-            for slot, max_hit in zip(slots.tolist(), max_hits.tolist(), strict=True)
-        )
+        return len(pending) > 0 and self._lookup.could_grow(slots, max_hits, pending)
 
     def _find_hit(self, owner: SessionState, slot: int, max_hit: int, exactly: int) -> Hit:
         full = self._lookup.find_full_hit(slot, max_hit) if self._index.logits.by_node and not exactly else None

@@ -12,6 +12,7 @@ from .checks import MAX_INT32, check_range, sequence_id, tenant
 from .step import int32_column
 
 _OTHERWISE = {"block_table", "group_tables", "retention", "idle_seconds"}
+_LAST_HINT = max(ReuseHint)
 _SAME = tuple(name for name in SequenceView.__slots__ if name not in _OTHERWISE)  # fields of a view as the message has them
 
 
@@ -54,7 +55,7 @@ def retention(
 
 def reuse_hint(request: pb.CreateSequenceRequest | pb.NewSequence | pb.UpdateSequenceRequest) -> ReuseHint:
     """Raises InvalidField."""
-    check_range("reuse_hint", request.reuse_hint, 0, max(ReuseHint))
+    check_range("reuse_hint", request.reuse_hint, 0, _LAST_HINT)
     return ReuseHint(request.reuse_hint)
 
 

@@ -13,7 +13,13 @@ from tests.support.worlds.cache_api import DEADLINE, Api, Session
 
 EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 STEP_REQUEST, STEP_RESPONSE, STATUS, TOO_LARGE = b"\1", b"\2", b"\3", b"\4"
+CALL, CALL_RESPONSE = b"\5", b"\6"
 _MAX_FRAME_BYTES = 8 << 20
+
+
+def call_frame(method: str, request: bytes) -> bytes:
+    """The frame of a call."""
+    return CALL + bytes((len(method),)) + method.encode() + request
 
 
 def attach_lane(session: Session, *parts: str) -> socket.socket:
@@ -40,11 +46,11 @@ class LaneStream:
         self.socket.send(frame)
 
     async def read(self) -> Any:
-        """The answer to a step, or EOF. Raises KvkeeperError for a Status."""
+        """The answer to a step or to creates, or EOF. Raises KvkeeperError for a Status."""
         frame = await self.read_frame()
         if frame[:1] == STATUS:
             raise parse_error(frame[1:])
-        assert frame[:1] in (STEP_RESPONSE, b""), frame[:1]
+        assert frame[:1] in (STEP_RESPONSE, CALL_RESPONSE, b""), frame[:1]
         return frame[1:] if frame else EOF
 
     async def read_frame(self) -> bytes:

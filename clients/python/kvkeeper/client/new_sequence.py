@@ -51,6 +51,6 @@ def _check(token_ids: TokenIds) -> npt.NDArray[Any]:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise TypeError("token ids must be a one-dimensional sequence of integers")
-    if array.min() < 0 or array.max() >= 1 << 31:
+    if array.min() < 0 or (array.dtype != np.int32 and array.max() >= 1 << 31):
         raise ValueError("token ids are 0 to 2^31 - 1")
     return array

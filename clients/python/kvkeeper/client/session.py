@@ -19,7 +19,7 @@ from kvkeeper.client import kv_chunks
 from kvkeeper.client.arena import Arena, attach_arena, attach_arena_and_lane
 from kvkeeper.client.errors import KvkeeperError, parse_error
 from kvkeeper.client.kv_chunks import KvTokens
-from kvkeeper.client.new_sequence import Created, NewSequence, TokenIds, pack, to_list
+from kvkeeper.client.new_sequence import Created, NewSequence, TokenIds, to_list
 from kvkeeper.client.retry import SLICED_TIMEOUT_S
 from kvkeeper.client.step_carriers import StepCarriers
 from kvkeeper.client.step_lane import attach_lane
@@ -115,8 +115,16 @@ class AsyncCacheSession:
         )
 
     async def _call(self, method: str, least_timeout_s: float = 0.0, /, **fields: Any) -> Any:
-        """The answer of a unary method. fields: of its request, beside the session's id and epoch."""
+        """The answer of a unary method, over the step lane where that carries it.
+
+        fields: of its request, beside the session's id and epoch.
+        """
         request = getattr(pb, f"{method}Request")(**self._head, **fields)
+        if (
+            method in self._opened.lane_calls
+            and (raw := await self._steps.call(method, request.SerializeToString())) is not None
+        ):
+            return getattr(pb, f"{method}Response").FromString(raw)
         return await self._transport.call_by_name(method, request, least_timeout_s)
 
     async def _sequence(self, method: str, /, **fields: Any) -> pb.SequenceInfo:
@@ -149,17 +157,11 @@ class AsyncCacheSession:
 
         reuse_hint: what is known of the next use of its blocks, once it has ended.
         """
-        return await self._call(
-            "CreateSequence",
-            sequence_id=sequence_id,
-            packed_token_ids=pack(token_ids),
-            max_tokens=max_tokens,
-            tenant=tenant,
-            priority=priority,
-            retention=retention,
-            start_number=start_number,
-            reuse_hint=reuse_hint,
-        )
+        sequence = NewSequence(sequence_id, token_ids, max_tokens, tenant, priority, retention, start_number, reuse_hint)
+        (created,) = await self.create_sequences([sequence])
+        if isinstance(created, KvkeeperError):
+            raise created
+        return created
 
     async def create_sequences(self, sequences: Sequence[NewSequence]) -> list[Created]:
         """Store several prompts, in order. Each has an answer of its own, or the error for which it was refused.

@@ -1,8 +1,8 @@
-"""What carries the steps of one session: its step lane where it has one, and gRPC otherwise.
+"""What carries the steps of one session, and a few calls beside them: its step lane where it has one, and gRPC otherwise.
 
-Steps pass as raw bytes, at most one of them unanswered. A lane that broke is not used again, and a step that is too large for
-it goes as a call of its own. Whatever broke, the unanswered step is repeated with the same bytes, which the service applies
-exactly once. No task is made per step. Without an event loop there is no stream: each step over gRPC is a call.
+Requests pass as raw bytes, at most one step of them unanswered. A lane that broke is not used again, and a request that is too
+large for it goes as a call of its own. Whatever broke, the unanswered step is repeated with the same bytes, which the service
+applies exactly once. No task is made per step. Without an event loop there is no stream: each step over gRPC is a call.
 """
 
 import asyncio
@@ -14,22 +14,25 @@ import grpc
 
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.retry import Patience
-from kvkeeper.client.step_lane import BlockingStepLane, LaneBroken, MessageTooLarge, StepLane
+from kvkeeper.client.step_lane import CALL, BlockingStepLane, LaneBroken, MessageTooLarge, StepLane
 from kvkeeper.client.step_stream import StepStream
 from kvkeeper.client.transport import AsyncTransport
+from kvkeeper.common import tracing
 
 _METHOD = "/kvkeeper.cache.v1.CacheService/Step"
+_MOST_CALLS = 8  # unanswered on the lane; others wait for their turn, or a crowd would fill it
 
 
 class StepCarriers:
-    """Not for use from two tasks or threads at once."""
+    """Not for use from two threads at once. Steps are of one task at a time; calls may come from several."""
 
     def __init__(self, transport: AsyncTransport) -> None:
         self.lane: StepLane | BlockingStepLane | None = None
         self._transport = transport
         self._stream = StepStream(transport) if transport.backend.has_loop else None
+        self._calling, self._num_calls = asyncio.Semaphore(_MOST_CALLS), 0
         self._busy = False
-        self._deadline = 0.0  # of the exchange that waits, or of the last one
+        self._deadline = 0.0  # of the last exchange
         self._is_late = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -45,6 +48,32 @@ class StepCarriers:
             return await self._repeat(request, error)
         finally:
             self._busy = False
+
+    async def call(self, method: str, request: bytes) -> bytes | None:
+        """The answer to a call over the lane, beside the steps; None where it has to go over gRPC. For what may be repeated.
+
+        gRPC carries what belongs to a trace, and what is to be tried again. Raises KvkeeperError.
+        """
+        lane = self.lane
+        if lane is None or tracing.outgoing() is not None:
+            return None
+        async with self._calling:
+            self._num_calls += 1
+            self._watch()
+            try:
+                return await lane.exchange(bytes((len(method),)) + method.encode() + request, CALL)
+            except MessageTooLarge:
+                return None
+            except LaneBroken:
+                if self._is_late:
+                    raise _late() from None
+                return None
+            except KvkeeperError as error:
+                if error.unavailable:
+                    return None
+                raise
+            finally:
+                self._num_calls -= 1
 
     async def _send(self, request: bytes) -> bytes:
         try:
@@ -91,8 +120,9 @@ class StepCarriers:
         return self._transport.channel.unary_unary(_METHOD, request_serializer=None, response_deserializer=None)
 
     def _watch(self) -> None:
-        """Makes the exchange end by its deadline. On a loop one timer runs at a time, and checks when it fires whether the
-        deadline has moved: a timer for each step, almost none of which would fire, costs more than the rest of this class.
+        """Makes what waits end by the deadline of the last that began. On a loop one timer runs at a time, and checks when it
+        fires whether the deadline has moved: a timer for each step, almost none of which would fire, costs more than the rest
+        of this class.
         """
         self._is_late = False
         self._deadline = time.monotonic() + self._transport.options.timeout_s
@@ -101,7 +131,7 @@ class StepCarriers:
 
     def _on_timer(self) -> None:
         self._timer = None
-        if not self._busy:
+        if not self._busy and not self._num_calls:
             return
         if time.monotonic() < self._deadline:
             self._timer = asyncio.get_running_loop().call_at(self._deadline, self._on_timer)
@@ -126,7 +156,7 @@ class StepCarriers:
 
 
 def _late() -> KvkeeperError:
-    return KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="no answer to a step in time")
+    return KvkeeperError(grpc.StatusCode.DEADLINE_EXCEEDED, message="no answer in time")
 
 
 def _is_cancelled() -> bool:

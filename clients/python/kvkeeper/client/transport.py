@@ -20,7 +20,7 @@ from kvkeeper.common import tracing
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),  # ReadKv and long block tables; requests are bounded by the service
     ("grpc.initial_reconnect_backoff_ms", 20),  # a cut stream must be back within the session's grace of 500 ms
-    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 100),  # a service that is started again is found soon after it listens
     ("grpc.use_local_subchannel_pool", 1),  # a channel's backoff is its own
     ("grpc.enable_http_proxy", 0),
     # A call without a deadline ends where the peer is gone or stopped: unanswered pings make it UNAVAILABLE.

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvkeeper.cache_service.config import CacheConfig
+from kvkeeper.cache_service.memory.arena import Arena
 from kvkeeper.cache_service.memory.device.cuda import CudaMemory
+from kvkeeper.cache_service.memory.shared_memory import SharedMemory
 from kvkeeper.cache_service.runtime.arena_supply import ArenaSupply
+from kvkeeper.common.service.memory_limit import OutOfMemory
 from tests.support.stand_ins.fake_cuda import FakeCuda
 from tests.support.worlds.cache_api import BLOCK_BYTES, DEADLINE, serving
 
@@ -51,6 +54,37 @@ async def test_the_loop_runs_while_a_host_tier_is_pinned(device: SlowPin, is_ahe
     if hosts is not None:
         hosts.close()
     supply.close(keep=False)
+
+
+class TogetherMemory(SharedMemory):
+    """Each allocation waits until as many as there are to be are under way; from the given one on they fail."""
+
+    def __init__(self, num_together: int, num_good: int) -> None:
+        self.meeting, self.num_good, self.made = threading.Barrier(num_together), num_good, list[Arena]()
+
+    def allocate(self, num_bytes: int, rank: int = 0) -> Arena:
+        if self.meeting.wait(DEADLINE) >= self.num_good:
+            raise OutOfMemory("no room")
+        self.made.append(super().allocate(num_bytes))
+        return self.made[-1]
+
+
+async def test_the_memory_of_pools_is_reserved_side_by_side() -> None:
+    memory = TogetherMemory(3, 3)
+    supply = ArenaSupply(CacheConfig(num_blocks=9), memory, None, lambda: 0.0)
+    await supply.reserve(3, 1 << 12, 0)
+    assert {id(await supply.take(1 << 12)) for _ in range(3)} == {id(arena) for arena in memory.made}
+    assert not supply.has_spare
+
+
+async def test_memory_that_does_not_fit_beside_other_memory_leaves_that_to_be_closed() -> None:
+    memory = TogetherMemory(3, 2)
+    supply = ArenaSupply(CacheConfig(num_blocks=9), memory, None, lambda: 0.0)
+    with pytest.raises(OutOfMemory, match="no room"):
+        await supply.reserve(3, 1 << 12, 0)
+    assert len(memory.made) == 2
+    supply.close(keep=False)
+    assert not any(hasattr(arena, "array") for arena in memory.made)
 
 
 async def test_the_service_answers_while_a_pool_gets_its_memory(device: SlowPin) -> None:
