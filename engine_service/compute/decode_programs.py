@@ -6,6 +6,8 @@ layer that cannot be recorded computes plainly, and so does a step that the prog
 """
 
 import dataclasses
+import statistics
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
@@ -20,6 +22,10 @@ from ..model.decoder import Layers, LayersInput, LayersOutput
 log = structlog.get_logger()
 T = TypeVar("T")
 
+_TRY_STEPS: Final = 8  # in a row with one number of threads
+_NUM_TRIES: Final = 6
+_KEEP_STEPS: Final = 4096
+_LONGEST_S: Final = 1.0  # between steps of which one follows the other
 _MOST_PROGRAMS: Final = 128  # numbers of rows and widths that are kept; the least recently used one goes
 
 
@@ -30,6 +36,7 @@ class DecodePrograms:
         self._memory = Memory()
         self._programs: OrderedDict[tuple[Any, ...], tuple[LayersInput, Program, LayersOutput]] = OrderedDict()
         self._is_refused = False
+        self._threads: dict[int, ThreadChoice] = {}  # by the number of rows, in powers of two
         self.num_runs = 0
 
     def run(self, layers: Layers, given: LayersInput) -> LayersOutput:
@@ -53,9 +60,45 @@ class DecodePrograms:
         own, program, made = self._programs[shapes]
         for tensor, to in zip(tensors, _list_tensors(own), strict=True):
             (to if to.shape == tensor.shape else to[:, : tensor.shape[1]]).copy_(tensor)
-        program.run()
+        num_rows = len(given.x)
+        if (threads := self._threads.get(num_rows.bit_length())) is None:
+            threads = self._threads[num_rows.bit_length()] = ThreadChoice(torch.get_num_threads())
+        program.run(threads.choose(time.perf_counter()))
         self.num_runs += 1
         return made
+
+
+class ThreadChoice:
+    """Whether all threads compute, or all but one: the choice with which steps follow each other faster.
+
+    A step of few rows waits for memory, and one core less hardly slows it; the loop, the fronts and the cache service then have
+    that core. What is better depends on the machine and its load, so both are tried, in turns, and again after many steps.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._counts = (most, most - 1) if most > 1 else (most,)
+        self._intervals: tuple[list[float], list[float]] = ([], [])
+        self._chosen: int | None = None  # index of counts; None: they are tried
+        self._num_steps, self._tried, self._last = 0, 0, 0.0
+
+    def choose(self, now: float) -> int:
+        """Threads of the step that begins at `now`, in seconds."""
+        if len(self._counts) == 1:
+            return self._counts[0]
+        self._num_steps += 1
+        interval, self._last = now - self._last, now
+        if self._chosen is not None:
+            if self._num_steps < _KEEP_STEPS:
+                return self._counts[self._chosen]
+            self._chosen, self._num_steps, self._intervals = None, 0, ([], [])
+        elif self._num_steps % _TRY_STEPS != 1 and interval < _LONGEST_S:  # behind a step with the same number
+            self._intervals[self._tried].append(interval)
+        if self._num_steps >= _NUM_TRIES * _TRY_STEPS and all(self._intervals):
+            medians = [statistics.median(each) for each in self._intervals]
+            self._chosen, self._num_steps = int(medians[1] < medians[0]), 0
+            return self._counts[self._chosen]
+        self._tried = self._num_steps // _TRY_STEPS % 2
+        return self._counts[self._tried]
 
 
 def _get_room(tensor: torch.Tensor) -> tuple[int, ...]:

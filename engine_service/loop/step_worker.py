@@ -1,8 +1,8 @@
 """StepWorker: computes the steps' work in a thread of its own, and knows how long it took and what it waited for.
 
 The loop puts the next step together while one is computed. It begins as late as it can, so that requests that arrive
-meanwhile are part of it, and early enough for the answer to be there in time: the moment follows from the durations of the last
-steps of the same kind and of the last answers. The next step may be started before this one has ended: it runs ahead, behind it
+meanwhile are part of it, and early enough to be ready in time: the moment follows from how long the last steps of the same kind
+took, and the last ones' preparation. The next step may be started before this one has ended: it runs ahead, behind it
 in the thread or on the device.
 """
 
@@ -24,7 +24,7 @@ from ..values.errors import DeviceLost
 T = TypeVar("T")
 
 _SMOOTHING = 0.2
-_NUM_REPLIES = 3  # times the usual duration of an answer, to be on the safe side
+_NUM_PREPARATIONS = 1.5  # times the usual duration of one, to be on the safe side
 _MARGIN_S = 0.0005
 
 
@@ -79,7 +79,8 @@ class StepWorker:
         self._flights: deque[InFlight] = deque()  # the one that is computed, and one that runs ahead
         # A step with a prompt takes many times as long as one that only decodes: with one mean for both, decoding steps behind
         # it would end before their successors' blocks were asked for. So each kind has its own; prompts count by the token.
-        self._usual_decode = self._usual_token = self._usual_reply = 0.0
+        self._usual_decode = self._usual_token = self._usual_preparation = 0.0
+        self._due_at: float | None = None  # when the preparation of the next step began, beside one that was computed
         self._cache_wait = 0.0
         self._idle_since: float | None = None  # None: there was nothing to compute
 
@@ -103,6 +104,8 @@ class StepWorker:
         is_guessing: the loop waited for the step before, for the sake of guesses, whether there are any or not.
         """
         assert len(self._flights) < 2, "one step runs ahead"
+        if self._due_at is not None:
+            self._usual_preparation += _SMOOTHING * (time.perf_counter() - self._due_at - self._usual_preparation)
         idle_since = None if self._flights else self._idle_since
         flight = InFlight(step_id, work, self._cache_wait, is_guessing, idle_since, moves is not None)
         flight.computing = asyncio.get_running_loop().create_future()
@@ -153,21 +156,21 @@ class StepWorker:
         return self._flights[0].step_id - 1 if self._flights else step_id
 
     async def wait_until_due(self, longest: float) -> None:
-        """Wait until it is time to ask for the next step's blocks, but no longer than so many seconds."""
-        flight = self.in_flight
+        """Wait until it is time to prepare the next step, but no longer than so many seconds."""
+        flight, self._due_at = self.in_flight, None
         if flight is not None:
             work = flight.work
             usual = work.num_tokens * self._usual_token if work.num_prompt_tokens else self._usual_decode
-            left = usual - flight.seconds - _NUM_REPLIES * self._usual_reply - _MARGIN_S
+            left = usual - flight.seconds - _NUM_PREPARATIONS * self._usual_preparation - _MARGIN_S
             if left > 0:
                 await asyncio.wait({flight.computing}, timeout=min(left, longest))
+            self._due_at = time.perf_counter()
 
     async def time_reply(self, reply: Awaitable[T]) -> T:
         """The cache service's answer. Notes for how long nothing was computed because of it."""
         asked_at = time.perf_counter()
         answer = await reply
         now = time.perf_counter()
-        self._usual_reply += _SMOOTHING * (now - asked_at - self._usual_reply)
         flight = self.in_flight
         idle_since = asked_at if flight is None else flight.ended_at or now
         self._cache_wait = now - max(asked_at, idle_since)

@@ -17,7 +17,6 @@ from .number_formats import element_of_file
 from .tiles import BFLOAT16, FLOAT32, LANES
 
 NUM_BYTES, row_at, number_of, element_of = element_of_file(__name__)
-_LEAST_SHARED: Final = 32  # keys that are worth reading together
 _PER_WORD: Final = 4 // NUM_BYTES
 _score_keys = make_scores(FLOAT32 if NUM_BYTES == 4 else BFLOAT16)
 _add_values = make_sums(FLOAT32 if NUM_BYTES == 4 else BFLOAT16)
@@ -120,7 +119,10 @@ def _count_equal(first, second):
 
 @helper
 def _find_members(members, may_share, first, tables_at, table_bytes, lens, block_size):
-    """Sequences that begin as `first` does, itself in front: how many, and the keys that they share."""
+    """Sequences that begin as `first` does, itself in front: how many, and the keys that they share.
+
+    It is whole tiles that they share, so that a sequence's keys are cut into the same tiles with others and without.
+    """
     members[0], longest = first, 0
     if not may_share[first]:
         return 1, 0
@@ -129,7 +131,7 @@ def _find_members(members, may_share, first, tables_at, table_bytes, lens, block
         if may_share[seq]:
             other = int32s_at(tables_at + seq * table_bytes, np.int64(lens[seq]) // block_size)
             longest = max(longest, _count_equal(own, other))
-    if longest * block_size < _LEAST_SHARED:
+    if longest * block_size < TILE:
         return 1, 0
     count, common = 1, longest
     for seq in range(first + 1, len(lens)):
@@ -138,7 +140,7 @@ def _find_members(members, may_share, first, tables_at, table_bytes, lens, block
             if 2 * equal >= longest:
                 members[count], common = seq, min(common, equal)
                 count += 1
-    return count, common * block_size
+    return count, common * block_size // TILE * TILE
 
 
 @helper
@@ -205,7 +207,8 @@ def attend_decode(data):
                 begin_queries(shared_at + own * of_shared, num_queries, size, group, logits_of_head)
             for query in range(num_queries):
                 queries[query] = q_at + members[query // group] * q_bytes + first_bytes + query % group * head_bytes
-            table, of_each = int32s_at(tables_at + leader * table_bytes, shared // block_size), group * head_bytes
+            num_blocks, of_each = (shared + block_size - 1) // block_size, group * head_bytes
+            table = int32s_at(tables_at + leader * table_bytes, num_blocks)
             of_all = num_queries, queries_at, of_each
             _attend_keys(common_at, shared_at, heads, of_all, size, keys_at, layout, table, 0, shared, scale, cap, SEE_ALL)
         for place in range(count):

@@ -75,14 +75,14 @@ class Launcher:
             found = self._functions[dtype] = address, KERNEL(address)
         address, function = found
         recording = recorder.get()
-        num_threads = count_threads(_LEAST_WORK if recording is not None else work)
-        if num_threads == 1 or THREADS is None:
+        num_threads = 1 if recording is not None else count_threads(work)
+        if THREADS is None or (num_threads == 1 and recording is None):
             packed = self._layout.pack(0, 0, *arguments)
         else:
             packed = self._layout.pack(*THREADS.addresses, *arguments)
         if recording is not None:
             recording.add(address, packed)
-        elif num_threads == 1 or THREADS is None:
+        elif THREADS is None or num_threads == 1:
             function(packed)
         else:
             THREADS.parallel(address, packed, num_threads, 0)

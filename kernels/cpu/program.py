@@ -65,19 +65,19 @@ class _Kernels:
 
     calls: list[tuple[int, bytes]] = field(default_factory=list)
 
-    def prepare(self) -> Callable[[], None]:
-        """The call that runs them."""
+    def prepare(self) -> Callable[[int], None]:
+        """The call that runs them, in so many threads."""
         # Sixteen bytes of room behind each one's arguments keep them apart from the next one's.
         kept = [ctypes.create_string_buffer(arguments, len(arguments) + 16) for _, arguments in self.calls]
         pairs = zip(kept, self.calls, strict=True)
         calls = np.array([(address, ctypes.addressof(own)) for own, (address, _) in pairs], np.int64)
-        program, num_threads = kernel("run_program", torch.float32), torch.get_num_threads()
-        of_threads = (0, 0, 0) if THREADS is None or num_threads == 1 else (*THREADS.addresses, THREADS.barrier)
+        program = kernel("run_program", torch.float32)
+        of_threads = (0, 0, 0) if THREADS is None else (*THREADS.addresses, THREADS.barrier)
         packed = np.array((*of_threads, calls.ctypes.data, len(calls)), np.int64).tobytes()
         alone = KERNEL(program)
 
-        def run(kept: Any = (kept, calls)) -> None:
-            if THREADS is None or num_threads == 1:
+        def run(num_threads: int, kept: Any = (kept, calls)) -> None:
+            if THREADS is None:
                 alone(packed)
             else:
                 THREADS.parallel(program, packed, num_threads, 0)
@@ -114,13 +114,13 @@ def _count_references(piece: torch.UntypedStorage) -> int:
 class Program:
     """Recorded steps."""
 
-    def __init__(self, steps: Sequence[Callable[[], None]]) -> None:
+    def __init__(self, steps: Sequence[Callable[[int], None]]) -> None:
         self._steps = steps
 
-    def run(self) -> None:
-        """Do it all again, on what lies in the memory now."""
+    def run(self, num_threads: int) -> None:
+        """Do it all again, on what lies in the memory now. The result does not depend on the number of threads."""
         for step in self._steps:
-            step()
+            step(num_threads)
 
 
 class _Recording(TorchDispatchMode):
@@ -129,7 +129,7 @@ class _Recording(TorchDispatchMode):
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         self._memory = memory
-        self.steps: list[_Kernels | Callable[[], None]] = []
+        self.steps: list[_Kernels | Callable[[int], None]] = []
 
     def add(self, address: int, arguments: bytes) -> None:
         """See launch.Recorder."""
@@ -156,7 +156,7 @@ class _Recording(TorchDispatchMode):
         return own
 
 
-def _multiply_into(out: torch.Tensor, product: Callable[..., torch.Tensor], args: Any) -> None:
+def _multiply_into(out: torch.Tensor, product: Callable[..., torch.Tensor], args: Any, _: int) -> None:
     out.copy_(product(*args))
 
 
