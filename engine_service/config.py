@@ -250,9 +250,9 @@ class EngineConfig(ServiceConfig):
         "auto",
         "what the model computes in, where auto is the dtype of its weights, but on a CPU float32",
         choices=_DTYPES,
-        details="On a CPU auto is bfloat16 where the weights are, the processor multiplies it (AVX512 BF16), and the extra cpu is"
-        " installed. int8, on a CPU: the matrix products are of 8-bit integers, two to three times as fast and less exact; all else"
-        " is float32.",
+        details="On a CPU auto is bfloat16 where the weights are, the processor multiplies it (AVX512 BF16), and the extra cpu"
+        " is installed. int8, on a CPU: the matrix products are of 8-bit integers, two to three times as fast and less exact;"
+        " all else is float32.",
     )
     kv_dtype: str = _model(
         "auto",
@@ -272,7 +272,8 @@ class EngineConfig(ServiceConfig):
         "auto",
         "how a CPU computes: with kernels compiled for it, or with torch",
         choices=_CPU_KERNELS,
-        details="The compiled ones are for float32, bfloat16 and int8, and need the extra cpu; auto takes them where it is installed.",
+        details="The compiled ones are for float32, bfloat16 and int8, and need the extra cpu; auto takes them where it is"
+        " installed.",
     )
     graphs: bool = _model(
         True,

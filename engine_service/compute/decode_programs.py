@@ -125,7 +125,7 @@ def _map_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor], chang
         return value
     found: Any = changed.get(id(value))
     if found is not None:
-        return found  # type: ignore[no-any-return]
+        return found
     found = value
     if isinstance(value, torch.Tensor):
         found = change(value)
@@ -138,4 +138,4 @@ def _map_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor], chang
         names = [each.name for each in dataclasses.fields(value) if each.init]
         found = dataclasses.replace(value, **{name: _map_tensors(getattr(value, name), change, changed) for name in names})
     changed[id(value)] = found
-    return found  # type: ignore[no-any-return]
+    return found

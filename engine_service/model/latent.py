@@ -19,6 +19,7 @@ from kvkeeper.kernels.attention.latent_attention import (
     latent_attention_prefill,
 )
 from kvkeeper.kernels.attention.latent_widths import LatentWidths
+from kvkeeper.kernels.attention.paged_rows import GatherPlan
 from kvkeeper.kernels.store_latent import store_latent
 
 from .attention import AttentionMetadata, DecodeRows, PrefillRows, join_parts, pick
@@ -110,6 +111,7 @@ def _prefill(
     rows: PrefillRows,
 ) -> torch.Tensor:
     plan = rows.plans[None]
+    assert isinstance(plan, GatherPlan), "latents are gathered"
     sizes = [(each.last - each.first, len(each.positions)) for each in plan.sequences]  # none on CUDA
     if sizes and widths.prefers_expanded(sizes):
         return expanded_prefill(torch.cat((q, q_rope), 2), kv_layer, weights.up, widths, scale=scale, plan=plan)

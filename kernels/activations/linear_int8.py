@@ -2,8 +2,8 @@
 
 Weights are quantised once, symmetrically, with a scale for each output (LLM.int8(), arXiv 2208.07339, without its outliers).
 Activations are quantised in every call, with a scale for each row, so that a row's result does not depend on the rows beside
-it. The sums are exact, and what comes out is float32. The compiled kernels multiply where they are on, else FBGEMM does, through
-torch. Both round in the same order, so that their results are the same to the last bit.
+it. The sums are exact, and what comes out is float32. The compiled kernels multiply where they are on, else FBGEMM does,
+through torch. Both round in the same order, so that their results are the same to the last bit.
 """
 
 import warnings

@@ -1,7 +1,7 @@
 """paged_attention_decode: one query per sequence over its block table, with grouped-query heads.
 
-On a CPU the compiled kernel reads keys and values in place. Where it does not serve, keys and values are gathered, as for a prefill of
-one query each (gathered.py).
+On a CPU the compiled kernel reads keys and values in place. Where it does not serve, they are gathered, as for a prefill of one
+query each (gathered.py).
 """
 
 from dataclasses import dataclass

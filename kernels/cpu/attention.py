@@ -110,7 +110,7 @@ def direct_prefill(
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend q [T, num_heads, head_dim] as paged_attention_prefill does."""
-    num_tokens, num_heads, size = q.shape
+    _, num_heads, size = q.shape
     _, _, block_size, num_kv_heads, _ = kv_layer.shape
     q = _with_whole_rows(q)
     out = torch.empty(q.shape, dtype=q.dtype)

@@ -1,7 +1,7 @@
 """Decode and prefill attention over paged keys and values, compiled, in float32 or bfloat16.
 
-The file is loaded once for each kind of number, see compiled.load_kernels. What a tile of keys is to some queries is in
-attention_tiles.py. Threads share the keys that the queries of all KV heads see. In a decode, the sequences of a thread's share that
+The file is loaded once for each kind of number, see compiled.load_kernels. attention_tiles.py has what a tile of keys is to
+some queries. Threads share the keys that the queries of all KV heads see. In a decode, the sequences of a thread's share that
 begin with the same blocks read these together (Hydragen, Juravsky et al., arXiv 2402.05099); their tables show which do.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 from numba import carray
 
 from .attention_tiles import MOST_QUERIES, SEE_ALL, TILE, begin_queries, count_own, end_query, take_over, weigh_scores
-from .kernel_parts import find_share, helper, int32s_at, int64s_at, kernel_of, prefetch
+from .kernel_parts import find_share, helper, int32s_at, int64s_at, keep, kernel_of, prefetch
 from .key_tiles import make_scores, make_sums
 from .number_formats import element_of_file
 from .tiles import BFLOAT16, FLOAT32, LANES
@@ -232,6 +232,8 @@ def attend_decode(data):
             for own in range(heads):
                 to = out_at + seq * num_heads * head_bytes + first_bytes + own * group * head_bytes
                 _end_queries(own_at + own * own_bytes, group, 0, group, size, to, length > start)
+    keep(space)
+    keep(queries)
 
 
 @helper
@@ -291,3 +293,5 @@ def attend_prefill(data):
                 for token in range(tokens):
                     to = out_at + ((locs[seq] + tile + token) * num_heads + head * group) * head_bytes
                     _end_queries(own_at, num_queries, token * group, (token + 1) * group, size, to, True)
+    keep(space)
+    keep(queries)

@@ -1,9 +1,9 @@
-"""Products of 8-bit integers, compiled: rows are quantised, multiplied exactly, and scaled back. See activations/linear_int8.py."""
+"""Products of 8-bit integers, compiled: rows are quantised, multiplied exactly, and scaled back; see linear_int8.py."""
 
 import numpy as np
 from numba import carray, njit
 
-from .kernel_parts import find_share, floats_at, greatest_magnitude, int32s_at, kernel
+from .kernel_parts import find_share, floats_at, greatest_magnitude, int32s_at, keep, kernel
 from .number_formats import uint8s_at
 from .tiles import DEEP, INT8, PANEL, find_slice, make_multiply
 
@@ -77,3 +77,4 @@ def multiply_int8(data):
                 _scale_in_order(own_sums, shifts, np.int32(zero), factors, scales[row + own], out)
                 if bias_at != 0:
                     _add(bias, out)
+    keep(sums)

@@ -50,7 +50,7 @@ def kernel(function: Callable[[Any], None]) -> Any:
 
 
 def kernel_of(module_name: str) -> Callable[[Callable[[Any], None]], Any]:
-    """The same for a file that is loaded once for each kind of number: the file on disk has the end of the module's name too."""
+    """The same for a file that is loaded once for each kind of number: its name on disk ends as the module's does."""
 
     def compile_named(function: Callable[[Any], None]) -> Any:
         function.__qualname__ += module_name.rpartition("_kernels")[2]
@@ -145,6 +145,12 @@ def find_share(args, num_items):
         return 0, num_items
     idx, count = ask(args[0]), ask(args[1])
     return num_items * idx // count, num_items * (idx + 1) // count
+
+
+@helper
+def keep(array):
+    """Use an array that is worked on by its address. numba frees an array behind the last use of its name."""
+    array[0] = array[0]
 
 
 @helper

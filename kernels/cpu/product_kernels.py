@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numba import carray
 
-from .kernel_parts import find_share, floats_at, kernel_of
+from .kernel_parts import find_share, floats_at, keep, kernel_of
 from .number_formats import element_of_file
 from .tiles import BFLOAT16, DEEP, FLOAT32, PANEL, find_slice, make_multiply
 
@@ -48,3 +48,4 @@ def multiply(data):
                 else:
                     for i in range(count):
                         out[i] = element_of(total[i])
+    keep(sums)

@@ -76,6 +76,6 @@ def multiply_int8(x: torch.Tensor, weight: Int8Blocks, bias: torch.Tensor | None
         _quantise(x.dtype, x.numel(), x.data_ptr(), num_rows, num_in, *own, *levels)
         of_weight = weight.integers.data_ptr(), WIDTH, weight.shifts.data_ptr(), weight.factors.data_ptr()
         bias_at = 0 if bias is None else bias.data_ptr()
-        own = rows.data_ptr(), scales.data_ptr(), num_rows, num_steps
-        _multiply_int8(x.dtype, num_in * num_out, *own, *of_weight, bias_at, levels.zero, out.data_ptr(), num_out)
+        of_rows = rows.data_ptr(), scales.data_ptr(), num_rows, num_steps
+        _multiply_int8(x.dtype, num_in * num_out, *of_rows, *of_weight, bias_at, levels.zero, out.data_ptr(), num_out)
     return out

@@ -95,16 +95,16 @@ class Memory:
         """All pieces are free for another recording."""
         self._pieces = [(piece, _count_references(piece)) for piece, _ in self._pieces]
 
-    def make(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in the smallest free piece that holds it, or in a new one."""
-        num_bytes = max(shape.numel() * dtype.itemsize, 1)
+    def make_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor like it in the smallest free piece that holds it, or in a new one."""
+        num_bytes = max(tensor.untyped_storage().nbytes(), 1)
         free = [piece for piece, before in self._pieces if piece.nbytes() >= num_bytes and _count_references(piece) == before]
         if free:
             piece = min(free, key=torch.UntypedStorage.nbytes)
         else:
             piece = torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
             self._pieces.append((piece, _count_references(piece)))
-        return torch.empty(0, dtype=dtype).set_(piece, 0, shape)
+        return torch.empty(0, dtype=tensor.dtype).set_(piece, 0, tensor.shape, tensor.stride())
 
 
 def _count_references(piece: torch.UntypedStorage) -> int:
@@ -150,7 +150,7 @@ class _Recording(TorchDispatchMode):
         if name not in _MADE and name != _PRODUCT:
             raise NotRecordable(name)
         made = func(*args, **(kwargs or {}))
-        own = self._memory.make(made.shape, made.dtype)
+        own = self._memory.make_like(made)
         if name == _PRODUCT:
             self.steps.append(partial(_multiply_into, own, func, args))
         return own
@@ -163,8 +163,8 @@ def _multiply_into(out: torch.Tensor, product: Callable[..., torch.Tensor], args
 def record(compute: Callable[[], T], memory: Memory) -> tuple[Program, T]:
     """The program of a function, and what the function returned, whose tensors each run writes anew.
 
-    The function's kernels do not run meanwhile, so nothing that it reads has to be there yet. The memory that it is given has to
-    stay, and nobody else may use `memory` meanwhile.
+    The function's kernels do not run meanwhile, so nothing that it reads has to be there yet. The memory that it is given has
+    to stay, and `memory` serves one recording at a time.
     Raises NotRecordable, and whatever the function raises.
     """
     recording = _Recording(memory)

@@ -14,7 +14,7 @@ from numba import carray
 
 from ..quantised.formats import BF16, FORMATS, FP8, FP16, INT4, INT8
 from .attention_tiles import SEE_ALL, TILE, begin_queries, count_own, end_query, pad, weigh_scores
-from .kernel_parts import find_share, floats_at, greatest_magnitude, helper, int8s_at, int32s_at, int64s_at, kernel_of
+from .kernel_parts import find_share, floats_at, greatest_magnitude, helper, int8s_at, int32s_at, int64s_at, keep, kernel_of
 from .key_tiles import make_scores, make_sums
 from .number_formats import (
     bits_of_float,
@@ -276,6 +276,8 @@ def attend_decode(data):
                 else:
                     for i in range(size):
                         out[i] = np.float32(0)
+    keep(space)
+    keep(lists)
 
 
 @_kernel_of_format

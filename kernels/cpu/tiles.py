@@ -2,8 +2,8 @@
 
 A tile is up to MOST_ROWS rows times up to MOST_VECTORS vectors of sums, which stay in registers while the steps go by. A step
 takes four bytes of each row and four bytes for each sum: one float32, two bfloat16, or four integers of 8 bits. So all three
-kinds of numbers share one loop, and one layout of weights, [steps, outputs, numbers of a step]. The order in which a sum is made
-does not depend on the rows and columns beside it.
+kinds of numbers share one loop, and one layout of weights, [steps, outputs, numbers of a step]. The order in which a sum is
+made does not depend on the rows and columns beside it.
 
 The code is written as LLVM's instructions, because a loop in Python does not say what has to stay in registers (BLIS, Van Zee
 and van de Geijn 2015, has the structure). Which instructions there are follows from the features that numba compiles for.
@@ -39,7 +39,7 @@ _BITS: Final = 32 * LANES
 _BYTE, _SHORT, INT, LONG, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
-class _Brains(ir.Type):  # type: ignore[misc]
+class _Brains(ir.Type):
     """A vector of bfloat16, which llvmlite has no name for."""
 
     def __init__(self, count: int) -> None:
