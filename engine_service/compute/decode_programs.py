@@ -9,7 +9,7 @@ import dataclasses
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -32,7 +32,9 @@ _MOST_PROGRAMS: Final = 128  # numbers of rows and widths that are kept; the lea
 class DecodePrograms:
     """The programs of one decoder on one arena."""
 
-    def __init__(self) -> None:
+    def __init__(self, arena: torch.Tensor) -> None:
+        """arena: what programs read and write where it is."""
+        self._arena_at = arena.untyped_storage().data_ptr()
         self._memory = Memory()
         self._programs: OrderedDict[tuple[Any, ...], tuple[LayersInput, Program, LayersOutput]] = OrderedDict()
         self._is_refused = False
@@ -43,10 +45,10 @@ class DecodePrograms:
         """What the layers make of a step that only decodes; see Decoder.forward. It is valid until the next call."""
         if self._is_refused:
             return layers(given)
-        tensors = list(_list_tensors(given))
+        tensors = self._list_tensors(given)
         shapes = tuple((tensor.dtype, _get_room(tensor)) for tensor in tensors)
         if shapes not in self._programs:
-            own = _map_tensors(given, _make_room, {})
+            own = _map_tensors(given, self._make_own, {})
             try:
                 program, made = record(lambda: layers(own), self._memory)
             except NotRecordable as error:
@@ -58,7 +60,7 @@ class DecodePrograms:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(shapes)
         own, program, made = self._programs[shapes]
-        for tensor, to in zip(tensors, _list_tensors(own), strict=True):
+        for tensor, to in zip(tensors, self._list_tensors(own), strict=True):
             (to if to.shape == tensor.shape else to[:, : tensor.shape[1]]).copy_(tensor)
         num_rows = len(given.x)
         if (threads := self._threads.get(num_rows.bit_length())) is None:
@@ -66,6 +68,19 @@ class DecodePrograms:
         program.run(threads.choose(time.perf_counter()))
         self.num_runs += 1
         return made
+
+    def _make_own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A program's tensor for it."""
+        return tensor if self._is_arena(tensor) else torch.zeros(_get_room(tensor), dtype=tensor.dtype)
+
+    def _list_tensors(self, given: LayersInput) -> list[torch.Tensor]:
+        """The tensors in a step's columns, each once, in their order."""
+        found: dict[int, Any] = {}
+        _map_tensors(given, lambda tensor: tensor, found)
+        return [each for each in found.values() if isinstance(each, torch.Tensor) and not self._is_arena(each)]
+
+    def _is_arena(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() == self._arena_at
 
 
 class ThreadChoice:
@@ -106,17 +121,6 @@ def _get_room(tensor: torch.Tensor) -> tuple[int, ...]:
     if tensor.dim() != 2 or tensor.is_floating_point():
         return tuple(tensor.shape)
     return len(tensor), 1 << (tensor.shape[1] - 1).bit_length()
-
-
-def _make_room(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(_get_room(tensor), dtype=tensor.dtype)
-
-
-def _list_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a step's columns, each once, in their order."""
-    found: dict[int, Any] = {}
-    _map_tensors(value, lambda tensor: tensor, found)
-    return (each for each in found.values() if isinstance(each, torch.Tensor))
 
 
 def _map_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor], changed: dict[int, Any]) -> T:

@@ -165,7 +165,7 @@ class ModelRunner:
         self.counts: TokenCounts | None = None  # of tokens that penalties depend on, once it is made ready
         self.graphed: GraphedDecode | None = None
         may_record = isinstance(model, Decoder) and compiled.serves(torch.empty(0, dtype=model.dtype, device=kv_view.device))
-        self.programs = DecodePrograms() if may_record else None
+        self.programs = DecodePrograms(kv_view) if may_record else None
 
     @property
     def vocab_size(self) -> int:

@@ -1,14 +1,19 @@
 """The compiled kernels' own promises: dtypes that they serve, threads, numbers that are not finite, their place on disk."""
 
-import dataclasses
+import ast
 import importlib
+import os
+import platform
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from kvkeeper.kernels import reference
+from kvkeeper.kernels.activations import linear as linear_module
 from kvkeeper.kernels.activations.gates import silu_and_mul
 from kvkeeper.kernels.activations.linear import linear, pack_linear
 from kvkeeper.kernels.activations.linear_int8 import linear_int8, quantise_linear
@@ -17,6 +22,7 @@ from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_de
 from kvkeeper.kernels.attention.paged_rows import GatherPlan
 from kvkeeper.kernels.cpu import compiled
 from kvkeeper.kernels.cpu.attention import DirectDecode
+from kvkeeper.kernels.cpu.products import multiply
 from kvkeeper.kernels.cpu.quantised import of_format
 from kvkeeper.kernels.quantised.formats import FP8, INT4, INT8
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
@@ -106,17 +112,106 @@ def test_any_number_of_threads_computes_every_row_once(threads):
         assert float((found - weight).norm() / weight.norm()) < 0.05
 
 
-@pytest.mark.parametrize("shape", [(7, 24), (64, 16), (100, 72), (130, 8), (513, 130)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 24), (64, 16), (100, 72), (130, 8), (513, 130), (65, 4200)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_any_number_of_threads_multiplies_one_row_by_every_block(threads, shape, has_bias):
-    dense = LinearWeight(torch.randn(shape), torch.randn(shape[0]) if has_bias else None)
+def test_any_number_of_threads_multiplies_rows_by_every_block(threads, shape, has_bias, dtype):
+    dense = LinearWeight(torch.randn(shape, dtype=dtype), torch.randn(shape[0], dtype=dtype) if has_bias else None)
     exact = LinearWeight(dense.data.double(), None if dense.bias is None else dense.bias.double())
     packed = pack_linear(dense)
+    if packed.blocks is None and dtype is torch.bfloat16:
+        pytest.skip("this processor's oneDNN lays bfloat16 out in no blocks")
     assert packed.blocks is not None
-    for x in (torch.randn(1, shape[1]), torch.randn(shape[1]), torch.randn(2, shape[1])[1:]):
-        expected = reference.linear(x.double(), exact).float()  # two results in float32 may be off in opposite directions
-        for weight in (packed, dataclasses.replace(packed, blocks=None)):
-            torch.testing.assert_close(linear(x, weight), expected, rtol=1e-5, atol=1e-5)
+    for num_rows in (1, 2, 7, 100):
+        x = torch.randn(num_rows + 1, shape[1], dtype=dtype)[1:]
+        found, expected = linear(x, packed), reference.linear(x.double(), exact)
+        error = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype] * float(expected.abs().max())
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=error)
+        alone = torch.cat([linear(row[None], packed) for row in x])
+        assert torch.equal(found, alone)  # a row does not depend on the rows beside it
+    assert linear(x[0], packed).shape == (shape[0],)
+
+
+def test_many_rows_of_bfloat16_go_to_units_for_tiles_where_there_are_some(monkeypatch):
+    packed = pack_linear(LinearWeight(torch.randn(64, 64).bfloat16()))
+    if packed.blocks is None:
+        pytest.skip("this processor's oneDNN lays bfloat16 out in no blocks")
+    x, of_kernel = torch.randn(16, 64).bfloat16(), []
+    monkeypatch.setattr(linear_module, "multiply", lambda *args: of_kernel.append(1) or multiply(*args))
+    for has_tiles, count in ((False, 2), (True, 1)):
+        of_kernel.clear()
+        monkeypatch.setattr(linear_module, "_has_tiles", lambda has_tiles=has_tiles: has_tiles)
+        few, many = linear(x[:4], packed), linear(x, packed)
+        assert len(of_kernel) == count
+        torch.testing.assert_close(few.float(), many[:4].float(), rtol=1e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sequences_that_share_a_prefix_read_what_they_would_alone(threads, dtype):
+    block_size, heads, size = 16, 6, 16
+    layer = torch.randn(80, 2, block_size, 2, size, dtype=dtype)
+    lens = torch.tensor([200, 150, 70, 260, 129, 64, 0], dtype=torch.int32)
+    tables = torch.zeros(len(lens), 20, dtype=torch.int32)
+    own = iter(range(30, 80))
+    for row, shared in enumerate((10, 9, 4, 10, 8, 2, 0)):
+        tables[row, :shared] = torch.arange(1, shared + 1)
+        for column in range(shared, -(-int(lens[row]) // block_size)):
+            tables[row, column] = next(own)
+    q = torch.randn(len(lens), heads, size, dtype=dtype)
+    for sinks in (None, torch.randn(heads)):
+        together = paged_attention_decode(q, layer, tables, lens, scale=0.25, sink_logits=sinks)
+        expected = reference.paged_attention_decode(q, layer, tables, lens, scale=0.25, sink_logits=sinks)
+        torch.testing.assert_close(together.float(), expected.float(), rtol=0, atol=3e-6 if dtype is torch.float32 else 2e-2)
+        for row in range(len(lens)):
+            alone = paged_attention_decode(
+                q[row : row + 1], layer, tables[row : row + 1], lens[row : row + 1], scale=0.25, sink_logits=sinks
+            )
+            assert torch.equal(alone, together[row : row + 1])
+
+
+def test_what_a_kernel_works_on_by_its_address_is_kept_to_its_end():
+    for file in Path(compiled.__file__).parent.glob("*_kernels.py"):
+        for function in ast.walk(ast.parse(file.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                body = ast.unparse(function)
+                for array in set(re.findall(r"(\w+)\.ctypes\.data", body)):
+                    assert f"keep({array})" in body.splitlines()[-1] or f"\n    keep({array})" in body, (
+                        file.name,
+                        function.name,
+                    )
+
+
+OTHER_PROCESSOR = """
+import torch
+from kvkeeper.kernels import reference
+from kvkeeper.kernels.activations import linear as linear_module
+from kvkeeper.kernels.activations.linear import linear, pack_linear
+from kvkeeper.kernels.activations.linear_int8 import linear_int8, quantise_linear
+from kvkeeper.kernels.cpu import compiled
+from kvkeeper.kernels.types import LinearWeight
+
+torch.manual_seed(0)
+compiled.switch(on=True)
+from kvkeeper.kernels.cpu import tiles
+dense = LinearWeight(torch.randn(100, 72))
+packed, quantised = pack_linear(dense), quantise_linear(dense)
+for rows in (1, 2, 7, 13):
+    x = torch.randn(rows, 72)
+    torch.testing.assert_close(linear(x, packed), reference.linear(x, dense), rtol=1e-5, atol=1e-4)
+    found, expected = linear_int8(x, quantised), reference.linear(x, dense)
+    assert float((found - expected).norm() / expected.norm()) < 0.05
+print(tiles.LANES, packed.blocks is not None)
+"""
+
+
+def test_a_processor_with_avx2_alone_multiplies_too():
+    features = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+popcnt,+sse4.2,+sse4.1,+ssse3,+sse3,+sse2,+sse,+movbe"
+    named = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    if platform.machine() != "x86_64":
+        pytest.skip("AVX2 is of x86")
+    run = [sys.executable, "-c", OTHER_PROCESSOR]
+    told = subprocess.run(run, capture_output=True, text=True, check=False, timeout=300, env={**os.environ, **named})
+    assert told.stdout.split() == ["8", "True"], told.stderr
 
 
 @pytest.mark.parametrize("shape", [(7, 24), (64, 16), (3, 1), (513, 130)])
