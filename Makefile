@@ -33,7 +33,7 @@ define install
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt torch==2.13.0 $(TORCH_INDEX)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[$(1)]'
-	$(BIN)/python -c 'from kvkeeper.kernels.cpu import compiled; compiled.switch(on=True)'  # else the first engine compiles
+	$(BIN)/python -c 'from kvkeeper.kernels.cpu import compiled; compiled.switch(on=True); [compiled.prepare(dtype) for dtype in compiled.DTYPES]'  # else the first engine compiles
 	touch $(VENV)/.run
 endef
 comma := ,

@@ -10,6 +10,7 @@ import torch
 
 from kvkeeper.common.service.process import StartError
 from kvkeeper.kernels.cpu import compiled
+from kvkeeper.kernels.cpu.features import multiplies_brains
 
 from ..config import EngineConfig, wants_compiled
 
@@ -39,4 +40,5 @@ def prepare_kernels(dtype: torch.dtype, device: torch.device) -> None:
     started = time.monotonic()
     compiled.prepare(dtype)
     taken = round(time.monotonic() - started, 2)
-    log.info("kernels_loaded", dtype=compiled.DTYPES[dtype], duration_s=taken, are_kept=compiled.are_kept())
+    name, has_brains = compiled.DTYPES[dtype], multiplies_brains()
+    log.info("kernels_loaded", dtype=name, duration_s=taken, are_kept=compiled.are_kept(), multiplies_bfloat16=has_brains)

@@ -120,9 +120,6 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
         served = _from_folder(folder, raw, model, _name(model.dtype), model.num_parameters, ropes)
         return _ready_on_device(served, config, progress=progress)
     decoder, model_config = load_model(folder, device=device, dtype=dtype, progress=progress, split=split)
-    stored = str(raw.get("dtype", raw.get("torch_dtype")))
-    if dtype == "auto" and decoder.dtype is torch.float32 and "bfloat16" in stored:
-        log.info("computes_in_float32", message="this processor, or what is installed, multiplies bfloat16 no faster")
     prepare_kernels(decoder.dtype, device)
     check_chunks(model_config.chunks, config.block_size)
     both = [rope and dataclasses.asdict(rope) for rope in (model_config.rope, model_config.local_rope)]

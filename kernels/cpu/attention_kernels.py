@@ -11,7 +11,7 @@ import numpy as np
 from numba import carray
 
 from .attention_tiles import MOST_QUERIES, SEE_ALL, TILE, begin_queries, count_own, end_query, take_over, weigh_scores
-from .kernel_parts import find_share, helper, int32s_at, int64s_at, keep, kernel_of, prefetch
+from .kernel_parts import find_share, helper, int32s_at, int64s_at, keep, named_kernel, prefetch
 from .key_tiles import make_scores, make_sums
 from .number_formats import element_of_file
 from .tiles import BFLOAT16, FLOAT32, LANES
@@ -159,7 +159,7 @@ def _find_own_heads(begin, num_keys, num_kv_heads, first, last):
     return first_head, heads
 
 
-@kernel_of(__name__)
+@named_kernel(__name__)
 def attend_decode(data):
     """out [S, N, D]: one query each, over its first keys, the sinks, and those from `starts` on; see the launcher.
 
@@ -246,7 +246,7 @@ def _count_keys(length, num_tokens, window, most):
     return count
 
 
-@kernel_of(__name__)
+@named_kernel(__name__)
 def attend_prefill(data):
     """out [T, N, D] of q [T, N, D]: sequence s has the queries [locs[s], locs[s + 1]), the last of its lens[s] tokens.
 

@@ -49,7 +49,7 @@ def kernel(function: Callable[[Any], None]) -> Any:
     return _compile(function, fastmath=_FLAGS)
 
 
-def kernel_of(module_name: str) -> Callable[[Callable[[Any], None]], Any]:
+def named_kernel(module_name: str) -> Callable[[Callable[[Any], None]], Any]:
     """The same for a file that is loaded once for each kind of number: its name on disk ends as the module's does."""
 
     def compile_named(function: Callable[[Any], None]) -> Any:

@@ -104,7 +104,7 @@ def _emit_scores(builder: Any, arguments: Sequence[Any], kind: str) -> None:
 
 
 def _emit_sums(builder: Any, arguments: Sequence[Any], kind: str, rows: int, count: int) -> None:
-    """Of `rows` queries and up to `count` vectors of a head."""
+    """Add up the values for `rows` queries, and up to `count` vectors of a head."""
     out_at, out_stride, weights_at, weights_stride, list_at, num_keys, offset, num_left = arguments
     vectors, is_brain = Vectors(builder, kind), kind == BFLOAT16
     element = ir.IntType(16) if is_brain else INT
@@ -140,7 +140,7 @@ def _emit_all_sums(builder: Any, arguments: Sequence[Any], kind: str) -> None:
 
 
 def make_scores(kind: str) -> Any:
-    """Of one query and LANES keys: score_keys(query_at, list_at, num_words, out_at).
+    """The intrinsic score_keys(query_at, list_at, num_words, out_at), which scores LANES keys for one query.
 
     list_at: addresses of the keys. num_words: of four bytes, of a head. out: float32 [LANES].
     """

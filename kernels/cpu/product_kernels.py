@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numba import carray
 
-from .kernel_parts import find_share, floats_at, keep, kernel_of
+from .kernel_parts import find_share, floats_at, keep, named_kernel
 from .number_formats import element_of_file
 from .tiles import BFLOAT16, DEEP, FLOAT32, PANEL, find_slice, make_multiply
 
@@ -18,7 +18,7 @@ _PER_STEP: Final = 4 // NUM_BYTES
 _multiply = make_multiply(FLOAT32 if NUM_BYTES == 4 else BFLOAT16)
 
 
-@kernel_of(__name__)
+@named_kernel(__name__)
 def multiply(data):
     """out [T, O] = x [T, I] W^T + bias [O] or none, of W in blocks, [ceil(O / width), room / per step, width, per step]."""
     args = carray(data, (11,), np.int64)

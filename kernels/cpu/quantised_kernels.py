@@ -14,7 +14,7 @@ from numba import carray
 
 from ..quantised.formats import BF16, FORMATS, FP8, FP16, INT4, INT8
 from .attention_tiles import SEE_ALL, TILE, begin_queries, count_own, end_query, pad, weigh_scores
-from .kernel_parts import find_share, floats_at, greatest_magnitude, helper, int8s_at, int32s_at, int64s_at, keep, kernel_of
+from .kernel_parts import find_share, floats_at, greatest_magnitude, helper, int8s_at, int32s_at, int64s_at, keep, named_kernel
 from .key_tiles import make_scores, make_sums
 from .number_formats import (
     bits_of_float,
@@ -35,7 +35,7 @@ _FP16, _BF16, _FP8, _INT8, _INT4 = FP16.code, BF16.code, FP8.code, INT8.code, IN
 _LEAST: Final = np.float32(1e-30)
 
 
-_kernel_of_format = kernel_of(__name__)
+_kernel_of_format = named_kernel(__name__)
 _score_keys = make_scores(FLOAT32)
 _add_values = make_sums(FLOAT32)
 

@@ -6,13 +6,13 @@ The file is loaded once for each of them, see compiled.load_kernels. Arithmetic 
 import numpy as np
 from numba import carray
 
-from .kernel_parts import exp, find_share, int64s_at, kernel_of
+from .kernel_parts import exp, find_share, int64s_at, named_kernel
 from .number_formats import element_of_file
 
 NUM_BYTES, row_at, number_of, element_of = element_of_file(__name__)
 
 
-@kernel_of(__name__)
+@named_kernel(__name__)
 def rms_norm(data):
     """x [T, N, D], row t at stride; weight [N, D]; residual of x's shape or none, added to x in place; out [T, N, D]."""
     args, numbers = carray(data, (12,), np.int64), carray(data, (12,), np.float64)
@@ -42,7 +42,7 @@ def rms_norm(data):
                 out[i] = element_of(number_of(x[i]) * factor * number_of(weight[i]))
 
 
-@kernel_of(__name__)
+@named_kernel(__name__)
 def gate(data):
     """out [T, I] = act(gate) * up of gate_up [T, 2 I]; kind: 0 silu, 1 gelu by tanh, 2 clamped_swiglu."""
     args, numbers = carray(data, (9,), np.int64), carray(data, (9,), np.float64)
@@ -74,7 +74,7 @@ def gate(data):
         first += count
 
 
-@kernel_of(__name__)
+@named_kernel(__name__)
 def rotary_store_kv(data):
     """Rotate qk [T, N + M, D], copy its queries to q [T, N, D], and keys and v [T, M, D] to rows of slots."""
     args = carray(data, (16,), np.int64)
