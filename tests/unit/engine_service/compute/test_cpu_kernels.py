@@ -62,15 +62,8 @@ def test_they_are_refused_where_they_serve_nothing(changes):
 
 @pytest.mark.parametrize("has_brains", [True, False])
 def test_auto_computes_in_bfloat16_where_weights_are_and_the_processor_multiplies_it(has_brains):
-    stored_in = {
-        "bfloat16": "bfloat16",
-        "torch.bfloat16": "bfloat16",
-        "float32": "float32",
-        "float16": "float32",
-        None: "bfloat16",
-    }
-    for stored, computed in stored_in.items():
-        expected = computed if has_brains else "float32"
+    for stored in ("bfloat16", "torch.bfloat16", None, "float32", "float16"):
+        expected = "bfloat16" if has_brains and stored not in ("float32", "float16") else "float32"
         assert dtype_name(stored, "cpu", "auto", has_brains=has_brains) == expected
     assert dtype_name("bfloat16", "cuda", "auto", has_brains=has_brains) == "bfloat16"
     assert dtype_name("bfloat16", "cpu", "float32", has_brains=has_brains) == "float32"

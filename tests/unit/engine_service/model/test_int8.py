@@ -14,6 +14,7 @@ from kvkeeper.engine_service.model.dtype_name import dtype_name
 from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
 from kvkeeper.kernels.activations import linear_int8
+from kvkeeper.kernels.cpu import compiled
 from tests.support.models import demo_corpus as corpus
 from tests.support.models.tiny_models import (
     TINY_MODELS,
@@ -84,6 +85,7 @@ def test_a_cpu_without_such_products_is_refused(monkeypatch: pytest.MonkeyPatch,
     def refuse(*_: object) -> torch.Tensor:
         raise RuntimeError("no such kernel")
 
+    compiled.switch(on=False)  # the kernels multiply on any
     monkeypatch.setattr(linear_int8, "_multiply", refuse)
     with pytest.raises(UnsupportedModelError, match="'int8' is not supported; supported: CPUs for which torch has FBGEMM"):
         load_model(build_model_folder(tmp_path, TINY_MODELS[0]), dtype="int8", progress=False)
