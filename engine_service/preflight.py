@@ -115,7 +115,8 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
     model_type = raw.get("model_type")
     has_library = importlib.util.find_spec("transformers") is not None
     scheme = None
-    if not why_library(raw, has_library=has_library):
+    is_native = not why_library(raw, has_library=has_library)
+    if is_native:
         scheme = parse_model_config(raw).scheme
     elif not has_library:
         raise not_native(model_type)
@@ -124,7 +125,7 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
     elif config.dtype == INT8:
         raise UnsupportedModelError("dtype", INT8, f"the native families; {model_type} is computed by the transformers library")
     own_dtype, device_type = raw.get("dtype", raw.get("torch_dtype")), config.device.partition(":")[0]
-    has_brains = wants_compiled(config) and not missing("numba") and multiplies_brains()
+    has_brains = is_native and wants_compiled(config) and not missing("numba") and multiplies_brains()
     dtype = dtype_name(own_dtype, device_type, config.dtype, has_brains=has_brains)
     sizes = list(tensor_sizes(list_weight_files(folder)))
     counts = [each.num_elements if scheme is None else scheme.num_weights(each.name, each.num_elements) for each in sizes]

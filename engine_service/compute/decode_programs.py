@@ -38,7 +38,7 @@ class DecodePrograms:
         self._memory = Memory()
         self._programs: OrderedDict[tuple[Any, ...], tuple[LayersInput, Program, LayersOutput]] = OrderedDict()
         self._is_refused = False
-        self._threads: dict[int, ThreadChoice] = {}  # by the number of rows, in powers of two
+        self._threads: dict[int, ThreadChoice] = {}  # by the number of rows, up to a power of two
         self.num_runs = 0
 
     def run(self, layers: Layers, given: LayersInput) -> LayersOutput:
@@ -62,9 +62,9 @@ class DecodePrograms:
         own, program, made = self._programs[shapes]
         for tensor, to in zip(tensors, self._list_tensors(own), strict=True):
             (to if to.shape == tensor.shape else to[:, : tensor.shape[1]]).copy_(tensor)
-        num_rows = len(given.x)
-        if (threads := self._threads.get(num_rows.bit_length())) is None:
-            threads = self._threads[num_rows.bit_length()] = ThreadChoice(torch.get_num_threads())
+        rows = 1 << (len(given.x) - 1).bit_length()
+        if (threads := self._threads.get(rows)) is None:
+            threads = self._threads[rows] = ThreadChoice(torch.get_num_threads(), rows)
         program.run(threads.choose(time.perf_counter()))
         self.num_runs += 1
         return made
@@ -90,7 +90,9 @@ class ThreadChoice:
     that core. What is better depends on the machine and its load, so both are tried, in turns, and again after many steps.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, rows: int) -> None:
+        """rows: of the largest step that it is for; the log says it."""
+        self._rows, self._reported = rows, -1
         self._counts = (most, most - 1) if most > 1 else (most,)
         self._intervals: tuple[list[float], list[float]] = ([], [])
         self._chosen: int | None = None  # index of counts; None: they are tried
@@ -111,6 +113,9 @@ class ThreadChoice:
         if self._num_steps >= _NUM_TRIES * _TRY_STEPS and all(self._intervals):
             medians = [statistics.median(each) for each in self._intervals]
             self._chosen, self._num_steps = int(medians[1] < medians[0]), 0
+            if self._chosen != self._reported:
+                self._reported = self._chosen
+                log.info("threads_chosen", rows_up_to=self._rows, threads=self._counts[self._chosen])
             return self._counts[self._chosen]
         self._tried = self._num_steps // _TRY_STEPS % 2
         return self._counts[self._tried]

@@ -191,7 +191,10 @@ def _counted(tensors: Iterator[tuple[str, str, Stored]], bar: "tqdm[NoReturn]") 
         yield file_name, name, tensor
 
 
-def compute_dtype(weights_dtype: object, device: torch.device, choice: DtypeChoice) -> torch.dtype:
-    """The dtype of weights, K and V; weights_dtype is the config's word. Raises UnsupportedModelError."""
-    has_brains = compiled.serves(torch.empty(0, dtype=torch.bfloat16)) and multiplies_brains()
+def compute_dtype(weights_dtype: object, device: torch.device, choice: DtypeChoice, *, is_native: bool = True) -> torch.dtype:
+    """The dtype of weights, K and V; weights_dtype is the config's word. Raises UnsupportedModelError.
+
+    is_native: whether the compiled kernels multiply its weights.
+    """
+    has_brains = is_native and compiled.serves(torch.empty(0, dtype=torch.bfloat16)) and multiplies_brains()
     return _DTYPES[dtype_name(weights_dtype, device.type, choice, has_brains=has_brains)]

@@ -166,7 +166,9 @@ def load_transformers_model(
         raise UnsupportedModelError("model type", model_type, supported, why) from None
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping or config.is_encoder_decoder:
         raise UnsupportedModelError("model type", model_type, "decoder-only language models")
-    network = _load_network(transformers, folder, config, model_type, compute_dtype(_weights_dtype(config), device, dtype))
+    network = _load_network(
+        transformers, folder, config, model_type, compute_dtype(_weights_dtype(config), device, dtype, is_native=False)
+    )
     network.eval().to(device)
     try:
         seen = _dry_run(network, model_type)

@@ -67,7 +67,7 @@ def run_steps(choice, seconds_of, count, now=0.0):
 
 @pytest.mark.parametrize(("faster", "slower"), [(4, 3), (3, 4)])
 def test_the_number_of_threads_with_faster_steps_is_taken_and_tried_again(faster, slower):
-    choice = ThreadChoice(4)
+    choice = ThreadChoice(4, 1)
     tried, now = run_steps(choice, lambda count: 0.001 if count == faster else 0.002, _NUM_TRIES * _TRY_STEPS)
     assert set(tried) == {3, 4}
     kept, now = run_steps(choice, lambda count: 0.001, _KEEP_STEPS - 1, now)
@@ -78,11 +78,11 @@ def test_the_number_of_threads_with_faster_steps_is_taken_and_tried_again(faster
 
 
 def test_a_pause_between_steps_counts_for_nothing():
-    choice = ThreadChoice(2)
+    choice = ThreadChoice(2, 1)
     pauses = iter(range(10_000))
     run_steps(choice, lambda count: 0.002 if count == 2 else (60.0 if next(pauses) % 2 else 0.001), _NUM_TRIES * _TRY_STEPS)
     assert choice.choose(1e9) == 1
 
 
 def test_one_thread_is_one_thread():
-    assert set(run_steps(ThreadChoice(1), lambda count: 0.001, 100)[0]) == {1}
+    assert set(run_steps(ThreadChoice(1, 1), lambda count: 0.001, 100)[0]) == {1}
