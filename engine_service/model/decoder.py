@@ -177,7 +177,7 @@ class Decoder:
         if self._embed_scale is not None:
             x = x * self._embed_scale
         layers, given = partial(self._run_layers, kv_view), LayersInput(x, turns, metadata, logit_rows)
-        x, residual = layers(given) if run_layers is None else run_layers(layers, given)
+        x, residual = layers(given) if run_layers is None or self.watch is not None else run_layers(layers, given)
         if self._lm_head is None:
             return x.new_empty((len(x), 0), dtype=torch.float32)
         x, _ = rms_norm(x, self._norm, self.config.rms_norm_eps, residual)
