@@ -248,11 +248,11 @@ class EngineConfig(ServiceConfig):
     )
     dtype: str = _model(
         "auto",
-        "what the model computes in, where auto is the dtype of its weights, but on a CPU float32",
+        "what the model computes in, where auto is the dtype of its weights, and on a CPU mostly float32",
         choices=_DTYPES,
-        details="On a CPU auto is bfloat16 where the weights are, the processor multiplies it (AVX512 BF16), and the extra cpu"
-        " is installed. int8, on a CPU: the matrix products are of 8-bit integers, two to three times as fast and less exact;"
-        " all else is float32.",
+        details="On a CPU auto is bfloat16 where the weights are, the processor multiplies it (AVX512 BF16), the extra cpu is"
+        " installed and K and V are stored as they are computed, and else float32. int8, on a CPU: the matrix products are of"
+        " 8-bit integers, two to three times as fast and less exact; all else is float32.",
     )
     kv_dtype: str = _model(
         "auto",
@@ -420,6 +420,12 @@ class EngineConfig(ServiceConfig):
             raise ConfigError(f"--kv-dtype: {HASH_TOY} stores what it computes")
         if self.model == HASH_TOY and self.device != "cpu":
             raise ConfigError(f"--device: {HASH_TOY} computes on a CPU")
+
+
+def get_dtype(config: EngineConfig) -> str:
+    """What --dtype asks for; on a CPU the kernels of K and V that are stored in another format compute in float32 alone."""
+    is_stored = config.kv_dtype != "auto" and config.device == "cpu"
+    return "float32" if config.dtype == "auto" and is_stored else config.dtype
 
 
 def wants_compiled(config: EngineConfig) -> bool:

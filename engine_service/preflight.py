@@ -17,7 +17,7 @@ from kvkeeper.common.service.process import StartError
 from kvkeeper.common.service.sizes import size
 from kvkeeper.kernels.cpu.features import multiplies_brains
 
-from .config import GATEWAY_PACKAGE, HASH_TOY, EngineConfig, wants_compiled
+from .config import GATEWAY_PACKAGE, HASH_TOY, EngineConfig, get_dtype, wants_compiled
 from .model.checkpoint.errors import ModelError, UnsupportedModelError
 from .model.checkpoint.json_file import CONFIG_FILE, read_json_object
 from .model.config import not_native, parse_model_config, why_library
@@ -126,7 +126,7 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
         raise UnsupportedModelError("dtype", INT8, f"the native families; {model_type} is computed by the transformers library")
     own_dtype, device_type = raw.get("dtype", raw.get("torch_dtype")), config.device.partition(":")[0]
     has_brains = is_native and wants_compiled(config) and not missing("numba") and multiplies_brains()
-    dtype = dtype_name(own_dtype, device_type, config.dtype, has_brains=has_brains)
+    dtype = dtype_name(own_dtype, device_type, get_dtype(config), has_brains=has_brains)
     sizes = list(tensor_sizes(list_weight_files(folder)))
     counts = [each.num_elements if scheme is None else scheme.num_weights(each.name, each.num_elements) for each in sizes]
     num_elements = sum(counts)

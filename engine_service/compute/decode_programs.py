@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 import structlog
 import torch
 
+from kvkeeper.kernels.cpu.launch import THREADS
 from kvkeeper.kernels.cpu.program import Memory, NotRecordable, Program, record
 
 from ..model.decoder import Layers, LayersInput, LayersOutput
@@ -26,7 +27,7 @@ _TRY_STEPS: Final = 8  # in a row with one number of threads
 _NUM_TRIES: Final = 6
 _KEEP_STEPS: Final = 4096
 _LONGEST_S: Final = 1.0  # between steps of which one follows the other
-_MOST_PROGRAMS: Final = 128  # numbers of rows and widths that are kept; the least recently used one goes
+_MOST_PROGRAMS: Final = 256  # numbers of rows and widths that are kept; the least recently used one goes
 
 
 class DecodePrograms:
@@ -37,6 +38,7 @@ class DecodePrograms:
         self._arena_at = arena.untyped_storage().data_ptr()
         self._memory = Memory()
         self._programs: OrderedDict[tuple[Any, ...], tuple[LayersInput, Program, LayersOutput]] = OrderedDict()
+        self._met: set[tuple[Any, ...]] = set()
         self._is_refused = False
         self._threads: dict[int, ThreadChoice] = {}  # by the number of rows, up to a power of two
         self.num_runs = 0
@@ -48,6 +50,9 @@ class DecodePrograms:
         tensors = self._list_tensors(given)
         shapes = tuple((tensor.dtype, _get_room(tensor)) for tensor in tensors)
         if shapes not in self._programs:
+            if shapes not in self._met:  # a recording takes as long as a few steps, which one step is not worth
+                self._met.add(shapes)
+                return layers(given)
             own = _map_tensors(given, self._make_own, {})
             try:
                 program, made = record(lambda: layers(own), self._memory)
@@ -64,7 +69,7 @@ class DecodePrograms:
             (to if to.shape == tensor.shape else to[:, : tensor.shape[1]]).copy_(tensor)
         rows = 1 << (len(given.x) - 1).bit_length()
         if (threads := self._threads.get(rows)) is None:
-            threads = self._threads[rows] = ThreadChoice(torch.get_num_threads(), rows)
+            threads = self._threads[rows] = ThreadChoice(1 if THREADS is None else torch.get_num_threads(), rows)
         program.run(threads.choose(time.perf_counter()))
         self.num_runs += 1
         return made

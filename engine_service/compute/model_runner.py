@@ -164,7 +164,12 @@ class ModelRunner:
         self._num_positions = 0  # that the model has tables for, once it is made ready
         self.counts: TokenCounts | None = None  # of tokens that penalties depend on, once it is made ready
         self.graphed: GraphedDecode | None = None
-        may_record = isinstance(model, Decoder) and compiled.serves(torch.empty(0, dtype=model.dtype, device=kv_view.device))
+        # What ranks add up passes torch by, so that a program would leave it out.
+        may_record = (
+            isinstance(model, Decoder)
+            and model.is_whole
+            and compiled.serves(torch.empty(0, dtype=model.dtype, device=kv_view.device))
+        )
         self.programs = DecodePrograms(kv_view) if may_record else None
 
     @property

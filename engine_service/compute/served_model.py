@@ -18,7 +18,7 @@ import torch
 
 from kvkeeper.kernels.quantised.formats import KvFormat
 
-from ..config import HASH_TOY, MAX_TOKENS, EngineConfig
+from ..config import HASH_TOY, MAX_TOKENS, EngineConfig, get_dtype
 from ..model.checkpoint.digest import weights_digest
 from ..model.checkpoint.errors import ModelConfigError, ModelError, NoDeviceError
 from ..model.checkpoint.json_file import CONFIG_FILE, read_json_object
@@ -106,7 +106,7 @@ def load_served_model(config: EngineConfig, split: Split = WHOLE) -> ServedModel
     """Load what --model names, or a rank's part of it. Raises ModelError."""
     if config.model == HASH_TOY:
         return _hash_toy(split)
-    folder, dtype = Path(config.model).resolve(), cast(DtypeChoice, config.dtype)
+    folder, dtype = Path(config.model).resolve(), cast(DtypeChoice, get_dtype(config))
     device = _select_device(config, split.num_ranks)
     progress = config.progress and sys.stderr.isatty()  # in a log file a bar is noise
     raw = read_json_object(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}

@@ -104,8 +104,6 @@ class StepWorker:
         is_guessing: the loop waited for the step before, for the sake of guesses, whether there are any or not.
         """
         assert len(self._flights) < 2, "one step runs ahead"
-        if self._due_at is not None:
-            self._usual_preparation += _SMOOTHING * (time.perf_counter() - self._due_at - self._usual_preparation)
         idle_since = None if self._flights else self._idle_since
         flight = InFlight(step_id, work, self._cache_wait, is_guessing, idle_since, moves is not None)
         flight.computing = asyncio.get_running_loop().create_future()
@@ -171,6 +169,8 @@ class StepWorker:
         asked_at = time.perf_counter()
         answer = await reply
         now = time.perf_counter()
+        if self._due_at is not None:
+            self._usual_preparation += _SMOOTHING * (now - self._due_at - self._usual_preparation)
         flight = self.in_flight
         idle_since = asked_at if flight is None else flight.ended_at or now
         self._cache_wait = now - max(asked_at, idle_since)

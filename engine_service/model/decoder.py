@@ -123,7 +123,7 @@ class Decoder:
         self.device = weights.embed.device
         self._embed, self._norm = weights.embed, weights.norm
         self._lm_head = None if weights.lm_head is None else pack(weights.lm_head)
-        self._add_up = split.add_up
+        self._add_up, self.is_whole = split.add_up, split.num_ranks == 1
         self._layers: list[LayerWeights] = []
         while weights.layers:
             self._layers.append(_pack_layer(weights.layers.pop(0), pack))
@@ -199,9 +199,7 @@ class Decoder:
             else:
                 of_layer, at = metadata.of_layer(index)
                 x = self._attention(index, x, layer, given.turns[index], kv_view[:, at], of_layer)
-            if (
-                index + 1 == len(self._layers) and given.logit_rows is not None
-            ):  # K and V are written: only the wanted rows go on
+            if index + 1 == len(self._layers) and given.logit_rows is not None:  # K and V are written: the wanted rows go on
                 x, residual = x.index_select(0, given.logit_rows), residual.index_select(0, given.logit_rows)
             x = self._branch(self._add_up(linear(x, layer.o)), layer.attention_out_norm)
             x, residual = _add_and_norm(x, layer.post_norm, eps, residual)

@@ -52,7 +52,7 @@ def load_model(
 
     Args:
         device: where its weights go.
-        dtype: what it computes in. auto: the weights' own, on a CPU float32 unless that is bfloat16 and fast. int8: products.
+        dtype: what it computes in. auto: the weights' own, on a CPU float32 unless bfloat16 is fast. int8: of products.
         progress: show a progress bar on stderr.
         split: the rank; of what it does not have nothing is read, unless the checkpoint is quantised.
 

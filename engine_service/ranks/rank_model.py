@@ -6,9 +6,10 @@ from typing import cast
 
 import torch
 
+from ..compute.cpu_kernels import prepare_kernels
 from ..compute.model_runner import ModelRunner, Runner, make_kv_layout
 from ..compute.stored_model import format_for, prepare_for, stored_layout
-from ..config import HASH_TOY, EngineConfig
+from ..config import HASH_TOY, EngineConfig, get_dtype
 from ..model.dtype_name import DtypeChoice
 from ..model.hash_toy import HashToyConfig, HashToyRunner
 from ..model.layer_groups import group_layers
@@ -27,9 +28,9 @@ def load_rank_model(config: EngineConfig, split: Split) -> OnArena:
             toy, toy.kv_layout(block_size).view(memory), toy.kv_layout(block_size), split
         )
     decoder, _ = load_model(
-        Path(config.model), device=config.device, dtype=cast(DtypeChoice, config.dtype), progress=False, split=split
+        Path(config.model), device=config.device, dtype=cast(DtypeChoice, get_dtype(config)), progress=False, split=split
     )
-
+    prepare_kernels(decoder.dtype, decoder.device)
     if (kv_format := format_for(config.kv_dtype, decoder.dtype)) is not None:
         prepare_for(decoder, kv_format)
 

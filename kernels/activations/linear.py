@@ -23,7 +23,7 @@ from ..types import LinearWeight
 from .linear_int8 import Int8Weight, linear_int8
 
 _OP = "linear"
-_WIDTHS = (64, 48, 32, 16)  # outputs of oneDNN's blocks
+_WIDTHS = (64, 32, 16)  # outputs of oneDNN's blocks
 _DTYPES = (torch.float32, torch.bfloat16)
 _FEW_ROWS = 4  # that a processor's units for tiles gain nothing with
 

@@ -84,7 +84,7 @@ def _attend_keys(common_at, own_at, num_heads, queries, size, keys_at, layout, t
                 if head + 1 < num_heads:
                     _prefetch(list_at, key, key + keys, head_bytes, head_bytes)
                 elif end < last:
-                    _prefetch(next_at, key, key + keys, -head * head_bytes, head_bytes)
+                    _prefetch(next_at, key, key + keys, 0, head_bytes)
             for key in range(TILE):
                 lists[key] += side_bytes
             row_bytes = (own_bytes // 4 // num_queries - 2) * 4
@@ -252,7 +252,7 @@ def attend_prefill(data):
 
     Each sees the `window` keys up to its own. Threads share the keys that tiles of queries see.
     """
-    args, numbers = carray(data, (22,), np.int64), carray(data, (22,), np.float64)
+    args, numbers = carray(data, (21,), np.int64), carray(data, (21,), np.float64)
     q_at, q_bytes, layer_at, tables_at, table_bytes = args[2], args[3] * NUM_BYTES, args[4], args[7], args[8] * 4
     lens_at, locs_at, num_seqs, num_heads, num_kv_heads = args[9], args[10], args[11], args[12], args[13]
     size, block_size, window, out_at, logits_at = args[14], args[15], args[16], args[17], args[18]

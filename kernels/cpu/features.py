@@ -12,8 +12,12 @@ def multiplies_brains() -> bool:
         return False
     from llvmlite.binding import get_host_cpu_features
 
-    named = os.environ.get("NUMBA_CPU_FEATURES")  # what numba compiles for then
+    # As numba has it: what is named, nothing for a processor without a name, else what the host says.
+    named = os.environ.get("NUMBA_CPU_FEATURES", "" if os.environ.get("NUMBA_CPU_NAME", "").lower() == "generic" else None)
     if named is not None:
         return {f"+{feature}" for feature in _BRAINS} <= set(named.split(","))
-    found = get_host_cpu_features()
+    try:
+        found = get_host_cpu_features()
+    except RuntimeError:
+        return False
     return all(found.get(feature, False) for feature in _BRAINS)

@@ -63,8 +63,7 @@ def _make_mask(builder: Any, rest: Any) -> Any:
 def _load_some(builder: Any, vectors: Vectors, address: Any, mask: Any, element: Any) -> Any:
     """A vector of elements, 0 where the mask has none; these are not read."""
     of = ir.VectorType(element, LANES)
-    name = f"llvm.masked.load.v{LANES}{'f32' if element == ir.FloatType() else f'i{element.width}'}.p0"
-    zero = ir.Constant(of, [0.0 if element == ir.FloatType() else 0] * LANES)
+    name, zero = f"llvm.masked.load.v{LANES}i{element.width}.p0", ir.Constant(of, [0] * LANES)
     return vectors.call(name, of, _at(builder, address, of), INT(2), mask, zero)
 
 

@@ -5,7 +5,8 @@ put to sleep. A program has all of that behind it: its threads meet at a barrier
 What CUDA graphs are to a device, it is to a CPU.
 
 Owns what may be recorded: launches of compiled kernels, memory, views of it, and products of torch's. A function that does
-anything else with tensors cannot be recorded, which is found out while it is recorded and not believed. A program reads and
+anything else with tensors cannot be recorded, which is found out while it is recorded and not believed; but what passes torch's
+dispatcher by, as a collective or a read of a value, is not seen, so callers record nothing that does. A program reads and
 writes the memory that the function was given and made. Programs of one Memory have theirs in common, so one of them runs at a
 time, and what it returned lasts until the next one runs.
 """
@@ -13,7 +14,6 @@ time, and what it returned lasts until the next one runs.
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -106,6 +106,11 @@ class Memory:
             self._pieces.append((piece, _count_references(piece)))
         return torch.empty(0, dtype=tensor.dtype).set_(piece, 0, tensor.shape, tensor.stride())
 
+    def find(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """The piece that a tensor lies in; None: it is of other memory."""
+        at = tensor.untyped_storage().data_ptr()
+        return next((piece for piece, _ in self._pieces if piece.data_ptr() == at), None)
+
 
 def _count_references(piece: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(piece._cdata))
@@ -129,7 +134,7 @@ class _Recording(TorchDispatchMode):
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         self._memory = memory
-        self.steps: list[_Kernels | Callable[[int], None]] = []
+        self.steps: list[_Kernels | _Product] = []
 
     def add(self, address: int, arguments: bytes) -> None:
         """See launch.Recorder."""
@@ -152,12 +157,47 @@ class _Recording(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         own = self._memory.make_like(made)
         if name == _PRODUCT:
-            self.steps.append(partial(_multiply_into, own, func, args))
+            places = _Place(own, self._memory), _Place(args[0], self._memory)
+            self.steps.append(_Product(*places, func, args[1:]))
         return own
 
 
-def _multiply_into(out: torch.Tensor, product: Callable[..., torch.Tensor], args: Any, _: int) -> None:
-    out.copy_(product(*args))
+@dataclass(slots=True)
+class _Product:
+    """A product of torch's: where its rows are and where the result goes, and its other arguments.
+
+    Until it is prepared it holds no tensor of the recording's memory, which is used again in the meantime.
+    """
+
+    out: "_Place"
+    x: "_Place"
+    product: Callable[..., torch.Tensor]
+    others: Any
+
+    def prepare(self) -> Callable[[int], None]:
+        """The call that runs it."""
+        out, x = self.out.make_tensor(), self.x.make_tensor()
+
+        def run(num_threads: int) -> None:
+            out.copy_(self.product(x, *self.others))
+
+        return run
+
+
+class _Place:
+    """Where a tensor is. tensor: held where it is not of a piece of memory."""
+
+    def __init__(self, tensor: torch.Tensor, memory: Memory) -> None:
+        self._piece = memory.find(tensor)
+        self._tensor = tensor if self._piece is None else None
+        self._view = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._dtype = tensor.dtype
+
+    def make_tensor(self) -> torch.Tensor:
+        if self._piece is None:
+            assert self._tensor is not None, "held"
+            return self._tensor
+        return torch.empty(0, dtype=self._dtype).set_(self._piece, *self._view)
 
 
 def record(compute: Callable[[], T], memory: Memory) -> tuple[Program, T]:
@@ -175,4 +215,4 @@ def record(compute: Callable[[], T], memory: Memory) -> tuple[Program, T]:
             made = compute()
     finally:
         recorder.reset(before)
-    return Program([step.prepare() if isinstance(step, _Kernels) else step for step in recording.steps]), made
+    return Program([step.prepare() for step in recording.steps]), made

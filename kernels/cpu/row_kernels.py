@@ -15,7 +15,7 @@ NUM_BYTES, row_at, number_of, element_of = element_of_file(__name__)
 @named_kernel(__name__)
 def rms_norm(data):
     """x [T, N, D], row t at stride; weight [N, D]; residual of x's shape or none, added to x in place; out [T, N, D]."""
-    args, numbers = carray(data, (12,), np.int64), carray(data, (12,), np.float64)
+    args, numbers = carray(data, (11,), np.int64), carray(data, (11,), np.float64)
     x_at, residual_at, weight_at, out_at = args[2], args[3], args[4], args[5]
     num_rows, num_heads, size, stride = args[6], args[7], args[8], args[9]
     eps = np.float32(numbers[10])
