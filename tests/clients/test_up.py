@@ -247,7 +247,7 @@ def test_the_log_says_which_service_speaks_and_what_the_start_does(lasting: Serv
     assert {line["version"] for line in lines} == {VERSION}
     doing = [line["doing"] for line in lines if line["event"] == "starting"]
     kernels = "loading the kernels for this CPU; the first start compiles them"
-    assert doing == ["importing torch", kernels, "loading the model", "opening a session"]
+    assert doing == ["importing torch", "loading the model", kernels, "opening a session"]
     assert told(services)[:2] == ["kvkeeper: starting the cache service", "kvkeeper: starting the engine service"]
     (opened,) = [line for line in lines if line["event"] == "session_opened" and line["service"] == "cache"]
     for part in ("demo_model", services.engine, str(pids["engine"])):
