@@ -52,31 +52,14 @@ def direct_decode(
     q = _with_whole_rows(q)
     q_sink = q if q_sink is None else _with_whole_rows(q_sink)
     out = torch.empty(q.shape, dtype=q.dtype)
-    _decode(
-        q.dtype,
-        plan.num_keys * num_heads * size,
-        q.data_ptr(),
-        q.stride(0),
-        q_sink.data_ptr(),
-        q_sink.stride(0),
-        kv_layer.data_ptr(),
-        kv_layer.stride(0),
-        kv_layer.stride(1),
-        plan.block_tables.data_ptr(),
-        plan.block_tables.stride(0),
-        plan.seq_lens.data_ptr(),
-        plan.starts.data_ptr(),
-        plan.sinks.data_ptr(),
-        num_seqs,
-        num_heads,
-        num_kv_heads,
-        size,
-        block_size,
-        float(scale),
-        float(soft_cap or 0),
-        out.data_ptr(),
-        0 if sink_logits is None else sink_logits.data_ptr(),
-    )
+    of_queries = q.data_ptr(), q.stride(0), q_sink.data_ptr(), q_sink.stride(0)
+    of_layer = kv_layer.data_ptr(), kv_layer.stride(0), kv_layer.stride(1)
+    tables, columns = plan.block_tables, (plan.seq_lens, plan.starts, plan.sinks)
+    of_rows = tables.data_ptr(), tables.stride(0), *(column.data_ptr() for column in columns)
+    shape = num_seqs, num_heads, num_kv_heads, size, block_size
+    ends = out.data_ptr(), 0 if sink_logits is None else sink_logits.data_ptr()
+    work = plan.num_keys * num_heads * size
+    _decode(q.dtype, work, *of_queries, *of_layer, *of_rows, *shape, float(scale), float(soft_cap or 0), *ends)
     return out
 
 
@@ -115,29 +98,13 @@ def direct_prefill(
     q = _with_whole_rows(q)
     out = torch.empty(q.shape, dtype=q.dtype)
     out[plan.num_queries :].zero_()
-    _prefill(
-        q.dtype,
-        plan.num_keys * num_heads * size,
-        q.data_ptr(),
-        q.stride(0),
-        kv_layer.data_ptr(),
-        kv_layer.stride(0),
-        kv_layer.stride(1),
-        plan.block_tables.data_ptr(),
-        plan.block_tables.stride(0),
-        plan.seq_lens.data_ptr(),
-        plan.query_start_loc.data_ptr(),
-        len(plan.seq_lens),
-        num_heads,
-        num_kv_heads,
-        size,
-        block_size,
-        plan.window or _ALL_KEYS,
-        out.data_ptr(),
-        0 if sink_logits is None else sink_logits.data_ptr(),
-        float(scale),
-        float(soft_cap or 0),
-    )
+    of_layer = kv_layer.data_ptr(), kv_layer.stride(0), kv_layer.stride(1)
+    tables, num_seqs = plan.block_tables, len(plan.seq_lens)
+    of_rows = tables.data_ptr(), tables.stride(0), plan.seq_lens.data_ptr(), plan.query_start_loc.data_ptr()
+    shape = num_seqs, num_heads, num_kv_heads, size, block_size, plan.window or _ALL_KEYS
+    ends = out.data_ptr(), 0 if sink_logits is None else sink_logits.data_ptr()
+    numbers, work = (float(scale), float(soft_cap or 0)), plan.num_keys * num_heads * size
+    _prefill(q.dtype, work, q.data_ptr(), q.stride(0), *of_layer, *of_rows, *shape, *ends, *numbers)
     return out
 
 

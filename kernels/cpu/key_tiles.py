@@ -164,18 +164,8 @@ def make_sums(kind: str) -> Any:
 
     @intrinsic
     def add_tile(
-        typing_context: Any,
-        out_at: Any,
-        out_stride: Any,
-        weights_at: Any,
-        weights_stride: Any,
-        list_at: Any,
-        num_keys: Any,
-        offset: Any,
-        num_left: Any,
-        rows: Any,
-        vectors: Any,
-    ) -> Any:
+        typing_context, out_at, out_stride, weights_at, weights_stride, list_at, num_keys, offset, num_left, rows, vectors
+    ):
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             call_outlined(builder, f"kvkeeper_sums_{kind}", partial(_emit_all_sums, kind=kind), arguments)
             return context.get_dummy_value()
@@ -185,16 +175,7 @@ def make_sums(kind: str) -> Any:
     many, lanes, most_vectors, num_bytes = MOST_ROWS, LANES, MOST_VECTORS, 2 if kind == BFLOAT16 else 4
 
     @helper
-    def add_values(
-        out_at: Any,
-        out_stride: Any,
-        weights_at: Any,
-        weights_stride: Any,
-        list_at: Any,
-        num_keys: Any,
-        num_queries: Any,
-        size: Any,
-    ) -> None:
+    def add_values(out_at, out_stride, weights_at, weights_stride, list_at, num_keys, num_queries, size):
         column = 0
         while column < size:
             vectors = most_vectors

@@ -144,6 +144,11 @@ class _Recording(TorchDispatchMode):
         assert isinstance(last, _Kernels), "appended just now"
         last.calls.append((address, arguments))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch's compiler, which would be told, takes a second to be imported, and requests would wait for it."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition(".")[0]
         if name in _VIEWS:

@@ -198,19 +198,8 @@ def _emit_tiles(builder: Any, arguments: Sequence[Any], kind: str) -> None:
 def _make_tile(kind: str) -> Any:
     @intrinsic
     def multiply_tile(
-        typing_context: Any,
-        out_at: Any,
-        out_stride: Any,
-        x_at: Any,
-        x_stride: Any,
-        x_step: Any,
-        weights_at: Any,
-        weights_step: Any,
-        num_steps: Any,
-        is_more: Any,
-        rows: Any,
-        vectors: Any,
-    ) -> Any:
+        typing_context, out_at, out_stride, x_at, x_stride, x_step, weights_at, weights_step, num_steps, is_more, rows, vectors
+    ):
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             call_outlined(builder, f"kvkeeper_tile_{kind}", partial(_emit_tiles, kind=kind), arguments)
             return context.get_dummy_value()
@@ -230,7 +219,7 @@ def make_multiply(kind: str) -> Any:
     multiply_tile, many, lanes, most_vectors = _make_tile(kind), MOST_ROWS, LANES, MOST_VECTORS
 
     @helper
-    def multiply(out_at, out_stride, x_at, x_stride, x_step, weights_at, weights_step, num_steps, num_rows, width, is_more):  # type: ignore[no-untyped-def]
+    def multiply(out_at, out_stride, x_at, x_stride, x_step, weights_at, weights_step, num_steps, num_rows, width, is_more):
         column = 0
         while column < width:
             vectors = most_vectors
@@ -259,7 +248,7 @@ def make_multiply(kind: str) -> Any:
 
 
 @helper
-def find_slice(args, width, num_out):  # type: ignore[no-untyped-def]
+def find_slice(args, width, num_out):
     """The outputs that a thread takes at a time: what registers have sums for, or less where threads would be without any."""
     size = min(np.int64(MOST_COLUMNS), width)
     while size > LANES and num_out < 2 * size * count_threads(args):
