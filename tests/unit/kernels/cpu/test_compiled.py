@@ -127,8 +127,8 @@ def test_any_number_of_threads_multiplies_rows_by_every_block(threads, shape, ha
         found, expected = linear(x, packed), reference.linear(x.double(), exact)
         error = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype] * float(expected.abs().max())
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=error)
-        alone = torch.cat([linear(row[None], packed) for row in x])
-        assert torch.equal(found, alone)  # a row does not depend on the rows beside it
+        for row in {0, num_rows // 2, num_rows - 1}:  # a row does not depend on the rows beside it
+            assert torch.equal(found[row : row + 1], linear(x[row : row + 1], packed))
     assert linear(x[0], packed).shape == (shape[0],)
 
 
