@@ -27,11 +27,13 @@ PACKAGE_ROOTS = ("cache_service", "engine_service", "kernels", "common", "client
 
 OF_THE_ENGINE = ("kvkeeper.engine_service", "kvkeeper.kernels")  # modules that need the extra
 OF_OTHER_EXTRAS = (  # `cpu`, `gateway`, `remote`
-    "kvkeeper.kernels.cpu.attention_kernels",
-    "kvkeeper.kernels.cpu.kernel_parts",
-    "kvkeeper.kernels.cpu.number_formats",
-    "kvkeeper.kernels.cpu.quantised_kernels",
-    "kvkeeper.kernels.cpu.row_kernels",
+    *(
+        f"kvkeeper.kernels.cpu.{name}"
+        for name in (
+            *(f"{of}_kernels" for of in ("attention", "int8", "penalty", "product", "program", "quantised", "row")),
+            *("attention_tiles", "kernel_parts", "key_tiles", "number_formats", "tiles"),
+        )
+    ),
     "kvkeeper.engine_service.rpc.gateway",
     "kvkeeper.cache_service.memory.remote.redis_link",
     "kvkeeper.cache_service.memory.remote.cluster_link",

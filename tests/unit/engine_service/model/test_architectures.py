@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,11 @@ LIMITED = {"phi3": 32}  # whichever side computes it
 LIBRARY_LIMITED = {"llama4_text": 32}  # through the library alone
 
 
-@pytest.fixture(scope="module")
-def both_kernels() -> list[object]:
-    """Torch's, and the compiled ones where they are installed, as the switch holds them."""
-    if not compiled.is_installed():
-        return [None]
-    compiled.switch(on=True)
-    loaded = compiled._kernels
+@pytest.fixture
+def both_kernels() -> Iterator[list[bool]]:
+    """Torch's, and the compiled ones where they are installed: whether these are on."""
+    yield [False, True] if compiled.is_installed() else [False]
     compiled.switch(on=False)
-    return [None, loaded]
 
 
 TABLE = read_table()
@@ -59,7 +56,7 @@ def test_every_architecture_stands_in_the_table() -> None:
 @pytest.mark.parametrize(("section", "model_type"), TODAYS, ids=[model_type for _, model_type in TODAYS])
 @pytest.mark.filterwarnings("ignore")  # of the library's configs and of its slow paths
 def test_an_architecture_is_what_the_table_says(
-    section: str, model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both_kernels: list[object]
+    section: str, model_type: str, tmp_path: Path, both_kernels: list[bool]
 ) -> None:
     folder = build_architecture(model_type, tmp_path)
     if (reason := SECTIONS[section]) is not None:
@@ -79,8 +76,8 @@ def test_an_architecture_is_what_the_table_says(
     lengths = sorted({5, *(min(90, limit) for limit in limits)})
     cases = [NumericsCase(random_tokens(length, vocab_size=VOCAB_SIZE)) for length in lengths]
     expected = logits_of(folder, cases)
-    for kernels, (model, limit) in itertools.product(both_kernels, zip(models, limits, strict=True)):
-        monkeypatch.setattr(compiled, "_kernels", kernels)
+    for is_compiled, (model, limit) in itertools.product(both_kernels, zip(models, limits, strict=True)):
+        compiled.switch(on=is_compiled)
         fitting = [case for case in cases if len(case.tokens) <= limit]
         for ours, theirs in zip(HandTables(model, 4).compute(fitting, 7), expected, strict=False):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
