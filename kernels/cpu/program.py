@@ -146,7 +146,7 @@ class _Recording(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch's compiler, which would be told, takes a second to be imported, and requests would wait for it."""
+        """No: torch's compiler would be imported for it, which takes a second that requests would wait."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
