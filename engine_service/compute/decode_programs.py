@@ -37,7 +37,7 @@ class DecodePrograms:
         """arena: what programs read and write where it is."""
         self._arena_at = arena.untyped_storage().data_ptr()
         self._memory = Memory()
-        self._programs: OrderedDict[tuple[Any, ...], tuple[LayersInput, Program, LayersOutput]] = OrderedDict()
+        self._programs: OrderedDict[tuple[Any, ...], tuple[list[torch.Tensor], Program, LayersOutput]] = OrderedDict()
         self._met: set[tuple[Any, ...]] = set()
         self._is_refused = False
         self._threads: dict[int, ThreadChoice] = {}  # by the number of rows, up to a power of two
@@ -60,12 +60,12 @@ class DecodePrograms:
                 log.info("decodes_not_recorded", message=f"decodes run kernel by kernel: a layer needs {error}")
                 self._is_refused = True
                 return layers(given)
-            self._programs[shapes] = own, program, made
+            self._programs[shapes] = self._list_tensors(own), program, made
             if len(self._programs) > _MOST_PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(shapes)
-        own, program, made = self._programs[shapes]
-        for tensor, to in zip(tensors, self._list_tensors(own), strict=True):
+        own_tensors, program, made = self._programs[shapes]
+        for tensor, to in zip(tensors, own_tensors, strict=True):
             (to if to.shape == tensor.shape else to[:, : tensor.shape[1]]).copy_(tensor)
         rows = 1 << (len(given.x) - 1).bit_length()
         if (threads := self._threads.get(rows)) is None:
