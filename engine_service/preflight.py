@@ -15,7 +15,7 @@ from kvkeeper.common.service.memory_limit import OutOfMemory, require
 from kvkeeper.common.service.preflight import check_addresses
 from kvkeeper.common.service.process import StartError
 from kvkeeper.common.service.sizes import size
-from kvkeeper.kernels.cpu.features import multiplies_brains
+from kvkeeper.kernels.cpu.features import multiplies_bfloat16
 
 from .config import GATEWAY_PACKAGE, HASH_TOY, EngineConfig, get_dtype, wants_compiled
 from .model.checkpoint.errors import ModelError, UnsupportedModelError
@@ -125,8 +125,8 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
     elif config.dtype == INT8:
         raise UnsupportedModelError("dtype", INT8, f"the native families; {model_type} is computed by the transformers library")
     own_dtype, device_type = raw.get("dtype", raw.get("torch_dtype")), config.device.partition(":")[0]
-    has_brains = is_native and wants_compiled(config) and not missing("numba") and multiplies_brains()
-    dtype = dtype_name(own_dtype, device_type, get_dtype(config), has_brains=has_brains)
+    has_bfloat16 = is_native and wants_compiled(config) and not missing("numba") and multiplies_bfloat16()
+    dtype = dtype_name(own_dtype, device_type, get_dtype(config), has_bfloat16=has_bfloat16)
     sizes = list(tensor_sizes(list_weight_files(folder)))
     counts = [each.num_elements if scheme is None else scheme.num_weights(each.name, each.num_elements) for each in sizes]
     num_elements = sum(counts)

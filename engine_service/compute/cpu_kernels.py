@@ -10,7 +10,7 @@ import torch
 
 from kvkeeper.common.service.process import StartError
 from kvkeeper.kernels.cpu import compiled
-from kvkeeper.kernels.cpu.features import multiplies_brains
+from kvkeeper.kernels.cpu.features import multiplies_bfloat16
 
 from ..config import EngineConfig, wants_compiled
 
@@ -40,5 +40,5 @@ def prepare_kernels(dtype: torch.dtype, device: torch.device) -> None:
     started = time.monotonic()
     compiled.prepare(dtype)
     taken = round(time.monotonic() - started, 2)
-    name, has_brains = compiled.DTYPES[dtype], multiplies_brains()
-    log.info("kernels_loaded", dtype=name, duration_s=taken, are_kept=compiled.are_kept(), multiplies_bfloat16=has_brains)
+    name, has_bfloat16 = compiled.DTYPES[dtype], multiplies_bfloat16()
+    log.info("kernels_loaded", dtype=name, duration_s=taken, are_kept=compiled.are_kept(), multiplies_bfloat16=has_bfloat16)

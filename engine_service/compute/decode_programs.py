@@ -9,7 +9,7 @@ import dataclasses
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -81,7 +81,7 @@ class DecodePrograms:
     def _list_tensors(self, given: LayersInput) -> list[torch.Tensor]:
         """The tensors in a step's columns, each once, in their order."""
         found: dict[int, Any] = {}
-        _map_tensors(given, lambda tensor: tensor, found)
+        _find_parts(given, found)
         return [each for each in found.values() if isinstance(each, torch.Tensor) and not self._is_arena(each)]
 
     def _is_arena(self, tensor: torch.Tensor) -> bool:
@@ -131,6 +131,21 @@ def _get_room(tensor: torch.Tensor) -> tuple[int, ...]:
     if tensor.dim() != 2 or tensor.is_floating_point():
         return tuple(tensor.shape)
     return len(tensor), 1 << (tensor.shape[1] - 1).bit_length()
+
+
+def _find_parts(value: Any, found: dict[int, Any]) -> None:
+    """Note a value and all that it is made of, by id, each before its parts."""
+    if isinstance(value, int) or value is None or id(value) in found:
+        return
+    found[id(value)] = value
+    if isinstance(value, torch.Tensor):
+        return
+    if dataclasses.is_dataclass(value):
+        parts: Iterable[Any] = (getattr(value, each.name) for each in dataclasses.fields(value))
+    else:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    for part in parts:
+        _find_parts(part, found)
 
 
 def _map_tensors(value: T, change: Callable[[torch.Tensor], torch.Tensor], changed: dict[int, Any]) -> T:

@@ -9,15 +9,15 @@ DtypeChoice = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 # then, and K, V and all else are float32.
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 4}
 INT8: Final = "int8"
-_BRAINS: Final = "bfloat16"
+_BFLOAT16: Final = "bfloat16"
 
 
-def dtype_name(weights_dtype: object, device_type: str, choice: str, *, has_brains: bool) -> str:
-    """weights_dtype is the config's word. has_brains: whether a CPU multiplies bfloat16. Raises UnsupportedModelError."""
+def dtype_name(weights_dtype: object, device_type: str, choice: str, *, has_bfloat16: bool) -> str:
+    """weights_dtype is the config's word. has_bfloat16: whether a CPU multiplies bfloat16. Raises UnsupportedModelError."""
     name = choice
     if choice == "auto":
         name = str(weights_dtype or "bfloat16").removeprefix("torch.")
-        if device_type == "cpu" and not (has_brains and name == _BRAINS):
+        if device_type == "cpu" and not (has_bfloat16 and name == _BFLOAT16):
             name = "float32"  # the fast one then, and what numerics are held to
     if name not in DTYPE_BYTES:
         raise UnsupportedModelError("dtype", name, ", ".join(("auto", *DTYPE_BYTES)))

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from kvkeeper.kernels.cpu import compiled
-from kvkeeper.kernels.cpu.features import multiplies_brains
+from kvkeeper.kernels.cpu.features import multiplies_bfloat16
 from kvkeeper.kernels.errors import UnsupportedDeviceError
 from kvkeeper.kernels.types import LinearWeight
 
@@ -196,5 +196,5 @@ def compute_dtype(weights_dtype: object, device: torch.device, choice: DtypeChoi
 
     is_native: whether the compiled kernels multiply its weights.
     """
-    has_brains = is_native and compiled.serves(torch.empty(0, dtype=torch.bfloat16)) and multiplies_brains()
-    return _DTYPES[dtype_name(weights_dtype, device.type, choice, has_brains=has_brains)]
+    has_bfloat16 = is_native and compiled.serves(torch.empty(0, dtype=torch.bfloat16)) and multiplies_bfloat16()
+    return _DTYPES[dtype_name(weights_dtype, device.type, choice, has_bfloat16=has_bfloat16)]

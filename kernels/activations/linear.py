@@ -96,4 +96,5 @@ def _is_for_tiles(x: torch.Tensor) -> bool:
 
 @cache
 def _has_tiles() -> bool:
-    return bool(torch.cpu._is_amx_tile_supported())
+    asks = getattr(torch.cpu, "_is_amx_tile_supported", None)  # no public name, so another torch may lack it
+    return asks is not None and bool(asks())

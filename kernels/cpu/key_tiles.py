@@ -90,15 +90,19 @@ def _emit_scores(builder: Any, arguments: Sequence[Any], kind: str) -> None:
         query = load(builder.add(query_at, offset))
         return [vectors.dot(total, load(builder.add(key, offset)), query) for total, key in zip(sums, keys, strict=True)]
 
+    def load_whole(place: Any) -> Any:
+        return builder.load(_at(builder, place, vectors.ints), align=2)
+
+    # What is behind the last whole vector is read lane by lane: beyond the head may be another's, or no memory.
+    def load_some(place: Any) -> Any:
+        return _load_some(builder, vectors, place, mask, INT)
+
     loop = Loop(builder, num_whole, LANES, [vectors.zero] * LANES)
-    whole = lambda place: builder.load(_at(builder, place, vectors.ints), align=2)  # noqa: E731
-    sums = loop.end(add(loop.values, whole, builder.shl(loop.idx, LONG(2))))
-    # What is behind the last whole vector is read word by word: beyond the head may be another's, or no memory.
+    sums = loop.end(add(loop.values, load_whole, builder.shl(loop.idx, LONG(2))))
     mask = _make_mask(builder, builder.sub(num_words, num_whole))
-    some = lambda place: _load_some(builder, vectors, place, mask, INT)  # noqa: E731
     has_rest = builder.icmp_signed("<", num_whole, num_words)
     rest = Loop(builder, builder.zext(has_rest, LONG), 1, sums)
-    found = rest.end(add(rest.values, some, builder.shl(num_whole, LONG(2))))
+    found = rest.end(add(rest.values, load_some, builder.shl(num_whole, LONG(2))))
     builder.store(_fold(builder, found), _at(builder, out_at, vectors.floats), align=4)
 
 

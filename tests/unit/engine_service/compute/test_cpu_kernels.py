@@ -12,7 +12,7 @@ from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.dtype_name import dtype_name
 from kvkeeper.engine_service.preflight import check_start
 from kvkeeper.kernels.cpu import compiled, features
-from kvkeeper.kernels.cpu.features import multiplies_brains
+from kvkeeper.kernels.cpu.features import multiplies_bfloat16
 
 CONFIG = EngineConfig(listen="127.0.0.1:0")
 
@@ -60,19 +60,19 @@ def test_they_are_refused_where_they_serve_nothing(changes):
         check_start(dataclasses.replace(CONFIG, cpu_kernels="compiled", **changes))
 
 
-@pytest.mark.parametrize("has_brains", [True, False])
-def test_auto_computes_in_bfloat16_where_weights_are_and_the_processor_multiplies_it(has_brains):
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_auto_computes_in_bfloat16_where_weights_are_and_the_processor_multiplies_it(has_bfloat16):
     for stored in ("bfloat16", "torch.bfloat16", None, "float32", "float16"):
-        expected = "bfloat16" if has_brains and stored not in ("float32", "float16") else "float32"
-        assert dtype_name(stored, "cpu", "auto", has_brains=has_brains) == expected
-    assert dtype_name("bfloat16", "cuda", "auto", has_brains=has_brains) == "bfloat16"
-    assert dtype_name("bfloat16", "cpu", "float32", has_brains=has_brains) == "float32"
+        expected = "bfloat16" if has_bfloat16 and stored not in ("float32", "float16") else "float32"
+        assert dtype_name(stored, "cpu", "auto", has_bfloat16=has_bfloat16) == expected
+    assert dtype_name("bfloat16", "cuda", "auto", has_bfloat16=has_bfloat16) == "bfloat16"
+    assert dtype_name("bfloat16", "cpu", "float32", has_bfloat16=has_bfloat16) == "float32"
 
 
 def test_features_are_those_that_numba_compiles_for(monkeypatch):
     monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx512bf16,+avx512bw,+avx512vl,+avx2")
-    assert multiplies_brains()
+    assert multiplies_bfloat16()
     monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx512bw,+avx512vl,-avx512bf16")
-    assert not multiplies_brains()
+    assert not multiplies_bfloat16()
     monkeypatch.setattr(features, "find_spec", lambda name: None)
-    assert not multiplies_brains()
+    assert not multiplies_bfloat16()

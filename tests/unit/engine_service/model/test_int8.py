@@ -68,11 +68,11 @@ def test_the_cache_keeps_it_apart_from_float32(tmp_path: Path) -> None:
 
 
 def test_it_is_for_a_cpu_and_never_a_config_s_choice() -> None:
-    assert dtype_name("bfloat16", "cpu", "int8", has_brains=True) == "int8"
-    assert dtype_name("int8", "cpu", "auto", has_brains=True) == "float32"
+    assert dtype_name("bfloat16", "cpu", "int8", has_bfloat16=True) == "int8"
+    assert dtype_name("int8", "cpu", "auto", has_bfloat16=True) == "float32"
     for device, choice in (("cuda", "int8"), ("cuda", "auto")):
         with pytest.raises(UnsupportedModelError, match="int8 on cuda"):
-            dtype_name("int8", device, choice, has_brains=True)
+            dtype_name("int8", device, choice, has_bfloat16=True)
 
 
 def test_a_model_of_the_library_is_refused(tmp_path: Path) -> None:
