@@ -1,9 +1,9 @@
 """`python -m tests.gpu`: runs the parts one after another, each in a process of its own and within its time, and reports.
 
-The first part looks at the machine; where that fails, a sentence says what to do, and nothing else is run. A part whose time
-does not fit what is left of --minutes is not begun, and the command that runs the rest is named. Results are files, one for
-each part, written while it runs; its own output and the logs of services lie beside them. Exits 1 when a part failed or did
-not get to its end, 2 when parts are left. --dry rehearses on the CPU what can be rehearsed there.
+The first part looks at the machine; where that fails, a sentence says what to do, and nothing else is run. What only some parts
+need leaves out those alone. When --minutes are over, the part that runs is ended, and the command that runs the rest is named.
+Results are files, one for each part, written while it runs; its output and the logs of services lie beside them. The command
+exits with 1 when a part failed or did not get to its end, with 2 when parts are left. --dry rehearses on the CPU what can be.
 """
 
 import argparse
@@ -20,24 +20,26 @@ from importlib import import_module
 from pathlib import Path
 
 from tests.gpu.checks import LOGS_VARIABLE, Check, PartResult, read_checks, write_result
+from tests.gpu.part_machine import PARTS_THAT_NEED
 
 RESULTS = Path(__file__).parent / "results"
 MACHINE = "m"
 _COMMAND = (sys.executable, "-m", "tests.gpu")
 
-# name -> (module with run(is_dry), seconds it may take, what it is)
-# A limit is for a machine whose cache of compiled kernels is empty. Most of b is Triton's compiler: some 200 kernels of
-# attention, each of them a second of a processor. All limits together are more than a command has, so docs/operate/gpu.md
-# runs all parts in two: m, a, b and g take 540 s at most, and m, c, d and e as well.
+# name -> (module with run(is_dry), seconds it may take, what it is), in the order in which they are worth most
+# A limit is for a machine whose caches are cold, of files and of compiled kernels. All limits together are more than a command
+# has, so docs/operate/gpu.md runs all parts in three.
 PARTS: dict[str, tuple[str, int, str]] = {
-    MACHINE: ("tests.gpu.part_machine", 60, "the machine"),
+    MACHINE: ("tests.gpu.part_machine", 150, "the machine"),
     "a": ("tests.gpu.part_ipc", 90, "CUDA memory between processes"),
     "b": ("tests.gpu.part_kernels", 240, "kernels are right"),
+    "q": ("tests.gpu.part_first_tokens", 150, "both services serve as they are by default"),
     "g": ("tests.gpu.part_model", 150, "a model's steps: logits, graphs, launches, profile"),
-    "c": ("tests.gpu.part_speed", 180, "kernels are fast"),
-    "d": ("tests.gpu.part_serving", 210, "both services serve"),
     "e": ("tests.gpu.part_kills", 90, "kill -9 of each service"),
+    "c": ("tests.gpu.part_speed", 180, "kernels are fast"),
+    "d": ("tests.gpu.part_serving", 240, "both services serve, in every way"),
 }
+_LEAST_S = 10  # a part that has less is not begun
 
 
 def main() -> int:
@@ -56,12 +58,13 @@ def main() -> int:
         return 0
     if unknown := set(asked.parts) - set(PARTS):
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {''.join(PARTS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the part that runs, with what it has found
     folder: Path = (asked.results or _results_folder(asked.dry)).resolve()
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     wanted = [name for name in PARTS if name == MACHINE or name in asked.parts]
     results, left = _run_all(wanted, folder, asked.dry, asked.minutes * 60)
     machine = results[0]
-    if not machine.is_good:
+    if _is_useless(machine):
         reasons = [f"{check.name}: {check.note}" for check in machine.checks if check.ok is False] + [machine.problem]
         print("this machine cannot run the checks: " + "; ".join(filter(None, reasons)), file=sys.stderr)
         return 1
@@ -72,17 +75,35 @@ def main() -> int:
 
 
 def _run_all(wanted: Sequence[str], folder: Path, is_dry: bool, seconds: float) -> tuple[list[PartResult], list[str]]:
-    """The results of parts that were begun, the machine's first; and the parts that were not."""
-    end, results, left = time.monotonic() + seconds, [], []
+    """The results of parts that were begun, the machine's first; and the parts for which there was too little time."""
+    end, results, left, barred = time.monotonic() + seconds, list[PartResult](), list[str](), ""
     for number, name in enumerate(wanted, 1):
-        if time.monotonic() + PARTS[name][1] > end:
-            left.append(name)
+        _, limit_s, what = PARTS[name]
+        limit_s = min(limit_s, int(end - time.monotonic()))
+        if name in barred:
+            print(f"{name} is left out: this machine lacks what it needs, see {MACHINE}", file=sys.stderr)
             continue
-        print(f"[{number}/{len(wanted)}] {name}: {PARTS[name][2]}, at most {PARTS[name][1]} s", file=sys.stderr, flush=True)
-        results.append(_run_part(name, folder, is_dry))
-        if name == MACHINE and not results[0].is_good:
-            break
+        if limit_s < PARTS[name][1]:
+            left.append(name)
+        if limit_s < _LEAST_S:
+            continue
+        print(f"[{number}/{len(wanted)}] {name}: {what}, at most {limit_s} s", file=sys.stderr, flush=True)
+        results.append(_run_part(name, folder, is_dry, limit_s))
+        if name in left and not results[-1].problem:
+            left.remove(name)
+        if name == MACHINE:
+            barred = _parts_left_out(results[0])
+            if _is_useless(results[0]):
+                break
     return results, left
+
+
+def _is_useless(machine: PartResult) -> bool:
+    return bool(machine.problem) or any(check.ok is False and check.name not in PARTS_THAT_NEED for check in machine.checks)
+
+
+def _parts_left_out(machine: PartResult) -> str:
+    return "".join(PARTS_THAT_NEED.get(check.name, "") for check in machine.checks if check.ok is False)
 
 
 def _run_here(name: str, folder: Path, is_dry: bool) -> None:
@@ -94,9 +115,9 @@ def _run_here(name: str, folder: Path, is_dry: bool) -> None:
         write_result(folder / f"{name}.json", PartResult(name, time.perf_counter() - began, checks, "it has not ended"))
 
 
-def _run_part(name: str, folder: Path, is_dry: bool) -> PartResult:
+def _run_part(name: str, folder: Path, is_dry: bool, limit_s: int) -> PartResult:
     """In a process group of its own, all of which is killed when its time is up."""
-    limit_s, path, logs = PARTS[name][1], folder / f"{name}.json", folder / "logs" / name
+    path, logs = folder / f"{name}.json", folder / "logs" / name
     logs.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
     began = time.perf_counter()
@@ -110,7 +131,7 @@ def _run_part(name: str, folder: Path, is_dry: bool) -> PartResult:
         )
         try:
             code = process.wait(limit_s)
-            problem = f"ended with {code}: {_last_line(logs / 'part.log')}" if code else ""
+            problem = f"ended with {code}: {_last_lines(logs / 'part.log')}" if code else ""
         except subprocess.TimeoutExpired:
             problem = f"took longer than {limit_s} s"
         finally:
@@ -120,8 +141,10 @@ def _run_part(name: str, folder: Path, is_dry: bool) -> PartResult:
     return result
 
 
-def _last_line(path: Path) -> str:
-    return next((line for line in reversed(path.read_text(errors="replace").splitlines()) if line.strip()), "it said nothing")
+def _last_lines(path: Path) -> str:
+    """The last two of what it said."""
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return " | ".join(lines[-2:]) or "it said nothing"
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:
@@ -151,8 +174,15 @@ def _show(results: list[PartResult], folder: Path) -> None:
         if result.problem:
             table.add_row("", "[red]FAILED", "", result.problem)
         console.print(table)
+    for result in results:
+        counts = [sum(check.ok is verdict for check in result.checks) for verdict in (True, False, None)]
+        ended = result.problem or "ended"
+        print("{}: {:.0f} s, {} ok, {} failed, {} findings, {}".format(result.part, result.seconds, *counts, ended))
+        for check in result.checks:
+            if check.ok is False:
+                print(f"   FAILED {check.name} {check.figures or ''} {check.note}")
     num_bad = sum(not result.is_good for result in results)
-    console.print(f"{num_bad or 'no'} part{'s' if num_bad != 1 else ''} failed; {folder}", soft_wrap=True)
+    print(f"{num_bad or 'no'} part{'s' if num_bad != 1 else ''} failed; {folder}")
 
 
 def _short(value: object) -> str:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,18 @@ class PartResult:
 
 
 def text_of(failure: Exception) -> str:
-    """Its type and the first line of what it says."""
-    first, *_ = [*str(failure).splitlines(), ""]
-    return f"{type(failure).__name__}: {first[:200]}"
+    """Its type and the last two lines of what it says: a compiler begins with the place, and ends with the reason."""
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    return f"{type(failure).__name__}: {' | '.join(lines[-2:])[-400:]}"
+
+
+def guarded(name: str, measure: Callable[[], Check]) -> Check:
+    """What a measurement returns, or a failed check. The traceback goes to the log of the part, and the part continues."""
+    try:
+        return measure()
+    except Exception as failure:  # a kernel that does not compile or launch may raise anything
+        traceback.print_exc()
+        return Check(name, False, note=text_of(failure))
 
 
 def write_result(path: Path, result: PartResult) -> None:

@@ -28,8 +28,9 @@ from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
 from kvkeeper.kernels.types import CountedTensors
 from tests.gpu import family_kernels, stored_kernels
-from tests.gpu.checks import Check, text_of
+from tests.gpu.checks import Check, guarded
 from tests.gpu.kernel_cases import error, far_pool, locs_of, move_there_and_back
+from tests.gpu.kernel_workers import run_cases
 from tests.unit.kernels.worlds import World, make_counted, make_world, random_queries
 
 # Outputs are of order one. What rounds is the result, and in attention the weights before they meet the values.
@@ -44,18 +45,29 @@ _SCALE = 0.2
 
 def run(is_dry: bool) -> Iterator[Check]:
     """One check for each op, type and shape."""
+    return run_cases(is_dry)
+
+
+def all_cases(is_dry: bool) -> Iterator[tuple[str, Callable[[], Check]]]:
+    """By name each check of this part, always in the same order."""
     device = "cpu" if is_dry else "cuda"
     for dtype in (torch.float32,) if is_dry else (torch.bfloat16, torch.float16):
         for name, case in _cases(dtype, device, (64,) if is_dry else (64, 80, 96, 128, 256), (16,) if is_dry else (16, 32, 64)):
-            yield _guarded(name, dtype, case)
+            label = f"{name}_{str(dtype).removeprefix('torch.')}"
+            yield label, partial(guarded, label, partial(_judged, label, dtype, case))
 
 
-def _guarded(name: str, dtype: torch.dtype, case: Callable[[], float]) -> Check:
-    label = f"{name}_{str(dtype).removeprefix('torch.')}"
+def is_device_lost() -> bool:
+    """Whether an error has ended this process's use of the device: nothing after it says anything."""
     try:
-        found = case()
-    except Exception as failure:  # a kernel that does not compile or launch may raise anything; the others are still told
-        return Check(label, False, note=text_of(failure))
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _judged(label: str, dtype: torch.dtype, case: Callable[[], float]) -> Check:
+    found = case()
     return Check(label, found <= _MOST_ERROR[dtype], {"max_error": found})
 
 

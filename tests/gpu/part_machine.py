@@ -1,6 +1,7 @@
-"""Part m: whether this machine is one on which the other parts can say anything; at most a minute.
+"""Part m: whether this machine is one on which the other parts can say anything; most of its time is a cold import of torch.
 
-What fails here stops the whole run, with a sentence that says what to do. Whatever only matters to some is a finding.
+What fails here stops the whole run, with a sentence that says what to do, or the parts that need it (PARTS_THAT_NEED). What
+only some checks miss is a finding.
 """
 
 import importlib
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.checks import Check, text_of
+from tests.gpu.checks import Check, guarded
 
 _LEAST = {"torch": (2, 11), "triton": (3, 6), "numpy": (2, 0)}
 _PACKAGES = ("grpc", "google.protobuf", "structlog", "safetensors", "tokenizers", "llguidance", "jinja2", "tqdm", "rich",
@@ -22,6 +23,7 @@ _PACKAGES = ("grpc", "google.protobuf", "structlog", "safetensors", "tokenizers"
 _FREE_BYTES = 8 << 30  # in the folder of temporary files, for models
 _DEVICE_BYTES = 40 << 30
 _PIN_BYTES = 64 << 20
+PARTS_THAT_NEED = {"memory_between_processes": "qde", "pidfd_open": "qde", "pinned_memory": "qd"}
 
 
 def run(is_dry: bool) -> Iterator[Check]:
@@ -44,11 +46,7 @@ def run(is_dry: bool) -> Iterator[Check]:
 
 
 def _guarded(name: str, check: Callable[[], tuple[bool | None, dict[str, Any], str]]) -> Check:
-    try:
-        ok, figures, note = check()
-    except Exception as failure:  # of whatever kind: the machine is what is looked at
-        return Check(name, False, note=text_of(failure))
-    return Check(name, ok, figures, note)
+    return guarded(name, lambda: Check(name, *check()))
 
 
 def _python() -> tuple[bool, dict[str, Any], str]:
@@ -96,10 +94,10 @@ def _pidfd_open() -> tuple[bool, dict[str, Any], str]:
     return True, {}, ""
 
 
-def _schedstat() -> tuple[bool, dict[str, Any], str]:
+def _schedstat() -> tuple[bool | None, dict[str, Any], str]:
     path = Path("/proc/self/schedstat")
     ok = path.exists() and len(path.read_text().split()) == 3
-    return ok, {}, "" if ok else f"{path} cannot be read, and the checks of kills need it"
+    return ok or None, {}, "" if ok else f"{path} cannot be read: a busy service is not told from one that waits"
 
 
 def _memlock() -> tuple[None, dict[str, Any], str]:

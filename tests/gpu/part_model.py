@@ -11,7 +11,7 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -29,7 +29,7 @@ from kvkeeper.engine_service.model.loader import load_model
 from kvkeeper.engine_service.values.batch import Batch
 from kvkeeper.engine_service.values.sampling_params import PenalisedRows, PlainDraws, SamplingParams, SamplingRow
 from kvkeeper.kernels.attention.paged_attention_decode import plan_decode
-from tests.gpu.checks import Check, keep_text, text_of
+from tests.gpu.checks import Check, guarded, keep_text
 from tests.gpu.random_model import FAMILIES, LLAMA_1B, QWEN3_06B, TINY, Shape, write_family, write_model
 from tests.gpu.spoil import spoil_freed
 from tests.support.worlds.batches import ScheduledRow, build_batch
@@ -49,25 +49,18 @@ def run(is_dry: bool) -> Iterator[Check]:
     with tempfile.TemporaryDirectory() as folder:
         small = [dataclasses.replace(shape, name=f"{shape.name}-4", num_layers=4) for shape in (LLAMA_1B, QWEN3_06B)]
         for shape in (TINY,) if is_dry else small:
-            yield _guarded(f"logits_{shape.name}", partial(_logits_of_shape, Path(folder), shape, device))
+            yield guarded(f"logits_{shape.name}", partial(_logits_of_shape, Path(folder), shape, device))
         for name in FAMILIES:
             family = write_family(Path(folder), name)
-            yield _guarded(f"logits_{name}", partial(_logits, family, dataclasses.replace(TINY, name=name), device))
-            yield _guarded(f"graph_{name}", partial(_family, family, name, device))
+            yield guarded(f"logits_{name}", partial(_logits, family, dataclasses.replace(TINY, name=name), device))
+            yield guarded(f"graph_{name}", partial(_family, family, name, device))
         shape = TINY if is_dry else LLAMA_1B
         path = write_model(Path(folder), dataclasses.replace(shape, name=f"{shape.name}-steps"), device)
         model, _ = load_model(path, device=device, dtype="bfloat16", progress=False)
         sizes = (1, 4) if is_dry else (1, 3, 8, 32, 100, 256)
         yield from _steps(model, shape, device, sizes)
         # Those of a graph of 48 rows, two rows of sixteen members and a rest among them.
-        yield _guarded("graph_shared_prefix", partial(_shared_prefix, model, shape, device, 3 if is_dry else 44))
-
-
-def _guarded(name: str, measure: Callable[[], Check]) -> Check:
-    try:
-        return measure()
-    except Exception as failure:  # of one figure: the others are still told
-        return Check(name, False, note=text_of(failure))
+        yield guarded("graph_shared_prefix", partial(_shared_prefix, model, shape, device, 3 if is_dry else 44))
 
 
 def _runner(model: Decoder, num_seqs: int, num_tokens: int, groups: Sequence[LayerGroup] = ()) -> ModelRunner:
@@ -170,18 +163,18 @@ def _steps(model: Decoder, shape: Shape, device: str, sizes: tuple[int, ...]) ->
     yield Check("warm_up_and_capture", device == "cpu" or other.graphed is not None, {"s": seconds}, note)
     for size in sizes:
         batch = _rows(shape, size, _CONTEXT, _CONTEXT + 1, num_tokens)
-        yield _guarded(f"graph_logits_{size}", partial(_same_logits, plain, other, size, batch))
-        yield _guarded(f"graph_draws_{size}", partial(_same_draws, other, size, batch))
+        yield guarded(f"graph_logits_{size}", partial(_same_logits, plain, other, size, batch))
+        yield guarded(f"graph_draws_{size}", partial(_same_draws, other, size, batch))
         texts = _texts(shape, size, num_tokens)
         tables = _tables(size, num_tokens)
-        yield _guarded(f"graph_penalised_{size}", partial(_same_penalised, other, texts, tables))
-        yield _guarded(f"counted_penalised_{size}", partial(_same_penalised, other, texts, tables, behind=True))
+        yield guarded(f"graph_penalised_{size}", partial(_same_penalised, other, texts, tables))
+        yield guarded(f"counted_penalised_{size}", partial(_same_penalised, other, texts, tables, behind=True))
         for label, runner in (("plain", plain), ("graph", other)):
             if label == "plain" or runner.graphed is not None:
-                yield _guarded(f"step_{label}_{size}", partial(_cost, label, runner, size, batch))
+                yield guarded(f"step_{label}_{size}", partial(_cost, label, runner, size, batch))
     batch = _rows(shape, sizes[-1], _CONTEXT, _CONTEXT + 1, num_tokens)
     for label, runner in (("plain", plain), ("graph", other)):
-        yield _guarded(f"profile_{label}", partial(_profile, label, runner, batch))
+        yield guarded(f"profile_{label}", partial(_profile, label, runner, batch))
 
 
 def _last_rows(batch: Batch, first: int) -> Batch:

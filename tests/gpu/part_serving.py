@@ -1,7 +1,8 @@
-"""Part d: both services on the device with models of real shapes: tokens a second with graphs and without, steps that overlap
-and that do not, fronts and none, K and V in 8 bits and in 4 beside a tail, two ranks where there are two devices; a model with
-chunks, whose layers are in groups; and swap. The greedy tokens of an engine as it is by default are those of one without graphs
-and overlap.
+"""Parts d and q: both services on the device with models of real shapes.
+
+Part q is as short as it can be: tokens a second with the default flags, and without graphs and overlap; the greedy tokens of
+both, which have to be the same; and swap. Part d has every way: with overlap and without, fronts and none, K and V in 8 bits
+and in 4 beside a tail, two ranks where there are two devices, and a model with chunks, whose layers are in groups.
 
 A step's time is what passes between two steps of a full batch; of it, the engine says what the device computed and what waited
 for the cache service, and the rest is the host's own. Swap is forced by a pool that holds half of the sequences.
@@ -12,6 +13,7 @@ import dataclasses
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
@@ -47,13 +49,10 @@ def run(is_dry: bool) -> Iterator[Check]:
     with tempfile.TemporaryDirectory() as folder:
         shape = TINY if is_dry else LLAMA_1B
         model = write_model(Path(folder), shape, device)
-        yield from _guarded(f"swap_{shape.name}", partial(_swap, model, shape, device))
-        outputs: dict[tuple[str, ...], list[Output]] = {}
         for ways in (*_WAYS, *others):
             of_way = sizes if ways in _WAYS else sizes[-1:]
             name = f"serve_{shape.name}{_label(ways)}"
-            yield from _guarded(name, partial(_serve, model, shape, device, of_way, new_tokens, ways, outputs))
-        yield _same_tokens(f"same_tokens_{shape.name}", outputs)
+            yield from _guarded(name, partial(_serve, model, shape, device, of_way, new_tokens, ways, {}))
         if not is_dry:
             model = write_model(Path(folder), QWEN3_06B, device)
             name = f"serve_{QWEN3_06B.name}{_label(_DEFAULT)}"
@@ -61,6 +60,20 @@ def run(is_dry: bool) -> Iterator[Check]:
         chunked = write_family(Path(folder), "llama4_text")
         shape = dataclasses.replace(TINY, name="chunks")
         yield from _guarded("serve_chunks", partial(_serve, chunked, shape, device, sizes[-1:], new_tokens, _DEFAULT, {}))
+
+
+def run_first_tokens(is_dry: bool) -> Iterator[Check]:
+    """The default flags, the same without graphs and overlap, whether both give the same tokens, and swap."""
+    sizes, new_tokens = ((1, 4), 48) if is_dry else ((1, 64, 256), 128)
+    device, shape = ("cpu", TINY) if is_dry else ("cuda", LLAMA_1B)
+    outputs: dict[tuple[str, ...], list[Output]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder), shape, device)
+        for ways in (_DEFAULT, _PLAIN):
+            name = f"first_tokens{_label(ways)}"
+            yield from _guarded(name, partial(_serve, model, shape, device, sizes, new_tokens, ways, outputs))
+        yield _same_tokens(f"same_tokens_{shape.name}", outputs)
+        yield from _guarded(f"swap_{shape.name}", partial(_swap, model, shape, device))
 
 
 def _same_tokens(name: str, outputs: dict[tuple[str, ...], list[Output]]) -> Check:
@@ -73,6 +86,7 @@ def _guarded(name: str, measure: Callable[[], Coroutine[Any, Any, list[Check]]])
     try:
         return asyncio.run(measure())
     except Exception as failure:  # a service that does not start; its log lies beside the results
+        traceback.print_exc()
         return [Check(name, False, note=text_of(failure))]
 
 

@@ -3,7 +3,7 @@
 Figures are reported beside their aims; none fails the run. A rehearsal takes tiny shapes on the CPU.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from kvkeeper.kernels.quantised.formats import FORMATS
 from kvkeeper.kernels.quantised.layout import QuantisedLayer, QuantisedLayout, get_layer
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 from kvkeeper.kernels.store_kv import store_kv
-from tests.gpu.checks import Check, text_of
+from tests.gpu.checks import Check, guarded
 from tests.gpu.stopwatch import Ceilings, Stopwatch
 
 _BLOCK_SIZE = 16
@@ -39,34 +39,27 @@ def run(is_dry: bool) -> Iterator[Check]:
     yield Check("ceilings", None, figures)
     shapes = [(2, 64, 16)] if is_dry else [(1, 131_072, 128), (32, 4096, 128), (256, 1024, 128), (64, 4096, 64)]
     for num_seqs, seq_len, head_dim in shapes:
-        yield _told(
+        yield guarded(
             f"decode_{num_seqs}x{seq_len}_d{head_dim}",
             partial(_decode, watch, ceilings, num_seqs, seq_len, head_dim),
         )
-    yield _told("decode_one_long_of_64", partial(_one_long, watch, ceilings))
+    yield guarded("decode_one_long_of_64", partial(_one_long, watch, ceilings))
     for num_seqs, prefix in ((17, 64),) if is_dry else ((16, 2048), (64, 8192), (256, 2048)):
-        yield _told(f"decode_shared_{num_seqs}x{prefix}", partial(_shared_prefix, watch, ceilings, num_seqs, prefix))
+        yield guarded(f"decode_shared_{num_seqs}x{prefix}", partial(_shared_prefix, watch, ceilings, num_seqs, prefix))
     num_seqs, prefix = (17, 64) if is_dry else (64, 8192)
-    yield _told(f"decode_shared_{num_seqs}x{prefix}_int8", partial(_stored_shared_prefix, watch, ceilings, num_seqs, prefix))
+    yield guarded(f"decode_shared_{num_seqs}x{prefix}_int8", partial(_stored_shared_prefix, watch, ceilings, num_seqs, prefix))
     for num_queries in (1, 17, 64):
-        yield _told(f"suffix_{num_queries}_on_32k", partial(_suffix, watch, ceilings, num_queries))
+        yield guarded(f"suffix_{num_queries}_on_32k", partial(_suffix, watch, ceilings, num_queries))
     for name in ("int8", "int4"):
-        yield _told(f"suffix_17_on_32k_{name}", partial(_stored_suffix, watch, ceilings, 17, name))
-    yield _told("suffix_17_on_32k_latents", partial(_latent_suffix, watch, ceilings, 17))
+        yield guarded(f"suffix_17_on_32k_{name}", partial(_stored_suffix, watch, ceilings, 17, name))
+    yield guarded("suffix_17_on_32k_latents", partial(_latent_suffix, watch, ceilings, 17))
     for seq_len in (64,) if is_dry else (2048, 8192):
-        yield _told(f"prefill_{seq_len}", partial(_prefill, watch, ceilings, seq_len))
+        yield guarded(f"prefill_{seq_len}", partial(_prefill, watch, ceilings, seq_len))
     for measure in (_store, _copy, _norm, _swap):
-        yield _told(measure.__name__.removeprefix("_"), partial(measure, watch, ceilings))
+        yield guarded(measure.__name__.removeprefix("_"), partial(measure, watch, ceilings))
     for rows in (2,) if is_dry else (1, 16, 128):
         for label, top_k, top_p in (("top_k_top_p", 40, 0.9), ("top_p", 0, 0.9), ("none", 0, 1.0)):
-            yield _told(f"sampling_{rows}_{label}", partial(_sampling, watch, rows, top_k, top_p, label))
-
-
-def _told(name: str, measure: Callable[[], Check]) -> Check:
-    try:
-        return measure()
-    except Exception as failure:  # of one figure: the others are still told
-        return Check(name, False, note=text_of(failure))
+            yield guarded(f"sampling_{rows}_{label}", partial(_sampling, watch, rows, top_k, top_p, label))
 
 
 def _paged(watch: Stopwatch, num_seqs: int, seq_len: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
