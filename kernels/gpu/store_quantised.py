@@ -152,4 +152,5 @@ def store_quantised(k: torch.Tensor, v: torch.Tensor, layer: QuantisedLayer, slo
         DH=half,
         BLOCK_SIZE=layout.block_size,
         num_warps=warps_for(heads * half),
+        enable_fp_fusion=False,  # a product that is not rounded before 1.5 * 2^23 is added to it ties otherwise
     )

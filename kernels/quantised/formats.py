@@ -64,7 +64,8 @@ FORMATS: Final = {each.name: each for each in (FP16, BF16, FP8, INT8, INT4)}
 
 def compute_scales(x: torch.Tensor, kv_format: KvFormat) -> torch.Tensor:
     """Bits of the bfloat16 scales, int16 [...], of heads x [..., head_dim]."""
-    raw = x.float().abs().amax(-1) / -kv_format.least
+    greatest = x.float().abs().amax(-1)
+    raw = greatest / greatest.new_full((), -kv_format.least)  # by a number of Python a CUDA device multiplies by its reciprocal
     magnitudes = raw.view(torch.int32) & 0x7FFFFFFF
     bits = torch.where(magnitudes >= _INF_BITS, _NAN_BITS, (magnitudes + 0xFFFF) & 0x7FFF0000)
     bits = torch.where(raw < _LEAST, 0, bits) >> 16

@@ -37,6 +37,7 @@ PARTS: dict[str, tuple[str, int, str]] = {
     "g": ("tests.gpu.part_model", 150, "a model's steps: logits, graphs, launches, profile"),
     "e": ("tests.gpu.part_kills", 90, "kill -9 of each service"),
     "c": ("tests.gpu.part_speed", 180, "kernels are fast"),
+    "s": ("tests.gpu.part_sweep", 120, "kernels with other options of their launches"),
     "d": ("tests.gpu.part_serving", 240, "both services serve, in every way"),
 }
 _LEAST_S = 10  # a part that has less is not begun

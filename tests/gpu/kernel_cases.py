@@ -10,8 +10,8 @@ _FEW = 3  # blocks before them in a rehearsal, which has no room for more
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference; infinite where one of both is not a number."""
-    difference = (found.cpu().double() - expected.double()).abs()
+    """Largest difference, in units of what is expected where that is beyond one; infinite where one of both is not a number."""
+    difference = (found.cpu().double() - expected.double()).abs() / expected.double().abs().clamp(min=1)
     return float("inf") if bool(difference.isnan().any()) else float(difference.max())
 
 

@@ -7,6 +7,7 @@ takes the cases from number FIRST on whose number modulo SHARES is SHARE, and wr
 
 import faulthandler
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from dataclasses import asdict
 
 from tests.gpu.checks import Check
 
-NUM_WORKERS = 8
+NUM_WORKERS = 8  # each with its share of the processors, or the threads of their references wait for each other
 _LOST = 3  # the exit code of a process whose device is lost
 
 
@@ -36,7 +37,10 @@ def _watch(share: int, shares: int, is_dry: bool, put: Callable[[Check | None], 
     first = 0
     while True:
         command = [sys.executable, "-m", "tests.gpu.kernel_workers", str(share), str(shares), str(first)]
-        worker = subprocess.Popen([*command, *(["dry"] if is_dry else [])], stdout=subprocess.PIPE, text=True)
+        threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // shares, 1))}
+        worker = subprocess.Popen(
+            [*command, *(["dry"] if is_dry else [])], stdout=subprocess.PIPE, text=True, env={**threads, **os.environ}
+        )
         assert worker.stdout is not None
         begun = ""
         for line in worker.stdout:
@@ -72,4 +76,5 @@ def _work(share: int, shares: int, first: int, is_dry: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_work(*(int(word) for word in sys.argv[1:4]), is_dry="dry" in sys.argv))
+    share, shares, first = (int(word) for word in sys.argv[1:4])
+    sys.exit(_work(share, shares, first, "dry" in sys.argv))

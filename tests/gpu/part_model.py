@@ -47,13 +47,6 @@ def run(is_dry: bool) -> Iterator[Check]:
     """Each figure stands by itself; one that fails is told, and the others go on."""
     device = "cpu" if is_dry else "cuda"
     with tempfile.TemporaryDirectory() as folder:
-        small = [dataclasses.replace(shape, name=f"{shape.name}-4", num_layers=4) for shape in (LLAMA_1B, QWEN3_06B)]
-        for shape in (TINY,) if is_dry else small:
-            yield guarded(f"logits_{shape.name}", partial(_logits_of_shape, Path(folder), shape, device))
-        for name in FAMILIES:
-            family = write_family(Path(folder), name)
-            yield guarded(f"logits_{name}", partial(_logits, family, dataclasses.replace(TINY, name=name), device))
-            yield guarded(f"graph_{name}", partial(_family, family, name, device))
         shape = TINY if is_dry else LLAMA_1B
         path = write_model(Path(folder), dataclasses.replace(shape, name=f"{shape.name}-steps"), device)
         model, _ = load_model(path, device=device, dtype="bfloat16", progress=False)
@@ -61,6 +54,13 @@ def run(is_dry: bool) -> Iterator[Check]:
         yield from _steps(model, shape, device, sizes)
         # Those of a graph of 48 rows, two rows of sixteen members and a rest among them.
         yield guarded("graph_shared_prefix", partial(_shared_prefix, model, shape, device, 3 if is_dry else 44))
+        small = [dataclasses.replace(shape, name=f"{shape.name}-4", num_layers=4) for shape in (LLAMA_1B, QWEN3_06B)]
+        for shape in (TINY,) if is_dry else small:
+            yield guarded(f"logits_{shape.name}", partial(_logits_of_shape, Path(folder), shape, device))
+        for name in FAMILIES:
+            family = write_family(Path(folder), name)
+            yield guarded(f"logits_{name}", partial(_logits, family, dataclasses.replace(TINY, name=name), device))
+            yield guarded(f"graph_{name}", partial(_family, family, name, device))
 
 
 def _runner(model: Decoder, num_seqs: int, num_tokens: int, groups: Sequence[LayerGroup] = ()) -> ModelRunner:

@@ -62,7 +62,7 @@ def run(is_dry: bool) -> Iterator[Check]:
             yield guarded(f"sampling_{rows}_{label}", partial(_sampling, watch, rows, top_k, top_p, label))
 
 
-def _paged(watch: Stopwatch, num_seqs: int, seq_len: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def get_paged(watch: Stopwatch, num_seqs: int, seq_len: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One layer's view of an arena with scattered blocks, and the block tables."""
     per_seq = -(-seq_len // _BLOCK_SIZE)
     layout = KvLayout(1, _KV_HEADS, head_dim, _DTYPE, _BLOCK_SIZE)
@@ -80,18 +80,18 @@ def _stored(watch: Stopwatch, num_blocks: int, head_dim: int, name: str) -> Quan
     return layer
 
 
-def _random(watch: Stopwatch, *shape: int) -> torch.Tensor:
+def make_random(watch: Stopwatch, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=watch.device, dtype=_DTYPE)
 
 
 def _decode(watch: Stopwatch, ceilings: Ceilings, num_seqs: int, seq_len: int, head_dim: int) -> Check:
-    layer, tables = _paged(watch, num_seqs, seq_len, head_dim)
+    layer, tables = get_paged(watch, num_seqs, seq_len, head_dim)
     lens = torch.full((num_seqs,), seq_len, device=watch.device, dtype=torch.int32)
-    q, scale = _random(watch, num_seqs, _HEADS, head_dim), head_dim**-0.5
+    q, scale = make_random(watch, num_seqs, _HEADS, head_dim), head_dim**-0.5
     seconds = watch.seconds(lambda: paged_attention_decode(q, layer, tables, lens, scale=scale))
     in_graph = watch.in_graph(lambda: paged_attention_decode(q, layer, tables, lens, scale=scale))
     num_bytes = 2 * num_seqs * seq_len * _KV_HEADS * head_dim * _DTYPE.itemsize
-    k, v = (_random(watch, num_seqs, _KV_HEADS, seq_len, head_dim) for _ in range(2))
+    k, v = (make_random(watch, num_seqs, _KV_HEADS, seq_len, head_dim) for _ in range(2))
     by_torch = watch.seconds(lambda: scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True))
     figures = {
         "us": seconds * 1e6,
@@ -109,13 +109,13 @@ def _decode(watch: Stopwatch, ceilings: Ceilings, num_seqs: int, seq_len: int, h
 def _one_long(watch: Stopwatch, ceilings: Ceilings) -> Check:
     """One sequence of 128k tokens among 63 of 256: whether it has the device to itself."""
     longest, head_dim = (131_072, 128) if watch.device == "cuda" else (512, 16)
-    layer, tables = _paged(watch, 1, longest + 63 * 256, head_dim)
+    layer, tables = get_paged(watch, 1, longest + 63 * 256, head_dim)
     blocks = tables.flatten()
     rows = torch.zeros(64, longest // _BLOCK_SIZE, dtype=torch.int32, device=watch.device)
     rows[0] = blocks[: longest // _BLOCK_SIZE]
     rows[1:, :16] = blocks[longest // _BLOCK_SIZE :].view(63, 16)
     lens = torch.tensor([longest] + [256] * 63, device=watch.device, dtype=torch.int32)
-    q = _random(watch, 64, _HEADS, head_dim)
+    q = make_random(watch, 64, _HEADS, head_dim)
     seconds = watch.in_graph(lambda: paged_attention_decode(q, layer, rows, lens, scale=head_dim**-0.5))
     num_bytes = 2 * int(lens.sum()) * _KV_HEADS * head_dim * _DTYPE.itemsize
     figures = {"graph_us": seconds * 1e6, "kv_mb": num_bytes / 1e6, "of_read_bandwidth": num_bytes / seconds / ceilings.read}
@@ -125,9 +125,9 @@ def _one_long(watch: Stopwatch, ceilings: Ceilings) -> Check:
 def _shared_prefix(watch: Stopwatch, ceilings: Ceilings, num_seqs: int, prefix: int) -> Check:
     """Sequences with a prefix in common, whose keys are read once for sixteen of them; and the same number without."""
     own, head_dim = (256, 128) if watch.device == "cuda" else (16, 16)
-    layer, tables = _paged(watch, num_seqs, prefix + own, head_dim)
+    layer, tables = get_paged(watch, num_seqs, prefix + own, head_dim)
     lens = torch.full((num_seqs,), prefix + own, device=watch.device, dtype=torch.int32)
-    q, scale = _random(watch, num_seqs, _HEADS, head_dim), head_dim**-0.5
+    q, scale = make_random(watch, num_seqs, _HEADS, head_dim), head_dim**-0.5
     apart, together = (
         watch.in_graph(partial(paged_attention_decode, q, layer, rows, lens, scale=scale))
         for rows in (tables, _with_prefix(tables, prefix))
@@ -143,7 +143,7 @@ def _stored_shared_prefix(watch: Stopwatch, ceilings: Ceilings, num_seqs: int, p
     layer = _stored(watch, num_seqs * per_seq, head_dim, "int8")
     tables = torch.randperm(num_seqs * per_seq, device=watch.device).add_(1).int().view(num_seqs, per_seq)
     lens = torch.full((num_seqs,), prefix + own, device=watch.device, dtype=torch.int32)
-    q, scale = _random(watch, num_seqs, _HEADS, head_dim), head_dim**-0.5
+    q, scale = make_random(watch, num_seqs, _HEADS, head_dim), head_dim**-0.5
 
     def decode(tables: torch.Tensor) -> float:  # planned in each call, as paged_attention_decode is
         return watch.in_graph(lambda: quantised_decode(q, layer, plan_rows(tables, None, lens, None, layer), scale=scale))
@@ -174,10 +174,10 @@ def _shared_check(name: str, num_bytes: int, apart: float, together: float, ceil
 def _suffix(watch: Stopwatch, ceilings: Ceilings, num_queries: int) -> Check:
     """A short suffix on a cached prefix of 32k tokens, the case of a prefix hit."""
     context, head_dim = (32_768, 128) if watch.device == "cuda" else (256, 16)
-    layer, tables = _paged(watch, 1, context + num_queries, head_dim)
+    layer, tables = get_paged(watch, 1, context + num_queries, head_dim)
     lens = torch.tensor([context + num_queries], device=watch.device, dtype=torch.int32)
     locs = torch.tensor([0, num_queries], device=watch.device, dtype=torch.int32)
-    q = _random(watch, num_queries, _HEADS, head_dim)
+    q = make_random(watch, num_queries, _HEADS, head_dim)
     seconds = watch.in_graph(lambda: paged_attention_prefill(q, layer, tables, lens, locs, scale=head_dim**-0.5))
     return _suffix_check(
         f"suffix_{num_queries}_on_32k", 2 * int(lens) * _KV_HEADS * head_dim * _DTYPE.itemsize, seconds, ceilings
@@ -203,7 +203,7 @@ def _stored_suffix(watch: Stopwatch, ceilings: Ceilings, num_queries: int, name:
     tables, lens, locs = _suffix_tables(watch, context + num_queries, num_queries)
     layer = _stored(watch, tables.shape[1], head_dim, name)
     rows = plan_rows(tables, None, lens, locs, layer)
-    q = _random(watch, num_queries, _HEADS, head_dim)
+    q = make_random(watch, num_queries, _HEADS, head_dim)
     seconds = watch.in_graph(lambda: quantised_prefill(q, layer, rows, scale=head_dim**-0.5))
     num_bytes = int(lens) * layer.layout.block_bytes // _BLOCK_SIZE
     return _suffix_check(f"suffix_{num_queries}_on_32k_{name}", num_bytes, seconds, ceilings)
@@ -214,8 +214,8 @@ def _latent_suffix(watch: Stopwatch, ceilings: Ceilings, num_queries: int) -> Ch
     context, heads, latent, rope = (32_768, 128, 512, 64) if watch.device == "cuda" else (256, 4, 64, 16)
     tables, lens, locs = _suffix_tables(watch, context + num_queries, num_queries)
     layout = KvLayout(1, 1, latent + rope, _DTYPE, _BLOCK_SIZE, is_latent=True)
-    layer = latent_layer(_random(watch, tables.shape[1] + 1, *layout.view_shape)[:, 0])
-    q, scale = _random(watch, num_queries, heads, latent + rope), (latent + rope) ** -0.5
+    layer = latent_layer(make_random(watch, tables.shape[1] + 1, *layout.view_shape)[:, 0])
+    q, scale = make_random(watch, num_queries, heads, latent + rope), (latent + rope) ** -0.5
     seconds = watch.in_graph(lambda: latent_attention_prefill(q, layer, tables, lens, locs, scale=scale, latent=latent))
     num_bytes = int(lens) * (latent + rope) * _DTYPE.itemsize
     return _suffix_check(f"suffix_{num_queries}_on_32k_latents", num_bytes, seconds, ceilings)
@@ -239,17 +239,17 @@ def _flashinfer_decode(
 
 def _prefill(watch: Stopwatch, ceilings: Ceilings, seq_len: int) -> Check:
     head_dim = 128 if watch.device == "cuda" else 16
-    layer, tables = _paged(watch, 1, seq_len, head_dim)
+    layer, tables = get_paged(watch, 1, seq_len, head_dim)
     lens = torch.tensor([seq_len], device=watch.device, dtype=torch.int32)
     locs = torch.tensor([0, seq_len], device=watch.device, dtype=torch.int32)
-    q, scale = _random(watch, seq_len, _HEADS, head_dim), head_dim**-0.5
+    q, scale = make_random(watch, seq_len, _HEADS, head_dim), head_dim**-0.5
 
     def attend(tables: torch.Tensor) -> float:
         return watch.seconds(lambda: paged_attention_prefill(q, layer, tables, lens, locs, scale=scale))
 
     seconds, in_order = attend(tables), attend(tables.sort(dim=1).values)
     flop = 2 * 2 * _HEADS * head_dim * seq_len * (seq_len + 1) / 2
-    k, v = (_random(watch, 1, _KV_HEADS, seq_len, head_dim) for _ in range(2))
+    k, v = (make_random(watch, 1, _KV_HEADS, seq_len, head_dim) for _ in range(2))
     heads = q.transpose(0, 1)[None].contiguous()
     by_torch = watch.seconds(lambda: scaled_dot_product_attention(heads, k, v, is_causal=True, enable_gqa=True))
     figures = {
@@ -277,8 +277,8 @@ def _flex_attention(watch: Stopwatch, q: torch.Tensor, k: torch.Tensor, v: torch
 
 def _store(watch: Stopwatch, ceilings: Ceilings) -> Check:
     num_tokens = 16_384 if watch.device == "cuda" else 32
-    layer, tables = _paged(watch, 1, num_tokens, 128)
-    k, v = (_random(watch, num_tokens, _KV_HEADS, 128) for _ in range(2))
+    layer, tables = get_paged(watch, 1, num_tokens, 128)
+    k, v = (make_random(watch, num_tokens, _KV_HEADS, 128) for _ in range(2))
     offsets = torch.arange(_BLOCK_SIZE, device=watch.device)
     slots = (tables[0].long()[:, None] * _BLOCK_SIZE + offsets).flatten()[:num_tokens]
     seconds = watch.seconds(lambda: store_kv(k, v, layer, slots))
@@ -299,10 +299,10 @@ def _copy(watch: Stopwatch, ceilings: Ceilings) -> Check:
 
 def _norm(watch: Stopwatch, ceilings: Ceilings) -> Check:
     rows = 16_384 if watch.device == "cuda" else 4
-    x, residual, weight = _random(watch, rows, 4096), _random(watch, rows, 4096), _random(watch, 4096)
+    x, residual, weight = make_random(watch, rows, 4096), make_random(watch, rows, 4096), make_random(watch, 4096)
     seconds = watch.seconds(lambda: rms_norm(x, weight, 1e-5, residual))
     rate = 4 * x.nbytes / seconds  # both are read, the sum and its norm written
-    few = [_random(watch, 32, 4096) for _ in range(2)]
+    few = [make_random(watch, 32, 4096) for _ in range(2)]
     of_decode = watch.in_graph(lambda: rms_norm(few[0], weight, 1e-5, few[1]))
     return Check(
         "rms_norm", None, {"us": seconds * 1e6, "graph_us_32_rows": of_decode * 1e6, "of_copy_bandwidth": rate / ceilings.copy}
