@@ -26,6 +26,7 @@ T = TypeVar("T")
 _SMOOTHING = 0.2
 _NUM_PREPARATIONS = 1.5  # times the usual duration of one, to be on the safe side
 _MARGIN_S = 0.0005
+_TICKS_PER_S = 1000  # of a timer of the event loop: epoll counts milliseconds, and a wait is rounded up to the next one
 
 
 @dataclass(slots=True)
@@ -160,8 +161,8 @@ class StepWorker:
             work = flight.work
             usual = work.num_tokens * self._usual_token if work.num_prompt_tokens else self._usual_decode
             left = usual - flight.seconds - _NUM_PREPARATIONS * self._usual_preparation - _MARGIN_S
-            if left > 0:
-                await asyncio.wait({flight.computing}, timeout=min(left, longest))
+            if (whole := _whole_ticks(left)) > 0:
+                await asyncio.wait({flight.computing}, timeout=min(whole, longest))
             self._due_at = time.perf_counter()
 
     async def time_reply(self, reply: Awaitable[T]) -> T:
@@ -193,6 +194,11 @@ class StepWorker:
         """No more calls."""
         self._thread.shutdown()
         self._reader.shutdown()
+
+
+def _whole_ticks(seconds: float) -> float:
+    """The wait that ends before so many seconds are over. A step of a device may be as short as a tick or two."""
+    return max(int(seconds * _TICKS_PER_S), 0) / _TICKS_PER_S
 
 
 def _nothing() -> None:

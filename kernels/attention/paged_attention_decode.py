@@ -56,10 +56,11 @@ def plan_decode(
     require_index(_OP, "seq_lens", seq_lens, 1)
     require_kv_layer(_OP, kv_layer)
     if on_cuda(_OP, seq_lens):
-        from ..gpu.decode_work import plan_work
+        from ..gpu.decode_work import plan_work, tile_tokens
 
         is_latent = kv_layer.stride(1) == 0  # of latent_attention, whose kernel reads each sequence by itself
-        work = plan_work(block_tables, seq_lens, kv_layer, window, retention, may_share=not is_latent)
+        tile = tile_tokens(kv_layer.shape[4])
+        work = plan_work(block_tables, seq_lens, kv_layer, window, retention, tile, may_share=not is_latent)
         return DecodePlan(scratch or Scratch(seq_lens.device), work=work)
     tables, lens = block_tables.numpy().astype(np.int64), seq_lens.numpy().astype(np.int64)
     require_tables(_OP, tables, lens, kv_layer)

@@ -48,8 +48,8 @@ def num_extra_items(num_seqs: int, num_kv_heads: int, most_tokens: int, num_mult
 
 
 def tile_tokens(head_dim: int) -> int:
-    """Tokens of a tile."""
-    return 64 if power_of_2(head_dim) <= 128 else 32
+    """Tokens of a tile of K and V as they are computed; docs/gpu has the times of others on an H200."""
+    return 128 if power_of_2(head_dim) <= 128 else 32
 
 
 @triton.jit
@@ -136,21 +136,22 @@ def plan_work(
     kv_layer: torch.Tensor,
     window: int | None,
     retention: tuple[torch.Tensor, torch.Tensor] | None,
+    tile: int,
     *,
     may_share: bool = False,
     tail_tables: torch.Tensor | None = None,
 ) -> DecodeWork | None:
     """The work list for the arguments of paged_attention_decode; None: each sequence is one item.
 
-    may_share: what sequences have in common is looked for, and is not in their items. tail_tables: see plan_shared.
+    tile: tokens of a tile of the kernel that takes the list. may_share: what sequences have in common is looked for, and is not
+    in their items. tail_tables: see plan_shared.
     """
-    num_seqs, (_, _, block_size, num_kv_heads, head_dim) = seq_lens.shape[0], kv_layer.shape
+    num_seqs, (_, _, block_size, num_kv_heads, _) = seq_lens.shape[0], kv_layer.shape
     most_tokens = min(block_tables.shape[1] * block_size, window or NO_WINDOW)
     num_extra = num_extra_items(num_seqs, num_kv_heads, most_tokens, num_multiprocessors(seq_lens.device)) if num_seqs else 0
     if num_extra == 0:
         return None
-    num_items, tile = num_seqs + num_extra, tile_tokens(head_dim)
-    fewest_tiles = FEWEST_ITEM_TOKENS // tile
+    num_items, fewest_tiles = num_seqs + num_extra, FEWEST_ITEM_TOKENS // tile
     shared = None
     if may_share and window is None and retention is None:
         shared = plan_shared(block_tables, tail_tables, seq_lens, block_size, num_extra, tile, fewest_tiles)

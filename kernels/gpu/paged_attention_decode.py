@@ -357,8 +357,8 @@ def paged_attention_decode(
         BLOCK_SIZE=block_size,
         T=tile_tokens(head_dim),
         COMPUTE=COMPUTE_TYPES[q.dtype],
-        num_warps=4,
-        num_stages=5,  # a block is looked up before it is read: with five, two tiles are on their way
+        num_warps=4 if options.retention is None else 8,  # with four, its loop over sinks spills
+        num_stages=3 if dims <= 128 else 5,  # a block is looked up before it is read: with five, two tiles are on their way
     )
     if shared is not None:
         at_once = members_at_once(group)
@@ -389,8 +389,8 @@ def paged_attention_decode(
             BLOCK_SIZE=block_size,
             T=tile_tokens(head_dim),
             COMPUTE=COMPUTE_TYPES[q.dtype],
-            num_warps=4 if dims <= 128 else 8,
-            num_stages=5,
+            num_warps=8,
+            num_stages=3 if dims <= 128 else 5,
         )
     if work is not None:
         merge_items(part, lse, work.runs, out, num_own=num_own, shared=shared)

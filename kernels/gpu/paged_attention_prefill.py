@@ -14,7 +14,7 @@ from .attention_tiles import COMPUTE_TYPES, NO_WINDOW, Options, begin_rows, dens
 from .decode_work import PROGRAMS_PER_MULTIPROCESSOR, num_multiprocessors
 from .paged_attention_decode import merge_items
 from .sizes import cdiv, power_of_2
-from .variants import prefill_rows
+from .variants import prefill_shape
 
 _SEQS_AT_ONCE = 256
 _FEWEST_SPLIT_TOKENS = 1024  # visible keys: below that, merging costs more than it gains
@@ -333,13 +333,15 @@ def paged_attention_prefill(
         return out
     num_kv_heads, block_size = kv_layer.shape[3], kv_layer.shape[2]
     group, dims = num_heads // num_kv_heads, power_of_2(head_dim)
-    is_crowded = dims > 128 and options.soft_cap is not None and options.retention is not None
-    rows = prefill_rows(num_tokens, num_seqs, group, is_crowded=is_crowded)
+    has_cap, has_window = options.soft_cap is not None, options.window is not None or options.retention is not None
+    is_crowded = has_cap and options.retention is not None
+    is_plain = not has_cap and not has_window
+    shape = prefill_shape(num_tokens, num_seqs, group, dims, is_plain=is_plain, is_crowded=is_crowded)
     q = dense_heads(q)
     q_sink = None if options.q_sink is None else dense_heads(options.q_sink)
     sink_lens, window_lens = options.retention or (None, None)
     before, after = options.factors
-    programs = cdiv(num_tokens, rows // group) + num_seqs
+    programs = cdiv(num_tokens, shape.rows // group) + num_seqs
     most_tokens = min(block_tables.shape[1] * block_size, options.window or NO_WINDOW)
     splits, part, lse = plan_splits(out, programs * num_kv_heads, most_tokens)
     prefill_kernel[programs, num_kv_heads, splits](
@@ -365,20 +367,20 @@ def paged_attention_prefill(
         before,
         after,
         options.window or NO_WINDOW,
-        HAS_WINDOW=options.window is not None or options.retention is not None,
-        HAS_CAP=options.soft_cap is not None,
+        HAS_WINDOW=has_window,
+        HAS_CAP=has_cap,
         NUM_HEADS=num_heads,
         GROUP=group,
-        M=rows,
+        M=shape.rows,
         HEAD_DIM=head_dim,
         D=dims,
         SLOT_LEN=num_kv_heads * head_dim,
         BLOCK_SIZE=block_size,
-        T=64 if dims <= 128 else 32,
+        T=shape.tile,
         SEQS=_SEQS_AT_ONCE,
         COMPUTE=COMPUTE_TYPES[q.dtype],
-        num_warps=4 if rows == 64 and not is_crowded else 8,
-        num_stages=5,  # see paged_attention_decode
+        num_warps=shape.warps,
+        num_stages=shape.stages,
     )
     if splits > 1:
         merge_items(part, lse, None, out, num_splits=splits)

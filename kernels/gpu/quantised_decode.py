@@ -15,7 +15,7 @@ from .paged_attention_decode import merge_items
 from .quantised_shared import read_shared
 from .shared_prefix import MEMBERS
 from .sizes import power_of_2
-from .stored_tiles import find_tokens, get_pointers, make_constants, take_stored
+from .stored_tiles import find_tokens, get_pointers, make_constants, stored_tile_tokens, take_stored
 
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
@@ -168,7 +168,8 @@ def _work(rows: QuantisedRows, layer: QuantisedLayer, window: int | None) -> Dec
     if window not in rows.works:
         layout = layer.layout
         shape = torch.empty((1, 2, layout.block_size, layout.num_kv_heads, layout.head_dim), device="meta")
+        tile, tails = stored_tile_tokens(layout.head_dim), rows.tail_tables
         rows.works[window] = plan_work(
-            rows.block_tables, rows.seq_lens, shape, window, None, may_share=True, tail_tables=rows.tail_tables
+            rows.block_tables, rows.seq_lens, shape, window, None, tile, may_share=True, tail_tables=tails
         )
     return rows.works[window]

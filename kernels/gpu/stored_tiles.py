@@ -15,7 +15,6 @@ import triton.language as tl
 from ..quantised.formats import FP8, INT8
 from ..quantised.layout import QuantisedLayer
 from .attention_tiles import COMPUTE_TYPES
-from .decode_work import tile_tokens
 from .sizes import power_of_2
 
 
@@ -27,6 +26,11 @@ class StoredPointers:
     scales: torch.Tensor
     tail: torch.Tensor | None
     strides: tuple[int, int, int, int, int, int]  # of a block and from K to V: of elements, of scales, of the tail
+
+
+def stored_tile_tokens(head_dim: int) -> int:
+    """Tokens of a tile."""
+    return 64 if power_of_2(head_dim) <= 128 else 32
 
 
 def get_pointers(layer: QuantisedLayer) -> StoredPointers:
@@ -52,7 +56,7 @@ def make_constants(layer: QuantisedLayer, q: torch.Tensor, soft_cap: float | Non
         "KV_HEADS": layout.num_kv_heads,
         "HEAD_DIM": head_dim,
         "DH": half,
-        "T": tile_tokens(head_dim),
+        "T": stored_tile_tokens(head_dim),
         "BLOCK_SIZE": layout.block_size,
         "COMPUTE": COMPUTE_TYPES[q.dtype],
     }

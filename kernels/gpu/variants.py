@@ -6,32 +6,52 @@ reaches each variant.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from .sizes import cdiv, power_of_2
 
 MANY_STORED = 1024  # tokens; from here on a program of store_kv takes several: there are programs enough to fill the device
 _FEW_QUERIES, _MANY_QUERIES = 64, 128  # rows of a program of prefill
+_MANY_TOKENS = 1024  # of a sequence in a prefill
 _GROUP_ROWS = (16, 32, 64, 128)  # rows of a program of grouped_linear
 
 
-def prefill_rows(num_tokens: int, num_seqs: int, group: int, *, is_crowded: bool) -> int:
-    """Rows of a program of paged_attention_prefill, for so many tokens of so many sequences, with `group` rows of each token.
+@dataclass(frozen=True, slots=True)
+class PrefillShape:
+    """A program of paged_attention_prefill: rows of queries, tokens of a tile of keys, warps, and stages of its loop."""
 
-    As many as two groups of four warps multiply at once; half of them where each sequence has few. And half of them, over as
-    many warps, where a row has most to keep (is_crowded): else its registers spill (seen with triton 3.6).
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+
+
+def prefill_shape(num_tokens: int, num_seqs: int, group: int, dims: int, *, is_plain: bool, is_crowded: bool) -> PrefillShape:
+    """The shape for so many tokens of so many sequences, with `group` rows of each token and heads of `dims` elements.
+
+    Up to 128 elements, the fastest of 13 shapes on an H200, see docs/gpu: small programs, of which several fit a
+    multiprocessor, and large ones for heads of 128 where sequences have many tokens, without a window or capped scores
+    (is_plain), whose registers would spill. Beyond, as many rows as two groups of four warps multiply at once; half of them
+    where each sequence has few, and, over as many warps, where a row has both caps and sinks (is_crowded), for the same reason.
     """
-    is_half = is_crowded or num_tokens * group <= _FEW_QUERIES * num_seqs
-    return max(_FEW_QUERIES if is_half else _MANY_QUERIES, power_of_2(group))
+    if dims > 128:
+        is_half = is_crowded or num_tokens * group <= _FEW_QUERIES * num_seqs
+        rows = max(_FEW_QUERIES if is_half else _MANY_QUERIES, power_of_2(group))
+        return PrefillShape(rows, 32, 4 if rows == _FEW_QUERIES and not is_crowded else 8, 5)
+    if dims == 128 and num_tokens >= _MANY_TOKENS * num_seqs and is_plain:
+        return PrefillShape(max(_MANY_QUERIES, power_of_2(group)), 128, 8, 2)
+    rows = max(_FEW_QUERIES, power_of_2(group))
+    return PrefillShape(rows, 64, 4 if rows == _FEW_QUERIES else 8, 2)
 
 
 def prefill_lens(groups: Iterable[int]) -> list[int]:
-    """Numbers of tokens, of one sequence alone, that between them have all the rows that prefill_rows gives for these groups.
+    """Numbers of tokens, of one sequence alone, that between them have all shapes that prefill_shape gives for these groups.
 
-    Each is the least one with its rows, and so has the fewest programs: if any launch with these rows is split over the keys,
+    Each is the least one with its shape, and so has the fewest programs: if any launch with this shape is split over the keys,
     it is, behind as many of them. A sequence has two tokens or more: one with a single token decodes. Two are enough for
-    stored K and V and for latents, whose programs have the same rows for any number of tokens.
+    stored K and V and for latents, whose programs have the same shape for any number of tokens.
     """
-    return sorted({2} | {max(_FEW_QUERIES // group + 1, 2) for group in groups})
+    return sorted({2, _MANY_TOKENS} | {max(_FEW_QUERIES // group + 1, 2) for group in groups})
 
 
 def group_rows(num_rows: int, num_groups: int) -> int:

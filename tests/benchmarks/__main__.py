@@ -25,6 +25,7 @@ NAMES = (
     "delay",
     "bounds",
     "host",
+    "device_step",
     "graph_step",
     "generate",
     "serve",

@@ -86,8 +86,8 @@ def _run_all(wanted: Sequence[str], folder: Path, is_dry: bool, seconds: float) 
             continue
         if limit_s < PARTS[name][1]:
             left.append(name)
-        if limit_s < _LEAST_S:
-            continue
+            if limit_s < _LEAST_S:
+                continue
         print(f"[{number}/{len(wanted)}] {name}: {what}, at most {limit_s} s", file=sys.stderr, flush=True)
         results.append(_run_part(name, folder, is_dry, limit_s))
         if name in left and not results[-1].problem:

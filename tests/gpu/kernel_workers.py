@@ -18,6 +18,7 @@ from dataclasses import asdict
 from tests.gpu.checks import Check
 
 NUM_WORKERS = 8  # each with its share of the processors, or the threads of their references wait for each other
+_COMMAND = (sys.executable, "-m", "tests.gpu.kernel_workers")
 _LOST = 3  # the exit code of a process whose device is lost
 
 
@@ -36,21 +37,19 @@ def _watch(share: int, shares: int, is_dry: bool, put: Callable[[Check | None], 
     """All cases of a share, in as many processes as it takes; None at the end."""
     first = 0
     while True:
-        command = [sys.executable, "-m", "tests.gpu.kernel_workers", str(share), str(shares), str(first)]
+        command = [*_COMMAND, str(share), str(shares), str(first), *(["dry"] if is_dry else [])]
         threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // shares, 1))}
-        worker = subprocess.Popen(
-            [*command, *(["dry"] if is_dry else [])], stdout=subprocess.PIPE, text=True, env={**threads, **os.environ}
-        )
-        assert worker.stdout is not None
         begun = ""
-        for line in worker.stdout:
-            message = json.loads(line)
-            if "check" in message:
-                put(Check(**message["check"]))
-                begun = ""
-            else:
-                begun, first = message["name"], message["number"] + 1
-        code = worker.wait()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**threads, **os.environ}) as worker:
+            assert worker.stdout is not None
+            for line in worker.stdout:
+                message = json.loads(line)
+                if "check" in message:
+                    put(Check(**message["check"]))
+                    begun = ""
+                else:
+                    begun, first = message["name"], message["number"] + 1
+        code = worker.returncode
         if begun:
             put(Check(begun, False, note=f"its process ended with {code}; the log of the part has the reason"))
         elif code != _LOST:

@@ -172,9 +172,10 @@ def _steps(model: Decoder, shape: Shape, device: str, sizes: tuple[int, ...]) ->
         for label, runner in (("plain", plain), ("graph", other)):
             if label == "plain" or runner.graphed is not None:
                 yield guarded(f"step_{label}_{size}", partial(_cost, label, runner, size, batch))
-    batch = _rows(shape, sizes[-1], _CONTEXT, _CONTEXT + 1, num_tokens)
-    for label, runner in (("plain", plain), ("graph", other)):
-        yield guarded(f"profile_{label}", partial(_profile, label, runner, batch))
+    for size in (sizes[0], sizes[-1]):
+        batch = _rows(shape, size, _CONTEXT, _CONTEXT + 1, num_tokens)
+        for label, runner in (("plain", plain), ("graph", other)):
+            yield guarded(f"profile_{label}_{size}", partial(_profile, f"{label}-{size}", runner, batch))
 
 
 def _last_rows(batch: Batch, first: int) -> Batch:
@@ -316,4 +317,4 @@ def _profile(label: str, runner: ModelRunner, batch: Batch) -> Check:
     table = seen.key_averages().table(sort_by="self_cuda_time_total" if is_cuda else "self_cpu_time_total", row_limit=40)
     where = keep_text(f"profile-{label}.txt", table)
     figures = {"kernels": len(kernels), "kernel_ms": sum(event.time_range.elapsed_us() for event in kernels) / 1e3}
-    return Check(f"profile_{label}", None, figures, where)
+    return Check(f"profile_{label.replace('-', '_')}", None, figures, where)

@@ -19,6 +19,7 @@ import torch
 
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
+from kvkeeper.kernels.gpu.variants import PrefillShape
 from tests.gpu.checks import Check, guarded
 from tests.gpu.part_speed import get_paged, make_random
 from tests.gpu.stopwatch import Stopwatch
@@ -43,15 +44,17 @@ class _Options:
 
 
 _DECODE = [
-    *(_Options(tile, warps, stages) for tile, warps in ((64, 4), (32, 4), (128, 4), (128, 8)) for stages in (2, 3, 4, 5)),
+    _Options(128, 4, 3),
+    *(_Options(tile, warps, stages) for tile, warps in ((64, 4), (32, 4), (128, 8)) for stages in (2, 3, 4, 5)),
+    *(_Options(128, 4, stages) for stages in (2, 4, 5)),
     *(_Options(64, 4, stages, per_multiprocessor=per) for stages in (3, 5) for per in (4, 6)),
     _Options(32, 2, 5),
     _Options(64, 2, 3),
 ]
 _PREFILL = [
+    *(_Options(64, 4, stages, 64) for stages in (2, 3, 5)),
     *(_Options(64, 8, stages, 128) for stages in (5, 3, 2)),
     *(_Options(128, 8, stages, 128) for stages in (3, 2)),
-    *(_Options(64, 4, stages, 64) for stages in (5, 3, 2)),
     *(_Options(32, 4, stages, 64) for stages in (5, 3)),
     _Options(128, 4, 2, 64),
     _Options(32, 8, 3, 128),
@@ -129,10 +132,8 @@ def _decoded(options: _Options, decode: Callable[[], object]) -> object:
 def _prefilled(options: _Options, prefill: Callable[[], object]) -> object:
     from kvkeeper.kernels.gpu import paged_attention_prefill as gpu
 
-    own = {"T": options.tile, "num_warps": options.warps, "num_stages": options.stages}
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(gpu, "prefill_kernel", _Launch(gpu.prefill_kernel, **own)))
-        stack.enter_context(patch.object(gpu, "prefill_rows", lambda *_, **__: options.rows))
+    shape = PrefillShape(options.rows, options.tile, options.warps, options.stages)
+    with patch.object(gpu, "prefill_shape", lambda *_, **__: shape):
         return prefill()
 
 

@@ -187,7 +187,7 @@ def _add(name: str, launch: Callable[..., object], *args: object, **options: obj
 
 # Every head dim in bfloat16. What else a kernel may differ in is compiled where it can cost most, not in every combination:
 # block sizes and float16 at the common head dim, splits at the common one and the largest (80 and 96 are padded to the tile of
-# 128), one feature alone at 256, where registers are scarcest, and the pairs that hold the others at 128 as well.
+# 128), features at that one and the largest, where registers are scarcest.
 decode_work.num_multiprocessors = paged_attention_prefill_kernels.num_multiprocessors = lambda device: 132
 _HEAD_DIMS, _COMMON, _LARGEST = (64, 80, 96, 128, 256), 128, 256
 for head_dim in _HEAD_DIMS:
@@ -213,7 +213,7 @@ _FEATURES: dict[str, dict] = {
     "cap window": {"cap": 30.0, "window": 1024},
 }
 for label, features in _FEATURES.items():
-    for head_dim in (_COMMON, _LARGEST) if "cap " in label else (_LARGEST,):
+    for head_dim in (_COMMON, _LARGEST):
         _add(f"prefill {label} d{head_dim}", _attend, head_dim, 16, torch.bfloat16, num_queries=8192, **features)
         if "window" not in features:  # decode has one kernel for any window
             _add(f"decode {label} d{head_dim}", _attend, head_dim, 16, torch.bfloat16, **features)
@@ -243,8 +243,8 @@ VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
                           for n in (16, 31, 33) for w in (64, 99)]),
     "decode chunks": (4, [partial(_attend_chunks, n, w) for n in (3, 8) for w in (7, 512, 700, 4096)]),
     "uniforms": (1, [lambda n=n: uniforms_there(nowhere(3, 512, dtype=torch.int64)[:, :n]) for n in (1, 7, 16, 512)]),
-    "prefill": (5, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
-                    for n in (1, 2, 16) for t in (17, 64, 999) for w in (1, 7, 16, 200, 211)]),
+    "prefill": (4, [partial(_attend, 128, 16, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
+                    for n in (1, 2, 16) for t in (17, 64, 999, 4096) for w in (1, 7, 16, 200, 211)]),
     "experts": (5, [partial(_group, n, torch.bfloat16) for n in (1, 4, 16, 500, 700)]),
     "latents": (7, [partial(_latent, 128, 512, 64, torch.bfloat16, num_seqs=n, width=w, num_queries=t)
                     for n in (1, 2, 16) for t in (0, 17, 64, 999) for w in (1, 7, 16, 200, 211, 1100)]),

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.each_value
 SCALE = 0.2
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3}
 FLOATS = [torch.float32, torch.float16]
-TILE = 64  # tokens; items are cut at tiles
+TILE = 128  # tokens; items are cut at tiles
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def check_prefill(world, num_queries, num_heads, *, kept=None, **options):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 def test_decode_at_the_edges_of_blocks_tiles_and_splits(dtype, block_size):
-    lengths = [0, 1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200]
+    lengths = [0, 1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 255, 257]
     check_decode(make_world(lengths, block_size=block_size, num_kv_heads=1, dtype=dtype), 2, window=None, soft_cap=None)
 
 
@@ -134,7 +134,7 @@ def check_work_list(monkeypatch, num_tiles, num_extra):
     spare(monkeypatch, num_extra)
     seq_lens = torch.tensor([tiles * TILE - tiles % 3 for tiles in num_tiles], dtype=torch.int32)
     layer = torch.empty(1, 2, 16, 2, 64)
-    work = plan_work(*pretended([torch.empty(len(num_tiles), 10, dtype=torch.int32), seq_lens, layer]), None, None)
+    work = plan_work(*pretended([torch.empty(len(num_tiles), 10, dtype=torch.int32), seq_lens, layer]), None, None, TILE)
     items, runs = work_by_hand(num_tiles, num_extra)
     assert len(work.items) == len(num_tiles) + num_extra >= len(items)
     assert work.items[: len(items)].tolist() == items
@@ -156,7 +156,7 @@ def test_one_long_sequence_among_many_short_ones_fills_the_device(monkeypatch):
     monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.num_multiprocessors", lambda device: 132)
     seq_lens = torch.tensor([131072] + [256] * 63, dtype=torch.int32)
     tensors = [torch.empty(64, 8192, dtype=torch.int32), seq_lens, torch.empty(1, 2, 16, 8, 128)]
-    work = plan_work(*pretended(tensors), None, None)
+    work = plan_work(*pretended(tensors), None, None, TILE)
     first, num_items = work.runs[0].tolist()
     assert (first, num_items) == (0, 30)
     assert num_items * 8 > 132, "programs of the long one, with its eight heads"

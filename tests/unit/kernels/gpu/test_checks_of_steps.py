@@ -31,6 +31,8 @@ def small_device(monkeypatch):
     monkeypatch.setattr("kvkeeper.engine_service.compute.model_runner.warm_up_batches", lambda *args, **options: ())
     monkeypatch.setattr("kvkeeper.engine_service.compute.graphs.graphed_decode.graph_sizes", lambda most_rows: [most_rows])
     monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.FEWEST_ITEM_TOKENS", PREFIX)
+    for module in ("decode_work", "paged_attention_decode"):
+        monkeypatch.setattr(f"kvkeeper.kernels.gpu.{module}.tile_tokens", lambda head_dim: PREFIX)
     for name, value in (("FEWEST_SHARED_TOKENS", PREFIX), ("FEWEST_MEMBERS", 2), ("_FEWEST_SEQS", 2)):
         monkeypatch.setattr(shared_prefix, name, value)
     for name, value in (("_CONTEXT", CONTEXT), ("_PREFIX", PREFIX), ("_OWN", OWN)):

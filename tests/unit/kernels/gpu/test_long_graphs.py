@@ -64,8 +64,10 @@ def works(monkeypatch):
     decode_work = "kvkeeper.kernels.gpu.decode_work"
     monkeypatch.setattr(f"{decode_work}.num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(f"{decode_work}.FEWEST_ITEM_TOKENS", TILE)
-    for module in ("decode_work", "paged_attention_decode", "latent_attention", "stored_tiles"):
+    for module in ("decode_work", "paged_attention_decode", "latent_attention"):
         monkeypatch.setattr(f"kvkeeper.kernels.gpu.{module}.tile_tokens", lambda head_dim: TILE)
+    for module in ("stored_tiles", "quantised_decode"):
+        monkeypatch.setattr(f"kvkeeper.kernels.gpu.{module}.stored_tile_tokens", lambda head_dim: TILE)
     shared = "kvkeeper.kernels.gpu.shared_prefix"
     for name, lowered in {"_FEWEST_SEQS": 3, "FEWEST_SHARED_TOKENS": TILE, "FEWEST_MEMBERS": 2, "MEMBERS": 2}.items():
         monkeypatch.setattr(f"{shared}.{name}", lowered)

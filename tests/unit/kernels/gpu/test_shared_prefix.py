@@ -23,6 +23,8 @@ def small_device(monkeypatch):
     """Two multiprocessors; items of a tile, rows of three or four members, and any number of sequences."""
     monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.num_multiprocessors", lambda device: 2)
     monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.FEWEST_ITEM_TOKENS", TILE)
+    for module in ("decode_work", "paged_attention_decode"):
+        monkeypatch.setattr(f"kvkeeper.kernels.gpu.{module}.tile_tokens", lambda head_dim: TILE)
     monkeypatch.setattr(shared_prefix, "FEWEST_SHARED_TOKENS", TILE)
     monkeypatch.setattr(shared_prefix, "FEWEST_MEMBERS", 2)
     monkeypatch.setattr(shared_prefix, "_FEWEST_SEQS", 2)
