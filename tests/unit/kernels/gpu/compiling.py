@@ -91,6 +91,7 @@ def _figures(kernel) -> dict:
         "stack": stack + local,
         "shared": kernel.metadata.shared,
         "warps": kernel.metadata.num_warps,
+        "fused": kernel.metadata.enable_fp_fusion,
         "instructions": _num_code_bytes(kernel.asm["cubin"]) // _INSTRUCTION_BYTES,
         **{label: len(pattern.findall(kernel.asm["ptx"])) for label, pattern in _COUNTED.items()},
     }

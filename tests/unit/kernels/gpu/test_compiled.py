@@ -70,6 +70,13 @@ def test_kernels_that_move_memory_move_16_bytes_at_a_time(kernels):
         assert figures["load.16"] and figures["store.16"], (launch, figures)
 
 
+def test_what_is_stored_in_few_bits_is_rounded_where_the_definition_rounds(kernels):
+    """A product that is fused with the addition that makes it an integer is rounded once, and ties go the other way."""
+    storing = [(launch, figures) for launch, figures in kernels if figures["kernel"] == "store_quantised_kernel"]
+    assert storing
+    assert not [launch for launch, figures in storing if figures["fused"]]
+
+
 @pytest.mark.parametrize(
     ("kernel", "instruction"),
     [

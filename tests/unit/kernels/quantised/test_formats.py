@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvkeeper.kernels.errors import KernelArgumentError
-from kvkeeper.kernels.quantised.formats import FORMATS, dequantise, quantise, scale_values
+from kvkeeper.kernels.quantised.formats import FORMATS, compute_scales, dequantise, quantise, scale_values
 from kvkeeper.kernels.quantised.layout import QuantisedLayout, get_layer
 
 # Of the head's greatest magnitude: half a step of its integers with the scale's rounding; of fp8 half of its greatest step. In
@@ -70,3 +71,24 @@ def test_refusals():
         layout.view(torch.zeros(layout.block_bytes + 1, dtype=torch.uint8))
     with pytest.raises(KernelArgumentError, match="uint8"):
         layout.view(torch.zeros(layout.block_bytes, dtype=torch.float32))
+
+
+class _Divisors(TorchDispatchMode):
+    """The devices of what tensors are divided by."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.div:
+            self.devices.append(args[1].device.type if isinstance(args[1], torch.Tensor) else "host")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_scales_are_divided_on_every_device(name):
+    """By a number of the host, a CUDA device multiplies with the reciprocal: another bit in some scales."""
+    with _Divisors() as seen:
+        compute_scales(torch.empty(3, 64, device="meta"), FORMATS[name])
+    assert set(seen.devices) == {"meta"}
