@@ -141,7 +141,12 @@ class EngineConfig(ServiceConfig):
         " client alone has all. Where sequences cost little beside a step's fixed time, as on a GPU, all decode in each.",
     )
     max_sequences: int = _scheduling(256, "most sequences in a step", check=between(1, 1 << 16))
-    chunk_size: int = _scheduling(512, "most prompt tokens of one sequence in a step", check=between(1, 1 << 20, "tokens"))
+    chunk_size: int | None = _scheduling(
+        None,
+        "most prompt tokens of one sequence in a step",
+        check=between(1, 1 << 20, "tokens"),
+        default_text="512, and 2048 with --device cuda",
+    )
     block_size: int = _model(16, "tokens per block; engines share KV only where it is equal", check=between(1, 1024, "tokens"))
     max_tokens_per_sequence: int | None = _bounds(
         None,
@@ -426,6 +431,11 @@ def get_dtype(config: EngineConfig) -> str:
     """What --dtype asks for; on a CPU the kernels of K and V that are stored in another format compute in float32 alone."""
     is_stored = config.kv_dtype != "auto" and config.device == "cpu"
     return "float32" if config.dtype == "auto" and is_stored else config.dtype
+
+
+def get_chunk_size(config: EngineConfig) -> int:
+    """What --chunk-size asks for. A step with a prompt costs a device's host the same for few tokens as for many."""
+    return config.chunk_size or (2048 if config.device == "cuda" else 512)
 
 
 def wants_compiled(config: EngineConfig) -> bool:

@@ -3,7 +3,7 @@
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..compute.served_model import ServedModel
-from ..config import EngineConfig
+from ..config import EngineConfig, get_chunk_size
 from ..scheduler.headroom import Preemption
 from ..scheduler.limits import WHOLE, Limits, ReadSpan
 
@@ -31,7 +31,7 @@ def make_limits(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> 
         max_step_items=pool.max_step_items,
         max_running=max_running,
         token_budget=config.token_budget,
-        chunk_size=config.chunk_size,
+        chunk_size=get_chunk_size(config),
         prefill_budget=config.prefill_budget,
         decode_budget=config.decode_budget or max_running,
         client_shares=config.client_shares,
