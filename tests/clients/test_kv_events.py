@@ -191,10 +191,10 @@ class Subscriber:
 
 
 @contextlib.asynccontextmanager
-async def publishing(folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def publishing(folder: Path, *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvkeeper.cli", "events", "--cache", f"unix:{folder}/s", "--zmq", f"ipc://{folder}/zmq",
-        "--replay", f"ipc://{folder}/replay", "--topic", "kv@node",
+        "--replay", f"ipc://{folder}/replay", "--topic", "kv@node", *flags,
         env=environment(folder), stdin=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -264,6 +264,23 @@ async def store(session: Any, sequence_id: int, tokens: list[int]) -> None:
     await session.extend(sequence_id, len(tokens))
     await session.commit(sequence_id, len(tokens))
     await session.release(sequence_id)
+
+
+async def test_of_pools_of_several_models_one_is_named(folder: Path, spec: pb.KvSpec) -> None:
+    server, other = await served(folder), pb.KvSpec()
+    other.CopyFrom(spec)
+    other.model_id = "other"
+    async with AsyncCacheClient(f"unix:{folder}/s") as client:
+        async with await client.open_session(spec) as session, await client.open_session(other):
+            await store(session, 1, TOKENS[0])
+            async with publishing(folder) as process:
+                _, said = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+            assert (process.returncode, "name one by --model" in said.decode()) == (1, True)
+            subscriber = Subscriber(folder)
+            async with publishing(folder, "--model", "tiny"):
+                await subscriber.until(lambda: subscriber.blocks == {NUMBERS[0]})
+            subscriber.context.destroy(linger=0)
+    await server.stop()
 
 
 def test_an_address_that_is_taken_ends_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
