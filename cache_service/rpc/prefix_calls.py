@@ -61,7 +61,10 @@ class PrefixCalls:
         check_range("hints", len(request.hints), 1, _MOST_HINTS)
         hints = [_parse_hint(hint) for hint in request.hints]
         note = live.pool.manager.prefixes.hint
-        return pb.HintPrefixResponse(num_hinted_tokens=[note(live.core.id, *each) for each in hints])
+        num_tokens = [
+            note(live.core.id, *each, prefetch=hint.prefetch) for each, hint in zip(hints, request.hints, strict=True)
+        ]
+        return pb.HintPrefixResponse(num_hinted_tokens=num_tokens)
 
     async def store_logits(self, request: pb.StoreLogitsRequest) -> pb.StoreLogitsResponse:
         live = own_session(self._session_manager, request)

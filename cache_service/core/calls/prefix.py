@@ -49,14 +49,23 @@ class PrefixCalls:
         self._state.update_pressure()
         return PinResult(pin_id, num_entries * self._state.config.block_size)
 
-    def hint(self, session: SessionId, tenant: str, token_ids: Int32Array, hint: ReuseHint, seconds: float) -> int:
+    def hint(
+        self,
+        session: SessionId,
+        tenant: str,
+        token_ids: Int32Array,
+        hint: ReuseHint,
+        seconds: float = 0.0,
+        *,
+        prefetch: bool = False,
+    ) -> int:
         """Notes what is known of the reuse of a cached prefix, as if a sequence that had it ended now. Returns its tokens.
 
-        seconds: that SOON is at least. It is a use of these blocks, which are those of the first group of layers. Raises
-        UnknownSession.
+        seconds: that SOON is at least. prefetch: what the disk has behind it is brought to the host tier. It is a use of these
+        blocks, which are those of the first group of layers. Raises UnknownSession.
         """
         self._state.session(session)
-        pool, index = self._state.pool, self._state.index
+        pool, index, below = self._state.pool, self._state.index, self._state.below
         if hint is not ReuseHint.UNSPECIFIED:
             pool.heed_hints()
         path = index.block_of_node[self._match(index.find_root(tenant), token_ids)]
@@ -65,6 +74,9 @@ class PrefixCalls:
         if pool.reuse is not None:
             pool.reuse.note_hint(path, hint, seconds)
         pool.unpin(path[::-1])
+        if prefetch and below is not None and index.has_room_for(tenant):
+            pool.limits.name_tenant(tenant, root := index.root(tenant))
+            below.prefetch(root, token_ids)
         return len(path) * self._state.config.block_size
 
     def _match(self, root: int, token_ids: Int32Array) -> Int32Array:

@@ -301,6 +301,7 @@ BOUNDS: dict[str, Bound] = {
     "PrefixHint.token_ids": Many(TOKEN, least=1),
     "PrefixHint.reuse_hint": OneOf(tuple(pb.ReuseHint.values())),
     "PrefixHint.retain_ms": Number(0, 3_600_000),
+    "PrefixHint.prefetch": FLAG,
     "UnpinPrefixRequest.pin_id": Only(("", "x", "x" * 5000), (*INVALID, "UNKNOWN_PIN")),
     "StoreLogitsRequest.logits": Floats(4),
     "StoreLogitsRequest.num_tokens": Number(1, NUM_COMMITTED),
