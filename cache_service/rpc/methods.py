@@ -31,12 +31,12 @@ CONTRACT = Contract(
     with_prompt=frozenset(
         {
             *("CreateSequence", "CreateSequences", "StoreLogits", "WriteKv"),
-            *("MatchPrefix", "CheckAdmission", "ExplainMatch", "PinPrefix"),
+            *("MatchPrefix", "CheckAdmission", "ExplainMatch", "PinPrefix", "HintPrefix"),
         }
     ),
     refusals=REFUSALS,
 )
-_LOOK_UPS = frozenset({"MatchPrefix", "ExplainMatch", "PinPrefix"})
+_LOOK_UPS = frozenset({"MatchPrefix", "ExplainMatch", "PinPrefix", "HintPrefix"})
 
 _WRITE_KV = CONTRACT.service.methods_by_name["WriteKv"]
 # In a step: 36 to commit and to reserve with one new token, and more to start, release or swap, and for guessed tokens.

@@ -1,4 +1,4 @@
-"""Calls on cached prefixes: look-up, explanation of a match, pins, stored logits, and clearing the prefix cache."""
+"""Calls on cached prefixes: look-up, explanation of a match, pins, hints, stored logits, and clearing the prefix cache."""
 
 import asyncio
 import secrets
@@ -6,6 +6,8 @@ import secrets
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.blocks.pins import MAX_PIN_TTL
+from ..core.blocks.reuse_order import SOON_SECONDS
+from ..core.values.types import Int32Array, ReuseHint
 from ..runtime.session_manager import SessionManager
 from ..runtime.turns import Turns
 from .convert import checks, sequences
@@ -14,6 +16,7 @@ from .convert.reports import explanation
 from .ownership import check_sequence, own_session, readable_session, require_all_tenants
 
 _SLICE_BLOCKS = 128  # forgotten in less than a millisecond
+_MOST_HINTS = 256  # of a call
 _TIER_SECONDS = 5.0  # that a clearing waits for a lower tier to have it written down
 
 
@@ -53,6 +56,16 @@ class PrefixCalls:
         live.pool.manager.prefixes.unpin(live.core.id, request.pin_id)
         return pb.UnpinPrefixResponse()
 
+    async def hint_prefix(self, request: pb.HintPrefixRequest) -> pb.HintPrefixResponse:
+        live = own_session(self._session_manager, request)
+        check_range("hints", len(request.hints), 1, _MOST_HINTS)
+        hints = [_parse_hint(hint) for hint in request.hints]
+        note = live.pool.manager.prefixes.hint
+        num_tokens = [
+            note(live.core.id, *each, prefetch=hint.prefetch) for each, hint in zip(hints, request.hints, strict=True)
+        ]
+        return pb.HintPrefixResponse(num_hinted_tokens=num_tokens)
+
     async def store_logits(self, request: pb.StoreLogitsRequest) -> pb.StoreLogitsResponse:
         live = own_session(self._session_manager, request)
         sequence_id = checks.sequence_id(request.sequence_id)
@@ -80,3 +93,10 @@ class PrefixCalls:
         return pb.ClearPrefixCacheResponse(
             num_freed_blocks=result.num_freed_blocks, num_forgotten_blocks=result.num_forgotten_blocks
         )
+
+
+def _parse_hint(hint: pb.PrefixHint) -> tuple[str, Int32Array, ReuseHint, float]:
+    """Tenant, tokens, what is known, and the seconds that it is retained. Raises InvalidField, TenantNotAllowed."""
+    check_range("retain_ms", hint.retain_ms, 0, round(SOON_SECONDS[-1] * 1000))
+    tenant, tokens = checks.tenant(hint.tenant), sequences.token_ids(hint.token_ids)
+    return tenant, tokens, sequences.reuse_hint(hint), hint.retain_ms / 1000

@@ -195,6 +195,7 @@ export class CacheSession {
   explainMatch(tokenIds: ArrayLike<number>, options?: { tenant?: string }): Promise<cache.ExplainMatchResponse>;
   pinPrefix(tokenIds: ArrayLike<number>, ttlMs: number, options?: { tenant?: string }): Promise<cache.PinPrefixResponse>;
   unpinPrefix(pinId: string): Promise<void>;
+  hintPrefixes(hints: readonly cache.PrefixHint[]): Promise<number[]>;
   watchEvents(options?: {
     tenant?: string;
     timeoutMs?: number;

@@ -53,6 +53,7 @@ TABLE: Mapping[str, Mapping[str, frozenset[Role]]] = {
         "ExplainMatch": _LOOKING,
         "PinPrefix": _STEPPING,
         "UnpinPrefix": _STEPPING,
+        "HintPrefix": _STEPPING,
         "StoreLogits": _STEPPING,
         "ReadLogits": _LOOKING,
         "ClearPrefixCache": _STEPPING,

@@ -42,6 +42,7 @@ LAWFUL: dict[str, dict[str, Any]] = {
     "MatchPrefix": {"token_ids": [1, 2]},
     "ExplainMatch": {"token_ids": [1, 2]},
     "PinPrefix": {"token_ids": [0, 1, 2, 3], "ttl_ms": 1000},
+    "HintPrefix": {"hints": [{"token_ids": [0, 1, 2, 3]}]},
     "UnpinPrefix": {"pin_id": "x"},
     "StoreLogits": {"sequence_id": 1, "logits": bytes(4), "num_tokens": 4},
     "GetBlock": {"block_id": 1},

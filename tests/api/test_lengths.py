@@ -4,6 +4,7 @@ A token id may be any below 2^31, so the longest messages are those of the large
 """
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -125,14 +126,19 @@ def starts(sequence_id: int, num_tokens: int) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("method", ["MatchPrefix", "ExplainMatch", "PinPrefix"])
+@pytest.mark.parametrize("method", ["MatchPrefix", "ExplainMatch", "PinPrefix", "HintPrefix"])
 async def test_a_look_up_is_not_read_where_it_is_far_longer_than_any_sequence(api: Api, method: str) -> None:
     """A prompt that is somewhat longer finds what there is of it; one of 800,000 tokens would hold up all sessions."""
     session = await api.open()
-    fields = {"ttl_ms": 1000} if method == "PinPrefix" else {}
+
+    def fields(token_ids: Sequence[int]) -> dict[str, Any]:
+        if method == "HintPrefix":
+            return {"hints": [pb.PrefixHint(token_ids=token_ids)]}
+        return {"token_ids": token_ids, **({"ttl_ms": 1000} if method == "PinPrefix" else {})}
+
     limit = session.opened.pool.max_tokens_with_retention
-    await session.call(method, token_ids=range(4 * limit), **fields)
-    error = await refusal(session.call(method, token_ids=ids(800_000), **fields))
+    await session.call(method, **fields(range(4 * limit)))
+    error = await refusal(session.call(method, **fields(ids(800_000))))
     assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
     assert error.metadata == {"field": "request", "limit": str(256 << 10)}
 

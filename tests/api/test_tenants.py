@@ -132,6 +132,7 @@ def request_of(method: str, owned: Owned) -> Any:
         "MatchPrefix": {"token_ids": PROMPT},
         "ExplainMatch": {"token_ids": PROMPT},
         "PinPrefix": {"token_ids": PROMPT, "ttl_ms": 1000},
+        "HintPrefix": {"hints": [{"token_ids": PROMPT}]},
         "CheckAdmission": {"token_ids": PROMPT},
         "SelectVictims": {"num_blocks": 1},
         "RenewSession": {},
@@ -148,8 +149,8 @@ def request_of(method: str, owned: Owned) -> Any:
 READING = ("GetSequence", "ReadKv", "MatchPrefix", "ExplainMatch", "CheckAdmission", "WatchEvents")
 CHANGING = (
     "RenewSession", "CreateSequence", "CreateSequences", "ExtendSequence", "CommitSequence", "UpdateSequence", "ForkSequence",
-    "PinPrefix", "SelectVictims", "HandOffSequence", "WithdrawHandOff", "WriteKv", "TruncateSequence", "ReleaseSequence",
-    "CloseSession",
+    "PinPrefix", "HintPrefix", "SelectVictims", "HandOffSequence", "WithdrawHandOff", "WriteKv", "TruncateSequence",
+    "ReleaseSequence", "CloseSession",
 )  # fmt: skip
 
 
@@ -244,6 +245,17 @@ async def test_a_tenant_is_the_credentials_or_is_refused(world: World, method: s
         assert not isinstance(answer, tuple)
         num_cached = {"MatchPrefix": "num_matched_tokens", "CreateSequence": "num_matched_tokens"}.get(method)
         assert num_cached is None or getattr(answer, num_cached) == 2 * BLOCK_SIZE  # its own cache, though no tenant was named
+
+
+@pytest.mark.parametrize("named", ["b", "*", "A", ""])
+async def test_each_of_many_hints_is_of_the_credentials_tenant_or_is_refused(world: World, named: str) -> None:
+    hints = [{"token_ids": PROMPT, "tenant": tenant} for tenant in ("a", named)]
+    request = pb.HintPrefixRequest(**world.owned["a"].ids, hints=hints)
+    answer = await world.prober(Role.ENGINE, "a").ask("HintPrefix", request)
+    if named:
+        assert (answer[:2], answer[3]) == (("PERMISSION_DENIED", "TENANT_NOT_ALLOWED"), (("field", "tenant"),))
+    else:
+        assert list(answer.num_hinted_tokens) == [2 * BLOCK_SIZE] * 2
 
 
 @pytest.mark.parametrize("named", ["b", "*", "A", ""])

@@ -72,6 +72,21 @@ async def test_no_block_that_the_disk_has_is_told_as_removed(tmp_path: Path) -> 
         await api.audit()
 
 
+async def test_a_hint_brings_what_the_disk_has_to_the_host_tier(tmp_path: Path) -> None:
+    async with serving(**SIZES, disk_path=tmp_path / "disk") as api:
+        await store_all(api, await api.open(engine=False))
+    async with serving(**SIZES, disk_path=tmp_path / "disk") as api:  # which has not met the tenant
+        session = await api.open(engine=False)
+        wanted, other = (pb.PrefixHint(token_ids=prompt(number), tenant=TENANT, prefetch=number == 3) for number in (3, 4))
+        of_another = pb.PrefixHint(token_ids=prompt(5), tenant="another", prefetch=True)
+        assert list((await session.call("HintPrefix", hints=[wanted, other, of_another])).num_hinted_tokens) == [0, 0, 0]
+        await api.until(lambda stats: stats.pools[0].num_disk_hit_blocks >= NUM_BLOCKS)
+        for number, num_host in ((3, NUM_BLOCKS), (4, 0), (5, 0)):
+            found = await session.call("MatchPrefix", token_ids=prompt(number), tenant=TENANT)
+            assert (found.num_host_tokens, found.num_matched_tokens) == (num_host * BLOCK_SIZE, NUM_BLOCKS * BLOCK_SIZE)
+        await api.audit()
+
+
 @pytest.mark.parametrize("is_kept", [False, True], ids=["the disk alone", "with --memory-dir"])
 async def test_a_restarted_service_tells_what_the_disk_has_before_the_tenant_is_met(tmp_path: Path, *, is_kept: bool) -> None:
     with memory_folder() as folder:

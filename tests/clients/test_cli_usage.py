@@ -117,9 +117,9 @@ def test_a_client_command_imports_nothing_that_it_does_not_need(argv: list[str])
 
 @pytest.mark.parametrize("name", CLIENT_COMMANDS)
 def test_a_wrong_flag_is_told_in_two_lines_with_what_was_meant(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flag = "--cach" if name in ("sequences", "tiers", "top") else "--engin"
-    prompt = ["hello"] if name in ("generate", "explain") else []
-    assert failed(name, *prompt, f"{flag}=127.0.0.1:1") == 2
+    flag = "--cach" if name in ("events", "sequences", "tiers", "top") else "--engin"
+    needed = {"generate": ["hello"], "explain": ["hello"], "events": ["--zmq", "tcp://127.0.0.1:1"]}.get(name, [])
+    assert failed(name, *needed, f"{flag}=127.0.0.1:1") == 2
     hint, reason = capsys.readouterr().err.splitlines()
     assert hint.startswith(f"usage: kvkeeper {name} ") and hint.endswith(f"; all flags: kvkeeper {name} --help")
     meant = "--cache" if flag == "--cach" else "--engine"

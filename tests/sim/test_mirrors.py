@@ -37,8 +37,8 @@ class Mirrors:
         self.num_restarts = self.num_restored = 0
         self._begin()
 
-    def run(self) -> None:
-        for number in range(NUM_OPERATIONS):
+    def run(self, num_operations: int = NUM_OPERATIONS) -> None:
+        for number in range(num_operations):
             self._tick()
             if self.simulation.world is not self.world:
                 self._begin()
@@ -60,7 +60,7 @@ class Mirrors:
         self._world = world
         self.memory = KeptMemory(world.config)
         world.manager.restore(self.memory.kept, may_still_write=False)
-        self.feed, self.readers = _feed(world.manager), list[EventReader]()
+        self.feed, self.readers = open_feed(world.manager), list[EventReader]()
         self.num_restarts += 1
 
     def _tick(self) -> None:
@@ -82,7 +82,7 @@ class Mirrors:
         else:
             self.feed.close(self.readers.pop(self.dice.randrange(len(self.readers))).watch)
             if not self.feed.watches:
-                self.feed = _feed(world.manager)
+                self.feed = open_feed(world.manager)
 
     def _read(self) -> None:
         self.feed.advance(self.dice.randint(1, 6))
@@ -109,7 +109,7 @@ class Mirrors:
                     reader.told.clear()
             self.feed.close(snapshot.watch)
         if not self.readers:
-            self.feed = _feed(self.world.manager)
+            self.feed = open_feed(self.world.manager)
 
     def _check_restart(self) -> None:
         """What the next run would tell, if this one were killed now and its memory kept."""
@@ -121,7 +121,7 @@ class Mirrors:
         tiers: list[tuple[ContentTier, bytes]] = [
             (manager.add_disk(KEY, disk.directory.num_slots, disk.flight.era, stored), KEY)
         ]
-        feed = _feed(manager)
+        feed = open_feed(manager)
         for tenant in TENANTS:
             reader = EventReader(tenant, feed.open(tenant, wants_tokens=True))
             while feed.advance(7):
@@ -131,7 +131,7 @@ class Mirrors:
             self.num_restored += Tier.DISK in reader.blocks.values()
 
 
-def _feed(manager: PoolManager) -> EventFeed:
+def open_feed(manager: PoolManager) -> EventFeed:
     return EventFeed(manager.state.index, SPEC_KEY, PressureLevel.LOW, lambda: None, below=manager.state.below_blocks)
 
 
@@ -160,7 +160,7 @@ def test_mirrors_of_two_services_on_one_store_have_what_each_was_heard_to_have()
     num_damaged = num_missing = 0
     for seed in range(8):
         storm, dice = StoreStorm(seed), random.Random(seed)
-        feeds = [_feed(service.manager) for service in storm.services]
+        feeds = [open_feed(service.manager) for service in storm.services]
         readers = [[EventReader(tenant, feed.open(tenant)) for tenant in STORM_TENANTS] for feed in feeds]
         for number in range(NUM_OPERATIONS):
             storm.tick()

@@ -60,6 +60,7 @@ _PROBES = (
     _Probe("CheckAdmission", _prompt, lambda answer, _: answer.num_hit_tokens > 0),
     _Probe("ExplainMatch", _prompt, lambda answer, _: answer.num_matched_tokens > 0),
     _Probe("PinPrefix", lambda secret: {**_prompt(secret), "ttl_ms": 1}, lambda answer, _: answer.num_pinned_tokens > 0),
+    _Probe("HintPrefix", lambda secret: {"hints": [_prompt(secret)]}, lambda answer, _: sum(answer.num_hinted_tokens) > 0),
     _Probe("CreateSequence", lambda secret: {**_prompt(secret), "sequence_id": _SPARE_ID},
            lambda answer, _: answer.num_matched_tokens > 0, undo="ReleaseSequence"),
     _Probe("GetSequence", lambda secret: {**_sequence(secret), "include_tokens": True}, on_session=True),

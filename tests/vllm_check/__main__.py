@@ -151,6 +151,7 @@ class Check:
         self._row(
             "it stored what it computed", stored.num_cached_blocks >= expected_blocks(), f"{stored.num_cached_blocks} blocks"
         )
+        self._read_events(stored.num_cached_blocks)
         with self._vllm(self._address) as other:
             other.ask(wanted, one_by_one=True)
             found = other.answer()
@@ -164,6 +165,24 @@ class Check:
         self._row("the service counts its hits", hits >= most, f"{hits} tokens of hits")
         medians = [statistics.median(told["first_s"]) * 1000 for told in (without, found)]
         self._row("time to first token, without and with", medians[1] < medians[0], "{:.0f} ms, {:.0f} ms".format(*medians))
+
+    def _read_events(self, num_blocks: int) -> None:
+        """`kvkeeper events` publishes, and vLLM's own structures and hashes read it."""
+        replay = f"ipc://{self._folder}/replay"
+        flags = ["--cache", self._address, "--zmq", f"ipc://{self._folder}/zmq", "--replay", replay]
+        publishing = subprocess.Popen([sys.executable, "-m", "kvkeeper.cli", "events", *flags], stderr=subprocess.DEVNULL)
+        try:
+            command = [str(self._python), str(HERE / "read_events.py"), replay, str(num_blocks)]
+            done = subprocess.run(command, capture_output=True, text=True)
+        finally:
+            publishing.kill()
+            publishing.wait()
+        if done.returncode:
+            raise Failed(f"the events cannot be read:\n{done.stderr[-2000:]}")
+        found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+        is_good = found["num_cached"] == num_blocks <= found["num_told"] and found["num_wrong"] == 0
+        cached, wrong = f"{found['num_cached']} of {num_blocks} blocks", f"{found['num_wrong']} of {found['num_told']}"
+        self._row("vLLM reads the events, and its hashes are ours", is_good, f"{cached}, {wrong} with another hash")
 
     def _at_the_same_time(
         self, first: list[list[int]], second: list[list[int]], of_first: dict[str, Any], of_second: dict[str, Any]

@@ -1,20 +1,22 @@
 """The eviction order of a pool whose clients say what they know of reuse: an order of its own around the pool's policy.
 
-Owns the class of each block: NONE goes before all that the policy orders, and SOON goes after it. Both wait in the order of
-their last use. A pool makes one with its first hint; until then hints cost nothing.
+Owns the class of each block: NONE goes before all that the policy orders, and SOON goes after it, in a class for each time that
+it may wait, the shortest first. In a class blocks wait in the order of their last use. A pool makes one with its first hint;
+until then hints cost nothing.
 
 Rules. Blocks of a sequence that says NONE are NONE from the time when the index names them, and are no longer as soon as a
 sequence that does not say so, or a pin, holds them. The end of a sequence changes the class of its tail: of the last indexed
 blocks that lead to this end alone, because nothing else holds them and they never had another child. After NONE it is NONE, and
 after anything but SOON it is no longer SOON. Above the tail a class is only raised: to SOON for the whole path, and after NONE
 from NONE for what several sequences have shared. What nearly all sequences say counts for nothing, so that such a pool is its
-policy's. At most a share of the pool waits as SOON, each block for a time: then it waits where the policy has it, the one that
-waits longest first.
+policy's; a hint of a prefix always counts. At most a share of the pool waits as SOON, each block for the time of its class:
+then it waits where the policy has it, the one that waits longest first, of the shortest time.
 
-Leaves before parents: no class is higher than the one of the block above it, and both queues and the lapse take the child
+Leaves before parents: no class is higher than the one of the block above it, and all queues and the lapse take the child
 first. As with any policy, a parent that began to wait before its child, under retention or a transfer, may go before it.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -27,14 +29,14 @@ from ..index.node_links import NO_NODE
 from ..index.prefix_index import PrefixIndex
 from ..values.types import NO_INT32, Int32Array, ReuseHint
 
-SOON_SECONDS = 60.0  # that a block waits as SOON
+SOON_SECONDS = (60.0, 600.0, 3600.0)  # that a block waits as SOON, by class
 MOST_ALIKE = 0.9  # of the sequences that ended of late: a hint that more of them gave distinguishes nothing
 SPAN = 32  # sequences that "of late" is about
 LEAST_ENDED = 8  # sequences, before it is known what most of them say
 _STAMPS_PER_MS = 1 << 20
-_LAST, _NORMAL, _FIRST = -1, 0, 1  # what ReuseHint.NONE, UNSPECIFIED and SOON make of a block
+_LAST, _NORMAL, _FIRST = -1, 0, 1  # what ReuseHint.NONE, UNSPECIFIED and SOON make of a block; with longer times 2 and 3
 _SLICE_BLOCKS, _SLICE_CLASSES = 256, 65_536  # audited, and looked at, in less than a millisecond
-_SHOWN = {_LAST: ReuseHint.NONE, _NORMAL: ReuseHint.UNSPECIFIED, _FIRST: ReuseHint.SOON}
+_SHOWN = {_LAST: ReuseHint.NONE, _NORMAL: ReuseHint.UNSPECIFIED, _FIRST: ReuseHint.SOON}  # longer times as _FIRST
 
 
 class ReuseOrder:
@@ -59,7 +61,7 @@ class ReuseOrder:
         self._classes: npt.NDArray[np.int8] = np.zeros(len(ref_counts), np.int8)
         self._stamps = Stamps(0)  # of every wait that began since there are hints
         self._stamps.newest = np.zeros(len(ref_counts), np.int64)  # untouched: a call that gives a hint looks at no block
-        self._none, self._soon = BlockQueue(self._stamps), BlockQueue(self._stamps)
+        self._none, self._soon = BlockQueue(self._stamps), [BlockQueue(self._stamps) for _ in SOON_SECONDS]
         self._sweeper = Sweeper()
         self._shares = [0.0] * len(ReuseHint)  # of the sequences that ended of late, by hint
         self._num_ended = 0  # sequences
@@ -67,7 +69,7 @@ class ReuseOrder:
 
     def get_hint(self, block: int) -> ReuseHint:
         """The hint that a block's class comes from."""
-        return _SHOWN[int(self._classes[block])]
+        return _SHOWN[min(int(self._classes[block]), _FIRST)]
 
     # What sequences say
 
@@ -81,13 +83,21 @@ class ReuseOrder:
 
     def end_sequence(self, path: Int32Array, hint: int) -> None:
         """A sequence is about to release its indexed blocks, from the root down, and says this."""
-        says_something = self._is_distinctive(hint)
-        if hint == ReuseHint.SOON:
-            if says_something:
-                self._classes[path] = _FIRST
-                return
+        is_distinctive = self._is_distinctive(hint)
+        if hint == ReuseHint.SOON and not is_distinctive:
             self._lapse(max(len(path), 1))  # what waits as SOON since it was said less often
-        is_none = hint == ReuseHint.NONE and says_something
+        self.note_hint(path, hint if is_distinctive else ReuseHint.UNSPECIFIED)
+
+    def note_hint(self, path: Int32Array, hint: int, seconds: float = 0.0) -> None:
+        """This is known of indexed blocks, from the root down, whose holder is about to release them.
+
+        seconds: that SOON is at least, where there is a class of as many.
+        """
+        if hint == ReuseHint.SOON:
+            level = _FIRST + min(bisect_left(SOON_SECONDS, seconds), len(SOON_SECONDS) - 1)
+            self._classes[path] = np.maximum(self._classes[path], level)
+            return
+        is_none = hint == ReuseHint.NONE
         if is_none:
             self.claim(path[: self._index.links.num_shared(self._index.node_of_block[path])])
         else:
@@ -98,8 +108,8 @@ class ReuseOrder:
 
     def lapse(self, now: float, max_blocks: int) -> bool:
         """Ends the time of up to max_blocks that wait as SOON for too long. Whether more may be left."""
-        last_ms = int((now - SOON_SECONDS) * 1000)
-        return self._lapse(max_blocks, until=(last_ms + 1) * _STAMPS_PER_MS - 1) == max_blocks
+        last_ms = [int((now - seconds) * 1000) for seconds in SOON_SECONDS]
+        return self._lapse(max_blocks, until=[(last + 1) * _STAMPS_PER_MS - 1 for last in last_ms]) == max_blocks
 
     def _is_distinctive(self, hint: int) -> bool:
         """Whether not nearly all of the sequences that ended of late said this; counts this one."""
@@ -117,13 +127,21 @@ class ReuseOrder:
         found = stops.nonzero()[0]
         return int(found[-1]) + 1 if len(found) else 0
 
-    def _lapse(self, count: int, until: int | None = None) -> int:
-        blocks = self._soon.pop(count, until)
+    def _lapse(self, count: int, until: list[int] | None = None) -> int:
+        """Ends the wait of so many as SOON. until: the last stamp of each class. Returns how many there were."""
+        blocks = self._pop_soon(count, until)
         if len(blocks):
             self._classes[blocks] = _NORMAL
             self.num_soon -= len(blocks)
             self.policy.add(blocks)
         return len(blocks)
+
+    def _pop_soon(self, count: int, until: list[int] | None = None) -> Int32Array:
+        popped = [NO_INT32]
+        for at, queue in enumerate(self._soon):
+            popped.append(queue.pop(count, None if until is None else until[at]))
+            count -= len(popped[-1])
+        return np.concatenate(popped)
 
     # As an EvictionPolicy
 
@@ -138,12 +156,11 @@ class ReuseOrder:
         if not classes.any():
             self.policy.add(blocks)
             return
-        is_none, is_soon = classes == _LAST, classes == _FIRST
-        self._none.push(blocks[is_none], stamps[is_none])
-        self._soon.push(blocks[is_soon], stamps[is_soon])
+        for level, queue in ((_LAST, self._none), *enumerate(self._soon, _FIRST)):
+            queue.push(blocks[classes == level], stamps[classes == level])
         self._count(classes, 1)
         self.policy.add(blocks[classes == _NORMAL])
-        self._sweeper.pay(len(blocks), [self._none, self._soon])
+        self._sweeper.pay(len(blocks), [self._none, *self._soon])
         if self.num_soon > self._most_soon:
             self._lapse(self.num_soon - self._most_soon)
 
@@ -166,7 +183,7 @@ class ReuseOrder:
         num_others = self._num_evictable() - self.num_none - self.num_soon
         first = self._none.pop(min(count, self.num_none))
         others = self.policy.take_victims(min(count - len(first), num_others))
-        last = self._soon.pop(count - len(first) - len(others)) if count > len(first) + len(others) else NO_INT32
+        last = self._pop_soon(count - len(first) - len(others)) if count > len(first) + len(others) else NO_INT32
         if len(first) or len(last):
             self.forget_blocks(np.concatenate([first, last]))
         self._stamps.end_waits(others)
@@ -184,13 +201,14 @@ class ReuseOrder:
     def _count(self, classes: npt.NDArray[np.int8], change: int) -> None:
         """Blocks of these classes begin or end to wait."""
         self.num_none += change * int(np.count_nonzero(classes == _LAST))
-        self.num_soon += change * int(np.count_nonzero(classes == _FIRST))
+        self.num_soon += change * int(np.count_nonzero(classes >= _FIRST))
 
     # For audits
 
     def own_order(self) -> Order:
         """The order of the blocks that wait in a queue of this one."""
-        return Order(self._stamps, [*self._none.rows(), *self._soon.rows()], self._stamps.clock)
+        queues = [self._none, *self._soon]
+        return Order(self._stamps, [row for queue in queues for row in queue.rows()], self._stamps.clock)
 
     def are_own(self, some: slice) -> npt.NDArray[np.bool_]:
         """[blocks of a slice] whether each waits in a queue of this one."""
@@ -207,7 +225,7 @@ class ReuseOrder:
 
     def _check_numbers(self) -> list[str]:
         waits = self._classes[self._stamps.newest > 0]
-        is_right = (self.num_none, self.num_soon) == (np.count_nonzero(waits == _LAST), np.count_nonzero(waits == _FIRST))
+        is_right = (self.num_none, self.num_soon) == (np.count_nonzero(waits == _LAST), np.count_nonzero(waits >= _FIRST))
         wrong = [] if is_right else ["the numbers of blocks that are not expected back, or soon, are wrong"]
         return wrong if self.num_soon <= self._most_soon else [*wrong, "more blocks are expected soon than may be"]
 
@@ -219,7 +237,7 @@ class ReuseOrder:
             return
         if node == NO_NODE:
             yield f"block {block} has a class without being indexed"
-        elif kind == _FIRST:
+        elif kind >= _FIRST:
             parent = index.parent(node)
             if parent > 0 and self._goes_first(int(index.block_of_node[parent]), block):
                 yield f"block {block} is expected sooner than the one above it"

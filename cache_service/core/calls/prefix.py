@@ -1,4 +1,4 @@
-"""Calls on the prefix cache of a pool, beside the steps: pins and stored logits."""
+"""Calls on the prefix cache of a pool, beside the steps: pins, hints and stored logits."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import numpy as np
 from ..blocks.pins import MAX_PIN_TTL, MAX_PINS, MIN_PIN_TTL, Pin
 from ..pool_state import PoolState
 from ..values.errors import InvalidField, OutOfBlocks, OutOfPins, UnknownLogits, UnknownPin, WrongState
-from ..values.types import NO_INT32, Int32Array, SequenceState, SessionId
+from ..values.types import NO_INT32, Int32Array, ReuseHint, SequenceState, SessionId
 from .clear import Clearing, ClearResult
 
 
@@ -37,13 +37,7 @@ class PrefixCalls:
         if len(pins) >= MAX_PINS:
             raise OutOfPins(f"all {MAX_PINS} pins are in use", limit=MAX_PINS)
         root = index.find_root(tenant)
-        nodes = index.match(root, token_ids, len(token_ids) // self._state.config.block_size)
-        blocks = index.block_of_node[nodes]
-        if np.count_nonzero(blocks) < len(blocks):  # a block that is in the host tier only cannot be held here
-            blocks = blocks[: int(np.argmin(blocks > 0))]
-        if (is_over := self._state.pool.limits.outlived(blocks)).any():
-            blocks = blocks[: int(np.argmax(is_over))]
-        num_entries, blocks, num_wanted = self._fitting(root, nodes[: len(blocks)])
+        num_entries, blocks, num_wanted = self._fitting(root, self._match(root, token_ids))
         if not num_entries:
             if num_wanted:
                 available = max(0, pins.room(root))
@@ -54,6 +48,47 @@ class PrefixCalls:
         pins.add(pin_id, Pin(session, root, blocks, self._state.now + ttl, num_entries))
         self._state.update_pressure()
         return PinResult(pin_id, num_entries * self._state.config.block_size)
+
+    def hint(
+        self,
+        session: SessionId,
+        tenant: str,
+        token_ids: Int32Array,
+        hint: ReuseHint,
+        seconds: float = 0.0,
+        *,
+        prefetch: bool = False,
+    ) -> int:
+        """Notes what is known of the reuse of a cached prefix, as if a sequence that had it ended now. Returns its tokens.
+
+        seconds: that SOON is at least. prefetch: what the disk has behind it is brought to the host tier. It is a use of these
+        blocks, which are those of the first group of layers. Raises UnknownSession.
+        """
+        self._state.session(session)
+        pool, index, below = self._state.pool, self._state.index, self._state.below
+        if hint is not ReuseHint.UNSPECIFIED:
+            pool.heed_hints()
+        path = index.block_of_node[self._match(index.find_root(tenant), token_ids)]
+        self._state.revision += 1
+        pool.pin(path)
+        if pool.reuse is not None:
+            pool.reuse.note_hint(path, hint, seconds)
+        pool.unpin(path[::-1])
+        if prefetch and below is not None and index.has_room_for(tenant):
+            pool.limits.name_tenant(tenant, root := index.root(tenant))
+            below.prefetch(root, token_ids)
+        return len(path) * self._state.config.block_size
+
+    def _match(self, root: int, token_ids: Int32Array) -> Int32Array:
+        """The nodes of a prefix that are cached on the device, from the root down."""
+        index = self._state.index
+        nodes = index.match(root, token_ids, len(token_ids) // self._state.config.block_size)
+        blocks = index.block_of_node[nodes]
+        if np.count_nonzero(blocks) < len(blocks):  # a block that is in the host tier only cannot be held here
+            blocks = blocks[: int(np.argmin(blocks > 0))]
+        if (is_over := self._state.pool.limits.outlived(blocks)).any():
+            blocks = blocks[: int(np.argmax(is_over))]
+        return nodes[: len(blocks)]
 
     def _fitting(self, root: int, nodes: Int32Array) -> tuple[int, Int32Array, int]:
         """The longest hit on these nodes that pins have room for: its entries, and its blocks of all groups of layers.

@@ -89,6 +89,11 @@ class ContentTier:
             self._awaited[slot] = _Awaited(loads, end * self._block_size, self._clock.now + self.rules.deadline)
         return bool(loads)
 
+    def prefetch(self, root: int, tokens: Int32Array) -> None:
+        """The same for no sequence, where the tier need not be asked what it has."""
+        if self.directory.may_have_some and self._is_on and not self.rules.most_asked:
+            self.loads.prepare(root, tokens)
+
     def length_to_come(self, slot: int, max_hit: int) -> int:
         """Tokens that the waiting sequence could hit once its loads have ended; 0 where it is not to wait for any."""
         awaited = self._awaited.get(slot)
@@ -200,6 +205,11 @@ class TierChain:
         """A sequence was created in this slot: what it wants is brought, as far as the tiers have it."""
         self._turns[slot] = -1
         self._go_on(slot)
+
+    def prefetch(self, root: int, tokens: Int32Array) -> None:
+        """What the disk has of these tokens is brought to the host tier."""
+        for tier in self.tiers:
+            tier.prefetch(root, tokens)
 
     def length_to_come(self, slot: int, max_hit: int) -> int:
         """Tokens that the waiting sequence could hit once what it waits for has come; 0 where it is not to wait."""

@@ -53,7 +53,7 @@ def retention(
     return Retention(sink, window)
 
 
-def reuse_hint(request: pb.CreateSequenceRequest | pb.NewSequence | pb.UpdateSequenceRequest) -> ReuseHint:
+def reuse_hint(request: pb.CreateSequenceRequest | pb.NewSequence | pb.UpdateSequenceRequest | pb.PrefixHint) -> ReuseHint:
     """Raises InvalidField."""
     check_range("reuse_hint", request.reuse_hint, 0, _LAST_HINT)
     return ReuseHint(request.reuse_hint)

@@ -72,6 +72,11 @@ export class CacheSession {
     await this.#call('UnpinPrefix', { pinId });
   }
 
+  /** Says what is known of the next use of cached prefixes, each {tokenIds, tenant, reuseHint}. The cached tokens of each. */
+  async hintPrefixes(hints) {
+    return (await this.#call('HintPrefix', { hints })).numHintedTokens;
+  }
+
   /**
    * Yields the blocks cached for the tenant, then every change of them; leaving the loop ends the watch.
    * @param {{tenant?: string, timeoutMs?: number, includeTokenIds?: boolean}} [options] includeTokenIds: of new blocks, as LE32

@@ -59,6 +59,9 @@ test('a prefix is stored, explained, pinned, watched and cleared', async () => {
   assert.equal((await session.evictBlocks({ numFreeBlocks: numFree })).numEvictedBlocks, 0);
   await session.unpinPrefix(pin.pinId);
   await assert.rejects(session.unpinPrefix(pin.pinId), { reason: 'UNKNOWN_PIN' });
+  const hint = { tokenIds: PROMPT, reuseHint: 'REUSE_HINT_SOON' };
+  assert.deepEqual(await session.hintPrefixes([hint, { tokenIds: PROMPT, tenant: 'other' }]), [8, 0]);
+  assert.equal((await session.getBlock(match.blockIds[1])).reuseHint, 'REUSE_HINT_SOON');
   assert.equal((await session.evictBlocks({ numFreeBlocks: numFree })).numEvictedBlocks, 2);
   assert.equal((await events.next()).value.kind, 'EVENT_KIND_REMOVED');
   await events.return();

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkeeper.cache_service.core.blocks.reuse_order import LEAST_ENDED, MOST_ALIKE, SPAN
+from kvkeeper.cache_service.core.blocks.reuse_order import LEAST_ENDED, MOST_ALIKE, SOON_SECONDS, SPAN
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import Retention
 from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, ReuseHint
@@ -123,7 +123,7 @@ class NaiveCache:
         self.seen_tenants: set[str] = set()
         self.foreign: list[int] = []  # granted in this operation, last held by another tenant
         self.cleared: list[int] = []  # cleared in this operation
-        self.classes: dict[int, int] = {}  # indexed block: -1 after NONE, 1 after SOON; else 0
+        self.classes: dict[int, int] = {}  # indexed block: -1 after NONE, 1 to 3 after SOON; else 0
         self.children: dict[Key, int] | None = None  # that each was ever given, since there are hints
         self.lapses: dict[int, int] = {}  # cached block: the operation in which it was no longer expected soon
         self.said = dict.fromkeys(ReuseHint, 0.0)  # share of the sequences that ended of late
@@ -508,25 +508,29 @@ class NaiveCache:
                 self.num_said += 1
                 span = min(self.num_said, SPAN)
                 self.said = {each: share + ((each == q.hint) - share) / span for each, share in self.said.items()}
-                if hint is ReuseHint.SOON:
-                    self.classes.update(dict.fromkeys(path, 1))
-                    continue
-                shared = [idx for idx in range(q.published) if self.children.get(self.key(q, idx), 0) > 1]
-                self.claim_blocks(None, path[: max(shared, default=-1) + 1] if hint is ReuseHint.NONE else path)
-                for idx in range(q.published - 1, -1, -1):
-                    if not self._leads_here_alone(q, idx):
-                        break
-                    most = -1 if hint is ReuseHint.NONE else 0
-                    self.classes[path[idx]] = min(self.classes.get(path[idx], 0), most)
+                self.note_hint([self.key(q, idx) for idx in range(q.published)], path, hint)
 
-    def _leads_here_alone(self, q: NaiveSequence, block_idx: int) -> bool:
+    def note_hint(self, keys: list[Key], path: list[int], hint: ReuseHint, seconds: float = 0) -> None:
+        """This is known of a prefix that is about to be given up."""
         assert self.children is not None
-        tenant, tokens = key = self.key(q, block_idx)
+        if hint is ReuseHint.SOON:
+            level = 1 + (seconds > SOON_SECONDS[0]) + (seconds > SOON_SECONDS[1])
+            self.classes.update({block: max(self.classes.get(block, 0), level) for block in path})
+            return
+        shared = [idx for idx, key in enumerate(keys) if self.children.get(key, 0) > 1]
+        self.claim_blocks(None, path[: max(shared, default=-1) + 1] if hint is ReuseHint.NONE else path)
+        for idx in range(len(path) - 1, -1, -1):
+            if not self._leads_here_alone(keys, idx, path[idx]):
+                break
+            self.classes[path[idx]] = min(self.classes.get(path[idx], 0), -1 if hint is ReuseHint.NONE else 0)
+
+    def _leads_here_alone(self, keys: list[Key], idx: int, block: int) -> bool:
+        assert self.children is not None
+        tenant, tokens = keys[idx]
         longer = len(tokens) + self.block_size
         below = {k for k in self.index if k[0] == tenant and len(k[1]) == longer and k[1][: len(tokens)] == tokens}
-        if block_idx + 1 < q.published:
-            below.remove(self.key(q, block_idx + 1))
-        return not below and self.num_holders(q.table[block_idx]) == 1 and self.children.get(key, 0) < 2
+        below -= set(keys[idx + 1 : idx + 2])
+        return not below and self.num_holders(block) == 1 and self.children.get(keys[idx], 0) < 2
 
     def _bound_soon(self) -> None:
         """Too many that are expected soon: those that wait longest are expected like others."""
@@ -537,22 +541,24 @@ class NaiveCache:
         """Among equals the pool chooses."""
         if excess <= 0:
             return
-        soon = sorted((b for b in self.ages if self.classes.get(b, 0) > 0 and b not in self.victims), key=self.ages.__getitem__)
+        turns = {b: (self.classes[b], self.ages[b]) for b in self.ages if self.classes.get(b, 0) > 0 and b not in self.victims}
+        soon = sorted(turns, key=turns.__getitem__)
         excess = min(excess, len(soon))
         if excess > 0:
-            last = self.ages[soon[excess - 1]]
-            surely = [block for block in soon if self.ages[block] < last]
-            maybe = [block for block in soon if self.ages[block] == last]
+            last = turns[soon[excess - 1]]
+            surely = [block for block in soon if turns[block] < last]
+            maybe = [block for block in soon if turns[block] == last]
             if len(maybe) > excess - len(surely):
                 depths = {block: len(tokens) for (_, tokens), block in self.index.items()}
                 maybe.sort(key=lambda block: (self.class_of(block), -depths[block]))  # a child goes before its parent
             for block in [*surely, *maybe][:excess]:
                 self.classes[block], self.lapses[block] = 0, self.clock
 
-    def lapse_soon(self, last_ms: int) -> None:
-        """What came to be cached by this millisecond is no longer expected soon."""
+    def lapse_soon(self, now: float) -> None:
+        """What has been cached for the time of its class is no longer expected soon."""
         for block, age in self.ages.items():
-            if self.classes.get(block, 0) > 0 and int(self.times[age] * 1000) <= last_ms:
+            level = self.classes.get(block, 0)
+            if level > 0 and int(self.times[age] * 1000) <= int((now - SOON_SECONDS[level - 1]) * 1000):
                 self.classes[block], self.lapses[block] = 0, self.clock
 
 

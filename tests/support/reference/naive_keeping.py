@@ -5,9 +5,10 @@ A pin is a list of blocks that it holds until its time is over.
 
 from dataclasses import dataclass
 
-from kvkeeper.cache_service.core.blocks.reuse_order import SOON_SECONDS
-from kvkeeper.cache_service.core.values.types import BlockState
+from kvkeeper.cache_service.core.values.types import BlockState, ReuseHint
 from tests.support.reference.naive_cache import Key, NaiveCache, NaiveSequence, expect, require
+
+_HINTING = "what holds a prefix while a hint is noted"
 
 
 @dataclass
@@ -55,6 +56,20 @@ class NaiveKeeping(NaiveCache):
             self.claim_blocks(None, blocks)
         self.settle()
 
+    def hint(self, session: str, tenant: str, tokens: list[int], hint: ReuseHint, seconds: float, num_tokens: int) -> None:
+        """The core noted a hint of so many tokens of a prefix."""
+        self.clock += 1
+        blocks, size = self.match(tenant, tokens), self.block_size
+        expect(num_tokens, len(blocks) * size, "tokens that a hint reached")
+        self.heed(hint)
+        self.settle()
+        self.pins[_HINTING] = NaivePin(session, tenant, blocks, self.now)
+        self.claim_blocks(None, blocks)
+        if self.children is not None:
+            keys = [(tenant, tuple(tokens[:end])) for end in range(size, len(blocks) * size + 1, size)]
+            self.note_hint(keys, blocks, hint, seconds)
+        self.unpin(_HINTING)
+
     def unpin(self, pin_id: str) -> None:
         self.clock += 1
         for block in self.pins.pop(pin_id).blocks:
@@ -68,7 +83,7 @@ class NaiveKeeping(NaiveCache):
         for pin_id in self.soonest_first():
             if self.pins[pin_id].deadline <= self.now:
                 self.unpin(pin_id)
-        self.lapse_soon(int((self.now - SOON_SECONDS) * 1000))
+        self.lapse_soon(self.now)
         if self.config.prefix_ttl is not None:
             self.expire(int((self.now - self.config.prefix_ttl) * 1000))
 

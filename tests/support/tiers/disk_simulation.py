@@ -78,6 +78,8 @@ class DiskSimulation:
             world.store_some(1 + self.choose(4))
         elif event < 230:
             world.work(self.choose, self.faults)
+        elif event < 236:
+            world.hint(session, self.choose)
         elif event < 260:
             world.pass_time(self.rng.choice([0.01, 0.1, 1.0, 70.0]))
         else:

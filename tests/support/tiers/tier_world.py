@@ -11,7 +11,15 @@ from kvkeeper.cache_service.core.values.errors import WrongState
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import Retention, SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
-from kvkeeper.cache_service.core.values.types import BlockId, Executor, Int64Array, SequenceId, SequenceState, SessionId
+from kvkeeper.cache_service.core.values.types import (
+    BlockId,
+    Executor,
+    Int64Array,
+    ReuseHint,
+    SequenceId,
+    SequenceState,
+    SessionId,
+)
 from tests.support.reference.tier_memory import TierOrder
 from tests.support.reference.told_tables import ToldTables
 from tests.support.tiers.tier_answers import TierAnswers
@@ -93,6 +101,12 @@ class TierWorld(TierAnswers):
         args = SequenceArgs(SequenceId(q.id), np.array(tokens, np.int32), 0, q.tenant, retention=q.retention)
         self.manager.creation.create(session, args)
         engine.sequences[q.id] = q
+
+    def hint(self, session: SessionId, choose: Choose) -> None:
+        """Of any prefix; what a tier below has of it is brought ahead."""
+        tokens = [choose(self.alphabet) for _ in range(1 + choose(self.config.limit_tokens))]
+        tenant, hint = self.tenants[choose(len(self.tenants))], ReuseHint(choose(3))
+        self.manager.prefixes.hint(session, tenant, np.array(tokens, np.int32), hint, 3600.0 * choose(2), prefetch=True)
 
     def narrow(self, session: SessionId, choose: Choose) -> None:
         """A sequence that kept everything keeps less from now on."""

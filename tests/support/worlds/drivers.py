@@ -91,6 +91,8 @@ class Driver(Protocol):
 
     def unpin_prefix(self, session: SessionId, pin_id: str) -> None: ...
 
+    def hint_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, hint: ReuseHint, seconds: float) -> int: ...
+
     def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None: ...
 
     def read_logits(self, session: SessionId, sequence_id: int) -> bytes: ...
@@ -247,6 +249,9 @@ class CoreDriver:
 
     def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
         self.manager.prefixes.unpin(session, pin_id)
+
+    def hint_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, hint: ReuseHint, seconds: float) -> int:
+        return self.manager.prefixes.hint(session, tenant, token_ids, hint, seconds)
 
     def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None:
         self.manager.prefixes.store_logits(session, sequence_id, num_tokens, logits)

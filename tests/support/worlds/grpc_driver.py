@@ -334,6 +334,12 @@ class GrpcDriver:
     def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
         self._run(self._sessions[session].unpin_prefix(pin_id))
 
+    def hint_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, hint: ReuseHint, seconds: float) -> int:
+        ms = round(seconds * 1000)
+        prefix = pb.PrefixHint(token_ids=token_ids, tenant=tenant, reuse_hint=int(hint), retain_ms=ms)
+        (num_tokens,) = self._run(self._sessions[session].hint_prefixes(prefix))
+        return num_tokens
+
     def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None:
         self._run(self._sessions[session].store_logits(sequence_id, num_tokens, np.frombuffer(logits, np.float32)))
 

@@ -175,6 +175,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.engines)
     @rule(data=st.data())
+    def hint(self, data: st.DataObject) -> None:
+        choose = chooser(data)
+        self.world.hint(self.any_session(choose), choose)
+
+    @precondition(lambda self: self.world.engines)
+    @rule(data=st.data())
     def store_logits(self, data: st.DataObject) -> None:
         choose = chooser(data)
         self.world.store_logits(self.any_session(choose), choose)

@@ -351,11 +351,7 @@ class World:
     # Pins and time
 
     def pin(self, session: SessionId, choose: Choose) -> None:
-        """Of something cached, or of anything."""
-        tenant, tokens = self.tenants[choose(len(self.tenants))], [choose(self.alphabet) for _ in range(choose(12) + 1)]
-        if self.naive.index and choose(4):
-            tenant, key = list(self.naive.index)[choose(len(self.naive.index))]
-            tokens = [*key, *tokens[: choose(3)]]
+        tenant, tokens = self._any_prefix(choose)
         ttl = (0.5, 3.0, 60.0)[choose(3)]
         if not self.naive.can_pin(tenant, tokens):
             self.refused("OUT_OF_BLOCKS", lambda: self.driver.pin_prefix(session, tenant, int32(tokens), ttl))
@@ -365,6 +361,20 @@ class World:
         self.pin_ids += [found[0]]
         if found[0]:
             self.naive.observe()
+
+    def hint(self, session: SessionId, choose: Choose) -> None:
+        tenant, tokens = self._any_prefix(choose)
+        hint, seconds = ReuseHint(choose(3)), (0.0, 60.0, 61.0, 3600.0)[choose(4)]
+        num_tokens = self.driver.hint_prefix(session, tenant, int32(tokens), hint, seconds)
+        self.naive.hint(session, tenant, tokens, hint, seconds, num_tokens)
+
+    def _any_prefix(self, choose: Choose) -> tuple[str, list[int]]:
+        """Of something cached, or of anything."""
+        tenant, tokens = self.tenants[choose(len(self.tenants))], [choose(self.alphabet) for _ in range(choose(12) + 1)]
+        if self.naive.index and choose(4):
+            tenant, key = list(self.naive.index)[choose(len(self.naive.index))]
+            tokens = [*key, *tokens[: choose(3)]]
+        return tenant, tokens
 
     def unpin(self, session: SessionId, choose: Choose) -> None:
         """A pin of the session ends; one of another, or one that has ended, is refused."""

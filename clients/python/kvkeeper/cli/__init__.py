@@ -4,8 +4,8 @@ Exit codes: 0 done; 1 refused or failed; 2 wrong usage; 3 a service is down; 130
 `up`). Results go to stdout, everything else to stderr. Nothing is imported before `main` runs, so that Ctrl-C during the
 imports ends in an exit code too.
 
-Owns the commands, in a folder for each concept: start, show, generation, benchmark; console has what they share. May import
-kvkeeper.client, kvkeeper.common.service and kvkeeper.common.tracing; a service only when its command runs.
+Owns the commands, in a folder for each concept: start, show, generation, publishing, benchmark; console has what they share.
+May import kvkeeper.client, kvkeeper.common.service and kvkeeper.common.tracing; a service only when its command runs.
 """
 
 import os

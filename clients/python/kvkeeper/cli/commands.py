@@ -30,6 +30,7 @@ COMMANDS = {
     "stats": "show counts of the pool and the engine",
     "tiers": "show what lies on the device, in the host's memory and on the disk",
     "top": "watch pools and sessions live; q ends",
+    "events": "publish what is cached as vLLM's KV events, for routers",
     "requests": "list requests that wait or run",
     "sequences": "list live sequences",
     "bench": "measure the cache on a trace of requests",
@@ -41,6 +42,7 @@ _FOLDERS = {
     "start": ("up", "serve", "doctor", "drain", "demo"),
     "generation": ("generate", "chat"),
     "show": ("explain", "status", "stats", "tiers", "top", "requests", "sequences", "config"),
+    "publishing": ("events",),
     "benchmark": ("bench",),
 }
 MODULES = {name: f"kvkeeper.cli.{folder}.{name}" for folder, names in _FOLDERS.items() for name in names} | {

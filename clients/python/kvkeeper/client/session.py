@@ -288,6 +288,13 @@ class AsyncCacheSession:
         """End a pin of this session."""
         await self._call("UnpinPrefix", pin_id=pin_id)
 
+    async def hint_prefixes(self, *hints: pb.PrefixHint) -> tuple[int, ...]:
+        """Say what is known of the next use of cached prefixes. The tokens of each that are cached on the device.
+
+        REUSE_HINT_SOON retains, REUSE_HINT_NONE demotes, and no hint takes either back.
+        """
+        return tuple((await self._call("HintPrefix", hints=hints)).num_hinted_tokens)
+
     async def store_logits(self, sequence_id: int, num_tokens: int, logits: Logits) -> None:
         """Store the logits that follow a cached prefix of whole blocks, so that a prompt of just these tokens needs no pass."""
         await self._call(

@@ -72,6 +72,7 @@ class CacheSession(Closing):
     check_admission = blocking(AsyncCacheSession.check_admission)
     pin_prefix = blocking(AsyncCacheSession.pin_prefix)
     unpin_prefix = blocking(AsyncCacheSession.unpin_prefix)
+    hint_prefixes = blocking(AsyncCacheSession.hint_prefixes)
     store_logits = blocking(AsyncCacheSession.store_logits)
     read_logits = blocking(AsyncCacheSession.read_logits)
     clear_prefix_cache = blocking(AsyncCacheSession.clear_prefix_cache)

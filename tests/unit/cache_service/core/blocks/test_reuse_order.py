@@ -183,10 +183,10 @@ def test_nothing_is_awaited_for_longer_than_its_time() -> None:
     hinted = Hinted()
     hinted.run([1, 2], SOON)
     hinted.run([3])
-    hinted.pool.manager.state.tick(SOON_SECONDS - 0.1)
+    hinted.pool.manager.state.tick(SOON_SECONDS[0] - 0.1)
     assert not hinted.pool.manager.maintenance.do_due_work()
     assert hinted.counts == (0, 2)
-    hinted.pool.manager.state.tick(SOON_SECONDS + 0.1)
+    hinted.pool.manager.state.tick(SOON_SECONDS[0] + 0.1)
     assert not hinted.pool.manager.maintenance.do_due_work()
     hinted.pool.audit()
     assert hinted.counts == (0, 0)
@@ -203,7 +203,7 @@ def test_a_share_of_0_awaits_nothing() -> None:
 def test_a_long_awaited_chain_lapses_in_slices() -> None:
     hinted = Hinted(num_blocks=2000, soon_share=1.0, max_tokens_per_sequence=1999)
     hinted.run(list(range(1500)), SOON)
-    hinted.pool.manager.state.tick(SOON_SECONDS + 1)
+    hinted.pool.manager.state.tick(SOON_SECONDS[0] + 1)
     left = []
     while hinted.pool.manager.maintenance.do_due_work():
         left.append(hinted.counts[1])
@@ -281,3 +281,72 @@ def test_a_block_that_is_adopted_is_normal() -> None:
     assert hint_of(hinted, [1]) is NONE
     hinted.pool.step(commits=[(2, 1, [])])
     assert hint_of(hinted, [1]) is ReuseHint.UNSPECIFIED
+
+
+class Retained(Hinted):
+    """A pool that gets hints of prefixes."""
+
+    def hint(self, tokens: list[int], hint: ReuseHint, seconds: float = 0.0, tenant: str = "") -> int:
+        return self.pool.manager.prefixes.hint(A, tenant, np.array(tokens, np.int32), hint, seconds)
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_a_hint_of_a_prefix_counts_as_the_end_of_a_sequence_that_had_it(policy: str) -> None:
+    pool = Retained(policy)
+    for prompt in ([1, 2], [3, 4], [5, 6], [7, 8]):
+        pool.run(prompt)
+    assert pool.hint([1, 2, 99], SOON) == 2
+    assert pool.hint([7, 8], NONE) == 2
+    assert pool.hint([98], SOON) == 0
+    assert pool.counts == (2, 2)
+    assert pool.pool.evicted([1, 2], [3, 4], [5, 6], [7, 8]) == [8, 7, 4, 3, 6, 5, 2, 1]
+
+
+def test_what_is_shared_stays_when_one_end_of_it_is_demoted_or_released() -> None:
+    pool = Retained()
+    pool.run([1, 2, 3])
+    pool.run([1, 2, 4])
+    pool.hint([1, 2, 3], NONE)
+    assert pool.counts == (1, 0)
+    pool.hint([1, 2, 3], SOON)
+    pool.hint([1, 2, 4], SOON)
+    assert pool.counts == (0, 4)
+    pool.hint([1, 2, 4], ANY)
+    assert pool.counts == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "waits"), [(0, 60), (60, 60), (60.001, 600), (600, 600), (601, 3600), (3600, 3600), (9e9, 3600)]
+)
+def test_what_is_retained_waits_for_the_first_time_that_is_as_long(seconds: float, waits: float) -> None:
+    pool = Retained()
+    pool.run([1, 2])
+    pool.hint([1, 2], SOON, seconds)
+    pool.pool.manager.state.tick(waits - 0.1)
+    pool.pool.manager.maintenance.do_due_work()
+    assert pool.counts == (0, 2)
+    pool.pool.manager.state.tick(waits + 0.1)
+    pool.pool.manager.maintenance.do_due_work()
+    assert pool.counts == (0, 0)
+
+
+def test_what_has_the_shortest_time_yields_first_and_a_shorter_hint_takes_nothing_away() -> None:
+    pool = Retained(num_blocks=9, soon_share=0.5)
+    pool.run([1, 2])
+    pool.run([3, 4])
+    pool.run([5, 6])
+    pool.hint([1, 2], SOON, 3600)
+    pool.hint([1, 2], SOON)
+    pool.hint([3, 4], SOON)
+    pool.hint([5, 6], SOON, 600)  # beyond the share
+    assert pool.counts == (0, 4)
+    assert pool.pool.evicted([1, 2], [3, 4], [5, 6]) == [4, 3, 6, 5, 2, 1]
+
+
+def test_a_hint_leaves_what_a_sequence_holds_where_it_is() -> None:
+    pool = Retained()
+    sequence_id = pool.start([1, 2, 3])
+    assert pool.hint([1, 2, 3], SOON) == 3
+    assert pool.counts == (0, 0)
+    pool.end(sequence_id)
+    assert pool.counts == (0, 0)  # it says nothing, so that its tail is no longer expected
