@@ -433,11 +433,6 @@ def get_dtype(config: EngineConfig) -> str:
     return "float32" if config.dtype == "auto" and is_stored else config.dtype
 
 
-def get_chunk_size(config: EngineConfig) -> int:
-    """What --chunk-size asks for. A step with a prompt costs a device's host the same for few tokens as for many."""
-    return config.chunk_size or (2048 if config.device == "cuda" else 512)
-
-
 def wants_compiled(config: EngineConfig) -> bool:
     """Whether the compiled kernels of a CPU have something to do for this config."""
     serves = config.device == "cpu" and config.dtype != "float16" and config.model != HASH_TOY
