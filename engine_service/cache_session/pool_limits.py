@@ -9,7 +9,7 @@ from ..scheduler.limits import WHOLE, Limits, ReadSpan
 
 _OWN_BOUND = "see --max-tokens-per-sequence of the engine service"
 _CACHE_BOUND = "see --max-tokens-per-sequence of the cache service, and its --max-sequences"
-_USUAL_CHUNKS = {"cpu": 512, "cuda": 2048}  # a step with a prompt costs a device's host the same for few tokens as for many
+_CPU_CHUNK, _DEVICE_CHUNK = 512, 2048  # a step with a prompt costs a device's host the same for few tokens as for many
 _POOL_BOUND = "the pool holds no more, see --pool-memory and --num-blocks of the cache service"
 
 
@@ -32,7 +32,7 @@ def make_limits(pool: pb.PoolInfo, model: ServedModel, config: EngineConfig) -> 
         max_step_items=pool.max_step_items,
         max_running=max_running,
         token_budget=config.token_budget,
-        chunk_size=config.chunk_size or _USUAL_CHUNKS[config.device],
+        chunk_size=config.chunk_size or (_CPU_CHUNK if config.device == "cpu" else _DEVICE_CHUNK),
         prefill_budget=config.prefill_budget,
         decode_budget=config.decode_budget or max_running,
         client_shares=config.client_shares,

@@ -12,7 +12,13 @@ from kvkeeper.engine_service.config import SOURCE
 
 @pytest.mark.parametrize(
     ("flags", "chunk_size"),
-    [([], 512), (["--device", "cuda"], 2048), (["--device", "cuda", "--chunk-size", "300"], 300), (["--chunk-size", "7"], 7)],
+    [
+        ([], 512),
+        (["--device", "cuda"], 2048),
+        (["--device", "cuda:1"], 2048),
+        (["--device", "cuda", "--chunk-size", "300"], 300),
+        (["--chunk-size", "7"], 7),
+    ],
 )
 def test_a_chunk_is_as_long_as_its_device_likes_it_or_as_it_is_told(flags: list[str], chunk_size: int) -> None:
     model: Any = SimpleNamespace(max_len=4096, refuses_retention=False)
