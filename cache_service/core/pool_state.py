@@ -103,7 +103,8 @@ class PoolState:
         )
         self.below_blocks = BelowBlocks()
         self.block_names = NodeNames(self.index, block_name, partial(first_parent, spec_key))  # as clients see them
-        self.reach = Reach(config.block_size, self.clock, self.counters)
+        num_kept = config.num_usable_blocks + max(config.num_host_blocks - 1, 0)
+        self.reach = Reach(config.block_size, self.clock, self.counters, num_kept)
         self.pool = BlockPool(config, self.index, self._forget_blocks)
         self.allocator = BlockAllocator(self.pool, self.index, self.counters)
         self.blocks_left = BlocksLeft(config, self.pool)
