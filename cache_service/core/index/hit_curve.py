@@ -3,7 +3,7 @@
 A block is a hit in every such pool that is larger than its stack distance: the number of other blocks that were used since its
 last use. Distances are measured of a sample, as SHARDS does (Waldspurger et al., FAST 2015): a block is sampled by its hash
 alone, so that all of its uses are or none is, and a distance among sampled blocks stands for so many more among all. As in its
-fixed-size variant the share of blocks begins as all and is halved whenever the sample is too large. It is not halved any more
+fixed-size variant the share of blocks begins large and is halved whenever the sample is too large. It is not halved any more
 when a whole stack of MOST_SAMPLED stands for eight pools: then what is below its end is a miss in all of them. As in SHARDS_adj
 the look-ups that the sample has too many or too few count for the smallest pool, because they are those of few blocks that are
 used all the time.
@@ -27,7 +27,8 @@ _MOST_STAMPS = 2 * MOST_SAMPLED  # then they are given anew, so that the stack i
 _SLICE_LEN = 16  # stamps that are counted together
 _NEVER = 1 << 40  # a distance
 _IN_SLICE = np.arange(_SLICE_LEN)
-_MOST_AT_ONCE = 64  # uses by several sequences: what is done for each pair of them is to stay little
+_MOST_AT_ONCE = 256  # uses by several sequences: what is done for each pair of them is to stay little
+_FIRST_SHARE = 4  # times the least one
 _MOST_OF_ONE = MOST_SAMPLED // 2
 
 
@@ -38,7 +39,7 @@ class HitCurve:
         """num_blocks: of the pool."""
         self._num_blocks = num_blocks
         self._least_share = min(1.0, MOST_SAMPLED / (SIZES[-1] * num_blocks))
-        self._sample(1.0)
+        self._sample(min(1.0, _FIRST_SHARE * self._least_share))
         # The last key is above all that are sampled, and has no use.
         self._keys: UInt64Array = np.array([2**64 - 1], np.uint64)  # ascending
         self._stamps: Int64Array = np.array([-1])  # by key
@@ -122,12 +123,8 @@ class HitCurve:
         np.add.at(self._num_at, stamps // _SLICE_LEN, 1)
         if len(new):
             new = np.sort(new)
-            places = np.searchsorted(self._keys, new) + np.arange(len(new))
-            is_there = np.ones(len(self._keys) + len(new), np.bool_)
-            is_there[places] = False
-            grown, stamps_of = np.empty(len(is_there), np.uint64), np.empty(len(is_there), np.int64)
-            grown[places], grown[is_there], stamps_of[is_there] = new, self._keys, self._stamps
-            self._keys, self._stamps = grown, stamps_of
+            places = np.searchsorted(self._keys, new)
+            self._keys, self._stamps = np.insert(self._keys, places, new), np.insert(self._stamps, places, 0)
         self._stamps[np.searchsorted(self._keys, keys)] = stamps
 
     def _stamp_anew(self) -> None:

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from ..values.clock import Clock
 from ..values.counters import Counters
 from ..values.types import Int32Array, Int64Array
+from ..values.views import CurvePoint
 from .hit_curve import SIZES, FloatArray, HitCurve, UInt64Array, hit_rates
 
 _INDEX_BITS = 13
@@ -93,13 +94,6 @@ class ReachStats(NamedTuple):
     recent_hit_rate: float = 0.0
     reachable_hit_rate: float = 0.0
     num_recent_distinct_blocks: int = 0
-
-
-class CurvePoint(NamedTuple):
-    """The hit rate over the last hour of a pool of so many times the size that keeps the blocks used last."""
-
-    size: float
-    hit_rate: float
 
 
 class _Known(NamedTuple):
