@@ -1,10 +1,10 @@
 """The cache service's metrics as Prometheus families, one for each number of the protocol's PoolStats, labelled by pool,
-and of its GroupStats, labelled by group of layers too.
+and of its GroupStats, labelled by group of layers too; missed tokens by cause, hit rates by size.
 
 The comment of a field is the family's help text.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -13,7 +13,16 @@ from kvkeeper.common.service.metrics import build_info
 from kvkeeper.common.service.output import num_dropped_lines
 from kvkeeper.common.trust.guard import Guard
 
-from .rpc.convert.reports import GROUP_NUMBERS, POOL_NUMBERS, SERVICE_NUMBERS, pool_stats
+from .rpc.convert.reports import (
+    CURVE_TEXT,
+    GROUP_NUMBERS,
+    MISSED_TEXT,
+    POOL_NUMBERS,
+    SERVICE_NUMBERS,
+    PoolStats,
+    missed_by_cause,
+    pool_stats,
+)
 from .runtime.session_manager import SessionManager
 
 _PREFIX = "kvkeeper_cache_"
@@ -36,6 +45,7 @@ def cache_metrics(session_manager: SessionManager, guard: Guard) -> Iterator[Met
             for group, counts in enumerate(stats.groups):
                 family.add_metric((*labels, str(group)), getattr(counts, number.name))
         yield family
+    yield from _miss_metrics(rows)
     yield GaugeMetricFamily(_PREFIX + "live_sessions", "Live sessions.", value=len(session_manager.sessions))
     sums = {
         "num_opened_sessions": session_manager.num_opened,
@@ -47,6 +57,19 @@ def cache_metrics(session_manager: SessionManager, guard: Guard) -> Iterator[Met
         yield CounterMetricFamily(_name(number.name), number.text, value=sums[number.name])
     yield from guard.metrics(_PREFIX)
     yield build_info(_PREFIX)
+
+
+def _miss_metrics(rows: Sequence[tuple[tuple[str, str], PoolStats]]) -> Iterator[Metric]:
+    """Missed tokens by cause, and hit rates by size."""
+    missed = CounterMetricFamily(_PREFIX + "missed_tokens", MISSED_TEXT, labels=("model", "pool", "cause", "need"))
+    curve = GaugeMetricFamily(_PREFIX + "curve_hit_rate", CURVE_TEXT, labels=("model", "pool", "size"))
+    for labels, stats in rows:
+        for words, num_tokens in missed_by_cause(stats).items():
+            missed.add_metric((*labels, *words), num_tokens)
+        for point in stats.curve:
+            curve.add_metric((*labels, f"{point.size:g}"), point.hit_rate)
+    yield missed
+    yield curve
 
 
 def _name(field_name: str) -> str:

@@ -28,6 +28,7 @@ from .step.apply import StepApplier
 from .step.one_item import OneItemCalls
 from .tables.inflight_prefix import InflightPrefixes
 from .tables.lifecycle import SequenceLifecycle
+from .tables.missed import MissedTokens
 from .tables.prefix_lookup import PrefixLookup
 from .tables.prompt_watch import PromptWatch
 from .tables.reserve import Reservations
@@ -57,7 +58,7 @@ class PoolManager:
         lookup = PrefixLookup(state, swapper.host if swapper is not None else None)
         lifecycle, reservations = SequenceLifecycle(state, swapper), Reservations(state)
         prompts = self._prompts = PromptWatch(state)
-        starter = SequenceStarter(state, lookup, reservations, swapper, prompts)
+        starter = SequenceStarter(state, lookup, reservations, swapper, prompts, MissedTokens(state, lookup))
         self.reclaim = Reclaim(state, lifecycle, swapper)
         inflight = InflightPrefixes(state, lookup)
         self.steps = StepApplier(state, lifecycle, reservations, starter, inflight, swapper, prompts)

@@ -15,6 +15,7 @@ from .blocks.pins import Pins
 from .blocks.pressure import PressureGauge
 from .blocks.room_ahead import RoomAhead
 from .index.below_blocks import BelowBlocks
+from .index.miss_counts import MissCounts
 from .index.node_names import NodeNames
 from .index.prefix_index import PrefixIndex
 from .index.reach import Reach
@@ -106,7 +107,9 @@ class PoolState:
         )
         self.below_blocks = BelowBlocks()
         self.block_names = NodeNames(self.index, block_name, partial(first_parent, spec_key))  # as clients see them
-        self.reach = Reach(config.block_size, self.clock, self.counters)
+        num_kept = config.num_usable_blocks + max(config.num_host_blocks - 1, 0)
+        self.reach = Reach(config.block_size, self.clock, self.counters, num_kept)
+        self.misses = MissCounts(self.index.eviction_log, config.block_size, num_kept)
         self.pool = BlockPool(config, self.index, self._forget_blocks)
         self.allocator = BlockAllocator(self.pool, self.index, self.counters)
         self.blocks_left = BlocksLeft(config, self.pool)

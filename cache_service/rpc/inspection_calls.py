@@ -33,7 +33,7 @@ class InspectionCalls:
         return pb.GetStatsResponse(
             epoch=session_manager.epoch,
             uptime_seconds=self._time() - self._started,
-            pools=[reports.pool_stats(pool) for pool in session_manager.registry.pools],
+            pools=[reports.pool_stats(pool, names_tenants=own.is_for_all) for pool in session_manager.registry.pools],
             sessions=[
                 reports.session_info(
                     live.core,

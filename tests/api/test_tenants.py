@@ -229,6 +229,16 @@ async def test_lists_and_statistics_show_what_is_ones_own(world: World) -> None:
     assert await prober.ask("ListSequences", of_other) == await prober.ask("ListSequences", of_none)
 
 
+async def test_who_missed_what_is_named_to_callers_of_all_tenants_alone(world: World) -> None:
+    shown = {}
+    for tenant in ("a", "*"):
+        (pool,) = (await world.prober(Role.READER, tenant).ask("GetStats", pb.GetStatsRequest())).pools
+        shown[tenant] = {miss.tenant for miss in pool.misses} | {miss.evicted_for for miss in pool.misses}
+        assert sum(miss.num_tokens for miss in pool.misses) == pool.num_look_up_tokens - pool.num_hit_tokens > 0
+        assert len({(miss.tenant, miss.cause, miss.need, miss.within_turnovers) for miss in pool.misses}) == len(pool.misses)
+    assert shown == {"a": {""}, "*": {"", *TENANTS}}
+
+
 @pytest.mark.parametrize(
     "method", ["MatchPrefix", "ExplainMatch", "PinPrefix", "CheckAdmission", "CreateSequence", "WatchEvents"]
 )

@@ -117,7 +117,7 @@ def test_a_client_command_imports_nothing_that_it_does_not_need(argv: list[str])
 
 @pytest.mark.parametrize("name", CLIENT_COMMANDS)
 def test_a_wrong_flag_is_told_in_two_lines_with_what_was_meant(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flag = "--cach" if name in ("events", "sequences", "tiers", "top") else "--engin"
+    flag = "--cach" if name in ("events", "sequences", "misses", "curve", "tiers", "top") else "--engin"
     needed = {"generate": ["hello"], "explain": ["hello"], "events": ["--zmq", "tcp://127.0.0.1:1"]}.get(name, [])
     assert failed(name, *needed, f"{flag}=127.0.0.1:1") == 2
     hint, reason = capsys.readouterr().err.splitlines()
@@ -126,7 +126,7 @@ def test_a_wrong_flag_is_told_in_two_lines_with_what_was_meant(name: str, capsys
     assert reason == f"kvkeeper {name}: error: unrecognized arguments: {flag}=127.0.0.1:1; did you mean {meant}?"
 
 
-@pytest.mark.parametrize("name", ["top", "sequences", "tiers"])
+@pytest.mark.parametrize("name", ["top", "sequences", "tiers", "misses", "curve"])
 def test_a_flag_that_is_like_none_is_told_without_a_guess(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert failed(name, "--engine", "127.0.0.1:1") == 2
     assert capsys.readouterr().err.endswith("error: unrecognized arguments: --engine 127.0.0.1:1\n")

@@ -30,6 +30,8 @@ class BlockAllocator:
 
     def allocate(self, log: ClearLog, count: int, roots: Int32Array) -> Int32Array:
         """[count] blocks for sequences under these roots ([count] or a scalar); another tenant's are cleared first."""
+        if count:
+            self._index.eviction_log.needed_by = roots
         blocks = self._pool.allocate(count)
         last_roots = self.last_roots
         if self._index.num_roots > 1:
@@ -42,6 +44,7 @@ class BlockAllocator:
 
     def allocate_for_copies(self, count: int, root: int) -> Int32Array:
         """[count] blocks that a copy of this tenant's tokens overwrites whole."""
+        self._index.eviction_log.needed_by = root
         blocks = self._pool.allocate(count)
         self.last_roots[blocks] = root
         return blocks

@@ -18,7 +18,7 @@ from ..index.prefix_index import PrefixIndex
 from ..values.distinct import distinct, has_repeats
 from ..values.memory import written_zeros
 from ..values.pool_config import PoolConfig
-from ..values.types import BlockState, Int32Array, MatchEnd
+from ..values.types import NO_TENANT, BlockState, Int32Array, MatchEnd
 from .cache_limits import CacheLimits
 from .free_list import FreeList
 from .reuse_order import ReuseOrder
@@ -199,9 +199,15 @@ class BlockPool:
         self._add_busy(self.transfer_counts, blocks, -1)
         self._settle(self._last_occurrences(blocks))
 
-    def evict(self, count: int) -> None:
-        """Evicts count blocks in eviction order, those of tenants above their quota first. Needs count <= num_evictable."""
+    def evict(self, count: int, *, is_ahead: bool = False) -> None:
+        """Evicts count blocks in eviction order, those of tenants above their quota first. Needs count <= num_evictable.
+
+        is_ahead: for the next steps, of the tenants that got blocks last; else for no tenant.
+        """
+        log = self._index.eviction_log
+        needed_by, log.needed_by = log.needed_by, log.needed_by if is_ahead else NO_TENANT
         victims = self._evict(count)
+        log.needed_by = needed_by
         self.free.put_blocks(victims[self.transfer_counts[victims] == 0])
 
     def _evict(self, count: int) -> Int32Array:

@@ -58,7 +58,7 @@ class EvictionCalls:
         state = self._state
         if state.lower_tier is not None:
             return 0
-        return self._evict(min(state.room_ahead.num_blocks - len(self._pool.free), max_blocks))
+        return self._evict(min(state.room_ahead.num_blocks - len(self._pool.free), max_blocks), is_ahead=True)
 
     @contextmanager
     def demoting(self, session: SessionId) -> Iterator[Demotion]:
@@ -80,9 +80,9 @@ class EvictionCalls:
             Copies(NO_INT32, NO_INT32, *order_columns(orders)),
         )
 
-    def _evict(self, count: int) -> int:
+    def _evict(self, count: int, *, is_ahead: bool = False) -> int:
         count = min(max(count, 0), self._pool.num_evictable)
         if count:
             self._state.revision += 1
-            self._pool.evict(count)
+            self._pool.evict(count, is_ahead=is_ahead)
         return count

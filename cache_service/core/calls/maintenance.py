@@ -40,7 +40,7 @@ class Maintenance:
 
         Then it evicts as much of what is above the cache's limits. A step that only commits and reserves leaves this to its
         caller, which replies first. Sessions hear of replaced table entries in their next reply. When nothing is left, the
-        eviction policy does what it put off.
+        eviction policy does what it put off, and what was missed is counted.
         """
         state, num_most = self._state, ALL_BLOCKS if max_blocks is None else max_blocks
         is_left = state.publish(num_most)
@@ -48,6 +48,7 @@ class Maintenance:
             is_left |= state.pool.limits.enforce(state.pool, num_most)
         if not is_left:
             state.pool.policy.prepare()
+            state.misses.prepare()
         return is_left
 
     def end_reported_orders(self, max_orders: int) -> bool:

@@ -168,7 +168,7 @@ class PrefixIndex:
         A node removed with its parent needs no unlinking; the columns of all removed nodes are cleared at the end, at once.
         """
         keys, chosen = self._keys, nodes.tolist()
-        victims, removed, below_them = set(chosen), list[int](), list[int]()
+        victims, removed = set(chosen), list[int]()
         for node, child in zip(chosen, self.links.first_child[nodes].tolist(), strict=True):
             key = keys[node]
             if key is None:  # removed already, as a descendant of an earlier node
@@ -187,10 +187,10 @@ class PrefixIndex:
                     continue
                 if self.links.first_child[below]:
                     stack.append(int(self.links.first_child[below]))
-                below_them.append(below)
                 self._remove(below, key, removed)
-        self.eviction_log.remove(np.concatenate([np.array(below_them, np.int32), nodes]), cause)
-        return self._clear_columns(np.array(removed, np.int32))
+        gone = np.array(removed, np.int32)
+        self.eviction_log.remove(gone, cause)
+        return self._clear_columns(gone)
 
     def forget_hosts(self, hosts: Int32Array, cause: MatchEnd = MatchEnd.EVICTED) -> Int32Array:
         """These host copies are lost. Forgets the nodes without a device block, and all below; returns as forget_nodes.

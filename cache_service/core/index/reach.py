@@ -1,12 +1,13 @@
-"""Reach: which hit rate an infinite cache would have had over the last hour, beside the one that there was.
+"""Reach: which hit rate caches of other sizes would have had over the last hour, an infinite one among them.
 
-Owns sketches of the blocks that prompts were looked up for, and of those that finished sequences computed behind their prompts,
-in slices of five minutes, so that an hour slides. An infinite cache misses a block that was never there before: those of both
-sketches together, without those that were computed as output. What was there before the hour counts as new, and so does what a
-tenant or KV spec of its own makes different; of few blocks the sketches are exact to a block or two, of many to about a percent
-of the distinct ones. Both rates count tokens of whole prompts. Rules: nothing is done in a step but to note the tokens of a
-sequence that ends. They are hashed with prompts, and these many at once, or when a slice ends or a caller asks: one by one,
-short prompts that come together would cost more here than in the index. Knows no node and no block.
+Owns what hit_curve.py says of pools of 0.25 to 8 times the size, and sketches of the blocks that prompts were looked up for,
+and of those that finished sequences computed behind their prompts, in slices of five minutes, so that an hour slides. An
+infinite cache misses a block that was never there before: those of both sketches together, without those that were computed
+as output. What was there before the hour counts as new there, and so does what a tenant or KV spec of its own makes different;
+of few blocks the sketches are exact to a block or two, of many to about a percent of the distinct ones. All rates count tokens
+of whole prompts. Rules: nothing is done in a step but to note the tokens of a sequence that ends. They are hashed with prompts,
+and these many at once, or when a slice ends or a caller asks: one by one, short prompts that come together would cost more here
+than in the index. Knows no node and no block.
 
 A sketch is a HyperLogLog: about how many distinct 64-bit hashes were added, in 8 KiB. The estimate is Ertl's, which is unbiased
 from one hash on (O. Ertl, "New cardinality estimation algorithms for HyperLogLog sketches", 2017); its standard error is
@@ -16,7 +17,7 @@ added here by a few array operations.
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,12 +25,13 @@ import numpy.typing as npt
 
 from ..values.clock import Clock
 from ..values.counters import Counters
-from ..values.types import Int32Array
+from ..values.types import Int32Array, Int64Array
+from ..values.views import CurvePoint
+from .hit_curve import SIZES, FloatArray, HitCurve, UInt64Array, hit_rates
 
 _INDEX_BITS = 13
 NUM_REGISTERS = 1 << _INDEX_BITS
 _REST_BITS = 64 - _INDEX_BITS
-UInt64Array = npt.NDArray[np.uint64]
 Registers = npt.NDArray[np.uint8]  # [NUM_REGISTERS]
 
 
@@ -95,11 +97,13 @@ class ReachStats(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """Whole blocks of tokens of one tenant. first: the block from which on they are noted."""
+    """Whole blocks of tokens of one tenant. first: the block from which on they are noted. number: in the order of notes."""
 
     root: int
     tokens: Int32Array
     first: int
+    number: int
+    is_made: bool = False  # behind a prompt
 
 
 class _Slice:
@@ -109,14 +113,18 @@ class _Slice:
         self.number = number
         self.wanted, self.made = no_registers(), no_registers()
         self.num_tokens = self.num_blocks = 0  # of prompts that were created; whole blocks
+        self.found: FloatArray = np.zeros(len(SIZES) + 1)  # look-ups, see HitCurve
         self.hit_tokens, self.look_up_tokens = counters.num_hit_tokens, counters.num_look_up_tokens
 
 
 class Reach:
     """What an index without an end would find in one pool."""
 
-    def __init__(self, block_size: int, clock: Clock, counters: Counters) -> None:
+    def __init__(self, block_size: int, clock: Clock, counters: Counters, num_blocks: int) -> None:
+        """num_blocks: what the pool keeps in memory."""
         self._size, self._clock, self._counters = block_size, clock, counters
+        self._curve = HitCurve(num_blocks)
+        self._num_noted = 0
         self._slices: deque[_Slice] = deque()
         self._ended: deque[_Known] = deque(maxlen=_MOST_NOTED)
         self._prompts: list[_Known] = []  # of the last slice
@@ -130,7 +138,8 @@ class Reach:
         now, num_blocks = self._slice(), self._num_looked_up(len(tokens))
         now.num_tokens += len(tokens)
         now.num_blocks += num_blocks
-        self._prompts.append(_Known(root, tokens[: num_blocks * self._size], 0))
+        self._num_noted += 1
+        self._prompts.append(_Known(root, tokens[: num_blocks * self._size], 0, self._num_noted))
         self._num_prompt_tokens += num_blocks * self._size
         if len(self._prompts) >= _MOST_PROMPTS or self._num_prompt_tokens >= _MOST_PROMPT_TOKENS:
             self._hash_noted()
@@ -139,7 +148,8 @@ class Reach:
         """A sequence has ended, which shares these tokens; they are kept as they are. num_prompt: of its prompt."""
         first = self._num_looked_up(num_prompt)
         if (num_blocks := len(tokens) // self._size) > first:
-            self._ended.append(_Known(root, tokens[: num_blocks * self._size], first))
+            self._num_noted += 1
+            self._ended.append(_Known(root, tokens[: num_blocks * self._size], first, self._num_noted, is_made=True))
 
     def stats(self) -> ReachStats:
         """Takes a tenth of a millisecond, and as much for what is not hashed yet."""
@@ -164,6 +174,16 @@ class Reach:
             round(num_both),
         )
 
+    def curve(self) -> list[CurvePoint]:
+        """By size, in tokens of whole prompts. Takes as much as `stats` for what is not hashed yet."""
+        self._hash_noted()
+        self._forget_old()
+        num_tokens = sum(each.num_tokens for each in self._slices)
+        num_blocks = sum(each.num_blocks for each in self._slices)
+        found = sum((each.found for each in self._slices), np.zeros(len(SIZES) + 1))
+        share = num_blocks * self._size / num_tokens if num_tokens else 0.0
+        return [CurvePoint(size, share * rate) for size, rate in zip(SIZES, hit_rates(found, num_blocks), strict=True)]
+
     def _num_looked_up(self, num_prompt: int) -> int:
         """Blocks of a prompt that a start may hit: it leaves a token to compute."""
         return (num_prompt - 1) // self._size
@@ -185,20 +205,25 @@ class Reach:
         """Hash the prompts of the last slice, and what ended since prompts were hashed last."""
         if not self._prompts:
             return
-        add_hashes(self._slices[-1].wanted, self._hashes(self._prompts))
-        if self._ended:
-            add_hashes(self._slices[-1].made, self._hashes(self._ended))
+        now, noted = self._slices[-1], sorted([*self._prompts, *self._ended], key=lambda known: known.number)
+        counts = np.array([len(each.tokens) // self._size for each in noted])
+        begins = np.cumsum(counts) - counts
+        places = np.arange(counts.sum()) - np.repeat(begins, counts)
+        hashes = self._hashes(noted, counts, begins, places)
+        is_made = np.repeat([each.is_made for each in noted], counts)
+        is_noted = places >= np.repeat([each.first for each in noted], counts)
+        add_hashes(now.wanted, hashes[~is_made])
+        add_hashes(now.made, hashes[is_made & is_noted])
+        num_noted = counts - np.array([each.first for each in noted])
+        now.found += self._curve.use(hashes[is_noted], num_noted, np.array([not each.is_made for each in noted]))
         self._prompts.clear()
         self._ended.clear()
         self._num_prompt_tokens = 0
 
-    def _hashes(self, noted: Collection[_Known]) -> UInt64Array:
-        """[n] one for each whole block of each, behind its first ones: of all tokens up to the block's end and the tenant."""
+    def _hashes(self, noted: Sequence[_Known], counts: Int64Array, begins: Int64Array, places: Int64Array) -> UInt64Array:
+        """[n] one for each whole block of each: of all tokens up to the block's end and the tenant."""
         tokens = np.concatenate([each.tokens for each in noted]).reshape(-1, self._size)
         blocks = _mixed(tokens.astype(np.uint64) @ self._weights)
-        counts = np.array([len(each.tokens) // self._size for each in noted])
-        begins = np.cumsum(counts) - counts
-        places = np.arange(len(blocks)) - np.repeat(begins, counts)
         if (longest := int(counts.max())) > len(self._powers):
             odd = np.full(2 * longest, _SEED, np.uint64)
             odd[0] = 1
@@ -206,8 +231,7 @@ class Reach:
         sums = np.zeros(len(blocks) + 1, np.uint64)  # of all that is before, so that one sum serves all of them
         np.cumsum(blocks * self._powers[places], dtype=np.uint64, out=sums[1:])
         roots = _mixed(np.array([each.root for each in noted], np.int64).view(np.uint64))
-        hashes = _mixed(sums[1:] - np.repeat(sums[begins], counts) + np.repeat(roots, counts))
-        return hashes[places >= np.repeat([each.first for each in noted], counts)]
+        return _mixed(sums[1:] - np.repeat(sums[begins], counts) + np.repeat(roots, counts))
 
 
 def _mixed(numbers: UInt64Array) -> UInt64Array:

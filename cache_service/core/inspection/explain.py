@@ -112,6 +112,11 @@ _WORDS = {
     MatchEnd.ON_DISK: "the next block is in the disk or remote tier, from which a sequence that is created has it loaded",
     MatchEnd.DISK_RESTS: "the next block is in the disk or remote tier, which failed or hung and is left alone for a while",
     MatchEnd.NOT_WORTH_LOADING: "the next block is in the disk or remote tier, from where it comes later than it is computed",
+    MatchEnd.BEHIND_A_HOLE: "the rest is not shared, or a group of layers lacks what its window reads",
+    MatchEnd.OTHER_TENANT: "another tenant has the next block",
+    MatchEnd.NOT_ASKED: "no more was asked for",
+    MatchEnd.NOT_LOADED: "the next block is in the host tier and was not loaded",
+    MatchEnd.LOADING: "the next block is being loaded",
 }
 
 
@@ -143,7 +148,7 @@ def _end(
         return MatchEnd.NEVER_STORED, None
     gone = index.eviction_log.last_end(last, needed[num_matched:])
     if gone is not None:
-        return gone[0], max(state.now - gone[1], 0.0)
+        return gone
     if _is_held(seqs, root, needed, seqs.num_published * config.block_size < len(needed)):
         return MatchEnd.COMPUTING, None  # it is committed, and about to be published
     return MatchEnd.NEVER_STORED, None

@@ -33,6 +33,7 @@ def audit(state: PoolState) -> Iterator[list[str]]:
     yield from _check_quarantines(state)
     for check in (_check_index, _check_copies, _check_counts):
         yield check(state)
+    yield _check_misses(state)
     yield from check_orders(state.pool)
     yield from state.index.check()
     yield _check_pins(state)
@@ -79,6 +80,11 @@ def _check_counters(state: PoolState) -> list[str]:
     if seqs.num_free_slots + len(live) != len(seqs.ids):
         wrong.append("free and used sequence slots do not add up")
     return wrong
+
+
+def _check_misses(state: PoolState) -> list[str]:
+    num_missed = state.counters.num_look_up_tokens - state.counters.num_hit_tokens
+    return wrong_number("missed tokens", state.misses.num_tokens(), num_missed)
 
 
 def _check_names(state: PoolState) -> list[str]:

@@ -4,12 +4,15 @@ from dataclasses import fields
 
 import numpy as np
 
+from ..index.miss_counts import AGES, OTHERS
 from ..pool_state import PoolState
 from ..sequences.sequence_table import SequenceTable
 from ..tables.prompt_watch import PromptWatch
 from ..tiers.sequence_swap import SequenceSwapper
-from ..values.types import Int64Array, SequenceState
-from ..values.views import GroupStats, PoolStats
+from ..values.types import NO_TENANT, Int64Array, SequenceState
+from ..values.views import GroupStats, Miss, PoolStats
+
+ALL_OTHERS = "*"  # in the place of a tenant's name, which it cannot be
 
 
 def pool_stats(state: PoolState, swapper: SequenceSwapper | None, prompts: PromptWatch) -> PoolStats:
@@ -55,6 +58,8 @@ def pool_stats(state: PoolState, swapper: SequenceSwapper | None, prompts: Promp
         num_soon_blocks=pool.reuse.num_soon if pool.reuse is not None else 0,
         prefill_rate_tokens=prompts.tokens_per_second,
         **state.reach.stats()._asdict(),
+        misses=_misses(state),
+        curve=state.reach.curve(),
         **{field.name: getattr(counters, field.name) for field in fields(counters)},
         **_host_stats(swapper),
         **(state.below.stats() if state.below is not None else {}),
@@ -83,6 +88,17 @@ def _count_holes(seqs: SequenceTable, slots: Int64Array) -> Int64Array:
         tables = [seqs.tables.get(slot, group) for slot in slots.tolist()]
         num_holes[group] = sum(len(table) - int(np.count_nonzero(table)) for table in tables)
     return num_holes
+
+
+def _misses(state: PoolState) -> list[Miss]:
+    """The most tokens first."""
+    names = {-place - 1: tenant for place, tenant in enumerate(state.index.tenants)} | {NO_TENANT: "", OTHERS: ALL_OTHERS}
+    turnovers = (*AGES, 0.0)
+    found = [
+        Miss(names[kind.root], kind.cause, kind.need, names[kind.by], turnovers[kind.age] if kind.need else 0.0, num_tokens)
+        for kind, num_tokens in state.misses.counts().items()
+    ]
+    return sorted(found, key=lambda miss: -miss.num_tokens)
 
 
 def _host_stats(swapper: SequenceSwapper | None) -> dict[str, int]:

@@ -13,6 +13,7 @@ from ..sequences.session_state import HeldLogits, SessionState
 from ..tiers.sequence_swap import SequenceSwapper
 from ..tiers.transfers import TransferOrder
 from ..values.types import NO_INT32, Int32Array, Int64Array, ReuseHint
+from .missed import MissedTokens
 from .prefix_lookup import PrefixLookup
 from .prompt_watch import PromptWatch
 from .reserve import Reservations
@@ -61,6 +62,7 @@ class SequenceStarter:
         reservations: Reservations,
         swapper: SequenceSwapper | None,
         prompts: PromptWatch,
+        missed: MissedTokens,
     ) -> None:
         self._block_size = state.config.block_size
         self._clock = state.clock
@@ -76,6 +78,7 @@ class SequenceStarter:
         self._reservations = reservations
         self._swapper = swapper
         self._prompts = prompts
+        self._missed = missed
 
     def start(
         self, owner: SessionState, log: StepLog, slot: int, max_hit: int, max_new: int, *, num_spare: int, exactly: int = 0
@@ -105,7 +108,10 @@ class SequenceStarter:
             return False
         if claims.claims:
             claims.forget_claim(slot)
-        self._admit(owner, log, slot, hit, fit, is_look_up=max_hit > 0 and self._lookup.is_on)
+        is_look_up = max_hit > 0 and self._lookup.is_on
+        if is_look_up:
+            self._missed.note(slot, hit.nodes, max_hit, is_load=hit.joined is not None)
+        self._admit(owner, log, slot, hit, fit, is_look_up=is_look_up)
         return True
 
     def could_hit_more(self, slots: Int64Array, max_hits: Int32Array) -> bool:

@@ -40,6 +40,7 @@ class SequenceSwapper:
         self._publisher = state.publisher
         self._spans = state.spans
         self._counters = state.counters
+        self._misses = state.misses
         self._caller: SessionState | None = None
         self._issued: list[TransferOrder] = []
         self._num_run = 0  # of them, by this service
@@ -242,7 +243,10 @@ class SequenceSwapper:
             self._drop_blocks(owner, seqs.tables.leaves_first(slot))
             seqs.give_up_table(slot)
         if slot in self.moves:
-            self._end_move(self.moves[slot])
+            move = self.moves[slot]
+            if move.hit_len is not None:
+                self._misses.end_load(int(seqs.roots[slot]), move.hit_len, 0)
+            self._end_move(move)
         if slot in self.host.tables:
             self.host.drop_table(slot)
 
@@ -297,6 +301,7 @@ class SequenceSwapper:
             self._drop_blocks(move.owner, np.concatenate(behind))
             seqs.cut_hit(slot, hit_len)
         seqs.end_load(slot, hit_len, move.owner.step_id)
+        self._misses.end_load(int(seqs.roots[slot]), move.hit_len, hit_len)
         self._counters.num_hits += hit_len > 0
         self._counters.num_hit_tokens += hit_len
         self._run(move)

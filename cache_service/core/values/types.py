@@ -12,6 +12,7 @@ SessionId = NewType("SessionId", str)  # 128 random bits in hex
 
 NULL_BLOCK = BlockId(0)
 UNKNOWN_ROOT = 1  # of a block that may still hold tokens of any tenant; roots of tenants are negative, 0 is a block never used
+NO_TENANT = 0  # in the place of a root: no tenant in particular
 MAX_ID = 2**53 - 1
 
 Int32Array = npt.NDArray[np.int32]
@@ -93,6 +94,20 @@ class MatchEnd(IntEnum):
     ON_DISK = 10
     DISK_RESTS = 11
     NOT_WORTH_LOADING = 12
+    BEHIND_A_HOLE = 13
+    OTHER_TENANT = 14
+    NOT_ASKED = 15
+    NOT_LOADED = 16
+    LOADING = 17
+
+
+class EvictionNeed(IntEnum):
+    """For whom a missed block was evicted, as seen by the tenant that misses it. The numbers are the protocol's."""
+
+    NOT_EVICTED = 0
+    NO_TENANT = 1
+    OWN = 2
+    OTHER = 3
 
 
 class Tier(IntEnum):

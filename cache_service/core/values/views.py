@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from .sequence_args import Retention
-from .types import BlockState, Int32Array, ReuseHint, SequenceId, SequenceState, SessionId
+from .types import BlockState, EvictionNeed, Int32Array, MatchEnd, ReuseHint, SequenceId, SequenceState, SessionId
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,24 @@ class GroupStats(NamedTuple):
     window_tokens: int  # 0: the group reads all tokens
     num_held_entries: int
     num_passed_entries: int
+
+
+class Miss(NamedTuple):
+    """Tokens that were looked up and not found, of one cause, as the protocol has it."""
+
+    tenant: str
+    cause: MatchEnd
+    need: EvictionNeed
+    evicted_for: str
+    within_turnovers: float
+    num_tokens: int
+
+
+class CurvePoint(NamedTuple):
+    """The hit rate over the last hour of a pool of so many times the size that keeps the blocks used last."""
+
+    size: float
+    hit_rate: float
 
 
 class PoolStats(SimpleNamespace):

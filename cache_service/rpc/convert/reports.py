@@ -1,5 +1,6 @@
 """The reports that the service gives of itself, as messages: pools, sessions, blocks, explanations, events."""
 
+from collections import Counter
 from typing import NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -11,12 +12,13 @@ from kvkeeper.common.cuda import vmm
 
 from ...core.index.events.watch import Event
 from ...core.inspection.explain import Explanation, in_words
-from ...core.values.views import BlockView
+from ...core.values.views import BlockView, Miss
 from ...runtime.lease import Session
 from ...runtime.live_session import CarrierKind
 from ...runtime.pool import Pool, PoolInfo
 from .kv_spec import kv_spec_message, to_kv_dtype
 
+PoolStats = pb.PoolStats
 _INFO_NAMES = tuple(name for name in PoolInfo.__slots__ if name not in ("spec", "arena_kind", "host_kv_dtype"))
 _ARENA_KINDS = {
     "memfd": pb.ARENA_KIND_MEMFD,
@@ -46,6 +48,7 @@ POOL_NUMBERS = _numbers(
     "PoolStats", [field.name for field in pb.PoolStats.DESCRIPTOR.fields if field.type != FieldDescriptor.TYPE_MESSAGE]
 )
 GROUP_NUMBERS = _numbers("GroupStats", ["num_held_entries", "num_passed_entries"])
+MISSED_TEXT, CURVE_TEXT = COMMENTS["Miss.num_tokens"], COMMENTS["CurvePoint.hit_rate"]
 SERVICE_NUMBERS = _numbers(
     "GetStatsResponse", [field.name for field in pb.GetStatsResponse.DESCRIPTOR.fields if field.name.startswith("num_")]
 )
@@ -62,9 +65,11 @@ def pool_info(info: PoolInfo) -> pb.PoolInfo:
     )
 
 
-def pool_stats(pool: Pool) -> pb.PoolStats:
+def pool_stats(pool: Pool, *, names_tenants: bool = False) -> pb.PoolStats:
     """Field names are the same on both sides; bytes and watches are added to the core's counts."""
     stats, info = pool.manager.queries.stats(), pool.info
+    stats.misses = _misses(stats.misses, names_tenants=names_tenants)
+    stats.curve = [pb.CurvePoint(**point._asdict()) for point in stats.curve]
     groups = [pb.GroupStats(**each._asdict()) for each in pool.manager.queries.group_stats()]
     bytes_of_ranks = info.spec.num_ranks * info.block_bytes
     num_used = info.num_blocks - 1 - stats.num_free_blocks - stats.num_cached_blocks
@@ -81,6 +86,26 @@ def pool_stats(pool: Pool) -> pb.PoolStats:
         remote_write_rate_bytes=pool.remote.writes.bytes_per_second if pool.remote is not None else 0,
         **vars(stats),
     )
+
+
+def _misses(misses: list[Miss], *, names_tenants: bool) -> list[pb.Miss]:
+    """What tenants missed, by their names or all together."""
+    sums: dict[Miss, int] = {}
+    for miss in misses:
+        shown = miss._replace(num_tokens=0) if names_tenants else miss._replace(num_tokens=0, tenant="", evicted_for="")
+        sums[shown] = sums.get(shown, 0) + miss.num_tokens
+    return [pb.Miss(**kind._replace(num_tokens=num_tokens)._asdict()) for kind, num_tokens in sums.items()]
+
+
+def missed_by_cause(stats: PoolStats) -> Counter[tuple[str, str]]:
+    """Missed tokens by cause and need, in words. Those that are being loaded are left out, because they are no sum."""
+    sums: Counter[tuple[str, str]] = Counter()
+    for miss in stats.misses:
+        if miss.cause != pb.MATCH_END_LOADING:
+            need = pb.EvictionNeed.Name(miss.need) if miss.need else ""
+            words = pb.MatchEnd.Name(miss.cause).removeprefix("MATCH_END_"), need.removeprefix("EVICTION_NEED_")
+            sums[words[0].lower(), words[1].lower()] += miss.num_tokens
+    return sums
 
 
 def session_info(

@@ -13,7 +13,8 @@ from typing import Any
 from kvkeeper.cache_service.core.blocks.reuse_order import LEAST_ENDED, MOST_ALIKE, SOON_SECONDS, SPAN
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import Retention
-from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, ReuseHint
+from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, MatchEnd, ReuseHint
+from tests.support.reference.naive_misses import NaiveMisses
 
 Key = tuple[str, tuple[int, ...]]  # tenant, every token up to the end of the block
 
@@ -139,6 +140,7 @@ class NaiveCache:
         self.num_copies = 0
         self.num_adopted = 0
         self.num_hit_tokens = 0
+        self.misses = NaiveMisses()
         self.num_retention_dropped = 0
         self.num_changes = 0  # items that changed one sequence
 
@@ -292,11 +294,12 @@ class NaiveCache:
         self.filling = {b: by for b, by in self.filling.items() if by[0] != session or by[1] > completed}
         self.promised = {of: held for of, held in self.promised.items() if of[0] != session or held[0] > completed}
 
-    def forget(self, key: Key) -> None:
+    def forget(self, key: Key, cause: MatchEnd = MatchEnd.EVICTED) -> None:
         """A node leaves the index, and with it what hangs below it."""
         tenant, tokens = key
         for other in [k for k in self.index if k[0] == tenant and k[1][: len(tokens)] == tokens]:
             self.classes.pop(self.index.pop(other), None)
+            self.misses.gone[other] = cause
             self.logits.pop(other, None)
             if self.children is not None:
                 self.children.pop(other, None)

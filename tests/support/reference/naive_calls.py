@@ -80,6 +80,8 @@ class NaiveCalls(NaiveSteps):
         reserved = max(hit, num_tokens)
         expect(len(shown), self.num_blocks(reserved), f"R2 {name}")
         expect(shown[: len(match)], match, f"R4 blocks hit by the {name}")
+        if look_up and self.config.prefix_caching:
+            self.misses.note(self, q, num_tokens, len(match))
         q.table, q.running = list(match), True
         self.claim_blocks(q, match)
         self.grant(shown[len(match) :], q.tenant, name)

@@ -5,7 +5,7 @@ A pin is a list of blocks that it holds until its time is over.
 
 from dataclasses import dataclass
 
-from kvkeeper.cache_service.core.values.types import BlockState, ReuseHint
+from kvkeeper.cache_service.core.values.types import BlockState, MatchEnd, ReuseHint
 from tests.support.reference.naive_cache import Key, NaiveCache, NaiveSequence, expect, require
 
 _HINTING = "what holds a prefix while a hint is noted"
@@ -92,7 +92,7 @@ class NaiveKeeping(NaiveCache):
         by_block, num_cached = {block: key for key, block in self.index.items()}, len(self.cached())
         for block, age in self.ages.items():
             if int(self.times[age] * 1000) <= last_ms:
-                self.forget(by_block[block])
+                self.forget(by_block[block], MatchEnd.EXPIRED)
         self.num_expired += num_cached - len(self.cached())
         self.settle()
 
@@ -158,6 +158,7 @@ class NaiveKeeping(NaiveCache):
         """Returns (blocks that came free, entries forgotten)."""
         self.pins.clear()
         num_cached, num_entries = len(self.cached()), len(self.index)
+        self.misses.gone.update(dict.fromkeys(self.index, MatchEnd.CLEARED))
         self.index.clear()
         self.classes.clear()
         self.children = None if self.children is None else {}

@@ -110,8 +110,8 @@ class NaiveSteps(NaiveClaims):
             self._quarantine(q.session, set(q.writable(self.block_size)) & set(dropped))
         for block in dropped:
             self.ages.pop(block, None)
-        del q.table[num_kept:]
-        q.committed = min(q.committed, num_kept * self.block_size)
+        del q.table[num_kept:], q.tokens[num_kept * self.block_size :]
+        q.committed, q.published = min(q.committed, num_kept * self.block_size), min(q.published, num_kept)
 
     def _quarantine(self, session: str, blocks: set[int]) -> None:
         for block in blocks - set(self.index.values()):  # nothing writes an indexed block (R5)
@@ -329,6 +329,8 @@ class NaiveSteps(NaiveClaims):
             expect((hit, reserved, table), (0, 0, []), f"R7 start of {q.sequence_id} without room")
             return False
         q.claim = None
+        if max_hit and self.config.prefix_caching:
+            self.misses.note(self, q, max_hit, len(match))
         if logits is not None:
             self.promised[q.session, q.sequence_id] = self.sessions[q.session].step_id, logits
         expect(hit, len(match) * size, f"R4 hit of {q.sequence_id}")

@@ -3,9 +3,10 @@
 Owns the comparisons, which change nothing; each raises Mismatch with the rule that is broken.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
-from kvkeeper.cache_service.core.values.types import SequenceId, SessionId
+from kvkeeper.cache_service.core.values.types import MatchEnd, SequenceId, SessionId
 from tests.support.reference.naive_cache import Mismatch, expect, require
 from tests.support.reference.naive_steps import NaiveSteps
 from tests.support.reference.shadow_memory import Contents, Read, ShadowMemory
@@ -46,6 +47,12 @@ def compare_pool(driver: Driver, naive: NaiveSteps) -> None:
     expect(stats.pressure, naive.pressure, "pressure")
     if states is not None:  # a service looks more often, at times that a test cannot know
         expect(stats.num_pressure_changes, naive.num_pressure_changes, "changes of pressure")
+    missed: Counter[tuple[str, MatchEnd]] = Counter()
+    for miss in stats.misses:
+        missed[miss.tenant, MatchEnd(miss.cause)] += miss.num_tokens
+    if states is not None:  # a service counts later, and may have forgotten of a block that came and went often
+        expect(missed, naive.misses.tokens, "missed tokens by tenant and cause")
+    expect(missed.total(), naive.misses.tokens.total(), "missed tokens")
     expect(
         (stats.num_claimed_blocks, stats.num_computing_answers),
         (naive.num_reserved(), naive.num_computing),

@@ -178,6 +178,7 @@ class CoreDriver:
         assert gate.find_repeat(batch.step_id, raw) is None
         gate.check_completed(batch.step_id, batch.completed_step_id)
         reply = self.manager.steps.step(session, batch)
+        self.manager.state.misses.counts()  # before a block comes and goes twice, of which the log may forget the first time
         gate.record(batch.step_id, batch.completed_step_id, raw, encode(reply))
         self._last_raw[session] = raw
         return reply
@@ -191,7 +192,9 @@ class CoreDriver:
         self.manager.steps.complete(session, completed_step_id)
 
     def extend(self, session: SessionId, sequence_id: int, num_tokens: int, *, look_up: bool) -> Copies | None:
-        return self.manager.one_item.extend(session, SequenceId(sequence_id), num_tokens, look_up=look_up)
+        copies = self.manager.one_item.extend(session, SequenceId(sequence_id), num_tokens, look_up=look_up)
+        self.manager.state.misses.counts()
+        return copies
 
     def commit(
         self, session: SessionId, sequence_id: int, num_tokens: int, first_token_idx: int, token_ids: Int32Array

@@ -28,6 +28,8 @@ COMMANDS = {
     "explain": "say how much of a prompt is cached, and why not more",
     "status": "show whether both services are up",
     "stats": "show counts of the pool and the engine",
+    "misses": "show why tokens were not found in the cache",
+    "curve": "show what pools of other sizes would hit",
     "tiers": "show what lies on the device, in the host's memory and on the disk",
     "top": "watch pools and sessions live; q ends",
     "events": "publish what is cached as vLLM's KV events, for routers",
@@ -41,7 +43,7 @@ COMMANDS = {
 _FOLDERS = {
     "start": ("up", "serve", "doctor", "drain", "demo"),
     "generation": ("generate", "chat"),
-    "show": ("explain", "status", "stats", "tiers", "top", "requests", "sequences", "config"),
+    "show": ("explain", "status", "stats", "misses", "curve", "tiers", "top", "requests", "sequences", "config"),
     "publishing": ("events",),
     "benchmark": ("bench",),
 }

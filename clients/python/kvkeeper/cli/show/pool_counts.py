@@ -119,9 +119,7 @@ def _groups(pool: Any) -> Iterator[tuple[str, Iterable[tuple[str, str]]]]:
 
 def _words(pool: Any) -> dict[str, str]:
     """Each number of a PoolStats as people read it."""
-    numbers = {
-        field.name: getattr(pool, field.name) for field in pool.DESCRIPTOR.fields if field.name not in ("pool", "groups")
-    }
+    numbers = {field.name: getattr(pool, field.name) for field in pool.DESCRIPTOR.fields if field.message_type is None}
     words = {name: _word(name, value) for name, value in numbers.items()}
     return {**words, "pressure": pressure_word(pool.pressure), "precision": precision_text(pool.pool)}
 

@@ -11,9 +11,9 @@ from tests.support.worlds.core_pool import ALL, CorePool, int32
 
 
 class World:
-    def __init__(self, block_size: int = 4) -> None:
+    def __init__(self, block_size: int = 4, num_blocks: int = 100) -> None:
         self.clock, self.counters, self.size = Clock(), Counters(), block_size
-        self.reach = Reach(block_size, self.clock, self.counters)
+        self.reach = Reach(block_size, self.clock, self.counters, num_blocks)
 
     def ask(self, *tokens: int, root: int = -1) -> None:
         self.reach.note_prompt(root, int32([*tokens, 99]))  # a token to compute

@@ -220,7 +220,21 @@ def test_the_eviction_log_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.
     assert known == list(range(32, 40))
     clock.now = 100.0
     memory.remove(int32([35]), MatchEnd.EXPIRED)
-    assert memory.last_end(-1, tokens[35]) == (MatchEnd.EXPIRED, 100.0)  # the last time counts
+    assert memory.last_end(-1, tokens[35]) == (MatchEnd.EXPIRED, 0.0)  # the last time counts
+
+
+def test_a_block_that_comes_and_goes_pushes_no_other_out_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction_log, "CAPACITY", 8)  # one set
+    clock = Clock()
+    memory = EvictionLog(num_nodes=20, max_roots=4, block_size=2, clock=clock)
+    memory.add_root(-1)
+    memory.add_each(int32([1, 2]), int32([-1, -1]), int32([[1, 2], [3, 4]]))
+    memory.remove(int32([2]), MatchEnd.CLEARED)
+    for _ in range(200):
+        clock.now += 1.0
+        memory.remove(int32([1]), MatchEnd.EVICTED)
+        assert memory.last_end(-1, int32([1, 2])) == (MatchEnd.EVICTED, 0.0)
+    assert memory.last_end(-1, int32([3, 4])) == (MatchEnd.CLEARED, 200.0)
 
 
 def test_a_run_and_single_blocks_have_the_same_digests() -> None:
@@ -233,7 +247,7 @@ def test_a_run_and_single_blocks_have_the_same_digests() -> None:
         memory.add_each(int32([node]), int32([parent]), tokens[2 * row : 2 * row + 2].reshape(1, 2))
     clock.now = 1.0
     memory.remove(int32([13]), MatchEnd.EVICTED)
-    assert memory.last_end(2, tokens[4:]) == (MatchEnd.EVICTED, 1.0)
+    assert memory.last_end(2, tokens[4:]) == (MatchEnd.EVICTED, 0.0)
     assert memory.last_end(1, tokens[4:]) is None
 
 
