@@ -26,6 +26,7 @@ from kvkeeper.common.service.settings import (
     setting,
     size_between,
 )
+from kvkeeper.common.service.sizes import Share, parse_amount, size
 from kvkeeper.common.trust.settings import (
     ServiceConfig,
     check_trust,
@@ -37,6 +38,7 @@ from .core.values.errors import InvalidField
 from .memory.remote.remote_address import FORM_WORDS, parse_address
 
 MIB = 1 << 20
+LEAST_POOL_MEMORY = 64 << 10
 MAX_POOL_BLOCKS = 1 << 24
 _MAX_TINY_BLOCKS = 1 << 20  # that are made of an amount of memory, so that the core's arrays do not outgrow it
 _TINY = 4096  # bytes
@@ -117,8 +119,12 @@ def _quotas_refusal(quotas: tuple[tuple[str, float], ...]) -> str | None:
 _QUOTA = must_be(
     f"0 to {_MOST_OF_A_TENANT}, or 1 for no quota", lambda share: 0 <= share <= _MOST_OF_A_TENANT or share == 1, str
 )
-
-
+_POOL_MEMORY = must_be(
+    f"{size(LEAST_POOL_MEMORY)} to 64 TiB, or 1% to 95% of what is free",
+    lambda amount: 0 < amount.percent <= 95 if isinstance(amount, Share) else LEAST_POOL_MEMORY <= amount <= 1 << 46,
+    size,
+    parse=parse_amount,
+)
 _TENANTS = Check("TENANT, ...", _names_refusal)
 
 
@@ -157,12 +163,13 @@ class CacheConfig(ServiceConfig):
         details="Kernels that it had queued run until the driver has ended them. make gpu-check measures how long"
         " (quiet_after_ms of part a).",
     )
-    pool_memory: int = _pools(
+    pool_memory: int | Share = _pools(
         256 * MIB,
         "memory of each pool, reserved at start",
         example="256MiB",
-        check=size_between(64 << 10, 1 << 46),
-        details="Without effect where --num-blocks is given.",
+        check=_POOL_MEMORY,
+        details="80% is a share of what is free at start, on the device or the host, divided by --num-pools. On a CUDA device"
+        " kvkeeper up has a default of its own, see size.md. Without effect where --num-blocks is given.",
     )
     memory_dir: Path | None = _pools(
         None,
@@ -385,6 +392,8 @@ class CacheConfig(ServiceConfig):
     def __post_init__(self) -> None:
         check_settings(self)
         check_trust(self)
+        if isinstance(self.pool_memory, Share) and self.memory_dir is not None:
+            raise ConfigError("--pool-memory that is a share has another size at each start, so --memory-dir needs an amount")
         if self.keep and self.memory_dir is None:
             raise ConfigError("--keep needs a folder to keep the memory in, see --memory-dir")
         if self.take_over and self.memory_dir is None:

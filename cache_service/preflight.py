@@ -1,12 +1,14 @@
 """Checks a cache service's config against the machine before anything is loaded or reserved: kernel, addresses and memory."""
 
+from collections.abc import Callable
+
 from kvkeeper.common.service import kernel
-from kvkeeper.common.service.memory_limit import OutOfMemory, require
+from kvkeeper.common.service.memory_limit import OutOfMemory, available_bytes, require
 from kvkeeper.common.service.preflight import check_addresses
 from kvkeeper.common.service.process import StartError
-from kvkeeper.common.service.sizes import size
+from kvkeeper.common.service.sizes import Share, size
 
-from .config import CacheConfig
+from .config import LEAST_POOL_MEMORY, CacheConfig
 from .memory.kept.memory_directory import kept_bytes
 
 
@@ -33,9 +35,15 @@ def host_bytes(config: CacheConfig) -> int:
     """
     if config.num_blocks is not None:
         return 0
-    pool = config.pool_memory if config.device == "cpu" else 0
+    pool = pool_bytes(config, available_bytes) if config.device == "cpu" else 0
     num_kept = kept_bytes(config.memory_dir) if config.memory_dir is not None else 0
     return max(config.num_pools * (pool + host_tier_bytes(config)) - num_kept, 0)
+
+
+def pool_bytes(config: CacheConfig, available: Callable[[], int]) -> int:
+    """Bytes of each pool, where they are not given in blocks; a share is of those that are available, divided by the pools."""
+    amount = config.pool_memory
+    return max(amount.of(available()) // config.num_pools, LEAST_POOL_MEMORY) if isinstance(amount, Share) else amount
 
 
 def host_tier_bytes(config: CacheConfig) -> int:

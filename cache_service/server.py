@@ -178,7 +178,7 @@ async def start_server(
         if (refusal := _find_refusal(error, config)) is not None:
             raise refusal from None
         raise
-    log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=config.pool_memory)
+    log.info("ready", address=endpoint.address, num_pools=config.num_pools, pool_memory=registry.sizes.pool_memory)
     kept = directory, disks
     return RunningServer(attach.path, session_manager, config.drain_timeout, guard, endpoint, attach, metrics, own_clock, *kept)
 

@@ -131,6 +131,9 @@ def list_transfers(copies: Copies) -> list[tuple[int, int, int]]:
 class SharedMemory:
     """Allocates arenas in the machine's memory."""
 
+    def available_bytes(self) -> int:
+        return memory_limit.available_bytes()
+
     def require(self, num_bytes: int, num_host_bytes: int) -> None:
         """Raises OutOfMemory where arenas of num_bytes and host tiers of num_host_bytes do not fit now."""
         memory_limit.require(num_bytes + num_host_bytes)

@@ -29,6 +29,9 @@ _LOOK_AGAIN = 0.25  # seconds, for memory of a device
 class Memory(Protocol):
     """Allocates arenas. Each call raises OutOfMemory; allocations may be slow and run in a thread."""
 
+    def available_bytes(self) -> int:
+        """Bytes that arenas can have now."""
+
     def require(self, num_bytes: int, num_host_bytes: int) -> None:
         """Refuses where arenas of num_bytes together and host tiers of num_host_bytes cannot be allocated now."""
 
@@ -45,7 +48,7 @@ class ArenaSupply:
         self, config: CacheConfig, memory: Memory, directory: MemoryDirectory | None, now: Callable[[], float]
     ) -> None:
         self._config = config
-        self._memory: Memory = directory or memory
+        self._memory: Memory | MemoryDirectory = directory or memory
         self._directory = directory
         self._now = now
         self._spare: list[Arena] = []

@@ -62,7 +62,7 @@ class PoolRegistry:
         self.num_replaced = 0
         self._config = config
         self._owns_process = owns_process
-        self.sizes = PoolSizes(config)
+        self.sizes = PoolSizes(config, memory.available_bytes)
         self._arenas = ArenaSupply(config, memory, directory, now)
         self._tiers = LowerTiers(config, disks, remote, now)
         self._keeping = None if directory is None else PoolKeeping(config, directory, self._arenas)
@@ -100,7 +100,7 @@ class PoolRegistry:
                 self._keeping.settle()
             if self.sizes.is_known_ahead:
                 num_pools = self._config.num_pools - len(self._pools)
-                await self._arenas.reserve(num_pools, self._config.pool_memory, self.sizes.host_memory)
+                await self._arenas.reserve(num_pools, self.sizes.pool_memory, self.sizes.host_memory)
             else:
                 self._arenas.forget_left()
         except OutOfMemory as error:

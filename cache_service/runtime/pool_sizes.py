@@ -1,14 +1,16 @@
 """PoolSizes: what a pool of a KV spec is to have, by the configuration: its limits, and the bytes of its arenas."""
 
+from collections.abc import Callable
 from dataclasses import fields
 
+from kvkeeper.common.service.memory_limit import available_bytes
 from kvkeeper.common.service.sizes import size
 
 from ..config import CacheConfig, most_blocks
 from ..core.values.errors import OutOfPools
 from ..core.values.kv_spec import WHOLE, KvSpec
 from ..core.values.pool_config import PoolConfig
-from ..preflight import host_tier_bytes
+from ..preflight import host_tier_bytes, pool_bytes
 
 _SIZES = {"num_blocks", "num_host_blocks", "max_tokens_per_sequence"}  # settings, too, and a pool may have fewer of its memory
 _RULES = {field.name for field in fields(PoolConfig)} & {field.name for field in fields(CacheConfig)} - _SIZES
@@ -17,8 +19,10 @@ _RULES = {field.name for field in fields(PoolConfig)} & {field.name for field in
 class PoolSizes:
     """The sizes of the pool of any spec, by one configuration."""
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, available: Callable[[], int] = available_bytes) -> None:
+        """available: the bytes that pools can have now, for a share of them."""
         self._config = config
+        self.pool_memory = pool_bytes(config, available)  # of each pool that is given in bytes
 
     @property
     def is_known_ahead(self) -> bool:
@@ -57,7 +61,7 @@ class PoolSizes:
         """Blocks of this size in a pool, and the bytes of its arena."""
         if self._config.num_blocks is not None:
             return self._config.num_blocks, self._config.num_blocks * block_bytes
-        num_bytes = self._config.pool_memory
+        num_bytes = self.pool_memory
         _check_room(num_bytes, block_bytes, "--pool-memory")
         return most_blocks(num_bytes, block_bytes), num_bytes
 

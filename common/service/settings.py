@@ -14,7 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
 
-from kvkeeper.common.service.sizes import parse_size, size
+from kvkeeper.common.service.sizes import parse_amount, parse_size, size
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _MAX_PORT = 65535
@@ -278,7 +278,7 @@ def _get_parser(kind: Any) -> Callable[[str], Any]:
 def _shown(value: Any, parse: Callable[[str], Any]) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    if parse is parse_size:
+    if parse in (parse_size, parse_amount):
         return size(value).replace(" ", "") if value else "none"
     if isinstance(value, float):
         return f"{value:g}"

@@ -25,6 +25,7 @@ from kvkeeper.common.cuda.errors import CudaError
 from kvkeeper.common.cuda.handle import ArenaHandle, parse_handle
 from kvkeeper.common.cuda.runtime import BoundRuntime
 from kvkeeper.common.service.process import StartError
+from kvkeeper.common.service.sizes import Share
 from tests.support.stand_ins.fake_cuda import DEVICE, FakeCuda, bytes_at
 from tests.support.worlds.cache_api import BLOCK_BYTES, SPEC, Api, ManualClock, Session, kv_of, read_all, refused, serving
 
@@ -196,6 +197,13 @@ async def test_no_room_on_the_device_names_the_flag(service: FakeCuda, tmp_path:
     config = CacheConfig(listen=f"unix:{tmp_path}/s", runtime_dir=tmp_path / "run", pool_memory=8 << 20, device_wait=0.0)
     with pytest.raises(StartError, match=r"--pool-memory 8 MiB .* available on the device"):
         await start_server(config, memory=CudaMemory(service, 0))
+
+
+async def test_pools_take_a_share_of_what_is_free_on_the_device(service: FakeCuda) -> None:
+    service.capacity = (64 + 40) << 20
+    async with serving(memory=CudaMemory(service, 0), pool_memory=Share(80)) as api:
+        await api.open()
+        assert [num_bytes for _, _, num_bytes in service.made.values()] == [16 << 20, 16 << 20]
 
 
 async def test_a_device_that_is_not_there_stops_the_start(engine: FakeCuda, tmp_path: Path) -> None:

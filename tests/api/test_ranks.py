@@ -247,6 +247,9 @@ async def test_no_memory_for_the_second_rank_gives_the_first_ones_back() -> None
     made: list[SharedMemoryArena] = []
 
     class Short:
+        def available_bytes(self) -> int:
+            return 1 << 40
+
         def require(self, num_bytes: int, num_host_bytes: int) -> None: ...
 
         def allocate(self, num_bytes: int, rank: int = 0) -> SharedMemoryArena:

@@ -148,10 +148,13 @@ class CudaMemory:
             raise CudaError("device_uuids", f"{count} CUDA devices are visible")
         self._runtime, self._device = runtime, device
 
+    def available_bytes(self) -> int:
+        """Bytes of the device that arenas can have now."""
+        return max(0, self._runtime.free_bytes(self._device) - _HEADROOM)
+
     def require(self, num_bytes: int, num_host_bytes: int) -> None:
         """Raises OutOfMemory where arenas of num_bytes and host tiers of num_host_bytes do not fit now."""
-        available = max(0, self._runtime.free_bytes(self._device) - _HEADROOM)
-        if num_bytes > available:
+        if num_bytes > (available := self.available_bytes()):
             text = f"{size(num_bytes)} are wanted, {size(available)} are available on the device"
             raise OutOfMemory(text, on_device=True)
         memory_limit.require(num_host_bytes)

@@ -29,6 +29,14 @@ def test_a_pool_follows_each_rule_that_there_is_a_setting_for() -> None:
     assert {name: getattr(pool, name) for name in rules} == rules
 
 
+@pytest.mark.parametrize(
+    ("text", "num_pools", "num_bytes"), [("80%", 2, 400), ("95%", 1, 950), ("1%", 64, 0), ("3MiB", 2, 3072)]
+)
+def test_a_share_is_of_what_is_free_and_divided_by_the_pools(text: str, num_pools: int, num_bytes: int) -> None:
+    config = SOURCE.load(["--pool-memory", text, "--num-pools", str(num_pools)], {})
+    assert PoolSizes(config, lambda: 1000 << 10).pool_memory == max(num_bytes, 64) << 10
+
+
 def test_flags_win_over_the_environment() -> None:
     environ = {"KVKEEPER_CACHE_MAX_SEQUENCES": "8", "KVKEEPER_CACHE_POOL_MEMORY": "1MiB", "KVKEEPER_CACHE_REFLECTION": "off"}
     config = SOURCE.load(["--max-sequences", "9", "--no-prefix-caching"], environ)
@@ -57,7 +65,16 @@ def test_flags_win_over_the_environment() -> None:
             ["--health-address", "0.0.0.0:70000"],
             "--health-address: an IP address and a port such as 0.0.0.0:7413, not '0.0.0.0:70000'",
         ),
-        (["--pool-memory", "1KiB"], "--pool-memory: 64 KiB to 64 TiB, not 1 KiB"),
+        (["--pool-memory", "1KiB"], "--pool-memory: 64 KiB to 64 TiB, or 1% to 95% of what is free, not 1 KiB"),
+        (["--pool-memory", "96%"], "--pool-memory: 64 KiB to 64 TiB, or 1% to 95% of what is free, not 96%"),
+        (
+            ["--pool-memory", "8GB"],
+            "--pool-memory: a number of bytes such as 268435456, 256MiB or 2GiB, or a share such as 80%, not '8GB'",
+        ),
+        (
+            ["--pool-memory", "80%", "--memory-dir", "/x"],
+            "--pool-memory that is a share has another size at each start, so --memory-dir needs an amount",
+        ),
         (["--keep"], "--keep needs a folder to keep the memory in, see --memory-dir"),
         (["--take-over"], "--take-over needs the folder of the service that runs, see --memory-dir"),
         (["--block-digests"], "--block-digests are of memory that is kept, see --memory-dir"),
@@ -172,7 +189,7 @@ def test_what_bounds_the_prefix_cache() -> None:
         ("--min-prefix-tokens", "-1"),
         *(("--listen", value) for value in ("127.0.0.1", "unix:relative", "unix:/" + "x" * 120)),
         ("--runtime-dir", "/" + "x" * 120),
-        *(("--pool-memory", value) for value in ("much", "0")),
+        *(("--pool-memory", value) for value in ("much", "0", "0%", "100%", "%", "8.5%")),
         *(("--num-blocks", value) for value in ("1", "many")),
         *((flag, "0") for flag in ("--num-pools", "--max-sequences", "--max-sessions")),
         ("--max-tokens-per-sequence", "4194305"),

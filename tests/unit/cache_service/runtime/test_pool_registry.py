@@ -48,7 +48,7 @@ async def test_a_pool_that_cannot_be_kept_leaves_no_slab_in_use_and_no_store_ope
     with memory_folder() as folder:
         disks, directory = DiskDirectory(tmp_path / "disk", 1 << 20, 1), MemoryDirectory(folder, keep=True)
         config = CacheConfig(num_blocks=16, num_host_blocks=16, num_pools=1)
-        registry = PoolRegistry(config, cast(Any, directory), lambda _: None, directory, disks, remote=remote)
+        registry = PoolRegistry(config, SharedMemory(), lambda _: None, directory, disks, remote=remote)
         await registry.reserve()
         monkeypatch.setattr(MemoryDirectory, "make_pool", refuse)
         real = Slab.close
@@ -88,7 +88,7 @@ async def test_a_pool_that_finds_no_thread_at_any_step_leaves_nothing_and_the_ne
     with memory_folder() as folder:
         disks, directory = DiskDirectory(tmp_path / "disk", 1 << 20, 1), MemoryDirectory(folder, keep=True)
         config = CacheConfig(num_blocks=16, num_host_blocks=16, num_pools=1)
-        registry = PoolRegistry(config, cast(Any, directory), lambda _: None, directory, disks)
+        registry = PoolRegistry(config, SharedMemory(), lambda _: None, directory, disks)
         await registry.reserve()
         slab = await asyncio.to_thread(disks.obtain, SPEC)  # it is made once, and stays
         slab.close()

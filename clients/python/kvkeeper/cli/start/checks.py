@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 _UP_FLAGS = ("--model", "--model-name", "--pool-memory", "--host-memory")
 
 
-def check_start(flags: Mapping[str, Sequence[str]]) -> None:
-    """flags: arguments of each service. Raises UsageFailure or StartError, with one line for people."""
+def check_start(flags: Mapping[str, Sequence[str]]) -> "tuple[CacheConfig, EngineConfig]":
+    """The configs. flags: arguments of each service. Raises UsageFailure or StartError, with one line for people."""
     from kvkeeper.cache_service.preflight import check_kernel as check_kernel_for_cache
     from kvkeeper.engine_service.preflight import check_kernel as check_kernel_for_engine
 
     cache_config, engine_config = check_settings(flags)
     check_kernel_for_cache(cache_config)
     check_kernel_for_engine(engine_config)
+    return cache_config, engine_config
 
 
 def check_settings(flags: Mapping[str, Sequence[str]]) -> "tuple[CacheConfig, EngineConfig]":

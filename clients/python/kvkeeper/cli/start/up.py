@@ -22,7 +22,7 @@ from kvkeeper.cli.show.readiness import until_serving
 from kvkeeper.cli.show.status import model_line, pool_line
 from kvkeeper.cli.start.processes import ServiceProcess
 from kvkeeper.cli.start.supervisor import Service
-from kvkeeper.cli.start.together import Together
+from kvkeeper.cli.start.together import Together, say
 from kvkeeper.client import AsyncCacheClient, AsyncEngineClient
 from kvkeeper.client.targets import ENGINE, cache_address, engine_address
 
@@ -47,7 +47,7 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-name", metavar="NAME", help="what clients call the model (default: its folder's name, or a hub's)"
     )
-    parser.add_argument("--pool-memory", metavar="SIZE", help="memory of a pool, reserved at start, for example 1GiB")
+    parser.add_argument("--pool-memory", metavar="SIZE", help="memory of a pool, taken at start: 1GiB, or 80%% of what is free")
     parser.add_argument("--host-memory", metavar="SIZE", help="host tier of a pool, for what the pool has no room for")
     parser.add_argument(
         "--keep",
@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def checked_flags(args: argparse.Namespace, *others: str) -> dict[str, list[str]] | int:
     """Flags of both services, and of others those that were typed; an exit code where the services cannot be started."""
     from kvkeeper.cli.start.checks import check_start
+    from kvkeeper.cli.start.pool_size import find_pool_flags
     from kvkeeper.common.service.process import StartError
 
     try:
@@ -85,7 +86,7 @@ def checked_flags(args: argparse.Namespace, *others: str) -> dict[str, list[str]
     except UsageFailure as error:
         args.usage_error(str(error))
     try:
-        check_start(flags)
+        flags["cache"] += find_pool_flags(flags["cache"], *check_start(flags), say)
     except UsageFailure as error:
         complain(str(error), reason="USAGE", is_json=args.json)
         return EXIT_USAGE
