@@ -36,7 +36,7 @@ _TAG_MASK = np.uint32(0x7FF)
 _CLASS_SHIFT, _CLASS_MASK = np.uint32(11), np.uint32(0x7F)
 _TURN_SHIFT, _TURN_MASK = np.uint32(18), np.uint32(0x3)
 _TIME_SHIFT, _TIME_MASK = np.uint32(20), 0xFFF
-MOST_TURNS = 4  # that a trace can tell apart
+MOST_TURNS = 4  # that a trace has room for
 
 
 class Traces(NamedTuple):
