@@ -46,10 +46,10 @@ _LEAST_LESSON = 256  # blocks between two lessons
 _LESSON_SAMPLE = 4096  # waiting blocks and ghosts looked at in a lesson, so that it does not grow with the pool
 _SAMPLE = 1024  # leaves looked at in a choice, likewise
 _AT_ONCE = 16  # of so many leaves one is ranked before they are compared anew
-_LEAST_RANKED, _MOST_RANKED = 16, 512  # victims ranked at once,
+_LEAST_RANKED, _MOST_RANKED = 16, 1024  # victims ranked at once,
 _RANKED_SHARE = 32  # about the cache divided by this
 _MOST_PENDING = 2048  # blocks whose events are put off
-_UNCOUNTED_SHARE = 128  # where blocks are evicted, the cache divided by this is the number of waiting ones that may be unknown
+_UNCOUNTED_SHARE = 64  # where blocks are evicted, the cache divided by this is the number of waiting ones that may be unknown
 
 
 NO_KEYS: FloatArray = np.empty(0)

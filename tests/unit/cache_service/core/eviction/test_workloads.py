@@ -33,7 +33,7 @@ def test_adaptive_keeps_returning_blocks_during_a_scan() -> None:
 def test_adaptive_recovers_from_a_change() -> None:
     requests = WORKLOADS["phases"](1)
     lru, adaptive = (replay_policy(requests, 800, policy) for policy in ("lru", "adaptive"))
-    assert lru.num_hits - adaptive.num_hits < 200
+    assert lru.num_hits - adaptive.num_hits < 300
 
 
 @pytest.mark.parametrize("num_blocks", [250, 1000])
