@@ -95,25 +95,31 @@ class EvictionLog:
             self._settle()
 
     def _settle(self) -> None:
-        """Puts what was noted into the table: of a few nodes and of many that costs about the same."""
+        """Puts what was noted into the table: of a few nodes and of many that costs about the same.
+
+        A block has two ways at most. A further removal of it takes the older one, so that no other block of its set makes room.
+        """
         noted, self._noted = self._noted, []
         counts = [len(digests) for digests, *_ in noted]
-        digests, count = np.concatenate([digests for digests, *_ in noted]), sum(counts)
-        sets = self._sets(digests)
-        order = np.argsort(sets, kind="stable")
-        sets, tags = sets[order], (digests[order] >> _TAG_SHIFT).astype(np.uint32)
-        ways = self._cursors[sets] + np.arange(count) - np.searchsorted(sets, sets)
-        self._cursors[sets] = (ways + 1) & 0xFF
-        is_same = (self._tags[sets] == tags[:, None]) & (self._causes[sets] > 0)
-        often = (np.count_nonzero(is_same, axis=1) >= _MOST_OF_ONE).nonzero()[0]
-        if len(often):  # what comes and goes is not to push out all of its set
-            ways[often] = np.where(is_same[often], self._ages(sets[often]), -1).argmax(axis=1)
+        every, count = np.concatenate([digests for digests, *_ in noted]), sum(counts)
+        kept, nth, num_each = _last_of_each(every)
+        digests, numbers = every[kept], (self.num_removed - count + 1 + kept) & 0xFFFF_FFFF
+        sets, tags = self._sets(digests), (digests >> _TAG_SHIFT).astype(np.uint32)
+        is_own = (self._tags[sets] == tags[:, None]) & (self._causes[sets] > 0)
+        num_replaced = is_own.sum(axis=1) + num_each - _MOST_OF_ONE
+        by_age = np.where(is_own, -self._ages(sets), 1).argsort(axis=1, kind="stable")  # its own first, and of them the oldest
+        ways = by_age[np.arange(len(kept)), nth]
+        fresh = (nth >= num_replaced).nonzero()[0]
+        fresh = fresh[sets[fresh].argsort(kind="stable")]
+        own_sets = sets[fresh]
+        ways[fresh] = self._cursors[own_sets] + np.arange(len(fresh)) - np.searchsorted(own_sets, own_sets)
+        self._cursors[own_sets] = (ways[fresh] + 1) & 0xFF
         at = sets, ways % WAYS
         needs = [roots[np.arange(number) % max(len(roots), 1)] for number, (_, _, roots, _) in zip(counts, noted, strict=True)]
-        self._tags[at], self._numbers[at] = tags, (self.num_removed - count + 1 + order) & 0xFFFF_FFFF
-        self._needs[at] = -np.concatenate(needs)[order] & 0xFFFF
-        self._causes[at] = np.repeat([cause for _, cause, _, _ in noted], counts)[order]
-        self._ticks[at] = np.repeat([ticks for *_, ticks in noted], counts)[order]
+        self._tags[at], self._numbers[at] = tags, numbers
+        self._needs[at] = -np.concatenate(needs)[kept] & 0xFFFF
+        self._causes[at] = np.repeat([cause for _, cause, _, _ in noted], counts)[kept]
+        self._ticks[at] = np.repeat([ticks for *_, ticks in noted], counts)[kept]
 
     def find(self, digests: UInt64Array, since: Int64Array) -> Removals:
         """The last removals of these blocks [n], but for those of the last since [n] nodes."""
@@ -152,3 +158,17 @@ class EvictionLog:
         """[n] of [n, block_size]."""
         sums = tokens.astype(np.uint64) @ self._factors * _MIX
         return (sums ^ (sums >> _SHIFT)) * _MIX
+
+
+def _last_of_each(digests: UInt64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """The places of the last removals of each block, ascending; how many of them are before each, and how many there are."""
+    order = digests.argsort(kind="stable")
+    alike = digests[order]
+    starts = np.concatenate(([True], alike[1:] != alike[:-1])).nonzero()[0]
+    num_each = np.diff(starts, append=len(digests))
+    kept_each = np.minimum(num_each, _MOST_OF_ONE)
+    nth = np.arange(len(digests)) - np.repeat(starts + num_each - kept_each, num_each)
+    is_kept = nth >= 0
+    kept, nth, kept_each = order[is_kept], nth[is_kept], np.repeat(kept_each, num_each)[is_kept]
+    in_time = kept.argsort(kind="stable")
+    return kept[in_time], nth[in_time], kept_each[in_time]
