@@ -31,7 +31,7 @@ from tests.gpu.same_tokens import Output, judge, outputs_of
 _PROMPT_TOKENS = 128
 _MOST_CACHE_WAIT = 0.03  # of a step
 # Each engine that is started here takes some 12 s of a host: imports, weights, kernels from Triton's cache, and three graphs of
-# each of 25 batch sizes, whose capture is the lesser part. So each flag is taken off the way before it, not off the default:
+# each of 27 batch sizes, whose capture is the lesser part. So each flag is taken off the way before it, not off the default:
 # nine engines say what all of it gains, and a tenth does where there are two devices.
 _DEFAULT = ("--graphs",)
 _PLAIN = ("--no-graphs", "--no-overlap")

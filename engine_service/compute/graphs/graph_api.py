@@ -50,7 +50,7 @@ class CudaGraphs:
         return graph, made
 
 
-_SMALL = (4,)  # a replay of one row took 2.1 ms on an H200, of three rows in the graph of four 1.3: see docs/gpu
+_SMALL = (1, 2, 4)
 _STEP, _WIDE_STEP = 8, 16
 _WIDE_FROM = 128
 MOST_ROWS = 512  # larger batches keep the device busy for longer than the host needs for a plain forward pass

@@ -5,10 +5,10 @@ import pytest
 from kvkeeper.engine_service.compute.graphs.graph_api import MOST_ROWS, graph_sizes, size_for
 
 
-def test_a_small_size_then_in_steps():
-    assert graph_sizes(24) == [4, 8, 16, 24]
+def test_small_sizes_singly_then_in_steps():
+    assert graph_sizes(24) == [1, 2, 4, 8, 16, 24]
     assert graph_sizes(256)[-3:] == [224, 240, 256]
-    assert len(graph_sizes(256)) == 25
+    assert len(graph_sizes(256)) == 27
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 7, 8, 9, 127, 128, 129, 200, 255, 256, 511, 512, 1000, 65536])
