@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cli.show import curve, misses
+from kvkeeper.cli.show import curve, each_pool, misses
 
 SPEC = pb.KvSpec(model_id="model", num_layers=1, num_kv_heads=1, head_dim=4, block_size=4)
 POOL = pb.PoolStats(
@@ -72,8 +72,7 @@ def test_the_curve_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         def stats(self) -> pb.GetStatsResponse:
             return pb.GetStatsResponse(pools=[POOL])
 
-    monkeypatch.setattr(curve, "CacheClient", Client)
-    monkeypatch.setattr(misses, "CacheClient", Client)
+    monkeypatch.setattr(each_pool, "CacheClient", Client)
     from kvkeeper.cli.commands import run
 
     picture = tmp_path / "curve.png"

@@ -1,16 +1,14 @@
 """`kvkeeper curve`: the hit rate that pools of other sizes would have had in the last hour."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from kvkeeper.cli.console.addresses import add_cache_flag, add_json_flag
 from kvkeeper.cli.console.messages import as_json
-from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_OK, EXIT_USAGE, UsageFailure, complain
+from kvkeeper.cli.show.each_pool import print_pools, read_pools
 from kvkeeper.cli.show.status import pool_line
-from kvkeeper.client import CacheClient
 from kvkeeper.common.service.extras import missing
 
 _WIDTH = 50  # of a bar that stands for all tokens
@@ -24,18 +22,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """A bar for each size, of each pool. Raises KvkeeperError."""
-    with CacheClient(args.cache, OPTIONS) as client:
-        pools = client.stats().pools
+    pools = read_pools(args.cache)
     try:
         if args.plot is not None:
             _draw(pools, args.plot)
     except UsageFailure as failure:
         complain(str(failure), reason="USAGE", is_json=args.json)
         return EXIT_USAGE
-    if args.json:
-        print(json.dumps([{"curve": [as_json(point) for point in pool.curve]} for pool in pools]))
-    else:
-        print("\n\n".join(show_curve(pool) for pool in pools) or "no pool yet: an engine's session makes one")
+    print_pools(pools, show_curve, lambda pool: {"curve": [*map(as_json, pool.curve)]}, is_json=args.json)
     return EXIT_OK
 
 

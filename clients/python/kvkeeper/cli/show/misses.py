@@ -1,18 +1,16 @@
 """`kvkeeper misses`: why tokens of prompts were not found in the cache, and what would have found them."""
 
 import argparse
-import json
 from collections import Counter
 from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.console.addresses import add_cache_flag, add_json_flag
 from kvkeeper.cli.console.messages import as_json
-from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_OK
 from kvkeeper.cli.console.tables import table
+from kvkeeper.cli.show.each_pool import print_pools, read_pools
 from kvkeeper.cli.show.status import pool_line
-from kvkeeper.client import CacheClient
 
 _HEADERS = ("why", "for", "turnovers ago", "tenant", "tokens", "of all")
 _ALL_OTHERS = "*"
@@ -42,12 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """A table for each pool. Raises KvkeeperError."""
-    with CacheClient(args.cache, OPTIONS) as client:
-        pools = client.stats().pools
-    if args.json:
-        print(json.dumps([{"misses": [as_json(miss) for miss in pool.misses]} for pool in pools]))
-    else:
-        print("\n\n".join(show_misses(pool) for pool in pools) or "no pool yet: an engine's session makes one")
+    print_pools(read_pools(args.cache), show_misses, lambda pool: {"misses": [*map(as_json, pool.misses)]}, is_json=args.json)
     return EXIT_OK
 
 

@@ -1,18 +1,16 @@
 """`kvkeeper tiers`: what lies in which tier of each pool, and what moves between them."""
 
 import argparse
-import json
 from typing import Any
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cli.console.addresses import add_cache_flag, add_json_flag
 from kvkeeper.cli.console.messages import as_json
-from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_OK
 from kvkeeper.cli.console.tables import table
+from kvkeeper.cli.show.each_pool import print_pools, read_pools
 from kvkeeper.cli.show.pool_counts import break_even, precision_text
 from kvkeeper.cli.show.status import pool_line
-from kvkeeper.client import CacheClient
 from kvkeeper.common.service.sizes import size
 
 _HEADERS = ("tier", "blocks", "size", "free", "cached", "held", "moving", "came", "evicted")
@@ -25,12 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """A table for each pool. Raises KvkeeperError."""
-    with CacheClient(args.cache, OPTIONS) as client:
-        pools = client.stats().pools
-    if args.json:
-        print(json.dumps([as_json(pool) for pool in pools]))
-    else:
-        print("\n\n".join(show_tiers(pool) for pool in pools) or "no pool yet: an engine's session makes one")
+    print_pools(read_pools(args.cache), show_tiers, as_json, is_json=args.json)
     return EXIT_OK
 
 
