@@ -8,11 +8,13 @@ Then the pipe is read: the log says how many lines are missing in each place, an
 import asyncio
 import json
 import os
+import threading
 from collections import Counter
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from tests.soak.row import Counts
 from tests.support.processes.broken_outputs import BROKEN, unread
+from tests.support.processes.fleet import DEADLINE_S
 from tests.support.processes.service_pair import generate, toy_output
 from tests.support.processes.unread_services import UnreadServices, unread_services
 from tests.support.worlds.cache_api import SPEC
@@ -38,7 +40,10 @@ async def run(seed: int) -> Counts:
             await asyncio.gather(*(_call(services) for _ in range(_NUM_AT_ONCE)))
             dropped = await _dropped(services)
         if reading is not None:
-            told = asyncio.create_task(asyncio.to_thread(_told, reading))
+            both_told = threading.Event()
+            told = asyncio.create_task(asyncio.to_thread(_told, reading, both_told))
+            # Until then the queues may still be full, and what a service writes at its end may be dropped, too.
+            assert await asyncio.to_thread(both_told.wait, DEADLINE_S), "both logs say that lines are missing"
             dropped = await _dropped(services)
         assert await services.end() == [0, 0]
     os.close(writing)
@@ -62,11 +67,14 @@ async def _dropped(services: UnreadServices) -> Counter[str]:
     return Counter(cache=cache.num_dropped_log_lines, engine=engine.num_dropped_log_lines)
 
 
-def _told(reading: int) -> Counter[str]:
-    """Lines that each log says are missing, once all writers have ended. Every line is whole."""
+def _told(reading: int, both_told: threading.Event) -> Counter[str]:
+    """Lines that each log says are missing, once all writers have ended. Every line is whole. Sets the event once both have."""
     missing = Counter[str]()
     with os.fdopen(reading, "rb") as lines:
         next(lines)  # that filled the pipe
         for line in map(json.loads, lines):
-            missing[line["service"]] += line["num_lines"] if line["event"] == "log_lines_dropped" else 0
+            if line["event"] == "log_lines_dropped":
+                missing[line["service"]] += line["num_lines"]
+                if len(missing) == 2:
+                    both_told.set()
     return missing
