@@ -1,6 +1,7 @@
 # kvkeeper: everything from a bare clone. `make help` lists the targets.
 #
 # TORCH=cpu      take torch's CPU build from PyTorch's own index (a laptop without CUDA saves several GB)
+# MODEL=...      what `make up` serves: smollm2, which is fetched once, or a Hugging Face folder
 # PYTHON=...     interpreter for the virtual environment, 3.11 or 3.12
 
 PYTHON ?= python3
@@ -59,8 +60,13 @@ proto: $(VENV)/.dev  ## generate the protobuf code beside the protos
 $(GENERATED) &: $(PROTOS) $(VENV)/.dev
 	$(BIN)/python protos/build_backend.py
 
-up: $(VENV)/.run  ## start both services with the demo model
-	$(BIN)/kvkeeper up
+# What converts a model, beside what is installed.
+$(VENV)/.gguf: $(VENV)/.run
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt $$($(BIN)/python -c 'from kvkeeper.common.service.extras import packages; print(*packages("gguf"))')
+	touch $@
+
+up: $(VENV)/.run $(if $(filter smollm2,$(MODEL)),$(VENV)/.gguf)  ## start both services: with MODEL=smollm2 (a real one, fetched once), or the demo model
+	$(BIN)/kvkeeper up $(if $(MODEL),--model '$(MODEL)')
 
 demo: $(VENV)/.run  ## what kvkeeper does, in a minute
 	$(BIN)/kvkeeper demo

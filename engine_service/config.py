@@ -27,6 +27,7 @@ from kvkeeper.common.trust.settings import (
     check_trust,
 )
 
+from .model.checkpoint.hub_cache import newest_snapshot
 from .model.demo_model import DEMO_MODEL_DIR
 from .scheduler.headroom import Preemption
 from .scheduler.policies import POLICY_NAMES
@@ -69,6 +70,7 @@ class EngineConfig(ServiceConfig):
         "folder of a Hugging Face model",
         default_text="the embedded demo model",
         check=Check("a folder", lambda model: None if model else "a folder with config.json, weights and tokenizer.json"),
+        parse=newest_snapshot,
     )
     model_name: str = _model(
         "",
@@ -245,7 +247,7 @@ class EngineConfig(ServiceConfig):
         "",
         "folder of the model that guesses, with the same tokenizer as the model",
         default_text="none",
-        check=Check("a folder, or empty", lambda _: None),
+        check=Check("a folder, or empty", lambda _: None, parse=newest_snapshot),
         details="With --speculation draft-model, and only with it.",
     )
     device: str = _model(

@@ -6,6 +6,8 @@ weight files, not the weights. A config that passes can still fail when the mode
 """
 
 import importlib.util
+import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +21,13 @@ from kvkeeper.kernels.cpu.features import multiplies_bfloat16
 
 from .config import GATEWAY_PACKAGE, HASH_TOY, EngineConfig, get_dtype, wants_compiled
 from .model.checkpoint.errors import ModelError, UnsupportedModelError
+from .model.checkpoint.hub_cache import SNAPSHOTS
 from .model.checkpoint.json_file import CONFIG_FILE, read_json_object
 from .model.config import not_native, parse_model_config, why_library
 from .model.dtype_name import DTYPE_BYTES, INT8, dtype_name
 
 _WANTED = "a Hugging Face folder is wanted, with config.json and *.safetensors"
-_SNAPSHOTS = f"snapshots/*/{CONFIG_FILE}"  # in a hub's cache, of one model
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _PACKAGES = ("torch", "safetensors", "tokenizers", "llguidance", "jinja2")  # of the extra `engine`, on every machine
 _GPU_FILES = ("nvidia*", "dxg", "nvhost*", "nvmap")  # in /dev, on any machine on which CUDA can run
 # Of torch, other imports, and a first step, measured 180 MB beside the weights, and of compiling kernels, 80 MB.
@@ -138,12 +141,26 @@ def check_model(folder: Path, config: EngineConfig) -> ModelMemory:
 
 def _check_folder(folder: Path) -> None:
     """Require a Hugging Face folder with a config.json. Raises ModelError."""
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise ModelError(f"a GGUF file; {_WANTED}: {_convert(folder)}")
     if folder.is_file():
-        raise ModelError(f"a {'GGUF file' if folder.suffix == '.gguf' else 'file'}; {_WANTED}")
+        raise ModelError(f"a file; {_WANTED}")
     if not folder.is_dir():
-        raise ModelError("there is no such folder; nothing is downloaded, so it is a path on this machine")
+        raise ModelError(f"there is no such folder; nothing is downloaded, so it is a path on this machine{_download(folder)}")
     if not (folder / CONFIG_FILE).exists():
-        if snapshots := sorted([*folder.glob(_SNAPSHOTS), *folder.glob(f"models--*/{_SNAPSHOTS}")]):
-            raise ModelError(f"a hub's cache, whose models are in snapshots/...; {_WANTED}, as {snapshots[-1].parent}")
-        found = "GGUF files" if any(folder.glob("*.gguf")) else f"no {CONFIG_FILE}"
-        raise ModelError(f"the folder has {found}; {_WANTED}")
+        if models := sorted(config.parents[2] for config in folder.glob(f"models--*/{SNAPSHOTS}")):
+            raise ModelError(f"a hub's cache of several models; {_WANTED}, as {models[-1]}")
+        if files := sorted(folder.glob("*.gguf")):
+            raise ModelError(f"the folder has GGUF files; {_WANTED}: {_convert(files[0])}")
+        raise ModelError(f"the folder has no {CONFIG_FILE}; {_WANTED}")
+
+
+def _convert(file: Path) -> str:
+    """What to type for a folder of a GGUF file."""
+    return f"kvkeeper convert {shlex.quote(str(file))} {shlex.quote(file.stem)}"
+
+
+def _download(folder: Path) -> str:
+    """What to type for what looks like the name of a model on a hub."""
+    name = str(folder)
+    return f"; for a model of a hub: hf download {name} --local-dir {folder.name}" if _HUB_NAME.fullmatch(name) else ""

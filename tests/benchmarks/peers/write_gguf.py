@@ -1,11 +1,12 @@
 """A Llama of a Hugging Face folder as llama.cpp reads it: `python write_gguf.py FOLDER KIND FILE`, where gguf can be imported.
 
-KIND is of gguf's: F32, BF16 or Q8_0; norms are float32 in each. The folder has no tokenizer, and llama.cpp loads no model
-without one, so that each token gets a name; prompts are token ids.
+KIND is of gguf's: F32, BF16, Q8_0 or another; norms are float32 in each. The folder has no tokenizer, and llama.cpp loads no
+model without one, so that each token gets a name; prompts are token ids.
 """
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -26,7 +27,20 @@ _NAMES = {
 _OUTER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def main(folder: str, kind: str, file: str) -> None:
+def add_names(writer: gguf.GGUFWriter, config: dict) -> None:
+    """A name for each token of the vocabulary."""
+    size = config["vocab_size"]
+    writer.add_vocab_size(size)
+    writer.add_tokenizer_model("llama")
+    names, kinds = ["<unk>", "<s>", "</s>"], [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
+    names += [f"<0x{byte:02X}>" for byte in range(256)]  # it looks for those
+    kinds += [gguf.TokenType.BYTE] * 256
+    writer.add_token_list([*names, *(f"t{token}" for token in range(len(names), size))])
+    writer.add_token_types([*kinds, *[gguf.TokenType.NORMAL] * (size - len(kinds))])
+    writer.add_token_scores([0.0] * size)
+
+
+def write(folder: str, kind: str, file: str, add_tokenizer: Callable[[gguf.GGUFWriter, dict], None] = add_names) -> None:
     config = json.loads(Path(folder, "config.json").read_text())
     quantization = gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(file, "llama")
@@ -40,7 +54,9 @@ def main(folder: str, kind: str, file: str) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}" if kind != "F32" else "ALL_F32"])
-    _add_names(writer, config)
+    add_tokenizer(writer, config)
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for name, weight in load_file(Path(folder, "model.safetensors")).items():
         theirs = _name(name.removesuffix(".weight"))
@@ -52,20 +68,6 @@ def main(folder: str, kind: str, file: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _add_names(writer: gguf.GGUFWriter, config: dict) -> None:
-    size = config["vocab_size"]
-    writer.add_vocab_size(size)
-    writer.add_tokenizer_model("llama")
-    names, kinds = ["<unk>", "<s>", "</s>"], [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
-    names += [f"<0x{byte:02X}>" for byte in range(256)]  # it looks for those
-    kinds += [gguf.TokenType.BYTE] * 256
-    writer.add_token_list([*names, *(f"t{token}" for token in range(len(names), size))])
-    writer.add_token_types([*kinds, *[gguf.TokenType.NORMAL] * (size - len(kinds))])
-    writer.add_token_scores([0.0] * size)
-    writer.add_bos_token_id(config["bos_token_id"])
-    writer.add_eos_token_id(config["eos_token_id"])
 
 
 def _name(name: str) -> str:
@@ -82,4 +84,4 @@ def _interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write(*sys.argv[1:])

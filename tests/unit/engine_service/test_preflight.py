@@ -1,6 +1,7 @@
 """What an engine refuses before it imports torch: folders that hold no model, and models that the machine has no memory for."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors.numpy import save_file
 from kvkeeper.common.service import memory_limit
 from kvkeeper.common.service.process import StartError
 from kvkeeper.engine_service import preflight
-from kvkeeper.engine_service.config import EngineConfig
+from kvkeeper.engine_service.config import SOURCE, EngineConfig
 from kvkeeper.engine_service.model.checkpoint.safetensors_files import list_weight_files, tensor_sizes
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.preflight import check_start, model_memory, needed_bytes
@@ -43,7 +44,11 @@ POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\ns
     ("name", "files", "said"),
     [
         ("absent", None, "there is no such folder; nothing is downloaded"),
-        ("m.gguf", "GGUF", "a GGUF file; a Hugging Face folder is wanted"),
+        (
+            "m.gguf",
+            "GGUF",
+            "a GGUF file; a Hugging Face folder is wanted, with config.json and *.safetensors: kvkeeper convert",
+        ),
         ("m.bin", "", "a file; a Hugging Face folder is wanted"),
         ("m", {"m-q4.gguf": "GGUF"}, "the folder has GGUF files; a Hugging Face folder is wanted"),
         ("m", {}, "the folder has no config.json; a Hugging Face folder is wanted"),
@@ -61,8 +66,7 @@ POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\ns
             {"config.json": (DEMO_MODEL_DIR / "config.json").read_text(), "model.safetensors": POINTER},
             "model.safetensors: is a pointer of git-lfs, not the file itself; `git lfs pull`",
         ),
-        ("m", {"snapshots/0a1b/config.json": "{}", "refs/main": "0a1b"}, "/m/snapshots/0a1b"),
-        ("hub", {"models--a--b/snapshots/0a1b/config.json": "{}"}, "/hub/models--a--b/snapshots/0a1b"),
+        ("hub", {"models--a--b/snapshots/0a1b/config.json": "{}"}, "/hub/models--a--b"),
         ("m", {"config.json": (DEMO_MODEL_DIR / "config.json").read_text()}, "model.safetensors does not exist"),
     ],
 )
@@ -82,6 +86,26 @@ def test_what_is_no_model_folder_is_told_as_what_it_is(
     assert said in line
     line = refusal(config_of("hash-toy", speculation="draft-model", draft_model=str(path)))
     assert line.startswith(f"--draft-model {path}: ")
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [("org/Name-1.5B", "; for a model of a hub: hf download org/Name-1.5B --local-dir Name-1.5B"), ("absent", "this machine")],
+)
+def test_the_name_of_a_model_on_a_hub_is_told_how_to_get(model: str, said: str) -> None:
+    assert refusal(config_of(Path(model))).endswith(said)
+
+
+@pytest.mark.parametrize("flag", ["model", "draft-model"])
+def test_the_cache_of_a_hub_stands_for_its_newest_snapshot(flag: str, tmp_path: Path) -> None:
+    for age, snapshot in enumerate(("0c", "0a", "0b")):
+        folder = tmp_path / "snapshots" / snapshot
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        os.utime(folder, (2_000_000_000 - age, 2_000_000_000 - age))
+    speculation = ("--speculation", "draft-model") if flag == "draft-model" else ()
+    config = SOURCE.load((f"--{flag}", str(tmp_path), *speculation), {})
+    assert getattr(config, flag.replace("-", "_")) == str(tmp_path / "snapshots" / "0c")
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Takes the command line apart and runs the command that it names.
 
-Each command is a module of its name, with add_flags and run. Only the module of the named
-command is imported, because the imports of the others (grpc, numpy, rich) take longer than a command takes. `cache` and
-`engine` hand their arguments over to the services, which know their own flags; no other command imports torch.
+Each command is a module of its name, with add_flags and run. Only the module of the named command is imported, because the
+imports of the others (grpc, numpy, rich) take longer than a command takes. `cache` and `engine` hand their arguments over to
+the services, which know their own flags. Of the other commands only what converts a model imports torch.
 """
 
 import argparse
@@ -21,6 +21,7 @@ COMMANDS = {
     "up": "run both services",
     "serve": "run both services, and a gateway for OpenAI's and Anthropic's clients",
     "doctor": "say what on this host would keep the services from starting",
+    "convert": "make a folder that an engine serves of a GGUF file",
     "drain": "ask the service at an address to stop, and wait until it has ended",
     "demo": "show what it does, in a minute",
     "generate": "continue a prompt",
@@ -42,6 +43,7 @@ COMMANDS = {
 }
 _FOLDERS = {
     "start": ("up", "serve", "doctor", "drain", "demo"),
+    "models": ("convert",),
     "generation": ("generate", "chat"),
     "show": ("explain", "status", "stats", "misses", "curve", "tiers", "top", "requests", "sequences", "config"),
     "publishing": ("events",),

@@ -84,6 +84,7 @@ async def _until_done() -> int:
 
 async def _show(cache: str, engine: str, folder: str, memory: str) -> int:
     print("Starting the cache service and an engine as two processes ...", flush=True)
+    print("The model is a toy that has learned a little Python; a real one: kvkeeper up --model smollm2", flush=True)
     cache_flags = ("--runtime-dir", folder, "--memory-dir", memory, "--num-pools", "1", "--pool-memory", _POOL_MEMORY)
     async with _service("cache", cache, *cache_flags) as first_cache:
         async with _service("engine", engine, "--cache", cache) as first_engine, AsyncEngineClient(engine) as client:

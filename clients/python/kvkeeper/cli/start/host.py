@@ -23,6 +23,7 @@ PARTS = (
     ("engine packages", True, ("torch", "safetensors", "tokenizers", "llguidance", "jinja2"), "engine"),
     ("kernels for this CPU", False, ("numba",), "cpu"),
     ("models through transformers", False, ("transformers",), "transformers"),
+    ("models of GGUF files", False, ("gguf", "transformers", "accelerate"), "gguf"),
     ("gateway for OpenAI's clients", False, ("smg", "smg_grpc_proto"), "gateway"),
     ("traces", False, ("opentelemetry.sdk",), "tracing"),
 )

@@ -26,9 +26,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [MODEL] [flags]"
     parser.description = (
         "Runs both services and a gateway that speaks HTTP, until Ctrl-C; what dies is started again. MODEL is a"
-        " Hugging Face folder (default: the embedded demo model). Any flag of one of the three is written with its name in"
-        " front: --cache-max-sequences 64, --engine-dtype int8, --gateway-prometheus-port 29001 (see kvkeeper cache --help,"
-        " kvkeeper engine --help, smg launch --help)."
+        " Hugging Face folder, or smollm2, which is fetched once (default: the embedded demo model, a toy). Any flag of one of"
+        " the three is written with its name in front: --cache-max-sequences 64, --engine-dtype int8,"
+        " --gateway-prometheus-port 29001 (see kvkeeper cache --help, kvkeeper engine --help, smg launch --help)."
     )
     parser.add_argument("--http", metavar="ADDRESS", default=_HTTP, help="where clients find it (default: %(default)s)")
     up.add_service_flags(parser)

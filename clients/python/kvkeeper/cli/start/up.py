@@ -38,7 +38,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "Runs both services until Ctrl-C; one that dies is started again. Any flag of one service is written with"
         " its name in front: --cache-max-sequences 64 (see kvkeeper cache --help, kvkeeper engine --help)."
     )
-    parser.add_argument("--model", metavar="PATH", help="Hugging Face folder (default: the embedded demo model)")
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="Hugging Face folder, or smollm2: a small real model, fetched once (default: the embedded demo model, a toy)",
+    )
     add_service_flags(parser)
 
 
@@ -73,10 +77,17 @@ def run(args: argparse.Namespace) -> int:
 
 def checked_flags(args: argparse.Namespace, *others: str) -> dict[str, list[str]] | int:
     """Flags of both services, and of others those that were typed; an exit code where the services cannot be started."""
+    from kvkeeper.cli.models.gguf import ConversionError
+    from kvkeeper.cli.models.named import find_model
     from kvkeeper.cli.start.checks import check_start
     from kvkeeper.cli.start.pool_size import find_pool_flags
     from kvkeeper.common.service.process import StartError
 
+    try:
+        args.model = args.model and find_model(args.model, say)
+    except ConversionError as error:
+        complain(f"--model {args.model}: {error}", reason="NOT_STARTED", is_json=args.json)
+        return EXIT_FAILED
     try:
         _find_addresses(args)
         flags = _flags_of_services(args, others)
@@ -109,7 +120,7 @@ async def _ready_text(args: argparse.Namespace) -> str:
         pools = [pool_line(pool) for pool in (await cache_client.capabilities()).pools]
     async with AsyncEngineClient(args.engine_listen) as engine_client:
         model = await engine_client.model()
-    next_command = f'{_program()} generate "{_FIRST_PROMPT}"'
+    next_command = f"{_program()} chat" if _has_template(args.model) else f'{_program()} generate "{_FIRST_PROMPT}"'
     if args.engine_listen != ENGINE:
         next_command += f" --engine {shlex.quote(args.engine_listen)}"
     if args.json:
@@ -132,6 +143,12 @@ async def _ready_text(args: argparse.Namespace) -> str:
         ("next", next_command),
     ]
     return f"ready\n{facts(rows, '  ')}"
+
+
+def _has_template(model: str | None) -> bool:
+    """Whether the model's folder has a chat template, in a file of its own or among the settings of its tokenizer."""
+    files = [Path(model or "", name) for name in ("chat_template.jinja", "tokenizer_config.json")]
+    return any("{%" in file.read_text(encoding="utf-8", errors="replace") for file in files if model and file.is_file())
 
 
 def _program() -> str:
