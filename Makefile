@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 BUNDLE := gpu-bundle
-.PHONY: help install install-core proto up demo lint format docs check test test-end-to-end test-serving test-kernels test-computing test-core test-core-alone test-lint test-whole test-fast bench soak gpu-check gpu-bundle vllm-check clean
+.PHONY: help install install-core proto up demo lint format docs check test test-end-to-end test-serving test-kernels test-computing test-core test-core-alone test-lint test-whole test-fast bench soak gpu-check gpu-bundle vllm-check model-check clean
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | column -t -s '	'
@@ -76,7 +76,7 @@ lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy, directions of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/buf lint protos
 	$(BIN)/mypy -p kvkeeper.cache_service -p kvkeeper.engine_service -p kvkeeper.kernels
-	$(BIN)/mypy tests/benchmarks tests/gpu
+	$(BIN)/mypy tests/benchmarks tests/gpu tests/model_check
 	$(BIN)/mypy -p docs.generate
 	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.common -p kvkeeper.vllm
 	$(BIN)/lint-imports
@@ -181,6 +181,9 @@ endif
 
 vllm-check: $(VENV)/.run  ## real vLLM processes with the connector, in an environment of their own (about 2 GB)
 	$(BIN)/python -m tests.vllm_check
+
+model-check: $(VENV)/.dev $(GENERATED)  ## SmolLM2-135M-Instruct, which is fetched, held to transformers
+	$(BIN)/python -m tests.model_check
 
 gpu-bundle: $(VENV)/.dev $(GENERATED)  ## what a GPU host that can reach nothing needs for gpu-check, for Python BUNDLE_PYTHON (3.12)
 	$(BIN)/python -m tests.gpu.bundle $(BUNDLE) $(BUNDLE_PYTHON)

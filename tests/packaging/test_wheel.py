@@ -26,7 +26,7 @@ PACKAGE_ROOTS = ("cache_service", "engine_service", "kernels", "common", "client
 
 
 OF_THE_ENGINE = ("kvkeeper.engine_service", "kvkeeper.kernels")  # modules that need the extra
-OF_OTHER_EXTRAS = (  # `cpu`, `gateway`, `remote`, `events`
+OF_OTHER_EXTRAS = (  # `cpu`, `gateway`, `remote`, `events`, `gguf`
     *(
         f"kvkeeper.kernels.cpu.{name}"
         for name in (
@@ -39,6 +39,7 @@ OF_OTHER_EXTRAS = (  # `cpu`, `gateway`, `remote`, `events`
     "kvkeeper.cache_service.memory.remote.cluster_link",
     "kvkeeper.cli.publishing.kv_events",
     "kvkeeper.cli.publishing.publication",
+    "kvkeeper.cli.models.gguf_tokenizer",
 )
 QUICK = ("-q", "--no-compile")  # only what is imported here is compiled
 OF_MOONCAKE = "kvkeeper.cache_service.memory.remote.mooncake_process"  # its package needs libraries of the system
@@ -154,5 +155,5 @@ def test_wheel_holds_and_imports_every_module(tmp_path: Path) -> None:
     link(extras["engine"], site)
     engine = [name for name in modules if not name.startswith(OF_OTHER_EXTRAS)]
     run(python, "-W", "error", "-c", IMPORT_ALL, *engine, cwd=tmp_path)
-    link(extras["cpu"] + extras["gateway"] + extras["remote"] + extras["events"], site)
+    link(extras["cpu"] + extras["gateway"] + extras["remote"] + extras["events"] + extras["gguf"], site)
     run(python, "-W", "error", "-c", IMPORT_ALL, *(name for name in modules if name.startswith(OF_OTHER_EXTRAS)), cwd=tmp_path)
