@@ -21,7 +21,9 @@ from kvkeeper.common.service import VERSION
 from tests.support.documents.markdown import ROOT
 
 NO_SERVICE = "127.0.0.1:1"
-CLIENT_COMMANDS = sorted(COMMANDS.keys() - {"up", "serve", "demo", "bench", "config", "doctor", "drain", "completion", "token"})
+CLIENT_COMMANDS = sorted(
+    COMMANDS.keys() - {"up", "serve", "demo", "bench", "config", "doctor", "drain", "completion", "token", "convert"}
+)
 
 
 def exit_code(*argv: str) -> object:
