@@ -140,17 +140,17 @@ class AdaptivePolicy:
 
     def take_victims(self, count: int) -> Int32Array:
         assert count <= self._num_waiting, "asked for more victims than are evictable"
-        victims = [self._unused.pop(count)]
-        self._evict(victims[0], self._stamps.newest[victims[0]])
-        count -= len(victims[0])
+        victims = [NO_INT32]
         while count > 0:
-            taken = self._ranked.where(slice(count))
-            if not len(taken.blocks):
+            if len(unused := self._unused.pop(count)):  # ranking may have found some
+                taken = _Ranked(unused, self._stamps.newest[unused], NO_KEYS)
+            elif len(self._ranked.blocks):
+                taken, self._ranked = self._ranked.where(slice(count)), self._ranked.where(slice(count, None))
+                if not (live := self._stamps.are_live(taken.blocks, taken.stamps)).all():
+                    taken = taken.where(live)
+            else:
                 self._rank(count + self._num_ranked)
                 continue
-            self._ranked = self._ranked.where(slice(count, None))
-            if not (live := self._stamps.are_live(taken.blocks, taken.stamps)).all():
-                taken = taken.where(live)
             self._evict(taken.blocks, taken.stamps)
             victims.append(taken.blocks)
             count -= len(taken.blocks)
