@@ -3,7 +3,9 @@
 A copy that is never loaded back takes time and brings nothing. Whether copies come back is a matter of the load, not of a
 block: in conversations most blocks return that were used once. So copies and loads are counted, and old counts fade. Where
 fewer than one in twenty come back, evicted blocks are forgotten, but for runs of them, one in so many, that show when the load
-has changed: whole runs, because a block is of no use without those above it. Knows numbers alone.
+has changed: whole runs, because a block is of no use without those above it. Is not asked where a tier below stores all that
+comes to the host tier, which is the way to it: what pays there may return long after the host tier has forgotten it. Knows
+numbers alone.
 """
 
 from math import exp

@@ -33,7 +33,8 @@ class Offloader:
         self.outs: dict[int, TransferOrder] = {}
         self.loads: dict[int, TransferOrder] = {}  # host block: a load in flight that reads it
         self.fills: dict[int, TransferOrder] = {}  # host block: the order in flight that fills it
-        self.on_filled: list[Callable[[Int32Array], None]] = []  # called with the host blocks that were written
+        # called with the host blocks that were written, for a tier below to store: all that is evicted has to come here, then
+        self.on_filled: list[Callable[[Int32Array], None]] = []
         self.on_used: list[Callable[[Int32Array], None]] = []  # called with the host blocks that were loaded from
         self._index = state.index
         self._pool = state.pool
@@ -125,7 +126,7 @@ class Offloader:
         self._pool.end_transfers(destinations)
 
     def demote(self, victims: Int32Array) -> Int32Array:
-        """Moves evicted blocks to the host tier, as far as that pays and it has room; returns those that are to be forgotten.
+        """Moves evicted blocks to the host tier, as far as that is of use and it has room; returns those to be forgotten.
 
         Victims come leaves first, so the last ones get the room: a parent that is forgotten takes its children along. Pages of
         a tail are forgotten: hits do without them, and what they are a copy of is worth the room more.
@@ -140,7 +141,7 @@ class Offloader:
         self.num_demoted += int(np.count_nonzero(hosts))
         needy = victims[hosts == 0]
         num_room = min(len(needy), host.pool.num_available) if self._for is not None else 0
-        if not num_room or not (self._is_asked or self.admission.admits(num_room)):
+        if not num_room or not (self._is_asked or self.on_filled or self.admission.admits(num_room)):
             return np.concatenate([needy, pages])
         needy, moved = needy[: len(needy) - num_room], needy[len(needy) - num_room :]
         copies = host.take_blocks(num_room, held=False)

@@ -39,6 +39,17 @@ def test_a_load_without_reuse_copies_next_to_nothing() -> None:
     assert 512 <= found.num_to_host < 0.06 * found.num_blocks
 
 
+@pytest.mark.parametrize("on_second_use", [False, True])
+def test_all_that_is_evicted_is_copied_where_a_disk_stores_all_that_comes_to_the_host_tier(*, on_second_use: bool) -> None:
+    requests, sizes = [list(range(start, start + 16)) for start in range(0, 6000, 16)], TierSizes(256, 512, 20_000)
+    found = replay_tiers([*requests, *requests], sizes, "adaptive", on_second_use=on_second_use)
+    if on_second_use:
+        assert 512 <= found.num_to_host < 0.15 * found.num_blocks
+    else:
+        assert found.num_to_disk >= 5700
+        assert found.num_disk_hits + found.num_device_hits + found.num_host_hits == 6000
+
+
 @pytest.mark.parametrize("name", ["multi_turn", "agents"])
 def test_a_load_with_reuse_keeps_its_hits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     requests, sizes = WORKLOADS[name](0), TierSizes(100, 400)
