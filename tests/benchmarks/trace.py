@@ -1,4 +1,4 @@
-"""Hit rates on generated workloads: LRU, `adaptive` and the offline optimum.
+"""Hit rates on generated workloads and on cycles longer than the pool: LRU, `adaptive` and the offline optimum.
 
 Hit rates are of the core, and exact. `kvkeeper bench trace` replays recorded traces.
 """
@@ -7,22 +7,31 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvkeeper.cache_service.replay import replay_core, replay_optimum
-from tests.support.reference.workloads import WORKLOADS
+from kvkeeper.cache_service.replay import Requests, replay_core, replay_optimum
+from tests.support.reference.workloads import WORKLOADS, loop
 
 _SIZES = (200, 800)
+_CYCLES = (1.05, 1.25, 1.5, 2, 3, 6)  # times the pool
+_PASSES, _DOCUMENT = 16, 8
 
 
 def figures() -> Iterator[dict[str, object]]:
     for name, workload in WORKLOADS.items():
-        requests = workload(0)
         for num_blocks in _SIZES:
-            lru, adaptive = (replay_core(requests, num_blocks, policy) for policy in ("lru", "adaptive"))
-            yield {
-                "workload": name,
-                "blocks": num_blocks,
-                "lru": round(lru.hit_rate, 4),
-                "adaptive": round(adaptive.hit_rate, 4),
-                "optimum": round(replay_optimum(requests, num_blocks).hit_rate, 4),
-                "step_p50_ratio": round(float(np.median(adaptive.step_seconds) / np.median(lru.step_seconds)), 2),
-            }
+            yield {"workload": name, **_figure(workload(0), num_blocks)}
+    for times in _CYCLES:
+        for num_blocks in _SIZES:
+            documents = int(times * num_blocks) // _DOCUMENT
+            requests = loop(0, num_documents=documents, length=_DOCUMENT, num_requests=_PASSES * documents)
+            yield {"workload": f"cycle of {times} times the pool", **_figure(requests, num_blocks)}
+
+
+def _figure(requests: Requests, num_blocks: int) -> dict[str, object]:
+    lru, adaptive = (replay_core(requests, num_blocks, policy) for policy in ("lru", "adaptive"))
+    return {
+        "blocks": num_blocks,
+        "lru": round(lru.hit_rate, 4),
+        "adaptive": round(adaptive.hit_rate, 4),
+        "optimum": round(replay_optimum(requests, num_blocks).hit_rate, 4),
+        "step_p50_ratio": round(float(np.median(adaptive.step_seconds) / np.median(lru.step_seconds)), 2),
+    }

@@ -72,7 +72,7 @@ class EvictionCalls:
             return
         orders: list[TransferOrder] = []
         before = swapper.offloader.num_demoted
-        swapper.begin_call(owner, orders)
+        swapper.begin_call(owner, orders, is_asked=True)
         yield result
         swapper.finish_call(owner)
         result.num_blocks, result.copies = (

@@ -19,12 +19,11 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Leaves:
-    """parents [num_blocks], 0 where it is not known; num_children [num_blocks]; 16 bytes a block."""
+    """parents [num_blocks], 0 where it is not known; num_children [num_blocks]; 16 bytes a block with the set."""
 
     def __init__(self, num_blocks: int, stamps: Stamps) -> None:
         self.parents: Int32Array = np.zeros(num_blocks, np.int32)
         self.num_children: Int32Array = np.zeros(num_blocks, np.int32)
-        self.is_removed: BoolArray = np.zeros(num_blocks, np.bool_)
         self._stamps = stamps
         self._set: Int32Array = np.zeros(num_blocks, np.int32)  # dense, in no order
         self._places: Int32Array = np.full(num_blocks, _NOT_IN_SET, np.int32)
@@ -36,9 +35,11 @@ class Leaves:
         if not np.count_nonzero(unknown):
             return
         children, first = np.unique(children[unknown], return_index=True)
-        self._count_off(children)
+        former = self._count_off(children)
         self.parents[children] = parents[unknown][first]
         np.add.at(self.num_children, self.parents[children], 1)
+        if len(former):
+            self.add(np.unique(former[self._are_leaves(former)]))
 
     def add(self, blocks: Int32Array) -> None:
         """These distinct blocks wait."""
@@ -49,34 +50,39 @@ class Leaves:
         self._size = end
 
     def remove(self, blocks: Int32Array) -> None:
-        """These distinct blocks will be evicted: their parents may be leaves now."""
-        self.is_removed[blocks] = True
+        """These distinct blocks are evicted: their parents may be leaves now."""
         self._drop(blocks)
         parents = self._count_off(blocks)
         self.add(np.unique(parents[self._are_leaves(parents)]))
 
-    def restore(self, blocks: Int32Array) -> None:
-        """These distinct blocks, removed before, will not be evicted."""
-        self.is_removed[blocks] = False
-        np.add.at(self.num_children, self.parents[blocks], 1)
-
     def forget_blocks(self, blocks: Int32Array) -> None:
         """The contents of these removed blocks are gone."""
-        self.is_removed[blocks] = False
         self.parents[blocks] = 0
         self.num_children[blocks] = 0
 
-    def sample(self, most: int, rng: np.random.Generator) -> Int32Array:
-        """All leaves, or about so many of them by chance."""
+    def entries(self) -> Int32Array:
+        """The blocks of the set without children, waiting or not."""
         whole = self._set[: self._size]
-        found = whole if self._size <= most else whole[np.unique(rng.integers(0, self._size, most))]
+        return whole[self.num_children[whole] == 0]
+
+    def sample(self, most: int, until: int, rng: np.random.Generator) -> Int32Array:
+        """All leaves that wait since a stamp up to `until`, or a share of them, no more than twice `most`.
+
+        Of those that wait since later ones it is not known yet whether they have children.
+        """
+        stride = max(1, self._size // most)
+        found = self._set[int(rng.integers(stride)) if stride > 1 else 0 : self._size : stride]
         holds = self._are_leaves(found)
         leaves = found[holds]
         self._drop(found[~holds])
-        return leaves
+        return leaves[self._stamps.newest[leaves] <= until]
+
+    def among(self, blocks: Int32Array) -> Int32Array:
+        """Those of these blocks that are leaves."""
+        return blocks[self._are_leaves(blocks)]
 
     def _are_leaves(self, blocks: Int32Array) -> BoolArray:
-        return (self.num_children[blocks] == 0) & (self._stamps.newest[blocks] > 0) & ~self.is_removed[blocks]
+        return (self.num_children[blocks] == 0) & (self._stamps.newest[blocks] > 0)
 
     def _count_off(self, children: Int32Array) -> Int32Array:
         """Their known parents have one child less. Returns these parents."""

@@ -1,8 +1,8 @@
 """The blocks that plain LRU would keep in the same room: the measure of whether deviating from LRU pays.
 
 LRU keeps the blocks used last, so its whole state is one time: it has every block that was used since, be it cached here or a
-ghost. That time follows from the number of distinct blocks used since, which is counted in slices of time, a sixty-fourth of a
-turnover each.
+ghost. That time follows from the number of distinct blocks used since, which is counted in slices of time, a 256th of a
+turnover each. What it has and the cache has evicted is counted likewise.
 """
 
 import numpy as np
@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from ..values.types import Int64Array
 
-_SLICES_PER_POOL = 64
-_NUM_SLICES = 4096
+_SLICES_PER_POOL = 256
+_NUM_SLICES = 2048
 
 
 class LruShadow:
@@ -23,6 +23,7 @@ class LruShadow:
     def __init__(self, num_blocks: int) -> None:
         self._slice_len = max(1, num_blocks // _SLICES_PER_POOL)
         self._counts: Int64Array = np.zeros(_NUM_SLICES, np.int64)  # kept blocks of the slices from _edge on; a ring
+        self._evicted: Int64Array = np.zeros(_NUM_SLICES, np.int64)  # of these, the ghosts; a ring, too
         self._edge = 0
         self._num_kept = 0
 
@@ -42,6 +43,22 @@ class LruShadow:
         self._num_kept -= int(np.count_nonzero(kept))
         return kept
 
+    def note_evicted(self, stamps: Int64Array) -> None:
+        """Blocks that waited since these stamps are cached no more."""
+        slices = stamps // self._slice_len
+        np.add.at(self._evicted, slices[slices >= self._edge] % _NUM_SLICES, 1)
+
+    def leave_ghosts(self, stamps: Int64Array, every: int) -> int:
+        """Blocks that waited since these stamps come back; each stands for so many. Returns how many LRU still had."""
+        kept = stamps[self.leave(stamps)]
+        np.subtract.at(self._evicted, kept // self._slice_len % _NUM_SLICES, every)
+        return every * len(kept)
+
+    @property
+    def num_missing(self) -> int:
+        """Blocks that LRU would have and that are evicted."""
+        return int(np.maximum(self._evicted, 0).sum())
+
     def shrink(self, room: int) -> None:
         """LRU now has room for `room` waiting blocks."""
         while self._num_kept > room:
@@ -50,5 +67,5 @@ class LruShadow:
     def _evict_slice(self) -> None:
         at = self._edge % _NUM_SLICES
         self._num_kept -= int(self._counts[at])
-        self._counts[at] = 0
+        self._counts[at] = self._evicted[at] = 0
         self._edge += 1

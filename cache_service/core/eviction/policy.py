@@ -7,10 +7,10 @@ deepest first. Only under retention may a parent become evictable before its chi
 them with it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from ..values.types import NO_INT32, Int32Array
+from ..values.types import Int32Array
 from .block_queue import Entries, Stamps
 
 
@@ -33,13 +33,12 @@ class Order:
     """The evictable blocks of a moment, as their policy has them; those that still wait are each in it once.
 
     stamps: of the policy, and clock: their clock at that moment. A block whose stamp is 1 to clock has waited since then.
-    first: victims that are chosen already. rows: the others, where stale entries and those of `first` do not count.
+    rows: where stale entries do not count.
     """
 
     stamps: Stamps
     rows: list[Entries]
     clock: int
-    first: Int32Array = field(default_factory=lambda: NO_INT32)
 
 
 class EvictionPolicy(Protocol):

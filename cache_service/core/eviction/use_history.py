@@ -12,18 +12,17 @@ import numpy.typing as npt
 
 from ..values.distinct import distinct
 from ..values.types import Int32Array, Int64Array
-from .ghosts import Ghosts, Traces, Uint8Array, Uint64Array
+from .ghosts import MOST_TURNS, Ghosts, Traces, Uint8Array, Uint64Array
 from .policy import Use
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _NOTHING_FOUND = Traces(np.empty(0, np.uint8), np.empty(0, np.uint8), np.empty(0, np.int64))
 
 MOST_USES = 4
-_NUM_TURNS, _NUM_SIZES = 4, 4  # of classes; sizes: up to 1 block, 7, 31, more
+_NUM_TURNS, _NUM_SIZES = MOST_TURNS, 4  # of classes; sizes: up to 1 block, 7, 31, more
 CLASSES_PER_USE = 2 * _NUM_TURNS * _NUM_SIZES
 NUM_CLASSES = MOST_USES * CLASSES_PER_USE
 MOST_IN_BATCH = 255 - MOST_USES  # sequences, so that a count fits while it is made
-_MOST_TURNS = 15
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -33,7 +32,7 @@ class History:
 
     def __init__(self, num_blocks: int) -> None:
         self.uses: Uint8Array = np.zeros(num_blocks, np.uint8)  # up to MOST_USES
-        self.turns: Uint8Array = np.zeros(num_blocks, np.uint8)  # up to _MOST_TURNS
+        self.turns: Uint8Array = np.zeros(num_blocks, np.uint8)  # up to MOST_TURNS
         self.classes: Uint8Array = np.zeros(num_blocks, np.uint8)
         self.hashes: Uint64Array = np.zeros(num_blocks, np.uint64)
         self._hasher = PrefixHasher()
@@ -71,7 +70,7 @@ class History:
             path = blocks[start : start + length]
             known = self.turns[path].nonzero()[0]
             num_known = int(known[-1]) + 1 if len(known) else 0
-            turn = min(int(self.turns[path[num_known - 1]]) + 1, _MOST_TURNS) if num_known else 1
+            turn = min(int(self.turns[path[num_known - 1]]) + 1, MOST_TURNS) if num_known else 1
             above, brought = path[:num_known], path[num_known:]
             self.turns[brought] = turn
             if len(known) < num_known:  # only some ghosts leave a trace
@@ -79,7 +78,7 @@ class History:
                 self.turns[missed], self.uses[missed] = turn - 1, np.maximum(self.uses[missed], self.uses[above[-1]])
             turns[row], sizes[row] = turn, min(len(brought).bit_length() // 2, _NUM_SIZES - 1)
             start += length
-        kinds = (np.minimum(turns, _NUM_TURNS) - 1) * _NUM_SIZES + sizes
+        kinds = (turns - 1) * _NUM_SIZES + sizes
         classes = np.repeat(2 * kinds, lens)
         classes[np.cumsum(lens) - 1] += 1
         self.classes[blocks] = (self.uses[blocks] - 1) * CLASSES_PER_USE + classes

@@ -63,14 +63,11 @@ def _check_eviction_order(pool: BlockPool) -> Iterator[list[str]]:
 
 def _check_places(num_blocks: int, order: Order, waits: Callable[[slice], npt.NDArray[np.bool_]]) -> Iterator[list[str]]:
     """Whether each block that waits in an order, and still does when its slice comes, is in it once."""
-    places, is_first = np.zeros(num_blocks, np.uint8), np.zeros(num_blocks, np.bool_)
-    is_first[order.first] = True
-    np.add.at(places, order.first, np.uint8(1))
+    places = np.zeros(num_blocks, np.uint8)
     yield []
     for start in range(0, len(order.rows), _ROWS_AT_ONCE):
         blocks, stamps = map(np.concatenate, zip(*order.rows[start : start + _ROWS_AT_ONCE], strict=True))
-        counts = order.stamps.are_live(blocks, stamps) & ~is_first[blocks]
-        np.add.at(places, blocks[counts], np.uint8(1))
+        np.add.at(places, blocks[order.stamps.are_live(blocks, stamps)], np.uint8(1))
         yield []
     for some in slices(num_blocks):
         has_waited = waits(some) & (order.stamps.newest[some] <= order.clock)

@@ -192,7 +192,7 @@ class SlotDirectory:
         wrong = list[str]()
         order = self._policy.order()
         live = [blocks[order.stamps.are_live(blocks, stamps)] for blocks, stamps in order.rows]
-        evictable = np.concatenate([order.first, *live]).tolist() if live or len(order.first) else []
+        evictable = np.concatenate(live).tolist() if live else []
         idle = {slot for slot in self._of_name.values() if slot not in self._storing and slot not in self._num_reads}
         if sorted(evictable) != sorted(idle):
             wrong.append("the slots that can be evicted are not those that are stored and at rest")

@@ -15,6 +15,7 @@ import numpy as np
 from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
 from ..values.types import NO_INT32, Int32Array, MatchEnd, TransferKind
+from .admission import HostAdmission
 from .host_tier import HostTier
 from .transfers import TransferOrder, Transfers
 
@@ -25,13 +26,15 @@ class Offloader:
     def __init__(self, state: PoolState) -> None:
         self.host = HostTier(state.config, state.index, self._forget_hosts)
         self.transfers = Transfers()
+        self.admission = HostAdmission(state.config.num_host_blocks)
         self.num_demoted = 0
         self.num_promoted = 0
         # device block: the swap-out in flight that reads it, while nothing may write it
         self.outs: dict[int, TransferOrder] = {}
         self.loads: dict[int, TransferOrder] = {}  # host block: a load in flight that reads it
         self.fills: dict[int, TransferOrder] = {}  # host block: the order in flight that fills it
-        self.on_filled: list[Callable[[Int32Array], None]] = []  # called with the host blocks that were written
+        # called with the host blocks that were written, for a tier below to store: all that is evicted has to come here, then
+        self.on_filled: list[Callable[[Int32Array], None]] = []
         self.on_used: list[Callable[[Int32Array], None]] = []  # called with the host blocks that were loaded from
         self._index = state.index
         self._pool = state.pool
@@ -39,15 +42,19 @@ class Offloader:
         self._publisher = state.publisher
         self._for: SessionState | None = None  # the session of this call: its answer lists the orders
         self._issued: list[TransferOrder] = []
+        self._is_asked = False  # whether this call is there to demote
 
     # The call at hand
 
-    def begin_call(self, owner: SessionState, issued: list[TransferOrder]) -> None:
-        """From here on orders are this session's, and appended to `issued`. Without a call nothing is demoted."""
-        self._for, self._issued = owner, issued
+    def begin_call(self, owner: SessionState, issued: list[TransferOrder], *, is_asked: bool) -> None:
+        """From here on orders are this session's, and appended to `issued`. Without a call nothing is demoted.
+
+        is_asked: a client asked for demotion, so the victims are copied whether that pays or not.
+        """
+        self._for, self._issued, self._is_asked = owner, issued, is_asked
 
     def finish_call(self) -> None:
-        self._for, self._issued = None, []
+        self._for, self._issued, self._is_asked = None, [], False
 
     # Orders
 
@@ -112,13 +119,14 @@ class Offloader:
             index.add_blocks(nodes[first], destinations[first], index.held.groups_of_hosts(sources[first]))
             self._pool.mark_indexed(destinations[first])
             self.num_promoted += len(first)
+            self.admission.note_returned(len(first))
             for notify in self.on_used:
                 notify(sources)
         self.host.pool.end_transfers(sources)
         self._pool.end_transfers(destinations)
 
     def demote(self, victims: Int32Array) -> Int32Array:
-        """Moves evicted blocks to the host tier, as far as it has room; returns those that are to be forgotten.
+        """Moves evicted blocks to the host tier, as far as that is of use and it has room; returns those to be forgotten.
 
         Victims come leaves first, so the last ones get the room: a parent that is forgotten takes its children along. Pages of
         a tail are forgotten: hits do without them, and what they are a copy of is worth the room more.
@@ -133,7 +141,7 @@ class Offloader:
         self.num_demoted += int(np.count_nonzero(hosts))
         needy = victims[hosts == 0]
         num_room = min(len(needy), host.pool.num_available) if self._for is not None else 0
-        if not num_room:
+        if not num_room or not (self._is_asked or self.on_filled or self.admission.admits(num_room)):
             return np.concatenate([needy, pages])
         needy, moved = needy[: len(needy) - num_room], needy[len(needy) - num_room :]
         copies = host.take_blocks(num_room, held=False)
@@ -145,6 +153,7 @@ class Offloader:
         self.prepare_store(moved, copies)
         index.leave_device(moved)
         self.num_demoted += len(moved)
+        self.admission.note_copied(len(moved))
         return np.concatenate([needy, pages])
 
     def drop_copies(self, hosts: Int32Array) -> None:

@@ -47,10 +47,10 @@ class SequenceSwapper:
 
     # Calls
 
-    def begin_call(self, owner: SessionState, issued: list[TransferOrder]) -> None:
-        """A call of the session begins, which will list the orders. Without one nothing is demoted."""
+    def begin_call(self, owner: SessionState, issued: list[TransferOrder], *, is_asked: bool = False) -> None:
+        """A call of the session begins, which will list the orders; is_asked: it is there to demote. Without one nothing is."""
         self._caller, self._issued, self._num_run = owner, issued, 0
-        self.offloader.begin_call(owner, issued)
+        self.offloader.begin_call(owner, issued, is_asked=is_asked)
 
     def finish_call(self, owner: SessionState) -> None:
         """The call is over."""

@@ -1,9 +1,9 @@
 """Generated prefix-sharing workloads, by seed: what policies are measured on besides recorded traces.
 
 A request is a list of block contents as numbers; equal numbers are equal prefixes, as in a Mooncake trace. The kinds differ
-in what decides whether a prefix returns: nothing (scan), the place in a cycle (loop), popularity (zipf), recency (recency),
+in what decides whether a prefix returns: nothing (scan), the place in a cycle (loop, scan_in_loop), popularity (zipf), recency,
 being a conversation's last turn (multi_turn), a tool call that returns soon (agents), a document that is asked about for a
-while (rag), the tenant (tenants), or something that changes (drift, shift, phases).
+while (rag), the tenant (tenants, loop_beside_chat), or something that changes (drift, shift, phases, turns_of_phases).
 """
 
 import itertools
@@ -30,6 +30,17 @@ def scan(
 def loop(seed: int, *, num_documents: int = 100, length: int = 8, num_requests: int = 2000) -> Requests:
     """The same documents in the same order, again and again; the seed moves the start."""
     return [_document((i + seed) % num_documents, length) for i in range(num_requests)]
+
+
+def scan_in_loop(seed: int, *, num_documents: int = 150, length: int = 8, every: int = 15) -> Requests:
+    """Documents in the same order, again and again, and every so many requests a few that are read once."""
+    fresh = itertools.count(10**6)
+    requests: Requests = []
+    for number, request in enumerate(loop(seed, num_documents=num_documents, length=length)):
+        requests.append(request)
+        if number % every == 0:
+            requests.extend(list(itertools.islice(fresh, length)) for _ in range(3))
+    return requests
 
 
 def zipf(
@@ -133,6 +144,25 @@ def tenants(seed: int) -> Requests:
     return requests
 
 
+def loop_beside_chat(seed: int) -> Requests:
+    """One tenant reads the same documents in turn, one has conversations, a third asks what is not asked again."""
+    rng = random.Random(seed)
+    fresh = itertools.count(10**9)
+    left = [iter(loop(seed, num_documents=60)), iter(multi_turn(seed))]
+    requests: Requests = []
+    for _ in range(2400):
+        kind = rng.randrange(5)
+        one = list(itertools.islice(fresh, 10)) if kind == 4 else next(left[kind % 2])
+        requests.append([block + kind % 2 * 10**8 for block in one])
+    return requests
+
+
+def turns_of_phases(seed: int) -> Requests:
+    """Recency and cycles in turn, each twice: where LRU is best, and where it has nothing."""
+    kinds = (recency(seed), loop(seed, num_documents=180), recency(seed + 1), loop(seed, num_documents=240))
+    return [[block + number * 10**8 for block in request] for number, kind in enumerate(kinds) for request in kind[:1500]]
+
+
 def phases(seed: int) -> Requests:
     """A different kind of workload after another, on other contents: what was learned in one is wrong in the next."""
     kinds: tuple[Requests, ...] = (zipf(seed), loop(seed), recency(seed), scan(seed), multi_turn(seed))
@@ -142,6 +172,7 @@ def phases(seed: int) -> Requests:
 WORKLOADS: dict[str, Callable[[int], Requests]] = {
     "scan": scan,
     "loop": loop,
+    "scan_in_loop": scan_in_loop,
     "zipf": zipf,
     "multi_turn": multi_turn,
     "shift": shift,
@@ -150,6 +181,8 @@ WORKLOADS: dict[str, Callable[[int], Requests]] = {
     "agents": agents,
     "rag": rag,
     "tenants": tenants,
+    "loop_beside_chat": loop_beside_chat,
+    "turns_of_phases": turns_of_phases,
     "phases": phases,
 }
 

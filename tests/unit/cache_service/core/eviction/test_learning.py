@@ -3,6 +3,7 @@
 import numpy as np
 
 from kvkeeper.cache_service.core.eviction.block_queue import Stamps
+from kvkeeper.cache_service.core.eviction.credit import Credit
 from kvkeeper.cache_service.core.eviction.ghosts import Ghosts, Traces
 from kvkeeper.cache_service.core.eviction.hit_density import HitDensity
 from kvkeeper.cache_service.core.eviction.leaves import Leaves
@@ -205,17 +206,65 @@ def test_a_parent_is_a_leaf_when_its_last_child_was_removed() -> None:
     def blocks(*ids: int) -> np.ndarray:
         return np.array(ids, np.int32)
 
+    def found() -> list[int]:
+        return sorted(leaves.sample(9, stamps.clock, rng).tolist())
+
     leaves.link(blocks(1, 2, 2, 2), blocks(2, 3, 4, 3))  # a pair may repeat
     stamps.give(blocks(4, 3, 2, 1))
     leaves.add(blocks(4, 3, 2, 1))
-    assert sorted(leaves.sample(9, rng).tolist()) == [3, 4]
-    leaves.remove(blocks(3))
-    assert leaves.sample(9, rng).tolist() == [4]
-    leaves.remove(blocks(4))
-    assert leaves.sample(9, rng).tolist() == [2]
-    leaves.restore(blocks(4))
-    assert leaves.sample(9, rng).tolist() == []
-    leaves.remove(blocks(4, 2))
-    assert leaves.sample(9, rng).tolist() == [1]
+    assert found() == [3, 4]
+    assert leaves.sample(9, 1, rng).tolist() == [4]  # of those that wait since later it is not known yet
+    for evicted, left in (([3], [4]), ([4], [2]), ([2], [1])):
+        stamps.end_waits(blocks(*evicted))
+        leaves.remove(blocks(*evicted))
+        assert found() == left
     stamps.end_waits(blocks(1))
-    assert leaves.sample(9, rng).tolist() == []
+    assert found() == []
+
+
+def count(credit: Credit, num_used: int, **counts: int) -> None:
+    """In batches, as they come."""
+    for _ in range(num_used // 10):
+        credit.count(10, counts.get("hits", 0), counts.get("lru_hits", 0), counts.get("gained", 0))
+
+
+def test_what_was_lost_ends_the_credit_and_what_is_won_renews_it() -> None:
+    credit = Credit(1000)
+    count(credit, 1000, hits=5, lru_hits=5)
+    assert credit.allows(0, 10.0)
+    count(credit, 200, hits=5, lru_hits=6, gained=-1)
+    assert not credit.allows(0, 10.0)
+    count(credit, 200, hits=6, lru_hits=5, gained=1)
+    assert credit.allows(0, 10.0)
+
+
+def test_where_lru_has_no_hits_nothing_can_be_lost() -> None:
+    credit = Credit(1000)
+    count(credit, 1000, hits=5, lru_hits=5)
+    credit.count(10, 0, 5, -500)
+    count(credit, 1000)
+    assert not credit.allows(0, 10.0)  # what fits into the cache comes back after a turnover
+    count(credit, 1500)
+    assert credit.allows(0, 10.0)
+
+
+def test_where_hits_break_off_no_more_may_be_missing_than_was_won() -> None:
+    credit = Credit(1000)
+    count(credit, 2000, hits=5, lru_hits=4, gained=1)
+    assert credit.allows(900, 10.0)
+    count(credit, 600)
+    assert not credit.allows(900, 10.0)
+    assert credit.allows(100, 10.0)
+
+
+def test_blocks_that_lru_would_have_are_missed_until_it_would_evict_them_or_they_return() -> None:
+    lru_shadow = LruShadow(256)  # slices of one stamp
+    lru_shadow.enter(np.array([1, 2, 3]))
+    lru_shadow.note_evicted(np.array([1, 2, 3]))
+    assert lru_shadow.num_missing == 3
+    assert lru_shadow.leave_ghosts(np.array([2]), 1) == 1
+    assert lru_shadow.num_missing == 2
+    lru_shadow.enter(np.array([4]))
+    lru_shadow.shrink(1)
+    assert lru_shadow.num_missing == 0
+    assert lru_shadow.leave_ghosts(np.array([1]), 1) == 0

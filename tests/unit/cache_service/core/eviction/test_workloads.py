@@ -8,21 +8,20 @@ from kvkeeper.cache_service.core.eviction import POLICY_NAMES
 from kvkeeper.cache_service.core.values.types import Int32Array
 from kvkeeper.cache_service.replay import CoreReplay, replay_core, replay_optimum
 from tests.support.reference.policy_replay import replay_policy
-from tests.support.reference.workloads import WORKLOADS, multi_turn, recency, scan, zipf
+from tests.support.reference.workloads import WORKLOADS, loop, multi_turn, recency, scan, zipf
 from tests.support.slices import todays
 
-# What is promised; in `phases` one thing learned is wrong in the next phase, and costs up to a turnover of the cache.
+# What is promised; in `phases` a cycle that just fits follows on what won: test_adaptive_recovers_from_a_change bounds that.
 NEVER_BELOW_LRU = [name for name in WORKLOADS if name != "phases"]
-
-
 _CASES = [(name, num_blocks) for name in NEVER_BELOW_LRU for num_blocks in (60, 250, 1000)]
+_PASSES = 16  # of a cycle
 
 
 @pytest.mark.parametrize(("name", "num_blocks"), todays(_CASES, 8))
 def test_adaptive_is_never_below_lru(name: str, num_blocks: int) -> None:
     requests = WORKLOADS[name](7)
     lru, adaptive = (replay_policy(requests, num_blocks, policy).hit_rate for policy in ("lru", "adaptive"))
-    assert adaptive >= lru - 0.001
+    assert adaptive >= lru - 0.002
 
 
 def test_adaptive_keeps_returning_blocks_during_a_scan() -> None:
@@ -34,7 +33,25 @@ def test_adaptive_keeps_returning_blocks_during_a_scan() -> None:
 def test_adaptive_recovers_from_a_change() -> None:
     requests = WORKLOADS["phases"](1)
     lru, adaptive = (replay_policy(requests, 800, policy) for policy in ("lru", "adaptive"))
-    assert lru.num_hits - adaptive.num_hits < 800
+    assert lru.num_hits - adaptive.num_hits < 300
+
+
+@pytest.mark.parametrize("num_blocks", [250, 1000])
+@pytest.mark.parametrize("times", [1.05, 1.25, 2, 6])
+def test_adaptive_keeps_what_it_can_of_a_cycle(num_blocks: int, times: float) -> None:
+    documents = int(times * num_blocks / 2)
+    requests = loop(0, num_documents=documents, length=2, num_requests=_PASSES * documents)
+    best = replay_optimum(requests, num_blocks).hit_rate
+    assert replay_policy(requests, num_blocks, "lru").hit_rate == 0
+    assert replay_policy(requests, num_blocks, "adaptive").hit_rate >= 0.85 * best
+
+
+@pytest.mark.parametrize("name", ["loop", "agents", "loop_beside_chat"])
+def test_the_core_has_the_hits_of_the_fast_replay(name: str) -> None:
+    """Victims are ranked between the steps of a request, and that costs no hits."""
+    requests = WORKLOADS[name](3)[:1500]
+    core, fast = replay_core(requests, 400, "adaptive"), replay_policy(requests, 400, "adaptive")
+    assert core.hit_rate == pytest.approx(fast.hit_rate, abs=0.005)
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
