@@ -68,11 +68,12 @@ class PrefixCalls:
         pool, index, below = self._state.pool, self._state.index, self._state.below
         if hint is not ReuseHint.UNSPECIFIED:
             pool.heed_hints()
-        path = index.block_of_node[self._match(index.find_root(tenant), token_ids)]
+        root = index.find_root(tenant)
+        path = index.block_of_node[self._match(root, token_ids)]
         self._state.revision += 1
         pool.pin(path)
         if pool.reuse is not None:
-            pool.reuse.note_hint(path, hint, seconds)
+            pool.reuse.note_hint(root, path, hint, seconds)
         pool.unpin(path[::-1])
         if prefetch and below is not None and index.has_room_for(tenant):
             pool.limits.name_tenant(tenant, root := index.root(tenant))
