@@ -51,7 +51,7 @@ class _End(NamedTuple):
     """An end that is watched. number: of blocks that had been published."""
 
     digest: int
-    root: int
+    tenant: int
     hint: int
     number: int
 
@@ -62,21 +62,21 @@ class HintRecord:
     def __init__(self, num_blocks: int) -> None:
         self._window = TURNOVERS * num_blocks
         self._all = _Tenant()
-        self._tenants: dict[int, _Tenant] = {}  # by root
+        self._tenants: dict[int, _Tenant] = {}
         self._ends: deque[_End] = deque()
         self._of_digest: dict[int, _End] = {}
         self._marks = np.zeros(_NUM_MARKS, np.uint16)  # ends by digest, so that few blocks of a path are looked up
         self.num_published = 0  # blocks
 
-    def note_end(self, root: int, hint: int) -> bool:
+    def note_end(self, tenant: int, hint: int) -> bool:
         """Whether a sequence's hint distinguishes it; counts it."""
         is_common = self._all.note_end(hint)
-        return not (self._tenant(root).note_end(hint) and is_common)
+        return not (self._tenant(tenant).note_end(hint) and is_common)
 
-    def is_trusted(self, root: int, hint: int) -> bool:
-        return self._tenant(root).wrong[hint] <= MOST_WRONG
+    def is_trusted(self, tenant: int, hint: int) -> bool:
+        return self._tenant(tenant).wrong[hint] <= MOST_WRONG
 
-    def watch(self, root: int, digest: int, hint: int) -> None:
+    def watch(self, tenant: int, digest: int, hint: int) -> None:
         """This is said of an end that nothing else holds. What is said again is watched since the first time."""
         while self._ends and self._ends[0].number <= self.num_published - self._window:
             self._judge(self._ends.popleft(), went_on=False)
@@ -88,7 +88,7 @@ class HintRecord:
             return
         if len(self._ends) == MOST_WATCHED:
             self._drop(self._ends.popleft())
-        end = _End(digest, root, hint, self.num_published)
+        end = _End(digest, tenant, hint, self.num_published)
         self._ends.append(end)
         self._of_digest[digest] = end
         self._marks[digest % _NUM_MARKS] += 1
@@ -101,7 +101,7 @@ class HintRecord:
 
     def _judge(self, end: _End, *, went_on: bool) -> None:
         if self._drop(end):
-            wrong = self._tenant(end.root).wrong
+            wrong = self._tenant(end.tenant).wrong
             wrong[end.hint] += ((went_on == (end.hint == ReuseHint.NONE)) - wrong[end.hint]) / JUDGED_SPAN
 
     def _drop(self, end: _End | None) -> bool:
@@ -112,7 +112,7 @@ class HintRecord:
         self._marks[end.digest % _NUM_MARKS] -= 1
         return True
 
-    def _tenant(self, root: int) -> _Tenant:
-        if root not in self._tenants:
-            self._tenants[root] = _Tenant()
-        return self._tenants[root]
+    def _tenant(self, tenant: int) -> _Tenant:
+        if tenant not in self._tenants:
+            self._tenants[tenant] = _Tenant()
+        return self._tenants[tenant]

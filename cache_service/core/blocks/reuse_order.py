@@ -64,10 +64,10 @@ class ReuseOrder:
         self._stamps = Stamps(0)  # of every wait that began since there are hints
         self._stamps.newest = np.zeros(len(ref_counts), np.int64)  # untouched: a call that gives a hint looks at no block
         self._none = BlockQueue(self._stamps)
-        self._queues = {(0, _LAST): self._none}  # of blocks that wait as SOON by root and class, and the one of NONE
+        self._queues = {(0, _LAST): self._none}  # of blocks that wait as SOON by tenant and class, and the one of NONE
         self._sweeper = Sweeper()
-        self._roots: Int32Array = np.zeros(len(ref_counts), np.int32)  # of the tenants of SOON blocks
-        self._num_soon_of: Int32Array = np.zeros(MAX_TENANTS + 1, np.int32)  # waiting blocks by -root
+        self._tenants: Int32Array = np.zeros(len(ref_counts), np.int32)  # by block that is expected soon: its number, below 0
+        self._num_soon_of: Int32Array = np.zeros(MAX_TENANTS + 1, np.int32)  # waiting blocks by -tenant
         self._num_visited = 0  # queues in which nothing that has lapsed is left
         self.record = HintRecord(len(ref_counts))
         index.links.count_children()
@@ -86,26 +86,26 @@ class ReuseOrder:
         """A sequence that does not say NONE, or a pin, holds these blocks."""
         self._classes[blocks] = np.maximum(self._classes[blocks], _NORMAL)
 
-    def end_sequence(self, root: int, path: Int32Array, hint: int, seconds: float) -> None:
+    def end_sequence(self, tenant: int, path: Int32Array, hint: int, seconds: float) -> None:
         """A sequence is about to release its indexed blocks, from the root down, and says this. seconds: 0 for none."""
         self.record.note_path(self._index.eviction_log.digests_of(self._index.node_of_block[path]))
-        is_distinctive = self.record.note_end(root, hint)
-        self.note_hint(root, path, hint, seconds, counts=is_distinctive or seconds > 0)
+        is_distinctive = self.record.note_end(tenant, hint)
+        self.note_hint(tenant, path, hint, seconds, counts=is_distinctive or seconds > 0)
 
-    def note_hint(self, root: int, path: Int32Array, hint: int, seconds: float, *, counts: bool = True) -> None:
+    def note_hint(self, tenant: int, path: Int32Array, hint: int, seconds: float, *, counts: bool = True) -> None:
         """This is known of a tenant's indexed blocks, from the root down, whose holder is about to release them.
 
         seconds: that SOON is at least, where there is a class of as many. counts: whether it does if the tenant is trusted.
         """
         if len(path) and self._ref_counts[path[-1]] == 1:
-            self.record.watch(root, self._index.eviction_log.digest(int(self._index.node_of_block[path[-1]])), hint)
-        if not counts or not self.record.is_trusted(root, hint):
+            self.record.watch(tenant, self._index.eviction_log.digest(int(self._index.node_of_block[path[-1]])), hint)
+        if not counts or not self.record.is_trusted(tenant, hint):
             if hint == ReuseHint.SOON:  # what waits as SOON since it counted
-                self._lapse([(root, min(max(len(path), 1), int(self._num_soon_of[-root])))])
+                self._lapse([(tenant, min(max(len(path), 1), int(self._num_soon_of[-tenant])))])
             hint = ReuseHint.UNSPECIFIED
         if hint == ReuseHint.SOON:
             level = _FIRST + min(bisect_left(SOON_SECONDS, seconds), len(SOON_SECONDS) - 1)
-            self._classes[path], self._roots[path] = np.maximum(self._classes[path], level), root
+            self._classes[path], self._tenants[path] = np.maximum(self._classes[path], level), tenant
             return
         is_none = hint == ReuseHint.NONE
         if is_none:
@@ -154,9 +154,9 @@ class ReuseOrder:
     def _pop_soon(self, shares: list[tuple[int, int]]) -> Int32Array:
         """So many of each of these tenants: of the shortest time first, and of these what waits longest."""
         popped = [NO_INT32]
-        for root, count in shares:
+        for tenant, count in shares:
             for level in _LEVELS:
-                if count and (queue := self._queues.get((root, level))) is not None:
+                if count and (queue := self._queues.get((tenant, level))) is not None:
                     popped.append(queue.pop(count))
                     count -= len(popped[-1])
         return np.concatenate(popped)
@@ -188,10 +188,10 @@ class ReuseOrder:
             return
         self._none.push(blocks[classes == _LAST], stamps[classes == _LAST])
         soon = classes >= _FIRST
-        for key in set(zip(self._roots[blocks[soon]].tolist(), classes[soon].tolist(), strict=True)):
+        for key in set(zip(self._tenants[blocks[soon]].tolist(), classes[soon].tolist(), strict=True)):
             if key not in self._queues:
                 self._queues[key] = BlockQueue(self._stamps)
-            chosen = (self._roots[blocks] == key[0]) & (classes == key[1])
+            chosen = (self._tenants[blocks] == key[0]) & (classes == key[1])
             self._queues[key].push(blocks[chosen], stamps[chosen])
         self._count(blocks, 1)
         self.policy.add(blocks[classes == _NORMAL])
@@ -240,12 +240,12 @@ class ReuseOrder:
         soon = blocks[classes >= _FIRST]
         if len(soon):
             self.num_soon += change * len(soon)
-            roots = self._roots[soon]
-            np.add.at(self._num_soon_of, -roots, np.int32(change))
-            for root in set(roots.tolist()) if change < 0 else ():
-                if not self._num_soon_of[-root]:
+            tenants = self._tenants[soon]
+            np.add.at(self._num_soon_of, -tenants, np.int32(change))
+            for tenant in set(tenants.tolist()) if change < 0 else ():
+                if not self._num_soon_of[-tenant]:
                     for level in _LEVELS:
-                        self._queues.pop((root, level), None)
+                        self._queues.pop((tenant, level), None)
 
     # For audits
 

@@ -28,9 +28,9 @@ class Hinted:
         self.pool = CorePool(num_blocks, 1, eviction_policy=policy, max_sequences=8, **config)
         self.last_id = 0
 
-    def start(self, tokens: list[int], hint: ReuseHint = ReuseHint.UNSPECIFIED, tenant: str = "") -> int:
+    def start(self, tokens: list[int], hint: ReuseHint = ReuseHint.UNSPECIFIED, tenant: str = "", seconds: float = 0.0) -> int:
         self.last_id += 1
-        self.pool.prefill(self.last_id, tokens, reuse_hint=hint, tenant=tenant)
+        self.pool.prefill(self.last_id, tokens, reuse_hint=hint, tenant=tenant, retain_seconds=seconds)
         return self.last_id
 
     def end(self, *sequence_ids: int) -> None:
@@ -131,6 +131,32 @@ def test_while_another_sequence_holds_it_a_block_stays_normal() -> None:
     hinted.end(second)
     hinted.end(first)
     assert hinted.counts == (1, 0)
+
+
+def test_a_sequence_is_retained_for_its_time_and_so_are_its_forks_until_it_says_otherwise() -> None:
+    hinted = Hinted()
+    parent = hinted.start([1, 2], SOON, seconds=600.0)
+    hinted.pool.step(forks=[(parent, 20, 2)])
+    hinted.end(parent, 20)
+    other = hinted.start([3, 4], SOON, seconds=600.0)
+    hinted.pool.manager.updates.update(A, other, reuse_hint=NONE)
+    hinted.pool.manager.updates.update(A, other, reuse_hint=SOON)
+    hinted.end(other)
+    assert hinted.counts == (0, 4)
+    hinted.pool.manager.state.tick(599.9)
+    hinted.pool.manager.maintenance.do_due_work()
+    assert hinted.counts == (0, 2)
+    assert hint_of(hinted, [1, 2]) is SOON
+    hinted.pool.manager.state.tick(600.1)
+    hinted.pool.manager.maintenance.do_due_work()
+    assert hinted.counts == (0, 0)
+
+
+def test_a_time_counts_also_where_nearly_all_sequences_have_one() -> None:
+    hinted = Hinted(num_blocks=400)
+    for number in range(2 * LEAST_ENDED):
+        hinted.end(hinted.start([2 * number, 2 * number + 1], SOON, seconds=61.0))
+    assert hinted.counts == (0, 4 * LEAST_ENDED)
 
 
 def test_forks_say_what_their_parent_says() -> None:
