@@ -61,7 +61,7 @@ class PrefixCalls:
     ) -> int:
         """Notes what is known of the reuse of a cached prefix, as if a sequence that had it ended now. Returns its tokens.
 
-        seconds: that SOON is at least. prefetch: what the disk has behind it is brought to the host tier. It is a use of these
+        seconds: that SOON is at least. prefetch: what a tier below has behind it is brought up. It is a use of these
         blocks, which are those of the first group of layers. Raises UnknownSession.
         """
         self._state.session(session)
