@@ -1,8 +1,8 @@
 """HintRecord: what the hints of each tenant have been worth, so that wrong ones cost little, and others nothing.
 
 A hint is of the end of a prefix, and what comes of it is seen whether it was heeded or not: a later sequence goes on behind
-this end before the pool's contents have been replaced a few times, or none does. So a tenant whose hints count for nothing is
-trusted again as soon as they would have been right.
+this end before the pool's contents have been replaced a few times and the time that was said is over, or none does. So a tenant
+whose hints count for nothing is trusted again as soon as they would have been right.
 
 Rules. Hints of a kind count while no more than half of the tenant's last ones were wrong: after NONE a sequence went on, after
 SOON none did. An end is known by the digest of its whole prefix, so blocks that were evicted meanwhile are recognised. An end
@@ -48,12 +48,14 @@ class _Tenant:
 
 
 class _End(NamedTuple):
-    """An end that is watched. number: of blocks that had been published."""
+    """An end that is watched, until so many blocks have been published and this time has come. seconds: that were said."""
 
     digest: int
     tenant: int
     hint: int
-    number: int
+    last_number: int
+    seconds: float
+    until: float
 
 
 class HintRecord:
@@ -76,21 +78,19 @@ class HintRecord:
     def is_trusted(self, tenant: int, hint: int) -> bool:
         return self._tenant(tenant).wrong[hint] <= MOST_WRONG
 
-    def watch(self, tenant: int, digest: int, hint: int) -> None:
-        """This is said of an end that nothing else holds. What is said again is watched since the first time."""
-        while self._ends and self._ends[0].number <= self.num_published - self._window:
-            self._judge(self._ends.popleft(), went_on=False)
+    def watch(self, tenant: int, digest: int, hint: int, seconds: float, now: float) -> None:
+        """This is said of an end that nothing else holds, for so many seconds. Said again, it counts since the first time."""
+        while self._ends and self._ends[0].last_number <= self.num_published:
+            self._end_watch(self._ends.popleft(), now)
         last = self._of_digest.get(digest)
-        if last is not None and last.hint == hint:
+        if last is not None and last.hint == hint and last.seconds >= seconds:
             return
         self._drop(last)
         if hint == ReuseHint.UNSPECIFIED:
             return
         if len(self._ends) == MOST_WATCHED:
             self._drop(self._ends.popleft())
-        end = _End(digest, tenant, hint, self.num_published)
-        self._ends.append(end)
-        self._of_digest[digest] = end
+        self._put(_End(digest, tenant, hint, self.num_published + self._window, seconds, now + seconds))
         self._marks[digest % _NUM_MARKS] += 1
 
     def note_path(self, digests: UInt64Array) -> None:
@@ -98,6 +98,17 @@ class HintRecord:
         for digest in digests[self._marks[digests % np.uint64(_NUM_MARKS)] > 0].tolist():
             if (end := self._of_digest.get(digest)) is not None:
                 self._judge(end, went_on=True)
+
+    def _put(self, end: _End) -> None:
+        self._ends.append(end)
+        self._of_digest[end.digest] = end
+
+    def _end_watch(self, end: _End, now: float) -> None:
+        """The contents have been replaced since; where its time is not over, they are to be once more."""
+        if end.seconds and end.until > now and self._of_digest.get(end.digest) is end:
+            self._put(end._replace(last_number=self.num_published + self._window))
+        else:
+            self._judge(end, went_on=False)
 
     def _judge(self, end: _End, *, went_on: bool) -> None:
         if self._drop(end):

@@ -88,7 +88,7 @@ class ReuseOrder:
 
     def end_sequence(self, tenant: int, path: Int32Array, hint: int, seconds: float) -> None:
         """A sequence is about to release its indexed blocks, from the root down, and says this. seconds: 0 for none."""
-        self.record.note_path(self._index.eviction_log.digests_of(self._index.node_of_block[path]))
+        self.record.note_path(self._index.eviction_log.get_digests(self._index.node_of_block[path]))
         is_distinctive = self.record.note_end(tenant, hint)
         self.note_hint(tenant, path, hint, seconds, counts=is_distinctive or seconds > 0)
 
@@ -98,7 +98,8 @@ class ReuseOrder:
         seconds: that SOON is at least, where there is a class of as many. counts: whether it does if the tenant is trusted.
         """
         if len(path) and self._ref_counts[path[-1]] == 1:
-            self.record.watch(tenant, self._index.eviction_log.digest(int(self._index.node_of_block[path[-1]])), hint)
+            digest, time = self._index.eviction_log.digest(int(self._index.node_of_block[path[-1]])), self._index.clock.now
+            self.record.watch(tenant, digest, hint, seconds if hint == ReuseHint.SOON else 0.0, time)
         if not counts or not self.record.is_trusted(tenant, hint):
             if hint == ReuseHint.SOON:  # what waits as SOON since it counted
                 self._lapse([(tenant, min(max(len(path), 1), int(self._num_soon_of[-tenant])))])

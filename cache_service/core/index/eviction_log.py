@@ -79,7 +79,7 @@ class EvictionLog:
         """The digest of a node or a root."""
         return int(self._digest_of_node[node])
 
-    def digests_of(self, nodes: Int32Array) -> UInt64Array:
+    def get_digests(self, nodes: Int32Array) -> UInt64Array:
         """[n] the digests of these nodes."""
         return self._digest_of_node[nodes]
 

@@ -519,7 +519,7 @@ class NaiveCache:
         """This is known of a prefix that is about to be given up."""
         assert self.children is not None
         if path and self.num_holders(path[-1]) == 1:
-            self.hints.watch(keys[-1], hint)
+            self.hints.watch(keys[-1], hint, seconds if hint is ReuseHint.SOON else 0.0, self.now)
         if not counts or not self.hints.is_trusted(tenant, hint):
             if hint is ReuseHint.SOON:
                 self._lapse_oldest(max(len(path), 1), tenant)

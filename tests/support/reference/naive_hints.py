@@ -10,11 +10,13 @@ Key = tuple[str, tuple[int, ...]]  # tenant, every token up to the end of the bl
 
 @dataclass
 class NaiveEnd:
-    """An end of a prefix of which a hint was given, when so many blocks had been published."""
+    """An end of a prefix of which a hint was given for so long, watched since so many blocks had been published."""
 
     key: Key
     hint: ReuseHint
     number: int
+    seconds: float
+    until: float
 
 
 @dataclass
@@ -48,16 +50,19 @@ class NaiveHints:
             wrong += ((not is_right) - wrong) / JUDGED_SPAN
         return wrong <= MOST_WRONG
 
-    def watch(self, key: Key, hint: ReuseHint) -> None:
+    def watch(self, key: Key, hint: ReuseHint, seconds: float, now: float) -> None:
         """A hint of an end that nothing else holds."""
         for end in [end for end in self.ends if end.number <= self.num_published - TURNOVERS * self.num_blocks]:
-            self._judge(end, went_on=False)
+            if end.seconds and end.until > now:
+                end.number = self.num_published
+            else:
+                self._judge(end, went_on=False)
         same = [end for end in self.ends if end.key == key]
-        if same and same[0].hint is hint:
+        if same and same[0].hint is hint and same[0].seconds >= seconds:
             return
         self.ends = [end for end in self.ends if end.key != key]
         if hint is not ReuseHint.UNSPECIFIED:
-            self.ends.append(NaiveEnd(key, hint, self.num_published))
+            self.ends.append(NaiveEnd(key, hint, self.num_published, seconds, now + seconds))
 
     def note_path(self, keys: list[Key]) -> None:
         for end in [end for end in self.ends if end.key in keys]:

@@ -12,7 +12,7 @@ from kvkeeper.client import CacheClient, EngineClient
 if TYPE_CHECKING:  # the import of a session takes longer than these commands
     from kvkeeper.client import CacheSession
 
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 
 
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
@@ -24,20 +24,20 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def ask_pools(
-    args: argparse.Namespace, name: str, ask: Callable[["CacheSession", tuple[int, ...]], Answer]
-) -> tuple[str, list[Answer]]:
-    """The engine tells the tokens and the model, and `ask` asks each pool of it. name: of the sessions.
+    args: argparse.Namespace, name: str, ask: Callable[["CacheSession", tuple[int, ...]], Reply]
+) -> tuple[str, list[Reply]]:
+    """The engine makes tokens of the prompt, and `ask` asks each pool of its model. name: of the sessions.
 
-    Returns the model, and what the pools answered. Raises KvkeeperError.
+    Returns the model, and the replies. Raises KvkeeperError.
     """
     args.asks = "engine"
     with EngineClient(args.engine, OPTIONS) as engine:
         model, token_ids = engine.model(), engine.tokenize(args.prompt)
     args.asks = "cache"
-    answers: list[Answer] = []
+    replies: list[Reply] = []
     with CacheClient(args.cache, OPTIONS) as cache:
         for pool in cache.capabilities().pools:
             if pool.spec.revision == model.revision:  # an engine may serve a model under another name than its own
                 with cache.open_session(pool.spec, client_name=name) as session:
-                    answers.append(ask(session, token_ids))
-    return model.model_id, answers
+                    replies.append(ask(session, token_ids))
+    return model.model_id, replies
