@@ -26,6 +26,7 @@ class NaiveHints:
     num_blocks: int
     num_published: int = 0
     num_ignored: int = 0  # hints that told nothing apart
+    num_distrusted: int = 0
     said: dict[str | None, list[ReuseHint]] = field(default_factory=dict)
     came_true: dict[tuple[str, ReuseHint], list[bool]] = field(default_factory=dict)
     ends: list[NaiveEnd] = field(default_factory=list)
@@ -48,6 +49,7 @@ class NaiveHints:
         wrong = 0.0
         for is_right in self.came_true.get((tenant, hint), ()):
             wrong += ((not is_right) - wrong) / JUDGED_SPAN
+        self.num_distrusted += wrong > MOST_WRONG
         return wrong <= MOST_WRONG
 
     def watch(self, key: Key, hint: ReuseHint, seconds: float, now: float) -> None:
