@@ -410,6 +410,16 @@ def test_whatever_another_tenant_hints_what_a_tenant_retains_within_its_share_st
     pool.pool.audit()
 
 
+def test_hints_of_another_tenant_that_count_for_nothing_end_no_wait_but_its_own() -> None:
+    pool = Retained(num_blocks=400)
+    pool.run([1, 2, 3, 4], tenant="a")
+    pool.hint([1, 2, 3, 4], SOON, tenant="a")
+    for number in range(10, 10 + 4 * LEAST_ENDED):
+        pool.run([number], SOON, tenant="b")
+    assert hints_of(pool, [1, 2, 3, 4], "a") == [SOON] * 4
+    assert pool.counts == (0, 4)
+
+
 def test_of_tenants_that_retain_too_much_the_one_with_most_yields() -> None:
     pool = Retained()  # 8 blocks
     for tenant, tokens in (("a", [1, 2, 3]), ("b", [*range(10, 16)]), ("c", [20])):
