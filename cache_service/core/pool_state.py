@@ -50,7 +50,7 @@ class LowerTiers(Protocol):
         """A sequence was created in this slot: what it wants is brought, as far as they have it."""
 
     def prefetch(self, root: int, tokens: Int32Array) -> None:
-        """What the disk has of these tokens is brought to the host tier."""
+        """What the nearest tier that has any of these tokens has of them is brought to the host tier."""
 
     def length_to_come(self, slot: int, max_hit: int) -> int:
         """Tokens that the waiting sequence could hit once what it waits for has come; 0 where it is not to wait."""

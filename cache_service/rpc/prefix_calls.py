@@ -6,7 +6,6 @@ import secrets
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ..core.blocks.pins import MAX_PIN_TTL
-from ..core.blocks.reuse_order import SOON_SECONDS
 from ..core.values.types import Int32Array, ReuseHint
 from ..runtime.session_manager import SessionManager
 from ..runtime.turns import Turns
@@ -97,6 +96,5 @@ class PrefixCalls:
 
 def _parse_hint(hint: pb.PrefixHint) -> tuple[str, Int32Array, ReuseHint, float]:
     """Tenant, tokens, what is known, and the seconds that it is retained. Raises InvalidField, TenantNotAllowed."""
-    check_range("retain_ms", hint.retain_ms, 0, round(SOON_SECONDS[-1] * 1000))
     tenant, tokens = checks.tenant(hint.tenant), sequences.token_ids(hint.token_ids)
-    return tenant, tokens, sequences.reuse_hint(hint), hint.retain_ms / 1000
+    return tenant, tokens, sequences.reuse_hint(hint), sequences.retain_seconds(hint)

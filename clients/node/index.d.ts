@@ -159,6 +159,7 @@ export class CacheSession {
       retention?: Given<cache.Retention>;
       startNumber?: number;
       reuseHint?: cache.ReuseHint;
+      retainMs?: number;
     },
   ): Promise<number>;
   createSequences(sequences: Given<cache.NewSequence>[]): Promise<Array<cache.CreateSequenceResponse | KvkeeperError>>;

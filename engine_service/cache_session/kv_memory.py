@@ -201,6 +201,7 @@ def _new_sequence(sequence: Sequence) -> NewSequence:
         None if request.retention is None else pb.Retention(**asdict(request.retention)),
         request.start_number,
         int(request.reuse_hint),  # type: ignore[arg-type]  # the numbers are the protocol's
+        request.retain_ms,
     )
 
 

@@ -175,6 +175,7 @@ class Admission:
             num_prompt_logprobs=options.num_prompt_logprobs,
             retention=None if keeps_all else options.retention,
             reuse_hint=options.reuse_hint,
+            retain_ms=options.retain_ms,
         )
         eos = frozenset[int]() if options.ignore_eos else self._model.eos_token_ids
         stop = StopRules(eos, frozenset(options.stop_token_ids))

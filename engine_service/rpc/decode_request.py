@@ -22,6 +22,7 @@ from .submission import Received
 
 _seeds = random.Random()  # asks the system once; a call for each request costs the loop a wait for the interpreter
 MAX_WAIT_MS = 60_000
+MAX_RETAIN_MS = 3_600_000
 MAX_CHAT_MESSAGES = 4096
 MAX_CONTINUATIONS = 64
 _MAX_NAME_CHARS = 64
@@ -55,6 +56,7 @@ class RequestOptions:
     metadata: Mapping[str, str]
     retention: Retention | None
     reuse_hint: ReuseHint
+    retain_ms: int
 
 
 def parse_options(request: pb.GenerateRequest, defaults: SamplingParams, limits: InputLimits) -> RequestOptions:
@@ -73,6 +75,7 @@ def parse_options(request: pb.GenerateRequest, defaults: SamplingParams, limits:
         _check_range("best_of", best_of, n, MAX_CONTINUATIONS)
     _check_range("priority", request.priority, -1000, 1000)
     _check_range("reuse_hint", request.reuse_hint, 0, max(ReuseHint))
+    _check_range("retain_ms", request.retain_ms, 0, 0 if request.reuse_hint == ReuseHint.NONE else MAX_RETAIN_MS)
     if timeout_ms is not None:
         _check_range("timeout_ms", timeout_ms, 1, 3_600_000)
     if max_tokens is not None:
@@ -101,6 +104,7 @@ def parse_options(request: pb.GenerateRequest, defaults: SamplingParams, limits:
         metadata=dict(request.metadata),
         retention=_parse_retention(request),
         reuse_hint=ReuseHint(request.reuse_hint),
+        retain_ms=request.retain_ms,
     )
 
 

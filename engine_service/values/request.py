@@ -170,6 +170,7 @@ class Request:
     num_prompt_logprobs: int | None = None  # None: none are wanted; then the whole prompt need not be computed
     retention: Retention | None = None  # None: everything is kept
     reuse_hint: ReuseHint = ReuseHint.UNSPECIFIED
+    retain_ms: int = 0  # within which its next turn is expected; 0: none is known
     arrival: int = 0  # place in the order of arrivals, given by Scheduler.add
     arrived_at: float = 0.0  # seconds of the engine's clock
     start_number: int = 0  # place among all engines' arrivals, given by the cache service; kept when it is preempted

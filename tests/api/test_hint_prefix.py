@@ -87,6 +87,28 @@ async def test_what_is_retained_for_long_waits_as_long(api: Api, clock: ManualCl
         await session.call("RenewSession")
 
 
+@pytest.mark.parametrize("call", ["CreateSequence", "CreateSequences"])
+async def test_a_sequence_whose_next_turn_is_awaited_is_retained_for_that_time(api: Api, clock: ManualClock, call: str) -> None:
+    session = await _cached(api)
+    fields = {"sequence_id": 9, "token_ids": [*FIRST, 99], "retain_ms": 601_000}
+    for _ in range(2):  # idempotent
+        await session.call(call, **({"sequences": [pb.NewSequence(**fields)]} if call == "CreateSequences" else fields))
+    await refused(session.call("CreateSequence", **fields | {"retain_ms": 600_000}), "DUPLICATE_SEQUENCE")
+    await session.call("ExtendSequence", sequence_id=9, num_tokens=9)
+    await session.call("ReleaseSequence", sequence_id=9)
+    clock.advance(3590.0)
+    await session.call("RenewSession")
+    assert (await api.stats()).pools[0].num_soon_blocks == 2
+    assert await _left(session, 4) == [FIRST]
+    await api.audit()
+
+
+async def test_what_is_not_used_again_is_not_retained(api: Api) -> None:
+    session = await _cached(api)
+    none = {"sequence_id": 9, "token_ids": FIRST, "retain_ms": 1, "reuse_hint": pb.REUSE_HINT_NONE}
+    await refused(session.call("CreateSequence", **none), "INVALID_FIELD", field="retain_ms", limit="0")
+
+
 async def test_a_hint_reaches_what_is_cached_for_its_tenant(api: Api) -> None:
     session = await _cached(api)
     assert await _hint(session, (range(12), pb.REUSE_HINT_SOON), (range(7), pb.REUSE_HINT_SOON)) == [8, 4]

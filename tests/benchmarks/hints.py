@@ -12,7 +12,7 @@ from tests.support.reference.workloads import WORKLOADS
 
 _SIZES = (200, 800)
 _SOON = 20  # requests
-_OPPOSITE = {ReuseHint.NONE: ReuseHint.SOON, ReuseHint.SOON: ReuseHint.NONE, ReuseHint.UNSPECIFIED: ReuseHint.UNSPECIFIED}
+OPPOSITE = {ReuseHint.NONE: ReuseHint.SOON, ReuseHint.SOON: ReuseHint.NONE, ReuseHint.UNSPECIFIED: ReuseHint.UNSPECIFIED}
 
 
 def figures() -> Iterator[dict[str, object]]:
@@ -22,7 +22,7 @@ def figures() -> Iterator[dict[str, object]]:
         hints = {
             "no": [ReuseHint.UNSPECIFIED] * len(requests),
             "right": right,
-            "wrong": [_OPPOSITE[hint] for hint in right],
+            "wrong": [OPPOSITE[hint] for hint in right],
             "all_none": [ReuseHint.NONE] * len(requests),
             "all_soon": [ReuseHint.SOON] * len(requests),
         }

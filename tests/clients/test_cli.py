@@ -52,6 +52,7 @@ async def kvkeeper(*argv: str, stdin: bytes = b"") -> Outcome:
         (["requests", "--engine", NO_SERVICE], "engine"),
         (["generate", "hello", "--engine", NO_SERVICE], "engine"),
         (["explain", "hello", "--engine", NO_SERVICE, "--cache", NO_SERVICE], "engine"),
+        (["hint", "demote", "hello", "--engine", NO_SERVICE, "--cache", NO_SERVICE], "engine"),
         (["generate", "hello", "--engine", NO_SERVICE, "--json"], "engine"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
@@ -103,6 +104,7 @@ async def test_help_names_every_command_and_the_exit_codes() -> None:
         "engine",
         "up",
         "generate",
+        "hint",
         "explain",
         "status",
         "stats",
@@ -181,9 +183,10 @@ def test_what_a_request_is_marked_with_is_asked_for(monkeypatch: pytest.MonkeyPa
         raise KvkeeperError(grpc.StatusCode.INTERNAL)
 
     monkeypatch.setattr("kvkeeper.cli.generation.generate.EngineClient.generate", note)
-    marks = ["--session-id", "talk", "--metadata", "a=b=c", "--metadata", "d=", "--reuse-hint", "soon"]
+    marks = ["--session-id", "talk", "--metadata", "a=b=c", "--metadata", "d=", "--reuse-hint", "soon", "--retain-ms", "9"]
     assert main(["generate", "x", *marks]) == 1
-    assert (asked[0].session_id, asked[0].metadata, asked[0].reuse_hint) == ("talk", {"a": "b=c", "d": ""}, "soon")
+    assert (asked[0].session_id, asked[0].metadata) == ("talk", {"a": "b=c", "d": ""})
+    assert (asked[0].reuse_hint, asked[0].retain_ms) == ("soon", 9)
 
 
 def test_sink_and_window_are_asked_for_together(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,7 @@ def test_help_and_version_import_no_command_and_no_client() -> None:
         ["requests", "--engine", NO_SERVICE],
         ["generate", "hello", "--engine", NO_SERVICE],
         ["explain", "hello", "--engine", NO_SERVICE],
+        ["hint", "retain", "hello", "--engine", NO_SERVICE],
     ],
     ids=lambda argv: " ".join(argv[:2]),
 )
@@ -120,7 +121,12 @@ def test_a_client_command_imports_nothing_that_it_does_not_need(argv: list[str])
 @pytest.mark.parametrize("name", CLIENT_COMMANDS)
 def test_a_wrong_flag_is_told_in_two_lines_with_what_was_meant(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     flag = "--cach" if name in ("events", "sequences", "misses", "curve", "tiers", "top") else "--engin"
-    needed = {"generate": ["hello"], "explain": ["hello"], "events": ["--zmq", "tcp://127.0.0.1:1"]}.get(name, [])
+    needed = {
+        "generate": ["hello"],
+        "explain": ["hello"],
+        "hint": ["retain", "hello"],
+        "events": ["--zmq", "tcp://127.0.0.1:1"],
+    }.get(name, [])
     assert failed(name, *needed, f"{flag}=127.0.0.1:1") == 2
     hint, reason = capsys.readouterr().err.splitlines()
     assert hint.startswith(f"usage: kvkeeper {name} ") and hint.endswith(f"; all flags: kvkeeper {name} --help")

@@ -155,6 +155,22 @@ async def test_a_prompt_is_explained_before_and_after_it_was_computed(services: 
     assert found["end"] in ("MATCH_END_COMPLETE", "MATCH_END_PARTIAL_BLOCK")
 
 
+async def test_a_hint_moves_a_cached_prompt_and_tells_how_much_it_reached(services: Services) -> None:
+    addresses = ("--cache", services.cache, "--engine", services.engine)
+    prompt = "import that  # hint" * 8
+    missed = await kvkeeper("hint", "retain", prompt, *addresses)
+    assert (missed.exit_code, missed.err) == (0, "") and "reached 0 of " in missed.out
+    await kvkeeper("generate", prompt, "--max-tokens", "2", "--engine", services.engine)
+    hinted = []
+    for words in (["retain", "--retain-ms", "61000"], ["release"], ["demote"], ["prefetch"]):
+        (told,) = json.loads((await kvkeeper("hint", *words, prompt, *addresses, "--json")).out)["pools"]
+        (pool,) = json.loads((await kvkeeper("stats", *addresses, "--json")).out)["cache"]["pools"]
+        hinted.append((told["num_hinted_tokens"] > 16, pool["num_soon_blocks"] > 0, pool["num_no_reuse_blocks"] > 0))
+    assert hinted == [(True, True, False), (True, False, False), (True, False, True), (True, False, False)]
+    outcome = await kvkeeper("hint", "demote", prompt, "--retain-ms", "1", *addresses)
+    assert outcome.exit_code == 2 and "--retain-ms is for retain" in outcome.err
+
+
 async def test_continuations_stand_under_their_headings(services: Services) -> None:
     outcome = await kvkeeper(*("generate", PROMPT, "--n", "3", "--seed", "1", "--max-tokens", "6", "--engine", services.engine))
     assert outcome.exit_code == 0

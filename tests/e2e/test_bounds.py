@@ -36,6 +36,9 @@ BAD = {
     "tenant": pb.GenerateRequest(token_ids=TOKENS, tenant="x" * 65),
     "session_id": pb.GenerateRequest(token_ids=TOKENS, session_id="x" * 65),
     "reuse_hint": pb.GenerateRequest(token_ids=TOKENS, reuse_hint=3),  # type: ignore[arg-type]
+    "retain_ms low": pb.GenerateRequest(token_ids=TOKENS, retain_ms=-1),
+    "retain_ms high": pb.GenerateRequest(token_ids=TOKENS, retain_ms=3_600_001),
+    "retain_ms of none": pb.GenerateRequest(token_ids=TOKENS, retain_ms=1, reuse_hint=pb.REUSE_HINT_NONE),
     "metadata many": pb.GenerateRequest(token_ids=TOKENS, metadata={f"k{place}": "" for place in range(17)}),
     "metadata no key": pb.GenerateRequest(token_ids=TOKENS, metadata={"": "x"}),
     "metadata long key": pb.GenerateRequest(token_ids=TOKENS, metadata={"k" * 65: ""}),

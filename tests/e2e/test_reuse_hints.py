@@ -21,6 +21,13 @@ async def test_hints_of_requests_order_what_is_evicted(world: Services) -> None:
     assert pool.num_cached_blocks == NONE_LEN + SOON_LEN + PLAIN_LEN
 
 
+async def test_a_request_whose_next_turn_is_awaited_for_a_time_is_retained(world: Services) -> None:
+    client = await world.serve(cache={"num_blocks": 100})
+    await generate(client, prompt(10, SOON_LEN), 2, retain_ms=600_000)
+    pool = await world.wait_idle()
+    assert pool.num_soon_blocks == pool.num_cached_blocks == SOON_LEN
+
+
 async def test_all_continuations_of_a_request_say_the_same(world: Services) -> None:
     client = await world.serve(cache={"num_blocks": 100})
     await generate(client, prompt(1, 2), 2 * BLOCK_SIZE, n=3, reuse_hint="none")

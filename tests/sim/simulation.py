@@ -63,6 +63,7 @@ class Counts:
     hand_offs: int = 0
     hints_changed: int = 0
     hints_ignored: int = 0
+    hints_distrusted: int = 0
 
     def add(self, other: "Counts") -> None:
         for name in self.__dataclass_fields__:
@@ -148,7 +149,7 @@ class Simulation:
         counts.retention_dropped = naive.num_retention_dropped
         counts.claims, counts.kept_for_elders = naive.num_claims_made, naive.num_kept
         counts.give_backs, counts.computing = naive.num_given_back, naive.num_computing
-        counts.hints_ignored = naive.num_ignored
+        counts.hints_ignored, counts.hints_distrusted = naive.hints.num_ignored, naive.hints.num_distrusted
         counts.pressure_changes = naive.num_pressure_changes
         return counts
 

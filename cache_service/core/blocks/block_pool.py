@@ -253,11 +253,13 @@ class BlockPool:
             return BlockState.FENCED
         return BlockState.CACHED if self.indexed[block] else BlockState.FREE
 
-    def mark_indexed(self, blocks: Int32Array) -> None:
-        """The index names these blocks from now on; it may have named some before."""
+    def mark_indexed(self, blocks: Int32Array) -> int:
+        """The index names these blocks from now on; it may have named some before. Returns how many are new."""
         new = blocks[~self.indexed[blocks]]
         self.indexed[new] = True
-        self.num_indexed += self.num_distinct(new)
+        num_new = self.num_distinct(new)
+        self.num_indexed += num_new
+        return num_new
 
     def _unmark(self, blocks: Int32Array) -> None:
         """The index names these distinct blocks no more; some may have been unmarked already."""

@@ -8,9 +8,11 @@ Rules. Blocks of a sequence that says NONE are NONE from the time when the index
 sequence that does not say so, or a pin, holds them. The end of a sequence changes the class of its tail: of the last indexed
 blocks that lead to this end alone, because nothing else holds them and they never had another child. After NONE it is NONE, and
 after anything but SOON it is no longer SOON. Above the tail a class is only raised: to SOON for the whole path, and after NONE
-from NONE for what several sequences have shared. What nearly all sequences say counts for nothing, so that such a pool is its
-policy's; a hint of a prefix always counts. At most a share of the pool waits as SOON, each block for the time of its class:
-then it waits where the policy has it, the one that waits longest first, of the shortest time.
+from NONE for what several sequences have shared. Whose hints count, hint_record.py knows; a hint of a prefix, or with a time,
+counts also where nearly all say the same. At most a share of the pool waits as SOON, each block for the time of its class: then
+it waits where the policy has it. Where there are more, and under pressure, the tenant with most yields first, so that what a
+tenant retains within an equal part of the share stays, whatever the others hint; of its blocks the one that waits longest, of
+the shortest time.
 
 Leaves before parents: no class is higher than the one of the block above it, and all queues and the lapse take the child
 first. As with any policy, a parent that began to wait before its child, under retention or a transfer, may go before it.
@@ -26,16 +28,16 @@ from ..eviction import EvictionPolicy, Use
 from ..eviction.block_queue import BlockQueue, Stamps, Sweeper
 from ..eviction.policy import Order
 from ..index.node_links import NO_NODE
-from ..index.prefix_index import PrefixIndex
+from ..index.prefix_index import MAX_TENANTS, PrefixIndex
 from ..values.types import NO_INT32, Int32Array, ReuseHint
+from .hint_record import HintRecord
 
 SOON_SECONDS = (60.0, 600.0, 3600.0)  # that a block waits as SOON, by class
-MOST_ALIKE = 0.9  # of the sequences that ended of late: a hint that more of them gave distinguishes nothing
-SPAN = 32  # sequences that "of late" is about
-LEAST_ENDED = 8  # sequences, before it is known what most of them say
 _STAMPS_PER_MS = 1 << 20
 _LAST, _NORMAL, _FIRST = -1, 0, 1  # what ReuseHint.NONE, UNSPECIFIED and SOON make of a block; with longer times 2 and 3
+_MOST_VISITED = 256  # queues in one go
 _SLICE_BLOCKS, _SLICE_CLASSES = 256, 65_536  # audited, and looked at, in less than a millisecond
+_LEVELS = range(_FIRST, _FIRST + len(SOON_SECONDS))
 _SHOWN = {_LAST: ReuseHint.NONE, _NORMAL: ReuseHint.UNSPECIFIED, _FIRST: ReuseHint.SOON}  # longer times as _FIRST
 
 
@@ -61,10 +63,13 @@ class ReuseOrder:
         self._classes: npt.NDArray[np.int8] = np.zeros(len(ref_counts), np.int8)
         self._stamps = Stamps(0)  # of every wait that began since there are hints
         self._stamps.newest = np.zeros(len(ref_counts), np.int64)  # untouched: a call that gives a hint looks at no block
-        self._none, self._soon = BlockQueue(self._stamps), [BlockQueue(self._stamps) for _ in SOON_SECONDS]
+        self._none = BlockQueue(self._stamps)
+        self._queues = {(0, _LAST): self._none}  # of blocks that wait as SOON by tenant and class, and the one of NONE
         self._sweeper = Sweeper()
-        self._shares = [0.0] * len(ReuseHint)  # of the sequences that ended of late, by hint
-        self._num_ended = 0  # sequences
+        self._tenants: Int32Array = np.zeros(len(ref_counts), np.int32)  # by block that is expected soon: its number, below 0
+        self._num_soon_of: Int32Array = np.zeros(MAX_TENANTS + 1, np.int32)  # waiting blocks by -tenant
+        self._num_visited = 0  # queues in which nothing that has lapsed is left
+        self.record = HintRecord(len(ref_counts))
         index.links.count_children()
 
     def get_hint(self, block: int) -> ReuseHint:
@@ -81,21 +86,27 @@ class ReuseOrder:
         """A sequence that does not say NONE, or a pin, holds these blocks."""
         self._classes[blocks] = np.maximum(self._classes[blocks], _NORMAL)
 
-    def end_sequence(self, path: Int32Array, hint: int) -> None:
-        """A sequence is about to release its indexed blocks, from the root down, and says this."""
-        is_distinctive = self._is_distinctive(hint)
-        if hint == ReuseHint.SOON and not is_distinctive:
-            self._lapse(max(len(path), 1))  # what waits as SOON since it was said less often
-        self.note_hint(path, hint if is_distinctive else ReuseHint.UNSPECIFIED)
+    def end_sequence(self, tenant: int, path: Int32Array, hint: int, seconds: float) -> None:
+        """A sequence is about to release its indexed blocks, from the root down, and says this. seconds: 0 for none."""
+        self.record.note_path(self._index.eviction_log.get_digests(self._index.node_of_block[path]))
+        is_distinctive = self.record.note_end(tenant, hint)
+        self.note_hint(tenant, path, hint, seconds, counts=is_distinctive or seconds > 0)
 
-    def note_hint(self, path: Int32Array, hint: int, seconds: float = 0.0) -> None:
-        """This is known of indexed blocks, from the root down, whose holder is about to release them.
+    def note_hint(self, tenant: int, path: Int32Array, hint: int, seconds: float, *, counts: bool = True) -> None:
+        """This is known of a tenant's indexed blocks, from the root down, whose holder is about to release them.
 
-        seconds: that SOON is at least, where there is a class of as many.
+        seconds: that SOON is at least, where there is a class of as many. counts: whether it does if the tenant is trusted.
         """
+        if len(path) and self._ref_counts[path[-1]] == 1:
+            digest, time = self._index.eviction_log.digest(int(self._index.node_of_block[path[-1]])), self._index.clock.now
+            self.record.watch(tenant, digest, hint, seconds if hint == ReuseHint.SOON else 0.0, time)
+        if not counts or not self.record.is_trusted(tenant, hint):
+            if hint == ReuseHint.SOON:  # what waits as SOON since it counted
+                self._lapse([(tenant, min(max(len(path), 1), int(self._num_soon_of[-tenant])))])
+            hint = ReuseHint.UNSPECIFIED
         if hint == ReuseHint.SOON:
             level = _FIRST + min(bisect_left(SOON_SECONDS, seconds), len(SOON_SECONDS) - 1)
-            self._classes[path] = np.maximum(self._classes[path], level)
+            self._classes[path], self._tenants[path] = np.maximum(self._classes[path], level), tenant
             return
         is_none = hint == ReuseHint.NONE
         if is_none:
@@ -108,16 +119,19 @@ class ReuseOrder:
 
     def lapse(self, now: float, max_blocks: int) -> bool:
         """Ends the time of up to max_blocks that wait as SOON for too long. Whether more may be left."""
-        last_ms = [int((now - seconds) * 1000) for seconds in SOON_SECONDS]
-        return self._lapse(max_blocks, until=[(last + 1) * _STAMPS_PER_MS - 1 for last in last_ms]) == max_blocks
-
-    def _is_distinctive(self, hint: int) -> bool:
-        """Whether not nearly all of the sequences that ended of late said this; counts this one."""
-        is_distinctive = self._num_ended < LEAST_ENDED or self._shares[hint] <= MOST_ALIKE
-        self._num_ended += 1
-        for each in ReuseHint:
-            self._shares[each] += ((each == hint) - self._shares[each]) / min(self._num_ended, SPAN)
-        return is_distinctive
+        since = enumerate(SOON_SECONDS, _FIRST)
+        until = {level: (int((now - seconds) * 1000) + 1) * _STAMPS_PER_MS - 1 for level, seconds in since} | {_LAST: 0}
+        keys, lapsed = list(self._queues)[self._num_visited :], [NO_INT32]
+        visited = keys[:_MOST_VISITED]
+        for key in visited:
+            lapsed.append(self._queues[key].pop(max_blocks, until[key[1]]))
+            max_blocks -= len(lapsed[-1])
+        self._end_waits(np.concatenate(lapsed))
+        if not max_blocks or len(visited) < len(keys):
+            self._num_visited += sum(key in self._queues for key in visited) if max_blocks else 0
+            return True
+        self._num_visited = 0
+        return False
 
     def _tail_start(self, path: Int32Array) -> int:
         """Where the blocks begin that lead to the end of this path alone."""
@@ -127,21 +141,38 @@ class ReuseOrder:
         found = stops.nonzero()[0]
         return int(found[-1]) + 1 if len(found) else 0
 
-    def _lapse(self, count: int, until: list[int] | None = None) -> int:
-        """Ends the wait of so many as SOON. until: the last stamp of each class. Returns how many there were."""
-        blocks = self._pop_soon(count, until)
-        if len(blocks):
-            self._classes[blocks] = _NORMAL
-            self.num_soon -= len(blocks)
-            self.policy.add(blocks)
-        return len(blocks)
+    def _lapse(self, shares: list[tuple[int, int]]) -> None:
+        """Ends the wait of so many blocks of each of these tenants as SOON."""
+        self._end_waits(self._pop_soon(shares))
 
-    def _pop_soon(self, count: int, until: list[int] | None = None) -> Int32Array:
+    def _end_waits(self, blocks: Int32Array) -> None:
+        """These blocks wait as SOON no longer, but where the policy has them."""
+        if len(blocks):
+            self._count(blocks, -1)
+            self._classes[blocks] = _NORMAL
+            self.policy.add(blocks)
+
+    def _pop_soon(self, shares: list[tuple[int, int]]) -> Int32Array:
+        """So many of each of these tenants: of the shortest time first, and of these what waits longest."""
         popped = [NO_INT32]
-        for at, queue in enumerate(self._soon):
-            popped.append(queue.pop(count, None if until is None else until[at]))
-            count -= len(popped[-1])
+        for tenant, count in shares:
+            for level in _LEVELS:
+                if count and (queue := self._queues.get((tenant, level))) is not None:
+                    popped.append(queue.pop(count))
+                    count -= len(popped[-1])
         return np.concatenate(popped)
+
+    def _above(self, count: int) -> list[tuple[int, int]]:
+        """Which tenants give up so many blocks that wait as SOON: those that have most, down to the same number."""
+        counts = self._num_soon_of[: self._index.num_roots + 1].astype(np.int64)
+        order = np.argsort(-counts, kind="stable")
+        held = counts[order]
+        sums = np.cumsum(held)
+        given = sums - np.arange(1, len(held) + 1) * np.append(held[1:], 0)  # once the first n have as many as the next one
+        num_yielding = int(np.searchsorted(given, count)) + 1
+        each, more = divmod(int(sums[num_yielding - 1]) - count, num_yielding)
+        left = np.full(num_yielding, each) + (np.arange(num_yielding) < more)
+        return list(zip((-order).tolist(), (held[:num_yielding] - left).tolist(), strict=False))
 
     # As an EvictionPolicy
 
@@ -156,25 +187,29 @@ class ReuseOrder:
         if not classes.any():
             self.policy.add(blocks)
             return
-        for level, queue in ((_LAST, self._none), *enumerate(self._soon, _FIRST)):
-            queue.push(blocks[classes == level], stamps[classes == level])
-        self._count(classes, 1)
+        self._none.push(blocks[classes == _LAST], stamps[classes == _LAST])
+        soon = classes >= _FIRST
+        for key in set(zip(self._tenants[blocks[soon]].tolist(), classes[soon].tolist(), strict=True)):
+            if key not in self._queues:
+                self._queues[key] = BlockQueue(self._stamps)
+            chosen = (self._tenants[blocks] == key[0]) & (classes == key[1])
+            self._queues[key].push(blocks[chosen], stamps[chosen])
+        self._count(blocks, 1)
         self.policy.add(blocks[classes == _NORMAL])
-        self._sweeper.pay(len(blocks), [self._none, *self._soon])
+        self._sweeper.pay(len(blocks), self._queues.values())
         if self.num_soon > self._most_soon:
-            self._lapse(self.num_soon - self._most_soon)
+            self._lapse(self._above(self.num_soon - self._most_soon))
 
     def hit(self, blocks: Int32Array) -> None:
-        classes = self._classes[blocks]
         self._stamps.end_waits(blocks)
-        self._count(classes, -1)
-        others = blocks[classes == _NORMAL]
+        self._count(blocks, -1)
+        others = blocks[self._classes[blocks] == _NORMAL]
         if len(others):
             self.policy.hit(others)
 
     def forget_blocks(self, blocks: Int32Array) -> None:
         waited = blocks[self._stamps.newest[blocks] > 0]
-        self._count(self._classes[waited], -1)
+        self._count(waited, -1)
         self._stamps.end_waits(waited)
         self._classes[blocks] = _NORMAL
         self.policy.forget_blocks(blocks)
@@ -183,7 +218,8 @@ class ReuseOrder:
         num_others = self._num_evictable() - self.num_none - self.num_soon
         first = self._none.pop(min(count, self.num_none))
         others = self.policy.take_victims(min(count - len(first), num_others))
-        last = self._pop_soon(count - len(first) - len(others)) if count > len(first) + len(others) else NO_INT32
+        num_last = count - len(first) - len(others)
+        last = self._pop_soon(self._above(num_last)) if num_last else NO_INT32
         if len(first) or len(last):
             self.forget_blocks(np.concatenate([first, last]))
         self._stamps.end_waits(others)
@@ -198,17 +234,25 @@ class ReuseOrder:
         """The order of the blocks that wait in neither queue."""
         return self.policy.order()
 
-    def _count(self, classes: npt.NDArray[np.int8], change: int) -> None:
-        """Blocks of these classes begin or end to wait."""
+    def _count(self, blocks: Int32Array, change: int) -> None:
+        """These blocks begin or end to wait."""
+        classes = self._classes[blocks]
         self.num_none += change * int(np.count_nonzero(classes == _LAST))
-        self.num_soon += change * int(np.count_nonzero(classes >= _FIRST))
+        soon = blocks[classes >= _FIRST]
+        if len(soon):
+            self.num_soon += change * len(soon)
+            tenants = self._tenants[soon]
+            np.add.at(self._num_soon_of, -tenants, np.int32(change))
+            for tenant in set(tenants.tolist()) if change < 0 else ():
+                if not self._num_soon_of[-tenant]:
+                    for level in _LEVELS:
+                        self._queues.pop((tenant, level), None)
 
     # For audits
 
     def own_order(self) -> Order:
         """The order of the blocks that wait in a queue of this one."""
-        queues = [self._none, *self._soon]
-        return Order(self._stamps, [row for queue in queues for row in queue.rows()], self._stamps.clock)
+        return Order(self._stamps, [row for queue in self._queues.values() for row in queue.rows()], self._stamps.clock)
 
     def are_own(self, some: slice) -> npt.NDArray[np.bool_]:
         """[blocks of a slice] whether each waits in a queue of this one."""

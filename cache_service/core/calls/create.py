@@ -73,7 +73,7 @@ class CreateCalls:
         )
         if args.reuse_hint:
             state.pool.heed_hints()
-            seqs.update(slot, reuse_hint=args.reuse_hint)
+            seqs.update(slot, reuse_hint=args.reuse_hint, retain_seconds=args.retain_seconds)
         if args.retention is not None:
             seqs.retain(slot, args.retention.num_sink_tokens, args.retention.num_window_tokens)
         owner.ids.add(args.sequence_id, slot)
@@ -91,6 +91,7 @@ class CreateCalls:
             and seqs.priorities[slot] == args.priority
             and seqs.retention(slot) == args.retention
             and seqs.reuse_hints[slot] == args.reuse_hint
+            and seqs.retain_seconds[slot] == args.retain_seconds
             and args.start_number in (0, seqs.start_numbers[slot])
             and seqs.roots[slot] == self._state.index.find_root(args.tenant)
             and np.array_equal(seqs.tokens.known(slot)[: len(args.token_ids)], args.token_ids)

@@ -61,18 +61,19 @@ class PrefixCalls:
     ) -> int:
         """Notes what is known of the reuse of a cached prefix, as if a sequence that had it ended now. Returns its tokens.
 
-        seconds: that SOON is at least. prefetch: what the disk has behind it is brought to the host tier. It is a use of these
+        seconds: that SOON is at least. prefetch: what a tier below has behind it is brought up. It is a use of these
         blocks, which are those of the first group of layers. Raises UnknownSession.
         """
         self._state.session(session)
         pool, index, below = self._state.pool, self._state.index, self._state.below
         if hint is not ReuseHint.UNSPECIFIED:
             pool.heed_hints()
-        path = index.block_of_node[self._match(index.find_root(tenant), token_ids)]
+        root = index.find_root(tenant)
+        path = index.block_of_node[self._match(root, token_ids)]
         self._state.revision += 1
         pool.pin(path)
         if pool.reuse is not None:
-            pool.reuse.note_hint(path, hint, seconds)
+            pool.reuse.note_hint(root, path, hint, seconds)
         pool.unpin(path[::-1])
         if prefetch and below is not None and index.has_room_for(tenant):
             pool.limits.name_tenant(tenant, root := index.root(tenant))

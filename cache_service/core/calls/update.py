@@ -70,7 +70,7 @@ class SequenceUpdates:
         pool.heed_hints()
         if seqs.reuse_hints[slot] == ReuseHint.NONE and pool.reuse is not None:
             pool.reuse.claim(seqs.tables.rows[slot, : int(seqs.num_published[slot])])
-        seqs.update(slot, reuse_hint=hint)
+        seqs.update(slot, reuse_hint=hint, retain_seconds=0.0)
 
     def _narrow(self, owner: SessionState, slot: int, retention: Retention) -> None:
         seqs = self._state.sequences

@@ -79,6 +79,10 @@ class EvictionLog:
         """The digest of a node or a root."""
         return int(self._digest_of_node[node])
 
+    def get_digests(self, nodes: Int32Array) -> UInt64Array:
+        """[n] the digests of these nodes."""
+        return self._digest_of_node[nodes]
+
     def digests(self, above: int, tokens: Int32Array) -> UInt64Array:
         """[n] of blocks of which each is the parent of the next. above: of the first one's parent. tokens [n * block_size]."""
         chain, hashes = int(self._chain), self._hash(tokens.reshape(-1, self._block_size)).tolist()

@@ -234,10 +234,11 @@ class Publisher:
         hints = None if pool.reuse is None else seqs.reuse_hints[slots]
         if pool.reuse is not None:
             pool.reuse.note_new(known[~pool.indexed[known] & (hints == ReuseHint.NONE)])
-        pool.mark_indexed(known)
+        num_new = pool.mark_indexed(known)
         if np.count_nonzero(twice):
             self._adopt(owner, until, slots[twice], places[twice], own[twice], known[twice])
         if pool.reuse is not None:
+            pool.reuse.record.num_published += num_new
             pool.reuse.claim(known[hints != ReuseHint.NONE])
         for group in range(1, seqs.num_groups):
             self._settle_group(owner, until, group, slots, places + np.int32(group * seqs.max_blocks), nodes)

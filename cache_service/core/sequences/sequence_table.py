@@ -47,6 +47,7 @@ class SequenceTable:
         self.max_tokens: Int32Array = np.zeros(slots, np.int32)
         self.priorities: Int32Array = np.zeros(slots, np.int32)
         self.reuse_hints = np.zeros(slots, np.int8)  # ReuseHint
+        self.retain_seconds = np.zeros(slots, np.float64)  # that SOON is at least
         self.accesses = Accesses(slots)
         self.start_numbers: Int64Array = np.zeros(slots, np.int64)  # place in the order of arrivals: an earlier one is smaller
         self.num_published: Int32Array = np.zeros(slots, np.int32)  # leading blocks that the index names
@@ -73,7 +74,7 @@ class SequenceTable:
         self._counters = (
             *(self.num_tokens, self.num_committed, self.num_reserved, self.num_reserved_before, self.last_reserve_step),
             *(self.num_prompt, self.parent_ids, self.num_hit, self.num_published),
-            *(self.num_sink, self.num_window, self.num_waits, self.waited_len, self.reuse_hints),
+            *(self.num_sink, self.num_window, self.num_waits, self.waited_len, self.reuse_hints, self.retain_seconds),
         )
         self.num_active = 0  # running or loading
         self.num_added = 0  # sequences so far: while it stands, a slot stands for the same sequence
@@ -125,7 +126,7 @@ class SequenceTable:
         self.num_committed[child] = self.num_reserved[child] = num_kept
         for column in (self.owners, self.roots, self.max_tokens, self.priorities, self.num_hit):
             column[child] = column[parent]
-        self.reuse_hints[child] = self.reuse_hints[parent]
+        self.reuse_hints[child], self.retain_seconds[child] = self.reuse_hints[parent], self.retain_seconds[parent]
         self.start_numbers[child] = self.start_numbers[parent]
         self.accesses.begin(child, now)
         self.ids[child], self.parent_ids[child] = child_id, self.ids[parent]
@@ -239,12 +240,21 @@ class SequenceTable:
         self.num_reserved_before[slot], self.last_reserve_step[slot] = self.num_reserved[slot], step_id
         self.may_copy[slot] = True  # the steps of the one before may still read its blocks
 
-    def update(self, slot: int, *, priority: int | None = None, reuse_hint: ReuseHint | None = None) -> None:
+    def update(
+        self,
+        slot: int,
+        *,
+        priority: int | None = None,
+        reuse_hint: ReuseHint | None = None,
+        retain_seconds: float | None = None,
+    ) -> None:
         """What the client wishes of it from now on."""
         if priority is not None:
             self.priorities[slot] = priority
         if reuse_hint is not None:
             self.reuse_hints[slot] = reuse_hint
+        if retain_seconds is not None:
+            self.retain_seconds[slot] = retain_seconds
 
     # The part of a table that the index knows
 

@@ -134,7 +134,8 @@ class SequenceLifecycle:
             for slot in slots:
                 if slot != self._ending_slot:
                     path = seqs.tables.rows[slot, : int(seqs.num_published[slot])]
-                    pool.reuse.end_sequence(path, int(seqs.reuse_hints[slot]))
+                    hint, seconds = int(seqs.reuse_hints[slot]), float(seqs.retain_seconds[slot])
+                    pool.reuse.end_sequence(int(seqs.roots[slot]), path, hint, seconds)
         if self._ending_slot in slots:
             self._ending_slot = -1
 

@@ -26,6 +26,9 @@ from .orders import InFlight, Load, Question, TierRules
 from .stores import TierStores
 from .worth import TierWorth
 
+_NO_SLOT = -1  # of a question for no sequence
+_MOST_PREFETCHED = 16  # questions in flight, with which another one for no sequence may be asked
+
 
 @dataclass(slots=True)
 class _Awaited:
@@ -89,10 +92,14 @@ class ContentTier:
             self._awaited[slot] = _Awaited(loads, end * self._block_size, self._clock.now + self.rules.deadline)
         return bool(loads)
 
-    def prefetch(self, root: int, tokens: Int32Array) -> None:
-        """The same for no sequence, where the tier need not be asked what it has."""
-        if self.directory.may_have_some and self._is_on and not self.rules.most_asked:
-            self.loads.prepare(root, tokens)
+    def prefetch(self, root: int, tokens: Int32Array) -> bool:
+        """The same for no sequence. Whether anything is on its way, or asked for."""
+        if not self.directory.may_have_some or not self._is_on:
+            return False
+        if not self.rules.most_asked:
+            return bool(self.loads.prepare(root, tokens)[0])
+        has_room = len(self.flight.questions) < _MOST_PREFETCHED
+        return has_room and self.questions.ask(_NO_SLOT, root, tokens) is not None
 
     def length_to_come(self, slot: int, max_hit: int) -> int:
         """Tokens that the waiting sequence could hit once its loads have ended; 0 where it is not to wait for any."""
@@ -109,16 +116,16 @@ class ContentTier:
     def complete_question(self, question: Question, num_stored: int | None) -> None:
         """So many of the first names are stored; None where there was no answer. What is stored is loaded."""
         awaited = self._awaited.get(question.slot)
-        is_awaited = awaited is not None and awaited.question is question
-        found = self.questions.complete(question, num_stored, is_awaited=is_awaited)
-        if found is None or awaited is None:
-            return
+        is_wanted = question.slot == _NO_SLOT or (awaited is not None and awaited.question is question)
+        found = self.questions.complete(question, num_stored, is_wanted=is_wanted)
         if isinstance(found, Question):
-            awaited.question = found
-            return
-        since, is_trial = question.asked_at, question.is_trial
-        awaited.loads, end = self.loads.prepare(question.root, found, since=since, is_trial=is_trial)
-        awaited.length = end * self._block_size
+            if awaited is not None:
+                awaited.question = found
+        elif found is not None:
+            since, is_trial = question.asked_at, question.is_trial
+            loads, end = self.loads.prepare(question.root, found, since=since, is_trial=is_trial)
+            if awaited is not None:
+                awaited.loads, awaited.length = loads, end * self._block_size
 
     # Clearing
 
@@ -207,9 +214,8 @@ class TierChain:
         self._go_on(slot)
 
     def prefetch(self, root: int, tokens: Int32Array) -> None:
-        """What the disk has of these tokens is brought to the host tier."""
-        for tier in self.tiers:
-            tier.prefetch(root, tokens)
+        """What the nearest tier that has any of these tokens has of them is brought to the host tier."""
+        any(tier.prefetch(root, tokens) for tier in self.tiers)
 
     def length_to_come(self, slot: int, max_hit: int) -> int:
         """Tokens that the waiting sequence could hit once what it waits for has come; 0 where it is not to wait."""

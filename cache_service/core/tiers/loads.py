@@ -84,8 +84,8 @@ class TierQuestions:
         self._new.append(question)
         self._flight.wake()
 
-    def complete(self, question: Question, num_stored: int | None, *, is_awaited: bool) -> Question | Int32Array | None:
-        """So many of the first names are stored; None where there was no answer. is_awaited: a sequence still waits for it.
+    def complete(self, question: Question, num_stored: int | None, *, is_wanted: bool) -> Question | Int32Array | None:
+        """So many of the first names are stored; None where there was no answer. is_wanted: its sequence still waits for it.
 
         Returns what follows: another question, or the tokens of which what is stored is to be loaded, or None.
         """
@@ -96,7 +96,7 @@ class TierQuestions:
             return None
         if question.deadline > self._clock.now:
             self._flight.breaker.succeeded()
-        if question.era != self._flight.era or not is_awaited:
+        if question.era != self._flight.era or not is_wanted:
             return None
         names, find = question.names, self._directory.find
         self._directory.learn(self._contents(question, names[:num_stored]), _lost(question, num_stored))

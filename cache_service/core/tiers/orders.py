@@ -35,8 +35,8 @@ class TierRules(NamedTuple):
 class Question:
     """Which of these names are stored: so many of the first as all are.
 
-    slot: of the sequence that waits. tokens: of its prompt up to the end of the last name. num_full: of the first names, each
-    of which is of no use without those before it. asked: the names of which it is known whether they are stored, after
+    slot: of the sequence that waits, or -1. tokens: of its prompt up to the end of the last name. num_full: of the first names,
+    each of which is of no use without those before it. asked: the names of which it is known whether they are stored, after
     num_turns questions.
     """
 

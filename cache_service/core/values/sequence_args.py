@@ -29,3 +29,4 @@ class SequenceArgs:
     retention: Retention | None = None
     start_number: int = 0  # 0: the next one
     reuse_hint: ReuseHint = ReuseHint.UNSPECIFIED
+    retain_seconds: float = 0.0  # that SOON is at least, see reuse_order.py; 0: what the hint says

@@ -4,6 +4,7 @@ import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
+from ...core.blocks.reuse_order import SOON_SECONDS
 from ...core.values.errors import InvalidField
 from ...core.values.sequence_args import Retention, SequenceArgs
 from ...core.values.types import MAX_ID, NO_INT32, Int32Array, ReuseHint
@@ -37,7 +38,7 @@ def sequence_args(request: pb.CreateSequenceRequest | pb.NewSequence) -> Sequenc
         request.priority,
         retention(request),
         request.start_number,
-        reuse_hint(request),
+        *_reuse(request),
     )
 
 
@@ -57,6 +58,20 @@ def reuse_hint(request: pb.CreateSequenceRequest | pb.NewSequence | pb.UpdateSeq
     """Raises InvalidField."""
     check_range("reuse_hint", request.reuse_hint, 0, _LAST_HINT)
     return ReuseHint(request.reuse_hint)
+
+
+def retain_seconds(request: pb.CreateSequenceRequest | pb.NewSequence | pb.PrefixHint) -> float:
+    """Raises InvalidField."""
+    check_range("retain_ms", request.retain_ms, 0, round(SOON_SECONDS[-1] * 1000))
+    return float(request.retain_ms / 1000)
+
+
+def _reuse(request: pb.CreateSequenceRequest | pb.NewSequence) -> tuple[ReuseHint, float]:
+    """What is known of the next use, and the seconds that it is retained. Raises InvalidField."""
+    hint, seconds = reuse_hint(request), retain_seconds(request)
+    if seconds and hint is ReuseHint.NONE:
+        raise InvalidField("what is not used again is not retained", field="retain_ms", limit=0)
+    return (ReuseHint.SOON if seconds else hint), seconds
 
 
 def token_ids(values: object, *, at_least: int = 1) -> Int32Array:

@@ -142,8 +142,9 @@ export class CacheSession {
    * @param {number} sequenceId 1 to 2^53 - 1
    * @param {number[]} tokenIds
    * @param {{maxTokens?: number, tenant?: string, priority?: number, retention?: object, startNumber?: number,
-   *   reuseHint?: string}} [options]
-   *   retention: {numSinkTokens, numWindowTokens}; reuseHint: REUSE_HINT_NONE or REUSE_HINT_SOON, where one is known
+   *   reuseHint?: string, retainMs?: number}} [options]
+   *   retention: {numSinkTokens, numWindowTokens}; reuseHint: REUSE_HINT_NONE or REUSE_HINT_SOON, where one is known;
+   *   retainMs: within what time its next use is expected
    * @returns {Promise<number>} leading tokens that are cached now, for information
    */
   async createSequence(sequenceId, tokenIds, options = {}) {
@@ -154,6 +155,7 @@ export class CacheSession {
       retention: undefined,
       startNumber: 0,
       reuseHint: 'REUSE_HINT_UNSPECIFIED',
+      retainMs: 0,
     });
     const answer = await this.#call('CreateSequence', { sequenceId, tokenIds, ...given });
     return answer.numMatchedTokens;

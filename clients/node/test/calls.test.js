@@ -107,16 +107,17 @@ test('a sequence is changed, and the logits behind a prompt make it a hit whole'
   const session = await client.openSession({ ...SPEC, revision: 'logits' });
   const prompt = PROMPT.slice(0, 8);
   const retention = { numSinkTokens: 4, numWindowTokens: 100 };
-  await session.createSequence(1, prompt, { retention });
+  await session.createSequence(1, prompt, { retention, retainMs: 60_000 });
   await session.extend(1, 8);
   await session.commit(1, 8);
+  assert.equal((await session.get(1)).reuseHint, 'REUSE_HINT_SOON');
   const changed = await session.update(1, {
     priority: 7,
     retention: { ...retention, numWindowTokens: 90 },
-    reuseHint: 'REUSE_HINT_SOON',
+    reuseHint: 'REUSE_HINT_NONE',
   });
   assert.deepEqual([changed.priority, changed.retention.numWindowTokens], [7, 90]);
-  assert.equal(changed.reuseHint, 'REUSE_HINT_SOON');
+  assert.equal(changed.reuseHint, 'REUSE_HINT_NONE');
   assert.deepEqual((await session.selectVictims({ policy: 'VICTIM_POLICY_LRU' })).sequenceIds, [1]);
   await session.extend(1, 16); // two blocks more than the known tokens need
   const collected = await session.collectGarbage();

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkeeper.cache_service.core.blocks.reuse_order import LEAST_ENDED, MOST_ALIKE, SOON_SECONDS, SPAN
+from kvkeeper.cache_service.core.blocks.reuse_order import SOON_SECONDS
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import Retention
 from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, MatchEnd, ReuseHint
+from tests.support.reference.naive_hints import Key, NaiveHints
 from tests.support.reference.naive_misses import NaiveMisses
-
-Key = tuple[str, tuple[int, ...]]  # tenant, every token up to the end of the block
 
 
 class Mismatch(AssertionError):
@@ -69,6 +68,7 @@ class NaiveSequence:
     priority: int = 0
     start_number: int = 0
     hint: ReuseHint = ReuseHint.UNSPECIFIED
+    retain_seconds: float = 0.0
     has_said: bool = False  # its hint counts already, and a part of its blocks was given back
     claim: Any = None  # see naive_claims
     num_waits: int = 0  # answers COMPUTING since it could last hit more than before
@@ -127,9 +127,7 @@ class NaiveCache:
         self.classes: dict[int, int] = {}  # indexed block: -1 after NONE, 1 to 3 after SOON; else 0
         self.children: dict[Key, int] | None = None  # that each was ever given, since there are hints
         self.lapses: dict[int, int] = {}  # cached block: the operation in which it was no longer expected soon
-        self.said = dict.fromkeys(ReuseHint, 0.0)  # share of the sequences that ended of late
-        self.num_said = 0  # sequences
-        self.num_ignored = 0  # hints that told nothing apart
+        self.hints = NaiveHints(config.num_blocks)
         self.class_of: Callable[[int], int] = lambda block: 0  # as the pool has it now
         self.victims: list[int] = []  # evicted since the last time it was judged
         self.num_granted = 0  # blocks, since then
@@ -362,6 +360,7 @@ class NaiveCache:
         if self.key(q, block_idx) not in self.index and self.children is not None:
             parent = q.tenant, tuple(q.tokens[: block_idx * self.block_size])
             self.children[parent] = self.children.get(parent, 0) + 1
+            self.hints.num_published += 1
             if q.hint is ReuseHint.NONE:
                 self.classes[own] = -1
         known = self.index.setdefault(self.key(q, block_idx), own)
@@ -420,7 +419,13 @@ class NaiveCache:
             parents = {(tenant, tokens[: -self.block_size]) for tenant, tokens in map(by_block.__getitem__, cached)}
             leaves = [block for block in cached if by_block[block] not in parents]
             lowest = min((self.classes.get(block, 0) for block in cached), default=0)
-            of_class = [block for block in cached if self.classes.get(block, 0) == lowest]
+            groups = [[block for block in cached if self.classes.get(block, 0) == lowest]]
+            if lowest > 0:  # of the tenants that have most, each what has its shortest time
+                soon = self._soon_by_tenant(cached).values()
+                most = [blocks for blocks in soon if len(blocks) == max(map(len, soon))]
+                lows = [min(self.classes[block] for block in blocks) for blocks in most]
+                groups = [[b for b in blocks if self.classes[b] == low] for blocks, low in zip(most, lows, strict=True)]
+            of_class = [block for group in groups for block in group]
             over = self.over_quota(map(by_block.__getitem__, cached))
             self.num_quota_evictions += bool(over)
             if over:
@@ -428,7 +433,8 @@ class NaiveCache:
                     c for keys in over.values() for c in self._next([self.index[key] for key in keys], leaves, by_block)
                 ]
             elif self.config.eviction_policy == "lru":
-                candidates = self._next(of_class, leaves, by_block, self.ages | self.lapses)
+                ages = self.ages | self.lapses
+                candidates = [block for group in groups for block in self._next(group, leaves, by_block, ages)]
             else:
                 candidates = [block for block in of_class if self._waits_longer_than_below(block, by_block)]
                 candidates += [block for block in leaves if block in of_class]
@@ -502,20 +508,22 @@ class NaiveCache:
             self.settle()
         for q in leaving if self.children is not None else ():
             if q.running and not q.has_said:
-                path, hint = q.table[: q.published], q.hint
-                if self.num_said >= LEAST_ENDED and self.said[hint] > MOST_ALIKE:
-                    hint = ReuseHint.UNSPECIFIED
-                self.num_ignored += hint is not q.hint
-                if hint is not q.hint is ReuseHint.SOON:
-                    self._lapse_oldest(max(len(path), 1))
-                self.num_said += 1
-                span = min(self.num_said, SPAN)
-                self.said = {each: share + ((each == q.hint) - share) / span for each, share in self.said.items()}
-                self.note_hint([self.key(q, idx) for idx in range(q.published)], path, hint)
+                keys = [self.key(q, idx) for idx in range(q.published)]
+                self.hints.note_path(keys)
+                counts = self.hints.note_end(q.tenant, q.hint) or q.retain_seconds > 0
+                self.note_hint(q.tenant, keys, q.table[: q.published], q.hint, q.retain_seconds, counts=counts)
 
-    def note_hint(self, keys: list[Key], path: list[int], hint: ReuseHint, seconds: float = 0) -> None:
+    def note_hint(
+        self, tenant: str, keys: list[Key], path: list[int], hint: ReuseHint, seconds: float = 0, *, counts: bool = True
+    ) -> None:
         """This is known of a prefix that is about to be given up."""
         assert self.children is not None
+        if path and self.num_holders(path[-1]) == 1:
+            self.hints.watch(keys[-1], hint, seconds if hint is ReuseHint.SOON else 0.0, self.now)
+        if not counts or not self.hints.is_trusted(tenant, hint):
+            if hint is ReuseHint.SOON:
+                self._lapse_oldest(max(len(path), 1), tenant)
+            hint = ReuseHint.UNSPECIFIED
         if hint is ReuseHint.SOON:
             level = 1 + (seconds > SOON_SECONDS[0]) + (seconds > SOON_SECONDS[1])
             self.classes.update({block: max(self.classes.get(block, 0), level) for block in path})
@@ -535,16 +543,30 @@ class NaiveCache:
         below -= set(keys[idx + 1 : idx + 2])
         return not below and self.num_holders(block) == 1 and self.children.get(keys[idx], 0) < 2
 
-    def _bound_soon(self) -> None:
-        """Too many that are expected soon: those that wait longest are expected like others."""
-        num_soon = sum(self.classes.get(block, 0) > 0 for block in self.ages if block not in self.victims)
-        self._lapse_oldest(num_soon - int(self.config.soon_share * self.config.num_usable_blocks))
+    def _soon_by_tenant(self, blocks: Iterable[int]) -> dict[str, list[int]]:
+        """Those of these blocks that are expected soon."""
+        by_block = {block: key for key, block in self.index.items()}
+        soon = [block for block in blocks if self.classes.get(block, 0) > 0]
+        return {by_block[one][0]: [each for each in soon if by_block[each][0] == by_block[one][0]] for one in soon}
 
-    def _lapse_oldest(self, excess: int) -> None:
+    def _bound_soon(self) -> None:
+        """Too many that are expected soon: those that wait longest, of the tenant with most, are expected like others.
+
+        Of tenants that have as many, the pool chooses whose block it is.
+        """
+        while True:
+            soon = self._soon_by_tenant(block for block in self.ages if block not in self.victims)
+            if sum(map(len, soon.values())) <= int(self.config.soon_share * self.config.num_usable_blocks):
+                return
+            most = max(map(len, soon.values()))
+            of_most = [tenant for tenant, blocks in soon.items() if len(blocks) == most]
+            self._lapse_oldest(1, max(of_most, key=lambda tenant: sum(self.class_of(block) < 1 for block in soon[tenant])))
+
+    def _lapse_oldest(self, excess: int, tenant: str) -> None:
         """Among equals the pool chooses."""
-        if excess <= 0:
-            return
-        turns = {b: (self.classes[b], self.ages[b]) for b in self.ages if self.classes.get(b, 0) > 0 and b not in self.victims}
+        by_block = {block: key for key, block in self.index.items()}
+        own = [block for block in self.ages if block not in self.victims and by_block[block][0] == tenant]
+        turns = {block: (self.classes[block], self.ages[block]) for block in own if self.classes.get(block, 0) > 0}
         soon = sorted(turns, key=turns.__getitem__)
         excess = min(excess, len(soon))
         if excess > 0:

@@ -67,7 +67,7 @@ class NaiveKeeping(NaiveCache):
         self.claim_blocks(None, blocks)
         if self.children is not None:
             keys = [(tenant, tuple(tokens[:end])) for end in range(size, len(blocks) * size + 1, size)]
-            self.note_hint(keys, blocks, hint, seconds)
+            self.note_hint(tenant, keys, blocks, hint, seconds)
         self.unpin(_HINTING)
 
     def unpin(self, pin_id: str) -> None:

@@ -38,10 +38,10 @@ class NaiveSteps(NaiveClaims):
         self.seen_tenants.add(args.tenant)
         tokens = [int(token) for token in args.token_ids]
         limit = args.max_tokens or self.config.limit_with(args.retention)
-        key = (tuple(tokens), limit, args.tenant, args.priority, args.retention, args.reuse_hint)
+        key = (tuple(tokens), limit, args.tenant, args.priority, args.retention, args.reuse_hint, args.retain_seconds)
         q = NaiveSequence(session, int(args.sequence_id), args.tenant, tokens, limit, key, retention=args.retention)
         self.heed(args.reuse_hint)
-        q.hint = args.reuse_hint
+        q.hint, q.retain_seconds = args.reuse_hint, args.retain_seconds
         self.last_number += not args.start_number
         q.priority, q.start_number = args.priority, args.start_number or self.last_number
         self.sequences[session, q.sequence_id] = q
@@ -200,6 +200,7 @@ class NaiveSteps(NaiveClaims):
         self.heed(hint if hint != q.hint else None)
         if hint != q.hint and self.children is None:
             self.children = {}
+        q.retain_seconds *= hint is q.hint
         q.hint = hint
         self.claim_blocks(q, q.table[: q.published])
 
@@ -237,7 +238,8 @@ class NaiveSteps(NaiveClaims):
         child.running, child.retention = True, parent.retention
         child.committed = child.reserved = length
         child.hit = parent.hit
-        child.priority, child.start_number, child.hint = parent.priority, parent.start_number, parent.hint
+        child.priority, child.start_number = parent.priority, parent.start_number
+        child.hint, child.retain_seconds = parent.hint, parent.retain_seconds
         child.table = parent.table[: self.num_blocks(length)]
         child.published = min(length // self.block_size, parent.published)
         child.granted_at = {self.sessions[parent.session].step_id: length}

@@ -229,6 +229,7 @@ class GrpcDriver:
             _retention_message(args.retention),
             args.start_number,
             int(args.reuse_hint),
+            round(args.retain_seconds * 1000),
         )
         if args.sequence_id % 2:
             return self._run(self._sessions[session].create_sequence(*fields)).num_matched_tokens

@@ -128,7 +128,8 @@ class World:
         usual = {1: ReuseHint.NONE, 3: ReuseHint.SOON}.get(size)  # in some pools nearly all say the same
         others = (ReuseHint.UNSPECIFIED, ReuseHint.UNSPECIFIED, ReuseHint.NONE, ReuseHint.SOON)
         hint = usual if usual is not None and choose(16) else others[choose(4)]
-        args = SequenceArgs(sequence_id, int32(tokens), max_tokens, tenant, priority, retention, number, hint)
+        seconds = (0.0, 0.0, 60.0, 3600.0)[choose(4)] if hint is ReuseHint.SOON else 0.0
+        args = SequenceArgs(sequence_id, int32(tokens), max_tokens, tenant, priority, retention, number, hint, seconds)
         if len(self.naive.holders) == self.config.max_sequences and not self.naive.closing:
             self.refused("OUT_OF_SEQUENCES", lambda: self.driver.create_sequence(session, args))
             return

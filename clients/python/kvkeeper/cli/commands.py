@@ -26,6 +26,7 @@ COMMANDS = {
     "demo": "show what it does, in a minute",
     "generate": "continue a prompt",
     "chat": "talk with the model",
+    "hint": "say what is known of the next use of a prompt",
     "explain": "say how much of a prompt is cached, and why not more",
     "status": "show whether both services are up",
     "stats": "show counts of the pool and the engine",
@@ -44,7 +45,7 @@ COMMANDS = {
 _FOLDERS = {
     "start": ("up", "serve", "doctor", "drain", "demo"),
     "models": ("convert",),
-    "generation": ("generate", "chat"),
+    "generation": ("generate", "chat", "hint"),
     "show": ("explain", "status", "stats", "misses", "curve", "tiers", "top", "requests", "sequences", "config"),
     "publishing": ("events",),
     "benchmark": ("bench",),

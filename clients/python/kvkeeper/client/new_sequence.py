@@ -25,6 +25,7 @@ class NewSequence:
     retention: pb.Retention | None = None
     start_number: int = 0
     reuse_hint: pb.ReuseHint = pb.REUSE_HINT_UNSPECIFIED
+    retain_ms: int = 0
 
     def message(self) -> pb.NewSequence:
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "token_ids"}

@@ -152,12 +152,14 @@ class AsyncCacheSession:
         retention: pb.Retention | None = None,
         start_number: int = 0,
         reuse_hint: pb.ReuseHint = pb.REUSE_HINT_UNSPECIFIED,
+        retain_ms: int = 0,
     ) -> pb.CreateSequenceResponse:
         """Store a prompt. No retention keeps everything; start_number is a place in the order of arrivals, 0 draws the next.
 
-        reuse_hint: what is known of the next use of its blocks, once it has ended.
+        reuse_hint: what is known of the next use of its blocks, once it has ended. retain_ms: within what time it is expected.
         """
-        sequence = NewSequence(sequence_id, token_ids, max_tokens, tenant, priority, retention, start_number, reuse_hint)
+        wishes = (priority, retention, start_number, reuse_hint, retain_ms)
+        sequence = NewSequence(sequence_id, token_ids, max_tokens, tenant, *wishes)
         (created,) = await self.create_sequences([sequence])
         if isinstance(created, KvkeeperError):
             raise created

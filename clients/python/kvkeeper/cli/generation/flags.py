@@ -75,6 +75,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="",
         help="what is known of the next use of the KV: none, for a single question; soon, for a turn that comes for certain",
     )
+    parser.add_argument(
+        "--retain-ms",
+        type=whole,
+        default=0,
+        metavar="MS",
+        help="time within which the next turn is expected, which keeps its KV",
+    )
     parser.add_argument("--session-id", default="", type=utf8, metavar="NAME", help="conversation that the request belongs to")
     parser.add_argument(
         "--metadata", action="append", default=[], type=pair, metavar="KEY=VALUE", help="kept with the request; may be repeated"

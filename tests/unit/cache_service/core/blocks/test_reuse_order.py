@@ -4,12 +4,16 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvkeeper.cache_service.core.blocks.reuse_order import LEAST_ENDED, SOON_SECONDS, ReuseOrder
+from kvkeeper.cache_service.core.blocks.hint_record import LEAST_ENDED
+from kvkeeper.cache_service.core.blocks.reuse_order import SOON_SECONDS, ReuseOrder
 from kvkeeper.cache_service.core.eviction import POLICY_NAMES
 from kvkeeper.cache_service.core.values.errors import InvalidField
 from kvkeeper.cache_service.core.values.types import ReuseHint
-from kvkeeper.cache_service.replay import replay_core
+from kvkeeper.cache_service.replay import replay_core, replay_optimum
+from tests.benchmarks.hints import OPPOSITE, right_hints
 from tests.support.reference.workloads import WORKLOADS
 from tests.support.slices import todays
 from tests.support.worlds.core_pool import A, B, CorePool
@@ -24,17 +28,17 @@ class Hinted:
         self.pool = CorePool(num_blocks, 1, eviction_policy=policy, max_sequences=8, **config)
         self.last_id = 0
 
-    def start(self, tokens: list[int], hint: ReuseHint = ReuseHint.UNSPECIFIED) -> int:
+    def start(self, tokens: list[int], hint: ReuseHint = ReuseHint.UNSPECIFIED, tenant: str = "", seconds: float = 0.0) -> int:
         self.last_id += 1
-        self.pool.prefill(self.last_id, tokens, reuse_hint=hint)
+        self.pool.prefill(self.last_id, tokens, reuse_hint=hint, tenant=tenant, retain_seconds=seconds)
         return self.last_id
 
     def end(self, *sequence_ids: int) -> None:
         self.pool.step(releases=sequence_ids)
         self.pool.step()  # the release is fenced until the step before has completed
 
-    def run(self, tokens: list[int], hint: ReuseHint = ReuseHint.UNSPECIFIED) -> None:
-        self.end(self.start(tokens, hint))
+    def run(self, tokens: list[int], hint: ReuseHint = ReuseHint.UNSPECIFIED, tenant: str = "") -> None:
+        self.end(self.start(tokens, hint, tenant))
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -127,6 +131,32 @@ def test_while_another_sequence_holds_it_a_block_stays_normal() -> None:
     hinted.end(second)
     hinted.end(first)
     assert hinted.counts == (1, 0)
+
+
+def test_a_sequence_is_retained_for_its_time_and_so_are_its_forks_until_it_says_otherwise() -> None:
+    hinted = Hinted()
+    parent = hinted.start([1, 2], SOON, seconds=600.0)
+    hinted.pool.step(forks=[(parent, 20, 2)])
+    hinted.end(parent, 20)
+    other = hinted.start([3, 4], SOON, seconds=600.0)
+    hinted.pool.manager.updates.update(A, other, reuse_hint=NONE)
+    hinted.pool.manager.updates.update(A, other, reuse_hint=SOON)
+    hinted.end(other)
+    assert hinted.counts == (0, 4)
+    hinted.pool.manager.state.tick(599.9)
+    hinted.pool.manager.maintenance.do_due_work()
+    assert hinted.counts == (0, 2)
+    assert hint_of(hinted, [1, 2]) is SOON
+    hinted.pool.manager.state.tick(600.1)
+    hinted.pool.manager.maintenance.do_due_work()
+    assert hinted.counts == (0, 0)
+
+
+def test_a_time_counts_also_where_nearly_all_sequences_have_one() -> None:
+    hinted = Hinted(num_blocks=400)
+    for number in range(2 * LEAST_ENDED):
+        hinted.end(hinted.start([2 * number, 2 * number + 1], SOON, seconds=61.0))
+    assert hinted.counts == (0, 4 * LEAST_ENDED)
 
 
 def test_forks_say_what_their_parent_says() -> None:
@@ -350,3 +380,102 @@ def test_a_hint_leaves_what_a_sequence_holds_where_it_is() -> None:
     assert pool.counts == (0, 0)
     pool.end(sequence_id)
     assert pool.counts == (0, 0)  # it says nothing, so that its tail is no longer expected
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from([[90 + number, *range(100, 100 + length)] for number in range(4) for length in range(4)]),
+        st.sampled_from([ANY, NONE, SOON]),
+        st.sampled_from([None, 0.0, 61.0, 3600.0]),  # a hint of the prefix for so long; None: a sequence ends
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(STEPS, st.sampled_from(POLICY_NAMES), st.sampled_from([0.0, 61.0]))
+def test_whatever_another_tenant_hints_what_a_tenant_retains_within_its_share_stays(
+    steps: list[tuple[list[int], ReuseHint, float | None]], policy: str, seconds: float
+) -> None:
+    pool = Retained(policy)  # 8 of 32 blocks are retained, so 4 for each of two tenants
+    pool.run([1, 2, 3, 4], tenant="a")
+    pool.hint([1, 2, 3, 4], SOON, seconds, tenant="a")
+    for tokens, hint, retained in steps:
+        if retained is None:
+            pool.run(tokens, hint, tenant="b")
+        else:
+            pool.hint(tokens, hint, retained, tenant="b")
+        blocks = pool.pool.matched([1, 2, 3, 4], "a")
+        assert [pool.order.get_hint(block) for block in blocks] == [SOON] * 4
+    pool.pool.audit()
+
+
+def test_hints_of_another_tenant_that_count_for_nothing_end_no_wait_but_its_own() -> None:
+    pool = Retained(num_blocks=400)
+    pool.run([1, 2, 3, 4], tenant="a")
+    pool.hint([1, 2, 3, 4], SOON, tenant="a")
+    for number in range(10, 10 + 4 * LEAST_ENDED):
+        pool.run([number], SOON, tenant="b")
+    assert hints_of(pool, [1, 2, 3, 4], "a") == [SOON] * 4
+    assert pool.counts == (0, 4)
+
+
+def test_of_tenants_that_retain_too_much_the_one_with_most_yields() -> None:
+    pool = Retained()  # 8 blocks
+    for tenant, tokens in (("a", [1, 2, 3]), ("b", [*range(10, 16)]), ("c", [20])):
+        pool.run(tokens, tenant=tenant)
+        pool.hint(tokens, SOON, 3600.0 if tenant == "b" else 0.0, tenant=tenant)
+    held = {
+        tenant: hints_of(pool, tokens, tenant) for tenant, tokens in (("a", [1, 2, 3]), ("b", [*range(10, 16)]), ("c", [20]))
+    }
+    assert held == {"a": [SOON] * 3, "b": [SOON] * 4 + [ANY] * 2, "c": [SOON]}
+    assert pool.counts == (0, 8)
+
+
+def test_under_pressure_what_tenants_retain_goes_until_they_have_as_much() -> None:
+    pool = Retained(num_blocks=9, soon_share=1.0)
+    for tenant, tokens in (("a", [1, 2]), ("b", [10, 11, 12, 13, 14])):
+        pool.run(tokens, tenant=tenant)
+        pool.hint(tokens, SOON, 3600.0 if tenant == "b" else 0.0, tenant=tenant)
+    pool.pool.manager.evictions.evict_count(3)
+    assert [len(pool.pool.matched(*each)) for each in (([1, 2], "a"), ([10, 11, 12, 13, 14], "b"))] == [2, 2]
+    pool.pool.manager.evictions.evict_count(2)
+    assert [len(pool.pool.matched(*each)) for each in (([1, 2], "a"), ([10, 11, 12, 13, 14], "b"))] == [1, 1]
+    pool.pool.audit()
+
+
+def test_what_nearly_all_sequences_of_others_say_takes_no_hint_from_a_tenant() -> None:
+    hinted = Hinted(num_blocks=400)
+    for number in range(4 * LEAST_ENDED):
+        hinted.run([number], SOON, tenant="b")
+        hinted.run([9], ANY, tenant="a") if not number else None
+    hinted.run([5, 6], SOON, tenant="a")
+    assert hints_of(hinted, [5, 6], "a") == [SOON, SOON]
+
+
+def hints_of(hinted: Hinted, prompt: list[int], tenant: str = "") -> list[ReuseHint]:
+    return [hinted.pool.manager.queries.block_view(block).reuse_hint for block in hinted.pool.matched(prompt, tenant)]
+
+
+def test_many_tenants_that_retain_lapse_in_slices() -> None:
+    pool = Retained(num_blocks=400, soon_share=1.0)
+    for number in range(300):
+        pool.run([1], tenant=str(number))
+        pool.hint([1], SOON, tenant=str(number))
+    assert pool.counts == (0, 300)
+    pool.pool.manager.state.tick(SOON_SECONDS[0] + 1)
+    assert pool.pool.manager.maintenance.do_due_work()
+    assert 0 < pool.counts[1] < 300
+    while pool.pool.manager.maintenance.do_due_work():
+        pass
+    assert pool.counts == (0, 0)
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_right_hints_of_agents_are_near_the_optimum_and_wrong_ones_cost_little(policy: str) -> None:
+    requests = WORKLOADS["agents"](0)
+    right = right_hints(requests)
+    hints = {"right": right, "wrong": [OPPOSITE[hint] for hint in right]}
+    rates = {kind: replay_core(requests, 200, policy, hints=given).hit_rate for kind, given in hints.items()}
+    assert rates["right"] >= 0.97 * replay_optimum(requests, 200).hit_rate
+    assert rates["wrong"] >= replay_core(requests, 200, "lru").hit_rate - 0.05
