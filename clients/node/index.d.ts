@@ -48,9 +48,11 @@ export interface Message {
 
 export type Prompt = string | ArrayLike<number> | readonly Message[];
 
-export type Sampling = Omit<Given<engine.SamplingParams>, 'choices' | 'seed'> & {
+export type Sampling = Omit<Given<engine.SamplingParams>, 'choices' | 'seed' | 'badWordsTokenIds'> & {
   /** The output is one of these. */
   choices?: readonly string[];
+  /** Token lists that must not come in the output. */
+  badWordsTokenIds?: readonly ArrayLike<number>[];
   seed?: number | bigint;
 };
 

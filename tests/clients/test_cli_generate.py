@@ -84,6 +84,40 @@ def test_a_pattern_and_choices_are_asked_for(engine: Engine) -> None:
     assert asked == [Sampling(regex="[ab]+"), Sampling(choices=("yes", "no"))]
 
 
+def test_rules_about_tokens_are_asked_for(engine: Engine) -> None:
+    flags = (
+        "--logit-bias",
+        "5=-100",
+        "--logit-bias",
+        "0=1.5",
+        "--min-tokens",
+        "3",
+        "--bad-word",
+        "a b",
+        "--bad-token-ids",
+        "7,8",
+    )
+    assert main(["generate", "x", *flags, "--bad-token-ids", "9", "--allowed-token-ids", "1,2"]) == 0
+    ((_, options),) = engine.asked
+    assert options.sampling == Sampling(
+        logit_bias={5: -100.0, 0: 1.5},
+        min_tokens=3,
+        bad_words=("a b",),
+        bad_words_token_ids=([7, 8], [9]),
+        allowed_token_ids=(1, 2),
+    )
+
+
+def test_rules_about_tokens_are_refused_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, said in (
+        (["--logit-bias", "5"], "KEY=VALUE, not '5'"),
+        (["--logit-bias", "a=1"], "a whole number, not 'a'"),
+        (["--bad-token-ids", "1,-2"], "a token id of 0 or more, not '-2'"),
+        (["--bad-word", ""], "a text of 1 byte or more"),
+    ):
+        assert said in refused(capsys, *flags)
+
+
 def test_constraints_are_refused_with_a_reason(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text('{"type":')
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe")

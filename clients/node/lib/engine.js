@@ -180,6 +180,9 @@ function requestOf(prompt, options) {
   const { sampling } = options;
   const request = { ...options, ...promptOf(prompt) };
   if (Array.isArray(sampling?.choices)) request.sampling = { ...sampling, choices: { texts: sampling.choices } };
+  if (Array.isArray(sampling?.badWordsTokenIds)) {
+    request.sampling = { ...request.sampling, badWordsTokenIds: sampling.badWordsTokenIds.map((ids) => ({ ids })) };
+  }
   return request;
 }
 

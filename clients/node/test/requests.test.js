@@ -27,6 +27,10 @@ const WRONG = [
   ['x', { sampling: { stop: ['a', 7] } }, /^sampling\.stop\[1\]: a string, not a number$/],
   ['x', { sampling: { seed: 2n ** 63n } }, /^sampling\.seed: 9223372036854775808 is beyond 64 bits$/],
   ['x', { sampling: { regex: 'a', choices: ['b'] } }, /^sampling\.constraint: regex or choices, not both$/],
+  ['x', { sampling: { logitBias: { 5: '1' } } }, /^sampling\.logitBias\.5: a number, not a string$/],
+  ['x', { sampling: { logitBias: { a: 1 } } }, /^sampling\.logitBias\.a, its key: an integer, not NaN$/],
+  ['x', { sampling: { logitBias: { '-1': 1 } } }, /^sampling\.logitBias\.-1, its key: -1 is beyond uint32$/],
+  ['x', { sampling: { badWordsTokenIds: [[1], [-1]] } }, /^sampling\.badWordsTokenIds\[1\]\.ids\[0\]: -1 is beyond uint32$/],
   ['x', { sampling: [] }, /^sampling: an object, not an array$/],
   ['x', { metadata: { user: 7 } }, /^metadata\.user: a string, not a number$/],
   ['x', { retention: { sink: 4 } }, /^retention\.sink: no such field; there are numSinkTokens, numWindowTokens$/],
@@ -61,13 +65,13 @@ test('a conversation is messages, not something else', () => {
 test('what is right goes through as it is', () => {
   const request = {
     chat: { messages: [{ role: 'user', content: 'x' }] },
-    sampling: { maxTokens: 4, seed: 7n, stopTokenIds: Uint32Array.of(1, 2), topP: undefined, choices: { texts: ['a'] } },
+    sampling: { maxTokens: 4, seed: 7n, stopTokenIds: Uint32Array.of(1, 2), topP: undefined, choices: { texts: ['a'] }, logitBias: { 5: -1.5 } },
     metadata: { user: 'ada' },
     n: null,
   };
   assert.deepEqual(checkedMessage(GENERATE, request), {
     chat: { messages: [{ role: 'user', content: 'x' }] },
-    sampling: { maxTokens: 4, seed: '7', stopTokenIds: [1, 2], choices: { texts: ['a'] } },
+    sampling: { maxTokens: 4, seed: '7', stopTokenIds: [1, 2], choices: { texts: ['a'] }, logitBias: { 5: -1.5 } },
     metadata: { user: 'ada' },
   });
 });

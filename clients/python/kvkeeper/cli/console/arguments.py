@@ -56,6 +56,21 @@ def pair(text: str) -> tuple[str, str]:
     return key, value
 
 
+def bias(text: str) -> tuple[int, float]:
+    token_id, amount = pair(text)
+    return _token_id(token_id), number(amount)
+
+
+def token_list(text: str) -> list[int]:
+    return [_token_id(part) for part in text.split(",")]
+
+
+def _token_id(text: str) -> int:
+    if (token_id := whole(text)) < 0:
+        raise argparse.ArgumentTypeError(f"a token id of 0 or more, not {text!r}")
+    return token_id
+
+
 def json_schema(text: str) -> str:
     """The text of the file of this name, or the schema itself, which begins with a brace or is true or false."""
     schema = utf8(text)

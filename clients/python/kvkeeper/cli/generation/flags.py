@@ -2,10 +2,11 @@
 
 import argparse
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from kvkeeper.cli.console.addresses import add_engine_flag, add_json_flag
-from kvkeeper.cli.console.arguments import filled, json_schema, number, pair, seed, stop_text, utf8, whole
+from kvkeeper.cli.console.arguments import bias, filled, json_schema, number, pair, seed, stop_text, token_list, utf8, whole
 from kvkeeper.client import BeamSearch, GenerateOptions, Retention, Sampling
 
 _DEFAULT_SINK = 4  # tokens; models that were not trained with a sink of their own need so many (arXiv 2309.17453)
@@ -22,6 +23,7 @@ _SAMPLING_FLAGS = {
     ),
     "frequency_penalty": (number, "-2 to 2 (default: 0)"),
     "presence_penalty": (number, "-2 to 2 (default: 0)"),
+    "min_tokens": (whole, "fewest new tokens before an end of sequence or a stop (default: 0)"),
     "seed": (seed, "seed of the random stream (default: a new one for each request)"),
 }
 
@@ -40,6 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stop", action="append", default=[], type=stop_text, metavar="TEXT", help="text that ends the output; may be repeated"
     )
+    _add_token_flags(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="continue past the end-of-sequence token")
     parser.add_argument(
         "--json-schema", type=json_schema, metavar="FILE_OR_JSON", help="the output is a JSON value that this schema allows"
@@ -102,6 +105,23 @@ def _add_continuation_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--early-stopping", action="store_true", help="with --beams: end when X continuations have ended")
 
 
+def _add_token_flags(parser: argparse.ArgumentParser) -> None:
+    """What is said of single tokens."""
+    several = partial(parser.add_argument, action="append", default=[])
+    several("--logit-bias", type=bias, metavar="ID=X", help="added to a token's logit, -100 to 100; may be repeated")
+    several("--bad-word", dest="bad_words", type=filled, metavar="TEXT", help="must not come in the output; may be repeated")
+    several(
+        "--bad-token-ids",
+        dest="bad_words_token_ids",
+        type=token_list,
+        metavar="ID,ID",
+        help="tokens that must not come one behind the other; may be repeated",
+    )
+    parser.add_argument(
+        "--allowed-token-ids", type=token_list, default=[], metavar="ID,ID", help="the only tokens that may come (default: all)"
+    )
+
+
 def wrong_together(args: argparse.Namespace) -> str | None:
     """Why these flags cannot be given together."""
     if args.beams is None and (args.length_penalty is not None or args.early_stopping):
@@ -120,7 +140,9 @@ def wrong_together(args: argparse.Namespace) -> str | None:
 
 def make_options(args: argparse.Namespace) -> GenerateOptions:
     chosen = {field.name: getattr(args, field.name) for field in fields(Sampling) if hasattr(args, field.name)}
-    chosen["stop"] = tuple(args.stop)
+    for name in ("stop", "bad_words", "bad_words_token_ids", "allowed_token_ids"):
+        chosen[name] = tuple(getattr(args, name))
+    chosen["logit_bias"], chosen["min_tokens"] = dict(args.logit_bias), args.min_tokens or 0
     chosen["choices"] = None if args.choice is None else tuple(args.choice)
     options = {field.name: getattr(args, field.name) for field in fields(GenerateOptions) if hasattr(args, field.name)}
     options["beam_search"] = None if args.beams is None else BeamSearch(args.beams, args.length_penalty, args.early_stopping)
