@@ -27,7 +27,8 @@ from ..text_workers.text_work import TextWork
 from ..values.errors import EngineError, InvalidField, NeverFits, TooMuchHeld, WrongRole
 from ..values.output_chunk import OutputChunk, Send
 from ..values.request import Int32Array, Request
-from .decode_request import MAX_CHAT_MESSAGES, RequestOptions, parse_options
+from .decode_chat import parse_chat
+from .decode_request import RequestOptions, parse_options
 from .decode_rules import parse_rules
 
 TIMES_MESSAGE = 4  # the bytes that came, the same taken apart, and 4 bytes or more for a token of 1 to 4 bytes, twice
@@ -226,12 +227,7 @@ class Admission:
         if kind == "text":
             ids = await self._text_work.encode(client, message.text, "text", max_len)
         elif kind == "chat":
-            if len(message.chat.messages) > MAX_CHAT_MESSAGES:
-                raise InvalidField(f"chat: at most {MAX_CHAT_MESSAGES} messages", field="chat", limit=MAX_CHAT_MESSAGES)
-            messages = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
-            if any(turn["role"] not in ("system", "user", "assistant") for turn in messages) or not messages:
-                raise InvalidField("chat: needs one message or more, each of role system, user or assistant", field="chat")
-            ids = await self._text_work.encode_chat(client, messages, max_len)
+            ids = await self._text_work.encode_chat(client, parse_chat(message.chat), max_len)
         elif kind == "token_ids":
             if (num := len(message.token_ids.ids)) >= max_len:
                 raise NeverFits(

@@ -22,7 +22,6 @@ from .submission import Received
 
 _seeds = random.Random()  # asks the system once; a call for each request costs the loop a wait for the interpreter
 MAX_WAIT_MS = 60_000
-MAX_CHAT_MESSAGES = 4096
 MAX_CONTINUATIONS = 64
 _MAX_NAME_CHARS = 64
 _MAX_METADATA, _MAX_VALUE_CHARS = 16, 256

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from kvkeeper.cli import main
-from kvkeeper.client import GenerateOptions, KvkeeperError, OutputChunk, Sampling, TokenLogprobs, Usage
+from kvkeeper.client import Chat, GenerateOptions, KvkeeperError, OutputChunk, Sampling, TokenLogprobs, Usage
 
 SCHEMA = '{"type": "integer"}'
 
@@ -64,7 +64,34 @@ def test_a_conversation_is_asked_for_with_its_system_message(engine: Engine) -> 
     user = {"role": "user", "content": "hello"}
     for flags in (["--chat"], ["--chat", "--system", "Be brief."], ["--system", "Be brief."]):
         assert main(["generate", "hello", *flags]) == 0
-    assert [prompt for prompt, _ in engine.asked] == [[user], *2 * [[{"role": "system", "content": "Be brief."}, user]]]
+    system = {"role": "system", "content": "Be brief."}
+    assert [prompt for prompt, _ in engine.asked] == [Chat([user]), *2 * [Chat([system, user])]]
+
+
+def test_what_a_template_is_given_makes_it_a_conversation(engine: Engine, tmp_path: Path) -> None:
+    file = tmp_path / "tools.json"
+    file.write_text('[{"type": "function"}]')
+    user, begun = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "It is"}
+    for flags in (
+        ["--tools", str(file)],
+        ["--tools", file.read_text()],
+        ["--template-arguments", '{"a": 1}'],
+        ["--answer-begins", "It is"],
+        ["--plain-user-text"],
+    ):
+        assert main(["generate", "hello", *flags]) == 0
+    assert [prompt for prompt, _ in engine.asked] == [
+        *2 * [Chat([user], tools=[{"type": "function"}])],
+        Chat([user], template_arguments={"a": 1}),
+        Chat([user, begun], continue_final_message=True),
+        Chat([user], plain_user_text=True),
+    ]
+
+
+def test_json_of_another_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "--tools", "{}").endswith("argument --tools: a JSON list is needed")
+    assert refused(capsys, "--template-arguments", "[]").endswith("argument --template-arguments: a JSON object is needed")
+    assert "argument --tools: not JSON" in refused(capsys, "--tools", "[{]")
 
 
 def test_a_schema_is_taken_from_a_file_or_as_it_is(engine: Engine, tmp_path: Path) -> None:

@@ -26,12 +26,27 @@ def retention(sink: int, window: int) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=TOKENS, retention=pb.Retention(num_sink_tokens=sink, num_window_tokens=window))
 
 
+def chat(*messages: pb.ChatMessage, **fields: bool) -> pb.GenerateRequest:
+    return pb.GenerateRequest(chat=pb.Chat(messages=messages, **fields))
+
+
 BAD = {
     "prompt": pb.GenerateRequest(),
     "token_ids": pb.GenerateRequest(token_ids=pb.TokenIds()),
     "text": pb.GenerateRequest(text="x" * ((1 << 20) + 1)),
     "chat": pb.GenerateRequest(chat=pb.Chat()),
     "chat many": pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * 4097)),
+    "chat.messages[0].role": chat(pb.ChatMessage(role="User")),
+    "chat.messages[1].role": chat(pb.ChatMessage(role="tool"), pb.ChatMessage(content="x")),
+    "chat.messages[0].tool_calls": chat(pb.ChatMessage(role="user", tool_calls=[pb.ToolCall(name="f")])),
+    "chat.messages[0].tool_calls many": chat(pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f")] * 129)),
+    "chat.messages[0].tool_calls[1].name": chat(
+        pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f"), pb.ToolCall(id="a", arguments="{}")])
+    ),
+    "chat.messages[0].tool_call_id": chat(pb.ChatMessage(role="assistant", tool_call_id="1")),
+    "chat.add_generation_prompt": chat(
+        pb.ChatMessage(role="user", content="x"), continue_final_message=True, add_generation_prompt=True
+    ),
     "request_id": pb.GenerateRequest(token_ids=TOKENS, request_id="x" * 65),
     "tenant": pb.GenerateRequest(token_ids=TOKENS, tenant="x" * 65),
     "session_id": pb.GenerateRequest(token_ids=TOKENS, session_id="x" * 65),

@@ -44,7 +44,12 @@ const WRONG = [
   [[-1], {}, /^tokenIds\.ids\[0\]: -1 is beyond uint32$/],
   [[{ role: 'user' }], {}, /^messages\[0\]\.content: a string or an array of text parts, not undefined$/],
   [[{ content: 'x' }], {}, /^messages\[0\]\.role: a string, not undefined$/],
-  [[{ role: 'user', content: 'x', name: 'ada' }], {}, /^messages\[0\]: a message has role and content, and no name$/],
+  [[{ role: 'user', content: 'x', names: 'ada' }], {}, /^messages\[0\]: a message has role, content, name, .*, and no names$/],
+  [[{ role: 'user', content: 'x', name: 7 }], {}, /^chat\.messages\[0\]\.name: a string, not a number$/],
+  [[{ role: 'assistant', tool_calls: [{ type: 'custom' }] }], {}, /^messages\[0\]\.tool_calls\[0\]: only calls \{type: 'function', /],
+  [[{ role: 'assistant', tool_calls: [{ function: {  arguments: 7 } }] }], {}, /^chat\.messages\[0\]\.toolCalls\[0\]\.arguments: a string, /],
+  [{ messages: [{ role: 'user', content: 'x' }], tool: [] }, {}, /^chat\.tool: no such field; there are messages, tools, /],
+  [{ messages: [{ role: 'user', content: 'x' }], tools: 7 }, {}, /^chat\.tools: a string, not a number$/],
   [[{ role: 'user', content: image }], {}, /^messages\[0\]\.content\[0\]: only parts \{type: 'text', text: string\} are taken$/],
   [[{ role: 'user', content: 'x' }, 7], {}, /^messages\[1\]: an object with role and content, not a number$/],
 ];

@@ -6,8 +6,21 @@ from functools import partial
 from pathlib import Path
 
 from kvkeeper.cli.console.addresses import add_engine_flag, add_json_flag
-from kvkeeper.cli.console.arguments import bias, filled, json_schema, number, pair, seed, stop_text, token_list, utf8, whole
-from kvkeeper.client import BeamSearch, GenerateOptions, Retention, Sampling
+from kvkeeper.cli.console.arguments import (
+    bias,
+    filled,
+    json_list,
+    json_object,
+    json_schema,
+    number,
+    pair,
+    seed,
+    stop_text,
+    token_list,
+    utf8,
+    whole,
+)
+from kvkeeper.client import BeamSearch, Chat, GenerateOptions, Retention, Sampling
 
 _DEFAULT_SINK = 4  # tokens; models that were not trained with a sink of their own need so many (arXiv 2309.17453)
 
@@ -36,6 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-file", type=Path, metavar="PATH", help="read the prompt from a file")
     parser.add_argument("--chat", action="store_true", help="take the prompt as a user's message, in the model's chat template")
     parser.add_argument("--system", type=utf8, metavar="TEXT", help="system message of the conversation; implies --chat")
+    _add_chat_flags(parser)
     _add_continuation_flags(parser)
     for name, (kind, text) in _SAMPLING_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
@@ -85,6 +99,35 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace-endpoint", metavar="URL", help="OpenTelemetry collector that gets a trace of the request")
     add_engine_flag(parser)
     add_json_flag(parser)
+
+
+def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    """What the chat template is given beside the messages; each of them implies --chat."""
+    parser.add_argument(
+        "--tools", type=json_list, metavar="FILE_OR_JSON", help="tools that the model may call, a list; implies --chat"
+    )
+    parser.add_argument(
+        "--template-arguments", type=json_object, metavar="FILE_OR_JSON", help="variables of the template; implies --chat"
+    )
+    parser.add_argument("--answer-begins", type=filled, metavar="TEXT", help="begin of the answer; implies --chat")
+    parser.add_argument(
+        "--plain-user-text", action="store_true", help="what the prompt spells is no control token; implies --chat"
+    )
+
+
+def make_prompt(text: str, args: argparse.Namespace) -> str | Chat:
+    """What the flags make of the prompt's text."""
+    chat = (args.chat, args.system, args.tools, args.template_arguments, args.answer_begins, args.plain_user_text)
+    if not any(given not in (None, False) for given in chat):
+        return text
+    said = {"system": args.system, "user": text, "assistant": args.answer_begins}
+    return Chat(
+        [{"role": role, "content": content} for role, content in said.items() if content is not None],
+        tools=args.tools or (),
+        template_arguments=args.template_arguments or {},
+        continue_final_message=args.answer_begins is not None,
+        plain_user_text=args.plain_user_text,
+    )
 
 
 def _add_continuation_flags(parser: argparse.ArgumentParser) -> None:
