@@ -3,6 +3,7 @@
 Taken from the logits as the model gave them, before penalties, temperature and filters, so that they compare across requests.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -70,9 +71,14 @@ def find_candidates(logits: torch.Tensor, rows: Sequence[SearchRow]) -> list[Can
     own_rows = [each.row for each in rows]
     logprobs = apply_penalties(apply_rules(logits.log_softmax(dim=1), own_rows), own_rows)
     top = logprobs.topk(min(max(each.num_candidates for each in rows), logits.shape[1]), dim=1)
-    num_possible = (top.values > -torch.inf).sum(dim=1).tolist()  # the largest come first
-    counts = [min(each.num_candidates, count) for each, count in zip(rows, num_possible, strict=True)]
-    columns = zip(finite, counts, top.indices.tolist(), top.values.tolist(), strict=True)
+    columns = zip(finite, rows, top.indices.tolist(), top.values.tolist(), strict=True)
     return [
-        Candidates(token_ids[:count], values[:count]) if is_finite else None for is_finite, count, token_ids, values in columns
+        _possible(token_ids[: each.num_candidates], values[: each.num_candidates]) if is_finite else None
+        for is_finite, each, token_ids, values in columns
     ]
+
+
+def _possible(token_ids: list[int], logprobs: list[float]) -> Candidates:
+    """Those that may come; the likeliest come first."""
+    count = len(logprobs) - logprobs.count(-math.inf)
+    return Candidates(token_ids[:count], logprobs[:count])
