@@ -131,8 +131,8 @@ class SamplingRow:
     @property
     def depends_on_awaited(self) -> bool:
         """Whether what may be drawn follows from the token that is awaited."""
-        has_last = self.rules is not None and self.rules.depend_on_last
-        return self.awaited_row is not None and (self.params.is_penalised or has_last)
+        looks_back = self.rules is not None and any(len(word) > 1 for word in self.rules.bad_words)
+        return self.awaited_row is not None and (self.params.is_penalised or looks_back)
 
     @property
     def position(self) -> int:

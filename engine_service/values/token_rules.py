@@ -45,11 +45,6 @@ class TokenRules:
     min_tokens: int
     ending_ids: frozenset[int]
 
-    @property
-    def depend_on_last(self) -> bool:
-        """Whether they depend on the token before the one that is drawn."""
-        return any(len(word) > 1 for word in self.bad_words)
-
     def changes(self, output: npt.NDArray[np.integer], *, is_awaited: bool) -> TokenChanges:
         """What they change behind this output, and behind one token more that is awaited."""
         forbidden: list[tuple[int, int]] = []
