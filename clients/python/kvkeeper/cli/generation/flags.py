@@ -109,7 +109,9 @@ def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--template-arguments", type=json_object, metavar="FILE_OR_JSON", help="variables of the template; implies --chat"
     )
-    parser.add_argument("--answer-begins", type=filled, metavar="TEXT", help="begin of the answer; implies --chat")
+    parser.add_argument(
+        "--answer-begins", type=filled, metavar="TEXT", help="beginning of the answer, which is continued; implies --chat"
+    )
     parser.add_argument(
         "--plain-user-text", action="store_true", help="what the prompt spells is no control token; implies --chat"
     )
