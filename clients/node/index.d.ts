@@ -41,16 +41,30 @@ export class KvkeeperError extends Error {
   retryAfterMs: number | null;
 }
 
+/** A message as OpenAI's clients write it. */
 export interface Message {
-  role: 'system' | 'user' | 'assistant';
-  content: string | readonly { type: 'text'; text: string }[];
+  role: 'system' | 'developer' | 'user' | 'assistant' | 'tool';
+  /** Null or absent beside tool_calls alone. */
+  content?: string | readonly { type: 'text'; text: string }[] | null;
+  name?: string;
+  tool_calls?: readonly { id?: string; type?: 'function'; function: { name: string; arguments?: string | object } }[];
+  tool_call_id?: string;
 }
 
-export type Prompt = string | ArrayLike<number> | readonly Message[];
+/** A conversation with what the model's chat template is given beside it. */
+export type Chat = Omit<Given<engine.Chat>, 'messages' | 'tools' | 'templateArguments'> & {
+  messages: readonly Message[];
+  tools?: readonly object[];
+  templateArguments?: object;
+};
 
-export type Sampling = Omit<Given<engine.SamplingParams>, 'choices' | 'seed'> & {
+export type Prompt = string | ArrayLike<number> | readonly Message[] | Chat;
+
+export type Sampling = Omit<Given<engine.SamplingParams>, 'choices' | 'seed' | 'badWordsTokenIds'> & {
   /** The output is one of these. */
   choices?: readonly string[];
+  /** Token lists that must not come in the output. */
+  badWordsTokenIds?: readonly ArrayLike<number>[];
   seed?: number | bigint;
 };
 

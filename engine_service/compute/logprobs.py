@@ -3,6 +3,7 @@
 Taken from the logits as the model gave them, before penalties, temperature and filters, so that they compare across requests.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ import torch
 from ..values.output_chunk import TokenLogprobs
 from ..values.sampling_params import Candidates, SearchRow
 from .penalties import apply_penalties
+from .token_changes import apply_rules
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,19 +58,27 @@ def find_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -
 def find_candidates(logits: torch.Tensor, rows: Sequence[SearchRow]) -> list[Candidates | None]:
     """From a step's logits to the likeliest next tokens of each list of a beam search. The host waits for them.
 
-    One entry per row; None where the logits are not finite. Penalties are applied to the log probabilities, as Hugging Face
-    transformers does in beam search, and not to the logits as where a token is drawn; temperature and filters have no part.
+    One entry per row; None where the logits are not finite. Rules and penalties are applied to the log probabilities, as
+    Hugging Face transformers does in beam search, and not to the logits as where a token is drawn; temperature and filters have
+    no part.
 
     Args:
         logits: float32 [R, V], not changed. -inf is a token that never comes.
-        rows: R of them. At most V candidates are found.
+        rows: R of them. At most V candidates are found, and none of what rules forbid.
     """
     assert logits.shape[0] == len(rows), "one row per row of logits"
     finite = torch.isfinite(logits.amax(dim=1)).tolist()
-    logprobs = apply_penalties(logits.log_softmax(dim=1), [each.row for each in rows])
+    own_rows = [each.row for each in rows]
+    logprobs = apply_penalties(apply_rules(logits.log_softmax(dim=1), own_rows), own_rows)
     top = logprobs.topk(min(max(each.num_candidates for each in rows), logits.shape[1]), dim=1)
     columns = zip(finite, rows, top.indices.tolist(), top.values.tolist(), strict=True)
     return [
-        Candidates(token_ids[: each.num_candidates], values[: each.num_candidates]) if is_finite else None
+        _possible(token_ids[: each.num_candidates], values[: each.num_candidates]) if is_finite else None
         for is_finite, each, token_ids, values in columns
     ]
+
+
+def _possible(token_ids: list[int], logprobs: list[float]) -> Candidates:
+    """Those that may come; the likeliest come first."""
+    count = len(logprobs) - logprobs.count(-math.inf)
+    return Candidates(token_ids[:count], logprobs[:count])

@@ -20,6 +20,7 @@ from ..values.sampling_params import PlainDraws, SampledRows, SamplingRow, are_l
 from .device.token_counts import Counted, LastTokens
 from .device.upload import at_device
 from .penalties import apply_penalties, counted_logits, penalised_logits
+from .token_changes import apply_rules
 
 NOT_FINITE = -1  # in the place of a token: the logits are not finite
 
@@ -107,7 +108,7 @@ def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None, co
     if are_likeliest(rows):
         assert likeliest is not None
         return replace(step, drawn=likeliest)
-    raw, is_finite, constrained = logits, outcomes >= 0, logits
+    raw, is_finite, ruled, constrained = logits, outcomes >= 0, logits, logits
     if isinstance(rows, PlainDraws):
         if counted is not None:
             assert last is not None
@@ -115,9 +116,10 @@ def draw(step: StepLogits, rows: SampledRows, last: LastTokens | None = None, co
         elif rows.penalised is not None:
             logits = constrained = penalised_logits(logits, rows.penalised, last)
     else:
-        logits = apply_penalties(logits, rows, last)
+        ruled = apply_rules(raw, rows, last)
+        logits = apply_penalties(ruled, rows, last)
         constrained = _apply_constraints(logits, rows)
-    can_go_on = None if constrained is logits else constrained.amax(dim=1) > -torch.inf
+    can_go_on = None if constrained is logits and ruled is raw else constrained.amax(dim=1) > -torch.inf
     logits = _with_sound_rows(constrained, is_finite if can_go_on is None else is_finite & can_go_on)
     if logits is not raw:
         likeliest = None

@@ -279,10 +279,10 @@ def _is_in_order(work: Work) -> bool:
 
 
 def _depend_on_awaited(rows: SampledRows) -> bool:
-    """Whether penalties depend on a token that the step before draws."""
+    """Whether penalties or rules depend on a token that the step before draws."""
     if isinstance(rows, PlainDraws):
         return rows.penalised is not None and bool((rows.penalised.awaited != NOTHING_AWAITED).any())
-    return not are_likeliest(rows) and any(row.awaited_row is not None and row.params.is_penalised for row in rows)
+    return not are_likeliest(rows) and any(row.depends_on_awaited for row in rows)
 
 
 def _move(run: Callable[[], None], results: _Results) -> None:

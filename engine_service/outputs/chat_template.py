@@ -25,9 +25,13 @@ _MOST_REASON_CHARS = 200  # of an error's text, which goes to the client
 class ChatTemplate:
     """One template. Raises TokenizerError where there is none, or it is malformed; MemoryError, RecursionError."""
 
-    def __init__(self, source: object) -> None:
-        """source: one template, or several by name or as a list of names with templates, of which the default is used."""
-        text = _find_default(source)
+    def __init__(self, source: object, *, with_tools: bool = False) -> None:
+        """
+        Args:
+            source: one template, or several by name or as a list of names with templates, of which the default is used.
+            with_tools: the one that is named tool_use goes before the default.
+        """
+        text = _find(source, "tool_use" if with_tools else "default")
         try:
             self._template = _environment().from_string(text)
         except (MemoryError, RecursionError):
@@ -50,13 +54,13 @@ class ChatTemplate:
             raise _refusal(error) from error
 
 
-def _find_default(source: object) -> str:
+def _find(source: object, name: str) -> str:
     if isinstance(source, Sequence) and not isinstance(source, str):
         source = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, Mapping)}
     if isinstance(source, Mapping):
-        if source and "default" not in source:
+        if source and "default" not in source and name not in source:
             raise TokenizerError("the model has several chat templates, and none is called default")
-        source = source.get("default")
+        source = source.get(name, source.get("default"))
     if not isinstance(source, str):
         raise TokenizerError("the model has no chat template")
     return source

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
-from ..values.errors import EngineError, RequestFailed, RequestMoved
+from ..values.errors import EngineError, InvalidField, RequestFailed, RequestMoved
 from ..values.output_chunk import OutputChunk, Send, TokenLogprobs, Usage
 from ..values.request import NO_SLOT, FinishReason, Int32Array, Request, RequestState
 from ..values.sampling_params import LIKELIEST, Branch, Candidates, SamplingParams, SamplingRow, SearchRow
+from ..values.token_rules import TokenRules
 from .beam_search import BeamSearch, Finished
 from .best_of import BestOf
 from .model_text import StopRules, TextOutput
@@ -49,6 +50,7 @@ class Generation:
     on_close: Callable[["Generation"], None] = lambda generation: None
     num_logprobs: int | None = None  # likeliest tokens returned beside each one drawn; None: no log probabilities are
     constraints: Sequence["Constraint"] = ()  # one per continuation, or none at all
+    rules: TokenRules | None = None  # what else is said of single tokens
     search: BeamSearch | None = None  # finds the continuations instead of drawing them; one of `outputs` for each list returned
     best_of: BestOf | None = None  # chooses the continuations that are returned; None: all are, as they come
     session_id: str = ""  # conversation that it belongs to, as its client calls it
@@ -71,7 +73,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         needs_logprobs = self.num_logprobs is not None or self.best_of is not None
-        is_plain = not (needs_logprobs or self.constraints) and self.search is None
+        is_plain = not (needs_logprobs or self.constraints or self.rules) and self.search is None
         self.plain_params = self.params if is_plain else None
 
     @property
@@ -138,18 +140,21 @@ class Generation:
         if self.plain_params is not None and self.plain_params.is_likeliest:
             return LIKELIEST
         constraint = self.constraints[index] if self.constraints else None
-        num_prompt = len(self.request.prompt)
         num_logprobs = 0 if self.num_logprobs is None and self.best_of is not None else self.num_logprobs
-        return SamplingRow(self.params, self.seed, index, token_ids, num_prompt, num_logprobs, constraint, awaited_row)
+        own = (self.params, self.seed, index, token_ids, len(self.request.prompt))
+        return SamplingRow(*own, num_logprobs, constraint, awaited_row, self.rules)
 
     def fail_stuck(self, index: int) -> None:
         """Nothing may be drawn for a continuation."""
-        self.fail(self.constraints[index].refusal() if self.constraints else RequestFailed("no token is allowed"))
+        if self.rules is not None:
+            self.fail(InvalidField("sampling: no token is left that may be drawn", field="sampling"))
+        else:
+            self.fail(self.constraints[index].refusal() if self.constraints else RequestFailed("no token is allowed"))
 
     def search_row(self, token_ids: Int32Array) -> SearchRow:
         """How the next tokens of a list that holds token_ids are found."""
         assert self.search is not None
-        row = SamplingRow(self.params, self.seed, 0, token_ids, len(self.request.prompt))
+        row = SamplingRow(self.params, self.seed, 0, token_ids, len(self.request.prompt), rules=self.rules)
         return SearchRow(row, self.search.num_candidates)
 
     def take_candidates(self, slot: int, candidates: Candidates) -> list[Branch] | None:
@@ -160,7 +165,9 @@ class Generation:
             self._num_sent = self.search.num_tokens
             if branches is not None and not branches:
                 found = self.search.best()
-                assert len(found) == self.request.n, "it ends when as many have finished"
+                if len(found) < self.request.n:  # else it ends when as many have finished
+                    self.fail_stuck(0)
+                    return None
                 for index, finished in enumerate(found):
                     self._finish(self._found(index, finished))
             return branches

@@ -66,10 +66,11 @@ class ModelText:
 
     tokenizer: Tokenizer | None
 
-    def encode(self, text: str, field: str) -> list[int]:
+    def encode(self, text: str, field: str, *, whole: bool = True) -> list[int]:
+        """whole: with the tokens that the model wants around a text."""
         tokenizer = self._require(field)
         try:
-            return tokenizer.encode(text)
+            return tokenizer.encode(text, add_special_tokens=whole)
         except TokenizerError as error:
             raise InvalidField(f"{field}: {error}", field=field) from None
 
@@ -80,13 +81,14 @@ class ModelText:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._require("token_ids").decode(token_ids, skip_special_tokens=False)
 
-    def output(self, prompt: Sequence[int], stops: Sequence[str]) -> TextOutput:
-        """For one continuation of the prompt."""
+    def output(self, prompt: Sequence[int], stops: Sequence[str], min_tokens: int) -> TextOutput:
+        """For one continuation of the prompt. Stops are not searched for before the last of its first min_tokens tokens."""
         if self.tokenizer is None:
-            return self.no_output(prompt, stops)
-        return _Text(Detokenizer(self.tokenizer, prompt[-_NUM_CONTEXT_TOKENS:]), StopStrings(stops) if stops else None)
+            return self.no_output(prompt, stops, min_tokens)
+        detokenizer = Detokenizer(self.tokenizer, prompt[-_NUM_CONTEXT_TOKENS:])
+        return _Text(detokenizer, StopStrings(stops) if stops else None, min_tokens)
 
-    def no_output(self, prompt: Sequence[int], stops: Sequence[str]) -> TextOutput:
+    def no_output(self, prompt: Sequence[int], stops: Sequence[str], min_tokens: int) -> TextOutput:
         """For one continuation of which another process makes the text."""
         if stops:
             self._require("sampling.stop")
@@ -102,21 +104,23 @@ class ModelText:
 class _Text:
     detokenizer: Detokenizer
     stops: StopStrings | None
+    num_left: int  # tokens until stops are searched for
     has_text: ClassVar = True
 
     def push(self, token_id: int) -> tuple[str, bool]:
         text = self.detokenizer.add_token(token_id)
-        if self.stops is None or not text:
+        self.num_left -= 1
+        if self.stops is None or not text or self.num_left > 0:
             return text, False
         match = self.stops.add_piece(text)
         return match.text, match.stop is not None
 
     def copy(self) -> "_Text":
-        return _Text(self.detokenizer.copy(), copy(self.stops))
+        return _Text(self.detokenizer.copy(), copy(self.stops), self.num_left)
 
     def flush(self) -> str:
         text = self.detokenizer.flush()
-        if self.stops is None:
+        if self.stops is None or self.num_left > 0:
             return text
         match = self.stops.add_piece(text)  # text that was held back may complete a stop string
         return match.text if match.stop is not None else match.text + self.stops.flush()

@@ -20,6 +20,8 @@ from .tokenizer_folder import read_tokenizer
 
 if TYPE_CHECKING:
     from .chat_template import ChatTemplate
+    from .conversation import Chat
+    from .plain_text import PlainText
 
 _REPLACEMENT: Final = "\ufffd"  # decoders put it for bytes that are not, or not yet, a character
 _MOST_PENDING: Final = 8  # tokens without a whole character; a UTF-8 character ends within 4 bytes, so more are junk
@@ -40,7 +42,7 @@ class Tokenizer:
         self._backend = backend
         self._settings = settings
         self._skipped = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self._template: ChatTemplate | None = None
+        self._templates: dict[bool, ChatTemplate] = {}  # by whether there are tools
         self.eos_ids = eos_ids
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
@@ -76,9 +78,18 @@ class Tokenizer:
             raise TokenizerError("the text is not valid Unicode") from error
         return ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, by the model's own template. Raises TokenizerError."""
-        return self.encode(self.apply_chat_template(messages), add_special_tokens=False)
+    def encode_chat(self, chat: "Chat") -> list[int]:
+        """Token ids of a conversation, by the model's own template. Raises TokenizerError, WrongChat."""
+        if chat.plain_user_text:
+            return self.plain_text.encode_chat(chat, self.apply_chat_template)
+        return self.encode(chat.render(self.apply_chat_template), add_special_tokens=False)
+
+    @cached_property
+    def plain_text(self) -> "PlainText":
+        """The same tokenizer, for which what a user has written is text alone."""
+        from .plain_text import PlainText  # most engines need none
+
+        return PlainText(self._backend)
 
     def without_added(self, token_ids: Sequence[int]) -> Sequence[int]:
         """`token_ids` without the tokens that `encode` adds around a text, where they are present."""
@@ -110,7 +121,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) is not None
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """Render messages ({"role": ..., "content": ...}) with the model's own template, in a sandbox but without limits.
 
@@ -118,12 +129,13 @@ class Tokenizer:
             TokenizerError: the model has no template, or the template refuses the messages or fails.
             MemoryError, RecursionError: the template takes too much.
         """
-        if self._template is None:
-            from .chat_template import ChatTemplate  # jinja2 takes as long to load as all of tokenizers; most texts need none
+        from .chat_template import ChatTemplate  # jinja2 takes as long to load as all of tokenizers; most texts need none
 
-            self._template = ChatTemplate(self._settings.get("chat_template"))
+        with_tools = variables.get("tools") is not None
+        if with_tools not in self._templates:
+            self._templates[with_tools] = ChatTemplate(self._settings.get("chat_template"), with_tools=with_tools)
         known = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        return self._template.render({**known, **self._settings.get("special_tokens", {}), **variables})
+        return self._templates[with_tools].render({**known, **self._settings.get("special_tokens", {}), **variables})
 
 
 class Detokenizer:

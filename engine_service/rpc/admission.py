@@ -22,12 +22,14 @@ from ..outputs.beam_search import BeamOptions, BeamSearch, why_ends
 from ..outputs.best_of import BestOf
 from ..outputs.constraint import Constraint
 from ..outputs.generation import Generation
-from ..outputs.model_text import StopRules
+from ..outputs.model_text import StopRules, TextOutput
 from ..text_workers.text_work import TextWork
 from ..values.errors import EngineError, InvalidField, NeverFits, TooMuchHeld, WrongRole
 from ..values.output_chunk import OutputChunk, Send
 from ..values.request import Int32Array, Request
-from .decode_request import MAX_CHAT_MESSAGES, RequestOptions, parse_options
+from .decode_chat import parse_chat
+from .decode_request import RequestOptions, parse_options
+from .decode_rules import parse_rules
 
 TIMES_MESSAGE = 4  # the bytes that came, the same taken apart, and 4 bytes or more for a token of 1 to 4 bytes, twice
 EACH_BYTES = 4096  # counted for a request beside its message
@@ -155,12 +157,12 @@ class Admission:
         if beams is not None and 2 * beams.num_beams > vocab_size:
             limit = vocab_size // 2
             raise InvalidField(f"at most {limit} beams, half the vocabulary", field="beam_search.num_beams", limit=limit)
+        eos = frozenset[int]() if options.ignore_eos else self._model.eos_token_ids
+        stop = StopRules(eos, frozenset(options.stop_token_ids))
+        rules = parse_rules(message.sampling, stop.ids, self._model.text, vocab_size)
         constraints = await self._constraints(message.sampling, client, num_computed)
         self._engine.check_open()
-        max_tokens = options.max_tokens
-        if max_tokens is None:
-            limit = self._engine.scheduler.limits.get_max_len(options.retention)
-            max_tokens = max(1, min(DEFAULT_MAX_TOKENS, limit - len(prompt)))
+        max_tokens = self._max_tokens(options, len(prompt), message.sampling.min_tokens)
         keeps_all = options.retention is not None and len(prompt) + max_tokens <= options.retention.num_tokens
         request = Request(
             request_id=options.request_id,
@@ -177,13 +179,11 @@ class Admission:
             reuse_hint=options.reuse_hint,
             retain_ms=options.retain_ms,
         )
-        eos = frozenset[int]() if options.ignore_eos else self._model.eos_token_ids
-        stop = StopRules(eos, frozenset(options.stop_token_ids))
-        context = prompt.tolist()
+        context, min_tokens = prompt.tolist(), message.sampling.min_tokens
         makes_text = makes_text or bool(options.stop and (options.best_of is not None or beams is not None))
         text = self._model.text
         output = text.output if makes_text else text.no_output
-        outputs = [output(context, options.stop) for _ in range(num_computed)]
+        outputs = [output(context, options.stop, min_tokens) for _ in range(num_computed)]
         return Generation(
             request,
             options.params,
@@ -193,16 +193,23 @@ class Admission:
             send,
             num_logprobs=options.num_logprobs,
             constraints=constraints,
+            rules=rules,
             best_of=None if options.best_of is None else BestOf(options.n),
-            search=None if beams is None else self._search(beams, request, stop, context, options.stop),
+            search=None if beams is None else self._search(beams, request, stop, outputs[0] if options.stop else None),
             session_id=options.session_id,
             metadata=options.metadata,
         )
 
-    def _search(
-        self, beams: BeamOptions, request: Request, stop: StopRules, context: list[int], strings: tuple[str, ...]
-    ) -> BeamSearch:
-        text = self._model.text.output(context, strings) if strings else None
+    def _max_tokens(self, options: RequestOptions, num_prompt: int, min_tokens: int) -> int:
+        """As asked for; else the default, or as many as fit if they are fewer, but no fewer than min_tokens."""
+        if options.max_tokens is not None:
+            return options.max_tokens
+        limit = self._engine.scheduler.limits.get_max_len(options.retention)
+        return max(1, min_tokens, min(DEFAULT_MAX_TOKENS, limit - num_prompt))
+
+    def _search(self, beams: BeamOptions, request: Request, stop: StopRules, text: TextOutput | None) -> BeamSearch:
+        """text: of the empty list, where stop strings have to be found."""
+        text = None if text is None else text.copy()
         return BeamSearch(beams, request.n, request.max_new_tokens, stop.num_ids, partial(why_ends, stop), text)
 
     async def _constraints(self, sampling: pb.SamplingParams, client: str, n: int) -> list[Constraint]:
@@ -221,12 +228,7 @@ class Admission:
         if kind == "text":
             ids = await self._text_work.encode(client, message.text, "text", max_len)
         elif kind == "chat":
-            if len(message.chat.messages) > MAX_CHAT_MESSAGES:
-                raise InvalidField(f"chat: at most {MAX_CHAT_MESSAGES} messages", field="chat", limit=MAX_CHAT_MESSAGES)
-            messages = [{"role": turn.role, "content": turn.content} for turn in message.chat.messages]
-            if any(turn["role"] not in ("system", "user", "assistant") for turn in messages) or not messages:
-                raise InvalidField("chat: needs one message or more, each of role system, user or assistant", field="chat")
-            ids = await self._text_work.encode_chat(client, messages, max_len)
+            ids = await self._text_work.encode_chat(client, parse_chat(message.chat), max_len)
         elif kind == "token_ids":
             if (num := len(message.token_ids.ids)) >= max_len:
                 raise NeverFits(

@@ -23,7 +23,6 @@ from .submission import Received
 _seeds = random.Random()  # asks the system once; a call for each request costs the loop a wait for the interpreter
 MAX_WAIT_MS = 60_000
 MAX_RETAIN_MS = 3_600_000
-MAX_CHAT_MESSAGES = 4096
 MAX_CONTINUATIONS = 64
 _MAX_NAME_CHARS = 64
 _MAX_METADATA, _MAX_VALUE_CHARS = 16, 256
@@ -80,6 +79,7 @@ def parse_options(request: pb.GenerateRequest, defaults: SamplingParams, limits:
         _check_range("timeout_ms", timeout_ms, 1, 3_600_000)
     if max_tokens is not None:
         _check_range("sampling.max_tokens", max_tokens, 1, 2**31 - 1)
+    _check_range("sampling.min_tokens", sampling.min_tokens, 0, 2**31 - 1 if max_tokens is None else max_tokens)
     _check_stops(sampling.stop, limits)
     if len(sampling.stop_token_ids) > _MAX_STOP_IDS:
         raise InvalidField(f"at most {_MAX_STOP_IDS} stop token ids", field="sampling.stop_token_ids", limit=_MAX_STOP_IDS)

@@ -134,7 +134,7 @@ class Submission:
         self.num_bytes = EACH_BYTES + sum(output.close() for output in self.outputs.values())
         if self.generation is not None:
             self.num_bytes += self.generation.request.prompt.nbytes
-            self.generation.constraints = ()  # it draws no more tokens, and grammars take memory
+            self.generation.constraints, self.generation.rules = (), None  # it draws no more tokens, and these take memory
         self.ended.set()
         self.on_end(self)
 

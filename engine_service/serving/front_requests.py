@@ -35,7 +35,7 @@ class FrontRequest:
         self.request_id = ""
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked, self._unread, self._text = asked, unread, text
-        self._stops = tuple(message.sampling.stop)
+        self._stops, self._min_tokens = tuple(message.sampling.stop), message.sampling.min_tokens
         self._makes_text = False
         self._context: list[int] = []
         self._outputs: dict[int, TextOutput] = {}  # by continuation
@@ -162,7 +162,7 @@ class FrontRequest:
     def _output(self, index: int) -> TextOutput:
         output = self._outputs.get(index)
         if output is None:
-            output = self._outputs[index] = self._text.output(self._context, self._stops)
+            output = self._outputs[index] = self._text.output(self._context, self._stops, self._min_tokens)
         return output
 
     def _usage(self, usage: Usage | None) -> Usage | None:

@@ -7,7 +7,7 @@ of it enters this process; a constraint that passes is compiled here again, in a
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Final
 
@@ -18,6 +18,7 @@ from kvkeeper.common.service.threads import in_thread
 from kvkeeper.common.service.turns import leave_place
 
 from ..outputs.constraint import MAX_CHOICES, Constraint, UnknownTokenizer, Vocabulary, compile_grammar
+from ..outputs.conversation import Chat
 from ..outputs.model_text import NO_TOKENIZER, ModelText
 from ..values.errors import InvalidField, TooComplex
 from ..values.request import InputLimits, Int32Array
@@ -72,15 +73,16 @@ class TextWork:
             return self._text.encode(text, field)
         return _ids(await self._run(self._workers, client, Kind.ENCODE, raw, field))
 
-    async def encode_chat(self, client: str, messages: Sequence[Mapping[str, str]], max_tokens: int) -> list[int] | Int32Array:
+    async def encode_chat(self, client: str, chat: Chat, max_tokens: int) -> list[int] | Int32Array:
         """Token ids of a conversation, by the model's chat template. Raises as encode does."""
         if self._workers is None or self._short_chats is None:
             raise InvalidField(NO_TOKENIZER, field="chat")
-        num_bytes = sum(len(message["content"].encode()) for message in messages)
+        num_bytes = sum(len(text.encode()) for text in chat.texts())
         self._check_bytes(num_bytes, "chat", max_tokens)
-        is_short = num_bytes <= _SHORT_BYTES and len(messages) <= _SHORT_CHAT
+        is_short = num_bytes <= _SHORT_BYTES and len(chat.messages) <= _SHORT_CHAT
         workers = self._short_chats if is_short else self._workers
-        return _ids(await self._run(workers, client, Kind.ENCODE_CHAT, json.dumps(messages).encode(), "chat"))
+        kind = Kind.ENCODE_PLAIN_CHAT if chat.plain_user_text else Kind.ENCODE_CHAT
+        return _ids(await self._run(workers, client, kind, json.dumps(asdict(chat)).encode(), "chat"))
 
     async def decode(self, client: str, token_ids: Int32Array, *, with_added: bool) -> str:
         """The text of token ids. with_added: also of the tokens that `encode` puts around a text."""
@@ -111,7 +113,8 @@ class TextWork:
             return await workers.run(client, kind, body)
         except JobRefused as error:
             flag = {"flag": _CONSTRAINT_FLAG} if "limit" in error.metadata else {}
-            raise InvalidField(f"{field}: {error}", field=field, **error.metadata, **flag) from None
+            metadata = {"field": field, **error.metadata, **flag}
+            raise InvalidField(f"{metadata['field']}: {error}", **metadata) from None
         except JobTooMuch as error:
             limit = {
                 "time": {"limit": self._limits.cpu_s, "flag": "--text-seconds"},

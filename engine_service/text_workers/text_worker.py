@@ -24,6 +24,7 @@ import numpy as np
 
 from ..model.checkpoint.errors import TokenizerError
 from ..outputs.constraint import BadGrammar, GrammarTooComplex, Vocabulary, try_out, write_grammar
+from ..outputs.conversation import Chat, WrongChat
 from ..outputs.tokenizer import Tokenizer
 
 # Frames over two pipes: a head of fixed size, then bytes. Nothing is pickled. A job's head is its kind and the length of its
@@ -41,9 +42,10 @@ class Kind(IntEnum):
 
     SET_UP = 0  # [JSON, see SetUp], the first: nothing
     ENCODE = 1  # [text]: token ids
-    ENCODE_CHAT = 2  # [JSON list of messages]: token ids
+    ENCODE_CHAT = 2  # [JSON, see Chat]: token ids
     DECODE = 3  # [token ids]: text
     CONSTRAINT = 4  # [JSON list of three: kind, source, most bytes of its pattern]: text of the grammar
+    ENCODE_PLAIN_CHAT = 5  # the same as ENCODE_CHAT, of a chat with plain_user_text
 
 
 class Outcome(IntEnum):
@@ -91,13 +93,17 @@ class Worker:
         """Build what the first job of a kind needs. Without limits: it depends on the model alone."""
         if kind is Kind.CONSTRAINT:
             _ = self._vocabulary
-        elif kind is Kind.ENCODE_CHAT:
+        elif kind in (Kind.ENCODE_CHAT, Kind.ENCODE_PLAIN_CHAT):
             from ..outputs import chat_template  # noqa: F401  # the library alone: the model's template is within limits
+
+            _ = self._tokenizer.plain_text if kind is Kind.ENCODE_PLAIN_CHAT else None
 
     def do(self, kind: Kind, body: bytes) -> tuple[Outcome, bytes]:
         """One job."""
         try:
             return Outcome.DONE, self._do(kind, body)
+        except WrongChat as error:
+            return Outcome.REFUSED, _refusal(error, field=error.field)
         except TokenizerError as error:
             return Outcome.REFUSED, _refusal(error)
         except BadGrammar as error:
@@ -114,8 +120,8 @@ class Worker:
     def _do(self, kind: Kind, body: bytes) -> bytes:
         if kind is Kind.ENCODE:
             return _ids_as_bytes(self._tokenizer.encode(body.decode()))
-        if kind is Kind.ENCODE_CHAT:
-            return _ids_as_bytes(self._tokenizer.encode_chat(json.loads(body)))
+        if kind in (Kind.ENCODE_CHAT, Kind.ENCODE_PLAIN_CHAT):
+            return _ids_as_bytes(self._tokenizer.encode_chat(Chat(**json.loads(body))))
         if kind is Kind.DECODE:
             return self._tokenizer.decode(np.frombuffer(body, TOKEN_DTYPE).tolist(), skip_special_tokens=False).encode()
         assert kind is Kind.CONSTRAINT

@@ -35,7 +35,10 @@ _ENDS = (EOFError, ConnectionError, TimeoutError)  # of a worker, or it is stuck
 
 
 class JobRefused(Exception):
-    """The input of the job is wrong: bad text, a bad chat, a bad grammar. One line; metadata: limit, where it exceeds one."""
+    """The input of the job is wrong: bad text, a bad chat, a bad grammar. One line.
+
+    metadata: limit, where it exceeds one; field, where a part of a chat is wrong.
+    """
 
     def __init__(self, text: str, **metadata: str) -> None:
         super().__init__(text)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .token_rules import TokenRules
+
 NOTHING_AWAITED = -1
 
 
@@ -108,6 +110,7 @@ class SamplingRow:
         num_logprobs: how many likeliest tokens to return beside the one drawn; None: return no log probabilities.
         constraint: what may be drawn; None: any token.
         awaited_row: the row for which the step before draws a token that stands behind token_ids; None: nothing is awaited.
+        rules: what else is said of single tokens; None: nothing.
     """
 
     params: SamplingParams
@@ -118,6 +121,18 @@ class SamplingRow:
     num_logprobs: int | None = None
     constraint: Allowing | None = None
     awaited_row: int | None = None
+    rules: TokenRules | None = None
+
+    @property
+    def output(self) -> npt.NDArray[np.integer]:
+        """Those of token_ids that are not the prompt's."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def depends_on_awaited(self) -> bool:
+        """Whether what may be drawn follows from the token that is awaited."""
+        looks_back = self.rules is not None and any(len(word) > 1 for word in self.rules.bad_words)
+        return self.awaited_row is not None and (self.params.is_penalised or looks_back)
 
     @property
     def position(self) -> int:
@@ -240,7 +255,7 @@ def as_plain(rows: SampledRows) -> PlainDraws | None:
     """The rows by column; None: what was drawn before counts, or what may be drawn is said elsewhere, or all are LIKELIEST."""
     if isinstance(rows, PlainDraws):
         return rows if rows.penalised is None else None
-    if are_likeliest(rows) or any(row.params.is_penalised or row.constraint is not None for row in rows):
+    if are_likeliest(rows) or any(row.params.is_penalised or row.constraint or row.rules for row in rows):
         return None
     return PlainDraws.of(rows)
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from kvkeeper.cli import main
-from kvkeeper.client import GenerateOptions, KvkeeperError, OutputChunk, Sampling, TokenLogprobs, Usage
+from kvkeeper.client import Chat, GenerateOptions, KvkeeperError, OutputChunk, Sampling, TokenLogprobs, Usage
 
 SCHEMA = '{"type": "integer"}'
 
@@ -64,7 +64,34 @@ def test_a_conversation_is_asked_for_with_its_system_message(engine: Engine) -> 
     user = {"role": "user", "content": "hello"}
     for flags in (["--chat"], ["--chat", "--system", "Be brief."], ["--system", "Be brief."]):
         assert main(["generate", "hello", *flags]) == 0
-    assert [prompt for prompt, _ in engine.asked] == [[user], *2 * [[{"role": "system", "content": "Be brief."}, user]]]
+    system = {"role": "system", "content": "Be brief."}
+    assert [prompt for prompt, _ in engine.asked] == [Chat([user]), *2 * [Chat([system, user])]]
+
+
+def test_what_a_template_is_given_makes_it_a_conversation(engine: Engine, tmp_path: Path) -> None:
+    file = tmp_path / "tools.json"
+    file.write_text('[{"type": "function"}]')
+    user, begun = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "It is"}
+    for flags in (
+        ["--tools", str(file)],
+        ["--tools", file.read_text()],
+        ["--template-arguments", '{"a": 1}'],
+        ["--answer-begins", "It is"],
+        ["--plain-user-text"],
+    ):
+        assert main(["generate", "hello", *flags]) == 0
+    assert [prompt for prompt, _ in engine.asked] == [
+        *2 * [Chat([user], tools=[{"type": "function"}])],
+        Chat([user], template_arguments={"a": 1}),
+        Chat([user, begun], continue_final_message=True),
+        Chat([user], plain_user_text=True),
+    ]
+
+
+def test_json_of_another_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "--tools", "{}").endswith("argument --tools: a JSON list is needed")
+    assert refused(capsys, "--template-arguments", "[]").endswith("argument --template-arguments: a JSON object is needed")
+    assert "argument --tools: not JSON" in refused(capsys, "--tools", "[{]")
 
 
 def test_a_schema_is_taken_from_a_file_or_as_it_is(engine: Engine, tmp_path: Path) -> None:
@@ -82,6 +109,40 @@ def test_a_pattern_and_choices_are_asked_for(engine: Engine) -> None:
     assert main(["generate", "x", "--choice", "yes", "--choice", "no"]) == 0
     asked = [options.sampling for _, options in engine.asked]
     assert asked == [Sampling(regex="[ab]+"), Sampling(choices=("yes", "no"))]
+
+
+def test_rules_about_tokens_are_asked_for(engine: Engine) -> None:
+    flags = (
+        "--logit-bias",
+        "5=-100",
+        "--logit-bias",
+        "0=1.5",
+        "--min-tokens",
+        "3",
+        "--bad-word",
+        "a b",
+        "--bad-token-ids",
+        "7,8",
+    )
+    assert main(["generate", "x", *flags, "--bad-token-ids", "9", "--allowed-token-ids", "1,2"]) == 0
+    ((_, options),) = engine.asked
+    assert options.sampling == Sampling(
+        logit_bias={5: -100.0, 0: 1.5},
+        min_tokens=3,
+        bad_words=("a b",),
+        bad_words_token_ids=([7, 8], [9]),
+        allowed_token_ids=(1, 2),
+    )
+
+
+def test_rules_about_tokens_are_refused_with_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, said in (
+        (["--logit-bias", "5"], "KEY=VALUE, not '5'"),
+        (["--logit-bias", "a=1"], "a whole number, not 'a'"),
+        (["--bad-token-ids", "1,-2"], "a token id of 0 or more, not '-2'"),
+        (["--bad-word", ""], "a text of 1 byte or more"),
+    ):
+        assert said in refused(capsys, *flags)
 
 
 def test_constraints_are_refused_with_a_reason(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

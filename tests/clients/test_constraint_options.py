@@ -16,6 +16,15 @@ def test_each_option_is_sent_under_its_name() -> None:
     assert request.reuse_hint == pb.REUSE_HINT_SOON
 
 
+def test_sampling_has_every_field_of_the_protocol_and_sends_it() -> None:
+    given = {"logit_bias": {3: -1.5, 0: 100.0}, "min_tokens": 4, "bad_words": ("a", "b"), "allowed_token_ids": (5, 6)}
+    assert set(Sampling.__dataclass_fields__) == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    sampling = generate_request("x", GenerateOptions(sampling=Sampling(**given, bad_words_token_ids=([1, 2], [3])))).sampling
+    assert (dict(sampling.logit_bias), sampling.min_tokens) == (given["logit_bias"], 4)
+    assert (tuple(sampling.bad_words), tuple(sampling.allowed_token_ids)) == (("a", "b"), (5, 6))
+    assert [list(word.ids) for word in sampling.bad_words_token_ids] == [[1, 2], [3]]
+
+
 @pytest.mark.parametrize("name", GIVEN)
 def test_one_constraint_is_sent(name: str) -> None:
     request = generate_request("x", GenerateOptions(sampling=Sampling(**{name: GIVEN[name]})))

@@ -1,10 +1,12 @@
 """What a prompt may be: text, token ids, a conversation. What it may not be is refused before anything is sent, by name."""
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvkeeper.client import Chat
 from kvkeeper.client.engine.calls import GenerateOptions, generate_request
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
@@ -17,6 +19,40 @@ def test_a_message_may_be_in_text_parts() -> None:
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "this?"}]
     request = asked([{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}])
     assert [(turn.role, turn.content) for turn in request.chat.messages] == [("system", "Be brief."), ("user", "What is this?")]
+
+
+def test_calls_and_their_replies_are_sent_as_they_are_written() -> None:
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}},
+        {"function": {"name": "g", "arguments": {"b": [None, "é"]}}},
+    ]
+    said = [
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "2", "tool_call_id": "1", "name": "f"},
+        {"role": "assistant", "content": "", "tool_calls": []},
+    ]
+    first, second, third = asked(said).chat.messages
+    assert [(call.id, call.name, json.loads(call.arguments)) for call in first.tool_calls] == [
+        ("1", "f", {"a": 1}),
+        ("", "g", {"b": [None, "é"]}),
+    ]
+    assert (first.HasField("content"), third.HasField("content")) == (False, True)
+    assert (second.role, second.content, second.tool_call_id, second.name) == ("tool", "2", "1", "f")
+
+
+def test_a_chat_brings_what_its_template_is_given() -> None:
+    said = [{"role": "user", "content": "x"}]
+    plain = asked(Chat(said)).chat
+    assert plain == asked(said).chat
+    assert not plain.HasField("add_generation_prompt")
+    tools, variables = [{"type": "function"}], {"enable_thinking": False}
+    chat = asked(
+        Chat(said, tools, variables, continue_final_message=True, add_generation_prompt=False, plain_user_text=True)
+    ).chat
+    assert (json.loads(chat.tools), json.loads(chat.template_arguments)) == (tools, variables)
+    assert (chat.continue_final_message, chat.add_generation_prompt, chat.plain_user_text) == (True, False, True)
+    assert set(Chat.__dataclass_fields__) == {field.name for field in pb.Chat.DESCRIPTOR.fields}
+    assert asked(Chat([])).WhichOneof("prompt") == "chat"
 
 
 @pytest.mark.parametrize(
@@ -49,9 +85,29 @@ WRONG = {
         "messages[0].content[0]: a mapping with type and text, not a str",
     ),
     "name": (
-        [{"role": "system", "content": "x"}, {"role": "user", "name": "ada", "content": "x"}],
+        [{"role": "system", "content": "x"}, {"role": "user", "names": "ada", "content": "x"}],
         ValueError,
-        "messages[1]: a message has role and content, and no name",
+        "messages[1]: a message has role, content, name, tool_calls, tool_call_id, and no names",
+    ),
+    "name that is no text": (
+        [{"role": "user", "name": 7, "content": "x"}],
+        TypeError,
+        "messages[0].name: a string, not an int",
+    ),
+    "call of another type": (
+        [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "f"}}]}],
+        ValueError,
+        "messages[0].tool_calls[0]: only calls of type 'function' with a function are taken",
+    ),
+    "call without a name": (
+        [{"role": "assistant", "tool_calls": [{"function": {}}]}],
+        TypeError,
+        "messages[0].tool_calls[0].function.name: a string, not None",
+    ),
+    "arguments that are no object": (
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}],
+        TypeError,
+        "messages[0].tool_calls[0].function.arguments: a string, not a list",
     ),
     "no content": ([{"role": "user"}], ValueError, "messages[0].content is missing"),
     "null content": (

@@ -44,6 +44,16 @@ def searches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         SearchCase(plain[2].prompt, 4, 4, 11, length_penalty=-1.5, early_stopping=True, eos_token_ids=ends[2]),
         SearchCase(plain[3].prompt, 3, 1, 14, length_penalty=2.5, eos_token_ids=ends[3][:1]),
         SearchCase(plain[4].prompt, 6, 6, 11, early_stopping=True, eos_token_ids=ends[4]),
+        SearchCase(plain[4].prompt, 4, 4, 11, eos_token_ids=ends[4], min_tokens=9),
+        SearchCase(
+            plain[0].prompt,
+            4,
+            3,
+            9,
+            bad_words=(found[0][0].token_ids[:1], found[0][1].token_ids[1:3], found[0][2].token_ids[3:6]),
+            bias=((found[0][0].token_ids[2], -2.0), (found[0][1].token_ids[5], 0.75)),
+            repetition_penalty=1.2,
+        ),
     ]
     return Searches(folder, cases, [*found[:2], *references(folder, cases[2:])])
 

@@ -26,12 +26,27 @@ def retention(sink: int, window: int) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=TOKENS, retention=pb.Retention(num_sink_tokens=sink, num_window_tokens=window))
 
 
+def chat(*messages: pb.ChatMessage, **fields: bool) -> pb.GenerateRequest:
+    return pb.GenerateRequest(chat=pb.Chat(messages=messages, **fields))
+
+
 BAD = {
     "prompt": pb.GenerateRequest(),
     "token_ids": pb.GenerateRequest(token_ids=pb.TokenIds()),
     "text": pb.GenerateRequest(text="x" * ((1 << 20) + 1)),
     "chat": pb.GenerateRequest(chat=pb.Chat()),
     "chat many": pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user")] * 4097)),
+    "chat.messages[0].role": chat(pb.ChatMessage(role="User")),
+    "chat.messages[1].role": chat(pb.ChatMessage(role="tool"), pb.ChatMessage(content="x")),
+    "chat.messages[0].tool_calls": chat(pb.ChatMessage(role="user", tool_calls=[pb.ToolCall(name="f")])),
+    "chat.messages[0].tool_calls many": chat(pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f")] * 129)),
+    "chat.messages[0].tool_calls[1].name": chat(
+        pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="f"), pb.ToolCall(id="a", arguments="{}")])
+    ),
+    "chat.messages[0].tool_call_id": chat(pb.ChatMessage(role="assistant", tool_call_id="1")),
+    "chat.add_generation_prompt": chat(
+        pb.ChatMessage(role="user", content="x"), continue_final_message=True, add_generation_prompt=True
+    ),
     "request_id": pb.GenerateRequest(token_ids=TOKENS, request_id="x" * 65),
     "tenant": pb.GenerateRequest(token_ids=TOKENS, tenant="x" * 65),
     "session_id": pb.GenerateRequest(token_ids=TOKENS, session_id="x" * 65),
@@ -82,7 +97,33 @@ BAD = {
     "sampling.stop long": sampling(stop=["a" * 257]),
     "sampling.stop without text": sampling(stop=["a"]),
     "sampling.stop_token_ids": sampling(stop_token_ids=[1] * 65),
+    "sampling.logit_bias many": sampling(logit_bias=dict.fromkeys(range(1025), 0.0)),
+    "sampling.logit_bias low": sampling(logit_bias={1: -100.5}),
+    "sampling.logit_bias high": sampling(logit_bias={1: 100.5}),
+    "sampling.logit_bias nan": sampling(logit_bias={1: math.nan}),
+    "sampling.min_tokens low": sampling(min_tokens=-1),
+    "sampling.min_tokens high": sampling(min_tokens=6, max_tokens=5),
+    "sampling.bad_words many": sampling(bad_words=["a"] * 65),
+    "sampling.bad_words long": sampling(bad_words=["a" * 1025] * 2),
+    "sampling.bad_words empty": sampling(bad_words=[" "]),
+    "sampling.bad_words without text": sampling(bad_words=["a"]),
+    "sampling.bad_words_token_ids many": sampling(bad_words_token_ids=[TOKENS] * 65),
+    "sampling.bad_words_token_ids empty": sampling(bad_words_token_ids=[pb.TokenIds()]),
+    "sampling.bad_words_token_ids long": sampling(bad_words_token_ids=[pb.TokenIds(ids=[1] * 65)]),
+    "sampling.allowed_token_ids many": sampling(allowed_token_ids=[1] * 513),
+    "sampling no token is left": sampling(allowed_token_ids=[1], bad_words_token_ids=[pb.TokenIds(ids=[1])]),
 }
+
+
+NO_BOUNDS = {  # any value is in their bounds, or their bounds are another test's
+    *("typical_p", "seed", "ignore_eos", "num_logprobs", "num_prompt_logprobs", "json_schema", "regex", "choices")
+}
+
+
+def test_every_sampling_field_is_held_to_its_bounds() -> None:
+    named = {name.split()[0].removeprefix("sampling.") for name in BAD if name.startswith("sampling.")}
+    assert named | NO_BOUNDS == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    assert not named & NO_BOUNDS
 
 
 @pytest.fixture
@@ -106,11 +147,15 @@ async def test_generate(world: Services, channel: grpc.aio.Channel) -> None:
         assert name != "chat many" or error.metadata["limit"] == "4096"
     error = await refusal(answers_to(channel, pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 512]))))
     assert (error.reason, error.metadata) == ("WRONG_TOKEN_ID", {"token_id": "512", "vocab_size": "512"})
-    assert (
-        await refusal(answers_to(channel, pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1]))))
-    ).reason == "WRONG_TOKEN_ID"
-    pool = await world.pool()
-    assert (pool.num_starts, pool.num_waiting_sequences) == (0, 0)
+    for request in (
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])),
+        sampling(logit_bias={512: 1.0}),
+        sampling(bad_words_token_ids=[pb.TokenIds(ids=[1, 512])]),
+        sampling(allowed_token_ids=[512]),
+    ):
+        assert (await refusal(answers_to(channel, request))).reason == "WRONG_TOKEN_ID"
+    pool = await world.wait_idle()
+    assert (pool.num_starts, pool.num_waiting_sequences) == (1, 0), "of the one for which no token is left"
 
 
 async def test_what_is_at_a_bound_is_taken(channel: grpc.aio.Channel) -> None:
@@ -126,6 +171,10 @@ async def test_what_is_at_a_bound_is_taken(channel: grpc.aio.Channel) -> None:
         presence_penalty=-2,
         seed=-(2**63),
         num_logprobs=0,
+        logit_bias=dict.fromkeys(range(512), -100.0),
+        min_tokens=1,
+        bad_words_token_ids=[pb.TokenIds(ids=[1] * 64)] * 64,
+        allowed_token_ids=[*range(512)],
     )
     request.n, request.priority, request.timeout_ms, request.tenant = 64, -1000, 3_600_000, "t" * 64
     request.session_id = "s" * 64

@@ -43,6 +43,11 @@ def cases(stop: str, stop_token: int) -> dict[str, GenerateOptions]:
         "stop string with log probabilities": GenerateOptions(sampling=replace(stopped, **told), n=2),
         "held back at the end": GenerateOptions(sampling=replace(FREE, stop=(stop[0] + "\0",), max_tokens=1)),
         "one token": GenerateOptions(sampling=replace(FREE, max_tokens=1)),
+        "stop string behind the fewest tokens": GenerateOptions(sampling=replace(stopped, min_tokens=20), n=2),
+        "bad words": GenerateOptions(sampling=replace(FREE, bad_words=(stop.strip() or "self",), logit_bias={stop_token: -9})),
+        "beams and the fewest tokens": GenerateOptions(
+            sampling=replace(stopped, min_tokens=20), n=2, beam_search=BeamSearch(2)
+        ),
         "stop token": GenerateOptions(sampling=replace(FREE, stop_token_ids=(stop_token,))),
         "log probabilities": GenerateOptions(sampling=replace(FREE, **told)),
         "best of": GenerateOptions(sampling=WILD, n=2, best_of=3),

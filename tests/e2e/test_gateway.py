@@ -271,8 +271,8 @@ def test_errors_have_the_status_that_clients_expect(served: Served, client: open
         client.completions.create(model=served.model, prompt=PROMPT, max_tokens=100_000)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model=served.model, prompt=PROMPT, temperature=9)
-    for refused in ({"ebnf": 'root ::= "a"'}, {"min_tokens": 1}):
-        with pytest.raises(openai.BadRequestError, match="not served"):
+    for refused, said in (({"ebnf": 'root ::= "a"'}, "not served"), ({"min_tokens": 5}, "min_tokens")):
+        with pytest.raises(openai.BadRequestError, match=said):
             client.completions.create(model=served.model, prompt=PROMPT, max_tokens=4, extra_body=refused)
     with pytest.raises(openai.BadRequestError, match="Embed"):
         client.embeddings.create(model=served.model, input=PROMPT)

@@ -146,6 +146,12 @@ KINDS = {
     "a regular expression": GenerateOptions(sampling=drawn(regex="[a-c]{25}[x-z]+", ignore_eos=False)),
     "a schema": GenerateOptions(sampling=drawn(max_tokens=60, json_schema=SCHEMA)),
     "penalties": GenerateOptions(sampling=drawn(repetition_penalty=1.5, frequency_penalty=0.5)),
+    "rules about tokens": GenerateOptions(
+        n=3,
+        sampling=drawn(
+            min_tokens=25, stop=("e", "i"), bad_words_token_ids=[[40, 41], [50]], logit_bias={30: 3}, bad_words=("import",)
+        ),
+    ),
     "best of": GenerateOptions(n=1, best_of=3, sampling=DRAWN),
     "beam search": GenerateOptions(n=2, beam_search=BeamSearch(4), sampling=Sampling(max_tokens=20)),
     "retention": GenerateOptions(retention=Retention(4, 12), sampling=drawn(max_tokens=40)),

@@ -232,3 +232,7 @@ async def test_a_draft_model_and_constraints_beside_two_ranks(world: Services) -
             assert (found.token_ids, found.texts) == (expected.token_ids, expected.texts)
             assert sampling is GREEDY or re.match(pattern, found.texts[0])
     assert (await shared.stats()).acceptance_rate > 0.9, "a model is always right about itself"
+    free = (await generate(alone, TEXTS[0], NUM_NEW)).token_ids[0]
+    ruled = dataclasses.replace(GREEDY, bad_words_token_ids=[free[1:3], free[4:5]], min_tokens=NUM_NEW)
+    expected, found = [await generate(client, TEXTS[0], NUM_NEW, ruled) for client in (alone, shared)]
+    assert found.token_ids == expected.token_ids != [free]

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from kvkeeper.client import AsyncEngineClient, GenerateOptions, Sampling
+from kvkeeper.client import AsyncEngineClient, Chat, GenerateOptions, Sampling
 from kvkeeper.engine_service.compute.served_model import ServedModel, load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.model.checkpoint.digest import weights_digest
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.outputs.model_text import ModelText
+from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
 from tests.support.processes.service_pair import Output, Services, generate
 from tests.support.worlds.cache_api import failure
 
@@ -122,6 +123,49 @@ async def test_a_conversation_is_its_template_filled_in(client: AsyncEngineClien
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
     asked = await generate(client, messages, 6)
     assert asked.token_ids == (await generate(client, f"Be brief.\n{PROMPT}\n", 6)).token_ids
+
+
+async def test_a_conversation_goes_on_where_its_last_message_ends(client: AsyncEngineClient) -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "assistant", "content": PROMPT.rstrip()}]
+    asked = await generate(client, Chat(messages, continue_final_message=True), 6)
+    assert asked.token_ids == (await generate(client, f"Be brief.\n{PROMPT.rstrip()}", 6)).token_ids
+    error = await failure(generate(client, Chat(messages, continue_final_message=True, add_generation_prompt=True)))
+    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "chat.add_generation_prompt")
+
+
+async def test_a_template_gets_tools_calls_and_variables(world: Services, demo_model: ServedModel) -> None:
+    tokenizer = demo_model.text.tokenizer
+    assert tokenizer is not None
+    template = (
+        "{% for t in tools or [] %}{{ t.name }};{% endfor %}{{ kind }}{% for m in messages %}[{{ m.role }} {{ m.name }}]"
+        "{{ m.content }}{% for c in m.tool_calls %}{{ c.id }}={{ c.function.name }}({{ c.function.arguments.x[0] }})"
+        "{% endfor %}"
+        "{{ m.tool_call_id }}{% endfor %}{{ '>' if add_generation_prompt }}"
+    )
+    state = tokenizer.state()
+    changed = Tokenizer.from_state({**state, "settings": {**state["settings"], "chat_template": template}})
+    client = await world.serve(dataclasses.replace(demo_model, text=ModelText(changed)), block_size=16)
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": [7]}'}}
+    messages = [
+        {"role": "user", "content": "a<|endoftext|>", "name": "ada"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "8", "tool_call_id": "c1"},
+    ]
+    text = "g;h;kind![user ada]a<|endoftext|>[assistant ]c1=f(7)[tool ]8c1"
+    tools = [{"name": "g"}, {"name": "h"}]
+    found = await generate(client, Chat(messages, tools, {"kind": "kind!"}), 6)
+    assert found.token_ids == (await generate(client, f"{text}>", 6)).token_ids
+    bare = await generate(client, Chat(messages, tools, {"kind": "kind!"}, add_generation_prompt=False), 6)
+    assert bare.token_ids == (await generate(client, text, 6)).token_ids
+    plain = await generate(client, Chat(messages, tools, {"kind": "kind!"}, plain_user_text=True), 6)
+    assert plain.usage.prompt_tokens > found.usage.prompt_tokens, "the letters of a control token, in its place"
+    for field, chat in {
+        "chat.tools": Chat(messages, [7]),  # type: ignore[list-item]
+        "chat.template_arguments": Chat(messages, template_arguments={"tools": 1}),
+        "chat.messages[0].role": Chat([{"role": "robot", "content": ""}]),
+    }.items():
+        error = await failure(generate(client, chat, 6))
+        assert (error.reason, error.metadata) == ("INVALID_FIELD", {"field": field})
 
 
 async def test_a_conversation_needs_a_template(world: Services, tmp_path: Path) -> None:

@@ -47,7 +47,10 @@ export function kindOf(value) {
 function checkedField(field, value, place) {
   if (field.map) {
     if (!isPlain(value)) throw new TypeError(`${place}: an object, not ${kindOf(value)}`);
-    return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, single(field, item, join(place, key))]));
+    return Object.fromEntries(Object.entries(value).map(([key, item]) => {
+      if (field.keyType !== 'string') integer(field.keyType, key.trim() ? Number(key) : key, `${join(place, key)}, its key`);
+      return [key, single(field, item, join(place, key))];
+    }));
   }
   if (!field.repeated) return single(field, value, place);
   if (!Array.isArray(value) && !isTyped(value)) throw new TypeError(`${place}: an array, not ${kindOf(value)}`);

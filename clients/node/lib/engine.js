@@ -10,7 +10,8 @@ const SLACK_MS = 5_000; // the service's own deadline, with its reason, comes fi
 const LONGEST_WAIT_MS = 60_000; // the service's
 const PAUSE_MS = 100; // before a broken stream is asked for again
 const MOVED = 'REQUEST_MOVED';
-const WHAT = 'a prompt is text, an array of token ids, or an array of messages {role, content}';
+const WHAT = 'a prompt is text, an array of token ids, an array of messages {role, content}, or a chat {messages, tools, ...}';
+const KEYS = ['role', 'content', 'name', 'tool_calls', 'tool_call_id'];
 
 /** One channel to an engine service. */
 export class EngineClient {
@@ -31,7 +32,7 @@ export class EngineClient {
   /**
    * Continues a prompt. Yields chunks {requestId, index, text, tokenIds, finishReason, usage, ...}; the last one has usage.
    * Leaving the loop cancels the request.
-   * @param {string | ArrayLike<number> | object[]} prompt text, token ids, or a conversation
+   * @param {string | ArrayLike<number> | object[] | object} prompt text, token ids, or a conversation: its messages, or a chat
    * @param {object} [options] fields of GenerateRequest but the prompt: n, sampling, timeoutMs, ...
    */
   generate(prompt, options = {}) {
@@ -180,11 +181,15 @@ function requestOf(prompt, options) {
   const { sampling } = options;
   const request = { ...options, ...promptOf(prompt) };
   if (Array.isArray(sampling?.choices)) request.sampling = { ...sampling, choices: { texts: sampling.choices } };
+  if (Array.isArray(sampling?.badWordsTokenIds)) {
+    request.sampling = { ...request.sampling, badWordsTokenIds: sampling.badWordsTokenIds.map((ids) => ({ ids })) };
+  }
   return request;
 }
 
 function promptOf(prompt) {
   if (typeof prompt === 'string') return { text: prompt };
+  if (Array.isArray(prompt?.messages)) return { chat: chatOf(prompt) };
   if (!Array.isArray(prompt) && !ArrayBuffer.isView(prompt)) throw new TypeError(`${WHAT}, not ${kindOf(prompt)}`);
   if (typeof prompt[0] === 'object') return { chat: { messages: prompt.map(turnOf) } };
   const odd = Array.from(prompt).find((id) => typeof id !== 'number');
@@ -197,11 +202,29 @@ function turnOf(message, index) {
   if (typeof message !== 'object' || message === null) {
     throw new TypeError(`${place}: an object with role and content, not ${kindOf(message)}`);
   }
-  const unknown = Object.keys(message).find((key) => key !== 'role' && key !== 'content');
-  if (unknown !== undefined) throw new TypeError(`${place}: a message has role and content, and no ${unknown}`);
-  if (typeof message.role !== 'string') throw new TypeError(`${place}.role: a string, not ${kindOf(message.role)}`);
-  return { role: message.role, content: contentOf(message.content, `${place}.content`) };
+  const unknown = Object.keys(message).find((key) => !KEYS.includes(key));
+  if (unknown !== undefined) throw new TypeError(`${place}: a message has ${KEYS.join(', ')}, and no ${unknown}`);
+  const { role, content, name, tool_call_id: toolCallId, tool_calls: calls } = message;
+  if (typeof role !== 'string') throw new TypeError(`${place}.role: a string, not ${kindOf(role)}`);
+  if (!calls?.length) return { role, content: contentOf(content, `${place}.content`), name, toolCallId };
+  const toolCalls = calls.map((call, at) => callOf(call, `${place}.tool_calls[${at}]`));
+  return { role, content: content == null ? undefined : contentOf(content, `${place}.content`), name, toolCallId, toolCalls };
 }
+
+function callOf(call, place) {
+  const { type = 'function', id, function: called } = call ?? {};
+  if (type !== 'function' || typeof called !== 'object' || called === null) {
+    throw new TypeError(`${place}: only calls {type: 'function', function: {name, arguments}} are taken`);
+  }
+  return { id, name: called.name, arguments: jsonOf(called.arguments) };
+}
+
+/** A chat of the protocol; what is JSON there may be given as what it stands for. */
+function chatOf({ messages, tools, templateArguments, ...others }) {
+  return { ...others, messages: messages.map(turnOf), tools: jsonOf(tools), templateArguments: jsonOf(templateArguments) };
+}
+
+const jsonOf = (value) => (typeof value === 'object' && value !== null ? JSON.stringify(value) : value);
 
 function contentOf(content, place) {
   if (typeof content === 'string') return content;

@@ -48,6 +48,13 @@ test('a conversation and metadata are bounded by name', async () => {
   await assert.rejects(take({ metadata: { user: 'a'.repeat(257) } }), (error) => error.metadata.field === 'metadata');
 });
 
+test('what is said of single tokens takes effect', async () => {
+  const sampling = { maxTokens: 4, temperature: 0, minTokens: 4, logitBias: { 20: 100, 21: 99 }, badWordsTokenIds: [[20, 20]] };
+  const tokenIds = [];
+  for await (const chunk of client.generate('x', { sampling })) tokenIds.push(...chunk.tokenIds);
+  assert.deepEqual(tokenIds, [20, 21, 20, 21]);
+});
+
 test('a wrong sampling field is refused by name', async () => {
   const drain = async () => {
     for await (const chunk of client.generate('x', { sampling: { topP: 2 } })) assert.fail(chunk);

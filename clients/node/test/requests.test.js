@@ -27,6 +27,10 @@ const WRONG = [
   ['x', { sampling: { stop: ['a', 7] } }, /^sampling\.stop\[1\]: a string, not a number$/],
   ['x', { sampling: { seed: 2n ** 63n } }, /^sampling\.seed: 9223372036854775808 is beyond 64 bits$/],
   ['x', { sampling: { regex: 'a', choices: ['b'] } }, /^sampling\.constraint: regex or choices, not both$/],
+  ['x', { sampling: { logitBias: { 5: '1' } } }, /^sampling\.logitBias\.5: a number, not a string$/],
+  ['x', { sampling: { logitBias: { a: 1 } } }, /^sampling\.logitBias\.a, its key: an integer, not NaN$/],
+  ['x', { sampling: { logitBias: { '-1': 1 } } }, /^sampling\.logitBias\.-1, its key: -1 is beyond uint32$/],
+  ['x', { sampling: { badWordsTokenIds: [[1], [-1]] } }, /^sampling\.badWordsTokenIds\[1\]\.ids\[0\]: -1 is beyond uint32$/],
   ['x', { sampling: [] }, /^sampling: an object, not an array$/],
   ['x', { metadata: { user: 7 } }, /^metadata\.user: a string, not a number$/],
   ['x', { retention: { sink: 4 } }, /^retention\.sink: no such field; there are numSinkTokens, numWindowTokens$/],
@@ -40,7 +44,12 @@ const WRONG = [
   [[-1], {}, /^tokenIds\.ids\[0\]: -1 is beyond uint32$/],
   [[{ role: 'user' }], {}, /^messages\[0\]\.content: a string or an array of text parts, not undefined$/],
   [[{ content: 'x' }], {}, /^messages\[0\]\.role: a string, not undefined$/],
-  [[{ role: 'user', content: 'x', name: 'ada' }], {}, /^messages\[0\]: a message has role and content, and no name$/],
+  [[{ role: 'user', content: 'x', names: 'ada' }], {}, /^messages\[0\]: a message has role, content, name, .*, and no names$/],
+  [[{ role: 'user', content: 'x', name: 7 }], {}, /^chat\.messages\[0\]\.name: a string, not a number$/],
+  [[{ role: 'assistant', tool_calls: [{ type: 'custom' }] }], {}, /^messages\[0\]\.tool_calls\[0\]: only calls \{type: 'function', /],
+  [[{ role: 'assistant', tool_calls: [{ function: {  arguments: 7 } }] }], {}, /^chat\.messages\[0\]\.toolCalls\[0\]\.arguments: a string, /],
+  [{ messages: [{ role: 'user', content: 'x' }], tool: [] }, {}, /^chat\.tool: no such field; there are messages, tools, /],
+  [{ messages: [{ role: 'user', content: 'x' }], tools: 7 }, {}, /^chat\.tools: a string, not a number$/],
   [[{ role: 'user', content: image }], {}, /^messages\[0\]\.content\[0\]: only parts \{type: 'text', text: string\} are taken$/],
   [[{ role: 'user', content: 'x' }, 7], {}, /^messages\[1\]: an object with role and content, not a number$/],
 ];
@@ -61,13 +70,13 @@ test('a conversation is messages, not something else', () => {
 test('what is right goes through as it is', () => {
   const request = {
     chat: { messages: [{ role: 'user', content: 'x' }] },
-    sampling: { maxTokens: 4, seed: 7n, stopTokenIds: Uint32Array.of(1, 2), topP: undefined, choices: { texts: ['a'] } },
+    sampling: { maxTokens: 4, seed: 7n, stopTokenIds: Uint32Array.of(1, 2), topP: undefined, choices: { texts: ['a'] }, logitBias: { 5: -1.5 } },
     metadata: { user: 'ada' },
     n: null,
   };
   assert.deepEqual(checkedMessage(GENERATE, request), {
     chat: { messages: [{ role: 'user', content: 'x' }] },
-    sampling: { maxTokens: 4, seed: '7', stopTokenIds: [1, 2], choices: { texts: ['a'] } },
+    sampling: { maxTokens: 4, seed: '7', stopTokenIds: [1, 2], choices: { texts: ['a'] }, logitBias: { 5: -1.5 } },
     metadata: { user: 'ada' },
   });
 });

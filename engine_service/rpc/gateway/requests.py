@@ -48,10 +48,8 @@ def require_only_rank(field: str, rank: int) -> None:
 
 def own_sampling(params: pb.SamplingParams) -> own.SamplingParams:
     """Ours, with every field of the protocol that a model's defaults would fill. Raises InvalidField, NotImplementedYet."""
-    if params.min_tokens:
-        raise NotImplementedYet("min_tokens: not served", feature="min_tokens")
-    if params.logit_bias:
-        raise NotImplementedYet("logit_bias: not served", feature="logit_bias")
+    if any(token_id < 0 for token_id in params.logit_bias):
+        raise InvalidField("logit_bias: token ids of 0 or more", field="logit_bias", limit=0)
     if params.HasField("truncate_prompt_tokens"):
         raise NotImplementedYet("truncate_prompt_tokens: prompts are taken whole", feature="truncate_prompt_tokens")
     sampling = own.SamplingParams(
@@ -65,6 +63,8 @@ def own_sampling(params: pb.SamplingParams) -> own.SamplingParams:
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
+        min_tokens=_int32(params.min_tokens, "min_tokens"),
+        logit_bias=params.logit_bias,
     )
     if params.HasField("max_tokens"):
         sampling.max_tokens = _int32(params.max_tokens, "max_tokens")

@@ -33,6 +33,9 @@ class SearchCase:
     eos_token_ids: tuple[int, ...] = ()  # sent as stop token ids
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
 
     @property
     def options(self) -> GenerateOptions:
@@ -42,6 +45,9 @@ class SearchCase:
             stop_token_ids=self.eos_token_ids,
             stop=self.stop,
             ignore_eos=True,
+            bad_words_token_ids=self.bad_words,
+            logit_bias=dict(self.bias),
+            min_tokens=self.min_tokens,
         )
         beams = BeamSearch(self.num_beams, self.length_penalty, self.early_stopping)
         return GenerateOptions(n=self.num_returned, beam_search=beams, sampling=sampling)
@@ -72,6 +78,9 @@ def _search(network: Any, tokenizer: Any, case: SearchCase) -> list[Found]:
         early_stopping=case.early_stopping,
         eos_token_id=list(case.eos_token_ids) or None,
         repetition_penalty=case.repetition_penalty,
+        bad_words_ids=[list(word) for word in case.bad_words] or None,
+        sequence_bias={(token_id,): amount for token_id, amount in case.bias} or None,
+        min_new_tokens=case.min_tokens or None,
         stop_strings=list(case.stop) or None,
         tokenizer=tokenizer,
         pad_token_id=0,

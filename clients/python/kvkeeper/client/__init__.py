@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from kvkeeper.client.engine.client import AsyncEngineClient, AsyncGeneration
     from kvkeeper.client.engine.client_sync import EngineClient, Generation
+    from kvkeeper.client.engine.prompts import Chat
     from kvkeeper.client.errors import KvkeeperError
     from kvkeeper.client.kv_chunks import KvTokens
     from kvkeeper.client.new_sequence import NewSequence
@@ -45,6 +46,7 @@ __all__ = [
     "CacheClient",
     "CacheSession",
     "CallOptions",
+    "Chat",
     "Credentials",
     "EngineClient",
     "GenerateOptions",
@@ -71,6 +73,7 @@ _HOMES = {
     "credentials": ("Credentials",),
     "engine.client": ("AsyncEngineClient", "AsyncGeneration"),
     "engine.client_sync": ("EngineClient", "Generation"),
+    "engine.prompts": ("Chat",),
     "engine.calls": (
         "BeamSearch",
         "GenerateOptions",

@@ -74,13 +74,14 @@ async def test_every_field_arrives() -> None:
     params = pb.SamplingParams(
         temperature=0, top_p=0.5, top_k=7, min_p=0.25, frequency_penalty=0.5, presence_penalty=-0.5, repetition_penalty=1.5,
         max_tokens=9, stop=["x"], stop_token_ids=[3], ignore_eos=True, logprobs=2, prompt_logprobs=1, seed=-4, n=3, regex="a+",
+        min_tokens=4, logit_bias={7: -1.5},
     )  # fmt: skip
     found = await asked(request(sampling_params=params))
     assert (found.request_id, list(found.token_ids.ids), found.n) == ("a", PROMPT, 3)
     assert found.sampling == own.SamplingParams(
         temperature=0, top_p=0.5, top_k=7, min_p=0.25, frequency_penalty=0.5, presence_penalty=-0.5,
         repetition_penalty=1.5, max_tokens=9, stop=["x"], stop_token_ids=[3], ignore_eos=True, num_logprobs=2,
-        num_prompt_logprobs=1, seed=-4, regex="a+",
+        num_prompt_logprobs=1, seed=-4, regex="a+", min_tokens=4, logit_bias={7: -1.5},
     )  # fmt: skip
 
 
@@ -114,10 +115,15 @@ def test_constraints(params: dict[str, Any], expected: dict[str, Any]) -> None:
     assert ({kind: getattr(found, kind)} if kind else {}) == expected
 
 
-@pytest.mark.parametrize("name", ["n", "top_k", "max_tokens"])
+@pytest.mark.parametrize("name", ["n", "top_k", "max_tokens", "min_tokens"])
 async def test_a_number_that_is_too_large_for_ours_is_refused(name: str) -> None:
     with pytest.raises(InvalidField, match="at most"):
         await asked(request(sampling_params=pb.SamplingParams(**{name: 1 << 31})))
+
+
+def test_a_bias_of_a_token_below_0_is_refused() -> None:
+    with pytest.raises(InvalidField, match="logit_bias"):
+        own_sampling(pb.SamplingParams(logit_bias={-1: 1.0}))
 
 
 async def test_a_request_without_a_prompt_is_refused() -> None:
@@ -143,6 +149,8 @@ TAKES_EFFECT: dict[str, Any] = {
     "SamplingParams.presence_penalty": 0.5,
     "SamplingParams.repetition_penalty": 1.5,
     "SamplingParams.max_tokens": 3,
+    "SamplingParams.min_tokens": 1,
+    "SamplingParams.logit_bias": {3: 1.0},
     "SamplingParams.stop": ["x"],
     "SamplingParams.stop_token_ids": [3],
     "SamplingParams.ignore_eos": True,
@@ -161,8 +169,6 @@ TAKES_EFFECT: dict[str, Any] = {
     "GenerateRequest.stream": True,
 }
 REFUSED: dict[str, Any] = {
-    "SamplingParams.min_tokens": 1,
-    "SamplingParams.logit_bias": {3: 1.0},
     "SamplingParams.truncate_prompt_tokens": 4,
     "SamplingParams.grammar": "root ::= x",
     "SamplingParams.structural_tag": "{}",

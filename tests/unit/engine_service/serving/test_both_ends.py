@@ -38,7 +38,7 @@ Outputs = dict[int, tuple[str, list[int], str | None]]  # of each continuation t
 
 
 class LettersText:
-    def output(self, prompt: list[int], stops: tuple[str, ...]) -> Letters:
+    def output(self, prompt: list[int], stops: tuple[str, ...], min_tokens: int) -> Letters:
         return Letters(stops)
 
 

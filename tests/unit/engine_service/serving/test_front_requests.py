@@ -50,7 +50,7 @@ class Letters:
 
 
 class LettersText:
-    def output(self, prompt: list[int], stops: tuple[str, ...]) -> TextOutput:
+    def output(self, prompt: list[int], stops: tuple[str, ...], min_tokens: int) -> TextOutput:
         return Letters(stops)
 
 

@@ -1,6 +1,7 @@
 """TextWork: what a worker refuses names the limit, no template runs here, and no kind of tokenizer keeps a model out."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
 from kvkeeper.engine_service.outputs import chat_template
+from kvkeeper.engine_service.outputs.conversation import Chat
 from kvkeeper.engine_service.outputs.model_text import ModelText
 from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
 from kvkeeper.engine_service.text_workers.text_work import TextWork
@@ -61,8 +63,8 @@ async def test_no_template_runs_in_this_process(monkeypatch: pytest.MonkeyPatch)
     made = list[object]()
     monkeypatch.setattr(chat_template.ChatTemplate, "__init__", lambda self, source: made.append(source))
     async with text_work(templated("{{ messages[0].content }}")) as work:
-        assert np.array(await work.encode_chat("a", CHAT, MANY)).tolist() == [0, 1, 2, 2, 3]
-        assert np.array(await work.encode_chat("a", CHAT * 100, MANY)).tolist() == [0, 1, 2, 2, 3]
+        assert np.array(await work.encode_chat("a", Chat(CHAT), MANY)).tolist() == [0, 1, 2, 2, 3]
+        assert np.array(await work.encode_chat("a", Chat(CHAT * 100), MANY)).tolist() == [0, 1, 2, 2, 3]
     assert made == []
 
 
@@ -94,10 +96,10 @@ async def test_whatever_a_template_does_is_refused_by_name_and_the_next_chat_is_
     async with text_work(templated(whole), Limits(1.0, 512 << 20)) as work:
         for place, (template, error, told) in enumerate(RENDERED):
             with pytest.raises(error) as refused:
-                await work.encode_chat("a", [{"role": "user", "content": str(place)}], MANY)
+                await work.encode_chat("a", Chat([{"role": "user", "content": str(place)}]), MANY)
             assert (type(refused.value), refused.value.metadata) == (error, {"field": "chat", **told}), template
             assert len(str(refused.value).encode()) < 300, "one line that every message can hold"
-            assert np.array(await work.encode_chat("a", CHAT, MANY)).tolist() == [0, 1, 2, 2, 3]
+            assert np.array(await work.encode_chat("a", Chat(CHAT), MANY)).tolist() == [0, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -115,17 +117,57 @@ async def test_a_template_that_does_not_compile_is_refused_by_name(
 ) -> None:
     async with text_work(templated(template), Limits(1.0, 512 << 20)) as work:
         with pytest.raises(error) as refused:
-            await work.encode_chat("a", CHAT, MANY)
+            await work.encode_chat("a", Chat(CHAT), MANY)
         assert (type(refused.value), refused.value.metadata) == (error, {"field": "chat", **told})
         assert np.array(await work.encode("a", "hello", "text", MANY)).tolist() == [0, 1, 2, 2, 3]
+
+
+async def test_what_is_wrong_in_a_chat_is_named_and_the_next_chat_is_served() -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": "{"}}]
+    wrong = {
+        "chat.tools": Chat(CHAT, tools="x"),
+        "chat.template_arguments": Chat(CHAT, template_arguments="[]"),
+        "chat.messages[0].tool_calls[0].arguments": Chat([{"role": "assistant", "tool_calls": calls}]),
+    }
+    async with text_work(templated("hello"), Limits(1.0, 512 << 20)) as work:
+        for field, chat in wrong.items():
+            with pytest.raises(InvalidField, match=re.escape(field)) as refused:
+                await work.encode_chat("a", chat, MANY)
+            assert refused.value.metadata == {"field": field}
+            assert np.array(await work.encode_chat("a", Chat(CHAT), MANY)).tolist() == [0, 1, 2, 2, 3]
+        with pytest.raises(TooComplex) as too_deep:
+            await work.encode_chat("a", Chat(CHAT, tools="[" * 100_000), MANY)
+        assert too_deep.value.metadata == {"field": "chat", "exceeded": "depth"}
+
+
+async def test_all_texts_of_a_chat_count() -> None:
+    calls = [{"id": "i" * 50, "type": "function", "function": {"name": "f" * 50, "arguments": "a" * 50}}]
+    said = {"role": "assistant", "content": "c" * 50, "name": "n" * 50, "tool_call_id": "t" * 50, "tool_calls": calls}
+    chat = Chat([said], tools="o" * 50, template_arguments="v" * 50)
+    work = TextWork(ModelText(templated("")), 8, 1, LIMITS, InputLimits(text_bytes=399), 8)
+    try:
+        with pytest.raises(InvalidField, match="at most 399 bytes, not 400") as refused:
+            await work.encode_chat("a", chat, MANY)
+    finally:
+        await work.close()
+    assert refused.value.metadata == {"field": "chat", "limit": "399", "flag": "--max-text-bytes"}
+
+
+async def test_a_chat_with_plain_text_is_encoded_in_a_worker_too() -> None:
+    tokenizer = templated("<x>{{ messages[0].content }}")
+    tokenizer._backend.add_special_tokens(["<x>"])
+    async with text_work(tokenizer) as work:
+        for plain, ids in ((False, [4, 0, 4, 1]), (True, [4, 0, 1])):  # the letters of <x> have no token
+            chat = Chat([{"role": "user", "content": "h<x>e"}], plain_user_text=plain)
+            assert np.array(await work.encode_chat("a", chat, MANY)).tolist() == ids
 
 
 async def test_a_short_chat_waits_for_no_long_text() -> None:
     template = "{% if messages[0].content | length > 9999 %}" + LOOP + "{% endif %}hello"
     async with text_work(templated(template), replace(LIMITS, cpu_s=2.0)) as work:
-        long = asyncio.create_task(work.encode_chat("a", [{"role": "user", "content": "h" * 10_000}], MANY))
+        long = asyncio.create_task(work.encode_chat("a", Chat([{"role": "user", "content": "h" * 10_000}]), MANY))
         await asyncio.sleep(0)
-        await work.encode_chat("b", CHAT, MANY)
+        await work.encode_chat("b", Chat(CHAT), MANY)
         assert not long.done(), "it ends at its limit alone"
         with pytest.raises(TooComplex):
             await long
@@ -133,10 +175,10 @@ async def test_a_short_chat_waits_for_no_long_text() -> None:
 
 async def test_a_closed_one_refuses_chats_that_are_under_way_and_later_ones() -> None:
     async with text_work(templated(LOOP)) as work:
-        chats = [asyncio.create_task(work.encode_chat("a", CHAT, MANY)) for _ in range(3)]
+        chats = [asyncio.create_task(work.encode_chat("a", Chat(CHAT), MANY)) for _ in range(3)]
         await asyncio.sleep(0)
         await work.close()
-        for chat in (*chats, work.encode_chat("a", CHAT, MANY)):
+        for chat in (*chats, work.encode_chat("a", Chat(CHAT), MANY)):
             with pytest.raises(Draining):
                 await asyncio.wait_for(chat, 60)
 
@@ -144,7 +186,7 @@ async def test_a_closed_one_refuses_chats_that_are_under_way_and_later_ones() ->
 async def test_a_model_without_a_tokenizer_refuses_chats() -> None:
     work = TextWork(ModelText(None), 8, 1, LIMITS, InputLimits(), 8)
     with pytest.raises(InvalidField, match="no tokenizer") as refused:
-        await work.encode_chat("a", CHAT, MANY)
+        await work.encode_chat("a", Chat(CHAT), MANY)
     assert refused.value.metadata == {"field": "chat"}
 
 
@@ -171,7 +213,7 @@ async def test_a_model_is_served_whose_tokenizer_constraints_cannot_use(make: ob
     assert callable(make)
     async with text_work(Tokenizer(make(), {"chat_template": "{{ messages[0].content }}"}, frozenset({2}))) as work:
         assert np.array(await work.encode("a", "a b", "text", MANY)).tolist() == [0, 1]
-        assert np.array(await work.encode_chat("a", [{"role": "user", "content": "b a"}], MANY)).tolist() == [1, 0]
+        assert np.array(await work.encode_chat("a", Chat([{"role": "user", "content": "b a"}]), MANY)).tolist() == [1, 0]
         assert await work.decode("a", np.array([1], np.int32), with_added=False) == "b"
         with pytest.raises(
             InvalidField, match="cannot be constrained, for its tokenizer: can't determine decoder type"

@@ -19,6 +19,7 @@ import pytest
 import structlog
 
 from kvkeeper.engine_service.model.demo_model import DEMO_MODEL_DIR
+from kvkeeper.engine_service.outputs.conversation import Chat
 from kvkeeper.engine_service.outputs.tokenizer import Tokenizer
 from kvkeeper.engine_service.text_workers.text_worker import TOKEN_DTYPE, Kind, Limits, SetUp
 from kvkeeper.engine_service.text_workers.workers import JobRefused, JobTooMuch, Workers
@@ -63,8 +64,8 @@ async def test_a_worker_does_what_the_tokenizer_does_one_job_after_another() -> 
         assert (await made.run("b", Kind.DECODE, ids)).decode() == tokenizer().decode(
             tokenizer().encode(text), skip_special_tokens=False
         )
-        chat = [{"role": "user", "content": "x"}]
-        rendered = await made.run("b", Kind.ENCODE_CHAT, json.dumps(chat).encode())
+        chat = Chat([{"role": "user", "content": "x"}])
+        rendered = await made.run("b", Kind.ENCODE_CHAT, json.dumps(asdict(chat)).encode())
         assert np.frombuffer(rendered, TOKEN_DTYPE).tolist() == tokenizer().encode_chat(chat)
         assert await made.run("b", Kind.CONSTRAINT, constraint("regex", "[a-z]+"))
         with pytest.raises(JobRefused, match="unclosed group"):
@@ -78,7 +79,7 @@ async def test_a_model_without_a_chat_template_refuses_chats_alone() -> None:
     made = Workers(1, SetUp(state, tokenizer().vocab_size, asdict(Limits(20.0, 512 << 20))), 8)
     try:
         with pytest.raises(JobRefused, match="template"):
-            await made.run("b", Kind.ENCODE_CHAT, b'[{"role": "user", "content": "x"}]')
+            await made.run("b", Kind.ENCODE_CHAT, b'{"messages": [{"role": "user", "content": "x"}]}')
         assert await encode(made, "x") == tokenizer().encode("x")
     finally:
         await made.close()

@@ -23,6 +23,7 @@ from kvkeeper.engine_service.values.sampling_params import (
     SamplingRow,
     SearchRow,
 )
+from kvkeeper.engine_service.values.token_rules import TokenRules
 from kvkeeper.kernels.layout import KvLayout
 from tests.support.stand_ins.host_reads import HostReads
 from tests.support.stand_ins.late_queue import LateQueue
@@ -33,6 +34,7 @@ NUM_ROWS, VOCAB_SIZE, NUM_STEPS = 3, 40, 4
 HISTORY = np.array([1, 2, 3, 2], np.int32)
 PENALISED = SamplingParams(temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.2, presence_penalty=0.1)
 SHAPED = SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01)
+RULES = TokenRules({3: 1.5}, np.arange(20, dtype=np.int32), [(4,), (2, 5), (3, 2, 6)], 9, frozenset({7}))
 
 
 class Runner:
@@ -95,6 +97,8 @@ WAYS: dict[str, Callable[[bool], Any]] = {
     "penalised by column": lambda awaits: by_column(rows_of(PENALISED, awaits)),
     "penalised with log probabilities": lambda awaits: rows_of(PENALISED, awaits, num_logprobs=0),
     "the likeliest of penalised": lambda awaits: rows_of(dataclasses.replace(PENALISED, temperature=0), awaits),
+    "ruled": lambda awaits: rows_of(SHAPED, awaits, rules=RULES),
+    "penalised with rules": lambda awaits: rows_of(PENALISED, awaits, rules=RULES),
     "constrained": lambda awaits: rows_of(SHAPED, False, constraint=OneInTwo()),  # it waits for the step before
 }
 
@@ -170,7 +174,7 @@ def test_prompts_that_are_told_or_go_on_cost_no_wait_of_their_own() -> None:
 
 def test_a_beam_search_reads_its_candidates_where_it_is_launched() -> None:
     """Whether they are finite, their tokens, and their log probabilities."""
-    rows = [SearchRow(row, 2) for row in rows_of(PENALISED, False)]
+    rows = [SearchRow(row, 2) for row in rows_of(PENALISED, False, rules=RULES)]
     world = World()
     work = work_of(sampled=[], sample_rows=np.empty(0, np.int64), logit_idx=np.empty(0, np.int64))
     work = dataclasses.replace(work, search_idx=np.arange(NUM_ROWS))

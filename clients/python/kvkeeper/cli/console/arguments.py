@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 _MAX_STOP_BYTES = 256  # the protocol's
 
@@ -56,15 +57,50 @@ def pair(text: str) -> tuple[str, str]:
     return key, value
 
 
+def bias(text: str) -> tuple[int, float]:
+    token_id, amount = pair(text)
+    return _token_id(token_id), number(amount)
+
+
+def token_list(text: str) -> list[int]:
+    return [_token_id(part) for part in text.split(",")]
+
+
+def _token_id(text: str) -> int:
+    if (token_id := whole(text)) < 0:
+        raise argparse.ArgumentTypeError(f"a token id of 0 or more, not {text!r}")
+    return token_id
+
+
 def json_schema(text: str) -> str:
     """The text of the file of this name, or the schema itself, which begins with a brace or is true or false."""
+    return _json_text(text, is_itself=text.lstrip().startswith("{") or text.strip() in ("true", "false"))
+
+
+def json_list(text: str) -> list[Any]:
+    return list(_json_value(text, list))
+
+
+def json_object(text: str) -> dict[str, Any]:
+    return dict(_json_value(text, dict))
+
+
+def _json_value(text: str, kind: type) -> Any:
+    """The value of the file of this name, or of the text itself, which begins with a brace or a bracket."""
+    value = json.loads(_json_text(text, is_itself=text.lstrip().startswith(("{", "["))))
+    if not isinstance(value, kind):
+        raise argparse.ArgumentTypeError("a JSON list is needed" if kind is list else "a JSON object is needed")
+    return value
+
+
+def _json_text(text: str, *, is_itself: bool) -> str:
     schema = utf8(text)
-    if not schema.lstrip().startswith("{") and schema.strip() not in ("true", "false"):
+    if not is_itself:
         try:
             schema = Path(text).read_bytes().decode()
         except OSError as error:
             raise argparse.ArgumentTypeError(
-                f"the file {text!r} cannot be read: {error.strerror}; a schema itself begins with a brace"
+                f"the file {text!r} cannot be read: {error.strerror}; JSON itself begins with a brace"
             ) from None
         except UnicodeDecodeError:
             raise argparse.ArgumentTypeError(f"the file {text!r} is not UTF-8 text") from None

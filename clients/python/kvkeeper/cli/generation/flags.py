@@ -2,11 +2,25 @@
 
 import argparse
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from kvkeeper.cli.console.addresses import add_engine_flag, add_json_flag
-from kvkeeper.cli.console.arguments import filled, json_schema, number, pair, seed, stop_text, utf8, whole
-from kvkeeper.client import BeamSearch, GenerateOptions, Retention, Sampling
+from kvkeeper.cli.console.arguments import (
+    bias,
+    filled,
+    json_list,
+    json_object,
+    json_schema,
+    number,
+    pair,
+    seed,
+    stop_text,
+    token_list,
+    utf8,
+    whole,
+)
+from kvkeeper.client import BeamSearch, Chat, GenerateOptions, Retention, Sampling
 
 _DEFAULT_SINK = 4  # tokens; models that were not trained with a sink of their own need so many (arXiv 2309.17453)
 
@@ -22,6 +36,7 @@ _SAMPLING_FLAGS = {
     ),
     "frequency_penalty": (number, "-2 to 2 (default: 0)"),
     "presence_penalty": (number, "-2 to 2 (default: 0)"),
+    "min_tokens": (whole, "fewest new tokens before an end of sequence or a stop (default: 0)"),
     "seed": (seed, "seed of the random stream (default: a new one for each request)"),
 }
 
@@ -34,12 +49,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-file", type=Path, metavar="PATH", help="read the prompt from a file")
     parser.add_argument("--chat", action="store_true", help="take the prompt as a user's message, in the model's chat template")
     parser.add_argument("--system", type=utf8, metavar="TEXT", help="system message of the conversation; implies --chat")
+    _add_chat_flags(parser)
     _add_continuation_flags(parser)
     for name, (kind, text) in _SAMPLING_FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
     parser.add_argument(
         "--stop", action="append", default=[], type=stop_text, metavar="TEXT", help="text that ends the output; may be repeated"
     )
+    _add_token_flags(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="continue past the end-of-sequence token")
     parser.add_argument(
         "--json-schema", type=json_schema, metavar="FILE_OR_JSON", help="the output is a JSON value that this schema allows"
@@ -91,6 +108,37 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser)
 
 
+def _add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    """What the chat template is given beside the messages; each of them implies --chat."""
+    parser.add_argument(
+        "--tools", type=json_list, metavar="FILE_OR_JSON", help="tools that the model may call, a list; implies --chat"
+    )
+    parser.add_argument(
+        "--template-arguments", type=json_object, metavar="FILE_OR_JSON", help="variables of the template; implies --chat"
+    )
+    parser.add_argument(
+        "--answer-begins", type=filled, metavar="TEXT", help="beginning of the answer, which is continued; implies --chat"
+    )
+    parser.add_argument(
+        "--plain-user-text", action="store_true", help="what the prompt spells is no control token; implies --chat"
+    )
+
+
+def make_prompt(text: str, args: argparse.Namespace) -> str | Chat:
+    """What the flags make of the prompt's text."""
+    chat = (args.chat, args.system, args.tools, args.template_arguments, args.answer_begins, args.plain_user_text)
+    if not any(given not in (None, False) for given in chat):
+        return text
+    said = {"system": args.system, "user": text, "assistant": args.answer_begins}
+    return Chat(
+        [{"role": role, "content": content} for role, content in said.items() if content is not None],
+        tools=args.tools or (),
+        template_arguments=args.template_arguments or {},
+        continue_final_message=args.answer_begins is not None,
+        plain_user_text=args.plain_user_text,
+    )
+
+
 def _add_continuation_flags(parser: argparse.ArgumentParser) -> None:
     """How many continuations there are, and how they are found."""
     parser.add_argument("--n", type=whole, metavar="N", help="continuations of the prompt, which is computed once (default: 1)")
@@ -107,6 +155,23 @@ def _add_continuation_flags(parser: argparse.ArgumentParser) -> None:
         "--length-penalty", type=number, metavar="X", help="with --beams: above 0 favours longer continuations (default: 1)"
     )
     parser.add_argument("--early-stopping", action="store_true", help="with --beams: end when X continuations have ended")
+
+
+def _add_token_flags(parser: argparse.ArgumentParser) -> None:
+    """What is said of single tokens."""
+    several = partial(parser.add_argument, action="append", default=[])
+    several("--logit-bias", type=bias, metavar="ID=X", help="added to a token's logit, -100 to 100; may be repeated")
+    several("--bad-word", dest="bad_words", type=filled, metavar="TEXT", help="must not come in the output; may be repeated")
+    several(
+        "--bad-token-ids",
+        dest="bad_words_token_ids",
+        type=token_list,
+        metavar="ID,ID",
+        help="tokens that must not come one behind the other; may be repeated",
+    )
+    parser.add_argument(
+        "--allowed-token-ids", type=token_list, default=[], metavar="ID,ID", help="the only tokens that may come (default: all)"
+    )
 
 
 def wrong_together(args: argparse.Namespace) -> str | None:
@@ -127,7 +192,9 @@ def wrong_together(args: argparse.Namespace) -> str | None:
 
 def make_options(args: argparse.Namespace) -> GenerateOptions:
     chosen = {field.name: getattr(args, field.name) for field in fields(Sampling) if hasattr(args, field.name)}
-    chosen["stop"] = tuple(args.stop)
+    for name in ("stop", "bad_words", "bad_words_token_ids", "allowed_token_ids"):
+        chosen[name] = tuple(getattr(args, name))
+    chosen["logit_bias"], chosen["min_tokens"] = dict(args.logit_bias), args.min_tokens or 0
     chosen["choices"] = None if args.choice is None else tuple(args.choice)
     options = {field.name: getattr(args, field.name) for field in fields(GenerateOptions) if hasattr(args, field.name)}
     options["beam_search"] = None if args.beams is None else BeamSearch(args.beams, args.length_penalty, args.early_stopping)

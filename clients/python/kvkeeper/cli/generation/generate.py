@@ -10,7 +10,7 @@ from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_OK, EXIT_USAGE, complain, warn
 from kvkeeper.cli.generation.continuations import Printer, logprobs_table, report, summary
 from kvkeeper.cli.generation.flags import add_flags as add_flags
-from kvkeeper.cli.generation.flags import make_options, wrong_together
+from kvkeeper.cli.generation.flags import make_options, make_prompt, wrong_together
 from kvkeeper.client import EngineClient, Usage
 from kvkeeper.common.service import VERSION
 from kvkeeper.common.tracing.exporting import TracingUnavailable, export_spans
@@ -42,7 +42,7 @@ def _generate(text: str, args: argparse.Namespace) -> int:
     started = time.monotonic()
     first_token = None
     with EngineClient(args.engine, OPTIONS) as client:
-        with client.generate(_prompt(text, args), make_options(args)) as generation:
+        with client.generate(make_prompt(text, args), make_options(args)) as generation:
             for chunk in generation:
                 if first_token is None and chunk.token_ids:
                     first_token = time.monotonic()
@@ -71,13 +71,6 @@ def _verdict(printer: Printer, args: argparse.Namespace) -> int:
         if reason in printer.reasons:
             complain(text, reason=reason.upper(), is_json=args.json)
     return EXIT_FAILED if {"error", "cancelled", *limits}.intersection(printer.reasons) else EXIT_OK
-
-
-def _prompt(text: str, args: argparse.Namespace) -> str | list[dict[str, str]]:
-    if not args.chat and args.system is None:
-        return text
-    turns = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return [*turns, {"role": "user", "content": text}]
 
 
 def _read_prompt(args: argparse.Namespace) -> str | None:

@@ -2,7 +2,7 @@
 
 import math
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from kvkeeper.client.engine.prompts import Prompt, set_prompt
@@ -75,6 +75,11 @@ class Sampling:
     json_schema: str | None = None
     regex: str | None = None
     choices: tuple[str, ...] | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[Sequence[int], ...] = ()
+    allowed_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +162,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         raise ValueError(f"one constraint at most, not {' and '.join(constraints)}")  # the message would keep the last alone
     if "choices" in sampling:
         sampling["choices"] = pb.Choices(texts=sampling["choices"])
+    sampling["bad_words_token_ids"] = [pb.TokenIds(ids=word) for word in options.sampling.bad_words_token_ids]
     request = pb.GenerateRequest(
         **{name: getattr(options, name) for name in _PLAIN},
         sampling=pb.SamplingParams(**sampling),

@@ -71,7 +71,7 @@ class AsyncEngineClient:
         await self.close()
 
     def generate(self, prompt: Prompt, options: GenerateOptions | None = None) -> "AsyncGeneration":
-        """Continue a prompt: text, token ids, or a conversation of {"role", "content"}."""
+        """Continue a prompt: text, token ids, or a conversation: a Chat, or its messages."""
         options = repeatable(options or GenerateOptions())
         request = generate_request(prompt, options)
         patience = stream_options(self._transport.options, options.timeout_ms)

@@ -26,7 +26,7 @@ class EngineClient(Closing):
         self._inner = AsyncEngineClient(target, options, credentials, backend=BLOCKING)
 
     def generate(self, prompt: Prompt, options: GenerateOptions | None = None) -> "Generation":
-        """Continue a prompt: text, token ids, or a conversation of {"role", "content"}."""
+        """Continue a prompt: text, token ids, or a conversation: a Chat, or its messages."""
         return Generation(self._inner.generate(prompt, options))
 
     def follow(self, request_id: str, reconnect_s: float = 10.0) -> "Generation":
