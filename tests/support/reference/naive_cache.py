@@ -16,7 +16,7 @@ from kvkeeper.cache_service.core.values.sequence_args import Retention
 from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, MatchEnd, ReuseHint
 from tests.support.reference.naive_misses import NaiveMisses
 
-Key = tuple[str, tuple[int, ...]]  # tenant, every token up to the end of the block
+Key = tuple[str, tuple[int, ...]]  # scope, every token up to the end of the block
 
 
 class Mismatch(AssertionError):
@@ -33,13 +33,18 @@ def require(holds: bool, what: str) -> None:
         raise Mismatch(what)
 
 
+def tenant_of(scope: str) -> str:
+    """Quotas and clearing are by tenant, sharing by scope."""
+    return scope.partition("\0")[0]
+
+
 @dataclass
 class NaiveSequence:
     """One sequence; `granted_at` is its reserved length after each step that changed it."""
 
     session: str
     sequence_id: int
-    tenant: str
+    scope: str
     tokens: list[int]
     max_tokens: int
     args: tuple[object, ...] = ()
@@ -210,18 +215,18 @@ class NaiveCache:
         return self.config.num_usable_blocks - len(self.held().union(self.index.values()))
 
     def key(self, q: NaiveSequence, block_idx: int) -> Key:
-        return q.tenant, tuple(q.tokens[: (block_idx + 1) * self.block_size])
+        return q.scope, tuple(q.tokens[: (block_idx + 1) * self.block_size])
 
     def hit(self, q: NaiveSequence, limit: int) -> list[int]:
         """Blocks that a start finds, of at most so many tokens; none where they are too few to count."""
-        match = self.match(q.tenant, q.tokens[: limit // self.block_size * self.block_size])[: self.num_shareable(q)]
+        match = self.match(q.scope, q.tokens[: limit // self.block_size * self.block_size])[: self.num_shareable(q)]
         return match if len(match) * self.block_size >= self.config.min_prefix_tokens else []
 
-    def match(self, tenant: str, tokens: list[int]) -> list[int]:
+    def match(self, scope: str, tokens: list[int]) -> list[int]:
         """Blocks of the longest cached prefix, whole blocks."""
         blocks: list[int] = []
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
-            block = self.index.get((tenant, tuple(tokens[:end])))
+            block = self.index.get((scope, tuple(tokens[:end])))
             if block is None:
                 break
             blocks.append(block)
@@ -346,9 +351,9 @@ class NaiveCache:
         """Whether a pending block would make the match of a waiting sequence longer."""
         size = self.block_size
         limit = min(min(max_hit, len(q.tokens) - 1) // size, self.num_shareable(q)) * size
-        num_found = len(self.match(q.tenant, q.tokens[:limit]))
+        num_found = len(self.match(q.scope, q.tokens[:limit]))
         wanted = q.tokens[: (num_found + 1) * size]
-        rivals = [other for other in self.pending if other.running and other.tenant == q.tenant]
+        rivals = [other for other in self.pending if other.running and other.scope == q.scope]
         rivals = [other for other in rivals if self.num_to_publish(other)[0] > num_found]
         return num_found * size < limit and any(other.tokens[: len(wanted)] == wanted for other in rivals)
 
@@ -360,7 +365,7 @@ class NaiveCache:
     def _publish_block(self, q: NaiveSequence, block_idx: int, *, still_used: bool) -> None:
         own = q.table[block_idx]
         if self.key(q, block_idx) not in self.index and self.children is not None:
-            parent = q.tenant, tuple(q.tokens[: block_idx * self.block_size])
+            parent = q.scope, tuple(q.tokens[: block_idx * self.block_size])
             self.children[parent] = self.children.get(parent, 0) + 1
             if q.hint is ReuseHint.NONE:
                 self.classes[own] = -1
@@ -372,10 +377,10 @@ class NaiveCache:
             q.table[block_idx] = known
             self.let_go(q.session, own, still_used=still_used)
 
-    def grant(self, blocks: list[int], tenant: str, what: str) -> None:
+    def grant(self, blocks: list[int], scope: str, what: str) -> None:
         """The core took these blocks, evicting what it had to, and no more."""
         require(len(set(blocks)) == len(blocks), f"R1 {what}: a block granted twice in {blocks}")
-        states = self.states()
+        states, own = self.states(), tenant_of(scope)
         if not self.num_granted:
             self.num_free_before = states.count(BlockState.FREE)
         evicted: list[int] = []
@@ -385,9 +390,9 @@ class NaiveCache:
             require(state in (BlockState.FREE, BlockState.CACHED), f"R6 {what}: block {block} granted, is {state.value}")
             if state is BlockState.CACHED:
                 evicted.append(block)
-            if self.tenants.get(block, tenant) != tenant and len(self.seen_tenants) > 1:
+            if self.tenants.get(block, own) != own and len(self.seen_tenants) > 1:
                 self.foreign.append(block)
-            self.tenants[block] = tenant
+            self.tenants[block] = own
         self.num_granted += len(blocks)
         self.victims += evicted
 
@@ -433,13 +438,13 @@ class NaiveCache:
                 candidates = [block for block in of_class if self._waits_longer_than_below(block, by_block)]
                 candidates += [block for block in leaves if block in of_class]
             if not over:  # blocks above quotas are chosen together, also where those that hang below one of them are enough
-                late = [block for block in cached if excess.get(by_block[block][0], 0) > 0]
+                late = [block for block in cached if excess.get(tenant_of(by_block[block][0]), 0) > 0]
                 candidates = candidates + (self._next(late, leaves, by_block) if late else [])
             # A tenant's excess is chosen without regard to hints, so it explains what nothing else does.
             chosen = max((b for b in candidates if b in left), key=lambda block: self.classes.get(block, 0), default=None)
             require(chosen is not None, f"{what}: {sorted(left)} evicted, but {candidates} are older")
             assert chosen is not None
-            tenant = by_block[chosen][0]
+            tenant = tenant_of(by_block[chosen][0])
             excess[tenant] = excess.get(tenant, 0) - 1
             self.forget(by_block[chosen])
             left.intersection_update(self.index.values())
@@ -461,12 +466,14 @@ class NaiveCache:
 
     def share_left(self, tenant: str) -> int:
         """What pins leave of a tenant's quota."""
-        return self.quota() - len({block for pin in self.pins.values() if pin.tenant == tenant for block in pin.blocks})
+        return self.quota() - len(
+            {block for pin in self.pins.values() if tenant_of(pin.scope) == tenant for block in pin.blocks}
+        )
 
     def over_quota(self, cached: Iterable[Key]) -> dict[str, list[Key]]:
         """The cached prefixes of tenants that have too many of them."""
         keys = list(cached) if self.config.tenant_quota < 1 else []
-        owned = {tenant: [key for key in keys if key[0] == tenant] for tenant, _ in keys}
+        owned = {tenant_of(scope): [key for key in keys if tenant_of(key[0]) == tenant_of(scope)] for scope, _ in keys}
         return {tenant: keys for tenant, keys in owned.items() if len(keys) > self.share_left(tenant)}
 
     def _next(

@@ -199,6 +199,8 @@ COMMON: dict[str, Bound] = {
     "epoch": Only((0, 1, -1, 2**53, 2**63 - 1, -(2**63)), NO_SESSION),
     "sequence_id": ID,
     "tenant": Text(64),
+    "adapter": Only(("", "0" * 64, "0" * 63, "0" * 65, "F" * 64, "x" * 64, "x" * 5000, "é" * 64), INVALID),
+    "cache_salt": Text(256),
     "token_ids": Many(TOKEN, least=1, reasons=(*INVALID, "NEVER_FITS")),
     "retention": Part(optional=True),
 }
@@ -206,7 +208,6 @@ COMMON: dict[str, Bound] = {
 BOUNDS: dict[str, Bound] = {
     "KvSpec.model_id": Text(256, shortest=1),
     "KvSpec.revision": Text(256),
-    "KvSpec.adapter_id": Text(256),
     "KvSpec.num_layers": Number(1, 1024),
     "KvSpec.num_kv_heads": Number(1, 1024),
     "KvSpec.head_dim": Number(1, 4096),

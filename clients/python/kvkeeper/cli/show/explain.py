@@ -4,7 +4,7 @@ import argparse
 import json
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
-from kvkeeper.cli.console.addresses import add_cache_flag, add_engine_flag, add_json_flag
+from kvkeeper.cli.console.addresses import add_cache_flag, add_engine_flag, add_json_flag, add_scope_flags
 from kvkeeper.cli.console.arguments import utf8
 from kvkeeper.cli.console.messages import as_json
 from kvkeeper.cli.console.outcome import OPTIONS
@@ -15,6 +15,7 @@ from kvkeeper.client import CacheClient, EngineClient
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", type=utf8, help="text, as for generate")
     parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="tenant whose cache is asked")
+    add_scope_flags(parser)
     add_cache_flag(parser)
     add_engine_flag(parser)
     add_json_flag(parser)
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         for pool in cache.capabilities().pools:
             if pool.spec.revision == model.revision:  # an engine may serve a model under another name than its own
                 with cache.open_session(pool.spec, client_name="explain") as session:
-                    replies.append(session.explain_match(token_ids, args.tenant))
+                    replies.append(session.explain_match(token_ids, args.tenant, args.adapter, args.cache_salt))
     if args.json:
         print(json.dumps({"pools": [as_json(answer) for answer in replies]}))
     else:
