@@ -4,9 +4,11 @@ import pytest
 
 from kvkeeper.cache_service.core.index import roots as roots_module
 from kvkeeper.cache_service.core.index.events.event_feed import EventFeed
+from kvkeeper.cache_service.core.tiers.lookup import ContentNames
 from kvkeeper.cache_service.core.values.scopes import make_scope, tenant_of
-from kvkeeper.cache_service.core.values.types import PressureLevel
+from kvkeeper.cache_service.core.values.types import MatchEnd, PressureLevel
 from tests.support.worlds.core_pool import A, CorePool
+from tests.support.worlds.engine_model import int32
 from tests.support.worlds.scopes import ADAPTER, NAMES
 
 PROMPT = [*range(9)]
@@ -109,3 +111,29 @@ def test_quotas_and_clearing_are_by_tenant_over_its_adapters() -> None:
     assert pool.manager.queries.stats().num_cleared_blocks == 0
     pool.cache([*range(50)], tenant="b")
     assert pool.manager.queries.stats().num_cleared_blocks > 0
+
+
+def test_names_follow_the_scope_of_a_root_that_was_given_away() -> None:
+    """Names of blocks, and of content in a disk or a store: under a name of before another salt's content would be found."""
+    pool = CorePool(num_blocks=9)
+    state = pool.manager.state
+    names = [state.block_names, ContentNames(state.index, b"key")]
+    first = state.index.root(make_scope("", "", "first"))
+    of_first = [each.of(first) for each in names]
+    assert state.index.root(make_scope("", "", "second")) == first
+    assert all(each.of(first) not in of_first for each in names)
+    assert [each.first(make_scope("", "", "first")) for each in names] == of_first
+
+
+def test_an_explanation_says_nothing_of_a_scope_that_had_the_root_before() -> None:
+    pool = CorePool(num_blocks=9)
+    pool.cache(PROMPT, salt="first")
+    pool.manager.prefixes.clear()
+    first, second = (make_scope("", "", salt) for salt in ("first", "second"))
+    explain = pool.manager.queries.explain_match
+    assert explain(first, int32(PROMPT)).end is MatchEnd.CLEARED
+    root = pool.manager.state.index.find_root(first)
+    assert pool.manager.state.index.root(second) == root
+    assert explain(second, int32(PROMPT)).end is MatchEnd.NEVER_STORED
+    assert pool.manager.state.index.root(first) == root
+    assert explain(first, int32(PROMPT)).end is MatchEnd.CLEARED, "it is known again"
