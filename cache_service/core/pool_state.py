@@ -30,7 +30,7 @@ from .values.counters import Counters
 from .values.errors import InvalidField, UnknownSequence, UnknownSession
 from .values.kv_spec import block_name, first_parent
 from .values.pool_config import PoolConfig
-from .values.types import Executor, Int32Array, MatchEnd, PressureLevel, SessionId, Tier
+from .values.types import Executor, Int32Array, MatchEnd, PressureLevel, SequenceState, SessionId, Tier
 
 
 class LowerTier(Protocol):
@@ -55,14 +55,17 @@ class LowerTiers(Protocol):
     def length_to_come(self, slot: int, max_hit: int) -> int:
         """Tokens that the waiting sequence could hit once what it waits for has come; 0 where it is not to wait."""
 
-    def end_behind(self, tenant: str, node: int, tokens: bytes) -> MatchEnd | None:
+    def uses(self, root: int) -> bool:
+        """Whether something on its way is for this root."""
+
+    def end_behind(self, scope: str, node: int, tokens: bytes) -> MatchEnd | None:
         """Why the first block of these tokens behind this node is in no tier above, where one of them has it.
 
-        What is behind it, in whole blocks, decides whether a load of all of them would pay. node 0: that of a tenant that this
+        What is behind it, in whole blocks, decides whether a load of all of them would pay. node 0: that of a scope that this
         run has not met.
         """
 
-    def tiers_behind(self, tenant: str, tokens: Int32Array, nodes: Int32Array) -> list[Tier]:
+    def tiers_behind(self, scope: str, tokens: Int32Array, nodes: Int32Array) -> list[Tier]:
         """[n] the nearest tier of each block of a prompt behind these nodes, as far as all are known to be in one."""
 
     def may_ask(self) -> bool:
@@ -105,6 +108,7 @@ class PoolState:
             group_spans=config.group_spans,
             has_tail=config.has_tail,
         )
+        self.index.roots.is_idle = self._is_idle
         self.below_blocks = BelowBlocks()
         self.block_names = NodeNames(self.index, block_name, partial(first_parent, spec_key))  # as clients see them
         num_kept = config.num_usable_blocks + max(config.num_host_blocks - 1, 0)
@@ -183,6 +187,18 @@ class PoolState:
         is_left = self.publisher.publish(max_blocks)
         self.update_pressure()
         return is_left
+
+    def _is_idle(self, root: int) -> bool:
+        """Whether nothing is below a root and nothing needs it, so that another scope may have its number.
+
+        While changes are unread, none may: they name roots by numbers.
+        """
+        changes, seqs = self.index.change_log, self.sequences
+        if self.index.links.first_child[root] or (changes is not None and len(changes) and not changes.has_overflowed):
+            return False
+        if ((seqs.roots == root) & (seqs.states != SequenceState.FREE_SLOT)).any():
+            return False
+        return self.below is None or not self.below.uses(root)
 
     def _report_pressure(self, level: PressureLevel) -> None:
         if self.index.change_log is not None:

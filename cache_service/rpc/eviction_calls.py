@@ -28,7 +28,7 @@ class EvictionCalls:
             check_range("num_prompt_tokens", request.num_prompt_tokens, 1, MAX_INT32)
         check_range("num_new_tokens", request.num_new_tokens, 0, MAX_INT32)
         answer = live.pool.manager.admission.check(
-            checks.tenant(request.tenant),
+            checks.scope(request),
             tokens,
             request.num_prompt_tokens,
             request.num_new_tokens,

@@ -72,4 +72,4 @@ class InspectionCalls:
         live = readable_session(self._session_manager, request)
         if self._session_manager.is_draining:
             raise Draining("the service is stopping")
-        return self._watch_streams.watch(live, checks.tenant(request.tenant), wants_tokens=request.include_token_ids)
+        return self._watch_streams.watch(live, checks.scope(request), wants_tokens=request.include_token_ids)

@@ -20,14 +20,14 @@ _TIER_SECONDS = 5.0  # that a clearing waits for a lower tier to have it written
 
 
 class PrefixCalls:
-    """A prefix is named by tenant and tokens, or by a sequence that has it."""
+    """A prefix is named by scope and tokens, or by a sequence that has it."""
 
     def __init__(self, session_manager: SessionManager) -> None:
         self._session_manager = session_manager
 
     async def match_prefix(self, request: pb.MatchPrefixRequest) -> pb.MatchPrefixResponse:
         live = readable_session(self._session_manager, request)
-        found = live.pool.manager.queries.match_prefix(checks.tenant(request.tenant), sequences.token_ids(request.token_ids))
+        found = live.pool.manager.queries.match_prefix(checks.scope(request), sequences.token_ids(request.token_ids))
         return pb.MatchPrefixResponse(
             num_matched_tokens=found.num_tokens,
             block_ids=found.blocks[found.blocks > 0].tolist(),
@@ -39,15 +39,15 @@ class PrefixCalls:
 
     async def explain_match(self, request: pb.ExplainMatchRequest) -> pb.ExplainMatchResponse:
         live = readable_session(self._session_manager, request)
-        tenant, tokens = checks.tenant(request.tenant), sequences.token_ids(request.token_ids)
-        return explanation(live.pool.manager.queries.explain_match(tenant, tokens), live.pool.info.host_kv_dtype)
+        scope, tokens = checks.scope(request), sequences.token_ids(request.token_ids)
+        return explanation(live.pool.manager.queries.explain_match(scope, tokens), live.pool.info.host_kv_dtype)
 
     async def pin_prefix(self, request: pb.PinPrefixRequest) -> pb.PinPrefixResponse:
         live = own_session(self._session_manager, request)
         check_range("ttl_ms", request.ttl_ms, 1, round(MAX_PIN_TTL * 1000))
-        tenant, tokens = checks.tenant(request.tenant), sequences.token_ids(request.token_ids)
+        scope, tokens = checks.scope(request), sequences.token_ids(request.token_ids)
         ttl = request.ttl_ms / 1000
-        result = live.pool.manager.prefixes.pin(live.core.id, secrets.token_hex(16), tenant, tokens, ttl)
+        result = live.pool.manager.prefixes.pin(live.core.id, secrets.token_hex(16), scope, tokens, ttl)
         return pb.PinPrefixResponse(pin_id=result.pin_id, num_pinned_tokens=result.num_tokens)
 
     async def unpin_prefix(self, request: pb.UnpinPrefixRequest) -> pb.UnpinPrefixResponse:
@@ -95,6 +95,6 @@ class PrefixCalls:
 
 
 def _parse_hint(hint: pb.PrefixHint) -> tuple[str, Int32Array, ReuseHint, float]:
-    """Tenant, tokens, what is known, and the seconds that it is retained. Raises InvalidField, TenantNotAllowed."""
-    tenant, tokens = checks.tenant(hint.tenant), sequences.token_ids(hint.token_ids)
-    return tenant, tokens, sequences.reuse_hint(hint), sequences.retain_seconds(hint)
+    """Scope, tokens, what is known, and the seconds that it is retained. Raises InvalidField, TenantNotAllowed."""
+    scope, tokens = checks.scope(hint), sequences.token_ids(hint.token_ids)
+    return scope, tokens, sequences.reuse_hint(hint), sequences.retain_seconds(hint)

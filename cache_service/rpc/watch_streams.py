@@ -42,7 +42,7 @@ class WatchStreams:
             feed.notify_all(Event(EventKind.POOL_REPLACED, replaced_model_id=replaced.spec.model_id))
 
     async def watch(
-        self, live: LiveSession, tenant: str, *, wants_tokens: bool = False
+        self, live: LiveSession, scope: str, *, wants_tokens: bool = False
     ) -> AsyncIterator[pb.WatchEventsResponse]:
         """The messages of one watch until it ends. Raises OutOfWatches, WatchLagged, and the error of the session's end."""
         if self._num_open >= MAX_WATCHES:
@@ -51,7 +51,7 @@ class WatchStreams:
         if feed is None:
             feed = self._feeds[live.pool] = _PoolFeed(live.pool)
         try:
-            reader = feed.add(tenant, wants_tokens=wants_tokens)
+            reader = feed.add(scope, wants_tokens=wants_tokens)
         except BaseException:
             self._drop_unread(live.pool, feed)
             raise
@@ -116,8 +116,8 @@ class _PoolFeed:
         state = pool.manager.state
         self._feed = EventFeed(state.index, pool.key, pool.manager.state.gauge.level, self.wake, below=state.below_blocks)
 
-    def add(self, tenant: str, *, wants_tokens: bool) -> WatchReader:
-        reader = WatchReader(self, self._feed.open(tenant, wants_tokens=wants_tokens))
+    def add(self, scope: str, *, wants_tokens: bool) -> WatchReader:
+        reader = WatchReader(self, self._feed.open(scope, wants_tokens=wants_tokens))
         self.readers.append(reader)
         self._pool.num_watches += 1
         self.wake()

@@ -5,7 +5,7 @@ forgotten by the core at once. What is added waits for a moment, so that many bl
 a service that is killed loses what it has published in that moment, and nothing else. While this process copies blocks in a
 thread nothing is written, because what the index has may be what the copies fill. Digests of many bytes are made in a thread,
 and count for the blocks that are still their nodes' then. The quarantine ends once the kernel says that no process of an
-earlier run maps the memory. A tenant's name that finds no room is stored once there is some.
+earlier run maps the memory. A tenant's name that finds no room, or another scope, is stored once there is some.
 """
 
 import asyncio
@@ -87,22 +87,23 @@ class PoolKeeper:
         await self._take_over(may_still_write=False)
 
     async def _take_over(self, **how: Any) -> RestoreResult:
-        kept = replace(self._kept.kept(), add_tenant=self._add_tenant)
+        kept = replace(self._kept.kept(), note_root=self._note_root)
         return await in_thread(partial(self._manager.restore, kept, on_behind=self._write_soon, **how))
 
-    def _add_tenant(self, name: str) -> None:
+    def _note_root(self, root: int, scope: str) -> bool:
         index = self._kept.device.index
-        index.add_tenant(name)
+        counts = index.note_root(root, scope)
         if index.num_unstored and self._naming is None:
             log.warning("tenant_not_kept", why="no room for its name: if this run ends before there is, its blocks are lost")
             self._naming = self._loop.call_later(_NAMES_AFTER, self._store_tenants)
+        return counts
 
     def _store_tenants(self) -> None:
         """Stores tenants whose names found no room; tries again and again until they do."""
         self._naming = None
         index = self._kept.device.index
         num_tenants = index.num_unstored
-        index.store_tenants()
+        index.store_scopes()
         if index.num_unstored:
             self._naming = self._loop.call_later(_NAMES_AFTER, self._store_tenants)
         else:
@@ -145,7 +146,7 @@ class PoolKeeper:
 
     def write_all(self) -> None:
         """The same at once, except for what copies may fill; at the end of the service."""
-        self._kept.device.index.store_tenants()
+        self._kept.device.index.store_scopes()
         if self.copying() is not None:
             return
         if self._digesting is not None and self._taken is not None and self._digests is not None:

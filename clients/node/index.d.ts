@@ -151,6 +151,8 @@ export type StepItems = { [column: string]: ArrayLike<number> };
 /** The answer of a Step: a column is an array of numbers. */
 export type StepResult = { stepId: number } & { [column: string]: unknown };
 
+/** For whom a prompt is, with which adapter (64 hex digits) and which salt. */
+type Scope = { tenant?: string; adapter?: string; cacheSalt?: string };
 type Request<T> = Omit<Given<T>, 'sessionId' | 'epoch'>;
 
 /** A lease on a pool. Every call renews it; renew() does in between. */
@@ -169,6 +171,8 @@ export class CacheSession {
     options?: {
       maxTokens?: number;
       tenant?: string;
+      adapter?: string;
+      cacheSalt?: string;
       priority?: number;
       retention?: Given<cache.Retention>;
       startNumber?: number;
@@ -206,13 +210,15 @@ export class CacheSession {
   ): Promise<(KvChunk & { numTokens: number })[]>;
   step(items: StepItems, completedStepId?: number): Promise<StepResult>;
   streamSteps(): { step(items: StepItems, completedStepId?: number): Promise<StepResult>; end(): void };
-  matchPrefix(tokenIds: ArrayLike<number>, options?: { tenant?: string }): Promise<cache.MatchPrefixResponse>;
-  explainMatch(tokenIds: ArrayLike<number>, options?: { tenant?: string }): Promise<cache.ExplainMatchResponse>;
-  pinPrefix(tokenIds: ArrayLike<number>, ttlMs: number, options?: { tenant?: string }): Promise<cache.PinPrefixResponse>;
+  matchPrefix(tokenIds: ArrayLike<number>, options?: Scope): Promise<cache.MatchPrefixResponse>;
+  explainMatch(tokenIds: ArrayLike<number>, options?: Scope): Promise<cache.ExplainMatchResponse>;
+  pinPrefix(tokenIds: ArrayLike<number>, ttlMs: number, options?: Scope): Promise<cache.PinPrefixResponse>;
   unpinPrefix(pinId: string): Promise<void>;
   hintPrefixes(hints: readonly cache.PrefixHint[]): Promise<number[]>;
   watchEvents(options?: {
     tenant?: string;
+    adapter?: string;
+    cacheSalt?: string;
     timeoutMs?: number;
     includeTokenIds?: boolean;
   }): AsyncGenerator<cache.WatchEventsResponse, void, undefined>;

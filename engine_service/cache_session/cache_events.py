@@ -7,11 +7,11 @@ is cut off by the cache service, whose queue is bounded.
 import math
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
-from hashlib import sha256
 
 import numpy as np
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.client.new_sequence import root_name
 from kvkeeper.client.session import AsyncCacheSession
 
 from ..values.request import Int32Array
@@ -41,7 +41,7 @@ CacheEvent = StoredBlocks | RemovedBlocks
 async def cache_events(session: AsyncCacheSession, tenant: str) -> AsyncGenerator[list[CacheEvent], None]:
     """The events of each message that has some. Raises KvkeeperError when the watch or the session ends."""
     spec = session.pool.spec
-    first_parent = sha256(spec.SerializeToString(deterministic=True) + b"\0" + tenant.encode()).digest()
+    first_parent = root_name(spec, tenant)
     stream = session.watch_events(tenant, timeout_s=math.inf, include_token_ids=True)
     try:
         async for message in stream:

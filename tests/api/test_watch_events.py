@@ -15,7 +15,18 @@ from google.protobuf import json_format
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.cache_service.core.index.events import watch as events
 from kvkeeper.cache_service.rpc import watch_streams as watches
-from tests.support.worlds.cache_api import DEADLINE, Api, ManualClock, Session, le32, le64, refusal, serving, spec_of
+from tests.support.worlds.cache_api import (
+    BLOCK_SIZE,
+    DEADLINE,
+    Api,
+    ManualClock,
+    Session,
+    le32,
+    le64,
+    refusal,
+    serving,
+    spec_of,
+)
 
 EXAMPLES = json.loads((Path(__file__).parent / "block_names.json").read_text())
 SNAPSHOT, STORED, REMOVED = pb.EVENT_KIND_SNAPSHOT, pb.EVENT_KIND_STORED, pb.EVENT_KIND_REMOVED
@@ -24,8 +35,8 @@ SNAPSHOT, STORED, REMOVED = pb.EVENT_KIND_SNAPSHOT, pb.EVENT_KIND_STORED, pb.EVE
 class Reader:
     """A watch and what a client makes of it, revisions checked."""
 
-    def __init__(self, session: Session, tenant: str = "", *, include_token_ids: bool = False) -> None:
-        request = pb.WatchEventsRequest(**session.ids, tenant=tenant, include_token_ids=include_token_ids)
+    def __init__(self, session: Session, tenant: str = "", *, include_token_ids: bool = False, **scope: str) -> None:
+        request = pb.WatchEventsRequest(**session.ids, tenant=tenant, include_token_ids=include_token_ids, **scope)
         self.call = session.api.stub.WatchEvents(request)
         self.revision = 0
         self.names: set[bytes] = set()
@@ -56,8 +67,10 @@ class Reader:
 
 
 @asynccontextmanager
-async def watching(session: Session, tenant: str = "", *, include_token_ids: bool = False) -> AsyncIterator[Reader]:
-    reader = Reader(session, tenant, include_token_ids=include_token_ids)
+async def watching(
+    session: Session, tenant: str = "", *, include_token_ids: bool = False, **scope: str
+) -> AsyncIterator[Reader]:
+    reader = Reader(session, tenant, include_token_ids=include_token_ids, **scope)
     try:
         yield reader
     finally:
@@ -88,9 +101,14 @@ class Storer:
 def names_of(session: Session, tokens: list[int], tenant: str = "") -> list[bytes]:
     """As the proto's comment says."""
     spec = session.opened.pool.spec
-    name, names = sha256(spec.SerializeToString(deterministic=True) + b"\0" + tenant.encode()).digest(), []
-    for start in range(0, len(tokens) // spec.block_size * spec.block_size, spec.block_size):
-        name = sha256(name + le32(*tokens[start : start + spec.block_size])).digest()
+    return names_behind(sha256(spec.SerializeToString(deterministic=True) + b"\0" + tenant.encode()).digest(), tokens)
+
+
+def names_behind(name: bytes, tokens: list[int]) -> list[bytes]:
+    """Of blocks behind a name."""
+    names = []
+    for start in range(0, len(tokens) // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE):
+        name = sha256(name + le32(*tokens[start : start + BLOCK_SIZE])).digest()
         names.append(name)
     return names
 
@@ -101,8 +119,9 @@ async def test_names_are_those_of_the_examples(api: Api, example: dict[str, Any]
     session = await api.open(spec=spec)
     assert session.opened.pool.spec.SerializeToString(deterministic=True).hex() == EXAMPLES["spec_bytes"]
     tokens = [token for block in example["blocks"] for token in block["token_ids"]]
-    await Storer(session).store(tokens, tenant=example["tenant"])
-    async with watching(session, example["tenant"]) as reader:
+    scope = {name: example.get(name, "") for name in ("tenant", "adapter", "cache_salt")}
+    await Storer(session).store(tokens, **scope)
+    async with watching(session, **scope) as reader:
         event = await reader.next()
         names = [block["name"] for block in example["blocks"]]
         assert (event.kind, event.tier) == (SNAPSHOT, pb.TIER_DEVICE)

@@ -101,7 +101,7 @@ class _Pool:
 def kept_index(num_blocks: int) -> KeptIndex:
     """In memory of this process."""
     rows = np.zeros((num_blocks, row_words(BLOCK_SIZE)), np.int32)
-    return KeptIndex(KeptTable(1, np.zeros(num_blocks, np.uint64), rows), None, (), lambda name: None)
+    return KeptIndex(KeptTable(1, np.zeros(num_blocks, np.uint64), rows), None, (), lambda root, scope: True)
 
 
 def _digest_costs(block_bytes: int) -> dict[str, float]:

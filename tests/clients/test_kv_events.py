@@ -297,3 +297,21 @@ def test_without_the_extra_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("kvkeeper.cli.publishing.events.missing", lambda *modules: list(modules))
     assert main(["events", "--zmq", "tcp://127.0.0.1:1"]) == 1
     assert "install -e" in capsys.readouterr().err
+
+
+# What vLLM 0.32 makes of two blocks of a request with lora_name "sql" from /adapters/sql, and cache_salt "salt".
+WITH_ADAPTER = (
+    "0a4f79bde6bcfda2cfe68bb50a0b1876033cfcf766a3d25b6805e4d4c5715179",
+    "2c576be40d5f604a319122528eb7480ad4576717b68d2028cde04c5c91f838ef",
+)
+
+
+def test_an_adapter_is_in_each_block_and_a_salt_in_the_first() -> None:
+    publication = begun(salt="salt", lora="sql=/adapters/sql")
+    two = message(pb.EVENT_KIND_STORED, b"a", b"b", parents=(ROOT_NAME, b"a"), tokens=TOKENS[:2])
+    (event,) = events(publication.publish(two))
+    assert event["block_hashes"] == [number(bytes.fromhex(each)) for each in WITH_ADAPTER]
+    assert (event["lora_name"], event["lora_id"]) == ("sql", None)
+    assert event["extra_keys"] == [["sql", "salt"], ["sql"]]
+    (event,) = events(begun(lora="sql=/adapters/sql").publish(two))
+    assert event["extra_keys"] == [["sql"], ["sql"]]

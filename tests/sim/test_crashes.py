@@ -25,7 +25,7 @@ def crashing(seed: int) -> tuple[TierCounts, int, int]:
         watermark=0.0,
         num_host_blocks=rng.choice([9, 33]) * len(spans),
     )
-    world = TierWorld(config, alphabet=rng.choice([1, 2]), num_tenants=2, faults=rng.choice([6, 1000]))
+    world = TierWorld(config, alphabet=rng.choice([1, 2]), faults=rng.choice([6, 1000]))
     world.forks_much = True
     num_written = num_unknown = 0
 

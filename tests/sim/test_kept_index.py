@@ -14,7 +14,7 @@ from kvkeeper.cache_service.core.index.index_record import IndexRecord, SlotTabl
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.values.kv_spec import ReadSpan, state_span
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Int32Array
+from kvkeeper.cache_service.core.values.types import UNKNOWN_TENANT, Int32Array
 from tests.support.reference.read_spans import make_spans
 from tests.support.tiers.tier_events import act, any_session
 from tests.support.tiers.tier_world import TierWorld
@@ -41,7 +41,7 @@ def killed(seed: int) -> tuple[int, int, int, int, int]:
         watermark=0.0,
         num_host_blocks=rng.choice([9, 33]) * len(spans),
     )
-    world = TierWorld(config, alphabet=rng.choice([1, 2]), num_tenants=2, faults=rng.choice([6, 1000]))
+    world = TierWorld(config, alphabet=rng.choice([1, 2]), faults=rng.choice([6, 1000]))
     memory = KeptMemory(config)
     world.manager.restore(memory.kept, may_still_write=False)
     sums, num_whole = np.zeros(4, np.int64), 0
@@ -104,11 +104,11 @@ def check_residue(world: TierWorld, manager: object) -> None:
     """What a block holds of another tenant is cleared before the block is used (R8)."""
     state = manager.state  # type: ignore[attr-defined]
     for block in range(1, state.pool.num_blocks):
-        root = int(state.allocator.last_roots[block])
-        for tenant, contents in world.written.items():
-            if root != UNKNOWN_ROOT and state.index.find_root(tenant) != root:
-                assert not contents.intersection(world.memory.device[block]), f"block {block} holds what {tenant!r} has written"
-    assert state.index.num_roots >= sum(1 for contents in world.written.values() if contents)
+        tenant = int(state.allocator.last_tenants[block])
+        for name, contents in world.written.items():
+            if tenant != UNKNOWN_TENANT and state.index.roots.find_tenant(name) != tenant:
+                assert not contents.intersection(world.memory.device[block]), f"block {block} holds what {name!r} has written"
+    assert len(state.index.roots.tenants) >= sum(1 for contents in world.written.values() if contents)
 
 
 def check_whole(world: TierWorld, memory: KeptMemory) -> int:

@@ -14,11 +14,10 @@ from tests.support.slices import todays
 from tests.support.tiers.disk_simulation import DiskSimulation
 from tests.support.tiers.disk_world import KEY
 from tests.support.tiers.mirror_world import MirrorWorld, Outliving, disk_and_remote, reached
-from tests.support.tiers.store_storm import TENANTS as STORM_TENANTS
 from tests.support.tiers.store_storm import StoreStorm
 from tests.support.worlds.event_reader import SPEC_KEY, EventReader
 from tests.support.worlds.kept_pool import KeptMemory, write_all
-from tests.support.worlds.world import TENANTS
+from tests.support.worlds.scopes import SCOPES
 
 NUM_SEEDS, NUM_OPERATIONS = 32, 1_000
 MOVES = {EventKind.SNAPSHOT, EventKind.STORED, EventKind.TIER_CHANGED}
@@ -77,7 +76,7 @@ class Mirrors:
         elif event < 0.96:
             world.manager.record.write(1 + choose(8))
         elif len(self.readers) < 5:
-            tenant = self.dice.choice(TENANTS)
+            tenant = self.dice.choice(SCOPES)
             self.readers.append(EventReader(tenant, self.feed.open(tenant, wants_tokens=self.dice.random() < 0.5)))
         else:
             self.feed.close(self.readers.pop(self.dice.randrange(len(self.readers))).watch)
@@ -93,7 +92,7 @@ class Mirrors:
         """Each mirror, and a snapshot of this moment, has what can be reached."""
         while self.feed.advance(1000):
             pass
-        for tenant in TENANTS:
+        for tenant in SCOPES:
             snapshot = EventReader(tenant, self.feed.open(tenant))
             while self.feed.advance(1000):
                 pass
@@ -122,7 +121,7 @@ class Mirrors:
             (manager.add_disk(KEY, disk.directory.num_slots, disk.flight.era, stored), KEY)
         ]
         feed = open_feed(manager)
-        for tenant in TENANTS:
+        for tenant in SCOPES:
             reader = EventReader(tenant, feed.open(tenant, wants_tokens=True))
             while feed.advance(7):
                 pass
@@ -161,7 +160,7 @@ def test_mirrors_of_two_services_on_one_store_have_what_each_was_heard_to_have()
     for seed in range(8):
         storm, dice = StoreStorm(seed), random.Random(seed)
         feeds = [open_feed(service.manager) for service in storm.services]
-        readers = [[EventReader(tenant, feed.open(tenant)) for tenant in STORM_TENANTS] for feed in feeds]
+        readers = [[EventReader(tenant, feed.open(tenant)) for tenant in SCOPES] for feed in feeds]
         for number in range(NUM_OPERATIONS):
             storm.tick()
             is_checked = number % 25 == 24

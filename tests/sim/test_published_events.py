@@ -16,7 +16,7 @@ from tests.sim.test_mirrors import Mirrors, open_feed
 from tests.support.slices import todays
 from tests.support.tiers.mirror_world import disk_and_remote, reached
 from tests.support.worlds.event_reader import EventReader, first_parent
-from tests.support.worlds.world import TENANTS
+from tests.support.worlds.scopes import SCOPES
 
 NUM_SEEDS, EACH, NUM_OPERATIONS = 1_000, 10, 400
 SEED = "a seed"
@@ -99,7 +99,7 @@ class Published(Mirrors):
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.tenant = self.chance.choice(TENANTS)
+        self.tenant = self.chance.choice(SCOPES)
         self.content: dict[bytes, tuple[bytes, bytes]] = {}
         self.routers = [Router()]
         self.num_publishers, self.now = 0, 1e9

@@ -13,7 +13,7 @@ from tests.sim.simulation import Simulation
 from tests.support.slices import todays
 from tests.support.tiers.tier_simulation import TierSimulation
 from tests.support.worlds.event_reader import SPEC_KEY, EventReader, names_in
-from tests.support.worlds.world import TENANTS
+from tests.support.worlds.scopes import SCOPES
 
 CHANGES = {EventKind.SNAPSHOT, EventKind.SNAPSHOT_END, EventKind.STORED, EventKind.REMOVED}
 
@@ -26,7 +26,7 @@ def _watched(index: PrefixIndex, tick: Callable[[], None], num_ticks: int, seed:
     for number in range(num_ticks):
         tick()
         if len(readers) < 6 and dice.random() < 0.02:
-            tenant = dice.choice(TENANTS)
+            tenant = dice.choice(SCOPES)
             readers.append(EventReader(tenant, feed.open(tenant, wants_tokens=dice.random() < 0.5)))
         elif len(readers) > 3 and dice.random() < 0.02:
             feed.close(readers.pop(dice.randrange(len(readers))).watch)

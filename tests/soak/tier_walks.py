@@ -86,7 +86,7 @@ class _Tiers:
         walker = _Walker(SequenceId(self._next_id), tokens, self.rng.choice(_TENANTS))
         if len(self.walkers) == self.config.max_sequences:
             return
-        self.manager.creation.create(_SESSION, SequenceArgs(walker.sequence_id, int32(tokens), tenant=walker.tenant))
+        self.manager.creation.create(_SESSION, SequenceArgs(walker.sequence_id, int32(tokens), scope=walker.tenant))
         self.walkers.append(walker)
         before = self.device.copy()
         try:

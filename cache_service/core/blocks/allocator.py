@@ -9,7 +9,7 @@ import numpy as np
 
 from ..index.prefix_index import PrefixIndex
 from ..values.counters import Counters
-from ..values.types import UNKNOWN_ROOT, Int32Array
+from ..values.types import UNKNOWN_TENANT, Int32Array
 from .block_pool import BlockPool
 
 
@@ -23,30 +23,30 @@ class BlockAllocator:
     """Allocates from the blocks of one pool."""
 
     def __init__(self, pool: BlockPool, index: PrefixIndex, counters: Counters) -> None:
-        self.last_roots: Int32Array = np.zeros(pool.num_blocks, np.int32)  # the tenant whose tokens each block held last
+        self.last_tenants: Int32Array = np.zeros(pool.num_blocks, np.int32)  # the tenant whose tokens each block held last
         self._pool = pool
         self._index = index
         self._counters = counters
 
-    def allocate(self, log: ClearLog, count: int, roots: Int32Array) -> Int32Array:
-        """[count] blocks for sequences under these roots ([count] or a scalar); another tenant's are cleared first."""
+    def allocate(self, log: ClearLog, count: int, tenants: Int32Array) -> Int32Array:
+        """[count] blocks for sequences of these tenants ([count] or a scalar); another tenant's are cleared first."""
         if count:
-            self._index.eviction_log.needed_by = roots
+            self._index.eviction_log.needed_by = tenants
         blocks = self._pool.allocate(count)
-        last_roots = self.last_roots
-        if self._index.num_roots > 1:
-            before = last_roots[blocks]
-            foreign = blocks[(before != 0) & (before != roots)].tolist()
+        last_tenants = self.last_tenants
+        if len(self._index.roots.tenants) > 1:
+            before = last_tenants[blocks]
+            foreign = blocks[(before != 0) & (before != tenants)].tolist()
             log.clear(foreign)
             self._counters.num_cleared_blocks += len(foreign)
-        last_roots[blocks] = roots
+        last_tenants[blocks] = tenants
         return blocks
 
-    def allocate_for_copies(self, count: int, root: int) -> Int32Array:
+    def allocate_for_copies(self, count: int, tenant: int) -> Int32Array:
         """[count] blocks that a copy of this tenant's tokens overwrites whole."""
-        self._index.eviction_log.needed_by = root
+        self._index.eviction_log.needed_by = tenant
         blocks = self._pool.allocate(count)
-        self.last_roots[blocks] = root
+        self.last_tenants[blocks] = tenant
         return blocks
 
     def allocate_for_loads(self, count: int) -> Int32Array:
@@ -55,10 +55,10 @@ class BlockAllocator:
         self.distrust(blocks)
         return blocks
 
-    def note_loaded(self, blocks: Int32Array, roots: list[int]) -> None:
+    def note_loaded(self, blocks: Int32Array, tenants: list[int]) -> None:
         """Loads have filled these blocks [n] with tokens of these tenants [n]."""
-        self.last_roots[blocks] = roots
+        self.last_tenants[blocks] = tenants
 
     def distrust(self, blocks: Int32Array) -> None:
         """What was ordered for these blocks may never have run: each is cleared before its next use."""
-        self.last_roots[blocks] = UNKNOWN_ROOT
+        self.last_tenants[blocks] = UNKNOWN_TENANT

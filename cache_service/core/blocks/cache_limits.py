@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..eviction.block_queue import BlockQueue, Stamps, Sweeper
-from ..index.prefix_index import MAX_TENANTS, PrefixIndex
+from ..index.prefix_index import PrefixIndex
+from ..index.roots import MAX_TENANTS
 from ..values.pool_config import PoolConfig
 from ..values.types import Int32Array
 
@@ -43,7 +44,7 @@ class CacheLimits:
         self._max_cached = config.max_cached_blocks
         self._num_usable = config.num_usable_blocks
         self._quotas = dict(config.tenant_quotas)  # shares by tenant
-        self._quota_of_root: dict[int, int] = {}  # blocks, of tenants with a share of their own
+        self._quota_of_tenant: dict[int, int] = {}  # blocks, of tenants with a share of their own
         self._default_quota = self._blocks(config.tenant_quota)
         self.has_quotas = config.tenant_quota < 1 or bool(self._quotas)
         self.wants_order = (
@@ -56,33 +57,33 @@ class CacheLimits:
             return
         self._stamps = Stamps(config.num_blocks)
         self._queue = BlockQueue(self._stamps)
-        self._queues: dict[int, BlockQueue] = {}  # by root
-        self._sweeper, self._sweeper_by_root = Sweeper(), Sweeper()
-        self.over: set[int] = set()  # roots of the tenants above their share
-        self.counts: Int32Array = np.zeros(MAX_TENANTS + 1, np.int32)  # evictable blocks by -root
-        self.pinned: Int32Array = np.zeros(MAX_TENANTS + 1, np.int32)  # distinct blocks that pins hold, by -root
-        self._roots: Int32Array = np.zeros(config.num_blocks, np.int32)  # by evictable block
+        self._queues: dict[int, BlockQueue] = {}  # by tenant
+        self._sweeper, self._sweeper_by_tenant = Sweeper(), Sweeper()
+        self.over: set[int] = set()  # the tenants above their share
+        self.counts: Int32Array = np.zeros(MAX_TENANTS + 1, np.int32)  # evictable blocks by -tenant
+        self.pinned: Int32Array = np.zeros(MAX_TENANTS + 1, np.int32)  # distinct blocks that pins hold, by -tenant
+        self._tenants: Int32Array = np.zeros(config.num_blocks, np.int32)  # by evictable block
         if self.has_quotas:
-            index.root_of_node = np.zeros(len(index.block_of_node), np.int32)
+            index.tenant_of_node = np.zeros(len(index.block_of_node), np.int32)
 
-    def name_tenant(self, tenant: str, root: int) -> None:
-        """A tenant was given its root."""
-        if tenant in self._quotas:
-            self._quota_of_root[root] = self._blocks(self._quotas[tenant])
+    def name_tenant(self, name: str, tenant: int) -> None:
+        """A tenant was given its number."""
+        if name in self._quotas:
+            self._quota_of_tenant[tenant] = self._blocks(self._quotas[name])
 
-    def quota(self, root: int) -> int:
-        """Most blocks that the tenant of this root may keep cached."""
-        return self._quota_of_root.get(root, self._default_quota)
+    def quota(self, tenant: int) -> int:
+        """Most blocks that this tenant may keep cached."""
+        return self._quota_of_tenant.get(tenant, self._default_quota)
 
-    def room_for_pins(self, root: int) -> int:
+    def room_for_pins(self, tenant: int) -> int:
         """How many more blocks the pins of this tenant may hold under its share, whatever else it has cached."""
-        return self.quota(root) - int(self.pinned[-root]) if self.has_quotas else self._num_usable
+        return self.quota(tenant) - int(self.pinned[-tenant]) if self.has_quotas else self._num_usable
 
-    def count_pinned(self, root: int, change: int) -> None:
+    def count_pinned(self, tenant: int, change: int) -> None:
         """The pins of this tenant hold so many distinct blocks more, or fewer."""
         if self.has_quotas:
-            self.pinned[-root] += change
-            self._judge(root)
+            self.pinned[-tenant] += change
+            self._judge(tenant)
 
     def add_evictable(self, blocks: Int32Array) -> None:
         """These blocks became evictable, leaves before parents."""
@@ -94,31 +95,31 @@ class CacheLimits:
             self._queue.push(blocks, stamps)
             self._sweeper.pay(len(blocks), [self._queue])
         if self.has_quotas:
-            assert self._index.root_of_node is not None
-            self._roots[blocks] = roots = self._index.root_of_node[self._index.node_of_block[blocks]]
-            for root in set(roots.tolist()):
-                same = roots == root
-                if root not in self._queues:
-                    self._queues[root] = BlockQueue(self._stamps)
-                self._queues[root].push(blocks[same], stamps[same])
-                self._count(root, int(np.count_nonzero(same)))
-            self._sweeper_by_root.pay(len(blocks), self._queues.values())
+            assert self._index.tenant_of_node is not None
+            self._tenants[blocks] = tenants = self._index.tenant_of_node[self._index.node_of_block[blocks]]
+            for tenant in set(tenants.tolist()):
+                same = tenants == tenant
+                if tenant not in self._queues:
+                    self._queues[tenant] = BlockQueue(self._stamps)
+                self._queues[tenant].push(blocks[same], stamps[same])
+                self._count(tenant, int(np.count_nonzero(same)))
+            self._sweeper_by_tenant.pay(len(blocks), self._queues.values())
 
     def drop_evictable(self, blocks: Int32Array) -> None:
         """These blocks are no longer evictable."""
         self._stamps.end_waits(blocks)
         if self.has_quotas and len(blocks):
-            roots, counts = np.unique(self._roots[blocks], return_counts=True)
-            for root, count in zip(roots.tolist(), counts.tolist(), strict=True):
-                self._count(root, -count)
-                if not self.counts[-root]:
-                    self._queues.pop(root, None)
+            tenants, counts = np.unique(self._tenants[blocks], return_counts=True)
+            for tenant, count in zip(tenants.tolist(), counts.tolist(), strict=True):
+                self._count(tenant, -count)
+                if not self.counts[-tenant]:
+                    self._queues.pop(tenant, None)
 
     def take_above_quota(self, count: int) -> Int32Array:
         """[at most count] victims: the least recently used blocks of tenants above their share."""
         victims = [np.empty(0, np.int32)]
-        for root in sorted(self.over, reverse=True):  # the oldest tenant first
-            victims.append(self._queues[root].pop(min(self._excess(root), count)))
+        for tenant in sorted(self.over, reverse=True):  # the oldest tenant first
+            victims.append(self._queues[tenant].pop(min(self._excess(tenant), count)))
             count -= len(victims[-1])
         taken = np.concatenate(victims)
         self.num_quota_evictions += len(taken)
@@ -128,7 +129,7 @@ class CacheLimits:
         """Evicts up to max_blocks of the blocks above the limits. Returns whether more are left."""
         excess = 0
         if self.has_quotas and self.over:
-            excess = sum(self._excess(root) for root in self.over)
+            excess = sum(self._excess(tenant) for tenant in self.over)
         if self._max_cached is not None:
             excess = max(excess, pool.num_evictable - self._max_cached)
         if excess > 0:
@@ -171,30 +172,30 @@ class CacheLimits:
         if self._ttl is not None and not np.array_equal(np.sort(self._queue.live()), blocks):
             wrong.append("the blocks that wait for their time to live are not the evictable ones")
         if self.has_quotas:
-            assert self._index.root_of_node is not None
-            roots = self._index.root_of_node[self._index.node_of_block[blocks]]
-            if not np.array_equal(self.counts, np.bincount(-roots, minlength=len(self.counts))):
+            assert self._index.tenant_of_node is not None
+            tenants = self._index.tenant_of_node[self._index.node_of_block[blocks]]
+            if not np.array_equal(self.counts, np.bincount(-tenants, minlength=len(self.counts))):
                 wrong.append("a tenant has the wrong number of evictable blocks")
-            if self.over != {root for root in set(roots.tolist()) if self._excess(root) > 0}:
+            if self.over != {tenant for tenant in set(tenants.tolist()) if self._excess(tenant) > 0}:
                 wrong.append("the tenants above their share are wrong")
-            for root, queue in self._queues.items():
-                if not np.array_equal(np.sort(queue.live()), blocks[roots == root]):
+            for tenant, queue in self._queues.items():
+                if not np.array_equal(np.sort(queue.live()), blocks[tenants == tenant]):
                     wrong.append("a tenant's evictable blocks are not those in its queue")
         return wrong
 
-    def _count(self, root: int, change: int) -> None:
-        self.counts[-root] += change
-        self._judge(root)
+    def _count(self, tenant: int, change: int) -> None:
+        self.counts[-tenant] += change
+        self._judge(tenant)
 
-    def _excess(self, root: int) -> int:
+    def _excess(self, tenant: int) -> int:
         """Evictable blocks of a tenant above its share; 0 or less where it keeps to it."""
-        return int(self.counts[-root]) + int(self.pinned[-root]) - self.quota(root)
+        return int(self.counts[-tenant]) + int(self.pinned[-tenant]) - self.quota(tenant)
 
-    def _judge(self, root: int) -> None:
-        if self._excess(root) > 0:
-            self.over.add(root)
+    def _judge(self, tenant: int) -> None:
+        if self._excess(tenant) > 0:
+            self.over.add(tenant)
         else:
-            self.over.discard(root)
+            self.over.discard(tenant)
 
     def _blocks(self, share: float) -> int:
         return int(share * self._num_usable)

@@ -24,11 +24,11 @@ _NEVER = float("inf")
 class Pin:
     """A pinned prefix: blocks [n], the first num_entries from the root down. It lives while now < deadline.
 
-    Behind them stand the blocks of the other groups of layers. root: of the tenant in the index.
+    Behind them stand the blocks of the other groups of layers. tenant: whose they are.
     """
 
     owner: SessionId
-    root: int
+    tenant: int
     blocks: Int32Array
     deadline: float
     num_entries: int
@@ -54,18 +54,18 @@ class Pins:
     def live(self) -> list[Pin]:
         return list(self._pins.values())
 
-    def room(self, root: int) -> int:
+    def room(self, tenant: int) -> int:
         """How many more blocks pins of this tenant may hold; a block that another pin holds takes no room."""
-        return min(self.max_blocks - self.num_blocks, self._pool.limits.room_for_pins(root))
+        return min(self.max_blocks - self.num_blocks, self._pool.limits.room_for_pins(tenant))
 
-    def fitting(self, root: int, blocks: Int32Array) -> Int32Array:
+    def fitting(self, tenant: int, blocks: Int32Array) -> Int32Array:
         """The leading blocks of a tenant's prefix that pins have room for."""
         taken = np.cumsum(self.counts[blocks] == 0)
-        return blocks[: int(np.searchsorted(taken, self.room(root), "right"))]
+        return blocks[: int(np.searchsorted(taken, self.room(tenant), "right"))]
 
-    def num_above(self, root: int, blocks: Int32Array) -> int:
+    def num_above(self, tenant: int, blocks: Int32Array) -> int:
         """How many of a tenant's distinct blocks pins have no room for; 0 or less where all fit."""
-        return self.num_new(blocks) - self.room(root)
+        return self.num_new(blocks) - self.room(tenant)
 
     def num_new(self, blocks: Int32Array) -> int:
         """How many of these distinct blocks no pin holds yet."""
@@ -76,7 +76,7 @@ class Pins:
         assert pin_id not in self._pins, "a pin id is drawn once"
         num_new = self.num_new(pin.blocks)
         self.num_blocks += num_new
-        self._pool.limits.count_pinned(pin.root, num_new)
+        self._pool.limits.count_pinned(pin.tenant, num_new)
         self._pool.pin(pin.blocks)
         self._pins[pin_id] = pin
         self._soonest = min(self._soonest, pin.deadline)
@@ -85,7 +85,7 @@ class Pins:
         pin = self._pins.pop(pin_id)
         num_freed = int(np.count_nonzero(self.counts[pin.blocks] == 1))
         self.num_blocks -= num_freed
-        self._pool.limits.count_pinned(pin.root, -num_freed)
+        self._pool.limits.count_pinned(pin.tenant, -num_freed)
         self._pool.unpin(pin.blocks[::-1])  # no step reads through a pin, so nothing is fenced
 
     def end_pins(self, owner: SessionId) -> None:

@@ -28,7 +28,8 @@ from ..eviction import EvictionPolicy, Use
 from ..eviction.block_queue import BlockQueue, Stamps, Sweeper
 from ..eviction.policy import Order
 from ..index.node_links import NO_NODE
-from ..index.prefix_index import MAX_TENANTS, PrefixIndex
+from ..index.prefix_index import PrefixIndex
+from ..index.roots import MAX_TENANTS
 from ..values.types import NO_INT32, Int32Array, ReuseHint
 from .hint_record import HintRecord
 
@@ -164,7 +165,7 @@ class ReuseOrder:
 
     def _above(self, count: int) -> list[tuple[int, int]]:
         """Which tenants give up so many blocks that wait as SOON: those that have most, down to the same number."""
-        counts = self._num_soon_of[: self._index.num_roots + 1].astype(np.int64)
+        counts = self._num_soon_of[: len(self._index.roots.tenants) + 1].astype(np.int64)
         order = np.argsort(-counts, kind="stable")
         held = counts[order]
         sums = np.cumsum(held)

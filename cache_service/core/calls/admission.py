@@ -19,7 +19,7 @@ class AdmissionCalls:
 
     def check(
         self,
-        tenant: str,
+        scope: str,
         token_ids: Int32Array | None,
         num_prompt_tokens: int,
         num_new_tokens: int,
@@ -33,7 +33,7 @@ class AdmissionCalls:
         block_size, hits = config.block_size, np.empty(0, np.int32)
         if token_ids is not None:
             num_prompt_tokens = len(token_ids)
-            nodes = self._lookup.match_prompt(tenant, token_ids)[: (num_prompt_tokens - 1) // block_size]
+            nodes = self._lookup.match_prompt(scope, token_ids)[: (num_prompt_tokens - 1) // block_size]
             nodes = self._lookup.usable(nodes)
             hits = state.index.block_of_node[nodes]
         num_required = -(-num_prompt_tokens // block_size)

@@ -2,13 +2,14 @@
 
 import numpy as np
 
-from ..index.prefix_index import MAX_TENANTS
+from ..index.roots import MAX_TENANTS
 from ..pool_state import PoolState
 from ..sequences.session_state import SessionState
 from ..sequences.spans import refuse_retention
 from ..step.validate import check_id
 from ..tables.prefix_lookup import PrefixLookup
 from ..values.errors import DuplicateSequence, InvalidField, NeverFits, out_of_sequences
+from ..values.scopes import tenant_of
 from ..values.sequence_args import SequenceArgs
 from ..values.types import SessionId
 from .reclaim import Reclaim
@@ -46,7 +47,7 @@ class CreateCalls:
             self._add(owner, args, max_tokens)
         elif not self._is_same(slot, args, max_tokens):
             raise DuplicateSequence(f"sequence {sequence_id} exists", sequence_id=sequence_id)
-        found = self._lookup.usable(self._lookup.match_prompt(args.tenant, args.token_ids))
+        found = self._lookup.usable(self._lookup.match_prompt(args.scope, args.token_ids))
         return len(found) * state.config.block_size
 
     def _add(self, owner: SessionState, args: SequenceArgs, max_tokens: int) -> None:
@@ -55,16 +56,18 @@ class CreateCalls:
             self._reclaim.release_slot()
         if (limit := state.slot_limit(owner)) is not None:
             raise out_of_sequences(limit)
-        if not index.has_room_for(args.tenant):
+        if not index.roots.has_room_for(args.scope):
             raise InvalidField("too many tenants on this pool", field="tenant", limit=MAX_TENANTS)
         state.revision += 1
-        root = index.root(args.tenant)
+        root = index.root(args.scope)
+        tenant = int(index.roots.tenant_of[-root])
         if state.config.tenant_quotas:
-            state.pool.limits.name_tenant(args.tenant, root)
+            state.pool.limits.name_tenant(tenant_of(args.scope), tenant)
         slot = seqs.add(
             args.sequence_id,
             owner.number,
             root,
+            tenant,
             args.token_ids,
             max_tokens=max_tokens,
             priority=args.priority,
@@ -78,7 +81,7 @@ class CreateCalls:
             seqs.retain(slot, args.retention.num_sink_tokens, args.retention.num_window_tokens)
         owner.ids.add(args.sequence_id, slot)
         if state.config.prefix_caching:
-            state.reach.note_prompt(root, args.token_ids)
+            state.reach.note_prompt(int(index.roots.seeds[-root]), args.token_ids)
         if state.below is not None:
             state.below.expect(slot)
 
@@ -93,6 +96,6 @@ class CreateCalls:
             and seqs.reuse_hints[slot] == args.reuse_hint
             and seqs.retain_seconds[slot] == args.retain_seconds
             and args.start_number in (0, seqs.start_numbers[slot])
-            and seqs.roots[slot] == self._state.index.find_root(args.tenant)
+            and seqs.roots[slot] == self._state.index.find_root(args.scope)
             and np.array_equal(seqs.tokens.known(slot)[: len(args.token_ids)], args.token_ids)
         )

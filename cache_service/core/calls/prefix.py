@@ -7,6 +7,7 @@ import numpy as np
 from ..blocks.pins import MAX_PIN_TTL, MAX_PINS, MIN_PIN_TTL, Pin
 from ..pool_state import PoolState
 from ..values.errors import InvalidField, OutOfBlocks, OutOfPins, UnknownLogits, UnknownPin, WrongState
+from ..values.scopes import tenant_of
 from ..values.types import NO_INT32, Int32Array, ReuseHint, SequenceState, SessionId
 from .clear import Clearing, ClearResult
 
@@ -24,7 +25,7 @@ class PrefixCalls:
     def __init__(self, state: PoolState) -> None:
         self._state = state
 
-    def pin(self, session: SessionId, pin_id: str, tenant: str, token_ids: Int32Array, ttl: float) -> PinResult:
+    def pin(self, session: SessionId, pin_id: str, scope: str, token_ids: Int32Array, ttl: float) -> PinResult:
         """Keeps what is cached of a prefix for ttl seconds, as far as pins have room. pin_id is new and hard to guess.
 
         Raises UnknownSession, InvalidField, OutOfPins, OutOfBlocks: some of it is cached, and pins have room for no part of it.
@@ -36,23 +37,24 @@ class PrefixCalls:
         pins.expire(self._state.now)
         if len(pins) >= MAX_PINS:
             raise OutOfPins(f"all {MAX_PINS} pins are in use", limit=MAX_PINS)
-        root = index.find_root(tenant)
-        num_entries, blocks, num_wanted = self._fitting(root, self._match(root, token_ids))
+        root = index.find_root(scope)
+        tenant = int(index.roots.tenant_of[-root])
+        num_entries, blocks, num_wanted = self._fitting(tenant, self._match(root, token_ids))
         if not num_entries:
             if num_wanted:
-                available = max(0, pins.room(root))
+                available = max(0, pins.room(tenant))
                 text = f"{num_wanted} blocks are to be pinned, and pins have room for {available} more of this tenant"
                 raise OutOfBlocks(text, requested=num_wanted, available=available)
             return PinResult("", 0)
         self._state.revision += 1
-        pins.add(pin_id, Pin(session, root, blocks, self._state.now + ttl, num_entries))
+        pins.add(pin_id, Pin(session, tenant, blocks, self._state.now + ttl, num_entries))
         self._state.update_pressure()
         return PinResult(pin_id, num_entries * self._state.config.block_size)
 
     def hint(
         self,
         session: SessionId,
-        tenant: str,
+        scope: str,
         token_ids: Int32Array,
         hint: ReuseHint,
         seconds: float = 0.0,
@@ -68,15 +70,16 @@ class PrefixCalls:
         pool, index, below = self._state.pool, self._state.index, self._state.below
         if hint is not ReuseHint.UNSPECIFIED:
             pool.heed_hints()
-        root = index.find_root(tenant)
+        root = index.find_root(scope)
         path = index.block_of_node[self._match(root, token_ids)]
         self._state.revision += 1
         pool.pin(path)
         if pool.reuse is not None:
-            pool.reuse.note_hint(root, path, hint, seconds)
+            pool.reuse.note_hint(int(index.roots.tenant_of[-root]), path, hint, seconds)
         pool.unpin(path[::-1])
-        if prefetch and below is not None and index.has_room_for(tenant):
-            pool.limits.name_tenant(tenant, root := index.root(tenant))
+        if prefetch and below is not None and index.roots.has_room_for(scope):
+            root = index.root(scope)
+            pool.limits.name_tenant(tenant_of(scope), int(index.roots.tenant_of[-root]))
             below.prefetch(root, token_ids)
         return len(path) * self._state.config.block_size
 
@@ -91,7 +94,7 @@ class PrefixCalls:
             blocks = blocks[: int(np.argmax(is_over))]
         return nodes[: len(blocks)]
 
-    def _fitting(self, root: int, nodes: Int32Array) -> tuple[int, Int32Array, int]:
+    def _fitting(self, tenant: int, nodes: Int32Array) -> tuple[int, Int32Array, int]:
         """The longest hit on these nodes that pins have room for: its entries, and its blocks of all groups of layers.
 
         The last number is of the blocks that no pin holds yet and that the whole hit would take.
@@ -99,14 +102,14 @@ class PrefixCalls:
         pins, index, num_groups = self._state.pins, self._state.index, len(self._state.config.group_spans)
         if num_groups == 1:
             blocks = index.block_of_node[nodes]
-            fitting = pins.fitting(root, blocks)
+            fitting = pins.fitting(tenant, blocks)
             return len(fitting), fitting, pins.num_new(blocks)
         num_wanted = 0
         while len(nodes := index.held.usable(nodes)):
             blocks = index.held.hit_table(nodes)[0]
             blocks = blocks[blocks > 0]
             num_wanted = num_wanted or pins.num_new(blocks)
-            num_above = pins.num_above(root, blocks)
+            num_above = pins.num_above(tenant, blocks)
             if num_above <= 0:
                 return len(nodes), blocks, num_wanted
             nodes = nodes[: -num_above // num_groups]  # an entry less is at most a block less of each group

@@ -1,6 +1,6 @@
 """Restore: a pool that is new takes over what an earlier run of the service has written down of its index.
 
-Owns the order: tenants, the tree, the blocks of both tiers. Rules: the pool has had no call yet; a block that no believed row
+Owns the order: roots, the tree, the blocks of both tiers. Rules: the pool has had no call yet; a block that no believed row
 names is free, unless a process of the earlier run may still write it: then it is in quarantine, under a session of its own that
 never opens; a free block may hold another tenant's tokens. Where rows have digests, a sample of the believed blocks is compared
 with them; one that differs has all compared, and those that differ are forgotten with what only they lead to.
@@ -17,7 +17,7 @@ from ..pool_state import PoolState
 from ..tiers.host_tier import HostTier
 from ..values.kept_index import KeptIndex, Verification
 from ..values.kv_spec import ReadSpan
-from ..values.types import NO_INT32, UNKNOWN_ROOT, Int32Array, SessionId, Tier
+from ..values.types import NO_INT32, UNKNOWN_TENANT, Int32Array, SessionId, Tier
 
 EARLIER_RUN = SessionId("earlier run")  # in the place of the sessions that an earlier run had
 
@@ -55,9 +55,11 @@ def restore(
     record = IndexRecord(kept, state.index.held, state.index.key, on_behind)
     records = [one for one in (record.device, record.hosts) if one is not None]
     num_claimed = sum(one.table.num_written() for one in records)
-    for tenant in kept.tenants:
-        state.pool.limits.name_tenant(tenant, state.index.root(tenant))
-    tree, damage = _believed(records, len(kept.tenants), verification, state.config.group_spans)
+    roots = state.index.roots
+    state.index.add_roots(kept.scopes)
+    for tenant, number in roots.tenants.items():
+        state.pool.limits.name_tenant(tenant, number)
+    tree, damage = _believed(records, kept.scopes, verification, state.config.group_spans)
     record.note_restored(tree.names)
     state.index.add_tree(tree, record)
     blocks, others = _restore_device(state, record.device, tree, may_still_write=may_still_write)
@@ -65,11 +67,11 @@ def restore(
     if record.hosts is not None:
         assert hosts is not None, "a table for a host tier that is not there"
         num_hosts, num_quarantined_hosts = _restore_hosts(hosts, record.hosts, tree, may_still_write=may_still_write)
-    if num_tenants := len(kept.tenants) + kept.num_nameless:
-        roots = np.concatenate([tree.roots[places > 0] for places in (tree.blocks, *tree.group_blocks)])
-        state.allocator.note_loaded(blocks, roots.tolist())
-        is_of_one = num_tenants == len(kept.tenants) == 1
-        state.allocator.note_loaded(others, [-1 if is_of_one else UNKNOWN_ROOT] * len(others))
+    if kept.scopes or kept.num_nameless:
+        of_blocks = np.concatenate([tree.roots[places > 0] for places in (tree.blocks, *tree.group_blocks)])
+        state.allocator.note_loaded(blocks, roots.tenant_of[-of_blocks].tolist())
+        is_of_one = not kept.num_nameless and len(roots.tenants) == 1
+        state.allocator.note_loaded(others, [-1 if is_of_one else UNKNOWN_TENANT] * len(others))
     state.update_pressure()
     return RestoreResult(
         len(blocks),
@@ -119,10 +121,15 @@ def _others(num_blocks: int, named: Int32Array) -> Int32Array:
 
 
 def _believed(
-    records: list[TierRecord], num_roots: int, verification: Verification | None, group_spans: tuple[ReadSpan, ...]
+    records: list[TierRecord],
+    scopes: tuple[str | None, ...],
+    verification: Verification | None,
+    group_spans: tuple[ReadSpan, ...],
 ) -> tuple[KeptTree, Damage]:
     """The tree of what is believed, and what a comparison with the digests has found before."""
-    slots = [record.table.read() for record in records]
+    slots, num_roots = [record.table.read() for record in records], len(scopes)
+    if unknown := [-place - 1 for place, scope in enumerate(scopes) if scope is None]:
+        slots = [of_tier.at(np.flatnonzero(~np.isin(of_tier.parents, unknown))) for of_tier in slots]
     tree = make_tree(slots[0], num_roots, slots[1] if len(slots) > 1 else None, group_spans)
     if verification is None:
         return tree, Damage(0, [])

@@ -18,7 +18,7 @@ from .block_queue import Entries, Stamps
 class Use:
     """The indexed blocks of a sequence that ends.
 
-    blocks [n] from the root down, still held; tokens [n * block size] of these blocks; root of the tenant's tree.
+    blocks [n] from the root down, still held; tokens [n * block size] of these blocks; root: a number of its scope alone.
     """
 
     blocks: Int32Array

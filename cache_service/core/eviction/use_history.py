@@ -89,7 +89,7 @@ class History:
         starts = np.cumsum(lens) - lens
         num_new = np.add.reduceat(is_new, starts, dtype=np.int64)
         num_known = lens - num_new
-        before = np.array([self._hasher.root(use.root) for use in batch], np.uint64)
+        before = _mix(np.array([use.root for use in batch], np.int64).view(np.uint64))
         above = num_known > 0
         before[above] = self.hashes[blocks[(starts + num_known)[above] - 1]]
         tokens = np.concatenate(
@@ -102,12 +102,11 @@ class History:
 
 
 class PrefixHasher:
-    """Hashes of whole prefixes. It keeps the factors of places, roots and block sizes, which it needs again and again."""
+    """Hashes of whole prefixes. It keeps the factors of places and block sizes, which it needs again and again."""
 
     def __init__(self) -> None:
         self._places: Uint64Array = np.empty(0, np.uint64)
         self._factors: dict[int, Uint64Array] = {}
-        self._roots: dict[int, int] = {}
 
     def prefixes(
         self, tokens: Int32Array, block_size: int, places: Int64Array, before: Uint64Array, lens: Int64Array
@@ -128,12 +127,6 @@ class PrefixHasher:
         ends = np.cumsum(lens)
         starts = ends - lens
         return sums + np.repeat(before - np.where(starts > 0, sums[starts - 1], np.uint64(0)), lens)
-
-    def root(self, root: int) -> int:
-        """The hash with which the prefixes of a tenant's tree start."""
-        if root not in self._roots:
-            self._roots[root] = int(_mix(np.array([root]).astype(np.uint64))[0])
-        return self._roots[root]
 
 
 def _mix(values: Uint64Array) -> Uint64Array:

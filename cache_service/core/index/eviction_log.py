@@ -35,7 +35,7 @@ _MOST_OF_ONE = 2  # ways that the removals of one block take
 class Removals(NamedTuple):
     """The last removal of each of n blocks. causes [n]: of MatchEnd, 0 where none is remembered.
 
-    needs [n]: the root of the tenant for which it was evicted, or NO_TENANT. ages [n]: nodes removed since. ticks [n]: when.
+    needs [n]: the tenant for which it was evicted, or NO_TENANT. ages [n]: nodes removed since. ticks [n]: when.
     """
 
     causes: npt.NDArray[np.int8]
@@ -56,16 +56,17 @@ class EvictionLog:
         self._tags = np.zeros(shape, np.uint32)
         self._ticks = np.zeros(shape, np.uint32)
         self._numbers = np.zeros(shape, np.uint32)  # of removals, counted from 0 again after 2^32
-        self._needs = np.zeros(shape, np.uint16)  # -root
+        self._needs = np.zeros(shape, np.uint16)  # -tenant
         self._causes = np.zeros(shape, np.int8)
         self._cursors = np.zeros(len(self._tags), np.uint8)  # the way that is used next, beyond a multiple of WAYS
         self._noted: list[tuple[UInt64Array, MatchEnd, Int32Array, int]] = []  # digests, cause, needs, time: not in it yet
         self._clock = clock
         self.num_removed = 0
-        self.needed_by: Int32Array | int = NO_TENANT  # [n] or one: roots of the tenants that get the blocks evicted from now on
+        self.needed_by: Int32Array | int = NO_TENANT  # [n] or one: tenants that get the blocks evicted from now on
 
-    def add_root(self, root: int) -> None:
-        self._digest_of_node[root] = -root * int(self._chain) & _MASK
+    def add_root(self, root: int, seed: int) -> None:
+        """seed: of the root's scope; a scope that comes back finds what left the index before."""
+        self._digest_of_node[root] = seed * int(self._chain) & _MASK
 
     def add_each(self, nodes: Int32Array, parents: Int32Array, tokens: Int32Array) -> None:
         """nodes, parents [n]; tokens [n, block_size]. No node is the parent of another."""
@@ -119,7 +120,7 @@ class EvictionLog:
         ways[fresh] = self._cursors[own_sets] + np.arange(len(fresh)) - np.searchsorted(own_sets, own_sets)
         self._cursors[own_sets] = (ways[fresh] + 1) & 0xFF
         at = sets, ways % WAYS
-        needs = [roots[np.arange(number) % max(len(roots), 1)] for number, (_, _, roots, _) in zip(counts, noted, strict=True)]
+        needs = [of[np.arange(number) % max(len(of), 1)] for number, (_, _, of, _) in zip(counts, noted, strict=True)]
         self._tags[at], self._numbers[at] = tags, numbers
         self._needs[at] = -np.concatenate(needs)[kept] & 0xFFFF
         self._causes[at] = np.repeat([cause for _, cause, _, _ in noted], counts)[kept]

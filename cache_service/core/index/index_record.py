@@ -225,7 +225,7 @@ class IndexRecord:
         self._held, self._key, self._on_behind = held, key, on_behind
         self.device = TierRecord(kept.device, fills_late=False, has_groups=held.has_groups)
         self.hosts = None if kept.hosts is None else TierRecord(kept.hosts, fills_late=True, has_groups=held.has_groups)
-        self.note_tenant = kept.add_tenant
+        self.note_root = kept.note_root
         self._names: Int64Array = np.zeros(len(held.block_of_node), np.int64)  # by node; 0 for one that was never written
         self._next_name = 1
 

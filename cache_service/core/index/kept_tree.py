@@ -80,7 +80,7 @@ class _Rows(NamedTuple):
 def make_tree(
     device: Slots, num_roots: int, hosts: Slots | None = None, group_spans: tuple[ReadSpan, ...] = (WHOLE,)
 ) -> KeptTree:
-    """num_roots: tenants that are known, with the roots -1 to -num_roots. group_spans: of the groups of layers."""
+    """num_roots: those that are known, -1 to -num_roots. group_spans: of the groups of layers."""
     hosts = hosts if hosts is not None else device.at(_NO_ROWS)
     if len(group_spans) == 1 == device.num_groups == hosts.num_groups:
         return _make_tree(device, num_roots, hosts)

@@ -12,12 +12,12 @@ from .prefix_index import PrefixIndex
 
 
 class LeafWalk:
-    """A walk over the trees of all tenants that are there when it begins."""
+    """A walk over the trees of all scopes that are there when it begins."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
         self._way = [
-            -number for number in range(1, index.num_roots + 1)
+            -number for number in range(1, len(index.roots.scopes) + 1)
         ]  # the next root last; behind a root, nodes that lead to the next one to be taken
 
     @property

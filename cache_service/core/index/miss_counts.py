@@ -15,19 +15,19 @@ from ..values.types import NO_TENANT, EvictionNeed, Int32Array, MatchEnd
 from .eviction_log import EvictionLog
 
 AGES = (0.25, 1.0, 4.0)  # turnovers of the pool since an eviction, up to which it is counted apart
-OTHERS = 1  # in the place of a root: tenants that are not counted apart
+OTHERS = 1  # in the place of a tenant: those that are not counted apart
 _MOST_KINDS = 1024
 _MOST_NOTED, _MOST_NOTED_TOKENS = 64, 1 << 15  # counted in less than a millisecond
 _MOST_PUT_OFF = 4  # times as many
 
 
 class MissKind(NamedTuple):
-    """What is counted together. root: of the tenant that looked up. The rest is of evicted blocks alone.
+    """What is counted together. tenant: that looked up. The rest is of evicted blocks alone.
 
-    by: the root of the tenant for which they were evicted, or NO_TENANT. age: how many of AGES have passed since.
+    by: the tenant for which they were evicted, or NO_TENANT. age: how many of AGES have passed since.
     """
 
-    root: int
+    tenant: int
     cause: MatchEnd
     need: EvictionNeed = EvictionNeed.NOT_EVICTED
     by: int = NO_TENANT
@@ -38,11 +38,11 @@ class LookUp(NamedTuple):
     """A start that did not find all of its tokens. Of these: the end, that is always computed; what it does not share, or did
     not ask for; and whole blocks that it could have found, behind a node or a root with the digest `above`.
 
-    num_counted: the first of those blocks that have a cause already, num_others: that another tenant has cached. num_removed:
+    num_counted: the first of those blocks that have a cause already, num_others: that another scope has cached. num_removed:
     nodes, from the index, when that was.
     """
 
-    root: int
+    tenant: int
     num_end: int
     num_apart: int
     num_not_asked: int
@@ -68,13 +68,13 @@ class MissCounts:
         if not num_tokens:
             return
         if kind not in self._tokens and len(self._tokens) >= _MOST_KINDS:
-            kind = kind._replace(root=OTHERS, by=kind.by and OTHERS)
+            kind = kind._replace(tenant=OTHERS, by=kind.by and OTHERS)
         self._tokens[kind] = self._tokens.get(kind, 0) + num_tokens
 
-    def end_load(self, root: int, num_awaited: int, num_found: int) -> None:
+    def end_load(self, tenant: int, num_awaited: int, num_found: int) -> None:
         """A load that a start waited for has ended, or is waited for no more: so many tokens came, and were found."""
-        self.add(-num_awaited, MissKind(root, MatchEnd.LOADING))
-        self.add(num_awaited - num_found, MissKind(root, MatchEnd.NOT_LOADED))
+        self.add(-num_awaited, MissKind(tenant, MatchEnd.LOADING))
+        self.add(num_awaited - num_found, MissKind(tenant, MatchEnd.NOT_LOADED))
 
     def note(self, look_up: LookUp) -> None:
         """To be counted."""
@@ -105,9 +105,9 @@ class MissCounts:
     def _count(self) -> None:
         noted, self._noted, self._num_noted_tokens = self._noted, [], 0
         for each in noted:
-            self.add(each.num_end, MissKind(each.root, MatchEnd.PARTIAL_BLOCK))
-            self.add(each.num_apart, MissKind(each.root, MatchEnd.BEHIND_A_HOLE))
-            self.add(each.num_not_asked, MissKind(each.root, MatchEnd.NOT_ASKED))
+            self.add(each.num_end, MissKind(each.tenant, MatchEnd.PARTIAL_BLOCK))
+            self.add(each.num_apart, MissKind(each.tenant, MatchEnd.BEHIND_A_HOLE))
+            self.add(each.num_not_asked, MissKind(each.tenant, MatchEnd.NOT_ASKED))
         noted = [each for each in noted if len(each.tokens)]
         if noted:
             self._count_blocks(noted)
@@ -115,8 +115,8 @@ class MissCounts:
     def _count_blocks(self, noted: list[LookUp]) -> None:
         log, counts = self._log, np.array([len(each.tokens) // self._size for each in noted])
         digests = np.concatenate([log.digests(each.above, each.tokens) for each in noted])
-        roots, num_counted, num_others, since = np.repeat(
-            [(each.root, each.num_counted, each.num_others, log.num_removed - each.num_removed) for each in noted],
+        tenants, num_counted, num_others, since = np.repeat(
+            [(each.tenant, each.num_counted, each.num_others, log.num_removed - each.num_removed) for each in noted],
             counts,
             axis=0,
         ).T
@@ -126,16 +126,16 @@ class MissCounts:
         causes[(last.causes == 0) & (places < num_others)] = MatchEnd.OTHER_TENANT
         is_evicted = causes == MatchEnd.EVICTED
         ages = np.searchsorted(np.array(AGES) * self._num_blocks, last.ages - since)
-        kinds = (-roots << 32) + (causes << 24) + np.where(is_evicted, (ages << 20) - last.needs, 0)
+        kinds = (-tenants << 32) + (causes << 24) + np.where(is_evicted, (ages << 20) - last.needs, 0)
         kinds, num_each = np.unique(kinds[places >= num_counted], return_counts=True)
         for kind, num_blocks in zip(kinds.tolist(), num_each.tolist(), strict=True):
-            root, cause, age, by = -(kind >> 32), MatchEnd(kind >> 24 & 0xFF), kind >> 20 & 0xF, -(kind & 0xF_FFFF)
-            self.add(num_blocks * self._size, MissKind(root, cause, _need(root, cause, by), by, age))
+            tenant, cause, age, by = -(kind >> 32), MatchEnd(kind >> 24 & 0xFF), kind >> 20 & 0xF, -(kind & 0xF_FFFF)
+            self.add(num_blocks * self._size, MissKind(tenant, cause, _need(tenant, cause, by), by, age))
 
 
-def _need(root: int, cause: int, by: int) -> EvictionNeed:
+def _need(tenant: int, cause: int, by: int) -> EvictionNeed:
     if cause != MatchEnd.EVICTED:
         return EvictionNeed.NOT_EVICTED
     if by == NO_TENANT:
         return EvictionNeed.NO_TENANT
-    return EvictionNeed.OWN if by == root else EvictionNeed.OTHER
+    return EvictionNeed.OWN if by == tenant else EvictionNeed.OTHER

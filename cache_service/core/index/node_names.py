@@ -16,15 +16,15 @@ class NodeNames:
     """The names of one pool's nodes, of one kind."""
 
     def __init__(self, index: PrefixIndex, child: Callable[[bytes, bytes], bytes], root: Callable[[str], bytes]) -> None:
-        """child(name of the parent, tokens as LE32): the name of a block. root(tenant): what its first blocks are behind."""
+        """child(name of the parent, tokens as LE32): the name of a block. root(scope): what its first blocks are behind."""
         self.child = child
         self._index, self._make_root = index, root
-        self._roots: list[bytes] = []  # in the order of the tenants
-        self._known: dict[int, tuple[bytes, bytes, int]] = {}  # by node: its key in the index, its name, and its tenant's root
+        self._roots: dict[int, tuple[str, bytes]] = {}  # by root: its scope, and its name
+        self._known: dict[int, tuple[bytes, bytes, int]] = {}  # by node: its key in the index, its name, and its root
 
-    def first(self, tenant: str) -> bytes:
-        """The name that a tenant's first blocks are behind, also of a tenant that this index has not met."""
-        return self._make_root(tenant)
+    def first(self, scope: str) -> bytes:
+        """The name that a scope's first blocks are behind, also of a scope that this index has not met."""
+        return self._make_root(scope)
 
     def of(self, node: int) -> bytes:
         """The name of a node in use, or of a root."""
@@ -55,7 +55,8 @@ class NodeNames:
         return name, root
 
     def _root(self, root: int) -> bytes:
-        tenants = self._index.tenants
-        while len(self._roots) < len(tenants):
-            self._roots.append(self._make_root(tenants[len(self._roots)]))
-        return self._roots[-root - 1]
+        scope = self._index.roots.scope(root)
+        known = self._roots.get(root)
+        if known is None or known[0] != scope:  # numbers of roots are used again, too
+            known = self._roots[root] = scope, self._make_root(scope)
+        return known[1]

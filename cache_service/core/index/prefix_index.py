@@ -1,10 +1,10 @@
 """The prefix tree: which committed blocks hold which tokens, exactly.
 
 Owns the nodes. A node stands for one full block of tokens behind one parent. Its key is the parent's number and the tokens
-themselves, so that a hit compares tokens and never trusts a hash (R4). Each tenant has a root of its own, so that tenants share
-nothing. Rules: every node reaches its root; a node has a block on the device, a copy in the host tier, or both, and a block of
-either tier has at most one node; forgetting a node forgets all nodes below it, so that its number may be used again. Does not
-know reference counts or sequences, nor whether a host copy has been written yet.
+themselves, so that a hit compares tokens and never trusts a hash (R4). Each scope has a root of its own (roots.py). Rules:
+every node reaches its root; a node has a block on the device, a copy in the host tier, or both, and a block of either tier has
+at most one node; forgetting a node forgets all nodes below it, so that its number may be used again. Does not know reference
+counts or sequences, nor whether a host copy has been written yet.
 
 A dictionary keyed by bytes finds a block in a third of a microsecond and costs about 250 bytes a block; hashing tokens in
 Python would be slower and would still need the comparison.
@@ -18,6 +18,7 @@ import numpy as np
 
 from ..values.clock import Clock
 from ..values.kv_spec import WHOLE, ReadSpan
+from ..values.scopes import tenant_of
 from ..values.types import Int32Array, MatchEnd, Tier
 from .change_log import ChangeLog
 from .eviction_log import EvictionLog
@@ -25,9 +26,9 @@ from .index_record import IndexRecord
 from .kept_tree import KeptTree
 from .node_blocks import GroupArray, NodeBlocks
 from .node_links import NO_NODE, NodeLinks
+from .roots import Roots
 from .stored_logits import StoredLogits
 
-MAX_TENANTS = 65_536
 _SLICE_NODES = 256  # audited in about a millisecond
 _MOST_WALKED = 1024  # nodes; an audit of a larger index does not walk all of it in one go
 _PACK_PARENT = struct.Struct("<i").pack
@@ -35,7 +36,7 @@ _UNPACK_PARENT = struct.Struct("<i").unpack_from
 
 
 class PrefixIndex:
-    """The prefix tree of one pool. Nodes are numbered from 1; a tenant's root is a negative number and has no block."""
+    """The prefix tree of one pool. Nodes are numbered from 1; a scope's root is a negative number and has no block."""
 
     def __init__(
         self,
@@ -57,48 +58,46 @@ class PrefixIndex:
         self.num_changes = 0  # nodes added and removed so far: while it stands, so does every match
         self._nodes: dict[bytes, int] = {}
         self._keys: list[bytes | None] = [None]  # by node; None for a number that is not in use. It grows to num_nodes
-        self._roots: dict[str, int] = {}
+        self.roots = Roots(num_nodes)
         self._unused: deque[int] = deque()  # numbers that were used before; a list would move all of them now and then
         self.held = NodeBlocks(num_nodes, num_blocks, num_host_blocks, block_size, group_spans, has_tail=has_tail)
         # The first group's, for all to read; `held` has written them.
         self.block_of_node, self.node_of_block = self.held.block_of_node, self.held.node_of_block
         self.host_of_node, self.node_of_host = self.held.host_of_node, self.held.node_of_host
-        self.eviction_log = EvictionLog(num_nodes, MAX_TENANTS, block_size, self.clock)
+        self.eviction_log = EvictionLog(num_nodes, self.roots.most, block_size, self.clock)
         self.change_log: ChangeLog | None = None  # while the pool is watched
         self.record: IndexRecord | None = None  # where the index is kept for a later run
         self.logits = StoredLogits(logits_memory)
-        self.root_of_node: Int32Array | None = None  # set by cache limits that count by tenant; maintained once set
-        self.links = NodeLinks(num_nodes, MAX_TENANTS)
+        self.tenant_of_node: Int32Array | None = None  # set by cache limits that count by tenant; maintained once set
+        self.links = NodeLinks(num_nodes, self.roots.most)
 
     def __len__(self) -> int:
         return len(self._nodes)
 
-    @property
-    def num_roots(self) -> int:
-        """Roots are the numbers -1 to -num_roots, in the order in which they were made."""
-        return len(self._roots)
+    def root(self, scope: str) -> int:
+        """The root of a scope's tree, made when it is first asked for. Needs room for it (roots.py)."""
+        if root := self.roots.find(scope):
+            return root
+        if (tenant := tenant_of(scope)) != scope:
+            self.root(tenant)
+        root = self.roots.add(scope, self.record.note_root if self.record is not None else lambda root, scope: True)
+        self.eviction_log.add_root(root, int(self.roots.seeds[-root]))
+        return root
 
-    def root(self, tenant: str) -> int:
-        """The root of a tenant's tree, made when it is first asked for."""
-        if tenant not in self._roots:
-            self._roots[tenant] = -len(self._roots) - 1
-            self.eviction_log.add_root(self._roots[tenant])
-            if self.record is not None:
-                self.record.note_tenant(tenant)
-        return self._roots[tenant]
+    def add_roots(self, scopes: Sequence[str | None]) -> None:
+        """Those that an earlier run has left, in their order; before its tree."""
+        for root in map(self.roots.add_next, scopes):
+            self.eviction_log.add_root(root, int(self.roots.seeds[-root]))
 
-    @property
-    def tenants(self) -> list[str]:
-        """By root: that of the first is -1, of the second -2."""
-        return list(self._roots)
+    def find_root(self, scope: str) -> int:
+        """The root of a scope's tree, or NO_NODE (below which nothing is found) where it has none."""
+        return self.roots.find(scope)
 
-    def has_room_for(self, tenant: str) -> bool:
-        """Whether the tenant has a root or may get one. Roots are kept for good, so their number is bounded."""
-        return tenant in self._roots or len(self._roots) < MAX_TENANTS
-
-    def find_root(self, tenant: str) -> int:
-        """The root of a tenant's tree, or NO_NODE (below which nothing is found) for one never seen."""
-        return self._roots.get(tenant, NO_NODE)
+    def _tenant_below(self, parents: Int32Array | int) -> Int32Array:
+        """[n] the tenants' numbers for nodes behind these nodes or roots, where they are maintained."""
+        assert self.tenant_of_node is not None
+        of_root = self.roots.tenant_of[np.maximum(-np.asarray(parents), 0)]
+        return np.where(np.asarray(parents) < 0, of_root, self.tenant_of_node[np.maximum(parents, 0)])
 
     def match(self, root: int, tokens: Int32Array, max_blocks: int) -> Int32Array:
         """[matched] nodes of the longest cached prefix of tokens, at most max_blocks and whole blocks only."""
@@ -126,8 +125,8 @@ class PrefixIndex:
         keys = [raw[start : start + width] for start in range(0, len(raw), width)]
         nodes = np.array([find(key) or self._add(key) for key in keys], np.int32)
         self.eviction_log.add_each(nodes, parents, rows[:, 1:])
-        if self.root_of_node is not None:
-            self.root_of_node[nodes] = np.where(parents < 0, parents, self.root_of_node[np.maximum(parents, 0)])
+        if self.tenant_of_node is not None:
+            self.tenant_of_node[nodes] = self._tenant_below(parents)
         self._link(nodes, parents, blocks)
         return nodes
 
@@ -147,8 +146,8 @@ class PrefixIndex:
         if len(nodes):
             parents = np.concatenate([np.array([first_parent], np.int32), result[:-1]])
             self.eviction_log.add_run(result, first_parent, tokens)
-            if self.root_of_node is not None:
-                self.root_of_node[result] = first_parent if first_parent < 0 else self.root_of_node[first_parent]
+            if self.tenant_of_node is not None:
+                self.tenant_of_node[result] = self._tenant_below(first_parent)
             self._link(result, parents, blocks)
         return result
 
@@ -253,8 +252,8 @@ class PrefixIndex:
         self.add_hosts(nodes, np.array([host], np.int32))
         if is_new:
             self.eviction_log.add_each(nodes, parents, np.frombuffer(tokens, "<i4").reshape(1, -1))
-            if self.root_of_node is not None:
-                self.root_of_node[node] = parent if parent < 0 else self.root_of_node[parent]
+            if self.tenant_of_node is not None:
+                self.tenant_of_node[node] = self._tenant_below(parent)
             self.links.link(nodes, parents)
             if self.change_log is not None:
                 self.change_log.stored(nodes)
@@ -296,8 +295,8 @@ class PrefixIndex:
         self.links.link(nodes, parents)
         for start, end in tree.levels:
             self.eviction_log.add_each(nodes[start:end], parents[start:end], tokens[start:end])
-        if self.root_of_node is not None:
-            self.root_of_node[nodes] = tree.roots
+        if self.tenant_of_node is not None:
+            self.tenant_of_node[nodes] = self.roots.tenant_of[-tree.roots]
         self.record = record
 
     def check(self) -> Iterator[list[str]]:
@@ -315,7 +314,7 @@ class PrefixIndex:
         (parent,) = _UNPACK_PARENT(key)
         if self._nodes.get(key) != node:
             yield f"node {node} has another key than the index"
-        if parent == NO_NODE or (parent > 0 and self._keys[parent] is None) or parent < -len(self._roots):
+        if parent == NO_NODE or (parent > 0 and self._keys[parent] is None) or parent < -len(self.roots.scopes):
             yield f"node {node} has no parent in the index"
         yield from self.held.check_node(node)
         yield from self.links.check_node(node, parent, self._parent_in_use)
@@ -331,7 +330,7 @@ class PrefixIndex:
             wrong.append("logits are stored for a node that is not in use")
         if len(self._unused) + len(self._nodes) != len(self._keys) - 1:
             wrong.append("used and unused node numbers do not add up")
-        if len(self._nodes) <= _MOST_WALKED and self.links.num_reachable(self._roots.values()) != len(self._nodes):
+        if len(self._nodes) <= _MOST_WALKED and self.links.num_reachable(range(-len(self.roots.scopes), 0)) != len(self._nodes):
             wrong.append("a node is not among its parent's children")
         return wrong
 

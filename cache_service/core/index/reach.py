@@ -97,7 +97,7 @@ class ReachStats(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """Whole blocks of tokens of one tenant. first: the block from which on they are noted. number: in the order of notes."""
+    """Whole blocks of tokens of one scope. first: the block from which on they are noted. number: in the order of notes."""
 
     root: int
     tokens: Int32Array
@@ -134,7 +134,7 @@ class Reach:
         self._powers = np.ones(1, np.uint64)  # of an odd number, as many as the longest prompt had blocks
 
     def note_prompt(self, root: int, tokens: Int32Array) -> None:
-        """A prompt of this tenant will be looked up."""
+        """A prompt will be looked up. root: a number of its scope alone."""
         now, num_blocks = self._slice(), self._num_looked_up(len(tokens))
         now.num_tokens += len(tokens)
         now.num_blocks += num_blocks
@@ -221,7 +221,7 @@ class Reach:
         self._num_prompt_tokens = 0
 
     def _hashes(self, noted: Sequence[_Known], counts: Int64Array, begins: Int64Array, places: Int64Array) -> UInt64Array:
-        """[n] one for each whole block of each: of all tokens up to the block's end and the tenant."""
+        """[n] one for each whole block of each: of all tokens up to the block's end and the scope."""
         tokens = np.concatenate([each.tokens for each in noted]).reshape(-1, self._size)
         blocks = _mixed(tokens.astype(np.uint64) @ self._weights)
         if (longest := int(counts.max())) > len(self._powers):

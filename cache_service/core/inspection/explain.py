@@ -1,7 +1,7 @@
 """Explains to people why a prompt's match ends where it ends; may take about a millisecond.
 
-Looks at the index, at the nodes that left it lately (eviction_log.py) and at the running sequences, of the asking tenant only:
-nothing that other tenants store shows here, neither in the end nor in what the nearest block has in common. Changes nothing.
+Looks at the index, at the nodes that left it lately (eviction_log.py) and at the running sequences, of the asking scope only:
+nothing that other scopes store shows here, neither in the end nor in what the nearest block has in common. Changes nothing.
 """
 
 from dataclasses import dataclass
@@ -34,12 +34,12 @@ class Explanation:
     behind: Behind = NOTHING_BEHIND  # of the matched ones, those in no tier above the disk
 
 
-def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: Int32Array) -> Explanation:
+def explain_match(state: PoolState, lookup: PrefixLookup, scope: str, tokens: Int32Array) -> Explanation:
     """tokens [1 or more]."""
     index, size = state.index, state.config.block_size
-    root = index.find_root(tenant)
-    nodes = lookup.match_prompt(tenant, tokens)
-    behind = tiers_behind(state, tenant, tokens, nodes)
+    root = index.find_root(scope)
+    nodes = lookup.match_prompt(scope, tokens)
+    behind = tiers_behind(state, scope, tokens, nodes)
     num_matched = len(nodes) * size  # on the device or in the host tier
     last = int(nodes[-1]) if len(nodes) else root
     num_host = int(np.count_nonzero(index.block_of_node[nodes] == 0)) * size
@@ -53,7 +53,7 @@ def explain_match(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: I
     if 0 < num_hit < state.config.min_prefix_tokens:
         end, seconds_ago, num_hit = MatchEnd.BELOW_MINIMUM, None, 0
     else:
-        end, seconds_ago = _end(state, lookup, tenant, tokens, root, last, num_matched)
+        end, seconds_ago = _end(state, lookup, scope, tokens, root, last, num_matched)
     return Explanation(
         num_prompt=len(tokens),
         num_matched=num_matched + behind.num_disk + behind.num_remote,
@@ -113,7 +113,7 @@ _WORDS = {
     MatchEnd.DISK_RESTS: "the next block is in the disk or remote tier, which failed or hung and is left alone for a while",
     MatchEnd.NOT_WORTH_LOADING: "the next block is in the disk or remote tier, from where it comes later than it is computed",
     MatchEnd.BEHIND_A_HOLE: "the rest is not shared, or a group of layers lacks what its window reads",
-    MatchEnd.OTHER_TENANT: "another tenant has the next block",
+    MatchEnd.OTHER_TENANT: "another tenant, adapter or salt has the next block",
     MatchEnd.NOT_ASKED: "no more was asked for",
     MatchEnd.NOT_LOADED: "the next block is in the host tier and was not loaded",
     MatchEnd.LOADING: "the next block is being loaded",
@@ -121,7 +121,7 @@ _WORDS = {
 
 
 def _end(
-    state: PoolState, lookup: PrefixLookup, tenant: str, tokens: Int32Array, root: int, last: int, num_matched: int
+    state: PoolState, lookup: PrefixLookup, scope: str, tokens: Int32Array, root: int, last: int, num_matched: int
 ) -> tuple[MatchEnd, float | None]:
     config = state.config
     if not config.prefix_caching:
@@ -141,7 +141,7 @@ def _end(
         return MatchEnd.EVICTED, None  # it has left the device, and its copy has not arrived yet
     if state.below is not None:
         num_whole = (len(tokens) - num_matched) // config.block_size * config.block_size
-        below = state.below.end_behind(tenant, last, tokens[num_matched : num_matched + num_whole].astype("<i4").tobytes())
+        below = state.below.end_behind(scope, last, tokens[num_matched : num_matched + num_whole].astype("<i4").tobytes())
         if below is not None:
             return below, None
     if not root:

@@ -154,9 +154,9 @@ def _check_pins(state: PoolState) -> list[str]:
         wrong.append("a block has the wrong number of pins")
     if pins.num_blocks != len(held) or pins.num_blocks > pins.max_blocks:
         wrong.append("the number of pinned blocks is wrong, or above its limit")
-    limits, own = state.pool.limits, {(pin.root, block) for pin in pins.live() for block in pin.blocks.tolist()}
+    limits, own = state.pool.limits, {(pin.tenant, block) for pin in pins.live() for block in pin.blocks.tolist()}
     if limits.has_quotas and not np.array_equal(
-        limits.pinned, np.bincount([-root for root, _ in own], minlength=len(limits.pinned))
+        limits.pinned, np.bincount([-tenant for tenant, _ in own], minlength=len(limits.pinned))
     ):
         wrong.append("a tenant has the wrong number of pinned blocks")
     sessions = {owner.session for owner in _owners(state)}

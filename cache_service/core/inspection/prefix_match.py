@@ -32,21 +32,21 @@ class PrefixMatch(NamedTuple):
     behind: Behind
 
 
-def match_prefix(state: PoolState, lookup: PrefixLookup, tenant: str, tokens: Int32Array) -> PrefixMatch:
+def match_prefix(state: PoolState, lookup: PrefixLookup, scope: str, tokens: Int32Array) -> PrefixMatch:
     """In any tier. tokens [1 or more]."""
     size = state.config.block_size
-    nodes = lookup.usable(lookup.match_prompt(tenant, tokens))
+    nodes = lookup.usable(lookup.match_prompt(scope, tokens))
     blocks = state.index.block_of_node[nodes]
-    behind = tiers_behind(state, tenant, tokens, nodes)
+    behind = tiers_behind(state, scope, tokens, nodes)
     num_tokens = len(nodes) * size + behind.num_disk + behind.num_remote
     return PrefixMatch(blocks, num_tokens, int(np.count_nonzero(blocks == 0)) * size, behind)
 
 
-def tiers_behind(state: PoolState, tenant: str, tokens: Int32Array, nodes: Int32Array) -> Behind:
+def tiers_behind(state: PoolState, scope: str, tokens: Int32Array, nodes: Int32Array) -> Behind:
     """What lies below the host tier behind these nodes, which a prompt of these tokens matches."""
     if state.below is None or not state.config.prefix_caching:
         return NOTHING_BEHIND
     size = state.config.block_size
-    tiers = state.below.tiers_behind(tenant, tokens, nodes)
+    tiers = state.below.tiers_behind(scope, tokens, nodes)
     is_short = len(nodes) + len(tiers) < len(tokens) // size
     return Behind(tiers.count(Tier.DISK) * size, tiers.count(Tier.REMOTE) * size, is_short and state.below.may_ask())

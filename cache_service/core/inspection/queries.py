@@ -44,12 +44,12 @@ class Queries:
     def list_sequence_ids(self, session: SessionId, tenant: str) -> Int64Array:
         """[n] those of one tenant, ascending. Raises UnknownSession."""
         ids, slots = self._state.session(session).ids.items()
-        return ids[self._sequences.roots[slots] == self._state.index.find_root(tenant)]
+        return ids[self._sequences.tenants[slots] == self._state.index.roots.find_tenant(tenant)]
 
     def check_tenant(self, session: SessionId, sequence_id: int, tenant: str) -> None:
         """Raises UnknownSession, and UnknownSequence also for a sequence of another tenant."""
         _, slot = self._state.find_sequence(session, sequence_id)
-        if self._sequences.roots[slot] != self._state.index.find_root(tenant):
+        if self._sequences.tenants[slot] != self._state.index.roots.find_tenant(tenant):
             raise unknown_sequence(sequence_id)
 
     def num_sequences(self, session: SessionId | None) -> int:
@@ -89,13 +89,13 @@ class Queries:
 
     # Cached prefixes and blocks
 
-    def match_prefix(self, tenant: str, token_ids: Int32Array) -> PrefixMatch:
+    def match_prefix(self, scope: str, token_ids: Int32Array) -> PrefixMatch:
         """The longest cached prefix in any tier."""
-        return match_prefix(self._state, self._lookup, tenant, token_ids)
+        return match_prefix(self._state, self._lookup, scope, token_ids)
 
-    def explain_match(self, tenant: str, token_ids: Int32Array) -> Explanation:
+    def explain_match(self, scope: str, token_ids: Int32Array) -> Explanation:
         """Why the longest cached prefix ends where it does. May take a millisecond."""
-        return explain_match(self._state, self._lookup, tenant, token_ids)
+        return explain_match(self._state, self._lookup, scope, token_ids)
 
     def block_view(self, block: int) -> BlockView:
         """Raises UnknownBlock."""

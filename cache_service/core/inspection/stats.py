@@ -50,7 +50,7 @@ def pool_stats(state: PoolState, swapper: SequenceSwapper | None, prompts: Promp
         num_transfer_blocks=pool.num_in_transfer,
         num_loading_sequences=int(np.count_nonzero(seqs.states == SequenceState.LOADING)),
         num_swapped_sequences=int(np.count_nonzero(seqs.states == SequenceState.SWAPPED)),
-        num_tenants=state.index.num_roots,
+        num_tenants=len(state.index.roots.tenants),
         num_expired_blocks=pool.limits.num_expired + (swapper.host.pool.limits.num_expired if swapper is not None else 0),
         num_quota_evictions=pool.limits.num_quota_evictions,
         num_stored_logits=len(state.index.logits.by_node),
@@ -92,10 +92,10 @@ def _count_holes(seqs: SequenceTable, slots: Int64Array) -> Int64Array:
 
 def _misses(state: PoolState) -> list[Miss]:
     """The most tokens first."""
-    names = {-place - 1: tenant for place, tenant in enumerate(state.index.tenants)} | {NO_TENANT: "", OTHERS: ALL_OTHERS}
+    names = {number: name for name, number in state.index.roots.tenants.items()} | {NO_TENANT: "", OTHERS: ALL_OTHERS}
     turnovers = (*AGES, 0.0)
     found = [
-        Miss(names[kind.root], kind.cause, kind.need, names[kind.by], turnovers[kind.age] if kind.need else 0.0, num_tokens)
+        Miss(names[kind.tenant], kind.cause, kind.need, names[kind.by], turnovers[kind.age] if kind.need else 0.0, num_tokens)
         for kind, num_tokens in state.misses.counts().items()
     ]
     return sorted(found, key=lambda miss: -miss.num_tokens)

@@ -34,7 +34,8 @@ class SequenceTable:
         self.owners: Int32Array = np.zeros(slots, np.int32)  # number of the session
         self.states = np.zeros(slots, np.int8)  # SequenceState
         self.keeps_table = np.zeros(slots, np.bool_)  # it is swapped, and its device blocks are not given up yet
-        self.roots: Int32Array = np.zeros(slots, np.int32)  # root of the tenant's prefix tree
+        self.roots: Int32Array = np.zeros(slots, np.int32)  # root of its scope's prefix tree
+        self.tenants: Int32Array = np.zeros(slots, np.int32)
         self.num_tokens: Int32Array = np.zeros(slots, np.int32)
         self.num_committed: Int32Array = np.zeros(slots, np.int32)
         self.num_reserved: Int32Array = np.zeros(slots, np.int32)
@@ -95,6 +96,7 @@ class SequenceTable:
         sequence_id: int,
         owner_number: int,
         root: int,
+        tenant: int,
         tokens: Int32Array,
         *,
         max_tokens: int,
@@ -105,7 +107,7 @@ class SequenceTable:
         """A sequence that waits without blocks. Returns its slot; needs a free one."""
         slot = self._take_slot()
         self._enter(slot, SequenceState.WAITING)
-        self.ids[slot], self.owners[slot], self.roots[slot] = sequence_id, owner_number, root
+        self.ids[slot], self.owners[slot], self.roots[slot], self.tenants[slot] = sequence_id, owner_number, root, tenant
         self.tokens.wait(slot, tokens)
         self.num_tokens[slot] = self.num_prompt[slot] = len(tokens)
         self.max_tokens[slot], self.priorities[slot] = max_tokens, priority
@@ -124,7 +126,7 @@ class SequenceTable:
         self.tokens.copy(parent, child, num_tokens)
         self.num_tokens[child] = self.num_prompt[child] = num_tokens
         self.num_committed[child] = self.num_reserved[child] = num_kept
-        for column in (self.owners, self.roots, self.max_tokens, self.priorities, self.num_hit):
+        for column in (self.owners, self.roots, self.tenants, self.max_tokens, self.priorities, self.num_hit):
             column[child] = column[parent]
         self.reuse_hints[child], self.retain_seconds[child] = self.reuse_hints[parent], self.retain_seconds[parent]
         self.start_numbers[child] = self.start_numbers[parent]

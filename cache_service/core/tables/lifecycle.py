@@ -31,6 +31,7 @@ class SequenceLifecycle:
         self._counters = state.counters
         self._swapper = swapper
         self._reach, self._is_shared = state.reach, state.config.prefix_caching
+        self._roots = state.index.roots
         self._ending_slot = -1  # the policy was notified of the end of its sequence, and a part of it was given back
 
     def commit(
@@ -115,7 +116,7 @@ class SequenceLifecycle:
             num_shared = min(int(seqs.num_committed[slot]) // size, int(seqs.share_limits[slot])) * size
             num_prompt = int(seqs.num_prompt[slot])
             if num_shared >= num_prompt:
-                self._reach.note_end(int(seqs.roots[slot]), num_prompt, seqs.tokens.rows(slot)[slot, :num_shared].copy())
+                self._reach.note_end(self._seed(slot), num_prompt, seqs.tokens.rows(slot)[slot, :num_shared].copy())
 
     def release_end(self, owner: SessionState, slot: int, num_kept: int) -> None:
         """Gives back the blocks of a running sequence behind the first num_kept; its release is to follow."""
@@ -135,9 +136,12 @@ class SequenceLifecycle:
                 if slot != self._ending_slot:
                     path = seqs.tables.rows[slot, : int(seqs.num_published[slot])]
                     hint, seconds = int(seqs.reuse_hints[slot]), float(seqs.retain_seconds[slot])
-                    pool.reuse.end_sequence(int(seqs.roots[slot]), path, hint, seconds)
+                    pool.reuse.end_sequence(int(self._roots.tenant_of[-seqs.roots[slot]]), path, hint, seconds)
         if self._ending_slot in slots:
             self._ending_slot = -1
+
+    def _seed(self, slot: int) -> int:
+        return int(self._roots.seeds[-self._sequences.roots[slot]])
 
     def _use(self, slot: int) -> Use:
         seqs = self._sequences
@@ -145,7 +149,7 @@ class SequenceLifecycle:
         return Use(
             blocks=seqs.tables.rows[slot, :num_published],
             tokens=seqs.tokens.rows(slot)[slot, : num_published * self._block_size],
-            root=int(seqs.roots[slot]),
+            root=self._seed(slot),
             priority=int(seqs.priorities[slot]),
             num_blocks=len(seqs.tables.get(slot)),
         )

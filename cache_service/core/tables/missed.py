@@ -2,7 +2,7 @@
 
 Owns the order of the causes, of which the first that holds counts: what a start never takes, what it may not share, what it did
 not ask for, what is in the index and cannot be had, what a lower tier has, what is being computed, what left the index, what
-another tenant has, and last what was never there. Also which tenant asked last for what prompts begin with. Changes nothing but
+another scope has, and last what was never there. Also which scope asked last for what prompts begin with. Changes nothing but
 counts; called before a start takes blocks, because that evicts.
 """
 
@@ -35,8 +35,9 @@ class MissedTokens:
         """
         seqs, size = self._sequences, self._size
         tokens, root, num_hits = seqs.tokens.known(slot), int(seqs.roots[slot]), len(nodes)
+        tenant = int(seqs.tenants[slot])
         if is_load:
-            self._counts.add(num_hits * size, MissKind(root, MatchEnd.LOADING))
+            self._counts.add(num_hits * size, MissKind(tenant, MatchEnd.LOADING))
         if num_hits * size == len(tokens):
             return
         num_whole = (len(tokens) - 1) // size  # a token is left to compute
@@ -57,7 +58,7 @@ class MissedTokens:
         num_end, num_apart = len(tokens) - num_whole * size, (num_whole - num_shared) * size
         behind, log = tokens[num_hits * size : num_most * size].copy(), self._index.eviction_log
         left = LookUp(
-            root, num_end, num_apart, (num_shared - num_most) * size, log.digest(parent), behind, num_counted, num_others,
+            tenant, num_end, num_apart, (num_shared - num_most) * size, log.digest(parent), behind, num_counted, num_others,
             log.num_removed,
         )  # fmt: skip
         self._counts.note(left)
@@ -79,7 +80,7 @@ class MissedTokens:
             (MatchEnd.NOT_LOADED, len(in_time)),  # its copy is on its way to the host tier
             (MatchEnd.EXPIRED, len(nodes)),
         ):
-            self._counts.add(max(end - done, 0) * size, MissKind(root, cause))
+            self._counts.add(max(end - done, 0) * size, MissKind(int(self._index.roots.tenant_of[-root]), cause))
             done = max(done, end)
         return nodes
 
@@ -89,12 +90,12 @@ class MissedTokens:
         assert below is not None, "asked where there is no such tier"
         if num_found * self._size >= len(tokens):
             return 0
-        tenant = "" if num_found else self._index.tenants[-root - 1]
-        cause = below.end_behind(tenant, parent, tokens[num_found * self._size :].astype("<i4").tobytes())
+        scope = "" if num_found else self._index.roots.scope(root)
+        cause = below.end_behind(scope, parent, tokens[num_found * self._size :].astype("<i4").tobytes())
         if cause is None:
             return 0
-        num_below = max(len(below.tiers_behind(tenant, tokens, nodes)), 1)
-        self._counts.add(num_below * self._size, MissKind(root, cause))
+        num_below = max(len(below.tiers_behind(scope, tokens, nodes)), 1)
+        self._counts.add(num_below * self._size, MissKind(int(self._index.roots.tenant_of[-root]), cause))
         return num_below
 
     def _count_computing(self, root: int, num_found: int, tokens: Int32Array) -> int:
@@ -113,11 +114,11 @@ class MissedTokens:
             differ = np.flatnonzero(rows[rival, : num_known * size] != tokens[: num_known * size])
             longest = max(longest, int(differ[0]) // size if len(differ) else num_known)
         num_computing = max(longest - num_found, 0)
-        self._counts.add(num_computing * size, MissKind(root, MatchEnd.COMPUTING))
+        self._counts.add(num_computing * size, MissKind(int(self._index.roots.tenant_of[-root]), MatchEnd.COMPUTING))
         return num_computing
 
     def _num_others(self, root: int, tokens: Int32Array) -> int:
-        """Blocks that the tenant has cached which asked for the same beginning before. Notes that this one did."""
+        """Blocks that the scope has cached which asked for the same beginning before. Notes that this one did."""
         key, roots = tokens[: self._size].tobytes(), self._roots
         other = roots.pop(key, root)
         if len(roots) >= _MOST_BEGINNINGS:

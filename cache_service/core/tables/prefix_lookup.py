@@ -24,7 +24,7 @@ class FullHit(NamedTuple):
 class Rivals:
     """Sequences [n] with committed blocks that are not published yet.
 
-    roots [n]: of their tenants. num_full [n]: whole blocks that they may share. tokens: the rows of all slots.
+    roots [n]: of their scopes. num_full [n]: whole blocks that they may share. tokens: the rows of all slots.
     """
 
     def __init__(self, slots: Int64Array, roots: Int32Array, num_full: Int32Array, tokens: Int32Array) -> None:
@@ -144,9 +144,9 @@ class PrefixLookup:
         firsts = (self._index.held.first_entry(len(nodes), group) for group in range(1, len(there)))
         return [bool(row[first:].all()) for row, first in zip(there[1:], firsts, strict=True)]
 
-    def match_prompt(self, tenant: str, tokens: Int32Array) -> Int32Array:
-        """[matched] nodes of a tenant's prompt, whole blocks, in any tier."""
-        return self.match_tokens(self._index.find_root(tenant), tokens, len(tokens) // self._block_size)
+    def match_prompt(self, scope: str, tokens: Int32Array) -> Int32Array:
+        """[matched] nodes of a prompt of this scope, whole blocks, in any tier."""
+        return self.match_tokens(self._index.find_root(scope), tokens, len(tokens) // self._block_size)
 
     def find_full_hit(self, slot: int, max_hit: int) -> FullHit | None:
         """The hit of a waiting sequence whose prompt needs no pass at all, if it has one."""

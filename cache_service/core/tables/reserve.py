@@ -66,10 +66,10 @@ class Reservations:
             growing, places = np.tile(growing, num_groups), np.tile(places, num_groups) + groups * seqs.max_blocks
         rows = slots[growing]
         if has_block is None:
-            blocks = self._allocator.allocate(log, total, seqs.roots[rows])
+            blocks = self._allocator.allocate(log, total, seqs.tenants[rows])
         else:
             blocks = np.zeros(len(rows), np.int32)
-            blocks[has_block] = self._allocator.allocate(log, total, seqs.roots[rows[has_block]])
+            blocks[has_block] = self._allocator.allocate(log, total, seqs.tenants[rows[has_block]])
         seqs.tables.set_blocks(rows, places, blocks)
         return Grants(wanted, growing.astype(np.int32), blocks, groups)
 
@@ -77,11 +77,11 @@ class Reservations:
         """[groups * num_new] blocks for new entries from `start` on, one group behind the other; 0 is a hole."""
         seqs = self._sequences
         if not seqs.has_states:
-            return self._allocator.allocate(log, num_new * seqs.num_groups, seqs.roots[slot])
+            return self._allocator.allocate(log, num_new * seqs.num_groups, seqs.tenants[slot])
         places = np.arange(start, start + num_new, dtype=np.int32)
         has_block = seqs.new_entries.have_blocks(places, places + 1 == start + num_new)
         blocks = np.zeros(len(has_block), np.int32)
-        blocks[has_block] = self._allocator.allocate(log, int(np.count_nonzero(has_block)), seqs.roots[slot])
+        blocks[has_block] = self._allocator.allocate(log, int(np.count_nonzero(has_block)), seqs.tenants[slot])
         return blocks
 
     def copies_due(self, owner: SessionState, slot: int, wanted: int) -> Int64Array:
@@ -152,7 +152,7 @@ class Reservations:
     def _copy_on_write(self, owner: SessionState, log: StepLog, slot: int, due: Int64Array) -> None:
         seqs = self._sequences
         sources = seqs.tables.rows[slot, due]
-        copies = self._allocator.allocate_for_copies(len(due), int(seqs.roots[slot]))
+        copies = self._allocator.allocate_for_copies(len(due), int(seqs.tenants[slot]))
         seqs.tables.set_blocks(slot, due, copies)
         log.copy(sources.tolist(), copies.tolist())
         for table_idx, block in zip(due.tolist(), copies.tolist(), strict=True):

@@ -143,13 +143,13 @@ class ContentTier:
 
     # Inspection
 
-    def end_behind(self, tenant: str, node: int, tokens: bytes) -> MatchEnd | None:
+    def end_behind(self, scope: str, node: int, tokens: bytes) -> MatchEnd | None:
         """Why the first block of these tokens behind this node is in no tier above, where this tier is known to have it.
 
-        node 0: that of a tenant that this run has not met.
+        node 0: that of a scope that this run has not met.
         """
         width, num_known = 4 * self._block_size, 0
-        name = self._names.of(node) if node else self._names.first(tenant)
+        name = self._names.of(node) if node else self._names.first(scope)
         for at in range(0, len(tokens) - width + 1, width):
             name = self._names.child(name, tokens[at : at + width])
             if not self.directory.knows(name):
@@ -162,9 +162,9 @@ class ContentTier:
         pays = self.worth.num_paying(num_known, self.rules.deadline) > 0
         return MatchEnd.ON_DISK if pays else MatchEnd.NOT_WORTH_LOADING
 
-    def find_end(self, tenant: str, tokens: Int32Array) -> int:
+    def find_end(self, scope: str, tokens: Int32Array) -> int:
         """Whole blocks of a prompt that could be hit once this tier has brought what it is known to have."""
-        up_to = self._lookup.lookups(self._index.find_root(tenant), tokens, self.directory.find, tenant)
+        up_to = self._lookup.lookups(self._index.find_root(scope), tokens, self.directory.find, scope)
         return up_to(len(tokens) // self._block_size).end
 
     def stats(self) -> dict[str, Any]:
@@ -217,6 +217,10 @@ class TierChain:
         """What the nearest tier that has any of these tokens has of them is brought to the host tier."""
         any(tier.prefetch(root, tokens) for tier in self.tiers)
 
+    def uses(self, root: int) -> bool:
+        """Whether a load or a question is for this root."""
+        return any(root in tier.flight.roots() for tier in self.tiers)
+
     def length_to_come(self, slot: int, max_hit: int) -> int:
         """Tokens that the waiting sequence could hit once what it waits for has come; 0 where it is not to wait."""
         if not max_hit:
@@ -228,12 +232,12 @@ class TierChain:
             self._go_on(slot)
         return 0
 
-    def end_behind(self, tenant: str, node: int, tokens: bytes) -> MatchEnd | None:
+    def end_behind(self, scope: str, node: int, tokens: bytes) -> MatchEnd | None:
         """Why a block of these tokens behind this node is in no tier above, where one is known to have it."""
-        ends = (tier.end_behind(tenant, node, tokens) for tier in self.tiers)
+        ends = (tier.end_behind(scope, node, tokens) for tier in self.tiers)
         return next((end for end in ends if end is not None), None)
 
-    def tiers_behind(self, tenant: str, tokens: Int32Array, nodes: Int32Array) -> list[Tier]:
+    def tiers_behind(self, scope: str, tokens: Int32Array, nodes: Int32Array) -> list[Tier]:
         """[n] the nearest tier of each block of a prompt behind these nodes, as far as all are known to be in one.
 
         With several groups of layers as far as one tier and those above it have all that a hit reads.
@@ -241,11 +245,11 @@ class TierChain:
         if self._state.config.group_spans != (WHOLE,):
             found: list[Tier] = []
             for tier in self.tiers:
-                found += [tier.tier] * (tier.find_end(tenant, tokens) - len(nodes) - len(found))
+                found += [tier.tier] * (tier.find_end(scope, tokens) - len(nodes) - len(found))
             return found
         names, below, width = self._state.block_names, self._state.below_blocks, 4 * self._state.config.block_size
         raw = tokens[len(nodes) * self._state.config.block_size :].astype("<i4").tobytes()
-        name, found = names.of(int(nodes[-1])) if len(nodes) else names.first(tenant), []
+        name, found = names.of(int(nodes[-1])) if len(nodes) else names.first(scope), []
         for at in range(0, len(raw) - width + 1, width):
             name = names.child(name, raw[at : at + width])
             of_block = below.find_tier(name)

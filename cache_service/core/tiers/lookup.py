@@ -1,7 +1,7 @@
 """TierLookup: what a tier asked by the name of content has of a prompt, and how what it brings comes into the index.
 
 Owns the names of content, and the choice of the blocks. The name of a block is a keyed hash of its parent's name and its
-tokens; a tenant's root has one of the tenant; what another group of layers than the first has of a block is named after its
+tokens; a root has one of its scope; what another group of layers than the first has of a block is named after its
 node. The key is made of the secret of a slab and the whole KV spec. So two models, revisions or layouts never have a name in
 common, names of two slabs cannot be compared, and without the key a name reveals nothing of a prompt, nor are two prompts of
 one name found.
@@ -31,7 +31,7 @@ Find = Callable[[bytes], int | None]  # the place of a name in the tier, if it h
 
 
 class ContentNames:
-    """Names of one pool's nodes that hold beyond one run: content, behind what it is, for which tenant and KV spec."""
+    """Names of one pool's nodes that hold beyond one run: content, behind what it is, for which scope and KV spec."""
 
     def __init__(self, index: PrefixIndex, key: bytes) -> None:
         """key: 1 to 64 bytes, of this slab and KV spec alone."""
@@ -49,8 +49,8 @@ class ContentNames:
             return name
         return hashlib.blake2b(name, digest_size=NAME_BYTES, key=self._key, person=b"group" + struct.pack("<I", group)).digest()
 
-    def _root(self, tenant: str) -> bytes:
-        return hashlib.blake2b(tenant.encode(), digest_size=NAME_BYTES, key=self._key, person=b"tenant").digest()
+    def _root(self, scope: str) -> bytes:
+        return hashlib.blake2b(scope.encode(), digest_size=NAME_BYTES, key=self._key, person=b"tenant").digest()
 
 
 class Found(NamedTuple):
@@ -75,10 +75,10 @@ class TierLookup:
         self._spans = index.held.spans[:1] if index.held.has_tail else index.held.spans
         self.full_groups = [group for group, span in enumerate(self._spans) if span.is_whole]  # that read all tokens
 
-    def lookups(self, root: int, tokens: Int32Array, find: Find, tenant: str | None = None) -> Callable[[int], Found]:
+    def lookups(self, root: int, tokens: Int32Array, find: Find, scope: str | None = None) -> Callable[[int], Found]:
         """What is found of a start of these tokens, by its number of entries, while the index stays as it is.
 
-        What one of them has looked up, a shorter one does not look up again. tenant: for a look at one that may have no root.
+        What one of them has looked up, a shorter one does not look up again. scope: for a look at one that may have no root.
         """
         index, size = self._index, self._index.block_size
         num_most = len(tokens) // size
@@ -87,7 +87,7 @@ class TierLookup:
         raw, width, era = np.ascontiguousarray(tokens, "<i4").tobytes(), 4 * size, self._flight.era
         behind: list[tuple[bytes, bytes, list[TierOrder]]] = []  # entries that the index lacks: names of block and parent
         last = int(nodes[-1]) if num_nodes else root
-        name = self._names.of(last) if num_nodes or tenant is None else self._names.first(tenant)
+        name = self._names.of(last) if num_nodes or scope is None else self._names.first(scope)
         for at in range(num_nodes, num_most):
             piece = raw[at * width : (at + 1) * width]
             parent, name = name, self._names.child(name, piece)

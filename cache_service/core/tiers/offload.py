@@ -65,12 +65,12 @@ class Offloader:
         self.fills.update(zip(hosts.tolist(), orders, strict=True))
         return orders
 
-    def prepare_load(self, hosts: Int32Array, root: int) -> tuple[Int32Array, list[TransferOrder]]:
+    def prepare_load(self, hosts: Int32Array, tenant: int) -> tuple[Int32Array, list[TransferOrder]]:
         """Allocates a device block for each host block, with a reference, and orders the loads."""
         self.host.pool.begin_transfers(hosts)  # before the allocation evicts anything to the host tier
         blocks = self._allocator.allocate_for_loads(len(hosts))
         self._pool.begin_transfers(blocks)
-        orders = self._issue(TransferKind.SWAP_IN, hosts, blocks, root)
+        orders = self._issue(TransferKind.SWAP_IN, hosts, blocks, tenant)
         for order in orders:
             self.loads.setdefault(order.source, order)
         return blocks, orders
@@ -112,7 +112,7 @@ class Offloader:
             if self.loads.get(order.source) is order:
                 del self.loads[order.source]
         if ok:
-            self._allocator.note_loaded(destinations, [order.root for order in orders])
+            self._allocator.note_loaded(destinations, [order.tenant for order in orders])
             nodes, index = self._index.node_of_host[sources], self._index
             _, first = np.unique(sources, return_index=True)  # of two loads of one block, the first is the node's from now on
             first = np.sort(first[(nodes[first] > 0) & (index.held.find_blocks(sources[first]) == 0)])
@@ -175,11 +175,11 @@ class Offloader:
         self.end_orders(orders, ok=False)
         return loads if may_still_write else NO_INT32, orders
 
-    def _issue(self, kind: TransferKind, sources: Int32Array, destinations: Int32Array, root: int) -> list[TransferOrder]:
+    def _issue(self, kind: TransferKind, sources: Int32Array, destinations: Int32Array, tenant: int) -> list[TransferOrder]:
         owner = self._for
         assert owner is not None, "an order without a call to report it"
         pairs = zip(sources.tolist(), destinations.tolist(), strict=True)
-        orders = [self.transfers.issue(kind, source, destination, owner, root) for source, destination in pairs]
+        orders = [self.transfers.issue(kind, source, destination, owner, tenant) for source, destination in pairs]
         self._issued.extend(orders)
         return orders
 

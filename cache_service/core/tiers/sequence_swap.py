@@ -229,8 +229,8 @@ class SequenceSwapper:
         for order, at in joined:
             order.add_waiter(move, at)
         if len(missing):
-            root = int(self._sequences.roots[move.slot])
-            blocks[missing], orders = self.offloader.prepare_load(hosts[missing], root)
+            tenant = int(self._sequences.tenants[move.slot])
+            blocks[missing], orders = self.offloader.prepare_load(hosts[missing], tenant)
             for order, at in zip(orders, missing.tolist(), strict=True):
                 order.add_waiter(move, at)
 
@@ -245,7 +245,7 @@ class SequenceSwapper:
         if slot in self.moves:
             move = self.moves[slot]
             if move.hit_len is not None:
-                self._misses.end_load(int(seqs.roots[slot]), move.hit_len, 0)
+                self._misses.end_load(int(seqs.tenants[slot]), move.hit_len, 0)
             self._end_move(move)
         if slot in self.host.tables:
             self.host.drop_table(slot)
@@ -301,7 +301,7 @@ class SequenceSwapper:
             self._drop_blocks(move.owner, np.concatenate(behind))
             seqs.cut_hit(slot, hit_len)
         seqs.end_load(slot, hit_len, move.owner.step_id)
-        self._misses.end_load(int(seqs.roots[slot]), move.hit_len, hit_len)
+        self._misses.end_load(int(seqs.tenants[slot]), move.hit_len, hit_len)
         self._counters.num_hits += hit_len > 0
         self._counters.num_hit_tokens += hit_len
         self._run(move)

@@ -36,14 +36,14 @@ class Move:
 
 @dataclass(slots=True, eq=False)
 class TransferOrder:
-    """Copies one whole block between the tiers. root: whose tokens; waiters: moves, each with its place in the tables."""
+    """Copies one whole block between the tiers. tenant: whose tokens; waiters: moves, each with its place in the tables."""
 
     id: int
     kind: TransferKind
     source: int
     destination: int
     owner: SessionState
-    root: int
+    tenant: int
     waiters: list[tuple[Move, int]] = field(default_factory=list)
 
     def add_waiter(self, move: Move, place: int) -> None:
@@ -63,9 +63,9 @@ class Transfers:
         ] = {}  # the same by the number of their session; no session without an order
         self._reported: deque[tuple[list[int], bool]] = deque()  # ids that have ended, and whether they were run
 
-    def issue(self, kind: TransferKind, source: int, destination: int, owner: SessionState, root: int) -> TransferOrder:
+    def issue(self, kind: TransferKind, source: int, destination: int, owner: SessionState, tenant: int) -> TransferOrder:
         self.num_issued += 1
-        order = self.in_flight[self.num_issued] = TransferOrder(self.num_issued, kind, source, destination, owner, root)
+        order = self.in_flight[self.num_issued] = TransferOrder(self.num_issued, kind, source, destination, owner, tenant)
         self._of.setdefault(owner.number, {})[self.num_issued] = order
         return order
 

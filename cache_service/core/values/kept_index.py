@@ -1,4 +1,4 @@
-"""The memory in which an index is written down, so that a later run of the service finds it: tables and the tenants' names.
+"""The memory in which an index is written down, so that a later run of the service finds it: tables and the scopes of roots.
 
 The maker of the memory hands it in. The core reads and writes it, and knows nothing of files.
 """
@@ -39,14 +39,15 @@ class KeptTable:
 class KeptIndex:
     """device, hosts: the table of each tier, where there is one.
 
-    tenants: those of earlier runs, in the order of their roots. add_tenant(name) counts one more for good before it returns,
-    and stores its name. num_nameless: tenants of earlier runs whose names are not known; what they had may lie in any block.
+    scopes: of the roots of earlier runs, in their order; None where one is not known. note_root(root, scope): a root more,
+    which is counted for good before this returns, and whose scope is stored; or a root that is of another scope from now on,
+    unless False is returned. num_nameless: roots of earlier runs whose scopes are not known; what they had may lie anywhere.
     """
 
     device: KeptTable
     hosts: KeptTable | None
-    tenants: tuple[str, ...]
-    add_tenant: Callable[[str], None]
+    scopes: tuple[str | None, ...]
+    note_root: Callable[[int, str], bool]
     num_nameless: int = 0
 
 

@@ -220,9 +220,9 @@ class KvSpec:
         return max((len(group.layers) for group in self.groups if not group.has_states), default=self.num_layers)
 
 
-def first_parent(spec_key: bytes, tenant: str) -> bytes:
-    """The name that a tenant's first blocks are behind. spec_key: KvSpec.key."""
-    return sha256(spec_key + b"\0" + tenant.encode()).digest()
+def first_parent(spec_key: bytes, scope: str) -> bytes:
+    """The name that the first blocks of a scope are behind (scopes.py). spec_key: KvSpec.key."""
+    return sha256(spec_key + b"\0" + scope.encode()).digest()
 
 
 def block_name(parent: bytes, tokens: bytes) -> bytes:

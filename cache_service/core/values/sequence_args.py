@@ -24,7 +24,7 @@ class SequenceArgs:
     sequence_id: SequenceId
     token_ids: Int32Array
     max_tokens: int = 0  # 0: the pool's limit
-    tenant: str = ""
+    scope: str = ""  # of its prefix tree, see scopes.py
     priority: int = 0
     retention: Retention | None = None
     start_number: int = 0  # 0: the next one

@@ -11,8 +11,8 @@ BlockId = NewType("BlockId", int)  # index of a block in its pool; NULL_BLOCK is
 SessionId = NewType("SessionId", str)  # 128 random bits in hex
 
 NULL_BLOCK = BlockId(0)
-UNKNOWN_ROOT = 1  # of a block that may still hold tokens of any tenant; roots of tenants are negative, 0 is a block never used
-NO_TENANT = 0  # in the place of a root: no tenant in particular
+UNKNOWN_TENANT = 1  # of a block that may still hold tokens of any tenant; tenants are negative, 0 is a block never used
+NO_TENANT = 0  # in the place of a number: no tenant in particular
 MAX_ID = 2**53 - 1
 
 Int32Array = npt.NDArray[np.int32]

@@ -1,16 +1,17 @@
 """IndexFile: the index of one tier of a kept pool, written down beside its arena.
 
-Owns the form of both files. A pool has such files, and its host tier has others like them, without tenants. The arena's file
+Owns the form of both files. A pool has such files, and its host tier has others like them, without roots. The arena's file
 has one page more than the arena, with a stamp; the index file has a header, a check and a row for each block, and at its end
-the tenants' names. Rules: every size follows from the header, and a file of another size is refused before it is mapped; arena
-and index carry the same key and the same number of runs, so a file from elsewhere, or of an earlier time, is refused; an
+the scopes of the roots. Rules: every size follows from the header, and a file of another size is refused before it is mapped;
+arena and index carry the same key and the same number of runs, so a file from elsewhere, or of an earlier time, is refused; an
 arena that is not in its file carries them in its memory; those of a host tier name the key of their pool, and have its number
-of runs; a tenant is counted for good before it gets a block, and its name is stored then, too, where the file has room. So a
+of runs; a root is counted for good before it gets a block, and its scope is stored then, too, where the file has room. So a
 later run knows whether blocks may hold tokens of a tenant without a name, and clears them (R8).
 
-TenantLog has the names, one record each. A record counts only whole and in its place: its check is keyed by the file and by its
-number. What lies behind the first that is not whole was being written when a run ended, and is cut off. Names that the file has
-no room for wait, in their order, because a record's number is that of its tenant's root.
+RootLog has the scopes, one record each. A record counts only whole and in its place: its check is keyed by the file and by its
+number, which is that of its root. What lies behind the last that is whole was being written when a run ended, and is cut off.
+Scopes that the file has no room for wait, in their order. A root gets another scope only where that was stored, so no row is
+below a root of which its record says something else.
 """
 
 import mmap
@@ -33,89 +34,95 @@ from ..private_file import FileRefused, make_file, open_file
 from ..shared_memory import whole_pages
 from .description import Description
 
-_RECORD = struct.Struct("<HI")  # length and crc32 of a tenant's name
-_MOST_TENANTS = 65_536
-_MOST_NAME_BYTES = 1 << 10
+_RECORD = struct.Struct("<HI")  # length and crc32 of a scope
+_SLOT_BYTES = 512  # more than a record has
 
 
-class TenantLog:
-    """The records of an open file from byte `start` on. names: those that were there when it was opened."""
+class RootLog:
+    """The records of an open file from byte `start` on. scopes: those that were there when it was opened; None: damaged."""
 
-    def __init__(self, descriptor: int, key: int, start: int, names: tuple[str, ...] = (), end: int | None = None) -> None:
-        """key: the file's. end: of the records of these names; by default there are none."""
-        self.names = names
-        self._descriptor = descriptor
-        self._key = key
-        self._num_stored = len(names)
+    def __init__(self, descriptor: int, key: int, start: int, scopes: tuple[str | None, ...] = ()) -> None:
+        """key: the file's."""
+        self.scopes = scopes
+        self._descriptor, self._key, self._start = descriptor, key, start
+        self._num_stored = len(scopes)
         self._unstored: list[str] = []
-        self._end = start if end is None else end
 
     @classmethod
-    def open(cls, descriptor: int, key: int, start: int) -> "TenantLog":
-        """What earlier runs have left. Raises FileRefused for a repeated name."""
-        names, end = _read(descriptor, key, start)
-        if len(set(names)) < len(names):
-            raise FileRefused("it names a tenant twice")
-        return cls(descriptor, key, start, tuple(names), end)
+    def open(cls, descriptor: int, key: int, start: int) -> "RootLog":
+        """What earlier runs have left, up to the last whole record. Raises FileRefused for a repeated scope."""
+        data = os.pread(descriptor, max(os.fstat(descriptor).st_size - start, 0), start)
+        places = range(0, len(data), _SLOT_BYTES)
+        scopes = [_read(key, number, data[place : place + _SLOT_BYTES]) for number, place in enumerate(places)]
+        while scopes and scopes[-1] is None:
+            scopes.pop()
+        known = [scope for scope in scopes if scope is not None]
+        if len(set(known)) < len(known):
+            raise FileRefused("it names a root twice")
+        return cls(descriptor, key, start, tuple(scopes))
 
     @property
     def num_unstored(self) -> int:
-        """Tenants whose names could not be stored yet."""
+        """Roots whose scopes could not be stored yet."""
         return len(self._unstored)
 
     def cut(self) -> None:
         """Removes a record that was being written."""
-        os.ftruncate(self._descriptor, self._end)
+        last = self.scopes[-1] if self.scopes else None
+        num_bytes = 0 if last is None else (len(self.scopes) - 1) * _SLOT_BYTES + len(_record(self._key, 0, last.encode()))
+        os.ftruncate(self._descriptor, self._start + num_bytes)
 
-    def add(self, name: str) -> None:
-        """A tenant more. Its name is stored with the others that wait, where there is room."""
-        self._unstored.append(name)
+    def note(self, root: int, scope: str) -> bool:
+        """The next root, whose scope is stored with the others that wait, where there is room; or one with another scope now.
+
+        Returns whether that counts.
+        """
+        number = -root - 1
+        if number < self._num_stored:
+            return self._write(number, scope)
+        self._unstored[number - self._num_stored : number - self._num_stored + 1] = [scope]
         self.store()
+        return True
+
+    def is_new(self, root: int) -> bool:
+        return -root > self._num_stored + len(self._unstored)
 
     def store(self) -> None:
-        """Stores the names that wait, until one finds no room."""
-        while self._unstored:
-            record = _record(self._key, self._num_stored, self._unstored[0].encode())
-            try:
-                if os.pwrite(self._descriptor, record, self._end) < len(record):
-                    return
-            except OSError:
-                return
-            self._end += len(record)
+        """Stores the scopes that wait, until one finds no room."""
+        while self._unstored and self._write(self._num_stored, self._unstored[0]):
             self._num_stored += 1
             del self._unstored[0]
 
-
-def _read(descriptor: int, key: int, start: int) -> tuple[list[str], int]:
-    """The names up to the first record that is not whole, and where that begins."""
-    names: list[str] = []
-    place = 0
-    num_bytes = min(os.fstat(descriptor).st_size - start, _MOST_TENANTS * (_RECORD.size + _MOST_NAME_BYTES))
-    data = os.pread(descriptor, num_bytes, start)
-    while place + _RECORD.size <= len(data) and len(names) < _MOST_TENANTS:
-        length, _ = _RECORD.unpack_from(data, place)
-        name = data[place + _RECORD.size : place + _RECORD.size + length]
-        if data[place : place + _RECORD.size + length] != _record(key, len(names), name):
-            break
+    def _write(self, number: int, scope: str) -> bool:
+        record = _record(self._key, number, scope.encode())
         try:
-            names.append(name.decode())
-        except UnicodeDecodeError:
-            break
-        place += _RECORD.size + length
-    return names, start + place
+            return os.pwrite(self._descriptor, record, self._start + number * _SLOT_BYTES) == len(record)
+        except OSError:
+            return False
 
 
-def _record(key: int, number: int, name: bytes) -> bytes:
-    """The record of the tenant of this number."""
-    return _RECORD.pack(len(name), zlib.crc32(struct.pack("<QQ", key, number) + name)) + name
+def _read(key: int, number: int, data: bytes) -> str | None:
+    """The scope of the record of this number; None where it is not whole."""
+    if len(data) < _RECORD.size:
+        return None
+    scope = data[_RECORD.size : _RECORD.size + _RECORD.unpack_from(data)[0]]
+    try:
+        return scope.decode() if data.startswith(_record(key, number, scope)) else None
+    except UnicodeDecodeError:
+        return None
 
 
-_FORMAT = 2
+def _record(key: int, number: int, scope: bytes) -> bytes:
+    """The record of the root of this number, from 0 on."""
+    return _RECORD.pack(len(scope), zlib.crc32(struct.pack("<QQ", key, number) + scope)) + scope
+
+
+_FORMAT = 3
 _MAGIC = b"kvkeeper"
 _PAGE = mmap.PAGESIZE
 _HEADER_BYTES = 4 * _PAGE
 _HEAD = struct.Struct("<8sIII")  # magic, format, length and crc32 of the description
-_COUNTS = struct.Struct("<QQ")  # runs, tenants that got a block, at the end of the header
+_COUNTS = struct.Struct("<QQ")  # runs, roots that got a block, at the end of the header
 _STAMP = struct.Struct("<QQ")  # key, runs, in the arena's last page
 
 
@@ -125,9 +132,9 @@ def arena_file_bytes(num_bytes: int) -> int:
 
 
 class IndexFile:
-    """An open index file. The core reads and writes the table; tenants are those that it names when it is opened."""
+    """An open index file. The core reads and writes the table; scopes are those that it has when it is opened."""
 
-    def __init__(self, descriptor: int, description: Description, log: TenantLog) -> None:
+    def __init__(self, descriptor: int, description: Description, log: RootLog) -> None:
         """Takes the descriptor over."""
         self.description = description
         self.descriptor = descriptor
@@ -138,8 +145,9 @@ class IndexFile:
         rows: Int32Array = np.frombuffer(self._map, np.int32, num_blocks * words, first_row).reshape(num_blocks, words)
         self._log = log
         self.table = KeptTable(description.key, checks, rows)
-        self.tenants = log.names
-        self.num_nameless = max(self._counts()[1] - len(log.names), 0)  # tenants of earlier runs
+        self.scopes = log.scopes
+        num_known = sum(scope is not None for scope in log.scopes)
+        self.num_nameless = max(self._counts()[1] - num_known, 0)  # roots of earlier runs
 
     @classmethod
     def make(cls, path: Path, arena: KeptArena, spec: KvSpec, num_blocks: int, pool: int = 0) -> "IndexFile":
@@ -157,7 +165,7 @@ class IndexFile:
             raise OutOfMemory(f"its description has {len(text)} bytes, more than an index has room for")
         descriptor = make_file(path, _fixed_bytes(description))
         os.pwrite(descriptor, _HEAD.pack(_MAGIC, _FORMAT, len(text), zlib.crc32(text)) + text, 0)
-        return cls(descriptor, description, TenantLog(descriptor, description.key, _fixed_bytes(description)))
+        return cls(descriptor, description, RootLog(descriptor, description.key, _fixed_bytes(description)))
 
     @classmethod
     def open(cls, path: Path) -> "IndexFile":
@@ -165,7 +173,7 @@ class IndexFile:
         descriptor = open_file(path)
         try:
             description = _read_description(descriptor)
-            log = TenantLog.open(descriptor, description.key, _fixed_bytes(description))
+            log = RootLog.open(descriptor, description.key, _fixed_bytes(description))
             log.cut()
             return cls(descriptor, description, log)
         except BaseException:
@@ -210,30 +218,31 @@ class IndexFile:
         os.close(self.descriptor)
 
     def _counts(self) -> tuple[int, int]:
-        num_runs, num_tenants = _COUNTS.unpack_from(self._map, _HEADER_BYTES - _COUNTS.size)
-        return num_runs % (1 << 63), num_tenants
+        num_runs, num_roots = _COUNTS.unpack_from(self._map, _HEADER_BYTES - _COUNTS.size)
+        return num_runs % (1 << 63), num_roots
 
     def _stamp(self) -> bytes:
         return _STAMP.pack(self.description.key, self._counts()[0])
 
-    def add_tenant(self, name: str) -> None:
-        """The tenant counts at once. While its name cannot be stored, a later run would not know its blocks."""
-        num_runs, num_tenants = self._counts()
-        _COUNTS.pack_into(self._map, _HEADER_BYTES - _COUNTS.size, num_runs, num_tenants + 1)
-        self._log.add(name)
+    def note_root(self, root: int, scope: str) -> bool:
+        """See KeptIndex. A new root counts at once: while its scope cannot be stored, a later run would not know its blocks."""
+        if self._log.is_new(root):
+            num_runs, num_roots = self._counts()
+            _COUNTS.pack_into(self._map, _HEADER_BYTES - _COUNTS.size, num_runs, num_roots + 1)
+        return self._log.note(root, scope)
 
-    def store_tenants(self) -> None:
-        """Stores the names that could not be stored before, as far as there is room."""
+    def store_scopes(self) -> None:
+        """Stores the scopes that could not be stored before, as far as there is room."""
         self._log.store()
 
     @property
     def num_unstored(self) -> int:
-        """Tenants whose names could not be stored yet."""
+        """Roots whose scopes could not be stored yet."""
         return self._log.num_unstored
 
 
 def _fixed_bytes(description: Description) -> int:
-    """Bytes before the tenants' names."""
+    """Bytes before the scopes of the roots."""
     num_blocks, words = description.num_blocks, row_words(description.spec.block_size)
     return _HEADER_BYTES + whole_pages(8 * num_blocks) + whole_pages(4 * words * num_blocks)
 

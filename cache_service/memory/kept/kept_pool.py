@@ -67,7 +67,7 @@ class KeptPool:
         """What the core reads and writes."""
         index, hosts = self.device.index, self.hosts
         table = None if hosts is None else hosts.index.table
-        return KeptIndex(index.table, table, index.tenants, index.add_tenant, index.num_nameless)
+        return KeptIndex(index.table, table, index.scopes, index.note_root, index.num_nameless)
 
     def drop_hosts(self) -> None:
         """Removes the files of the host tier, and closes its arena."""

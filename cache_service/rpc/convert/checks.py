@@ -1,12 +1,25 @@
-"""Bounds of single fields, and values that many requests carry: tenants, sequence ids, victim policies, eviction targets."""
+"""Bounds of single fields, and values that many requests carry: scopes, sequence ids, victim policies, eviction targets."""
+
+import re
+from typing import Protocol
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 
 from ...core.values.errors import InvalidField
+from ...core.values.scopes import MOST_TENANT_CHARS, make_scope
 from ...core.values.types import MAX_ID, SequenceId
 from ..ownership import own_tenant
 
 MAX_INT32 = 2**31 - 1
+MAX_SALT = 256  # characters
+
+
+class Scoped(Protocol):
+    """A message that names a tenant with an adapter and a salt."""
+
+    tenant: str
+    adapter: str
+    cache_salt: str
 
 
 def check_range(field: str, value: float, low: int, high: int) -> None:
@@ -23,8 +36,17 @@ def check_text(field: str, value: str, longest: int, shortest: int = 0) -> None:
 
 def tenant(value: str) -> str:
     """The tenant that the call is about: the one that it names, or its credential's. Raises InvalidField, TenantNotAllowed."""
-    check_text("tenant", value, 64)
+    check_text("tenant", value, MOST_TENANT_CHARS)
     return own_tenant(value)
+
+
+def scope(request: Scoped) -> str:
+    """For whom, and with which adapter and salt, the call is. Raises InvalidField, TenantNotAllowed."""
+    if request.adapter and re.fullmatch("[0-9a-f]{64}", request.adapter) is None:
+        raise InvalidField("adapter is 64 lower-case hex digits, or empty", field="adapter", limit=64)
+    if len(request.cache_salt) > MAX_SALT or not request.cache_salt.isprintable():
+        raise InvalidField(f"cache_salt has up to {MAX_SALT} printable characters", field="cache_salt", limit=MAX_SALT)
+    return make_scope(tenant(request.tenant), request.adapter, request.cache_salt)
 
 
 def sequence_id(value: int, field: str = "sequence_id") -> SequenceId:

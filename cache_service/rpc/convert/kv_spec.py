@@ -36,7 +36,6 @@ def kv_spec(spec: pb.KvSpec) -> KvSpec:
     """The spec with its defaults written out. Raises InvalidField, NotImplementedYet."""
     check_text("spec.model_id", spec.model_id, 256, shortest=1)
     check_text("spec.revision", spec.revision, 256)
-    check_text("spec.adapter_id", spec.adapter_id, 256)
     if spec.layout == pb.KV_LAYOUT_OPAQUE:
         _check_page(spec)
     elif spec.layout in (pb.KV_LAYOUT_BLOCK_MAJOR, pb.KV_LAYOUT_GROUPED):

@@ -9,7 +9,7 @@ from ...core.values.errors import InvalidField
 from ...core.values.sequence_args import Retention, SequenceArgs
 from ...core.values.types import MAX_ID, NO_INT32, Int32Array, ReuseHint
 from ...core.values.views import SequenceView
-from .checks import MAX_INT32, check_range, sequence_id, tenant
+from .checks import MAX_INT32, check_range, scope, sequence_id
 from .step import int32_column
 
 _OTHERWISE = {"block_table", "group_tables", "retention", "idle_seconds"}
@@ -34,7 +34,7 @@ def sequence_args(request: pb.CreateSequenceRequest | pb.NewSequence) -> Sequenc
         sequence_id(request.sequence_id),
         tokens,
         request.max_tokens,
-        tenant(request.tenant),
+        scope(request),
         request.priority,
         retention(request),
         request.start_number,

@@ -4,6 +4,8 @@ import { errorOfStatus } from './errors.js';
 import { LONGEST_TIMEOUT_MS } from './transport.js';
 import { StepStream, decodeColumns, encodeColumns } from './steps.js';
 
+const SCOPE = { tenant: '', adapter: '', cacheSalt: '' };
+
 /** A lease on a pool. Every call renews it; renew() does in between. */
 export class CacheSession {
   #transport;
@@ -55,17 +57,17 @@ export class CacheSession {
 
   /** Leading tokens that are cached now, by tier, and their blocks on the device. */
   async matchPrefix(tokenIds, options = {}) {
-    return this.#call('MatchPrefix', { tokenIds, ...checkedOptions(options, { tenant: '' }) });
+    return this.#call('MatchPrefix', { tokenIds, ...checkedOptions(options, SCOPE) });
   }
 
   /** Leading tokens that are cached now, by tier, and why what a start would take of them ends where it does. */
   async explainMatch(tokenIds, options = {}) {
-    return this.#call('ExplainMatch', { tokenIds, ...checkedOptions(options, { tenant: '' }) });
+    return this.#call('ExplainMatch', { tokenIds, ...checkedOptions(options, SCOPE) });
   }
 
   /** Keeps the cached blocks of a prefix for a time: {pinId, numPinnedTokens}. */
   async pinPrefix(tokenIds, ttlMs, options = {}) {
-    return this.#call('PinPrefix', { tokenIds, ttlMs, ...checkedOptions(options, { tenant: '' }) });
+    return this.#call('PinPrefix', { tokenIds, ttlMs, ...checkedOptions(options, SCOPE) });
   }
 
   async unpinPrefix(pinId) {
@@ -79,10 +81,11 @@ export class CacheSession {
 
   /**
    * Yields the blocks cached for the tenant, then every change of them; leaving the loop ends the watch.
-   * @param {{tenant?: string, timeoutMs?: number, includeTokenIds?: boolean}} [options] includeTokenIds: of new blocks, as LE32
+   * @param {{tenant?: string, adapter?: string, cacheSalt?: string, timeoutMs?: number, includeTokenIds?: boolean}} [options]
+   *   includeTokenIds: of new blocks, as LE32
    */
   watchEvents(options = {}) {
-    const known = { tenant: '', timeoutMs: LONGEST_TIMEOUT_MS, includeTokenIds: false };
+    const known = { ...SCOPE, timeoutMs: LONGEST_TIMEOUT_MS, includeTokenIds: false };
     const { timeoutMs, ...fields } = checkedOptions(options, known);
     return this.#transport.stream('WatchEvents', this.#transport.checked('WatchEvents', { ...this.#head, ...fields }), timeoutMs);
   }
@@ -141,8 +144,8 @@ export class CacheSession {
    * Stores a prompt.
    * @param {number} sequenceId 1 to 2^53 - 1
    * @param {number[]} tokenIds
-   * @param {{maxTokens?: number, tenant?: string, priority?: number, retention?: object, startNumber?: number,
-   *   reuseHint?: string, retainMs?: number}} [options]
+   * @param {{maxTokens?: number, tenant?: string, adapter?: string, cacheSalt?: string, priority?: number, retention?: object,
+   *   startNumber?: number, reuseHint?: string, retainMs?: number}} [options]
    *   retention: {numSinkTokens, numWindowTokens}; reuseHint: REUSE_HINT_NONE or REUSE_HINT_SOON, where one is known;
    *   retainMs: within what time its next use is expected
    * @returns {Promise<number>} leading tokens that are cached now, for information
@@ -150,7 +153,7 @@ export class CacheSession {
   async createSequence(sequenceId, tokenIds, options = {}) {
     const given = checkedOptions(options, {
       maxTokens: 0,
-      tenant: '',
+      ...SCOPE,
       priority: 0,
       retention: undefined,
       startNumber: 0,

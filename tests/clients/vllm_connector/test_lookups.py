@@ -12,7 +12,7 @@ from kvkeeper.cache_service.server import RunningServer
 from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.vllm.backoff import Backoff
 from kvkeeper.vllm.lookups import Lookups, PoolMatcher
-from kvkeeper.vllm.orders import TokenIds
+from kvkeeper.vllm.orders import Scope, TokenIds
 from tests.support.stand_ins.vllm_worker import SPEC, Worker, other_rank, tokens_of
 
 DEADLINE_S = 10.0
@@ -87,7 +87,7 @@ def answer(lookups: Lookups, request_id: str) -> int:
 
 
 def ask(lookups: Lookups, request_id: str, num_tokens: int) -> None:
-    lookups.ask(request_id, np.zeros(num_tokens, np.int32), "")
+    lookups.ask(request_id, np.zeros(num_tokens, np.int32), Scope())
 
 
 def hold(lookups: Lookups, service: Scripted) -> asyncio.Event:
@@ -198,13 +198,19 @@ def test_a_forgotten_request_is_answered_for_with_nothing(lookups: Lookups, serv
 
 
 async def test_a_prefix_counts_as_far_as_all_ranks_have_it(cache_server: RunningServer) -> None:
-    """And tenants share nothing."""
+    """And scopes share nothing."""
     ranks = [SPEC, other_rank()]
     for spec, num_blocks in zip(ranks, (3, 2), strict=True):
         await asyncio.to_thread(_store, cache_server.address, spec, num_blocks)
     matcher = await PoolMatcher.connect(cache_server.address, ranks, 5.0, "test")
     prompt = tokens_of(5)
-    assert await matcher.match([(prompt, ""), (prompt[::-1].copy(), ""), (prompt, "other")]) == [2 * SPEC.block_size, 0, 0]
+    asked = [(prompt, Scope()), (prompt[::-1].copy(), Scope())]
+    assert await matcher.match([*asked, (prompt, Scope("ad" * 32)), (prompt, Scope("", "salt"))]) == [
+        2 * SPEC.block_size,
+        0,
+        0,
+        0,
+    ]
     await matcher.renew()
     await matcher.close()
     assert not cache_server.session_manager.sessions
@@ -215,11 +221,11 @@ async def test_what_lies_below_the_host_tier_alone_is_not_promised_to_vllm() -> 
     found = pb.MatchPrefixResponse(num_matched_tokens=60, num_host_tokens=8, num_disk_tokens=12, num_remote_tokens=16)
 
     class Session:
-        async def match_prefix(self, token_ids: object, tenant: str) -> pb.MatchPrefixResponse:
+        async def match_prefix(self, token_ids: object, adapter: str, cache_salt: str) -> pb.MatchPrefixResponse:
             return found
 
     matcher = PoolMatcher(None, [Session()])  # type: ignore[arg-type, list-item]
-    assert await matcher.match([(tokens_of(5), "")]) == [32]
+    assert await matcher.match([(tokens_of(5), Scope())]) == [32]
 
 
 def _store(address: str, spec: object, num_blocks: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvkeeper.cache_service.server import RunningServer
 from kvkeeper.client import AsyncCacheClient
-from kvkeeper.vllm.orders import Load, Orders, Store
+from kvkeeper.vllm.orders import Load, Orders, Scope, Store
 from kvkeeper.vllm.pages import Pages
 from kvkeeper.vllm.rounds import Job, Rounds
 from tests.support.processes.fleet import fleet
@@ -128,14 +128,14 @@ async def test_blocks_that_are_gone_are_reported_and_the_others_loaded(cache_ser
     await on_threads(work)
 
 
-async def test_tenants_and_ranks_share_nothing(cache_server: RunningServer) -> None:
+async def test_adapters_salts_and_ranks_share_nothing(cache_server: RunningServer) -> None:
     def work() -> None:
         one, other = Worker(cache_server.address), Worker(cache_server.address, other_rank())
         with closing(one, other):
-            one.store("a", PROMPT, [3, 9, 4, 7], tenant="t")
-            assert other.load("b", PROMPT, [1, 2, 5, 6], tenant="t").failed_blocks == {1, 2, 5, 6}
+            one.store("a", PROMPT, [3, 9, 4, 7], scope=Scope("ad" * 32, "t"))
+            assert other.load("b", PROMPT, [1, 2, 5, 6], scope=Scope("ad" * 32, "t")).failed_blocks == {1, 2, 5, 6}
             assert one.load("b", PROMPT, [1, 2, 5, 6]).failed_blocks == {1, 2, 5, 6}
-            assert one.load("c", PROMPT, [1, 2, 5, 6], tenant="t").failed_blocks == set()
+            assert one.load("c", PROMPT, [1, 2, 5, 6], scope=Scope("ad" * 32, "t")).failed_blocks == set()
 
     await on_threads(work)
 
@@ -149,7 +149,8 @@ async def test_many_orders_of_a_step_are_one_round(cache_server: RunningServer, 
                 worker.store(str(number), prompt, [2 * number, 2 * number + 1])
             before = worker.rounds.counts.num_rounds
             orders = [
-                Load(str(number), "", prompt, 0, [12 + 2 * number, 13 + 2 * number]) for number, prompt in enumerate(prompts)
+                Load(str(number), Scope(), prompt, 0, [12 + 2 * number, 13 + 2 * number])
+                for number, prompt in enumerate(prompts)
             ]
             worker.transfers.submit(Orders(loads=orders))
             assert worker.transfers.wait(DEADLINE_S)
@@ -168,11 +169,11 @@ async def test_more_orders_than_a_step_may_have_are_moved_all_the_same() -> None
         with closing(worker), contextlib.closing(rounds):
             prompts = [tokens_of(1, first=1000 * number) for number in range(300)]
             worker.blocks[0] = 7
-            rounds.run([Job(Store(f"r{number}", "", prompt, [0])) for number, prompt in enumerate(prompts)])
+            rounds.run([Job(Store(f"r{number}", Scope(), prompt, [0])) for number, prompt in enumerate(prompts)])
             counts = rounds.counts
             assert (counts.num_stored_blocks, counts.num_lost_sessions) == (300, 0)
             worker.blocks[:] = 0
-            rounds.run([Job(Load(f"r{number}", "", prompt, 0, [number % 24])) for number, prompt in enumerate(prompts)])
+            rounds.run([Job(Load(f"r{number}", Scope(), prompt, 0, [number % 24])) for number, prompt in enumerate(prompts)])
             assert (counts.num_loaded_blocks, counts.num_failed_blocks) == (300, 0)
             assert (worker.blocks == 7).all()
 
@@ -195,7 +196,7 @@ async def test_a_pool_that_is_too_small_evicts_or_drops_and_goes_on(
                 worker.load(str(number), prompt, range(6, 12))
                 assert worker.holds(prompt, range(6, 12)) == [True] * 6
             never = tokens_of(num_blocks + 9)
-            worker.transfers.submit(Orders(loads=[Load("long", "", never, 0, list(range(20)))]))
+            worker.transfers.submit(Orders(loads=[Load("long", Scope(), never, 0, list(range(20)))]))
             assert worker.transfers.wait(DEADLINE_S)
             assert worker.transfers.take_finished().failed_blocks >= set(range(20))
             assert worker.rounds.counts.num_lost_sessions == 0, "a refused prompt costs that prompt"
@@ -269,7 +270,7 @@ async def test_a_store_that_is_cancelled_within_its_round_is_neither_read_nor_co
         with closing(worker):
             link = worker.connect()
             rounds = Rounds(lambda: link, BLOCK_SIZE)
-            job = Job(Store("a", "", PROMPT, [3, 9, 4, 7]))
+            job = Job(Store("a", Scope(), PROMPT, [3, 9, 4, 7]))
             step = link.session.step
 
             def cancelling(items: Any) -> Any:
@@ -348,7 +349,7 @@ async def test_what_was_loaded_counts_only_if_the_session_lived_until_then(cache
             assert worker.transfers.wait(DEADLINE_S)
             gates[0].open.clear()
             gates[0].reached.clear()
-            worker.transfers.submit(Orders(loads=[Load("b", "", PROMPT, 0, [1, 2, 5, 6])]))
+            worker.transfers.submit(Orders(loads=[Load("b", Scope(), PROMPT, 0, [1, 2, 5, 6])]))
             assert gates[0].reached.wait(DEADLINE_S)
             asyncio.run_coroutine_threadsafe(asyncio.to_thread(lambda: None), loop).result(DEADLINE_S)
             loop.call_soon_threadsafe(end_sessions)

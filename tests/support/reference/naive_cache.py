@@ -14,7 +14,7 @@ from kvkeeper.cache_service.core.blocks.reuse_order import SOON_SECONDS
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.sequence_args import Retention
 from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, MatchEnd, ReuseHint
-from tests.support.reference.naive_hints import Key, NaiveHints
+from tests.support.reference.naive_hints import Key, NaiveHints, tenant_of
 from tests.support.reference.naive_misses import NaiveMisses
 
 
@@ -38,7 +38,7 @@ class NaiveSequence:
 
     session: str
     sequence_id: int
-    tenant: str
+    scope: str
     tokens: list[int]
     max_tokens: int
     args: tuple[object, ...] = ()
@@ -208,18 +208,18 @@ class NaiveCache:
         return self.config.num_usable_blocks - len(self.held().union(self.index.values()))
 
     def key(self, q: NaiveSequence, block_idx: int) -> Key:
-        return q.tenant, tuple(q.tokens[: (block_idx + 1) * self.block_size])
+        return q.scope, tuple(q.tokens[: (block_idx + 1) * self.block_size])
 
     def hit(self, q: NaiveSequence, limit: int) -> list[int]:
         """Blocks that a start finds, of at most so many tokens; none where they are too few to count."""
-        match = self.match(q.tenant, q.tokens[: limit // self.block_size * self.block_size])[: self.num_shareable(q)]
+        match = self.match(q.scope, q.tokens[: limit // self.block_size * self.block_size])[: self.num_shareable(q)]
         return match if len(match) * self.block_size >= self.config.min_prefix_tokens else []
 
-    def match(self, tenant: str, tokens: list[int]) -> list[int]:
+    def match(self, scope: str, tokens: list[int]) -> list[int]:
         """Blocks of the longest cached prefix, whole blocks."""
         blocks: list[int] = []
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
-            block = self.index.get((tenant, tuple(tokens[:end])))
+            block = self.index.get((scope, tuple(tokens[:end])))
             if block is None:
                 break
             blocks.append(block)
@@ -344,9 +344,9 @@ class NaiveCache:
         """Whether a pending block would make the match of a waiting sequence longer."""
         size = self.block_size
         limit = min(min(max_hit, len(q.tokens) - 1) // size, self.num_shareable(q)) * size
-        num_found = len(self.match(q.tenant, q.tokens[:limit]))
+        num_found = len(self.match(q.scope, q.tokens[:limit]))
         wanted = q.tokens[: (num_found + 1) * size]
-        rivals = [other for other in self.pending if other.running and other.tenant == q.tenant]
+        rivals = [other for other in self.pending if other.running and other.scope == q.scope]
         rivals = [other for other in rivals if self.num_to_publish(other)[0] > num_found]
         return num_found * size < limit and any(other.tokens[: len(wanted)] == wanted for other in rivals)
 
@@ -358,7 +358,7 @@ class NaiveCache:
     def _publish_block(self, q: NaiveSequence, block_idx: int, *, still_used: bool) -> None:
         own = q.table[block_idx]
         if self.key(q, block_idx) not in self.index and self.children is not None:
-            parent = q.tenant, tuple(q.tokens[: block_idx * self.block_size])
+            parent = q.scope, tuple(q.tokens[: block_idx * self.block_size])
             self.children[parent] = self.children.get(parent, 0) + 1
             self.hints.num_published += 1
             if q.hint is ReuseHint.NONE:
@@ -371,10 +371,10 @@ class NaiveCache:
             q.table[block_idx] = known
             self.let_go(q.session, own, still_used=still_used)
 
-    def grant(self, blocks: list[int], tenant: str, what: str) -> None:
+    def grant(self, blocks: list[int], scope: str, what: str) -> None:
         """The core took these blocks, evicting what it had to, and no more."""
         require(len(set(blocks)) == len(blocks), f"R1 {what}: a block granted twice in {blocks}")
-        states = self.states()
+        states, own = self.states(), tenant_of(scope)
         if not self.num_granted:
             self.num_free_before = states.count(BlockState.FREE)
         evicted: list[int] = []
@@ -384,9 +384,9 @@ class NaiveCache:
             require(state in (BlockState.FREE, BlockState.CACHED), f"R6 {what}: block {block} granted, is {state.value}")
             if state is BlockState.CACHED:
                 evicted.append(block)
-            if self.tenants.get(block, tenant) != tenant and len(self.seen_tenants) > 1:
+            if self.tenants.get(block, own) != own and len(self.seen_tenants) > 1:
                 self.foreign.append(block)
-            self.tenants[block] = tenant
+            self.tenants[block] = own
         self.num_granted += len(blocks)
         self.victims += evicted
 
@@ -439,13 +439,13 @@ class NaiveCache:
                 candidates = [block for block in of_class if self._waits_longer_than_below(block, by_block)]
                 candidates += [block for block in leaves if block in of_class]
             if not over:  # blocks above quotas are chosen together, also where those that hang below one of them are enough
-                late = [block for block in cached if excess.get(by_block[block][0], 0) > 0]
+                late = [block for block in cached if excess.get(tenant_of(by_block[block][0]), 0) > 0]
                 candidates = candidates + (self._next(late, leaves, by_block) if late else [])
             # A tenant's excess is chosen without regard to hints, so it explains what nothing else does.
             chosen = max((b for b in candidates if b in left), key=lambda block: self.classes.get(block, 0), default=None)
             require(chosen is not None, f"{what}: {sorted(left)} evicted, but {candidates} are older")
             assert chosen is not None
-            tenant = by_block[chosen][0]
+            tenant = tenant_of(by_block[chosen][0])
             excess[tenant] = excess.get(tenant, 0) - 1
             self.forget(by_block[chosen])
             left.intersection_update(self.index.values())
@@ -467,12 +467,14 @@ class NaiveCache:
 
     def share_left(self, tenant: str) -> int:
         """What pins leave of a tenant's quota."""
-        return self.quota() - len({block for pin in self.pins.values() if pin.tenant == tenant for block in pin.blocks})
+        return self.quota() - len(
+            {block for pin in self.pins.values() if tenant_of(pin.scope) == tenant for block in pin.blocks}
+        )
 
     def over_quota(self, cached: Iterable[Key]) -> dict[str, list[Key]]:
         """The cached prefixes of tenants that have too many of them."""
         keys = list(cached) if self.config.tenant_quota < 1 else []
-        owned = {tenant: [key for key in keys if key[0] == tenant] for tenant, _ in keys}
+        owned = {tenant_of(scope): [key for key in keys if tenant_of(key[0]) == tenant_of(scope)] for scope, _ in keys}
         return {tenant: keys for tenant, keys in owned.items() if len(keys) > self.share_left(tenant)}
 
     def _next(
@@ -510,8 +512,8 @@ class NaiveCache:
             if q.running and not q.has_said:
                 keys = [self.key(q, idx) for idx in range(q.published)]
                 self.hints.note_path(keys)
-                counts = self.hints.note_end(q.tenant, q.hint) or q.retain_seconds > 0
-                self.note_hint(q.tenant, keys, q.table[: q.published], q.hint, q.retain_seconds, counts=counts)
+                counts = self.hints.note_end(tenant_of(q.scope), q.hint) or q.retain_seconds > 0
+                self.note_hint(tenant_of(q.scope), keys, q.table[: q.published], q.hint, q.retain_seconds, counts=counts)
 
     def note_hint(
         self, tenant: str, keys: list[Key], path: list[int], hint: ReuseHint, seconds: float = 0, *, counts: bool = True
@@ -547,7 +549,8 @@ class NaiveCache:
         """Those of these blocks that are expected soon."""
         by_block = {block: key for key, block in self.index.items()}
         soon = [block for block in blocks if self.classes.get(block, 0) > 0]
-        return {by_block[one][0]: [each for each in soon if by_block[each][0] == by_block[one][0]] for one in soon}
+        tenants = {one: tenant_of(by_block[one][0]) for one in soon}
+        return {tenant: [each for each in soon if tenants[each] == tenant] for tenant in tenants.values()}
 
     def _bound_soon(self) -> None:
         """Too many that are expected soon: those that wait longest, of the tenant with most, are expected like others.
@@ -565,7 +568,7 @@ class NaiveCache:
     def _lapse_oldest(self, excess: int, tenant: str) -> None:
         """Among equals the pool chooses."""
         by_block = {block: key for key, block in self.index.items()}
-        own = [block for block in self.ages if block not in self.victims and by_block[block][0] == tenant]
+        own = [block for block in self.ages if block not in self.victims and tenant_of(by_block[block][0]) == tenant]
         turns = {block: (self.classes[block], self.ages[block]) for block in own if self.classes.get(block, 0) > 0}
         soon = sorted(turns, key=turns.__getitem__)
         excess = min(excess, len(soon))

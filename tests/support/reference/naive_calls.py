@@ -41,7 +41,7 @@ class NaiveCalls(NaiveSteps):
             if copied_idx is not None:
                 fresh = [shown[copied_idx], *fresh]
                 self.num_copies += 1
-            self.grant(fresh, q.tenant, name)
+            self.grant(fresh, q.scope, name)
             if copied_idx is not None:
                 self.let_go(q.session, before[copied_idx], still_used=True)
                 before[copied_idx] = shown[copied_idx]
@@ -84,7 +84,7 @@ class NaiveCalls(NaiveSteps):
             self.misses.note(self, q, num_tokens, len(match))
         q.table, q.running = list(match), True
         self.claim_blocks(q, match)
-        self.grant(shown[len(match) :], q.tenant, name)
+        self.grant(shown[len(match) :], q.scope, name)
         self.evict(name)
         self._check_copies(copies, [], name)
         q.table, q.committed, q.reserved, q.hit, q.published = list(shown), hit, reserved, hit, len(match)

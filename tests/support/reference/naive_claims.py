@@ -100,7 +100,7 @@ class NaiveClaims(NaiveKeeping):
             return 0
         found = 0
         for other in self.sequences.values():
-            if other.running and other.tenant == q.tenant:
+            if other.running and other.scope == q.scope:
                 known = other.tokens[: min(self.to_come(other), most, self.num_shareable(other) * size)]
                 same = next((i for i, (a, b) in enumerate(zip(known, q.tokens, strict=False)) if a != b), len(known))
                 found = max(found, same // size * size)

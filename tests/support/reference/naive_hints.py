@@ -5,7 +5,12 @@ from dataclasses import dataclass, field
 from kvkeeper.cache_service.core.blocks.hint_record import JUDGED_SPAN, LEAST_ENDED, MOST_ALIKE, MOST_WRONG, SPAN, TURNOVERS
 from kvkeeper.cache_service.core.values.types import ReuseHint
 
-Key = tuple[str, tuple[int, ...]]  # tenant, every token up to the end of the block
+Key = tuple[str, tuple[int, ...]]  # scope, every token up to the end of the block
+
+
+def tenant_of(scope: str) -> str:
+    """Quotas and clearing are by tenant, sharing by scope."""
+    return scope.partition("\0")[0]
 
 
 @dataclass
@@ -72,4 +77,4 @@ class NaiveHints:
 
     def _judge(self, end: NaiveEnd, *, went_on: bool) -> None:
         self.ends.remove(end)
-        self.came_true.setdefault((end.key[0], end.hint), []).append(went_on is (end.hint is ReuseHint.SOON))
+        self.came_true.setdefault((tenant_of(end.key[0]), end.hint), []).append(went_on is (end.hint is ReuseHint.SOON))

@@ -6,7 +6,7 @@ A pin is a list of blocks that it holds until its time is over.
 from dataclasses import dataclass
 
 from kvkeeper.cache_service.core.values.types import BlockState, MatchEnd, ReuseHint
-from tests.support.reference.naive_cache import Key, NaiveCache, NaiveSequence, expect, require
+from tests.support.reference.naive_cache import Key, NaiveCache, NaiveSequence, expect, require, tenant_of
 
 _HINTING = "what holds a prefix while a hint is noted"
 
@@ -16,7 +16,7 @@ class NaivePin:
     """One live pin."""
 
     session: str
-    tenant: str
+    scope: str
     blocks: list[int]
     deadline: float
 
@@ -26,17 +26,17 @@ class NaiveKeeping(NaiveCache):
 
     def pinned_blocks(self, tenant: str | None = None) -> set[int]:
         """The blocks that pins hold, of a tenant or of all."""
-        return {block for pin in self.pins.values() if tenant in (None, pin.tenant) for block in pin.blocks}
+        return {block for pin in self.pins.values() if tenant in (None, tenant_of(pin.scope)) for block in pin.blocks}
 
-    def can_pin(self, tenant: str, tokens: list[int]) -> bool:
+    def can_pin(self, scope: str, tokens: list[int]) -> bool:
         """Whether nothing of the prefix is cached, or pins have room for some of it."""
-        return not self.match(tenant, tokens) or bool(self.pinnable(tenant, tokens))
+        return not self.match(scope, tokens) or bool(self.pinnable(scope, tokens))
 
-    def pinnable(self, tenant: str, tokens: list[int]) -> list[int]:
+    def pinnable(self, scope: str, tokens: list[int]) -> list[int]:
         """The leading blocks of a prefix that pins have room for: half the pool in all, and the tenant's quota."""
-        taken, own = self.pinned_blocks(), self.pinned_blocks(tenant)
+        taken, own = self.pinned_blocks(), self.pinned_blocks(tenant_of(scope))
         blocks: list[int] = []
-        for block in self.match(tenant, tokens):
+        for block in self.match(scope, tokens):
             if len(taken | {block}) > self.config.num_usable_blocks // 2 or len(own | {block}) > self.quota():
                 break
             taken.add(block)
@@ -44,30 +44,30 @@ class NaiveKeeping(NaiveCache):
             blocks.append(block)
         return blocks
 
-    def pin(self, session: str, tenant: str, tokens: list[int], ttl: float, found: tuple[str, int]) -> None:
+    def pin(self, session: str, scope: str, tokens: list[int], ttl: float, found: tuple[str, int]) -> None:
         """The core says it pinned so many tokens under this id."""
         self.clock += 1
-        blocks = self.pinnable(tenant, tokens)
+        blocks = self.pinnable(scope, tokens)
         pin_id, num_tokens = found
         expect(num_tokens, len(blocks) * self.block_size, "tokens pinned")
         expect(bool(pin_id), bool(blocks), "a pin of nothing has no id")
         if blocks:
-            self.pins[pin_id] = NaivePin(session, tenant, blocks, self.now + ttl)
+            self.pins[pin_id] = NaivePin(session, scope, blocks, self.now + ttl)
             self.claim_blocks(None, blocks)
         self.settle()
 
-    def hint(self, session: str, tenant: str, tokens: list[int], hint: ReuseHint, seconds: float, num_tokens: int) -> None:
+    def hint(self, session: str, scope: str, tokens: list[int], hint: ReuseHint, seconds: float, num_tokens: int) -> None:
         """The core noted a hint of so many tokens of a prefix."""
         self.clock += 1
-        blocks, size = self.match(tenant, tokens), self.block_size
+        blocks, size = self.match(scope, tokens), self.block_size
         expect(num_tokens, len(blocks) * size, "tokens that a hint reached")
         self.heed(hint)
         self.settle()
-        self.pins[_HINTING] = NaivePin(session, tenant, blocks, self.now)
+        self.pins[_HINTING] = NaivePin(session, scope, blocks, self.now)
         self.claim_blocks(None, blocks)
         if self.children is not None:
-            keys = [(tenant, tuple(tokens[:end])) for end in range(size, len(blocks) * size + 1, size)]
-            self.note_hint(tenant, keys, blocks, hint, seconds)
+            keys = [(scope, tuple(tokens[:end])) for end in range(size, len(blocks) * size + 1, size)]
+            self.note_hint(tenant_of(scope), keys, blocks, hint, seconds)
         self.unpin(_HINTING)
 
     def unpin(self, pin_id: str) -> None:
@@ -119,7 +119,7 @@ class NaiveKeeping(NaiveCache):
 
     def full_hit(self, q: NaiveSequence, max_hit: int) -> bytes | None:
         """The logits that follow the whole prompt, where it may be a hit and all of it is cached; a use of them."""
-        key, num_blocks = (q.tenant, tuple(q.tokens)), len(q.tokens) // self.block_size
+        key, num_blocks = (q.scope, tuple(q.tokens)), len(q.tokens) // self.block_size
         may_hit = max_hit >= len(q.tokens) >= self.config.min_prefix_tokens and num_blocks <= self.num_shareable(q)
         if not may_hit or key not in self.logits:
             return None

@@ -18,12 +18,12 @@ class NaiveMisses:
     def __init__(self) -> None:
         self.tokens: Counter[tuple[str, MatchEnd]] = Counter()
         self.gone: dict[Key, MatchEnd] = {}  # the last cause for which each prefix left the index
-        self._beginnings: dict[tuple[int, ...], str] = {}  # the tenant that asked last, and found nothing
+        self._beginnings: dict[tuple[int, ...], str] = {}  # the scope that asked last, and found nothing
 
     def note(self, cache: "NaiveCache", q: "NaiveSequence", max_hit: int, num_hits: int) -> None:
         """A start has looked its tokens up, and found so many blocks; nothing was taken yet."""
-        size, cached = cache.block_size, len(cache.match(q.tenant, q.tokens))
-        sharers = [other for other in cache.holders if other.running and other is not q and other.tenant == q.tenant]
+        size, cached = cache.block_size, len(cache.match(q.scope, q.tokens))
+        sharers = [other for other in cache.holders if other.running and other is not q and other.scope == q.scope]
         behind: list[int] = []  # blocks that no reason of before explains
         for block_idx in range(num_hits, cache.num_blocks(len(q.tokens))):
             end = (block_idx + 1) * size
@@ -40,16 +40,16 @@ class NaiveMisses:
             else:
                 behind.append(block_idx)
                 continue
-            self.tokens[q.tenant, cause] += min(end, len(q.tokens)) - block_idx * size
+            self.tokens[q.scope.partition("\0")[0], cause] += min(end, len(q.tokens)) - block_idx * size
         of_other = self._others(cache, q) if behind and not cached else 0
         for block_idx in behind:
             cause = self.gone.get(cache.key(q, block_idx), MatchEnd.NEVER_STORED)
             if cause is MatchEnd.NEVER_STORED and block_idx < of_other:
                 cause = MatchEnd.OTHER_TENANT
-            self.tokens[q.tenant, cause] += size
+            self.tokens[q.scope.partition("\0")[0], cause] += size
 
     def _others(self, cache: "NaiveCache", q: "NaiveSequence") -> int:
         beginning = tuple(q.tokens[: cache.block_size])
-        other = self._beginnings.get(beginning, q.tenant)
-        self._beginnings[beginning] = q.tenant
-        return 0 if other == q.tenant else len(cache.match(other, q.tokens))
+        other = self._beginnings.get(beginning, q.scope)
+        self._beginnings[beginning] = q.scope
+        return 0 if other == q.scope else len(cache.match(other, q.tokens))

@@ -11,7 +11,7 @@ import numpy as np
 from kvkeeper.cache_service.core.values.sequence_args import Retention, SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
 from kvkeeper.cache_service.core.values.types import NULL_BLOCK, BlockState, Executor, ItemResult, ReuseHint, StartResult
-from tests.support.reference.naive_cache import NaiveSequence, NaiveSession, expect, require
+from tests.support.reference.naive_cache import NaiveSequence, NaiveSession, expect, require, tenant_of
 from tests.support.reference.naive_claims import NaiveClaims
 
 Update = tuple[int, int, int]  # sequence id, table index, block
@@ -35,11 +35,11 @@ class NaiveSteps(NaiveClaims):
         num_holders = len(self.holders)
         while num_holders == self.config.max_sequences == len(self.holders):
             self.reclaim(AT_ONCE)
-        self.seen_tenants.add(args.tenant)
+        self.seen_tenants.add(tenant_of(args.scope))
         tokens = [int(token) for token in args.token_ids]
         limit = args.max_tokens or self.config.limit_with(args.retention)
-        key = (tuple(tokens), limit, args.tenant, args.priority, args.retention, args.reuse_hint, args.retain_seconds)
-        q = NaiveSequence(session, int(args.sequence_id), args.tenant, tokens, limit, key, retention=args.retention)
+        key = (tuple(tokens), limit, args.scope, args.priority, args.retention, args.reuse_hint, args.retain_seconds)
+        q = NaiveSequence(session, int(args.sequence_id), args.scope, tokens, limit, key, retention=args.retention)
         self.heed(args.reuse_hint)
         q.hint, q.retain_seconds = args.reuse_hint, args.retain_seconds
         self.last_number += not args.start_number
@@ -234,7 +234,7 @@ class NaiveSteps(NaiveClaims):
 
     def fork(self, parent: NaiveSequence, child_id: int, length: int) -> NaiveSequence:
         """The child shares the blocks of its tokens, a partial one too."""
-        child = NaiveSequence(parent.session, child_id, parent.tenant, parent.tokens[:length], parent.max_tokens)
+        child = NaiveSequence(parent.session, child_id, parent.scope, parent.tokens[:length], parent.max_tokens)
         child.running, child.retention = True, parent.retention
         child.committed = child.reserved = length
         child.hit = parent.hit
@@ -341,7 +341,7 @@ class NaiveSteps(NaiveClaims):
         expect(table[: len(match)], match, f"R4 blocks hit by {q.sequence_id}")
         q.table, q.running = list(match), True
         self.claim_blocks(q, match)
-        self.grant(table[len(match) :], q.tenant, f"start of {q.sequence_id}")
+        self.grant(table[len(match) :], q.scope, f"start of {q.sequence_id}")
         self.evict(f"start of {q.sequence_id}")
         q.table, q.committed, q.reserved, q.hit, q.published = table, hit, reserved, hit, len(match)
         q.granted_at = {self.sessions[q.session].step_id: reserved}
@@ -418,14 +418,14 @@ class NaiveSteps(NaiveClaims):
             copied = [copy[1]]
             updates.append((q.sequence_id, copied_idx, copy[1]))
         if copied_idx is not None:
-            self.grant(copied, q.tenant, f"copy for the {name}")
+            self.grant(copied, q.scope, f"copy for the {name}")
             self.foreign = [block for block in self.foreign if block not in copied]
             self.let_go(q.session, q.table[copied_idx], still_used=True)
             q.table[copied_idx] = copied[0]
             self.filling[copied[0]] = q.session, self.sessions[q.session].step_id
             self.num_copies += 1
             self.settle()
-        self.grant(new_blocks, q.tenant, name)
+        self.grant(new_blocks, q.scope, name)
         self.num_changes += granted > q.reserved or copied_idx is not None
         q.table += new_blocks
         q.reserved = granted

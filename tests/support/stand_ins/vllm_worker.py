@@ -10,7 +10,7 @@ import numpy as np
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.arena import Arena
 from kvkeeper.vllm.backoff import Backoff
-from kvkeeper.vllm.orders import Load, Orders, Store, TokenIds
+from kvkeeper.vllm.orders import Load, Orders, Scope, Store, TokenIds
 from kvkeeper.vllm.page_spec import Facts, Part, make_spec
 from kvkeeper.vllm.pages import HostPages, Pages
 from kvkeeper.vllm.rounds import Link, Rounds
@@ -34,6 +34,8 @@ FACTS = Facts(
 )
 SPEC = make_spec(FACTS)
 DEADLINE_S = 10.0
+
+NO_SCOPE = Scope()
 
 
 def other_rank() -> pb.KvSpec:
@@ -84,21 +86,21 @@ class Worker:
         for block_idx, block_id in enumerate(block_ids):
             self.blocks[block_id] = np.frombuffer(content(token_ids, block_idx), np.uint8)
 
-    def order_store(self, request_id: str, token_ids: TokenIds, block_ids: Sequence[int], tenant: str = "") -> None:
+    def order_store(self, request_id: str, token_ids: TokenIds, block_ids: Sequence[int], scope: Scope = NO_SCOPE) -> None:
         """Compute the blocks, and hand their store to the transfers."""
         self.compute(token_ids, block_ids)
-        self.transfers.submit(Orders(stores=[Store(request_id, tenant, token_ids, list(block_ids))]))
+        self.transfers.submit(Orders(stores=[Store(request_id, scope, token_ids, list(block_ids))]))
 
-    def store(self, request_id: str, token_ids: TokenIds, block_ids: Sequence[int], tenant: str = "") -> None:
+    def store(self, request_id: str, token_ids: TokenIds, block_ids: Sequence[int], scope: Scope = NO_SCOPE) -> None:
         """The same, and wait for its end."""
-        self.order_store(request_id, token_ids, block_ids, tenant)
+        self.order_store(request_id, token_ids, block_ids, scope)
         assert self.transfers.wait(DEADLINE_S)
 
     def load(
-        self, request_id: str, token_ids: TokenIds, block_ids: Sequence[int], first_block: int = 0, tenant: str = ""
+        self, request_id: str, token_ids: TokenIds, block_ids: Sequence[int], first_block: int = 0, scope: Scope = NO_SCOPE
     ) -> Finished:
         """Load into blocks, and wait for the end; block_ids: those behind first_block."""
-        self.transfers.submit(Orders(loads=[Load(request_id, tenant, token_ids, first_block, list(block_ids))]))
+        self.transfers.submit(Orders(loads=[Load(request_id, scope, token_ids, first_block, list(block_ids))]))
         assert self.transfers.wait(DEADLINE_S)
         return self.transfers.take_finished()
 

@@ -44,7 +44,7 @@ class DiskSimulation:
             most_loading=rng.choice([1, 2, 64]),
         )
         self.num_slots, self.faults = rng.choice([1, 3, 8, 24]) * len(spans), rng.choice([3, 8, 40])
-        self.sizes: dict[str, Any] = {"alphabet": rng.choice([1, 1, 2]), "num_tenants": rng.choice([1, 2]), "faults": 20}
+        self.sizes: dict[str, Any] = {"alphabet": rng.choice([1, 1, 2]), "num_scopes": rng.choice([1, 2]), "faults": 20}
         self.counts = DiskCounts()
         self.world = world(self.config, self.num_slots, self.rules, **self.sizes)
 

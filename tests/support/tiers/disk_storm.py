@@ -14,9 +14,10 @@ from kvkeeper.cache_service.core.tiers.orders import Load, Store, TierRules
 from kvkeeper.cache_service.core.values.copies import StoredBlock, TierOrder, TierResult
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Int32Array
+from tests.support.worlds.scopes import SCOPES
 
 KEY = b"of a storm"
-Content = tuple[str, tuple[int, ...]]  # of a block: tenant, and the tokens of the whole prefix
+Content = tuple[str, tuple[int, ...]]  # of a block: scope, and the tokens of the whole prefix
 
 
 class DiskStorm:
@@ -43,7 +44,7 @@ class DiskStorm:
         self.host, self.offloader = swapper.host, swapper.offloader
         stored = [block for block, of_era, _ in self.slab.values() if of_era == era]
         self.disk = self.manager.add_disk(KEY, self.num_slots, era, stored, self.rules)
-        self.roots = {tenant: self.state.index.root(tenant) for tenant in ("", "other")}
+        self.roots = {scope: self.state.index.root(scope) for scope in SCOPES}
         self.jobs: list[Load | Store] = []
         # The naive model: names that are stored for sure. An eviction takes the oldest away, so it is asked after each event.
         self.stored = {block.name for block in stored}
@@ -58,8 +59,8 @@ class DiskStorm:
             store = self.disk.stores.prepare(rng.randint(1, 4))
             self.jobs += [store] if store else []
         elif event < 0.7:
-            tenant, tokens = self._prompt()
-            loads, _ = self.disk.loads.prepare(self.roots[tenant], tokens)
+            scope, tokens = self._prompt()
+            loads, _ = self.disk.loads.prepare(self.roots[scope], tokens)
             new = self.disk.loads.take()
             self.num_joined += len(loads) > len(new)
             self.jobs += new
@@ -99,8 +100,8 @@ class DiskStorm:
 
     def _fill(self) -> None:
         """Blocks of a prompt that the index lacks come to the host tier, as from a device: the first one, or as many as fit."""
-        tenant, tokens = self._prompt()
-        root, index = self.roots[tenant], self.state.index
+        scope, tokens = self._prompt()
+        root, index = self.roots[scope], self.state.index
         num_blocks = len(tokens) // self.size
         first = len(index.match(root, tokens, num_blocks))
         count = min(num_blocks - first, self.host.pool.num_available, self.rng.choice([1, num_blocks]))
@@ -112,7 +113,7 @@ class DiskStorm:
         node = int(path[-1]) if len(path) else root
         for at, host in enumerate(hosts.tolist() if is_there else [], start=first):
             node, _ = index.insert_on_host(node, tokens[at * self.size : (at + 1) * self.size].astype("<i4").tobytes(), host)
-            self.hosts[host] = tenant, tuple(tokens[: (at + 1) * self.size].tolist())
+            self.hosts[host] = scope, tuple(tokens[: (at + 1) * self.size].tolist())
         if is_there:
             self.host.pool.mark_indexed(hosts)
         self.host.is_filling[hosts] = False
@@ -155,10 +156,10 @@ class DiskStorm:
 
     def _check_loaded(self, load: Load) -> None:
         """Every block of the prompt that the host tier has holds what its prefix spells."""
-        tenant = next(name for name, root in self.roots.items() if root == load.root)
+        scope = next(name for name, root in self.roots.items() if root == load.root)
         nodes = self.state.index.match(load.root, load.tokens, len(load.tokens) // self.size)
         for at, host in enumerate(self.state.index.host_of_node[nodes].tolist()):
-            wanted = tenant, tuple(load.tokens[: (at + 1) * self.size].tolist())
+            wanted = scope, tuple(load.tokens[: (at + 1) * self.size].tolist())
             assert self.hosts[host] == wanted, (self.hosts[host], wanted)
 
     def _advance(self, seconds: float) -> None:

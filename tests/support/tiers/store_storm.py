@@ -17,11 +17,11 @@ from kvkeeper.cache_service.core.values.types import Executor, Int32Array, Seque
 from tests.support.tiers.mirror_world import Ever
 from tests.support.worlds.core_pool import int32
 from tests.support.worlds.event_reader import SPEC_KEY
+from tests.support.worlds.scopes import SCOPES
 
 KEY, DISK_KEY, SESSION = b"of a storm", b"a disk", SessionId("storm")
-TENANTS = ("", "other")
 _MOST_SEQUENCES = 8
-Content = tuple[str, tuple[int, ...]]  # of a block: tenant, and the tokens of the whole prefix
+Content = tuple[str, tuple[int, ...]]  # of a block: scope, and the tokens of the whole prefix
 
 
 class SharedStore:
@@ -57,9 +57,9 @@ class Service:
         swapper = self.manager.swapper
         assert swapper is not None
         self.host, self.offloader, self.index = swapper.host, swapper.offloader, self.manager.state.index
-        tenants = list(TENANTS)
-        rng.shuffle(tenants)  # roots have other numbers in the other service
-        self.roots = {tenant: self.index.root(tenant) for tenant in tenants}
+        scopes = list(SCOPES)
+        rng.shuffle(scopes)  # roots have other numbers in the other service
+        self.roots = {scope: self.index.root(scope) for scope in scopes}
         self.hosts: dict[int, Content | None] = {}
         self.jobs: list[tuple[ContentTier, Load | Store | Question]] = []
         self.sequences: list[int] = []
@@ -67,16 +67,16 @@ class Service:
 
     def prompt(self, longest: int) -> tuple[str, Int32Array]:
         tokens = [self.rng.randrange(2) for _ in range(self.size * self.rng.randint(1, longest))]
-        return self.rng.choice(TENANTS), int32(tokens)
+        return self.rng.choice(SCOPES), int32(tokens)
 
-    def ask(self, tenant: str, tokens: Int32Array) -> None:
+    def ask(self, scope: str, tokens: Int32Array) -> None:
         """A sequence is created, so that what it lacks is looked for below."""
         if len(self.sequences) == _MOST_SEQUENCES:
             self.manager.one_item.release(SESSION, self.sequences.pop(self.rng.randrange(_MOST_SEQUENCES)))
         self.num_created += 1
         self.sequences.append(self.num_created)
         most = self.manager.state.config.limit_tokens
-        self.manager.creation.create(SESSION, SequenceArgs(SequenceId(self.num_created), tokens[:most], tenant=tenant))
+        self.manager.creation.create(SESSION, SequenceArgs(SequenceId(self.num_created), tokens[:most], scope=scope))
         slot = self.manager.state.session(SESSION).ids.get(self.num_created)
         assert slot is not None
         self.manager.state.below.length_to_come(slot, len(tokens))  # type: ignore[union-attr]
@@ -90,9 +90,9 @@ class Service:
         for tier in self.tiers:
             self.jobs += [(tier, each) for each in (*tier.questions.take(), *tier.loads.take())]
 
-    def fill(self, tenant: str, tokens: Int32Array) -> None:
+    def fill(self, scope: str, tokens: Int32Array) -> None:
         """Blocks of a prompt that the index lacks come to the host tier, as from a device."""
-        root, num_blocks = self.roots[tenant], len(tokens) // self.size
+        root, num_blocks = self.roots[scope], len(tokens) // self.size
         first = len(self.index.match(root, tokens, num_blocks))
         count = min(num_blocks - first, self.host.pool.num_available)
         if not count:
@@ -104,7 +104,7 @@ class Service:
         for at, host in enumerate(hosts.tolist() if is_there else [], start=first):
             piece = tokens[at * self.size : (at + 1) * self.size].astype("<i4").tobytes()
             node, _ = self.index.insert_on_host(node, piece, host)
-            self.hosts[host] = tenant, tuple(tokens[: (at + 1) * self.size].tolist())
+            self.hosts[host] = scope, tuple(tokens[: (at + 1) * self.size].tolist())
         if is_there:
             self.host.pool.mark_indexed(hosts)
         self.host.is_filling[hosts] = False
@@ -165,10 +165,10 @@ class Service:
 
     def _check_loaded(self, load: Load) -> None:
         """Every block of the prompt that the host tier has holds what its prefix spells."""
-        tenant = next(name for name, root in self.roots.items() if root == load.root)
+        scope = next(name for name, root in self.roots.items() if root == load.root)
         nodes = self.index.match(load.root, load.tokens, len(load.tokens) // self.size)
         for at, host in enumerate(self.index.host_of_node[nodes].tolist()):
-            wanted = tenant, tuple(load.tokens[: (at + 1) * self.size].tolist())
+            wanted = scope, tuple(load.tokens[: (at + 1) * self.size].tolist())
             assert self.hosts[host] == wanted, (self.hosts[host], wanted)
 
     def check(self) -> None:

@@ -21,6 +21,7 @@ from tests.support.reference.tier_memory import PASSED, TierMemory, TierOrder, T
 from tests.support.tiers.tier_engine import TierCounts, TierEngine, TierItems, TierSequence
 from tests.support.worlds.engine_model import Choose, unread
 from tests.support.worlds.event_reader import SPEC_KEY
+from tests.support.worlds.scopes import NAMES
 
 
 class TierAnswers:
@@ -78,7 +79,7 @@ class TierAnswers:
             if result == ItemResult.OK:
                 parent = engine.sequences[parent_id]
                 tokens = parent.tokens[:num_tokens]
-                child = TierSequence(child_id, parent.tenant, tokens, parent.max_tokens, SequenceState.RUNNING, num_tokens)
+                child = TierSequence(child_id, parent.scope, tokens, parent.max_tokens, SequenceState.RUNNING, num_tokens)
                 kept = int(reply.fork_committed[row]) if self.states else num_tokens
                 self.counts.short_cuts += kept < num_tokens
                 child.committed = child.reserved = child.computed = kept
@@ -146,7 +147,7 @@ class TierAnswers:
             upto = q.reserved
         while len(q.tokens) < upto:
             q.tokens.append(choose(self.alphabet))
-        own = self.written.setdefault(q.tenant, set())
+        own = self.written.setdefault(NAMES[q.scope][0], set())
         for group, table in enumerate(q.tables):
             label = f"{engine.session[-2:]}/{q.id} group {group} step {step.step_id}"
             spelled = self.spell(q, group, upto)
@@ -250,7 +251,7 @@ class TierAnswers:
 
     def spell(self, q: TierSequence, group: int, length: int) -> list[int]:
         """What the slots of one group hold; each group has contents of its own."""
-        return self.contents.spell(f"{q.tenant}/{group}", q.tokens[:length])
+        return self.contents.spell(f"{q.scope}/{group}", q.tokens[:length])
 
     def read(self, q: TierSequence, group: int, table: list[int], contents: list[int]) -> list[int]:
         """The contents that attention reads, PASSED for those between sink and window, and before a group's window.

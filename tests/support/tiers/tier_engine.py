@@ -72,7 +72,7 @@ class TierSequence:
     """One sequence as its engine knows it. computed: written, or being written; written: (step, length) of each write."""
 
     id: int
-    tenant: str
+    scope: str
     tokens: list[int]
     max_tokens: int
     state: SequenceState = SequenceState.WAITING

@@ -49,7 +49,7 @@ class TierSimulation:
             num_host_blocks=rng.choice([2, 5, 9, 17, 33]) * len(spans),
         )
         faults = rng.choice([2, 2, 6, 30, sys.maxsize // 8])
-        sizes = {"alphabet": rng.choice([1, 1, 2]), "num_tenants": rng.choice([1, 2]), "at_once": rng.choice([1, 2, 10**9])}
+        sizes = {"alphabet": rng.choice([1, 1, 2]), "num_scopes": rng.choice([1, 2]), "at_once": rng.choice([1, 2, 10**9])}
         self.world = TierWorld(config, faults=faults, **sizes)
 
     def choose(self, count: int) -> int:

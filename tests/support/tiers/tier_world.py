@@ -26,15 +26,14 @@ from tests.support.tiers.tier_answers import TierAnswers
 from tests.support.tiers.tier_engine import TierEngine, TierItems, TierSequence
 from tests.support.worlds.core_pool import step_batch
 from tests.support.worlds.engine_model import Choose
-
-TENANTS = ("", "other")
+from tests.support.worlds.scopes import SCOPES
 
 
 class TierWorld(TierAnswers):
     """A pool with a host tier and its engines, each operation checked by the content oracle of both tiers."""
 
     def __init__(
-        self, config: PoolConfig, *, alphabet: int = 2, num_tenants: int = 2, faults: int = 8, at_once: int = 10**9
+        self, config: PoolConfig, *, alphabet: int = 2, num_scopes: int = 2, faults: int = 8, at_once: int = 10**9
     ) -> None:
         """faults: one order in so many fails, and one in four times as many is never reported.
 
@@ -46,7 +45,7 @@ class TierWorld(TierAnswers):
         self.engines: dict[SessionId, TierEngine] = {}
         self.ended: list[SessionId] = []
         self.forks_much = False  # engines of sessions to come
-        self.tenants = TENANTS[:num_tenants]
+        self.scopes = SCOPES[:num_scopes]
         self._num_opened = 0
 
     # Sessions
@@ -95,18 +94,18 @@ class TierWorld(TierAnswers):
         size = self.config.block_size
         num_tokens = max(1, min(limit, size * choose(limit // size + 1) + choose(3) - 1))
         tokens = [choose(self.alphabet) for _ in range(num_tokens)]
-        q = TierSequence(engine.next_id, self.tenants[choose(len(self.tenants))], tokens, limit, num_known=num_tokens)
+        q = TierSequence(engine.next_id, self.scopes[choose(len(self.scopes))], tokens, limit, num_known=num_tokens)
         q.retention = self._retention(choose) if choose(4) == 3 and len(self.spans) == 1 else None
         engine.next_id += 1
-        args = SequenceArgs(SequenceId(q.id), np.array(tokens, np.int32), 0, q.tenant, retention=q.retention)
+        args = SequenceArgs(SequenceId(q.id), np.array(tokens, np.int32), 0, q.scope, retention=q.retention)
         self.manager.creation.create(session, args)
         engine.sequences[q.id] = q
 
     def hint(self, session: SessionId, choose: Choose) -> None:
         """Of any prefix; what a tier below has of it is brought ahead."""
         tokens = [choose(self.alphabet) for _ in range(1 + choose(self.config.limit_tokens))]
-        tenant, hint = self.tenants[choose(len(self.tenants))], ReuseHint(choose(3))
-        self.manager.prefixes.hint(session, tenant, np.array(tokens, np.int32), hint, 3600.0 * choose(2), prefetch=True)
+        scope, hint = self.scopes[choose(len(self.scopes))], ReuseHint(choose(3))
+        self.manager.prefixes.hint(session, scope, np.array(tokens, np.int32), hint, 3600.0 * choose(2), prefetch=True)
 
     def narrow(self, session: SessionId, choose: Choose) -> None:
         """A sequence that kept everything keeps less from now on."""

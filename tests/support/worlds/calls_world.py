@@ -10,6 +10,7 @@ from tests.support.reference.naive_cache import NaiveSequence, expect
 from tests.support.reference.naive_calls import NaiveCalls
 from tests.support.worlds.drivers import Driver
 from tests.support.worlds.engine_model import Choose, EngineModel, EngineSequence, int32
+from tests.support.worlds.scopes import SCOPES
 from tests.support.worlds.world import World
 
 
@@ -18,8 +19,8 @@ class CallsWorld(World):
 
     naive: NaiveCalls
 
-    def __init__(self, driver: Driver, *, alphabet: int = 2, num_tenants: int = 2) -> None:
-        super().__init__(driver, alphabet=alphabet, num_tenants=num_tenants)
+    def __init__(self, driver: Driver, *, alphabet: int = 2, num_scopes: int = len(SCOPES)) -> None:
+        super().__init__(driver, alphabet=alphabet, num_scopes=num_scopes)
         self.naive = NaiveCalls(driver.config)
         self.naive.class_of = self.class_of
         self.naive.reclaim_at_once = driver.reclaim_at_once
@@ -84,7 +85,7 @@ class CallsWorld(World):
         last = first + choose(max(1, q.reserved - first + 1)) if choose(3) == 2 else max(first, q.reserved)
         while len(q.tokens) < last:
             q.tokens.append(engine.token(choose))
-        contents = self.contents.spell(q.tenant, q.tokens[:last])
+        contents = self.contents.spell(q.scope, q.tokens[:last])
         written = contents[first:last]
         if written and not self.driver.write_kv(session, q.sequence_id, first, written):
             for position, content in enumerate(written, start=first):

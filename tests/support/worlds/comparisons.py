@@ -65,17 +65,17 @@ def compare_contents(
 ) -> None:
     """What sequences read and what is indexed, against the contents of the blocks (R3, R4, R6)."""
     for session in sessions:
-        reads = [Read(f"R3 sequence {q.sequence_id}", q.table, contents.spell(q.tenant, q.tokens[: q.committed]),
+        reads = [Read(f"R3 sequence {q.sequence_id}", q.table, contents.spell(q.scope, q.tokens[: q.committed]),
                       unread(q.retention, q.committed))
                  for q in naive.of(session)]  # fmt: skip
         faults = memory.check(session, reads)
         require(not faults, f"R3: {faults}")
     size = driver.config.block_size
     anyone = next(iter(sessions), None)
-    for (tenant, tokens), block in naive.index.items():
-        content = contents.spell(tenant, list(tokens))
+    for (scope, tokens), block in naive.index.items():
+        content = contents.spell(scope, list(tokens))
         if not memory.spells([block], content[-size:]):
             raise Mismatch(f"R6 block {block} is indexed and does not hold {tokens}")
         if anyone is not None:
-            found = driver.match_prefix(anyone, tenant, int32(list(tokens)))
-            expect(found, naive.match(tenant, list(tokens)), f"R4 match of {tokens}")
+            found = driver.match_prefix(anyone, scope, int32(list(tokens)))
+            expect(found, naive.match(scope, list(tokens)), f"R4 match of {tokens}")

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
+from kvkeeper.cache_service.core.values.scopes import make_scope
 from kvkeeper.cache_service.core.values.sequence_args import SequenceArgs
 from kvkeeper.cache_service.core.values.step_columns import StepBatch, StepReply
 from kvkeeper.cache_service.core.values.types import BlockId, BlockState, Executor, Int32Array, SequenceId, SessionId
@@ -76,6 +77,7 @@ class CorePool:
             self.manager.sessions.open(session, Executor.ENGINE)
 
     def create(self, sequence_id: int, tokens: Sequence[int], *, session: SessionId = A, **args: object) -> int:
+        args["scope"] = make_scope(*(str(args.pop(name, "")) for name in ("tenant", "adapter", "salt")))
         return self.manager.creation.create(session, SequenceArgs(SequenceId(sequence_id), int32(tokens), **args))  # type: ignore[arg-type]
 
     def step(self, session: SessionId = A, *, lag: int = 0, publish: bool = True, **items: Sequence[object]) -> StepReply:
@@ -139,8 +141,9 @@ class CorePool:
     def state(self, block: int) -> BlockState:
         return self.manager.state.pool.state(BlockId(block))
 
-    def matched(self, tokens: Sequence[int], tenant: str = "") -> list[int]:
-        return [int(block) for block in self.manager.queries.match_prefix(tenant, int32(tokens)).blocks]
+    def matched(self, tokens: Sequence[int], tenant: str = "", adapter: str = "", salt: str = "") -> list[int]:
+        scope = make_scope(tenant, adapter, salt)
+        return [int(block) for block in self.manager.queries.match_prefix(scope, int32(tokens)).blocks]
 
     def audit(self) -> None:
         assert self.manager.queries.check_invariants() == []

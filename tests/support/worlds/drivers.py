@@ -85,13 +85,13 @@ class Driver(Protocol):
     def shown(self, sequences: list[tuple[SessionId, SequenceId]]) -> object:
         """What a call that is refused must not change: another value for any change of these sequences or a block."""
 
-    def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]: ...
+    def match_prefix(self, session: SessionId, scope: str, token_ids: Int32Array) -> list[int]: ...
 
-    def pin_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]: ...
+    def pin_prefix(self, session: SessionId, scope: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]: ...
 
     def unpin_prefix(self, session: SessionId, pin_id: str) -> None: ...
 
-    def hint_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, hint: ReuseHint, seconds: float) -> int: ...
+    def hint_prefix(self, session: SessionId, scope: str, token_ids: Int32Array, hint: ReuseHint, seconds: float) -> int: ...
 
     def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None: ...
 
@@ -243,18 +243,18 @@ class CoreDriver:
         columns = [*(column[live] for column in of_sequences), *of_blocks]
         return sequences, tables, [column.tobytes() for column in columns]
 
-    def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]:
-        return [int(block) for block in self.manager.queries.match_prefix(tenant, token_ids).blocks]
+    def match_prefix(self, session: SessionId, scope: str, token_ids: Int32Array) -> list[int]:
+        return [int(block) for block in self.manager.queries.match_prefix(scope, token_ids).blocks]
 
-    def pin_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]:
+    def pin_prefix(self, session: SessionId, scope: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]:
         self._num_pins += 1
-        return tuple(self.manager.prefixes.pin(session, f"{self._num_pins:032x}", tenant, token_ids, ttl))
+        return tuple(self.manager.prefixes.pin(session, f"{self._num_pins:032x}", scope, token_ids, ttl))
 
     def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
         self.manager.prefixes.unpin(session, pin_id)
 
-    def hint_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, hint: ReuseHint, seconds: float) -> int:
-        return self.manager.prefixes.hint(session, tenant, token_ids, hint, seconds)
+    def hint_prefix(self, session: SessionId, scope: str, token_ids: Int32Array, hint: ReuseHint, seconds: float) -> int:
+        return self.manager.prefixes.hint(session, scope, token_ids, hint, seconds)
 
     def store_logits(self, session: SessionId, sequence_id: int, num_tokens: int, logits: bytes) -> None:
         self.manager.prefixes.store_logits(session, sequence_id, num_tokens, logits)

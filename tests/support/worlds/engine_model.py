@@ -38,7 +38,7 @@ class EngineSequence:
     """One sequence as its engine sees it. tokens[:num_known] are those the cache service has been told."""
 
     sequence_id: int
-    tenant: str
+    scope: str
     tokens: list[int]
     num_known: int
     max_tokens: int
@@ -68,7 +68,7 @@ class EngineSequence:
     def forked(self, child_id: int, length: int, block_size: int) -> "EngineSequence":
         holes = {block_idx for block_idx in self.holes if block_idx * block_size < length}
         counters = (length, length, length)  # committed, reserved, computed
-        return EngineSequence(child_id, self.tenant, self.tokens[:length], length, self.max_tokens, True, *counters,
+        return EngineSequence(child_id, self.scope, self.tokens[:length], length, self.max_tokens, True, *counters,
                               retention=self.retention, holes=holes)  # fmt: skip
 
     def certain_at(self, completed: int) -> int:

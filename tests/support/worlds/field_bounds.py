@@ -57,12 +57,26 @@ class Text(Bound):
     longest: int
     shortest: int = 0
     reasons: tuple[str, ...] = INVALID
+    printable: bool = False
 
     def values(self, field: Any) -> Iterable[str]:
         return ["", "a", "a" * self.longest, "é" * self.longest, "a" * (self.longest + 1), "x" * 5000, "\0"]
 
     def holds(self, value: str) -> bool:
-        return self.shortest <= len(value) <= self.longest
+        return self.shortest <= len(value) <= self.longest and (value.isprintable() or not self.printable)
+
+
+@dataclass(frozen=True)
+class Digest(Bound):
+    """Of 64 hex digits, or empty."""
+
+    reasons: tuple[str, ...] = INVALID
+
+    def values(self, field: Any) -> Iterable[str]:
+        return ["", "0" * 64, "0" * 63, "0" * 65, "F" * 64, "x" * 64, "é" * 64, "x" * 5000, "\0"]
+
+    def holds(self, value: str) -> bool:
+        return len(value) in (0, 64) and set(value) <= set("0123456789abcdef")
 
 
 @dataclass(frozen=True)
@@ -199,6 +213,8 @@ COMMON: dict[str, Bound] = {
     "epoch": Only((0, 1, -1, 2**53, 2**63 - 1, -(2**63)), NO_SESSION),
     "sequence_id": ID,
     "tenant": Text(64),
+    "adapter": Digest(),
+    "cache_salt": Text(256, printable=True),
     "token_ids": Many(TOKEN, least=1, reasons=(*INVALID, "NEVER_FITS")),
     "retention": Part(optional=True),
 }
@@ -206,7 +222,6 @@ COMMON: dict[str, Bound] = {
 BOUNDS: dict[str, Bound] = {
     "KvSpec.model_id": Text(256, shortest=1),
     "KvSpec.revision": Text(256),
-    "KvSpec.adapter_id": Text(256),
     "KvSpec.num_layers": Number(1, 1024),
     "KvSpec.num_kv_heads": Number(1, 1024),
     "KvSpec.head_dim": Number(1, 4096),

@@ -24,15 +24,16 @@ from tests.support.reference.read_spans import first_read
 from tests.support.reference.shadow_memory import Contents, DeviceStep, Read, ShadowMemory, StateRead
 from tests.support.reference.told_tables import ToldTables
 from tests.support.worlds.core_pool import step_batch
+from tests.support.worlds.scopes import SCOPES
 
-_TENANTS = ("", "other")
+_SCOPES = SCOPES[:2]  # so few that prompts find something
 
 
 @dataclass(slots=True)
 class Sequence:
     """What its engine knows of a sequence."""
 
-    tenant: str
+    scope: str
     tokens: list[int]
     is_running: bool = False
     committed: int = 0
@@ -163,7 +164,7 @@ class GroupedWorld:
             return
         self._last_id += 1
         tokens = np.array(self._extra.choice(self.prompts)[: self._extra.randrange(1, 60)], np.int32)
-        pinned = self.manager.prefixes.pin(engine.session, f"pin {self._last_id}", self._extra.choice(_TENANTS), tokens, 60.0)
+        pinned = self.manager.prefixes.pin(engine.session, f"pin {self._last_id}", self._extra.choice(_SCOPES), tokens, 60.0)
         self.num_pinned += pinned.num_tokens > 0
         self._pins += [(engine.session, pinned.pin_id)] if pinned.pin_id else []
 
@@ -171,13 +172,13 @@ class GroupedWorld:
         self._last_id += 1
         tokens = self.random.choice(self.prompts)[: self.random.randrange(1, 60)]
         tokens = [*tokens, *(self.random.randrange(3) for _ in range(self.random.choice((0, 0, 5))))]
-        tenant = self.random.choice(_TENANTS)
-        args = SequenceArgs(SequenceId(self._last_id), np.array(tokens, np.int32), tenant=tenant)
+        scope = self.random.choice(_SCOPES)
+        args = SequenceArgs(SequenceId(self._last_id), np.array(tokens, np.int32), scope=scope)
         try:
             self.manager.creation.create(engine.session, args)
         except (NeverFits, OutOfSequences):
             return
-        engine.sequences[self._last_id] = Sequence(tenant, tokens)
+        engine.sequences[self._last_id] = Sequence(scope, tokens)
 
     def _items(self, engine: Engine, completed: int) -> dict[str, list[tuple[object, ...]]]:
         draw, running = self.random.random, {i: each for i, each in engine.sequences.items() if each.is_running}
@@ -232,7 +233,7 @@ class GroupedWorld:
                 each, kept = sequences[parent], self._kept(length, reply.fork_committed, row)
                 if length == each.committed == each.reserved:
                     assert kept == length, "the states behind all that is committed are there"
-                sequences[child] = Sequence(each.tenant, each.tokens[:length], True, kept, kept, kept, 0)
+                sequences[child] = Sequence(each.scope, each.tokens[:length], True, kept, kept, kept, 0)
         for row, (i, length) in enumerate(items["truncates"]):
             each, kept = sequences[i], self._kept(length, reply.truncate_committed, row)
             self.num_cut += 1
@@ -273,7 +274,7 @@ class GroupedWorld:
         """The step computes a sequence from its committed tokens up to `end`."""
         each, start = engine.sequences[sequence_id], engine.sequences[sequence_id].committed
         for group, table in enumerate(self._tables(engine, sequence_id)):
-            contents = self.contents.spell(f"{each.tenant}/{group}", each.tokens[:end])
+            contents = self.contents.spell(f"{each.scope}/{group}", each.tokens[:end])
             if group in self.states:
                 if start:
                     place = table[(start - 1) // self.size]
@@ -336,7 +337,7 @@ class GroupedWorld:
                 if group in self.states:
                     reads += self._state_reads(i, each, group, table)
                     continue
-                contents = self.contents.spell(f"{each.tenant}/{group}", each.tokens[: each.committed])
+                contents = self.contents.spell(f"{each.scope}/{group}", each.tokens[: each.committed])
                 unread = self._unread(group, each.committed, table)
                 self.num_lacking += self.has_tail and group > 0 and len(unread) > first_read(self.spans[group], each.committed)
                 reads.append(Read(f"{i} group {group}", table, contents, unread))
@@ -345,6 +346,6 @@ class GroupedWorld:
 
     def _state_reads(self, sequence_id: int, each: Sequence, group: int, table: list[int]) -> list[StateRead]:
         """All states that the table has of what is computed; of a block that is being computed that behind the last token."""
-        contents = self.contents.spell(f"{each.tenant}/{group}", each.tokens[: each.computed])
+        contents = self.contents.spell(f"{each.scope}/{group}", each.tokens[: each.computed])
         ends = [(entry, min((entry + 1) * self.size, each.computed)) for entry in range(-(-each.computed // self.size))]
         return [StateRead(f"{sequence_id} group {group}", table[at], contents[end - 1]) for at, end in ends if table[at]]

@@ -39,6 +39,7 @@ from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.client.steps import StepItems, StepResult, decode, encode
 from tests.support.reference.shadow_memory import ShadowMemory
 from tests.support.worlds.cache_api import Api, ManualClock, serving
+from tests.support.worlds.scopes import NAMES
 
 T = TypeVar("T")
 DEADLINE = 20.0
@@ -225,15 +226,16 @@ class GrpcDriver:
     def create_sequence(self, session: SessionId, args: SequenceArgs) -> int:
         """By both calls that there are, in turns."""
         fields = (
-            *(args.sequence_id, args.token_ids, args.max_tokens, args.tenant, args.priority),
+            *(args.sequence_id, args.token_ids, args.max_tokens, NAMES[args.scope][0], args.priority),
             _retention_message(args.retention),
             args.start_number,
             int(args.reuse_hint),
             round(args.retain_seconds * 1000),
         )
+        names = dict(zip(("adapter", "cache_salt"), NAMES[args.scope][1:], strict=True))
         if args.sequence_id % 2:
-            return self._run(self._sessions[session].create_sequence(*fields)).num_matched_tokens
-        (created,) = self._run(self._sessions[session].create_sequences([NewSequence(*fields)]))
+            return self._run(self._sessions[session].create_sequence(*fields, **names)).num_matched_tokens
+        (created,) = self._run(self._sessions[session].create_sequences([NewSequence(*fields, **names)]))
         if isinstance(created, KvkeeperError):
             raise Refused(created)
         return created.num_matched_tokens
@@ -323,21 +325,23 @@ class GrpcDriver:
             reuse_hint=ReuseHint(info.reuse_hint),
         )
 
-    def match_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array) -> list[int]:
-        match = self._run(self._sessions.get(session, self._observer).match_prefix(token_ids, tenant))
+    def match_prefix(self, session: SessionId, scope: str, token_ids: Int32Array) -> list[int]:
+        match = self._run(self._sessions.get(session, self._observer).match_prefix(token_ids, *NAMES[scope]))
         assert match.num_matched_tokens == len(match.block_ids) * self.config.block_size
         return list(match.block_ids)
 
-    def pin_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]:
-        answer = self._run(self._sessions[session].pin_prefix(token_ids, round(ttl * 1000), tenant))
+    def pin_prefix(self, session: SessionId, scope: str, token_ids: Int32Array, ttl: float) -> tuple[str, int]:
+        answer = self._run(self._sessions[session].pin_prefix(token_ids, round(ttl * 1000), *NAMES[scope]))
         return answer.pin_id, answer.num_pinned_tokens
 
     def unpin_prefix(self, session: SessionId, pin_id: str) -> None:
         self._run(self._sessions[session].unpin_prefix(pin_id))
 
-    def hint_prefix(self, session: SessionId, tenant: str, token_ids: Int32Array, hint: ReuseHint, seconds: float) -> int:
+    def hint_prefix(self, session: SessionId, scope: str, token_ids: Int32Array, hint: ReuseHint, seconds: float) -> int:
         ms = round(seconds * 1000)
-        prefix = pb.PrefixHint(token_ids=token_ids, tenant=tenant, reuse_hint=int(hint), retain_ms=ms)
+        tenant, adapter, salt = NAMES[scope]
+        names = {"tenant": tenant, "adapter": adapter, "cache_salt": salt}
+        prefix = pb.PrefixHint(token_ids=token_ids, **names, reuse_hint=int(hint), retain_ms=ms)
         (num_tokens,) = self._run(self._sessions[session].hint_prefixes(prefix))
         return num_tokens
 

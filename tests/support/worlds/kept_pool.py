@@ -17,7 +17,7 @@ from kvkeeper.cache_service.core.values.pool_config import PoolConfig
 from kvkeeper.cache_service.core.values.types import Int32Array
 from tests.support.worlds.event_reader import SPEC_KEY
 
-Chain = tuple[str, tuple[int, ...]]  # tenant, and the tokens from the root down to the end of a block
+Chain = tuple[str, tuple[int, ...]]  # scope, and the tokens from the root down to the end of a block
 
 
 class KeptMemory:
@@ -25,7 +25,7 @@ class KeptMemory:
 
     def __init__(self, config: PoolConfig, key: int = 11) -> None:
         self.config = config
-        self.tenants: list[str] = []
+        self.scopes: list[str] = []
         self.device = _table(config.num_blocks, config.block_size, key)
         self.hosts = _table(config.num_host_blocks, config.block_size, key + 1) if config.num_host_blocks else None
 
@@ -39,14 +39,18 @@ class KeptMemory:
 
     @property
     def kept(self) -> KeptIndex:
-        return KeptIndex(self.device, self.hosts, tuple(self.tenants), self.tenants.append)
+        return KeptIndex(self.device, self.hosts, tuple(self.scopes), self._note_root)
+
+    def _note_root(self, root: int, scope: str) -> bool:
+        self.scopes[-root - 1 : -root] = [scope]
+        return True
 
     def restored(
         self, *, may_still_write: bool = False, verification: Verification | None = None
     ) -> tuple[PoolManager, RestoreResult]:
         """The pool that the next run has, if this one is killed now."""
         manager, twin = PoolManager(self.config, spec_key=SPEC_KEY), twin_of(self)
-        kept = replace(twin.kept, add_tenant=lambda name: None)
+        kept = replace(twin.kept, note_root=lambda root, scope: True)
         return manager, manager.restore(kept, may_still_write=may_still_write, verification=verification)
 
 
@@ -66,12 +70,12 @@ def chains(manager: PoolManager, *, is_written: bool = False, group: int = 0) ->
     """
     index, found = manager.state.index, dict[Chain, tuple[int, int]]()
     filling = manager.swapper.host.is_filling if is_written and manager.swapper is not None else np.zeros(1 << 10, np.bool_)
-    stack = [(index.find_root(tenant), (tenant, ())) for tenant in list(index._roots)]
+    stack = [(index.find_root(scope), (scope, ())) for scope in list(index.roots._of_scope)]
     while stack:
-        above, (tenant, tokens) = stack.pop()
+        above, (scope, tokens) = stack.pop()
         node = int(index.links.first_child[above])
         while node:
-            chain = tenant, (*tokens, *index.key_tokens(node)[1].tolist())
+            chain = scope, (*tokens, *index.key_tokens(node)[1].tolist())
             whole = [_places(index, node, each, filling) for each, span in enumerate(index.held.spans) if span.is_whole]
             if all(map(any, whole)):
                 places = _places(index, node, group, filling)

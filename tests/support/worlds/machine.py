@@ -13,6 +13,7 @@ from tests.support.worlds.calls_world import CallsWorld
 from tests.support.worlds.drivers import Driver
 from tests.support.worlds.engine_model import Choose
 from tests.support.worlds.hostile import refuse_step
+from tests.support.worlds.scopes import SCOPES
 
 MAX_SESSIONS = 3
 
@@ -42,9 +43,9 @@ class CacheMachine(RuleBasedStateMachine):
     def make_driver(self, config: PoolConfig) -> Driver:
         raise NotImplementedError
 
-    @initialize(config=configs, alphabet=st.integers(1, 3), num_tenants=st.integers(1, 2))
-    def start(self, config: PoolConfig, alphabet: int, num_tenants: int) -> None:
-        self.world = CallsWorld(self.make_driver(config), alphabet=alphabet, num_tenants=num_tenants)
+    @initialize(config=configs, alphabet=st.integers(1, 3), num_scopes=st.integers(1, len(SCOPES)))
+    def start(self, config: PoolConfig, alphabet: int, num_scopes: int) -> None:
+        self.world = CallsWorld(self.make_driver(config), alphabet=alphabet, num_scopes=num_scopes)
 
     @precondition(lambda self: len(self.world.engines) < MAX_SESSIONS)
     @rule(executor=st.sampled_from(Executor))

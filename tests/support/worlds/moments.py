@@ -10,7 +10,14 @@ import copy
 
 import numpy as np
 
-from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Executor, SequenceId, SequenceState, SessionId, TransferKind
+from kvkeeper.cache_service.core.values.types import (
+    UNKNOWN_TENANT,
+    Executor,
+    SequenceId,
+    SequenceState,
+    SessionId,
+    TransferKind,
+)
 from tests.support.tiers.tier_world import TierWorld
 
 
@@ -19,7 +26,7 @@ def check_contents(world: TierWorld) -> None:
     for session, engine in world.engines.items():
         for q in engine.sequences.values():
             spelled = world.spell(q, 0, len(q.tokens))
-            blocks = world.manager.queries.match_prefix(q.tenant, np.array(q.tokens, np.int32)).blocks.tolist()
+            blocks = world.manager.queries.match_prefix(q.scope, np.array(q.tokens, np.int32)).blocks.tolist()
             there = blocks[: blocks.index(0)] if 0 in blocks else blocks
             fault = world.memory.fault(f"what is cached of {q.id}", there, spelled[: len(there) * size])
             assert not fault, fault
@@ -57,11 +64,11 @@ def check_residue(world: TierWorld, session: SessionId) -> int:
     idle = (pool.ref_counts | pool.fence_counts | pool.busy_counts) == 0
     idle[0] = False
     for block in np.flatnonzero(idle).tolist():
-        root = int(twin.state.allocator.last_roots[block])
-        for tenant, contents in world.written.items():
-            if root != UNKNOWN_ROOT and twin.state.index.find_root(tenant) != root:
-                assert not contents.intersection(world.memory.device[block]), f"block {block} holds what {tenant!r} has written"
-    return int(np.count_nonzero(twin.state.allocator.last_roots[idle] == UNKNOWN_ROOT))
+        tenant = int(twin.state.allocator.last_tenants[block])
+        for name, contents in world.written.items():
+            if tenant != UNKNOWN_TENANT and twin.state.index.roots.find_tenant(name) != tenant:
+                assert not contents.intersection(world.memory.device[block]), f"block {block} holds what {name!r} has written"
+    return int(np.count_nonzero(twin.state.allocator.last_tenants[idle] == UNKNOWN_TENANT))
 
 
 def in_flight(world: TierWorld, session: SessionId) -> tuple[set[int], set[int]]:

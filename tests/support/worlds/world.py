@@ -26,8 +26,7 @@ from tests.support.reference.told_tables import ToldTables
 from tests.support.worlds.comparisons import compare_contents, compare_pool, compare_views
 from tests.support.worlds.drivers import Driver
 from tests.support.worlds.engine_model import Choose, EngineModel, EngineSequence, StepPlan, int32, unread
-
-TENANTS = ("", "other")
+from tests.support.worlds.scopes import SCOPES
 
 
 @dataclasses.dataclass
@@ -42,13 +41,13 @@ class Offer:
 
 
 class World:
-    """A pool, its engines, its reference and its oracle. `alphabet` is the number of tokens; `num_tenants` 1 or 2."""
+    """A pool, its engines, its reference and its oracle. `alphabet` is the number of tokens; `num_scopes` 1 to 4."""
 
-    def __init__(self, driver: Driver, *, alphabet: int = 2, num_tenants: int = 2) -> None:
+    def __init__(self, driver: Driver, *, alphabet: int = 2, num_scopes: int = len(SCOPES)) -> None:
         self.driver = driver
         self.config: PoolConfig = driver.config
         self.alphabet = alphabet
-        self.tenants = TENANTS[:num_tenants]
+        self.scopes = SCOPES[:num_scopes]
         self.naive = NaiveSteps(driver.config)
         self.naive.class_of = self.class_of
         self.memory = driver.memory()
@@ -118,9 +117,9 @@ class World:
         limit = self.config.limit_with(retention)
         max_tokens = 0 if choose(2) else 1 + choose(limit)
         tokens = [engine.token(choose) for _ in range(engine.length(choose, max_tokens or limit))]
-        tenant = self.tenants[choose(len(self.tenants))]
+        scope = self.scopes[choose(len(self.scopes))]
         if self.naive.logits and choose(4) == 3:  # a prompt that may need no pass
-            tenant, known = list(self.naive.logits)[choose(len(self.naive.logits))]
+            scope, known = list(self.naive.logits)[choose(len(self.naive.logits))]
             max_tokens, tokens = 0, list(known[:limit])
         priority = (0, 0, -1, 1)[choose(4)]
         number = 1 + choose(self.naive.last_number) if self.naive.last_number and choose(4) == 3 else 0
@@ -129,15 +128,15 @@ class World:
         others = (ReuseHint.UNSPECIFIED, ReuseHint.UNSPECIFIED, ReuseHint.NONE, ReuseHint.SOON)
         hint = usual if usual is not None and choose(16) else others[choose(4)]
         seconds = (0.0, 0.0, 60.0, 3600.0)[choose(4)] if hint is ReuseHint.SOON else 0.0
-        args = SequenceArgs(sequence_id, int32(tokens), max_tokens, tenant, priority, retention, number, hint, seconds)
+        args = SequenceArgs(sequence_id, int32(tokens), max_tokens, scope, priority, retention, number, hint, seconds)
         if len(self.naive.holders) == self.config.max_sequences and not self.naive.closing:
             self.refused("OUT_OF_SEQUENCES", lambda: self.driver.create_sequence(session, args))
             return
         matched = self.driver.create_sequence(session, args)
         q = self.naive.create(session, args)
-        expect(matched, len(self.naive.match(tenant, tokens)) * self.config.block_size, "matched tokens of a create")
+        expect(matched, len(self.naive.match(scope, tokens)) * self.config.block_size, "matched tokens of a create")
         engine.sequences[q.sequence_id] = EngineSequence(
-            q.sequence_id, tenant, tokens, len(tokens), q.max_tokens, retention=retention
+            q.sequence_id, scope, tokens, len(tokens), q.max_tokens, retention=retention
         )
 
     def step(self, session: SessionId, choose: Choose) -> StepReply:
@@ -216,7 +215,7 @@ class World:
     def check_hit(self, q: NaiveSequence, hit: int) -> list[int]:
         """Blocks hit must hold the prompt before anything in flight has run (R4, R6). Returns the blocks behind them."""
         num_hit = hit // self.config.block_size
-        wanted = self.contents.spell(q.tenant, q.tokens[:hit])
+        wanted = self.contents.spell(q.scope, q.tokens[:hit])
         if not self.memory.spells(q.table[:num_hit], wanted):
             raise Mismatch(f"R4 hit of {q.sequence_id}: blocks {q.table[:num_hit]} do not hold its first {hit} tokens")
         return q.table[num_hit:]
@@ -352,30 +351,30 @@ class World:
     # Pins and time
 
     def pin(self, session: SessionId, choose: Choose) -> None:
-        tenant, tokens = self._any_prefix(choose)
+        scope, tokens = self._any_prefix(choose)
         ttl = (0.5, 3.0, 60.0)[choose(3)]
-        if not self.naive.can_pin(tenant, tokens):
-            self.refused("OUT_OF_BLOCKS", lambda: self.driver.pin_prefix(session, tenant, int32(tokens), ttl))
+        if not self.naive.can_pin(scope, tokens):
+            self.refused("OUT_OF_BLOCKS", lambda: self.driver.pin_prefix(session, scope, int32(tokens), ttl))
             return
-        found = self.driver.pin_prefix(session, tenant, int32(tokens), ttl)
-        self.naive.pin(session, tenant, tokens, ttl, found)
+        found = self.driver.pin_prefix(session, scope, int32(tokens), ttl)
+        self.naive.pin(session, scope, tokens, ttl, found)
         self.pin_ids += [found[0]]
         if found[0]:
             self.naive.observe()
 
     def hint(self, session: SessionId, choose: Choose) -> None:
-        tenant, tokens = self._any_prefix(choose)
+        scope, tokens = self._any_prefix(choose)
         hint, seconds = ReuseHint(choose(3)), (0.0, 60.0, 61.0, 3600.0)[choose(4)]
-        num_tokens = self.driver.hint_prefix(session, tenant, int32(tokens), hint, seconds)
-        self.naive.hint(session, tenant, tokens, hint, seconds, num_tokens)
+        num_tokens = self.driver.hint_prefix(session, scope, int32(tokens), hint, seconds)
+        self.naive.hint(session, scope, tokens, hint, seconds, num_tokens)
 
     def _any_prefix(self, choose: Choose) -> tuple[str, list[int]]:
         """Of something cached, or of anything."""
-        tenant, tokens = self.tenants[choose(len(self.tenants))], [choose(self.alphabet) for _ in range(choose(12) + 1)]
+        scope, tokens = self.scopes[choose(len(self.scopes))], [choose(self.alphabet) for _ in range(choose(12) + 1)]
         if self.naive.index and choose(4):
-            tenant, key = list(self.naive.index)[choose(len(self.naive.index))]
+            scope, key = list(self.naive.index)[choose(len(self.naive.index))]
             tokens = [*key, *tokens[: choose(3)]]
-        return tenant, tokens
+        return scope, tokens
 
     def unpin(self, session: SessionId, choose: Choose) -> None:
         """A pin of the session ends; one of another, or one that has ended, is refused."""
@@ -395,7 +394,7 @@ class World:
             return
         q, size = ours[choose(len(ours))], self.config.block_size
         num_tokens = choose(len(q.tokens) // size + 1) * size
-        key, num_blocks = (q.tenant, tuple(q.tokens[:num_tokens])), num_tokens // size
+        key, num_blocks = (q.scope, tuple(q.tokens[:num_tokens])), num_tokens // size
         sizes = {len(stored) for stored in self.naive.logits.values()}
         logits = logits_of(*key, num_logits=2 if choose(3) else 1 + choose(3))
         send = lambda: self.driver.store_logits(session, q.sequence_id, num_tokens, logits)  # noqa: E731
@@ -413,7 +412,7 @@ class World:
         """What was promised is what belongs to the prompt; of the others there is none."""
         if (session, q.sequence_id) in self.naive.promised:
             found = self.driver.read_logits(session, q.sequence_id)
-            wanted = logits_of(q.tenant, tuple(q.tokens[: q.hit]), num_logits=len(found) // 4)
+            wanted = logits_of(q.scope, tuple(q.tokens[: q.hit]), num_logits=len(found) // 4)
             expect(found, wanted, "logits")
             expect(found, self.naive.promised[session, q.sequence_id][1], "logits, of the size that was stored")
         else:
@@ -435,8 +434,8 @@ class World:
 
     def left_index(self, session: SessionId) -> list[int]:
         """Blocks of which the reference says that they are indexed, and the pool that they are not."""
-        return [block for (tenant, tokens), block in self.naive.index.items()
-                if block not in self.driver.match_prefix(session, tenant, int32(list(tokens)))]  # fmt: skip
+        return [block for (scope, tokens), block in self.naive.index.items()
+                if block not in self.driver.match_prefix(session, scope, int32(list(tokens)))]  # fmt: skip
 
     # Checks
 
@@ -483,13 +482,13 @@ class World:
         q.reserved = max(q.reserved, granted)
         first, last = self.engines[session].compute(choose, q, granted)
         table = list(self._told[session].tables[q.sequence_id])
-        contents = self.contents.spell(q.tenant, q.tokens[:last])
+        contents = self.contents.spell(q.scope, q.tokens[:last])
         label = f"R6 step {device.step_id} of sequence {q.sequence_id}"
         device.reads.append(Read(label, table, contents[:first], unread(q.retention, first)))
         device.writes += [(self.memory.slot(table, position), contents[position]) for position in range(first, last)]
 
 
-def logits_of(tenant: str, tokens: tuple[int, ...], num_logits: int) -> bytes:
+def logits_of(scope: str, tokens: tuple[int, ...], num_logits: int) -> bytes:
     """Numbers, 1 to 3 of them, that are those of no other prefix."""
-    digest = zlib.crc32(repr((tenant, tokens)).encode())
+    digest = zlib.crc32(repr((scope, tokens)).encode())
     return np.array([digest & 0xFFFF, digest >> 16, digest & 0xFF], np.float32)[:num_logits].tobytes()

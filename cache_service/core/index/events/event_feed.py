@@ -1,4 +1,4 @@
-"""The events of the watches of one pool: first all blocks that are cached for the tenant, then every change.
+"""The events of the watches of one pool: first all blocks that are cached for the scope, then every change.
 
 Owns the names of the index's nodes, and the progress of each watch; lower_tier_view reports blocks below the host tier alone. A
 name takes about a microsecond, so names are made here, a slice at a time, and never by a step. Rules, for each watch: a block
@@ -41,7 +41,7 @@ class EventFeed:
         self._index = index
         self._below = below or BelowBlocks()
         self._view_of: dict[Watch, LowerTierView] = {}
-        self._views: list[LowerTierView] = []  # of watches of one tenant with complete snapshots there is one
+        self._views: list[LowerTierView] = []  # of watches of one scope with complete snapshots there is one
         self._above: dict[bytes, int] = {}  # the root of each named node, by name; where there are tiers below
         self._spec_key = spec_key
         self._pressure = pressure
@@ -56,10 +56,10 @@ class EventFeed:
     def watches(self) -> list[Watch]:
         return list(self._view_of)
 
-    def open(self, tenant: str, *, wants_tokens: bool = False) -> Watch:
+    def open(self, scope: str, *, wants_tokens: bool = False) -> Watch:
         """A watch that starts with a snapshot. wants_tokens: of the blocks that are new to its reader."""
-        view = LowerTierView(first_parent(self._spec_key, tenant), self._below, self._above)
-        watch = Watch(tenant, self._num_nodes, self._index.block_size if wants_tokens else 0)
+        view = LowerTierView(first_parent(self._spec_key, scope), self._below, self._above)
+        watch = Watch(scope, self._num_nodes, self._index.block_size if wants_tokens else 0)
         view.readers.append(watch)
         self._view_of[watch] = view
         self._views.append(view)
@@ -89,8 +89,9 @@ class EventFeed:
                 watch.is_lagging = True
             return False
         for watch, view in self._view_of.items():
-            if not view.root and (root := self._index.find_root(watch.tenant)):
-                view.root, self._root_names[root] = root, view.root_name
+            # No root changes its scope while changes are unread, so the roots of now are those of all of them.
+            view.root = self._index.find_root(watch.scope)
+            self._root_names[view.root] = view.root_name
         while budget > 0 and len(self._change_log):
             node, change = self._change_log.peek()
             cost, is_done = self._report_change(node, change, budget)

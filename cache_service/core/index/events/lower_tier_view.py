@@ -12,13 +12,13 @@ from .watch import Watch
 
 
 class LowerTierView:
-    """The blocks reported to one watch, or to several of one tenant whose snapshots are complete."""
+    """The blocks reported to one watch, or to several of one scope whose snapshots are complete."""
 
     def __init__(self, root_name: bytes, below: BelowBlocks, above: dict[bytes, int]) -> None:
-        """root_name: what the tenant's first blocks are behind. above: the names of reported nodes, each with its root."""
+        """root_name: what the scope's first blocks are behind. above: the names of reported nodes, each with its root."""
         self.readers: list[Watch] = []
         self.root_name = root_name
-        self.root = 0  # in the index, once the tenant has one there
+        self.root = 0  # in the index, while the scope has one there
         self._below, self._above = below, above
         self._reported: dict[bytes, Tier] = {}
         self._wanted: dict[bytes, None] = {}  # to be looked at: reported, or below and reached; none twice

@@ -39,9 +39,9 @@ class Event:
 class Watch:
     """The progress of one reader. `reported` has a byte per node during the snapshot; afterwards every node is reported."""
 
-    def __init__(self, tenant: str, num_nodes: int, num_tokens_each: int = 0) -> None:
+    def __init__(self, scope: str, num_nodes: int, num_tokens_each: int = 0) -> None:
         """num_tokens_each: of a block, for a reader that wants token ids; 0 for one that does not."""
-        self.tenant = tenant
+        self.scope = scope
         self.wants_tokens = num_tokens_each > 0
         self.reported: memoryview[int] | None = zeros(num_nodes, np.uint8)
         self.next_node = 1  # of the snapshot; what lies below alone comes behind the last

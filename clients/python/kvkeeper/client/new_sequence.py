@@ -1,7 +1,8 @@
-"""What sequences are created from: their token ids, checked before they leave, and NewSequence, one of several."""
+"""What sequences are created from: their token ids, checked before they leave, and NewSequence, one of several; root names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ class NewSequence:
     start_number: int = 0
     reuse_hint: pb.ReuseHint = pb.REUSE_HINT_UNSPECIFIED
     retain_ms: int = 0
+    adapter: str = ""
+    cache_salt: str = ""
 
     def message(self) -> pb.NewSequence:
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "token_ids"}
@@ -55,3 +58,12 @@ def _check(token_ids: TokenIds) -> npt.NDArray[Any]:
     if array.min() < 0 or (array.dtype != np.int32 and array.max() >= 1 << 31):
         raise ValueError("token ids are 0 to 2^31 - 1")
     return array
+
+
+def root_name(spec: pb.KvSpec, tenant: str = "", adapter: str = "", cache_salt: str = "") -> bytes:
+    """What the events of a watch name as the parent of first blocks, see WatchEventsResponse.block_names."""
+    scope = tenant
+    if adapter or cache_salt:
+        salt = sha256(cache_salt.encode()).hexdigest() if cache_salt else ""
+        scope += f"\0{adapter:->64}\0{salt:->64}"
+    return sha256(spec.SerializeToString(deterministic=True) + b"\0" + scope.encode()).digest()

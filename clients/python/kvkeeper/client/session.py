@@ -153,13 +153,16 @@ class AsyncCacheSession:
         start_number: int = 0,
         reuse_hint: pb.ReuseHint = pb.REUSE_HINT_UNSPECIFIED,
         retain_ms: int = 0,
+        adapter: str = "",
+        cache_salt: str = "",
     ) -> pb.CreateSequenceResponse:
         """Store a prompt. No retention keeps everything; start_number is a place in the order of arrivals, 0 draws the next.
 
         reuse_hint: what is known of the next use of its blocks, once it has ended. retain_ms: within what time it is expected.
+        adapter: a digest of its content, as 64 hex digits. Nothing is shared between two adapters, or two salts.
         """
-        wishes = (priority, retention, start_number, reuse_hint, retain_ms)
-        sequence = NewSequence(sequence_id, token_ids, max_tokens, tenant, *wishes)
+        given = max_tokens, tenant, priority, retention, start_number, reuse_hint, retain_ms, adapter, cache_salt
+        sequence = NewSequence(sequence_id, token_ids, *given)
         (created,) = await self.create_sequences([sequence])
         if isinstance(created, KvkeeperError):
             raise created
@@ -244,24 +247,39 @@ class AsyncCacheSession:
         """The state of one block of the pool, and the numbers of its holders."""
         return await self._call("GetBlock", block_id=block_id)
 
-    async def match_prefix(self, token_ids: TokenIds, tenant: str = "") -> pb.MatchPrefixResponse:
+    async def match_prefix(
+        self, token_ids: TokenIds, tenant: str = "", adapter: str = "", cache_salt: str = ""
+    ) -> pb.MatchPrefixResponse:
         """Leading tokens that are cached now, by tier, as far as that is known without asking a disk or a server."""
-        return await self._call("MatchPrefix", token_ids=to_list(token_ids), tenant=tenant)
+        names = {"tenant": tenant, "adapter": adapter, "cache_salt": cache_salt}
+        return await self._call("MatchPrefix", token_ids=to_list(token_ids), **names)
 
-    async def explain_match(self, token_ids: TokenIds, tenant: str = "") -> pb.ExplainMatchResponse:
+    async def explain_match(
+        self, token_ids: TokenIds, tenant: str = "", adapter: str = "", cache_salt: str = ""
+    ) -> pb.ExplainMatchResponse:
         """Leading tokens that are cached now, by tier, and why what a start would take of them ends where it does."""
-        return await self._call("ExplainMatch", token_ids=to_list(token_ids), tenant=tenant)
+        names = {"tenant": tenant, "adapter": adapter, "cache_salt": cache_salt}
+        return await self._call("ExplainMatch", token_ids=to_list(token_ids), **names)
 
     def watch_events(
-        self, tenant: str = "", timeout_s: float = WATCH_TIMEOUT_S, include_token_ids: bool = False
+        self,
+        tenant: str = "",
+        timeout_s: float = WATCH_TIMEOUT_S,
+        include_token_ids: bool = False,
+        adapter: str = "",
+        cache_salt: str = "",
     ) -> AsyncStream:
-        """Iterate over the blocks cached for the tenant, then every change of them; cancel() ends the watch.
+        """Iterate over the blocks cached for the tenant, of one adapter and salt, then every change of them.
+
+        cancel() ends the watch.
 
         The messages are pb.WatchEventsResponse. A reader that falls behind gets WATCH_LAGGED and has to watch again.
         include_token_ids: of the blocks that are new to the reader, as LE32.
         """
         options = replace(self._transport.options, timeout_s=timeout_s)
-        request = pb.WatchEventsRequest(**self._head, tenant=tenant, include_token_ids=include_token_ids)
+        request = pb.WatchEventsRequest(
+            **self._head, tenant=tenant, adapter=adapter, cache_salt=cache_salt, include_token_ids=include_token_ids
+        )
         return self._transport.stream(self._transport.stub.WatchEvents, request, options)
 
     async def check_admission(
@@ -271,6 +289,8 @@ class AsyncCacheSession:
         num_new_tokens: int = 0,
         tenant: str = "",
         retention: pb.Retention | None = None,
+        adapter: str = "",
+        cache_salt: str = "",
     ) -> pb.CheckAdmissionResponse:
         """Whether a prompt could start now, later or never."""
         return await self._call(
@@ -280,11 +300,16 @@ class AsyncCacheSession:
             num_new_tokens=num_new_tokens,
             tenant=tenant,
             retention=retention,
+            adapter=adapter,
+            cache_salt=cache_salt,
         )
 
-    async def pin_prefix(self, token_ids: TokenIds, ttl_ms: int, tenant: str = "") -> pb.PinPrefixResponse:
+    async def pin_prefix(
+        self, token_ids: TokenIds, ttl_ms: int, tenant: str = "", adapter: str = "", cache_salt: str = ""
+    ) -> pb.PinPrefixResponse:
         """Keep the cached blocks of a prefix from eviction for a time."""
-        return await self._call("PinPrefix", token_ids=to_list(token_ids), ttl_ms=ttl_ms, tenant=tenant)
+        names = {"tenant": tenant, "adapter": adapter, "cache_salt": cache_salt}
+        return await self._call("PinPrefix", token_ids=to_list(token_ids), ttl_ms=ttl_ms, **names)
 
     async def unpin_prefix(self, pin_id: str) -> None:
         """End a pin of this session."""

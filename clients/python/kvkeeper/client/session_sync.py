@@ -39,13 +39,22 @@ class CacheSession(Closing):
         """Drop the stream of steps without a word to the service, as after its end; the session lives on for a short grace."""
         self._inner.disconnect()
 
-    def watch_events(self, tenant: str = "", timeout_s: float = WATCH_TIMEOUT_S, include_token_ids: bool = False) -> Stream:
-        """Iterate over the blocks cached for the tenant, then every change of them; cancel() ends the watch.
+    def watch_events(
+        self,
+        tenant: str = "",
+        timeout_s: float = WATCH_TIMEOUT_S,
+        include_token_ids: bool = False,
+        adapter: str = "",
+        cache_salt: str = "",
+    ) -> Stream:
+        """Iterate over the blocks cached for the tenant, of one adapter and salt, then every change of them.
+
+        cancel() ends the watch.
 
         The messages are pb.WatchEventsResponse. A reader that falls behind gets WATCH_LAGGED and has to watch again.
         include_token_ids: of the blocks that are new to the reader, as LE32.
         """
-        return Stream(self._inner.watch_events(tenant, timeout_s, include_token_ids))
+        return Stream(self._inner.watch_events(tenant, timeout_s, include_token_ids, adapter, cache_salt))
 
     attach = blocking(AsyncCacheSession.attach)
     attach_step_lane = blocking(AsyncCacheSession.attach_step_lane)

@@ -1,7 +1,8 @@
 """The connector as vLLM v1 knows it: its calls become those of planner.py and transfers.py, its objects plain values.
 
 Nothing is decided here. The scheduler's side looks up and orders; each worker's side maps its pool and moves blocks on a
-thread. A prompt with adapters, pictures or embeddings passes by: its tokens do not say what its K and V are.
+thread. A prompt with pictures, embeddings or an adapter of unknown weights passes by: its tokens do not say what its K and V
+are.
 """
 
 import hashlib
@@ -28,9 +29,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
 from kvkeeper.client.arena import Arena
 from kvkeeper.client.errors import KvkeeperError
+from kvkeeper.vllm.adapters import Adapters
 from kvkeeper.vllm.device_pages import DevicePages, list_parts
 from kvkeeper.vllm.lookups import Lookups, PoolMatcher
-from kvkeeper.vllm.orders import Orders
+from kvkeeper.vllm.orders import Orders, Scope
 from kvkeeper.vllm.page_spec import Facts, Part, find_revision, make_spec
 from kvkeeper.vllm.pages import HostPages, Pages
 from kvkeeper.vllm.planner import Planner, Scheduled
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+_MOST_SALT_CHARS = 256
 
 
 @dataclass
@@ -74,6 +78,7 @@ class KvkeeperConnector(KVConnectorBase_V1, SupportsHMA):
         self._transfers: Transfers | None = None
         self._failed_blocks: set[int] = set()
         if role == KVConnectorRole.SCHEDULER:
+            self._adapters = Adapters()
             self._lookups = Lookups(self._connect, self._settings.lookup_timeout_s)
             self._planner = Planner(_block_size(kv_cache_config), self._lookups, store_generated=self._settings.store_generated)
 
@@ -97,8 +102,13 @@ class KvkeeperConnector(KVConnectorBase_V1, SupportsHMA):
         return await PoolMatcher.connect(settings.address, self._specs, settings.lookup_timeout_s, f"vllm pid {os.getpid()}")
 
     def on_new_request(self, request: "Request") -> None:
-        if _has_tokens_only(request):
-            self._planner.arrive(request.request_id, np.array(request.prompt_token_ids, np.int32), _get_tenant(request))
+        if not _has_tokens_only(request):
+            return
+        lora = getattr(request, "lora_request", None)
+        adapter = "" if lora is None else self._adapters.digest(lora)
+        if adapter is not None:
+            scope = Scope(adapter, _get_salt(request))
+            self._planner.arrive(request.request_id, np.array(request.prompt_token_ids, np.int32), scope)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         self.on_new_request(request)  # does nothing the second time
@@ -218,8 +228,8 @@ def _require_plain(config: "VllmConfig", kv_cache_config: "KVCacheConfig", setti
 
 
 def _has_tokens_only(request: "Request") -> bool:
-    """Whether the token ids alone say what K and V are, and all of the prompt may come from a cache."""
-    others = ("lora_request", "mm_features", "prompt_embeds", "skip_reading_prefix_cache")
+    """Whether the token ids say what K and V are, for one adapter, and all of the prompt may come from a cache."""
+    others = ("mm_features", "prompt_embeds", "skip_reading_prefix_cache")
     return bool(request.prompt_token_ids) and not any(_is_given(getattr(request, name, None)) for name in others)
 
 
@@ -227,10 +237,11 @@ def _is_given(value: Any) -> bool:
     return value is not None and value is not False and not (isinstance(value, list) and not value)
 
 
-def _get_tenant(request: "Request") -> str:
-    """Requests with different salts share nothing."""
-    salt = getattr(request, "cache_salt", None)
-    return f"salt-{hashlib.sha256(salt.encode()).hexdigest()[:32]}" if salt else ""
+def _get_salt(request: "Request") -> str:
+    """One that the service does not take as it is goes as its digest."""
+    salt = getattr(request, "cache_salt", None) or ""
+    is_plain = len(salt) <= _MOST_SALT_CHARS and salt.isprintable()
+    return salt if is_plain else hashlib.sha256(salt.encode()).hexdigest()
 
 
 def _scheduled(output: "SchedulerOutput") -> Iterator[Scheduled]:

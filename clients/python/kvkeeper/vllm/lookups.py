@@ -20,7 +20,7 @@ from kvkeeper.client.errors import KvkeeperError
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.client.session import AsyncCacheSession
 from kvkeeper.vllm.backoff import Backoff
-from kvkeeper.vllm.orders import TokenIds
+from kvkeeper.vllm.orders import Scope, TokenIds
 
 log = logging.getLogger("vllm.kvkeeper")
 
@@ -31,8 +31,8 @@ _LEASE_MS = 60_000
 class Matcher(Protocol):
     """Looks prompts up in the pools of all ranks."""
 
-    async def match(self, prompts: Sequence[tuple[TokenIds, str]]) -> list[int]:
-        """Tokens that all ranks have cached of each (prompt, tenant). Raises KvkeeperError."""
+    async def match(self, prompts: Sequence[tuple[TokenIds, Scope]]) -> list[int]:
+        """Tokens that all ranks have cached of each (prompt, scope). Raises KvkeeperError."""
 
     async def renew(self) -> None:
         """Says that this side lives. Raises KvkeeperError."""
@@ -68,7 +68,7 @@ class Lookups:
         self._now = now
         self._lock = threading.Lock()  # of _asked
         self._asked: dict[str, _Lookup] = {}
-        self._prompts: dict[str, tuple[TokenIds, str]] = {}  # of all requests that were not forgotten
+        self._prompts: dict[str, tuple[TokenIds, Scope]] = {}  # of all requests that were not forgotten
         self._waiting: list[tuple[str, int]] = []  # of the loop's thread
         self._flushing: asyncio.Task[None] | None = None
         self._matcher: Matcher | None = None
@@ -78,10 +78,10 @@ class Lookups:
         self._thread = threading.Thread(target=self._run, name="kvkeeper-lookups", daemon=True)
         self._thread.start()
 
-    def ask(self, request_id: str, token_ids: TokenIds, tenant: str) -> None:
+    def ask(self, request_id: str, token_ids: TokenIds, scope: Scope) -> None:
         """See Lookups of planner.py."""
         with self._lock:
-            self._prompts[request_id] = (token_ids, tenant)
+            self._prompts[request_id] = (token_ids, scope)
             self._ask(request_id)
 
     def answer(self, request_id: str) -> int | None:
@@ -143,7 +143,7 @@ class Lookups:
         finally:
             self._flushing = None
 
-    async def _match(self, prompts: list[tuple[TokenIds, str]]) -> list[int]:
+    async def _match(self, prompts: list[tuple[TokenIds, Scope]]) -> list[int]:
         """Tokens that are cached of each; all 0 where the service does not say."""
         nothing = [0] * len(prompts)
         if self._matcher is None and not self._backoff.may_try(self._now()):
@@ -207,8 +207,10 @@ class PoolMatcher:
             raise
         return made
 
-    async def match(self, prompts: Sequence[tuple[TokenIds, str]]) -> list[int]:
-        calls = [session.match_prefix(token_ids, tenant) for token_ids, tenant in prompts for session in self._sessions]
+    async def match(self, prompts: Sequence[tuple[TokenIds, Scope]]) -> list[int]:
+        calls = [
+            session.match_prefix(token_ids, **scope._asdict()) for token_ids, scope in prompts for session in self._sessions
+        ]
         # What lies below the host tier alone is not there when vLLM's load begins.
         found = [
             answer.num_matched_tokens - answer.num_disk_tokens - answer.num_remote_tokens

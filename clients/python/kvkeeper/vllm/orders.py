@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -9,12 +10,19 @@ import numpy.typing as npt
 TokenIds = npt.NDArray[np.int32]
 
 
+class Scope(NamedTuple):
+    """With what a request's tokens say what its K and V are; as the cache service's calls name it."""
+
+    adapter: str = ""
+    cache_salt: str = ""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
     """Fill vLLM's blocks block_ids with those of a prefix from its block first_block on. token_ids: of whole blocks, from 0."""
 
     request_id: str
-    tenant: str
+    scope: Scope
     token_ids: TokenIds
     first_block: int
     block_ids: Sequence[int]
@@ -25,7 +33,7 @@ class Store:
     """Keep vLLM's blocks block_ids, which hold token_ids from the first one on."""
 
     request_id: str
-    tenant: str
+    scope: Scope
     token_ids: TokenIds
     block_ids: Sequence[int]
 

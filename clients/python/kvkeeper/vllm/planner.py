@@ -11,13 +11,13 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvkeeper.vllm.orders import Load, Orders, Store, TokenIds
+from kvkeeper.vllm.orders import Load, Orders, Scope, Store, TokenIds
 
 
 class Lookups(Protocol):
     """How many tokens of a prompt are cached."""
 
-    def ask(self, request_id: str, token_ids: TokenIds, tenant: str) -> None:
+    def ask(self, request_id: str, token_ids: TokenIds, scope: Scope) -> None:
         """Look it up; again, if it was asked before."""
 
     def answer(self, request_id: str) -> int | None:
@@ -42,7 +42,7 @@ class _Request:
     """A request that vLLM has, with what is known of its blocks."""
 
     token_ids: TokenIds  # of the prompt
-    tenant: str
+    scope: Scope
     block_ids: list[int] = field(default_factory=list)
     num_own: int = 0  # tokens that vLLM had of its own at the last look-up
     num_kept: int = 0  # blocks that the service has, or was given
@@ -61,11 +61,11 @@ class Planner:
         self._requests: dict[str, _Request] = {}
         self._orders = Orders()
 
-    def arrive(self, request_id: str, token_ids: TokenIds, tenant: str) -> None:
+    def arrive(self, request_id: str, token_ids: TokenIds, scope: Scope) -> None:
         """A prompt came. Prompts that came together are looked up together."""
         if request_id not in self._requests and len(token_ids) > self._block_size:
-            self._requests[request_id] = _Request(token_ids, tenant)
-            self._lookups.ask(request_id, token_ids, tenant)
+            self._requests[request_id] = _Request(token_ids, scope)
+            self._lookups.ask(request_id, token_ids, scope)
 
     def match(self, request_id: str, num_own: int) -> int | None:
         """Tokens that can be loaded behind the num_own that vLLM has itself; None: not known yet."""
@@ -89,7 +89,7 @@ class Planner:
         end = first + num_blocks
         request.loading = frozenset(block_ids[first:end])
         self._orders.loads.append(
-            Load(request_id, request.tenant, request.token_ids[: end * self._block_size], first, list(block_ids[first:end]))
+            Load(request_id, request.scope, request.token_ids[: end * self._block_size], first, list(block_ids[first:end]))
         )
 
     def fail(self, block_ids: AbstractSet[int]) -> None:
@@ -137,4 +137,4 @@ class Planner:
         if num_blocks > request.num_kept:
             request.num_kept, request.is_stored = num_blocks, True
             tokens = token_ids[: num_blocks * self._block_size]
-            self._orders.stores.append(Store(request_id, request.tenant, tokens, list(block_ids[:num_blocks])))
+            self._orders.stores.append(Store(request_id, request.scope, tokens, list(block_ids[:num_blocks])))

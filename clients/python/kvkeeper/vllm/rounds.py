@@ -214,7 +214,7 @@ class Rounds:
         if isinstance(job.order, Load):
             tokens = np.append(tokens, np.int32(0))  # a hit leaves a token to compute, and all of these are wanted
         try:
-            session.create_sequence(sequence_id, tokens, tenant=job.order.tenant)
+            session.create_sequence(sequence_id, tokens, **job.order.scope._asdict())
         except KvkeeperError as error:
             if error.reason in _REFUSED:
                 return None

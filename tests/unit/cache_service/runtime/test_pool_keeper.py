@@ -156,14 +156,14 @@ async def test_a_tenant_that_finds_no_room_for_its_name_is_told_and_stored_once_
     def no_room(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    real, are_stored = index_file.TenantLog.store, asyncio.Event()
+    real, are_stored = index_file.RootLog.store, asyncio.Event()
 
-    def store(names: index_file.TenantLog) -> None:
+    def store(names: index_file.RootLog) -> None:
         real(names)
         if not names.num_unstored:
             are_stored.set()
 
-    monkeypatch.setattr(index_file.TenantLog, "store", store)
+    monkeypatch.setattr(index_file.RootLog, "store", store)
     monkeypatch.setattr(pool_keeper, "_NAMES_AFTER", 0.001)
     keeper = PoolKeeper(kept.manager, kept.files)
     await keeper.start()

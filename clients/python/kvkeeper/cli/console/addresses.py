@@ -49,5 +49,11 @@ def _variable(flag: str) -> str:
     return "KVKEEPER_" + flag.removeprefix("--").replace("-", "_").upper()
 
 
+def add_scope_flags(parser: argparse.ArgumentParser) -> None:
+    """Of the prompt: an adapter and a salt, which only clients of the cache service have."""
+    parser.add_argument("--adapter", default="", metavar="DIGEST", help="adapter of the prompt, 64 hex digits")
+    parser.add_argument("--cache-salt", default="", metavar="TEXT", help="salt of the prompt")
+
+
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")

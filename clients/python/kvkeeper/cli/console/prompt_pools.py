@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from kvkeeper.cli.console.addresses import add_cache_flag, add_engine_flag, add_json_flag
+from kvkeeper.cli.console.addresses import add_cache_flag, add_engine_flag, add_json_flag, add_scope_flags
 from kvkeeper.cli.console.arguments import utf8
 from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.client import CacheClient, EngineClient
@@ -18,6 +18,7 @@ Reply = TypeVar("Reply")
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", type=utf8, help="text, as for generate")
     parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="tenant whose cache is asked")
+    add_scope_flags(parser)
     add_cache_flag(parser)
     add_engine_flag(parser)
     add_json_flag(parser)

@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
         hint = pb.PrefixHint(
             token_ids=token_ids,
             tenant=args.tenant,
+            adapter=args.adapter,
+            cache_salt=args.cache_salt,
             reuse_hint=_HINTS[args.action],
             retain_ms=args.retain_ms,
             prefetch=args.action == "prefetch",

@@ -12,7 +12,6 @@ import math
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -23,6 +22,7 @@ from kvkeeper.cli.console.arguments import filled, utf8
 from kvkeeper.cli.console.outcome import OPTIONS
 from kvkeeper.cli.console.problems import EXIT_FAILED, complain, warn
 from kvkeeper.client import AsyncCacheClient, AsyncCacheSession, KvkeeperError
+from kvkeeper.client.new_sequence import root_name
 from kvkeeper.common.service.extras import install_command, missing
 
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("--replay", "ADDRESS", "tcp://127.0.0.1:5558", "where batches are sent again (default: %(default)s)"),
         ("--topic", "TEXT", "", "topic of each message (default: an empty one)"),
         ("--model", "ID", "", "model of the pool, where there are pools of several"),
-        ("--tenant", "NAME", "", "tenant whose blocks are published, with its name as cache_salt"),
+        ("--tenant", "NAME", "", "tenant whose blocks are published, with its name as cache_salt if no other is given"),
+        ("--adapter", "DIGEST", "", "adapter whose blocks are published; by default those of the base model"),
+        ("--lora", "NAME=PATH", "", "what routers call that adapter, as vLLM's --lora-modules has it"),
+        ("--cache-salt", "TEXT", "", "salt of the prompts whose blocks are published"),
         ("--hash-seed", "TEXT", "vllm-none-hash", "PYTHONHASHSEED of the routers (default: vLLM's own)"),
     ):
         check = filled if metavar == "ADDRESS" else utf8
@@ -143,10 +146,12 @@ async def _find_spec(client: AsyncCacheClient, model: str) -> pb.KvSpec | None:
 
 async def _watch(session: AsyncCacheSession, args: argparse.Namespace, publication: "Publication", send: Send) -> None:
     """Publishes what the watch reports, and when it ends that all is cleared."""
-    spec, tenant = session.pool.spec, args.tenant
-    first_parent = sha256(spec.SerializeToString(deterministic=True) + b"\0" + tenant.encode()).digest()
-    await send(publication.begin(first_parent, spec.block_size, salt=tenant, seed=args.hash_seed))
-    stream = session.watch_events(tenant, timeout_s=math.inf, include_token_ids=True)
+    spec, salt = session.pool.spec, args.cache_salt
+    first_parent = root_name(spec, args.tenant, args.adapter, salt)
+    names = {"salt": salt or args.tenant, "seed": args.hash_seed, "lora": args.lora}
+    await send(publication.begin(first_parent, spec.block_size, **names))
+    scope = {"adapter": args.adapter, "cache_salt": salt}
+    stream = session.watch_events(args.tenant, timeout_s=math.inf, include_token_ids=True, **scope)
     renewing = asyncio.create_task(_renew(session, stream.cancel))
     try:
         async for message in stream:

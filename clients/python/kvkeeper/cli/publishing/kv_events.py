@@ -15,7 +15,8 @@ import msgspec
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     """Blocks each behind the one before it. parent_block_hash: of the first; None where it starts a prompt.
 
-    extra_keys: for each block, the salt if it is the first of a prompt with one. locality: of a medium that has several.
+    extra_keys: for each block, the name of its adapter, and the salt if it is the first of a prompt with one. locality: of a
+    medium that has several.
     """
 
     block_hashes: list[int]
@@ -25,7 +26,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     lora_id: int | None
     medium: str
     lora_name: str | None
-    extra_keys: list[tuple[str] | None] | None = None
+    extra_keys: list[tuple[str, ...] | None] | None = None
     locality: str | None = None
 
 

@@ -38,11 +38,22 @@ class _Block:
 class ReportedBlocks:
     """What one watch reported, as vLLM's events."""
 
-    def __init__(self, first_parent: bytes = b"", block_size: int = 1, *, salt: str = "", seed: str = "") -> None:
-        """first_parent: the name that first blocks are behind. salt: of all prompts that are watched; empty: they have none."""
+    def __init__(
+        self, first_parent: bytes = b"", block_size: int = 1, *, salt: str = "", seed: str = "", lora: str = ""
+    ) -> None:
+        """first_parent: the name that first blocks are behind. salt: of all prompts that are watched; empty: they have none.
+
+        lora: name=path of their adapter, as vLLM has it; empty: they have none.
+        """
         self._blocks: dict[bytes, _Block] = {}
         self._first_parent, self._block_size = first_parent, block_size
-        self._salt, self._none_hash = salt, sha256_cbor(seed)
+        name, _, path = lora.partition("=")
+        self._none_hash, self._lora_name = sha256_cbor(seed), name or None
+        loras = (("lora", name, path),) if lora else ()
+        self._keys = (
+            loras or None,
+            (*loras, *((("cache_salt", salt),) if salt else ())) or None,
+        )  # of later, and of first blocks
 
     def read(self, message: pb.WatchEventsResponse) -> list[Event]:
         """Applies the next message of the watch. Without tokens there are no blocks."""
@@ -80,20 +91,20 @@ class ReportedBlocks:
         size, parent_name = 4 * self._block_size, message.parent_names[row]
         tokens = message.token_ids[row * size : (row + 1) * size]
         if parent_name == self._first_parent:
-            keys = (("cache_salt", self._salt),) if self._salt else None
-            block = _Block(sha256_cbor((self._none_hash, _ids(tokens), keys)), None, tokens, place)
+            block = _Block(sha256_cbor((self._none_hash, _ids(tokens), self._keys[1])), None, tokens, place)
         else:
             parent = self._blocks[parent_name].hash
-            block = _Block(sha256_cbor((parent, _ids(tokens), None)), number(parent), tokens, place)
+            block = _Block(sha256_cbor((parent, _ids(tokens), self._keys[0])), number(parent), tokens, place)
         self._blocks[message.block_names[row]] = block
         return block
 
     def _stored_run(self, run: list[_Block]) -> BlockStored:
         ids = _ids(b"".join(block.tokens for block in run))
-        keys = [(self._salt,) if block.parent is None else None for block in run] if self._salt else None
+        untagged = [None if keys is None else tuple(key[1] for key in keys) for keys in self._keys]
+        keys = [untagged[block.parent is None] for block in run] if self._keys[1] else None
         medium, locality = run[0].place
         hashes = [number(block.hash) for block in run]
-        return BlockStored(hashes, run[0].parent, ids, self._block_size, None, medium, None, keys, locality)
+        return BlockStored(hashes, run[0].parent, ids, self._block_size, None, medium, self._lora_name, keys, locality)
 
 
 class Publication:

@@ -12,7 +12,8 @@ add_flags = add_prompt_flags
 
 def run(args: argparse.Namespace) -> int:
     """Asks the engine for the tokens and the model, then the cache service for the match."""
-    model, replies = ask_pools(args, "explain", lambda session, token_ids: session.explain_match(token_ids, args.tenant))
+    scope = args.tenant, args.adapter, args.cache_salt
+    model, replies = ask_pools(args, "explain", lambda session, token_ids: session.explain_match(token_ids, *scope))
     if args.json:
         print(json.dumps({"pools": [as_json(answer) for answer in replies]}))
     else:

@@ -7,7 +7,7 @@ from kvkeeper.cache_service.core.calls.restore import EARLIER_RUN
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.kept_index import Digest, UInt64Array, Verification
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, BlockId, BlockState, Int32Array, Tier
+from kvkeeper.cache_service.core.values.types import UNKNOWN_TENANT, BlockId, BlockState, Int32Array, Tier
 from tests.support.worlds.core_pool import ALL, CorePool, int32
 from tests.support.worlds.kept_pool import KeptMemory, chains, write_all
 
@@ -67,10 +67,10 @@ def test_what_is_not_believed_counts_as_another_tenants_where_there_was_one() ->
     memory, _ = earlier_run()
     manager, _ = memory.restored()
     free = [block for block in range(1, 9) if manager.state.pool.state(BlockId(block)) is BlockState.FREE]
-    assert manager.state.allocator.last_roots[free].tolist() == [UNKNOWN_ROOT] * 5
-    memory.tenants.remove("b")  # as if it had never been
+    assert manager.state.allocator.last_tenants[free].tolist() == [UNKNOWN_TENANT] * 5
+    memory.scopes.remove("b")  # as if it had never been
     alone, _ = memory.restored()
-    assert set(alone.state.allocator.last_roots[1:].tolist()) == {alone.state.index.find_root("a")}
+    assert set(alone.state.allocator.last_tenants[1:].tolist()) == {alone.state.index.find_root("a")}
 
 
 def test_quotas_of_tenants_count_what_came_back() -> None:
@@ -94,7 +94,7 @@ def test_a_pool_that_took_over_goes_on_writing_down() -> None:
     manager.prefixes.clear()
     write_all(manager)
     assert not memory.checks.any()
-    assert memory.tenants == ["a", "b"], "known for good, so that their blocks are cleared"
+    assert memory.scopes == ["a", "b"], "known for good, so that their blocks are cleared"
 
 
 # The host tier, and digests

@@ -165,7 +165,7 @@ def test_what_was_forgotten_before_it_was_written_never_is() -> None:
     assert not memory.checks.any(), "written later, not at once"
     assert not record_of(index).write(10)
     assert np.flatnonzero(memory.checks).tolist() == [1]
-    assert memory.tenants == [""]
+    assert memory.scopes == [""]
     index.forget_blocks(int32([1]))
     assert not memory.checks.any(), "forgotten at once"
     assert not any(index.check())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache_service.core.blocks.block_pool import BlockPool
-from kvkeeper.cache_service.core.index import prefix_index
+from kvkeeper.cache_service.core.index import roots
 from kvkeeper.cache_service.core.index.prefix_index import PrefixIndex
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.errors import InvalidField
@@ -84,7 +84,7 @@ def test_siblings_published_together_are_linked_to_each_other_and_to_earlier_one
 def test_an_unknown_tenant_finds_nothing_and_is_not_remembered() -> None:
     index, _ = family()
     assert index.match(index.find_root("unknown"), int32([ord("p")]), 1).tolist() == []
-    assert index.num_roots == 1
+    assert len(index.roots) == 1
 
 
 def test_blocks_that_lose_their_entry_with_a_victim_come_free_at_once() -> None:
@@ -130,12 +130,12 @@ def test_a_stack_of_free_blocks_gives_each_once() -> None:
 
 
 def test_tenants_are_bounded_because_their_roots_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_index, "MAX_TENANTS", 2)
+    monkeypatch.setattr(roots, "MAX_TENANTS", 2)
     pool = PoolManager(PoolConfig(num_blocks=9, block_size=2))
     session = SessionId("a")
     pool.sessions.open(session, Executor.ENGINE)
     for idx, tenant in enumerate(("", "x", "x", "")):
-        pool.creation.create(session, SequenceArgs(SequenceId(idx + 1), np.array([1], np.int32), tenant=tenant))
+        pool.creation.create(session, SequenceArgs(SequenceId(idx + 1), np.array([1], np.int32), scope=tenant))
     with pytest.raises(InvalidField, match="too many tenants"):
-        pool.creation.create(session, SequenceArgs(SequenceId(9), np.array([1], np.int32), tenant="y"))
+        pool.creation.create(session, SequenceArgs(SequenceId(9), np.array([1], np.int32), scope="y"))
     assert pool.queries.check_invariants() == []

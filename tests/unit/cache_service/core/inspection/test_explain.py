@@ -207,7 +207,7 @@ def test_the_eviction_log_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.
     monkeypatch.setattr(eviction_log, "CAPACITY", 8)
     clock = Clock()
     memory = EvictionLog(num_nodes=100, max_roots=4, block_size=2, clock=clock)
-    memory.add_root(-1)
+    memory.add_root(-1, 1)
     tokens = np.arange(200, dtype=np.int32).reshape(100, 2)
     memory.add_each(np.arange(1, 100, dtype=np.int32), np.full(99, -1, np.int32), tokens[1:])
     for node in range(1, 13):
@@ -227,7 +227,7 @@ def test_a_block_that_comes_and_goes_pushes_no_other_out_of_the_log(monkeypatch:
     monkeypatch.setattr(eviction_log, "CAPACITY", 8)  # one set
     clock = Clock()
     memory = EvictionLog(num_nodes=20, max_roots=4, block_size=2, clock=clock)
-    memory.add_root(-1)
+    memory.add_root(-1, 1)
     memory.add_each(int32([1, 2]), int32([-1, -1]), int32([[1, 2], [3, 4]]))
     memory.remove(int32([2]), MatchEnd.CLEARED)
     for _ in range(200):
@@ -240,7 +240,7 @@ def test_a_block_that_comes_and_goes_pushes_no_other_out_of_the_log(monkeypatch:
 def test_a_run_and_single_blocks_have_the_same_digests() -> None:
     clock = Clock()
     memory = EvictionLog(num_nodes=20, max_roots=4, block_size=2, clock=clock)
-    memory.add_root(-1)
+    memory.add_root(-1, 1)
     tokens = int32([1, 2, 3, 4, 5, 6])
     memory.add_run(int32([1, 2, 3]), -1, tokens)
     for row, (node, parent) in enumerate([(11, -1), (12, 11), (13, 12)]):

@@ -16,7 +16,8 @@ import structlog
 from kvkeeper.cache_service.core.manager import PoolManager
 from kvkeeper.cache_service.core.values.kv_spec import KvSpec
 from kvkeeper.cache_service.core.values.pool_config import PoolConfig
-from kvkeeper.cache_service.core.values.types import UNKNOWN_ROOT, Tier
+from kvkeeper.cache_service.core.values.scopes import make_scope
+from kvkeeper.cache_service.core.values.types import UNKNOWN_TENANT, Tier
 from kvkeeper.cache_service.memory.kept import index_file, memory_directory
 from kvkeeper.cache_service.memory.kept.description import Description
 from kvkeeper.cache_service.memory.kept.kept_pool import BlockDigests, KeptPool
@@ -227,9 +228,9 @@ def test_a_tenant_whose_name_is_damaged_loses_its_blocks_alone(damage: str, fold
     os.truncate(index, last) if damage == "it is cut short" else flip(index, last)
     for _ in range(2):
         with restored(folder) as (kept, manager):
-            assert (manager.state.index.tenants, len(manager.state.index)) == (["a"], 4)
+            assert (manager.state.index.roots.scopes, len(manager.state.index)) == (["a"], 4)
             assert kept.device.index.num_nameless == 1
-            assert (manager.state.allocator.last_roots[5:] == UNKNOWN_ROOT).all()
+            assert (manager.state.allocator.last_tenants[5:] == UNKNOWN_TENANT).all()
 
 
 def test_a_name_that_was_being_stored_is_cut_off(folder: Path) -> None:
@@ -239,7 +240,7 @@ def test_a_name_that_was_being_stored_is_cut_off(folder: Path) -> None:
     with index.open("ab") as file:
         file.write(b"\5\0ab")
     found = taken_over(folder)
-    assert found is not None and len(found) == 8 and found.num_roots == 2
+    assert found is not None and len(found) == 8 and len(found.roots) == 2
     assert index.stat().st_size == num_bytes
 
 
@@ -289,13 +290,13 @@ def test_a_tenant_whose_name_finds_no_room_loses_its_blocks_alone(
     for _ in range(2):  # and it is not forgotten that other blocks may hold what it had
         with restored(folder) as (kept, manager):
             index = manager.state.index
-            assert (index.tenants, len(index), kept.device.index.num_nameless) == (list(tenants), num_cached, 1)
-            assert (manager.state.allocator.last_roots[9:] == UNKNOWN_ROOT).all()
+            assert (index.roots.scopes, len(index), kept.device.index.num_nameless) == (list(tenants), num_cached, 1)
+            assert (manager.state.allocator.last_tenants[9:] == UNKNOWN_TENANT).all()
     with restored(folder) as (_, manager):
         publish(manager, "another", 12, 2)  # it has the root that the nameless one had, and nothing of it
     with restored(folder) as (_, manager):
         index = manager.state.index
-        assert (index.tenants, len(index)) == ([*tenants, "another"], num_cached + 2)
+        assert (index.roots.scopes, len(index)) == ([*tenants, "another"], num_cached + 2)
         assert set(index.node_of_block.nonzero()[0].tolist()) == {*range(1, num_cached + 1), 12, 13}
 
 
@@ -305,14 +306,86 @@ def test_a_name_that_found_no_room_is_stored_once_there_is_some(folder: Path, mo
         with monkeypatch.context() as patch:
             patch.setattr(index_file.os, "pwrite", half_written)
             publish(manager, "new", 9, 3)
-            kept.device.index.store_tenants()
+            kept.device.index.store_scopes()
             publish(manager, "newer", 12, 2)
             assert kept.device.index.num_unstored == 2
-        kept.device.index.store_tenants()
+        kept.device.index.store_scopes()
         assert kept.device.index.num_unstored == 0
     with restored(folder) as (kept, manager):
-        assert (manager.state.index.tenants, len(manager.state.index)) == (["", "new", "newer"], 13)
+        assert (manager.state.index.roots.scopes, len(manager.state.index)) == (["", "new", "newer"], 13)
         assert kept.device.index.num_nameless == 0
+
+
+ONE, TWO, THREE = (make_scope("", "ad" * 32, salt) for salt in ("one", "two", "three"))
+
+
+def places_below(manager: PoolManager, scope: str) -> list[int]:
+    """The blocks behind a root, all of them one behind the other."""
+    index, found = manager.state.index, list[int]()
+    node = int(index.links.first_child[index.find_root(scope)]) if index.find_root(scope) else 0
+    while node:
+        found.append(int(index.block_of_node[node]))
+        node = int(index.links.first_child[node])
+    return found
+
+
+def test_a_root_that_another_salt_has_taken_is_that_salts_after_a_kill(folder: Path) -> None:
+    fill(folder, num_cached=6, tenants=("", ONE, TWO))
+    with restored(folder) as (_, manager):
+        assert [places_below(manager, scope) for scope in ("", ONE, TWO)] == [[1, 2], [3, 4], [5, 6]]
+        manager.state.index.forget_blocks(np.array([3, 4], np.int32))
+        publish(manager, THREE, 9, 3)
+        assert manager.state.index.roots.scopes == ["", THREE, TWO]
+    for _ in range(2):
+        with restored(folder) as (kept, manager):
+            assert [places_below(manager, scope) for scope in ("", ONE, TWO, THREE)] == [[1, 2], [], [5, 6], [9, 10, 11]]
+            assert (manager.state.index.roots.scopes, kept.device.index.num_nameless) == (["", THREE, TWO], 0)
+
+
+@pytest.mark.parametrize("pwrite", [no_room, half_written])
+def test_a_root_whose_new_salt_cannot_be_stored_stays_as_it_is(
+    folder: Path, pwrite: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(folder, num_cached=6, tenants=("", ONE, TWO))
+    with restored(folder) as (_, manager), monkeypatch.context() as patch:
+        manager.state.index.forget_blocks(np.array([3, 4], np.int32))
+        patch.setattr(index_file.os, "pwrite", pwrite)
+        publish(manager, THREE, 9, 3)
+        assert manager.state.index.find_root(THREE) == -4
+    for _ in range(2):
+        with restored(folder) as (kept, manager):
+            assert [places_below(manager, scope) for scope in ("", ONE, TWO, THREE)] == [[1, 2], [], [5, 6], []]
+            assert kept.device.index.num_nameless == (1 if pwrite is no_room else 2)
+            assert (manager.state.allocator.last_tenants[7:] == UNKNOWN_TENANT).all()
+
+
+def test_a_damaged_record_in_the_middle_loses_its_blocks_alone(folder: Path) -> None:
+    fill(folder, num_cached=6, tenants=("", ONE, TWO))
+    index = file_of(folder, "index")
+    content = index.read_bytes()
+    flip(index, content.index(ONE.encode()))
+    for _ in range(2):
+        with restored(folder) as (kept, manager):
+            assert [places_below(manager, scope) for scope in ("", ONE, TWO)] == [[1, 2], [], [5, 6]]
+            assert (manager.state.index.roots.scopes, kept.device.index.num_nameless) == (["", None, TWO], 1)
+
+
+def test_an_adapter_is_believed_where_the_record_of_its_tenant_is_damaged(folder: Path) -> None:
+    scope = make_scope("b", "ad" * 32)
+    fill(folder, num_cached=6, tenants=("a", "b", scope))
+    index = file_of(folder, "index")
+    flip(index, index.read_bytes().index(scope.encode()) - 512)
+    with restored(folder) as (kept, manager):
+        assert [places_below(manager, each) for each in ("a", "b", scope)] == [[1, 2], [], [5, 6]]
+        assert (manager.state.index.roots.scopes, kept.device.index.num_nameless) == (["a", None, scope], 1)
+        publish(manager, "b", 9, 2)
+    with restored(folder) as (_, manager):
+        assert [places_below(manager, each) for each in ("a", "b", scope)] == [[1, 2], [9, 10], [5, 6]]
+
+
+def test_no_salt_is_in_the_files(folder: Path) -> None:
+    fill(folder, tenants=("", make_scope("", "", "a secret of somebody")))
+    assert b"a secret of somebody" not in b"".join(path.read_bytes() for path in folder.iterdir())
 
 
 def test_a_foreign_file_is_let_be(folder: Path) -> None:
