@@ -14,8 +14,9 @@ class, as hits do in LHD (Beckmann, Chen and Cidon, NSDI 2018). Nothing is set a
 than what is cached, they go first, so that a scan or a cycle pushes out nothing that returns.
 
 Why it loses next to nothing to LRU. The result is watched: lru_shadow.py knows what LRU would have kept in the same room. A hit
-that LRU would not have had is credited, a ghost that LRU would still have is debited, and where the credit is used up the least
-recently used leaf goes (credit.py). (LeCaR, Vietri et al., HotStorage 2018, likewise weighs its experts by what each lost.)
+that LRU would not have had is credited, and a ghost that LRU would still have is debited. With credit any difference counts, a
+little below 0 only a clear one, and where it is used up the least recently used leaf goes (credit.py). (LeCaR, Vietri et al.,
+HotStorage 2018, likewise weighs its experts by what each lost.)
 
 Nothing is fitted to a workload: classes are counts, ages are octaves, and weights are those of a few requests and a few
 turnovers.
@@ -34,7 +35,7 @@ import numpy as np
 
 from ..values.types import NO_INT32, NO_INT64, Int32Array, Int64Array
 from .block_queue import BlockQueue, Stamps
-from .credit import Credit
+from .credit import ANY_DIFFERENCE, Credit
 from .ghosts import BoolArray, Ghosts, Traces
 from .hit_density import FloatArray, HitDensity
 from .leaves import Leaves
@@ -50,8 +51,7 @@ _LEAST_RANKED, _MOST_RANKED = 16, 1024  # victims ranked at once,
 _RANKED_SHARE = 32  # about the cache divided by this
 _MOST_PENDING = 2048  # blocks whose events are put off
 _UNCOUNTED_SHARE = 64  # where blocks are evicted, the cache divided by this is the number of waiting ones that may be unknown
-
-
+_NEARLY_NONE = 1e-300  # hit density, any multiple of which is a number
 NO_KEYS: FloatArray = np.empty(0)
 
 
@@ -79,7 +79,8 @@ class AdaptivePolicy:
         self._ranked = _Ranked(NO_INT32, NO_INT64, NO_KEYS)  # the next victims
         self._num_ranked = min(_MOST_RANKED, max(_LEAST_RANKED, num_blocks // _RANKED_SHARE))
         self._least_ranked = 1  # what may be left of them before more are ranked
-        self._is_trusted = True  # whether hit densities ranked them
+        self._trust = ANY_DIFFERENCE  # in hit densities when they were ranked, see Credit
+        self._limit = np.inf  # the hit density from which on the time of the last use ranked them
         self._unused = BlockQueue(self._stamps)  # waiting blocks that no ended sequence had
         self._leaves = Leaves(num_blocks, self._stamps)
         self._ghosts = Ghosts(num_blocks)
@@ -220,7 +221,7 @@ class AdaptivePolicy:
         self._num_pending = self._num_added = self._num_hit = 0
         if now >= self._next_lesson:
             self._learn()
-        if self._is_trusted != self._may_differ():
+        if self._trust != self._new_trust():
             self._forget_ranks()
 
     def _make_ghosts(self, now: int) -> None:
@@ -252,7 +253,7 @@ class AdaptivePolicy:
         is_used = self._history.turns[blocks] > 0
         self._unused.push(blocks[~is_used], stamps[~is_used])
         self._leaves.add(blocks[is_used])
-        if self._is_trusted and len(self._ranked.blocks):
+        if self._trust and len(self._ranked.blocks):
             self._merge(blocks[is_used])
         self._unused.shrink_to(0 if is_used.all() else self._num_waiting)
 
@@ -275,8 +276,8 @@ class AdaptivePolicy:
 
     # Choosing victims
 
-    def _may_differ(self) -> bool:
-        return self._credit.allows(self._lru_shadow.num_missing, self._request_len)
+    def _new_trust(self) -> float:
+        return self._credit.trust(self._lru_shadow.num_missing, self._request_len)
 
     def _forget_ranks(self) -> None:
         self._ranked = self._ranked.where(slice(0))
@@ -294,9 +295,14 @@ class AdaptivePolicy:
         if not len(leaves) and self._num_pending:
             self._catch_up()
             leaves = self._leaves.sample(_SAMPLE, self._counted_until, self._rng)
-        self._is_trusted = self._may_differ()
+        self._trust, self._limit = self._new_trust(), np.inf
         stamps = self._stamps.newest[leaves]
-        keys = self._densities(leaves) if self._is_trusted else stamps.astype(np.float64)
+        if self._trust and len(leaves):
+            keys = self._densities(leaves)
+            self._limit = self._trust * max(keys[np.argmin(stamps)], _NEARLY_NONE)
+            keys = np.minimum(keys, self._limit)
+        else:
+            keys = stamps.astype(np.float64)
         order = np.lexsort((stamps, keys))[: max(1, len(leaves) // _AT_ONCE)]
         blocks, keys = self._with_parents(leaves[order], keys[order], count)
         if not len(blocks):  # children are in use, or move: their parents wait alone under retention only
@@ -309,7 +315,7 @@ class AdaptivePolicy:
     def _merge(self, blocks: Int32Array) -> None:
         """Gives those of these waiting blocks their place that are leaves and go before the last ranked one."""
         leaves = self._leaves.among(blocks)
-        keys = self._densities(leaves)
+        keys = np.minimum(self._densities(leaves), self._limit)
         goes_before = keys < self._ranked.keys[-1]
         if np.count_nonzero(goes_before):
             blocks, keys = self._with_parents(leaves[goes_before], keys[goes_before], self._num_ranked)

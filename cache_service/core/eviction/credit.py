@@ -3,15 +3,18 @@
 Credit is the number of hits that LRU would not have had, minus those that it would have had in vain, with an income of one
 block in a thousand used and at most one whole cache. Where it is spent, the order of LRU is taken, until the income pays for
 another try. So a cache that deviates in vain loses a thousandth, and what was won long ago does not pay for losses without end.
+Where it is a little below 0, only a block that is worth clearly less than the least recently used one goes before it: a false
+alarm costs hits, and a real difference between what returns and what does not is a multiple.
 
 Two things are learned sooner than by wins and losses. While nearly nothing comes back that LRU has, as in a cycle longer than
 the cache, nothing can be lost by deviating. And where hits break off that were usual, something new has begun, of which
 nothing is known: until more is known, no more may be missing of what LRU has than the credit would cover.
 """
 
-from math import exp
+from math import exp, inf
 
 _INCOME = 0.001  # of the blocks used
+_CLEARLY_LESS, ANY_DIFFERENCE = 0.4, inf  # of the hit density of the least recently used block
 _ALLOWED_REQUESTS, _ALLOWED_SHARE = 1, 1 / 128  # of an average request's blocks and of the cache, that credit may be below 0
 _USELESS_SHARE = 0.02  # of the blocks used; where LRU has fewer hits, it is of no use
 _USELESS_SPAN = 0.4  # turnovers in which LRU's hits are forgotten: from usual shares to useless takes more than one turnover
@@ -57,10 +60,15 @@ class Credit:
             self._usual.count(num_used, num_hits)
             self._of_lru.count(num_used, num_lru_hits)
 
-    def allows(self, num_missing: int, request_len: float) -> bool:
-        """Whether victims may be others than those of LRU, of whose blocks so many are missing."""
+    def trust(self, num_missing: int, request_len: float) -> float:
+        """The share of the hit density of the least recently used block below which another goes before it; 0 where none does.
+
+        num_missing: blocks that LRU would have and that are evicted.
+        """
         if self._of_lru.is_whole and self._of_lru.value < _USELESS_SHARE:
-            return True
+            return ANY_DIFFERENCE
         left = self._credit + _ALLOWED_REQUESTS * request_len + _ALLOWED_SHARE * self._most
         has_broken_off = self._recent.value < _BROKEN_OFF * self._usual.value
-        return left >= (num_missing if has_broken_off else 0)
+        if left < (num_missing if has_broken_off else 0):
+            return 0
+        return ANY_DIFFERENCE if self._credit >= 0 else _CLEARLY_LESS

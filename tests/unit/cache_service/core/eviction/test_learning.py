@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvkeeper.cache_service.core.eviction.block_queue import Stamps
-from kvkeeper.cache_service.core.eviction.credit import Credit
+from kvkeeper.cache_service.core.eviction.credit import ANY_DIFFERENCE, Credit
 from kvkeeper.cache_service.core.eviction.ghosts import Ghosts, Traces
 from kvkeeper.cache_service.core.eviction.hit_density import HitDensity
 from kvkeeper.cache_service.core.eviction.leaves import Leaves
@@ -231,11 +231,13 @@ def count(credit: Credit, num_used: int, **counts: int) -> None:
 def test_what_was_lost_ends_the_credit_and_what_is_won_renews_it() -> None:
     credit = Credit(1000)
     count(credit, 1000, hits=5, lru_hits=5)
-    assert credit.allows(0, 10.0)
-    count(credit, 200, hits=5, lru_hits=6, gained=-1)
-    assert not credit.allows(0, 10.0)
+    assert credit.trust(0, 10.0) == ANY_DIFFERENCE
+    count(credit, 100, hits=5, lru_hits=6, gained=-1)
+    assert credit.trust(0, 10.0) == 0.4  # a little below 0
+    count(credit, 100, hits=5, lru_hits=6, gained=-1)
+    assert credit.trust(0, 10.0) == 0
     count(credit, 200, hits=6, lru_hits=5, gained=1)
-    assert credit.allows(0, 10.0)
+    assert credit.trust(0, 10.0) == ANY_DIFFERENCE
 
 
 def test_where_lru_has_no_hits_nothing_can_be_lost() -> None:
@@ -243,18 +245,18 @@ def test_where_lru_has_no_hits_nothing_can_be_lost() -> None:
     count(credit, 1000, hits=5, lru_hits=5)
     credit.count(10, 0, 5, -500)
     count(credit, 1000)
-    assert not credit.allows(0, 10.0)  # what fits into the cache comes back after a turnover
+    assert not credit.trust(0, 10.0)  # what fits into the cache comes back after a turnover
     count(credit, 1500)
-    assert credit.allows(0, 10.0)
+    assert credit.trust(0, 10.0) == ANY_DIFFERENCE
 
 
 def test_where_hits_break_off_no_more_may_be_missing_than_was_won() -> None:
     credit = Credit(1000)
     count(credit, 2000, hits=5, lru_hits=4, gained=1)
-    assert credit.allows(900, 10.0)
+    assert credit.trust(900, 10.0)
     count(credit, 600)
-    assert not credit.allows(900, 10.0)
-    assert credit.allows(100, 10.0)
+    assert not credit.trust(900, 10.0)
+    assert credit.trust(100, 10.0)
 
 
 def test_blocks_that_lru_would_have_are_missed_until_it_would_evict_them_or_they_return() -> None:
