@@ -146,7 +146,7 @@ class Generation:
 
     def fail_stuck(self, index: int) -> None:
         """Nothing may be drawn for a continuation."""
-        if self.rules is not None:
+        if self.rules is not None and not (self.constraints and self.constraints[index].is_too_complex):
             self.fail(InvalidField("sampling: no token is left that may be drawn", field="sampling"))
         else:
             self.fail(self.constraints[index].refusal() if self.constraints else RequestFailed("no token is allowed"))

@@ -173,3 +173,16 @@ async def test_an_absent_limit_leaves_room_for_the_fewest(world: Services) -> No
     sampling = replace(GREEDY, max_tokens=None, min_tokens=300)
     tokens = [token async for chunk in client.generate(PROMPT, GenerateOptions(sampling=sampling)) for token in chunk.token_ids]
     assert len(tokens) == 300
+
+
+async def test_a_constraint_and_rules_hold_together(world: Services, demo_model: ServedModel) -> None:
+    client = await world.serve(demo_model, block_size=16)
+    digits = [await client.tokenize(letter) for letter in "0123"]
+    zero, one, two, three = (ids[-1] for ids in digits)
+    sampling = replace(GREEDY, regex="[0-3]{6}", bad_words_token_ids=[[zero]], logit_bias={one: 100})
+    output = await generate(client, "x = ", 20, replace(sampling, allowed_token_ids=(zero, one, two)))
+    assert (output.texts, output.reasons) == (["111111"], ["stop"])
+    runs = replace(sampling, allowed_token_ids=(one, three), bad_words_token_ids=[[one, one], [three, three]], min_tokens=6)
+    assert (await generate(client, "x = ", 20, runs)).texts == ["131313"]
+    error = await failure(generate(client, "x = ", 20, replace(sampling, allowed_token_ids=(zero, 200))))
+    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "sampling")
