@@ -332,7 +332,7 @@ class PrefixIndex:
             wrong.append("used and unused node numbers do not add up")
         if len(self._nodes) <= _MOST_WALKED and self.links.num_reachable(range(-len(self.roots.scopes), 0)) != len(self._nodes):
             wrong.append("a node is not among its parent's children")
-        return wrong
+        return wrong + (self.roots.check() if len(self.roots) <= _MOST_WALKED else [])
 
     def _forget_grouped(self, blocks: Int32Array, cause: MatchEnd) -> Int32Array:
         """forget_blocks with several groups."""

@@ -79,6 +79,14 @@ class Roots:
             self._others.append(root)
         return self._give(root, scope)
 
+    def check(self) -> list[str]:
+        """The broken invariants, one sentence each."""
+        known = {scope: -place - 1 for place, scope in enumerate(self.scopes) if scope is not None}
+        wrong = [] if known == self._of_scope else ["a scope and its root do not name each other"]
+        if any(self.tenant_of[-root] != self.tenants.get(tenant_of(scope)) for scope, root in known.items()):
+            wrong.append("a root is not of its scope's tenant")
+        return wrong
+
     def _give(self, root: int, scope: str) -> int:
         self.scopes[-root - 1], self._of_scope[scope] = scope, root
         self.tenant_of[-root] = self.tenants.setdefault(tenant_of(scope), -len(self.tenants) - 1)

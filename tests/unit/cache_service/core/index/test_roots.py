@@ -137,3 +137,15 @@ def test_an_explanation_says_nothing_of_a_scope_that_had_the_root_before() -> No
     assert explain(second, int32(PROMPT)).end is MatchEnd.NEVER_STORED
     assert pool.manager.state.index.root(first) == root
     assert explain(first, int32(PROMPT)).end is MatchEnd.CLEARED, "it is known again"
+
+
+def test_what_a_fork_wrote_is_cleared_for_another_tenant() -> None:
+    pool = CorePool(num_blocks=4, block_size=4)
+    pool.prefill(1, range(5), tenant="a", adapter=ADAPTER)
+    pool.step(forks=[(1, 2, 5)], releases=[1])
+    pool.step(reserves=[(2, 9, 9)])
+    assert len(pool.table(2)) == 3
+    pool.release(2)
+    pool.manager.prefixes.clear()
+    pool.prefill(3, range(12), tenant="b")
+    assert pool.manager.queries.stats().num_cleared_blocks == 3
