@@ -18,7 +18,7 @@ import numpy as np
 
 from ..values.clock import Clock
 from ..values.kv_spec import WHOLE, ReadSpan
-from ..values.scopes import tenant_of
+from ..values.scopes import get_tenant
 from ..values.types import Int32Array, MatchEnd, Tier
 from .change_log import ChangeLog
 from .eviction_log import EvictionLog
@@ -78,7 +78,7 @@ class PrefixIndex:
         """The root of a scope's tree, made when it is first asked for. Needs room for it (roots.py)."""
         if root := self.roots.find(scope):
             return root
-        if (tenant := tenant_of(scope)) != scope:
+        if (tenant := get_tenant(scope)) != scope:
             self.root(tenant)
         root = self.roots.add(scope, self.record.note_root if self.record is not None else lambda root, scope: True)
         self.eviction_log.add_root(root, int(self.roots.seeds[-root]))
