@@ -97,7 +97,7 @@ class DiskStorm:
 
     def _prompt(self) -> tuple[str, Int32Array]:
         tokens = [self.rng.randrange(2) for _ in range(self.size * self.rng.randint(1, self.longest))]
-        return self.rng.choice(["", "", "other"]), np.array(tokens, np.int32)
+        return self.rng.choice([SCOPES[0], SCOPES[0], SCOPES[2]]), np.array(tokens, np.int32)
 
     def _fill(self) -> None:
         """Blocks of a prompt that the index lacks come to the host tier, as from a device: the first one, or as many as fit."""
