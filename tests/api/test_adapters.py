@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from kvkeeper.cache.v1 import cache_service_pb2 as pb
+from kvkeeper.client import AsyncCacheClient, KvkeeperError
+from kvkeeper.client import cache as client_cache
 from kvkeeper.client.new_sequence import root_name
 from tests.api.test_watch_events import Storer, names_behind, watching
-from tests.support.worlds.cache_api import BLOCK_SIZE, Api, Session, kv_of, read_all, refusal, serving
+from tests.support.worlds.cache_api import BLOCK_SIZE, SPEC, Api, Session, failure, kv_of, read_all, refusal, serving
 from tests.support.worlds.scopes import ADAPTER, SALT
 
 PROMPT = [*range(9)]
@@ -140,3 +142,34 @@ async def test_what_another_adapter_has_is_a_cause_of_a_miss(api: Api) -> None:
     await storer.store(PROMPT)
     misses = {miss.cause: miss.num_tokens for miss in (await api.stats()).pools[0].misses}
     assert misses[pb.MATCH_END_OTHER_TENANT] == SHARED
+
+
+async def test_a_service_of_before_gets_no_adapter_or_salt(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would ignore them, and share what must not be shared."""
+    monkeypatch.setattr(client_cache, "PROTOCOL_VERSION", 1)
+    async with AsyncCacheClient(api.server.address) as client, await client.open_session(SPEC) as session:
+        scopes: list[dict[str, Any]] = [{"adapter": ADAPTER}, {"cache_salt": SALT}]
+        for scope in scopes:
+            hint = pb.PrefixHint(token_ids=PROMPT, **scope)
+            for call in (
+                lambda scope=scope: session.create_sequence(1, PROMPT, **scope),
+                lambda scope=scope: session.match_prefix(PROMPT, **scope),
+                lambda scope=scope: session.explain_match(PROMPT, **scope),
+                lambda scope=scope: session.pin_prefix(PROMPT, 1000, **scope),
+                lambda scope=scope: session.check_admission(PROMPT, **scope),
+                lambda hint=hint: session.hint_prefixes(hint),
+            ):
+                assert (await failure(call())).reason == "PROTOCOL_VERSION_UNSUPPORTED"
+            with pytest.raises(KvkeeperError):
+                session.watch_events(**scope)
+        assert (await session.match_prefix(PROMPT, "a")).num_matched_tokens == 0
+    assert (await api.stats()).pools[0].num_tenants == 0
+
+
+async def test_an_adapter_in_the_spec_of_an_old_client_is_a_pool_of_its_own(api: Api) -> None:
+    old = [pb.KvSpec.FromString(SPEC.SerializeToString() + bytes([3 << 3 | 2, 1]) + name) for name in (b"a", b"b")]
+    for spec in (SPEC, *old[:1]):
+        await use(await api.open(spec=spec, engine=False), 1, 7)
+    assert len((await api.stats()).pools) == 2
+    session = await api.open(spec=old[0], engine=False)
+    assert (await session.call("MatchPrefix", token_ids=PROMPT)).num_matched_tokens == SHARED

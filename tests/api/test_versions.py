@@ -57,10 +57,10 @@ async def test_a_message_of_before_there_were_versions_is_served(api: Api) -> No
 
 
 async def test_a_client_refuses_a_service_that_is_too_old(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_cache, "PROTOCOL_VERSION", 3)
-    monkeypatch.setattr(client_cache, "OLDEST_PROTOCOL_VERSION", 2)
+    monkeypatch.setattr(client_cache, "PROTOCOL_VERSION", SPOKEN.newest + 2)
+    monkeypatch.setattr(client_cache, "OLDEST_PROTOCOL_VERSION", SPOKEN.newest + 1)
     async with AsyncCacheClient(api.server.address) as client:
-        with pytest.raises(KvkeeperError, match=r"version 1 .* 2 to 3: upgrade the cache service") as refused:
+        with pytest.raises(KvkeeperError, match=r"version 2 .* 3 to 4: upgrade the cache service") as refused:
             await client.open_session(SPEC)
     assert refused.value.reason == "PROTOCOL_VERSION_UNSUPPORTED"
 
@@ -68,7 +68,7 @@ async def test_a_client_refuses_a_service_that_is_too_old(api: Api, monkeypatch:
 async def test_an_engine_goes_on_with_a_newer_service_and_stops_at_one_that_is_too_new(monkeypatch: pytest.MonkeyPatch) -> None:
     async with services() as world:
         await world.start_cache()
-        monkeypatch.setattr(session_calls, "SPOKEN", Versions(oldest=1, newest=2))
+        monkeypatch.setattr(session_calls, "SPOKEN", Versions(oldest=1, newest=SPOKEN.newest + 1))
         client = await world.client(await world.start_engine())
         assert (await generate(client, [1, 2, 3], 4)).token_ids == [toy_output([1, 2, 3], 4)]
         await _is_refused(world, monkeypatch)
@@ -81,8 +81,8 @@ async def _is_refused(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_engine_says_that_the_service_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_cache, "PROTOCOL_VERSION", 3)
-    monkeypatch.setattr(client_cache, "OLDEST_PROTOCOL_VERSION", 2)
+    monkeypatch.setattr(client_cache, "PROTOCOL_VERSION", SPOKEN.newest + 2)
+    monkeypatch.setattr(client_cache, "OLDEST_PROTOCOL_VERSION", SPOKEN.newest + 1)
     async with services() as world:
         await world.start_cache()
         with pytest.raises(StartError, match=r"PROTOCOL_VERSION_UNSUPPORTED: .*: upgrade the cache service"):

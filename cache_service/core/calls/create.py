@@ -9,7 +9,7 @@ from ..sequences.spans import refuse_retention
 from ..step.validate import check_id
 from ..tables.prefix_lookup import PrefixLookup
 from ..values.errors import DuplicateSequence, InvalidField, NeverFits, out_of_sequences
-from ..values.scopes import tenant_of
+from ..values.scopes import get_tenant
 from ..values.sequence_args import SequenceArgs
 from ..values.types import SessionId
 from .reclaim import Reclaim
@@ -62,7 +62,7 @@ class CreateCalls:
         root = index.root(args.scope)
         tenant = int(index.roots.tenant_of[-root])
         if state.config.tenant_quotas:
-            state.pool.limits.name_tenant(tenant_of(args.scope), tenant)
+            state.pool.limits.name_tenant(get_tenant(args.scope), tenant)
         slot = seqs.add(
             args.sequence_id,
             owner.number,

@@ -7,7 +7,7 @@ import numpy as np
 from ..blocks.pins import MAX_PIN_TTL, MAX_PINS, MIN_PIN_TTL, Pin
 from ..pool_state import PoolState
 from ..values.errors import InvalidField, OutOfBlocks, OutOfPins, UnknownLogits, UnknownPin, WrongState
-from ..values.scopes import tenant_of
+from ..values.scopes import get_tenant
 from ..values.types import NO_INT32, Int32Array, ReuseHint, SequenceState, SessionId
 from .clear import Clearing, ClearResult
 
@@ -79,7 +79,7 @@ class PrefixCalls:
         pool.unpin(path[::-1])
         if prefetch and below is not None and index.roots.has_room_for(scope):
             root = index.root(scope)
-            pool.limits.name_tenant(tenant_of(scope), int(index.roots.tenant_of[-root]))
+            pool.limits.name_tenant(get_tenant(scope), int(index.roots.tenant_of[-root]))
             below.prefetch(root, token_ids)
         return len(path) * self._state.config.block_size
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..values.clock import Clock
 from ..values.kv_spec import WHOLE, ReadSpan
-from ..values.scopes import tenant_of
+from ..values.scopes import get_tenant
 from ..values.types import Int32Array, MatchEnd, Tier
 from .change_log import ChangeLog
 from .eviction_log import EvictionLog
@@ -78,7 +78,7 @@ class PrefixIndex:
         """The root of a scope's tree, made when it is first asked for. Needs room for it (roots.py)."""
         if root := self.roots.find(scope):
             return root
-        if (tenant := tenant_of(scope)) != scope:
+        if (tenant := get_tenant(scope)) != scope:
             self.root(tenant)
         root = self.roots.add(scope, self.record.note_root if self.record is not None else lambda root, scope: True)
         self.eviction_log.add_root(root, int(self.roots.seeds[-root]))
@@ -332,7 +332,7 @@ class PrefixIndex:
             wrong.append("used and unused node numbers do not add up")
         if len(self._nodes) <= _MOST_WALKED and self.links.num_reachable(range(-len(self.roots.scopes), 0)) != len(self._nodes):
             wrong.append("a node is not among its parent's children")
-        return wrong
+        return wrong + (self.roots.check() if len(self.roots) <= _MOST_WALKED else [])
 
     def _forget_grouped(self, blocks: Int32Array, cause: MatchEnd) -> Int32Array:
         """forget_blocks with several groups."""

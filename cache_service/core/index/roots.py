@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from ..values.scopes import tenant_of
+from ..values.scopes import get_tenant
 from ..values.types import NO_TENANT, Int32Array, Int64Array
 from .node_links import NO_NODE
 
@@ -53,13 +53,13 @@ class Roots:
 
     def has_room_for(self, scope: str) -> bool:
         """Whether the scope has a root or may get one."""
-        is_known = tenant_of(scope) in self.tenants
+        is_known = get_tenant(scope) in self.tenants
         has_number = len(self.scopes) + 2 <= self.most or (is_known and self._find_idle(len(self._others)))
         return scope in self._of_scope or ((is_known or len(self.tenants) < MAX_TENANTS) and has_number)
 
     def add(self, scope: str, note: Callable[[int, str], bool]) -> int:
         """A root for a scope that has none. note(root, scope): it is written down; False where the root is to stay as it is."""
-        if scope != tenant_of(scope) and self._find_idle(_LOOKS if len(self.scopes) < self.most else len(self._others)):
+        if scope != get_tenant(scope) and self._find_idle(_LOOKS if len(self.scopes) < self.most else len(self._others)):
             root = self._others[0]
             self._others.rotate(-1)
             if note(root, scope):
@@ -75,13 +75,21 @@ class Roots:
         root = -len(self.scopes)
         if scope is None:
             return root
-        if scope != tenant_of(scope):
+        if scope != get_tenant(scope):
             self._others.append(root)
         return self._give(root, scope)
 
+    def check(self) -> list[str]:
+        """The broken invariants, one sentence each."""
+        known = {scope: -place - 1 for place, scope in enumerate(self.scopes) if scope is not None}
+        wrong = [] if known == self._of_scope else ["a scope and its root do not name each other"]
+        if any(self.tenant_of[-root] != self.tenants.get(get_tenant(scope)) for scope, root in known.items()):
+            wrong.append("a root is not of its scope's tenant")
+        return wrong
+
     def _give(self, root: int, scope: str) -> int:
         self.scopes[-root - 1], self._of_scope[scope] = scope, root
-        self.tenant_of[-root] = self.tenants.setdefault(tenant_of(scope), -len(self.tenants) - 1)
+        self.tenant_of[-root] = self.tenants.setdefault(get_tenant(scope), -len(self.tenants) - 1)
         self.seeds[-root] = int.from_bytes(blake2b(scope.encode(), digest_size=8).digest(), "little", signed=True)
         return root
 

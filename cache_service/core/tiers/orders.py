@@ -168,7 +168,7 @@ class InFlight:
         return any(each is not None and each.deadline <= now for each in oldest)
 
     def roots(self) -> list[int]:
-        """That loads and questions are for."""
+        """The roots that loads and questions are for."""
         return [load.root for load in self.loads.values()] + [question.root for question in self.questions.values()]
 
     def end(self, which: Load | Store | Question, among: dict[int, Load] | dict[int, Store] | dict[int, Question]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..values.copies import TierOrder, TierResult
-from ..values.scopes import tenant_of
+from ..values.scopes import get_tenant
 from ..values.types import Int32Array
 from .loads import TierParts
 from .orders import Store
@@ -98,4 +98,4 @@ class TierStores:
     def _is_admitted(self, node: int) -> bool:
         """Whether blocks of this node's tenant are stored."""
         tenants = self._rules.tenants
-        return tenants is None or tenant_of(self._index.roots.scope(self._names.get_root(node))) in tenants
+        return tenants is None or get_tenant(self._index.roots.scope(self._names.get_root(node))) in tenants

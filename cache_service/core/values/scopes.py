@@ -20,6 +20,6 @@ def make_scope(tenant: str, adapter: str = "", salt: str = "") -> str:
     return f"{tenant}\0{adapter:->{_WIDTH}}\0{digest:->{_WIDTH}}"
 
 
-def tenant_of(scope: str) -> str:
+def get_tenant(scope: str) -> str:
     """The tenant's name."""
     return scope if len(scope) <= MOST_TENANT_CHARS else scope[:-_SUFFIX_CHARS]

@@ -7,7 +7,7 @@ import { CacheService } from './protos.js';
 import { CacheSession } from './session.js';
 
 /** Of the cache service's protocol; docs/api/protocol.md says what needs a new number. */
-export const PROTOCOL_VERSION = 1;
+export const PROTOCOL_VERSION = 2;
 const OLDEST_PROTOCOL_VERSION = 1; // that this client can speak
 
 /** Throws where the service is too old. What it opened ends with its lease. */

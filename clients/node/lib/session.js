@@ -1,6 +1,7 @@
 /** A session of the cache service: its steps, its sequences one operation at a time, and its pool. */
+import grpc from '@grpc/grpc-js';
 import { checkedOptions, kindOf } from './checked.js';
-import { errorOfStatus } from './errors.js';
+import { KvkeeperError, errorOfStatus } from './errors.js';
 import { LONGEST_TIMEOUT_MS } from './transport.js';
 import { StepStream, decodeColumns, encodeColumns } from './steps.js';
 
@@ -10,10 +11,12 @@ const SCOPE = { tenant: '', adapter: '', cacheSalt: '' };
 export class CacheSession {
   #transport;
   #head;
+  #hasScopes;
 
   constructor(transport, opened) {
     this.#transport = transport;
     this.#head = { sessionId: opened.sessionId, epoch: opened.epoch };
+    this.#hasScopes = opened.protocolVersion >= 2;
     this.sessionId = opened.sessionId;
     this.epoch = opened.epoch;
     this.pool = opened.pool;
@@ -22,7 +25,16 @@ export class CacheSession {
 
   /** Any unary method, with the session's id and epoch in its request. */
   #call(method, request = {}) {
+    this.#requireScopes(request, ...(request.sequences ?? request.hints ?? []));
     return this.#transport.call(method, { ...this.#head, ...request });
+  }
+
+  /** A service of before there were adapters and salts would take these prompts for those of the base model. */
+  #requireScopes(...messages) {
+    if (!this.#hasScopes && messages.some((message) => message?.adapter || message?.cacheSalt)) {
+      const text = 'the service speaks version 1 of the protocol, without adapters and salts: upgrade the cache service';
+      throw new KvkeeperError(grpc.status.FAILED_PRECONDITION, 'PROTOCOL_VERSION_UNSUPPORTED', text);
+    }
   }
 
   /** Any method that returns a stream, all of it. */
@@ -87,6 +99,7 @@ export class CacheSession {
   watchEvents(options = {}) {
     const known = { ...SCOPE, timeoutMs: LONGEST_TIMEOUT_MS, includeTokenIds: false };
     const { timeoutMs, ...fields } = checkedOptions(options, known);
+    this.#requireScopes(fields);
     return this.#transport.stream('WatchEvents', this.#transport.checked('WatchEvents', { ...this.#head, ...fields }), timeoutMs);
   }
 

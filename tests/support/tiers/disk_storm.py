@@ -44,7 +44,8 @@ class DiskStorm:
         self.host, self.offloader = swapper.host, swapper.offloader
         stored = [block for block, of_era, _ in self.slab.values() if of_era == era]
         self.disk = self.manager.add_disk(KEY, self.num_slots, era, stored, self.rules)
-        self.roots = {scope: self.state.index.root(scope) for scope in SCOPES}
+        for scope in SCOPES:
+            self.state.index.root(scope)
         self.jobs: list[Load | Store] = []
         # The naive model: names that are stored for sure. An eviction takes the oldest away, so it is asked after each event.
         self.stored = {block.name for block in stored}
@@ -60,7 +61,7 @@ class DiskStorm:
             self.jobs += [store] if store else []
         elif event < 0.7:
             scope, tokens = self._prompt()
-            loads, _ = self.disk.loads.prepare(self.roots[scope], tokens)
+            loads, _ = self.disk.loads.prepare(self.state.index.root(scope), tokens)
             new = self.disk.loads.take()
             self.num_joined += len(loads) > len(new)
             self.jobs += new
@@ -96,12 +97,12 @@ class DiskStorm:
 
     def _prompt(self) -> tuple[str, Int32Array]:
         tokens = [self.rng.randrange(2) for _ in range(self.size * self.rng.randint(1, self.longest))]
-        return self.rng.choice(["", "", "other"]), np.array(tokens, np.int32)
+        return self.rng.choice([SCOPES[0], SCOPES[0], SCOPES[2]]), np.array(tokens, np.int32)
 
     def _fill(self) -> None:
         """Blocks of a prompt that the index lacks come to the host tier, as from a device: the first one, or as many as fit."""
         scope, tokens = self._prompt()
-        root, index = self.roots[scope], self.state.index
+        root, index = self.state.index.root(scope), self.state.index
         num_blocks = len(tokens) // self.size
         first = len(index.match(root, tokens, num_blocks))
         count = min(num_blocks - first, self.host.pool.num_available, self.rng.choice([1, num_blocks]))
@@ -156,7 +157,7 @@ class DiskStorm:
 
     def _check_loaded(self, load: Load) -> None:
         """Every block of the prompt that the host tier has holds what its prefix spells."""
-        scope = next(name for name, root in self.roots.items() if root == load.root)
+        scope = self.state.index.roots.scope(load.root)
         nodes = self.state.index.match(load.root, load.tokens, len(load.tokens) // self.size)
         for at, host in enumerate(self.state.index.host_of_node[nodes].tolist()):
             wanted = scope, tuple(load.tokens[: (at + 1) * self.size].tolist())

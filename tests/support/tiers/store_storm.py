@@ -21,6 +21,7 @@ from tests.support.worlds.scopes import SCOPES
 
 KEY, DISK_KEY, SESSION = b"of a storm", b"a disk", SessionId("storm")
 _MOST_SEQUENCES = 8
+STORED = SCOPES[:2]
 Content = tuple[str, tuple[int, ...]]  # of a block: scope, and the tokens of the whole prefix
 
 
@@ -57,9 +58,10 @@ class Service:
         swapper = self.manager.swapper
         assert swapper is not None
         self.host, self.offloader, self.index = swapper.host, swapper.offloader, self.manager.state.index
-        scopes = list(SCOPES)
+        scopes = list(STORED)
         rng.shuffle(scopes)  # roots have other numbers in the other service
-        self.roots = {scope: self.index.root(scope) for scope in scopes}
+        for scope in scopes:
+            self.index.root(scope)
         self.hosts: dict[int, Content | None] = {}
         self.jobs: list[tuple[ContentTier, Load | Store | Question]] = []
         self.sequences: list[int] = []
@@ -67,7 +69,7 @@ class Service:
 
     def prompt(self, longest: int) -> tuple[str, Int32Array]:
         tokens = [self.rng.randrange(2) for _ in range(self.size * self.rng.randint(1, longest))]
-        return self.rng.choice(SCOPES), int32(tokens)
+        return self.rng.choice(STORED), int32(tokens)
 
     def ask(self, scope: str, tokens: Int32Array) -> None:
         """A sequence is created, so that what it lacks is looked for below."""
@@ -92,7 +94,7 @@ class Service:
 
     def fill(self, scope: str, tokens: Int32Array) -> None:
         """Blocks of a prompt that the index lacks come to the host tier, as from a device."""
-        root, num_blocks = self.roots[scope], len(tokens) // self.size
+        root, num_blocks = self.index.root(scope), len(tokens) // self.size
         first = len(self.index.match(root, tokens, num_blocks))
         count = min(num_blocks - first, self.host.pool.num_available)
         if not count:
@@ -165,7 +167,7 @@ class Service:
 
     def _check_loaded(self, load: Load) -> None:
         """Every block of the prompt that the host tier has holds what its prefix spells."""
-        scope = next(name for name, root in self.roots.items() if root == load.root)
+        scope = self.index.roots.scope(load.root)
         nodes = self.index.match(load.root, load.tokens, len(load.tokens) // self.size)
         for at, host in enumerate(self.index.host_of_node[nodes].tolist()):
             wanted = scope, tuple(load.tokens[: (at + 1) * self.size].tolist())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvkeeper.client.session import AsyncCacheSession
 
 # Of the cache service's protocol; docs/api/protocol.md says what needs a new number.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 OLDEST_PROTOCOL_VERSION = 1  # that this client can speak
 
 

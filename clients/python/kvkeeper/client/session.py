@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -114,12 +115,20 @@ class AsyncCacheSession:
             failed_transfer_ids=np.array(failed_transfers, "<i8").tobytes(),
         )
 
+    def _require_scopes(self, *messages: Any) -> None:
+        """A service of before there were adapters and salts would take these prompts for those of the base model."""
+        if (self._opened.protocol_version or 1) < 2 and any(each.adapter or each.cache_salt for each in messages):
+            text = "the service speaks version 1 of the protocol, without adapters and salts: upgrade the cache service"
+            raise KvkeeperError(grpc.StatusCode.FAILED_PRECONDITION, "PROTOCOL_VERSION_UNSUPPORTED", text)
+
     async def _call(self, method: str, least_timeout_s: float = 0.0, /, **fields: Any) -> Any:
         """The answer of a unary method, over the step lane where that carries it.
 
         fields: of its request, beside the session's id and epoch.
         """
         request = getattr(pb, f"{method}Request")(**self._head, **fields)
+        if "adapter" in fields:
+            self._require_scopes(request)
         if (
             method in self._opened.lane_calls
             and (raw := await self._steps.call(method, request.SerializeToString())) is not None
@@ -173,7 +182,9 @@ class AsyncCacheSession:
 
         One that is refused leaves the others be. A service of before there was this call raises UNIMPLEMENTED without a reason.
         """
-        answer = await self._call("CreateSequences", sequences=[each.message() for each in sequences])
+        messages = [each.message() for each in sequences]
+        self._require_scopes(*messages)
+        answer = await self._call("CreateSequences", sequences=messages)
         return [each.response if each.HasField("response") else parse_error(each.error) for each in answer.results]
 
     async def extend(self, sequence_id: int, num_tokens: int, look_up: bool = True) -> pb.SequenceInfo:
@@ -280,6 +291,7 @@ class AsyncCacheSession:
         request = pb.WatchEventsRequest(
             **self._head, tenant=tenant, adapter=adapter, cache_salt=cache_salt, include_token_ids=include_token_ids
         )
+        self._require_scopes(request)
         return self._transport.stream(self._transport.stub.WatchEvents, request, options)
 
     async def check_admission(
@@ -320,6 +332,7 @@ class AsyncCacheSession:
 
         REUSE_HINT_SOON retains, REUSE_HINT_NONE demotes, and no hint takes either back.
         """
+        self._require_scopes(*hints)
         return tuple((await self._call("HintPrefix", hints=hints)).num_hinted_tokens)
 
     async def store_logits(self, sequence_id: int, num_tokens: int, logits: Logits) -> None:

@@ -5,7 +5,7 @@ import pytest
 from kvkeeper.cache_service.core.index import roots as roots_module
 from kvkeeper.cache_service.core.index.events.event_feed import EventFeed
 from kvkeeper.cache_service.core.tiers.lookup import ContentNames
-from kvkeeper.cache_service.core.values.scopes import make_scope, tenant_of
+from kvkeeper.cache_service.core.values.scopes import get_tenant, make_scope
 from kvkeeper.cache_service.core.values.types import MatchEnd, PressureLevel
 from tests.support.worlds.core_pool import A, CorePool
 from tests.support.worlds.engine_model import int32
@@ -17,13 +17,13 @@ PROMPT = [*range(9)]
 def test_scopes_are_told_apart_and_know_their_tenant() -> None:
     assert len(NAMES) == 4
     for scope, (tenant, _, salt) in NAMES.items():
-        assert tenant_of(scope) == tenant
+        assert get_tenant(scope) == tenant
         assert not salt or salt not in scope
     longest = "t" * 64
     hostile = [longest, "t", "", "\0" * 64, f"\0{ADAPTER}"[:64], "-" * 64]
     parts = [(tenant, adapter, salt) for tenant in hostile for adapter in ("", ADAPTER) for salt in ("", "-", ADAPTER)]
     assert len({make_scope(*part) for part in parts}) == len(parts)
-    assert [tenant_of(make_scope(*part)) for part in parts] == [tenant for tenant, _, _ in parts]
+    assert [get_tenant(make_scope(*part)) for part in parts] == [tenant for tenant, _, _ in parts]
 
 
 def test_fifty_thousand_salts_in_turn_take_few_roots() -> None:
@@ -137,3 +137,15 @@ def test_an_explanation_says_nothing_of_a_scope_that_had_the_root_before() -> No
     assert explain(second, int32(PROMPT)).end is MatchEnd.NEVER_STORED
     assert pool.manager.state.index.root(first) == root
     assert explain(first, int32(PROMPT)).end is MatchEnd.CLEARED, "it is known again"
+
+
+def test_what_a_fork_wrote_is_cleared_for_another_tenant() -> None:
+    pool = CorePool(num_blocks=4, block_size=4)
+    pool.prefill(1, range(5), tenant="a", adapter=ADAPTER)
+    pool.step(forks=[(1, 2, 5)], releases=[1])
+    pool.step(reserves=[(2, 9, 9)])
+    assert len(pool.table(2)) == 3
+    pool.release(2)
+    pool.manager.prefixes.clear()
+    pool.prefill(3, range(12), tenant="b")
+    assert pool.manager.queries.stats().num_cleared_blocks == 3
