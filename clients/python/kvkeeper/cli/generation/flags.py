@@ -78,27 +78,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="most time from arrival to the last token (default: none, as long as tokens come)",
     )
-    parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="tenant whose cache the prompt shares")
-    parser.add_argument("--skip-look-up", action="store_true", help="do not take the prompt's KV from the cache")
-    parser.add_argument(
-        "--sink", type=whole, metavar="N", help="with --window: number of first tokens that are always kept (default: 4)"
-    )
-    parser.add_argument(
-        "--window", type=whole, metavar="N", help="attend only to the sinks and the last N tokens (default: to all)"
-    )
-    parser.add_argument(
-        "--reuse-hint",
-        choices=("none", "soon"),
-        default="",
-        help="what is known of the next use of the KV: none, for a single question; soon, for a turn that comes for certain",
-    )
-    parser.add_argument(
-        "--retain-ms",
-        type=whole,
-        default=0,
-        metavar="MS",
-        help="time within which the next turn is expected, which keeps its KV",
-    )
+    _add_cache_flags(parser)
     parser.add_argument("--session-id", default="", type=utf8, metavar="NAME", help="conversation that the request belongs to")
     parser.add_argument(
         "--metadata", action="append", default=[], type=pair, metavar="KEY=VALUE", help="kept with the request; may be repeated"
@@ -155,6 +135,31 @@ def _add_continuation_flags(parser: argparse.ArgumentParser) -> None:
         "--length-penalty", type=number, metavar="X", help="with --beams: above 0 favours longer continuations (default: 1)"
     )
     parser.add_argument("--early-stopping", action="store_true", help="with --beams: end when X continuations have ended")
+
+
+def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
+    """What becomes of the KV, and whose it is."""
+    parser.add_argument("--tenant", default="", type=utf8, metavar="NAME", help="tenant whose cache the prompt shares")
+    parser.add_argument("--skip-look-up", action="store_true", help="do not take the prompt's KV from the cache")
+    parser.add_argument(
+        "--sink", type=whole, metavar="N", help="with --window: number of first tokens that are always kept (default: 4)"
+    )
+    parser.add_argument(
+        "--window", type=whole, metavar="N", help="attend only to the sinks and the last N tokens (default: to all)"
+    )
+    parser.add_argument(
+        "--reuse-hint",
+        choices=("none", "soon"),
+        default="",
+        help="what is known of the next use of the KV: none, for a single question; soon, for a turn that comes for certain",
+    )
+    parser.add_argument(
+        "--retain-ms",
+        type=whole,
+        default=0,
+        metavar="MS",
+        help="time within which the next turn is expected, which keeps its KV",
+    )
 
 
 def _add_token_flags(parser: argparse.ArgumentParser) -> None:
