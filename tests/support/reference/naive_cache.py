@@ -442,7 +442,9 @@ class NaiveCache:
                 late = [block for block in cached if excess.get(tenant_of(by_block[block][0]), 0) > 0]
                 candidates = candidates + (self._next(late, leaves, by_block) if late else [])
             # A tenant's excess is chosen without regard to hints, so it explains what nothing else does.
-            chosen = max((b for b in candidates if b in left), key=lambda block: self.classes.get(block, 0), default=None)
+            # What goes with a parent counts for it.
+            highest = {b: max(self.classes.get(c, 0) for c in left if _is_within(by_block[c], by_block[b])) for b in left}
+            chosen = max((b for b in candidates if b in left), key=highest.__getitem__, default=None)
             require(chosen is not None, f"{what}: {sorted(left)} evicted, but {candidates} are older")
             assert chosen is not None
             tenant = tenant_of(by_block[chosen][0])
@@ -593,3 +595,7 @@ class NaiveCache:
 def _oldest(blocks: list[int], ages: dict[int, int]) -> list[int]:
     first = min((ages[block] for block in blocks), default=0)
     return [block for block in blocks if ages[block] == first]
+
+
+def _is_within(key: Key, above: Key) -> bool:
+    return key[0] == above[0] and key[1][: len(above[1])] == above[1]
