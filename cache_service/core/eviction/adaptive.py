@@ -341,6 +341,7 @@ class AdaptivePolicy:
                 chosen.append(block)
                 parent = int(parents[block])
                 is_alike = classes[parent] == classes[block] and newest[parent] == newest[block] + 1
+                is_alike &= newest[parent] <= self._counted_until  # else it gets its place once it is counted
                 if not parent or num_children[parent] > 1 or not is_alike:
                     break
                 block = parent

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kvkeeper.cache_service.core.eviction.adaptive import AdaptivePolicy
 from kvkeeper.cache_service.core.eviction.block_queue import Stamps
 from kvkeeper.cache_service.core.eviction.credit import ANY_DIFFERENCE, Credit
 from kvkeeper.cache_service.core.eviction.ghosts import Ghosts, Traces
@@ -220,6 +221,25 @@ def test_a_parent_is_a_leaf_when_its_last_child_was_removed() -> None:
         assert found() == left
     stamps.end_waits(blocks(1))
     assert found() == []
+
+
+def test_a_block_that_began_to_wait_after_its_child_was_counted_is_ranked_once() -> None:
+    policy = AdaptivePolicy(64)
+
+    def end(blocks: list[int], num_first: int) -> None:
+        """A sequence ends: its last blocks begin to wait and are counted, then the others."""
+        path = np.array(blocks, np.int32)
+        policy.use(Use(path, path, root=-1, priority=0, num_blocks=len(path)))
+        policy.add(path[::-1][:num_first])
+        policy.forget_blocks(np.array([63], np.int32))
+        policy.add(path[::-1][num_first:])
+
+    end([1, 2, 3, 4], 2)
+    victims = [*policy.take_victims(1).tolist(), *policy.take_victims(1).tolist()]
+    end(list(range(10, 40)), 29)
+    victims += policy.take_victims(10).tolist()
+    assert victims[:4] == [4, 3, 2, 1]
+    assert len(set(victims)) == 12
 
 
 def count(credit: Credit, num_used: int, **counts: int) -> None:
