@@ -14,7 +14,7 @@ from tests.support.slices import todays
 from tests.support.tiers.disk_simulation import DiskSimulation
 from tests.support.tiers.disk_world import KEY
 from tests.support.tiers.mirror_world import MirrorWorld, Outliving, disk_and_remote, reached
-from tests.support.tiers.store_storm import STORED, StoreStorm
+from tests.support.tiers.store_storm import StoreStorm
 from tests.support.worlds.event_reader import SPEC_KEY, EventReader
 from tests.support.worlds.kept_pool import KeptMemory, write_all
 from tests.support.worlds.scopes import SCOPES
@@ -160,7 +160,7 @@ def test_mirrors_of_two_services_on_one_store_have_what_each_was_heard_to_have()
     for seed in range(8):
         storm, dice = StoreStorm(seed), random.Random(seed)
         feeds = [open_feed(service.manager) for service in storm.services]
-        readers = [[EventReader(tenant, feed.open(tenant)) for tenant in STORED] for feed in feeds]
+        readers = [[EventReader(tenant, feed.open(tenant)) for tenant in SCOPES] for feed in feeds]
         for number in range(NUM_OPERATIONS):
             storm.tick()
             is_checked = number % 25 == 24

@@ -102,12 +102,15 @@ class TierQuestions:
         self._directory.learn(self._contents(question, names[:num_stored]), _lost(question, num_stored))
         asked = question.asked.union(names[: num_stored + 1])
         up_to = self._lookup.lookups(question.root, question.tokens, lambda name: find(name) if name in asked else 0)
-        orders = up_to(len(question.tokens) // self._block_size).orders
-        left, num_full = self._in_order([order for order in orders if order.name not in asked])
+        found = up_to(len(question.tokens) // self._block_size)
+        left, num_full = self._in_order([order for order in found.orders if order.name not in asked])
         if not left or question.num_turns >= _MOST_TURNS:
             return question.tokens
         num_turns = question.num_turns + 1
-        again = replace(question, names=left, num_full=num_full, asked=asked, num_turns=num_turns, is_in_flight=True)
+        first = found.first  # the index may have lost some since
+        again = replace(
+            question, first=first, names=left, num_full=num_full, asked=asked, num_turns=num_turns, is_in_flight=True
+        )
         self._put(again)
         return again
 

@@ -21,7 +21,6 @@ from tests.support.worlds.scopes import SCOPES
 
 KEY, DISK_KEY, SESSION = b"of a storm", b"a disk", SessionId("storm")
 _MOST_SEQUENCES = 8
-STORED = SCOPES[:2]
 Content = tuple[str, tuple[int, ...]]  # of a block: scope, and the tokens of the whole prefix
 
 
@@ -58,7 +57,7 @@ class Service:
         swapper = self.manager.swapper
         assert swapper is not None
         self.host, self.offloader, self.index = swapper.host, swapper.offloader, self.manager.state.index
-        scopes = list(STORED)
+        scopes = list(SCOPES)
         rng.shuffle(scopes)  # roots have other numbers in the other service
         for scope in scopes:
             self.index.root(scope)
@@ -69,7 +68,7 @@ class Service:
 
     def prompt(self, longest: int) -> tuple[str, Int32Array]:
         tokens = [self.rng.randrange(2) for _ in range(self.size * self.rng.randint(1, longest))]
-        return self.rng.choice(STORED), int32(tokens)
+        return self.rng.choice(SCOPES), int32(tokens)
 
     def ask(self, scope: str, tokens: Int32Array) -> None:
         """A sequence is created, so that what it lacks is looked for below."""
