@@ -84,4 +84,5 @@ def _interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    write(*sys.argv[1:])
+    _, _folder, _kind, _file = sys.argv
+    write(_folder, _kind, _file)
