@@ -23,7 +23,7 @@ _HINTS = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
-        choices=_HINTS,
+        choices=tuple(_HINTS),
         help="retain: it is evicted last; demote: what leads to its end alone is evicted first; release: take either back;"
         " prefetch: bring what lower tiers have of it to the host tier, and release it",
     )
