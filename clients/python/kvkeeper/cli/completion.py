@@ -7,7 +7,7 @@ import importlib
 from kvkeeper.cli.console.problems import EXIT_OK
 
 _SHELLS = ("bash", "zsh", "fish")
-_FILES = ("PATH", "FILE", "FILE_OR_JSON")  # metavars of arguments that are completed as file names
+_FILES = ("PATH", "FILE", "FILE_OR_JSON", "FILE.gguf", "DIR")  # metavars of arguments that are completed as file names
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
