@@ -255,7 +255,9 @@ def as_plain(rows: SampledRows) -> PlainDraws | None:
     """The rows by column; None: what was drawn before counts, or what may be drawn is said elsewhere, or all are LIKELIEST."""
     if isinstance(rows, PlainDraws):
         return rows if rows.penalised is None else None
-    if are_likeliest(rows) or any(row.params.is_penalised or row.constraint or row.rules for row in rows):
+    if are_likeliest(rows) or any(
+        row.params.is_penalised or row.constraint is not None or row.rules is not None for row in rows
+    ):
         return None
     return PlainDraws.of(rows)
 

@@ -136,7 +136,7 @@ class SequenceLifecycle:
                 if slot != self._ending_slot:
                     path = seqs.tables.rows[slot, : int(seqs.num_published[slot])]
                     hint, seconds = int(seqs.reuse_hints[slot]), float(seqs.retain_seconds[slot])
-                    pool.reuse.end_sequence(int(self._roots.tenant_of[-seqs.roots[slot]]), path, hint, seconds)
+                    pool.reuse.end_sequence(int(seqs.tenants[slot]), path, hint, seconds)
         if self._ending_slot in slots:
             self._ending_slot = -1
 

@@ -80,9 +80,12 @@ class MissedTokens:
             (MatchEnd.NOT_LOADED, len(in_time)),  # its copy is on its way to the host tier
             (MatchEnd.EXPIRED, len(nodes)),
         ):
-            self._counts.add(max(end - done, 0) * size, MissKind(int(self._index.roots.tenant_of[-root]), cause))
+            self._counts.add(max(end - done, 0) * size, MissKind(self._tenant(root), cause))
             done = max(done, end)
         return nodes
+
+    def _tenant(self, root: int) -> int:
+        return int(self._index.roots.tenant_of[-root])
 
     def _count_below(self, root: int, parent: int, nodes: Int32Array, tokens: Int32Array) -> int:
         """Counts what a disk or a store has of these tokens behind these nodes. Returns how many blocks that are."""
@@ -95,7 +98,7 @@ class MissedTokens:
         if cause is None:
             return 0
         num_below = max(len(below.tiers_behind(scope, tokens, nodes)), 1)
-        self._counts.add(num_below * self._size, MissKind(int(self._index.roots.tenant_of[-root]), cause))
+        self._counts.add(num_below * self._size, MissKind(self._tenant(root), cause))
         return num_below
 
     def _count_computing(self, root: int, num_found: int, tokens: Int32Array) -> int:
@@ -114,7 +117,7 @@ class MissedTokens:
             differ = np.flatnonzero(rows[rival, : num_known * size] != tokens[: num_known * size])
             longest = max(longest, int(differ[0]) // size if len(differ) else num_known)
         num_computing = max(longest - num_found, 0)
-        self._counts.add(num_computing * size, MissKind(int(self._index.roots.tenant_of[-root]), MatchEnd.COMPUTING))
+        self._counts.add(num_computing * size, MissKind(self._tenant(root), MatchEnd.COMPUTING))
         return num_computing
 
     def _num_others(self, root: int, tokens: Int32Array) -> int:

@@ -107,9 +107,14 @@ class TierQuestions:
         if not left or question.num_turns >= _MOST_TURNS:
             return question.tokens
         num_turns = question.num_turns + 1
-        first = found.first  # the index may have lost some since
         again = replace(
-            question, first=first, names=left, num_full=num_full, asked=asked, num_turns=num_turns, is_in_flight=True
+            question,
+            first=found.first,  # the index may have lost some since
+            names=left,
+            num_full=num_full,
+            asked=asked,
+            num_turns=num_turns,
+            is_in_flight=True,
         )
         self._put(again)
         return again
