@@ -37,8 +37,9 @@ from .device.device_errors import find_fault, lost_by
 from .device.device_queue import DeviceQueue, make_queue
 from .device.token_counts import Counted, LastTokens, TokenCounts
 from .device.upload import Staged, upload_to
-from .graphs.graph_api import MOST_ROWS, GraphApi
-from .graphs.graphed_decode import DecodeShape, GraphedDecode, capture_decode
+from .graphs.graph_api import GraphApi
+from .graphs.graphed_steps import GraphedSteps, StepShape, capture_steps
+from .graphs.step_sizes import MOST_ROWS
 from .graphs.warm_up import warm_up_batches, warm_up_sampling
 from .sampler import StepLogits
 
@@ -163,7 +164,7 @@ class ModelRunner:
         self.last_tokens = LastTokens(kv_view.device)
         self._num_positions = 0  # that the model has tables for, once it is made ready
         self.counts: TokenCounts | None = None  # of tokens that penalties depend on, once it is made ready
-        self.graphed: GraphedDecode | None = None
+        self.graphed: GraphedSteps | None = None
         # What ranks add up passes torch by, so that a program would leave it out.
         may_record = (
             isinstance(model, Decoder)
@@ -200,14 +201,17 @@ class ModelRunner:
             log.info("graphs_left_out", message="decodes of a model with recurrent layers are computed without CUDA graphs")
             return
         self._num_positions = self._model.reserve_positions(bounds.most_tokens)
-        width = -(-bounds.most_tokens // self._layout.block_size)
+        block_size = self._layout.block_size
+        width = -(-bounds.most_tokens // block_size)
         most_rows, num_groups = min(bounds.most_rows, MOST_ROWS), max(len(self._groups), 1)
-        shape = DecodeShape(most_rows, width, self._num_positions, self.vocab_size, num_groups)
+        # Tables of prompts in chunks are made by the host, as many as there are chunks.
+        prompt_tokens = 0 if any(part.chunk is not None for part in self._parts) else bounds.most_step_tokens
+        shape = StepShape(most_rows, width, block_size, self._num_positions, self.vocab_size, prompt_tokens, num_groups)
         self.last_tokens.fix(bounds.most_rows + 1)
         assert self.counts is not None, "captured models draw"
         try:
-            self.graphed = capture_decode(
-                self._plain_decode, shape, device, graphs, self.queue, self.last_tokens, self.counts, progress=progress
+            self.graphed = capture_steps(
+                self._plain_step, shape, device, graphs, self.queue, self.last_tokens, self.counts, progress=progress
             )
         except Exception as error:  # whatever a driver says of it, the engine can serve, but on no lost device
             if lost_by(error) is not None:
@@ -215,7 +219,7 @@ class ModelRunner:
             log_failure, fault = log.exception, find_fault(error)
             if fault is not None and fault.is_out_of_memory:
                 log_failure = partial(log.warning, why=fault.text())
-            log_failure("graphs_failed", message="decodes are computed without CUDA graphs; --no-graphs does not try them")
+            log_failure("graphs_failed", message="steps are computed without CUDA graphs; --no-graphs does not try them")
             self.synchronize()
 
     def _warm_up(self, bounds: StepBounds, *, with_retention: bool, progress: bool) -> None:
@@ -239,8 +243,8 @@ class ModelRunner:
         experts = self._model.config.experts
         return [] if experts is None else group_tokens(experts.num_experts, experts.routing.num_chosen)
 
-    def _plain_decode(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch, logits: torch.Tensor) -> torch.Tensor:
-        """See graphed_decode.PlainDecode."""
+    def _plain_step(self, tensors: Mapping[str, torch.Tensor], scratch: Scratch, logits: torch.Tensor) -> torch.Tensor:
+        """See graphed_steps.PlainStep."""
         assert isinstance(self._model, Decoder), "other models are not captured"
         metadata = self._attention(tensors, scratch, ())
         token_ids, positions, last = tensors["token_ids"], tensors["positions"], self._num_positions - 1

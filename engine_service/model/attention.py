@@ -1,8 +1,8 @@
 """Attention of one step: which rows decode, which prefill, and what both need, worked out once for all layers."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,11 +22,15 @@ from .layer_groups import LayerGroup, find_places
 from .recurrent.state_pages import StateMetadata
 
 
+# Rows among a step's tokens: int64 [n], or those of a slice; None: all, in order.
+TokenRows = torch.Tensor | slice | None
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """The sequences with one query. token_rows [S_d] are their rows among the step's tokens; None: all, in order."""
+    """The sequences with one query. token_rows: of their S_d tokens."""
 
-    token_rows: torch.Tensor | None
+    token_rows: TokenRows
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
     plans: Mapping[int | None, DecodePlan]
@@ -35,9 +39,9 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRows:
-    """The sequences with several queries. token_rows [T_p] as in DecodeRows; plans by window."""
+    """The sequences with several queries. token_rows: of their T_p tokens; plans by window."""
 
-    token_rows: torch.Tensor | None
+    token_rows: TokenRows
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
@@ -113,7 +117,7 @@ def attention_parts(
 
 
 def attention_arrays(
-    batch: Batch, parts: Sequence[AttentionPart] = (), block_size: int = 1, states: Container[int] = ()
+    batch: Batch, parts: Sequence[AttentionPart] = (), block_size: int = 1, states: Collection[int] = ()
 ) -> dict[str, IntArray]:
     """What a step's attention has to know of its batch, split into rows that decode and rows that prefill.
 
@@ -131,7 +135,7 @@ def attention_arrays(
                 arrays[f"{part}_windows"] = batch.retention.window_lens[rows]
     if len(several):
         arrays["prefill_locs"] = np.concatenate(([0], np.cumsum(query_lens[several]))).astype(np.int32)
-    if len(ones) and len(several):
+    if len(ones) and len(several) and (states or ones[-1] > several[0]):  # else each part is a slice
         arrays["decode_tokens"] = batch.query_start_loc[ones].astype(np.int64)
         arrays["prefill_tokens"] = np.flatnonzero(np.repeat(query_lens > 1, query_lens)).astype(np.int64)
     if batch.retention is not None:
@@ -208,16 +212,29 @@ def build_attention_metadata(
     if "decode_lens" in tensors:
         tables, lens, kept = tensors["decode_tables"], tensors["decode_lens"], _retention(tensors, "decode")
         decode_plans = {window: plan_decode(tables, lens, kv_layer, dtype, window, scratch, kept) for window in distinct}
-        decode = DecodeRows(tensors.get("decode_tokens"), tables, lens, decode_plans, kept)
+        decode = DecodeRows(token_rows(tensors, "decode"), tables, lens, decode_plans, kept)
     if "prefill_lens" in tensors:
         tables, lens, kept = tensors["prefill_tables"], tensors["prefill_lens"], _retention(tensors, "prefill")
         locs = tensors["prefill_locs"]
         prefill_plans = {
             window: plan_prefill(tables, lens, locs, kv_layer, dtype, window, scratch, kept) for window in distinct
         }
-        prefill = PrefillRows(tensors.get("prefill_tokens"), tables, lens, locs, prefill_plans, kept)
+        prefill = PrefillRows(token_rows(tensors, "prefill"), tables, lens, locs, prefill_plans, kept)
     store = plan_store(tensors["slot_mapping"], kv_layer)
     return AttentionMetadata(tensors["slot_mapping"], store, decode, prefill, tensors.get("sink_positions"))
+
+
+def token_rows(tensors: Mapping[str, torch.Tensor], part: Literal["decode", "prefill"]) -> TokenRows:
+    """Where the tokens of the rows that decode, or that prefill, are. tensors: of attention_arrays.
+
+    Rows that decode come first where it is not said otherwise.
+    """
+    if not {"decode_lens", "prefill_lens"} <= tensors.keys():
+        return None
+    if f"{part}_tokens" in tensors:
+        return tensors[f"{part}_tokens"]
+    num_decodes = len(tensors["decode_lens"])
+    return slice(num_decodes) if part == "decode" else slice(num_decodes, None)
 
 
 def _retention(tensors: Mapping[str, torch.Tensor], part: str) -> Retention | None:
@@ -277,17 +294,19 @@ def attend_stored(
     return join_parts(len(q), [(rows.token_rows, attend_rows(rows)) for rows in parts])
 
 
-def pick(of_step: torch.Tensor, token_rows: torch.Tensor | None) -> torch.Tensor:
+def pick(of_step: torch.Tensor, token_rows: TokenRows) -> torch.Tensor:
     """Some rows of a step's tokens; None: all."""
     return of_step if token_rows is None else of_step[token_rows]
 
 
-def join_parts(num_tokens: int, parts: Sequence[tuple[torch.Tensor | None, torch.Tensor]]) -> torch.Tensor:
+def join_parts(num_tokens: int, parts: Sequence[tuple[TokenRows, torch.Tensor]]) -> torch.Tensor:
     """The step's rows in order, of what was computed of rows that decode and of rows that prefill, each with its token_rows."""
     if len(parts) == 1:
         return parts[0][1]
+    if isinstance(parts[0][0], slice):
+        return torch.cat([computed for _, computed in parts])
     out = parts[0][1].new_empty((num_tokens, *parts[0][1].shape[1:]))
-    for token_rows, computed in parts:
-        assert token_rows is not None, "two parts share the step's rows"
-        out.index_copy_(0, token_rows, computed)
+    for rows, computed in parts:
+        assert isinstance(rows, torch.Tensor), "two parts share the step's rows"
+        out.index_copy_(0, rows, computed)
     return out

@@ -17,7 +17,7 @@ from kvkeeper.kernels.quantised.layout import QuantisedLayer, QuantisedLayout
 from kvkeeper.kernels.quantised.store import plan_slots
 from kvkeeper.kernels.types import QuantisedRows, QuantisedSlots
 
-from .attention import join_parts, pick
+from .attention import TokenRows, join_parts, pick, token_rows
 
 MOST_TAILS = 12  # groups of layers: each has a table of every sequence, which a step has to handle
 _USUAL_TOKENS = 4096  # of a sequence that the tail's groups are cut for
@@ -40,8 +40,8 @@ class StoredMetadata:
     slots: QuantisedSlots
     decode: QuantisedRows | None
     prefill: QuantisedRows | None
-    decode_tokens: torch.Tensor | None
-    prefill_tokens: torch.Tensor | None
+    decode_tokens: TokenRows
+    prefill_tokens: TokenRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,9 @@ def build_stored_attention(tensors: Mapping[str, torch.Tensor], layers: Sequence
     planned = [_plan(tensors, layers[0], None)] if not num_tails else []
     planned += [_plan(tensors, layers[0], group) for group in range(1, num_tails + 1)]
     found = []
+    of_rows = token_rows(tensors, "decode"), token_rows(tensors, "prefill")
     for index, layer in enumerate(layers):
-        slots, decode, prefill = planned[index // layout.tail_layers if num_tails else 0]
-        found.append(StoredMetadata(layer, slots, decode, prefill, tensors.get("decode_tokens"), tensors.get("prefill_tokens")))
+        found.append(StoredMetadata(layer, *planned[index // layout.tail_layers if num_tails else 0], *of_rows))
     return StoredAttention(tuple(found))
 
 

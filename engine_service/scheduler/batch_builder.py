@@ -29,7 +29,7 @@ class RowParts(NamedTuple):
 
 
 def rows_to_compute(running: RunningSequences, rows: IndexArray, targets: Int32Array, *, has_guesses: bool) -> RowParts:
-    """Those of these rows that have something to compute up to their targets.
+    """Those of these rows that have something to compute up to their targets, first the ones with a single token.
 
     Since the plan was made, a step may have ended: sequences with it, or short of what was counted on when it failed.
     """
@@ -37,7 +37,11 @@ def rows_to_compute(running: RunningSequences, rows: IndexArray, targets: Int32A
     computed, num_drawing = running.num_computed[rows] + running.num_computing[rows], running.num_drawing[rows]
     num_tokens = running.num_tokens[rows] + num_drawing
     num_new = (targets if has_guesses else np.minimum(targets, num_tokens)) - computed
-    return RowParts(*choose(num_new > 0, rows, num_new, computed, num_tokens, num_drawing))
+    part = RowParts(*choose(num_new > 0, rows, num_new, computed, num_tokens, num_drawing))
+    if np.count_nonzero(part.num_new > 1):
+        order = np.argsort(part.num_new > 1, kind="stable")
+        part = RowParts(*(column[order] for column in part))
+    return part
 
 
 def assemble_work(

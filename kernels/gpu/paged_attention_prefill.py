@@ -307,6 +307,14 @@ def num_splits_for(num_queries: int, num_programs: int, most_tokens: int, multip
     return max(min(PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // num_programs, most_tokens // _FEWEST_SPLIT_TOKENS), 1)
 
 
+def busy_programs(num_tokens: int, tokens_of_one: int) -> int:
+    """How many programs of a KV head have queries, if they are of one sequence; of several, more are begun, and few are idle.
+
+    The tokens say it and not the sequences, of which a captured step has as many as it may ever have.
+    """
+    return cdiv(num_tokens, tokens_of_one) + 1
+
+
 def plan_splits(out: torch.Tensor, num_programs: int, most_tokens: int) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
     """num_splits_for the queries of out [T, H, HEAD_DIM], and part and lse of prefill_kernel where there are several."""
     splits = num_splits_for(out.shape[0], num_programs, most_tokens, num_multiprocessors(out.device))
@@ -343,7 +351,7 @@ def paged_attention_prefill(
     before, after = options.factors
     programs = cdiv(num_tokens, shape.rows // group) + num_seqs
     most_tokens = min(block_tables.shape[1] * block_size, options.window or NO_WINDOW)
-    splits, part, lse = plan_splits(out, programs * num_kv_heads, most_tokens)
+    splits, part, lse = plan_splits(out, busy_programs(num_tokens, shape.rows // group) * num_kv_heads, most_tokens)
     prefill_kernel[programs, num_kv_heads, splits](
         q,
         q_sink,

@@ -11,7 +11,7 @@ from ..quantised.layout import QuantisedLayer
 from ..types import QuantisedRows
 from .attention_tiles import NO_WINDOW, Options, begin_rows
 from .paged_attention_decode import merge_items
-from .paged_attention_prefill import find_sequence, plan_splits
+from .paged_attention_prefill import busy_programs, find_sequence, plan_splits
 from .sizes import cdiv, power_of_2
 from .stored_tiles import find_tokens, get_pointers, make_constants, take_stored
 
@@ -145,7 +145,7 @@ def quantised_prefill(
     before, after = Options(scale, window, soft_cap, None, None).factors
     programs = cdiv(num_tokens, m // group) + num_seqs
     most_tokens = min(rows.block_tables.shape[1] * layout.block_size, window or NO_WINDOW)
-    splits, part, lse = plan_splits(out, programs * layout.num_kv_heads, most_tokens)
+    splits, part, lse = plan_splits(out, busy_programs(num_tokens, m // group) * layout.num_kv_heads, most_tokens)
     quantised_prefill_kernel[programs, layout.num_kv_heads, splits](
         q,
         stored.elements,

@@ -20,7 +20,7 @@ from kvkeeper.engine_service.compute import sampler
 from kvkeeper.engine_service.compute.device.device_queue import HostQueue
 from kvkeeper.engine_service.compute.device.token_counts import LastTokens, TokenCounts
 from kvkeeper.engine_service.compute.graphs.graph_api import Graph
-from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, capture_decode
+from kvkeeper.engine_service.compute.graphs.graphed_steps import StepShape, capture_steps
 from kvkeeper.engine_service.compute.model_runner import ModelRunner
 from kvkeeper.engine_service.compute.step_compute import StepCompute, StepRows
 from kvkeeper.engine_service.scheduler.plan import Work
@@ -61,14 +61,14 @@ class _NoGraphs:
 class _Runner(ModelRunner):
     """The part of ModelRunner that a captured decode goes through."""
 
-    def __init__(self, shape: DecodeShape) -> None:
+    def __init__(self, shape: StepShape) -> None:
         layout = KvLayout(1, 1, 64, torch.float32, _BLOCK_SIZE)
         self._layout, self._kv_view = layout, torch.empty(0)
         self.queue, self.last_tokens = HostQueue(), LastTokens(torch.device("cpu"))
         self.last_tokens.fix(shape.most_rows + 1)
         device = torch.device("cpu")
         self.counts = TokenCounts(shape.most_rows, shape.vocab_size, shape.num_positions, device)
-        self.graphed = capture_decode(
+        self.graphed = capture_steps(
             _logits, shape, device, _NoGraphs(), self.queue, self.last_tokens, self.counts, progress=False
         )
 
@@ -82,7 +82,7 @@ class _Runner(ModelRunner):
 def figures() -> Iterator[dict[str, object]]:
     torch.set_num_threads(1)
     compiled.switch(on=compiled.is_installed())
-    shape = DecodeShape(256, _WIDTH, _WIDTH * _BLOCK_SIZE, _VOCAB)
+    shape = StepShape(256, _WIDTH, _BLOCK_SIZE, _WIDTH * _BLOCK_SIZE, _VOCAB)
     with torch.inference_mode():
         runner = _Runner(shape)
     compute = StepCompute(runner)

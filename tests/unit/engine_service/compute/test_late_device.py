@@ -12,7 +12,8 @@ from structlog.testing import capture_logs
 
 from kvkeeper.engine_service.compute.device.device_queue import HostQueue
 from kvkeeper.engine_service.compute.device.upload import PackedUpload, Stage, Staged
-from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
+from kvkeeper.engine_service.compute.graphs.step_inputs import InputsShape, StepInputs
+from kvkeeper.engine_service.compute.graphs.step_sizes import StepSize
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.compute.step_compute import Launched, StepCompute, StepRows
 from kvkeeper.engine_service.model.loader import load_model
@@ -227,9 +228,10 @@ def a_packed_step():
 
 
 def a_captured_step():
-    inputs = DecodeInputs(1, 1, torch.device("cpu"), LateQueue(), padding_row=1, padding_slot=1, pin_memory=False)
+    shape = InputsShape(tokens=1, logits=1, decodes=1, prompts=0, groups=1, table_width=1, prompt_width=1)
+    inputs = StepInputs(shape, torch.device("cpu"), LateQueue(), padding_row=1, padding_slot=1, pin_memory=False)
     batch = build_batch([ScheduledRow([5], 0, np.array([1], np.int32))], BLOCK_SIZE)
-    return lambda: inputs.stage(batch, 1)
+    return lambda: inputs.stage(batch, 1, StepSize(1, 0, 0, 1))
 
 
 @pytest.mark.parametrize("step", [a_packed_step, a_captured_step])

@@ -105,4 +105,4 @@ def test_bars_count_the_steps_and_the_sizes(progress, folder, capfd):
         return
     assert "warming up: 100%" in shown
     assert "capturing: 100%" in shown
-    assert "2/2" in shown.partition("capturing: 100%")[2], "of sizes 1 and 2"
+    assert "22/22" in shown.partition("capturing: 100%")[2], "decodes of 1 and 2, and ten sizes of prompts beside none or 2"

@@ -45,7 +45,7 @@ def test_decodes_and_prompts_share_a_batch_within_the_budget() -> None:
     assert sorted(work.num_new.tolist()) == [1, 4]
     world.submit(make_request([0] * 7, 2))
     work = world.step()
-    assert work.num_new.tolist() == [1, 4, 1]
+    assert work.num_new.tolist() == [1, 1, 4], "rows of one token come first"
     world.run()
     world.check_outputs()
 

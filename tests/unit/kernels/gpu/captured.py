@@ -1,4 +1,4 @@
-"""What tests of captured decodes share: a tiny model on an arena, its contexts, and a runner that has captured.
+"""What tests of captured steps share: a tiny model on an arena, its contexts, and a runner that has captured.
 
 Contexts are drawn, not computed: what a decode reads is the same for a graph and without one, and prompts take the interpreter
 long.
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.graphs import graphed_decode
+from kvkeeper.engine_service.compute.graphs import graphed_steps
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, make_kv_layout
 from kvkeeper.engine_service.model.experts import ExpertWeights
 from kvkeeper.engine_service.model.loader import load_model
@@ -19,7 +19,7 @@ from tests.support.worlds.batches import ScheduledRow, WantLogits, build_batch
 from tests.unit.kernels.gpu.pretend import on_cuda, pretend_inputs_on_cuda, pretend_model_on_cuda
 
 BLOCK_SIZE, WIDTH, MOST_ROWS = 16, 3, 5
-BOUNDS = StepBounds(MOST_ROWS, WIDTH * BLOCK_SIZE)
+BOUNDS = StepBounds(MOST_ROWS, WIDTH * BLOCK_SIZE, most_step_tokens=16)
 CONTEXTS = [5, 16, 31, 1, 33, 40, 15, 47, 20]
 NUM_BLOCKS = 1 + len(CONTEXTS) * WIDTH
 QWEN3, GEMMA2, LLAMA4 = (tiny_model(name) for name in ("qwen3", "gemma2", "llama4"))
@@ -52,11 +52,11 @@ def ready_cold(runner, graphs=None, *, draws=False, bounds=BOUNDS):
     Of a model with experts, which the interpreter takes long for, the two smallest sizes.
     """
     if runner._model.config.experts:
-        bounds = StepBounds(2, bounds.most_tokens)
+        bounds = StepBounds(2, bounds.most_tokens, most_step_tokens=8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvkeeper.engine_service.compute.model_runner.warm_up_batches", lambda *args, **options: ())
         if not draws:
-            patch.setattr(graphed_decode, "_draw", lambda made, *drawing: made)
+            patch.setattr(graphed_steps, "_draw", lambda made, *drawing: made)
         runner.make_ready(bounds, graphs or RecordedGraphs(), with_retention=False, progress=False)
 
 
@@ -87,6 +87,17 @@ def prompts(runner):
 
 def plain(tensor):
     return tensor.as_subclass(torch.Tensor).clone()
+
+
+def mixed(decoding, prompts, num_new=7, want=WantLogits.LAST):
+    """Rows of one token, and prompts that begin so many tokens before the end of their contexts."""
+    parts = [(decoding, lambda seq: CONTEXTS[seq]), (prompts, lambda seq: max(CONTEXTS[seq] + 1 - num_new, 0))]
+    chosen = [
+        ScheduledRow(TEXTS[seq][first(seq) : CONTEXTS[seq] + 1], first(seq), TABLES[seq], want)
+        for seqs, first in parts
+        for seq in seqs
+    ]
+    return build_batch(chosen, BLOCK_SIZE)
 
 
 WAYS = [

@@ -6,8 +6,8 @@ import torch
 
 from kvkeeper.engine_service.compute import penalties
 from kvkeeper.engine_service.compute.device.upload import PackedUpload, Staged
-from kvkeeper.engine_service.compute.graphs import graphed_decode
-from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
+from kvkeeper.engine_service.compute.graphs import graphed_steps
+from kvkeeper.engine_service.compute.graphs.step_inputs import StepInputs
 from kvkeeper.engine_service.model import decoder, experts, latent
 from kvkeeper.kernels.quantised import store as quantised_store
 from kvkeeper.kernels.types import CountedTensors
@@ -32,12 +32,12 @@ def nowhere(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def pretend_inputs_on_cuda(monkeypatch):
     """What captured decodes read claims to be on CUDA."""
-    tensors = DecodeInputs.tensors
+    tensors = StepInputs.tensors
 
     def all_tensors(self, num_rows):
         return {name: tensor.as_subclass(PretendCuda) for name, tensor in tensors(self, num_rows).items()}
 
-    draw, penalised, penalise = graphed_decode.draw_plain, graphed_decode.draw_penalised, graphed_decode.penalise_counted
+    draw, penalised, penalise = graphed_steps.draw_plain, graphed_steps.draw_penalised, graphed_steps.penalise_counted
 
     def draw_there(step, *drawing):
         return draw(dataclasses.replace(step, values=on_cuda(step.values)[0]), *on_cuda(*drawing))
@@ -48,10 +48,10 @@ def pretend_inputs_on_cuda(monkeypatch):
     def penalise_there(logits, counts, rows):
         return on_cuda(penalise(*on_cuda(logits, counts), CountedTensors(*on_cuda(*rows))))[0]
 
-    monkeypatch.setattr(DecodeInputs, "tensors", all_tensors)
-    monkeypatch.setattr(graphed_decode, "draw_plain", draw_there)
-    monkeypatch.setattr(graphed_decode, "draw_penalised", draw_penalised_there)
-    for module in (graphed_decode, penalties):
+    monkeypatch.setattr(StepInputs, "tensors", all_tensors)
+    monkeypatch.setattr(graphed_steps, "draw_plain", draw_there)
+    monkeypatch.setattr(graphed_steps, "draw_penalised", draw_penalised_there)
+    for module in (graphed_steps, penalties):
         monkeypatch.setattr(module, "penalise_counted", penalise_there)
 
 

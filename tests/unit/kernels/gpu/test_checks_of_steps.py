@@ -29,7 +29,8 @@ def small_device(monkeypatch):
         part_model, "plan_decode", lambda tables, lens, layer, *rest: plan_decode(*on_cuda(tables, lens, layer), *rest)
     )
     monkeypatch.setattr("kvkeeper.engine_service.compute.model_runner.warm_up_batches", lambda *args, **options: ())
-    monkeypatch.setattr("kvkeeper.engine_service.compute.graphs.graphed_decode.graph_sizes", lambda most_rows: [most_rows])
+    monkeypatch.setattr("kvkeeper.engine_service.compute.graphs.step_sizes.graph_sizes", lambda most_rows: [most_rows])
+    monkeypatch.setattr("kvkeeper.engine_service.compute.graphs.step_sizes._PROMPT_TOKENS", (PREFIX,))
     monkeypatch.setattr("kvkeeper.kernels.gpu.decode_work.FEWEST_ITEM_TOKENS", PREFIX)
     for module in ("decode_work", "paged_attention_decode"):
         monkeypatch.setattr(f"kvkeeper.kernels.gpu.{module}.tile_tokens", lambda head_dim: PREFIX)

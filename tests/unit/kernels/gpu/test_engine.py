@@ -18,7 +18,7 @@ from kvkeeper.common.cuda import runtime, vmm
 from kvkeeper.common.service.process import StartError
 from kvkeeper.engine_service.cache_session import kv_memory
 from kvkeeper.engine_service.compute.device.device_queue import HostQueue
-from kvkeeper.engine_service.compute.graphs.graph_api import graph_sizes
+from kvkeeper.engine_service.compute.graphs.step_sizes import graph_sizes
 from kvkeeper.engine_service.compute.served_model import load_served_model
 from kvkeeper.engine_service.config import EngineConfig
 from kvkeeper.engine_service.ranks.block_copies import BlockMover
@@ -120,6 +120,7 @@ async def test_the_way_of_transfers_is_chosen_once_the_host_tier_is_pinned(engin
 async def test_captured_decodes_give_the_same_output_in_each_session(engine_runtime, tmp_path, monkeypatch):
     pretend_inputs_on_cuda(monkeypatch)
     monkeypatch.setattr(HostQueue, "fetch", lambda self, tensor: tensor.clone())  # as a device: the next replay writes there
+    monkeypatch.setattr("kvkeeper.engine_service.compute.graphs.step_sizes._PROMPT_TOKENS", (64,))
     monkeypatch.setattr("kvkeeper.engine_service.compute.model_runner.warm_up_batches", lambda *args, **options: ())
     folder = build_model_folder(tmp_path, tiny_model("qwen3"))
     served = load_served_model(EngineConfig(model=str(folder), progress=False))
@@ -141,7 +142,8 @@ async def test_captured_decodes_give_the_same_output_in_each_session(engine_runt
         try:
             for _ in range(2):  # the second engine finds the prompts cached, and captures on its own mapping
                 assert await outputs(world, on_device, max_sequences=2) == expected
-            assert captured == 2 * [3 * len(graph_sizes(2))], "a decode and both kinds of draw of each size"
+            num_graphs = 3 * len(graph_sizes(2)) + 2
+            assert captured == 2 * [num_graphs], "decodes and both kinds of draw; prompts alone, and beside decodes"
             assert min(replays[0], replays[1]) >= 8
             assert (engine_runtime.opened, engine_runtime.pinned) == ({}, set()), "graphs let go of the memory"
         finally:

@@ -20,6 +20,7 @@ from tests.unit.kernels.gpu.captured import (
     TEXTS,
     all_claim_to_be_on_cuda,
     drawn_by,
+    mixed,
     model,
     prompts,
     ready,
@@ -52,6 +53,26 @@ def test_what_a_graph_draws_is_what_is_drawn_without_one(each_model):
         assert runner.last_tokens.tensor[places].tolist() == drawn.drawn.tolist(), "for the step behind"
         found.update(drawn.drawn.tolist())
     assert len(found) > 5, "they are drawn"
+
+
+def test_rows_behind_prompts_are_drawn_by_the_graph_of_as_many_rows(model):
+    runner, _ = ready(model, draws=True)
+    prompts(runner)
+    penalty = SamplingParams(temperature=0.5, repetition_penalty=1.8)
+    for draws, (decoding, prompted) in enumerate((([], [0]), ([3, 8], [6, 2]), ([1], [4, 7])), 1):
+        seqs = np.array([*decoding, *prompted])
+        how, batch = drawn_by(seqs.tolist()), dataclasses.replace(mixed(decoding, prompted, 5), rows=np.arange(len(seqs)))
+        own = PenalisedRows.of(penalised := drawn_by(seqs.tolist(), [penalty]))
+        own = dataclasses.replace(own, tokens=np.array(TEXTS, np.int32), which=seqs, serials=seqs + 1)
+        with torch.inference_mode():
+            step = runner.stage(batch, how)()
+            assert step.drawn.tolist() == draw(StepLogits(on_cuda(step.values.clone())[0]), how).drawn.tolist()
+            assert runner.last_tokens.tensor[: len(seqs)].tolist() == step.drawn.tolist()
+            step = runner.stage(batch, dataclasses.replace(PlainDraws.of(penalised), penalised=own), runner.counts.stage(own))()
+            expected = draw(StepLogits(step.values.as_subclass(torch.Tensor).clone()), penalised)
+            assert step.drawn.tolist() == expected.drawn.tolist()
+        counts = runner.graphed.num_with_prompts, runner.graphed.num_draws, runner.graphed.num_penalised
+        assert counts == (2 * draws, 2 * draws, draws)
 
 
 def test_rows_that_no_graph_can_draw_are_drawn_behind_it(model):

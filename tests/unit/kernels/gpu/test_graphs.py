@@ -8,8 +8,8 @@ import torch
 from structlog.testing import capture_logs
 
 from kvkeeper.engine_service.compute.device.device_errors import lost_by
-from kvkeeper.engine_service.compute.graphs.graph_api import graph_sizes
-from kvkeeper.engine_service.compute.graphs.graphed_decode import DecodeShape, capture_decode
+from kvkeeper.engine_service.compute.graphs.step_sizes import graph_sizes
+from kvkeeper.engine_service.compute.graphs.graphed_steps import StepShape, capture_steps
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.model.layer_groups import find_places, group_layers
 from kvkeeper.engine_service.model.loader import load_model
@@ -29,6 +29,7 @@ from tests.unit.kernels.gpu.captured import (
     all_claim_to_be_on_cuda,
     drawn_by,
     make_runner,
+    mixed,
     model,
     plain,
     prompts,
@@ -117,7 +118,8 @@ def test_another_arena_is_captured_anew_and_the_old_one_is_left_alone(model):
     expected, before = plain(first.forward(rows([0, 1]))), old.clone()
     graphs = RecordedGraphs()
     second, new = ready(model, graphs)
-    assert len(graphs.graphs) == 3 * len(graph_sizes(MOST_ROWS)), "a decode and both kinds of draw of each size"
+    num_sizes = len(graph_sizes(MOST_ROWS))
+    assert len(graphs.graphs) == 3 * num_sizes + 2, "decodes and both kinds of draw; prompts alone, and beside decodes"
     prompts(second)
     torch.testing.assert_close(plain(second.forward(rows([0, 1]))), expected, rtol=0, atol=1e-6)
     assert torch.equal(old.nan_to_num(7), before.nan_to_num(7))
@@ -130,9 +132,9 @@ def test_what_was_not_captured_falls_back(model, monkeypatch):
         prompts(each)
     before = runner.graphed.num_replays
     for batch in (
-        rows([0, 1], lambda seq: 0),  # prompts
-        rows([0, 1], lambda seq: CONTEXTS[seq] - 1, want=WantLogits.ALL),  # guesses
-        rows([0, 1], want=WantLogits.NONE),
+        rows([4], lambda seq: 0),  # more tokens than any graph has
+        rows([0, 1], lambda seq: CONTEXTS[seq] - 2, want=WantLogits.ALL),  # more logits
+        rows([0, 1], lambda seq: CONTEXTS[seq] - 2 * (seq == 0)),  # a prompt before a row that decodes
     ):
         torch.testing.assert_close(plain(runner.forward(batch)), plain(without.forward(batch)), rtol=0, atol=1e-6)
     assert runner.graphed.num_replays == before
@@ -140,13 +142,51 @@ def test_what_was_not_captured_falls_back(model, monkeypatch):
         check_the_bounds_of_what_is_captured(runner)
 
 
+def test_steps_with_prompts_have_the_logits_of_those_without_graphs(each_model):
+    """Prompts alone and beside decodes, guesses of which all logits are wanted, and chunks of which none is."""
+    is_captured = not any(each_model.config.chunks)
+    (captured, seen), (without, other) = ready(each_model), make_runner(each_model)
+    for runner in (captured, without):
+        prompts(runner)
+    batches = [
+        mixed([], [0]),
+        mixed([3], [4], 16),
+        mixed([3, 8, 1], [6], 2),
+        mixed([1, 3], [0, 4, 6], 5),
+        mixed([2], [5, 7], 2, WantLogits.ALL),
+        mixed([4], [7], 3, WantLogits.NONE),
+        mixed([8, 6], [2]),
+    ]
+    for replays, batch in enumerate(batches, 1):
+        found, expected = captured.forward(batch), without.forward(batch)
+        assert captured.graphed.num_with_prompts == replays * is_captured
+        torch.testing.assert_close(plain(found), plain(expected), rtol=0, atol=1e-6)
+    torch.testing.assert_close(seen[1:], other[1:], rtol=0, atol=1e-6, equal_nan=True)
+    assert not seen[0].any(), "padding wrote to the null block"
+
+
+def test_rows_with_prompts_go_on_from_what_the_step_before_drew(model):
+    captured, without = ready(model)[0], make_runner(model)[0]
+    for runner in (captured, without):
+        prompts(runner)
+        with torch.inference_mode():
+            runner.last_tokens.put(np.array([0, 2]), torch.tensor([11, 13]))
+    batch = dataclasses.replace(mixed([1, 4], [0]), rows=np.array([2, 3, 0]))
+    known, awaited = batch.token_ids.copy(), np.full(len(batch.token_ids), -1)
+    awaited[0], batch.token_ids[0] = 2, 0
+    found = plain(captured.forward(dataclasses.replace(batch, awaited_rows=awaited)))
+    known[0] = 13
+    torch.testing.assert_close(found, plain(without.forward(dataclasses.replace(batch, token_ids=known))), rtol=0, atol=1e-6)
+    assert captured.last_tokens.tensor[[2, 3, 0]].tolist() == found.argmax(dim=1).tolist()
+
+
 def check_the_bounds_of_what_is_captured(runner):
     others = (torch.device("cpu"), RecordedGraphs(), runner.queue, runner.last_tokens, runner.counts)
-    small = capture_decode(runner._plain_decode, DecodeShape(2, 1, 17, runner.vocab_size), *others, progress=False)
+    small = capture_steps(runner._plain_step, StepShape(2, 1, BLOCK_SIZE, 17, runner.vocab_size), *others, progress=False)
     assert small.stage(rows([0, 1, 6])) is None, "three rows"
     assert small.stage(rows([2])) is None, "two blocks"
     assert small.stage(rows([0, 3])) is not None
-    narrow = capture_decode(runner._plain_decode, DecodeShape(2, 9, 6, runner.vocab_size), *others, progress=False)
+    narrow = capture_steps(runner._plain_step, StepShape(2, 9, BLOCK_SIZE, 6, runner.vocab_size), *others, progress=False)
     assert narrow.stage(rows([1])) is None, "a position that the tables do not have"
     assert narrow.stage(rows([0])) is not None
 
@@ -163,7 +203,7 @@ def test_a_capture_that_fails_leaves_an_engine_that_serves(model, num_captured):
     with capture_logs() as logs:
         ready_cold(runner, Refusing())
     assert [(entry["event"], entry["log_level"]) for entry in logs] == [("graphs_failed", "error")]
-    assert logs[0]["message"].startswith("decodes are computed without CUDA graphs")
+    assert logs[0]["message"].startswith("steps are computed without CUDA graphs")
     assert logs[0]["exc_info"], "with what the driver said"
     assert runner.graphed is None
     for each in (runner, without):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvkeeper.engine_service.compute.graphs import graphed_decode
+from kvkeeper.engine_service.compute.graphs import graphed_steps
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, StepBounds, make_kv_layout
 from kvkeeper.engine_service.compute.stored_model import stored_layout
 from kvkeeper.engine_service.model.layer_groups import group_layers
@@ -115,20 +115,31 @@ class Pair:
     num_tail_blocks: int = WIDTH  # of a sequence, that have pages in the further groups
 
     @classmethod
-    def of(cls, model, layout, groups=(), *, graphs=None, num_tail_blocks=WIDTH, most_rows=2, most_tokens=WIDTH * BLOCK_SIZE):
+    def of(
+        cls,
+        model,
+        layout,
+        groups=(),
+        *,
+        graphs=None,
+        num_tail_blocks=WIDTH,
+        most_rows=2,
+        most_tokens=WIDTH * BLOCK_SIZE,
+        prompt_tokens=0,
+    ):
         view = filled(layout, max(len(groups), 1))
         other, graphs = view.clone(), graphs or RecordedGraphs()
         captured, without = (ModelRunner(model, on_cuda(each)[0], layout, groups) for each in (view, other))
-        ready_cold(captured, graphs, bounds=StepBounds(most_rows, most_tokens))
+        ready_cold(captured, graphs, bounds=StepBounds(most_rows, most_tokens, most_step_tokens=prompt_tokens))
         assert captured.graphed is not None
         return cls(captured, without, (view, other), graphs, max(len(groups), 1), num_tail_blocks)
 
     def batch(self, rows):
-        """A step of (length, table) each: a token as the last of so many, the table's number or blocks."""
+        """A step of (length, table) each: a token as the last of so many, the table's number or blocks; or as many as it says."""
         chosen = []
-        for seq, (length, table) in enumerate(rows):
-            blocks = TABLES[table] if isinstance(table, int) else table
-            chosen.append(ScheduledRow(TEXTS[seq][:1], length - 1, blocks))
+        for seq, (length, table, *several) in enumerate(rows):
+            blocks, count = TABLES[table] if isinstance(table, int) else table, several[0] if several else 1
+            chosen.append(ScheduledRow(TEXTS[seq][:count], length - count, blocks))
         batch = build_batch(chosen, BLOCK_SIZE)
         if self.num_groups == 1:
             return batch
@@ -188,7 +199,7 @@ def test_sequences_are_cut_and_merged_by_the_lengths_of_each_replay(pair, works)
         assert cut == [[-(-length // TILE) for length in replay] for replay in replays]
     pair.step([(48, 0), (40, 3), (9, 5)], is_same_shape=False)  # padded
     assert num_items(work_of(works, 4), 4) == [3, 3, 1, 1]
-    kernels = [set(graph.kernels) for graph in pair.graphs.graphs[::3]]  # of decodes, the largest first
+    kernels = [set(graph.kernels) for graph in pair.graphs.graphs[:3]]  # of decodes, which come first
     assert all({"plan_kernel", "decode_kernel", "merge_items_kernel"} <= each for each in kernels)
     assert ["shared_kernel" in each for each in kernels] == [True, False, False]
 
@@ -229,7 +240,7 @@ def test_scratch_stays_where_it_is_once_the_first_size_is_captured(model, monkey
 
             return super().capture(watched)
 
-    monkeypatch.setattr(graphed_decode, "Scratch", Watched)
+    monkeypatch.setattr(graphed_steps, "Scratch", Watched)
     Pair.of(model, make_kv_layout(model.config, model.dtype, BLOCK_SIZE), graphs=Watching())
     decodes = [each for each in of_runs if each]
     assert len(decodes) == 2 * 2, "each of two sizes runs twice"
@@ -274,6 +285,11 @@ def test_positions_beyond_the_first_rotary_table_are_replayed_also_once_a_sequen
 
 
 REPLAYS = [[(48, 0)], [(7, 1)], [(33, 2), (48, 0)], [(40, sharing(0, 1, 2)), (12, 3)], [(48, 4)]]
+PROMPTS = [
+    [(48, 0, 6)],
+    [(40, 1), (30, 2, 5)],
+    [(5, 3, 5), (48, 4, 3)],
+]  # the last ones of these lengths, apart and beside a decode
 
 
 @pytest.mark.parametrize("name", todays([*IN_TYPE], 1))
@@ -281,11 +297,18 @@ def test_other_kinds_of_models_are_replayed_at_other_lengths(name, tmp_path):
     """By groups of their layers, as they are served."""
     model, _ = load_model(build_model_folder(tmp_path, IN_TYPE[name]), progress=False)
     groups = group_layers(model.config.windows, model.config.chunks)
-    pair = Pair.of(model, make_kv_layout(model.config, model.dtype, BLOCK_SIZE, groups), groups)
+    prompts = [] if any(model.config.chunks) else PROMPTS
+    layout = make_kv_layout(model.config, model.dtype, BLOCK_SIZE, groups)
+    pair = Pair.of(model, layout, groups, prompt_tokens=8 if prompts else 0)
     for rows in REPLAYS:
         pair.step(rows, is_same_shape=max(length for length, _ in rows) > 2 * BLOCK_SIZE)
+    for rows in prompts:
+        pair.step(rows, is_same_shape=False)
+    assert pair.captured.graphed.num_with_prompts == len(prompts)
     own = "latent_attention_kernel" if model.config.is_latent else "decode_kernel"
-    assert all({own, "plan_kernel", "merge_items_kernel"} <= set(graph.kernels) for graph in pair.graphs.graphs[::3])
+    decodes = [set(graph.kernels) for graph in pair.graphs.graphs if "plan_kernel" in graph.kernels]
+    assert len(decodes) == 2 + bool(prompts)
+    assert all({own, "merge_items_kernel"} <= each for each in decodes)
 
 
 @pytest.mark.parametrize(("name", "num_tail_blocks"), todays([("int8", 1), ("int4", 0), ("fp8", 1)], 1))
@@ -298,5 +321,15 @@ def test_stored_keys_and_values_are_replayed_at_other_lengths(name, num_tail_blo
     num_tails = max(pair.num_groups - 1, 1)
     assert work_of(works, 2, num_tails).shared.members.as_subclass(torch.Tensor)[:, 0].tolist() == [2, 2]
     assert "quantised_shared_kernel" in pair.graphs.graphs[0].kernels
+    decodes = [graph for graph in pair.graphs.graphs if "plan_kernel" in graph.kernels]
     used = {"quantised_decode_kernel", "store_quantised_kernel", "plan_kernel", "merge_items_kernel"}
-    assert all(used <= set(graph.kernels) for graph in pair.graphs.graphs[::3])
+    assert all(used <= set(graph.kernels) for graph in decodes)
+
+
+@pytest.mark.parametrize(("name", "num_tail_blocks"), todays([("int8", 1), ("int4", 0), ("fp8", 1)], 1))
+def test_prompts_are_replayed_over_stored_keys_and_values(name, num_tail_blocks, model):
+    layout, groups = stored_layout(model, FORMATS[name], BLOCK_SIZE, num_tail_blocks * BLOCK_SIZE)
+    pair = Pair.of(model, layout, groups, num_tail_blocks=num_tail_blocks, prompt_tokens=8)
+    for rows in PROMPTS:
+        pair.step(rows, is_same_shape=False)
+    assert pair.captured.graphed.num_with_prompts == len(PROMPTS)

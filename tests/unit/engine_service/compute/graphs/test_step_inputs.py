@@ -1,15 +1,20 @@
-"""A captured decode's inputs come to a device that is behind the host as they were staged, padding behind them."""
+"""A captured step's inputs come to a device that is behind the host as they were staged, padding behind them."""
 
 import numpy as np
 import pytest
 import torch
 
 from kvkeeper.engine_service.compute.device.token_counts import CountedRows
-from kvkeeper.engine_service.compute.graphs.decode_inputs import DecodeInputs
+from kvkeeper.engine_service.compute.graphs.step_inputs import InputsShape, StepInputs
+from kvkeeper.engine_service.compute.graphs.step_sizes import StepSize
 from tests.support.stand_ins.late_queue import LateQueue
 from tests.support.worlds.batches import ScheduledRow, build_batch
 
 BLOCK_SIZE, MOST_ROWS, WIDTH, PADDING_ROW, PADDING_SLOT = 4, 4, 3, 9, 7
+
+
+DECODES = StepSize(MOST_ROWS, 0, 0, MOST_ROWS)
+BESIDE_PROMPTS = StepSize(2, 8, 2, MOST_ROWS)
 
 
 def decode(first_token: int, num_rows: int) -> list[ScheduledRow]:
@@ -20,20 +25,21 @@ def decode(first_token: int, num_rows: int) -> list[ScheduledRow]:
     ]
 
 
-def inputs(queue: LateQueue) -> DecodeInputs:
+def inputs(queue: LateQueue) -> StepInputs:
     paddings = {"padding_row": PADDING_ROW, "padding_slot": PADDING_SLOT}
-    return DecodeInputs(MOST_ROWS, WIDTH, torch.device("cpu"), queue, pin_memory=False, **paddings)
+    shape = InputsShape(MOST_ROWS + 8, MOST_ROWS, MOST_ROWS, 2, 1, WIDTH, WIDTH)
+    return StepInputs(shape, torch.device("cpu"), queue, pin_memory=False, **paddings)
 
 
 def test_a_step_that_is_staged_before_the_one_before_was_copied_leaves_that_alone() -> None:
     queue = LateQueue()
     steps, found = inputs(queue), []
     for place, num_rows in enumerate((3, 2, 4, 1)):
-        copy = steps.stage(build_batch(decode(20 + 10 * place, num_rows), BLOCK_SIZE), MOST_ROWS)
+        copy = steps.stage(build_batch(decode(20 + 10 * place, num_rows), BLOCK_SIZE), num_rows, DECODES)
 
         def run(copy=copy, num_rows=num_rows):
             copy()
-            tensors = steps.tensors(MOST_ROWS)
+            tensors = steps.tensors(DECODES)
             names = ("token_ids", "positions", "slot_mapping", "decode_lens", "rows")
             found.append([tensors[name].tolist() for name in names] + [tensors["decode_tables"][:num_rows, :2].tolist()])
 
@@ -54,12 +60,35 @@ def test_a_step_that_is_staged_before_the_one_before_was_copied_leaves_that_alon
         ]
 
 
+def test_prompts_stand_behind_decodes_and_padding_is_one_more_prompt_of_the_null_block() -> None:
+    steps = inputs(LateQueue())
+    steps.stage(build_batch(decode(50, MOST_ROWS), BLOCK_SIZE), MOST_ROWS, DECODES)()
+    for num_decodes, query_lens in ((1, (3, 2)), (2, (8,)), (0, (2,))):
+        prompts = [ScheduledRow(range(10, 10 + count), 1, np.array([7, 8, 9], np.int32)) for count in query_lens]
+        steps.stage(build_batch([*decode(20, num_decodes), *prompts], BLOCK_SIZE), num_decodes, BESIDE_PROMPTS)()
+        found = {name: tensor.tolist() for name, tensor in steps.tensors(BESIDE_PROMPTS).items()}
+        decoding, tokens, left = range(num_decodes), sum(query_lens), 2 - len(query_lens)
+        assert found["token_ids"] == [
+            *(20 + row for row in decoding), *[0] * (2 - num_decodes),
+            *(10 + at for count in query_lens for at in range(count)), *[0] * (8 - tokens),
+        ]  # fmt: skip
+        assert found["slot_mapping"][2 + tokens :] == [-1] * (8 - tokens)
+        assert found["decode_lens"] == [*(5 + row for row in decoding), *[0] * (2 - num_decodes)]
+        assert found["prefill_lens"][: len(query_lens)] == [1 + count for count in query_lens]
+        assert found["prefill_lens"][-1] == 8 - tokens
+        assert found["prefill_locs"] == [*np.cumsum([0, *query_lens]).tolist(), *[tokens] * left, 8]
+        assert found["prefill_tables"][-1] == [0] * WIDTH
+        ends = [2 + end - 1 for end in np.cumsum(query_lens).tolist()]
+        logits = num_decodes + len(query_lens)
+        assert found["logit_rows"] == [*decoding, *ends, *[0] * (MOST_ROWS - logits)]
+
+
 def test_a_third_step_that_nobody_has_copied_is_refused() -> None:
     steps = inputs(LateQueue())
     for _ in range(2):
-        steps.stage(build_batch(decode(20, 1), BLOCK_SIZE), 1)
+        steps.stage(build_batch(decode(20, 1), BLOCK_SIZE), 1, DECODES)
     with pytest.raises(AssertionError, match="two steps"):
-        steps.stage(build_batch(decode(20, 1), BLOCK_SIZE), 1)
+        steps.stage(build_batch(decode(20, 1), BLOCK_SIZE), 1, DECODES)
 
 
 def test_rows_that_are_not_penalised_count_nothing_and_have_no_penalties() -> None:
@@ -72,7 +101,7 @@ def test_rows_that_are_not_penalised_count_nothing_and_have_no_penalties() -> No
         count = len(where)
         none = np.full(count, -1)
         counted = CountedRows(np.array(where), np.arange(3, 3 + count), np.full(count, 2), none, none, columns[:, :count])
-        steps.stage(build_batch(decode(20, num_rows), BLOCK_SIZE), MOST_ROWS, None, counted)()
+        steps.stage(build_batch(decode(20, num_rows), BLOCK_SIZE), num_rows, DECODES, None, counted)()
         assert slots[where].tolist() == [3, 4][:count]
         assert addends[where].tolist() == [2] * count
         assert penalties[:, where].tolist() == columns[:, :count].tolist()
