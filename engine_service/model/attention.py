@@ -21,7 +21,6 @@ from .chunked import decode_in_chunks, prefill_in_chunks
 from .layer_groups import LayerGroup, find_places
 from .recurrent.state_pages import StateMetadata
 
-
 # Rows among a step's tokens: int64 [n], or those of a slice; None: all, in order.
 TokenRows = torch.Tensor | slice | None
 

@@ -37,11 +37,11 @@ def rows_to_compute(running: RunningSequences, rows: IndexArray, targets: Int32A
     computed, num_drawing = running.num_computed[rows] + running.num_computing[rows], running.num_drawing[rows]
     num_tokens = running.num_tokens[rows] + num_drawing
     num_new = (targets if has_guesses else np.minimum(targets, num_tokens)) - computed
-    part = RowParts(*choose(num_new > 0, rows, num_new, computed, num_tokens, num_drawing))
-    if np.count_nonzero(part.num_new > 1):
-        order = np.argsort(part.num_new > 1, kind="stable")
-        part = RowParts(*(column[order] for column in part))
-    return part
+    columns = choose(num_new > 0, rows, num_new, computed, num_tokens, num_drawing)
+    if np.count_nonzero(has_several := columns[1] > 1):
+        order = np.argsort(has_several, kind="stable")
+        columns = tuple(column[order] for column in columns)
+    return RowParts(*columns)
 
 
 def assemble_work(

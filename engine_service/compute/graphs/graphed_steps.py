@@ -3,9 +3,9 @@
 A graph holds addresses of the arena and of its own memory. So it belongs to one mapping: an engine that maps another arena
 makes a new runner, which captures anew. A batch that no graph was captured for is computed plainly. Each graph begins with the
 tokens that the step before drew, and ends with the likeliest of each row of logits, which it leaves for the step behind. The
-logits of all steps lie in one place, because apart those of forty sizes of a large vocabulary are gigabytes. So by the number of
-rows alone a second graph draws from them, each row by its own parameters, seed and position, and leaves those tokens instead; a
-third one penalises the logits before, by counts that stay on the device.
+logits of all steps lie in one place, because apart those of forty sizes of a large vocabulary are gigabytes. So a second graph,
+by the number of rows alone, draws from them, each row by its own parameters, seed and position, and leaves those tokens
+instead; a third one penalises the logits before, by counts that stay on the device.
 
 A graph keeps no memory but what its capture made. All else that it reads is held by GraphReads, or by the runner that holds the
 GraphedSteps: docs/operate/gpu.md has the list.
@@ -39,8 +39,9 @@ PlainStep = Callable[[Mapping[str, torch.Tensor], Scratch, torch.Tensor], torch.
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The largest step that is captured: rows, blocks of a row's table, their tokens, and positions that the model has tables for.
+    """The largest step that is captured: rows, blocks of a row's table, and positions that the model has tables for.
 
+    block_size: tokens of a block.
     most_prompt_tokens: of prompts beside the rows that decode; 0: steps with prompts are not captured.
     num_groups: of layers, each with tables of its own.
     """
@@ -95,8 +96,8 @@ class GraphedSteps:
     def stage(self, batch: Batch, rows: SampledRows = (), counted: Counted | None = None) -> Staged[StepLogits] | None:
         """A call that computes the batch; None: no graph fits, nothing was done.
 
-        rows: how the batch's rows of logits are drawn, in their order. They are drawn at once where as_plain knows how, or where
-        nothing but penalties is in its way. (): not given.
+        rows: how the batch's rows of logits are drawn, in their order. They are drawn at once where as_plain knows how, or
+        where nothing but penalties is in its way. (): not given.
         counted: of the rows that are penalised.
 
         Its logits, float32 [R, vocab_size], and what is beside them are valid until the next one is made.

@@ -1,10 +1,10 @@
 """StepInputs: the memory that captured graphs read a step from, at addresses that never change.
 
 A step's columns and the used part of its tables go over in one copy, from pinned memory; copies on the device spread the tables
-over rows of full width. Two steps may be under way, so there is pinned memory for two, in turn. Rows that decode come first, then
-those of prompts, and each part is followed by padding up to the size of its graph. Padding has no slot to write to, and a place
-of its own for the token that it draws. It sees no token, or, behind prompts, those of the null block: it is one more prompt, so
-that what is computed of it is a number.
+over rows of full width. Two steps may be under way, so there is pinned memory for two, in turn. Rows that decode come first,
+then those of prompts, and each part is followed by padding up to the size of its graph. Padding has no slot to write to, and a
+place of its own for the token that it draws. It sees no token, or, behind prompts, those of the null block: it is one more
+prompt, so that what is computed of it is a number.
 
 The memory is: columns of a step's tokens, and of its rows of logits, of int64; how these are drawn, how they are penalised;
 lengths of its sequences, and where the prompts begin, of int32; tables.
@@ -225,20 +225,20 @@ class StepInputs:
             columns.prompt_lens[-1] = size.prompt_tokens - locs[-1]
             columns.prompt_locs[: num_prompts + 1], columns.prompt_locs[num_prompts + 1 : -1] = locs, locs[-1]
             columns.prompt_locs[-1] = size.prompt_tokens
-        given: dict[str, npt.NDArray[Any]] = {
-            "token_ids": batch.token_ids, "positions": batch.positions, "slot_mapping": batch.slot_mapping}  # fmt: skip
-        if batch.awaited_rows is not None:
-            given["awaited_rows"] = batch.awaited_rows
-        if batch.group_slots is not None:
-            given |= {f"slot_mapping_{group}": slots for group, slots in enumerate(batch.group_slots, 1)}
+        given = (batch.token_ids, batch.positions, batch.slot_mapping, batch.awaited_rows)
+        if self._shape.groups > 1 and batch.group_slots is not None:
+            given = (*given, *batch.group_slots)
         last, end = size.decodes + len(batch.token_ids) - num_decodes, size.decodes + size.prompt_tokens
-        for name, column in columns.of_tokens.items():
+        for (name, column), values in zip(columns.of_tokens.items(), given, strict=True):
             padding = self._paddings.get(name, _NONE)
-            if name in given:
-                column[:num_decodes], column[size.decodes : last] = given[name][:num_decodes], given[name][num_decodes:]
-                column[num_decodes : size.decodes] = column[last:end] = padding
-            else:
+            if values is None:
                 column[:end] = padding
+                continue
+            column[:num_decodes] = values[:num_decodes]
+            if num_decodes < size.decodes:
+                column[num_decodes : size.decodes] = padding
+            if size.prompts:
+                column[size.decodes : last], column[last:end] = values[num_decodes:], padding
 
     def _take_logits(
         self,
@@ -252,10 +252,13 @@ class StepInputs:
         """Which rows of logits there are, and how they are drawn. Of rows that have several, the host says which counts."""
         count, padded = len(batch.logit_rows), size.logits
         rows, tokens = (columns.of_logits[name] for name in _OF_LOGITS)
-        rows[:padded], tokens[count:padded] = self._paddings["rows"], 0
-        if batch.rows is not None and np.array_equal(batch.logit_start_loc, np.arange(len(batch.rows) + 1)):
-            rows[:count] = batch.rows
-        tokens[:count] = batch.logit_rows + np.where(batch.logit_rows < num_decodes, 0, size.decodes - num_decodes)
+        has_own = batch.rows is not None and (count == len(batch.token_ids) == len(batch.seq_lens) or _has_one_each(batch))
+        rows[:count] = batch.rows if has_own else self._paddings["rows"]
+        if count < padded:
+            rows[count:padded], tokens[count:padded] = self._paddings["rows"], 0
+        tokens[:count] = batch.logit_rows
+        if num_decodes < size.decodes and size.prompts:
+            tokens[:count][batch.logit_rows >= num_decodes] += size.decodes - num_decodes
         if draws is not None:
             columns.params[:, :count], columns.params[:, count:padded] = draws.params, _PADDING_PARAMS
             seeds, sample_idx, positions = columns.numbers.view(np.uint64)[:, :count]
@@ -264,3 +267,8 @@ class StepInputs:
             columns.places[:, :padded], columns.penalties[:, :padded] = self._not_counted, _NO_PENALTIES
             columns.places[:, counted.where] = counted.slots, counted.addends
             columns.penalties[:, counted.where] = counted.penalties
+
+
+def _has_one_each(batch: Batch) -> bool:
+    """Whether each row has one row of logits."""
+    return len(batch.logit_rows) == len(batch.seq_lens) and bool((np.diff(batch.logit_start_loc) == 1).all())

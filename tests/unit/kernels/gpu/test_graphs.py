@@ -8,8 +8,8 @@ import torch
 from structlog.testing import capture_logs
 
 from kvkeeper.engine_service.compute.device.device_errors import lost_by
-from kvkeeper.engine_service.compute.graphs.step_sizes import graph_sizes
 from kvkeeper.engine_service.compute.graphs.graphed_steps import StepShape, capture_steps
+from kvkeeper.engine_service.compute.graphs.step_sizes import graph_sizes
 from kvkeeper.engine_service.compute.model_runner import ModelRunner, make_kv_layout
 from kvkeeper.engine_service.model.layer_groups import find_places, group_layers
 from kvkeeper.engine_service.model.loader import load_model

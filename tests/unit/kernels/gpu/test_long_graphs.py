@@ -135,7 +135,7 @@ class Pair:
         return cls(captured, without, (view, other), graphs, max(len(groups), 1), num_tail_blocks)
 
     def batch(self, rows):
-        """A step of (length, table) each: a token as the last of so many, the table's number or blocks; or as many as it says."""
+        """A step of (length, table) each: a token as the last of so many, the table's number or blocks. Or it says how many."""
         chosen = []
         for seq, (length, table, *several) in enumerate(rows):
             blocks, count = TABLES[table] if isinstance(table, int) else table, several[0] if several else 1
