@@ -88,7 +88,12 @@ async def ask_all(
 
 
 def step_seconds(replies: Sequence[Reply]) -> float:
-    """Seconds of a step in which all of them decode: a token of the one that began last, until the first one ends."""
+    """Seconds of a step in which all of them decode: a token of the one that began last, until the first one ends.
+
+    0 where all of that one came at once.
+    """
     latest, end = max(replies, key=lambda reply: reply.first_token_seconds), min(reply.seconds for reply in replies)
-    last = max(place for place, at in enumerate(latest.times) if at <= end or place == 1)
+    last = max([1, *(place for place, at in enumerate(latest.times) if at <= end)])
+    if last >= len(latest.times):
+        return 0.0
     return (latest.times[last] - latest.times[0]) / (latest.counts[last] - latest.counts[0])

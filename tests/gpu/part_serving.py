@@ -5,8 +5,8 @@ both, which have to be the same; and swap. Part d has every way: with overlap an
 and in 4 beside a tail, two ranks where there are two devices, and a model with chunks, whose layers are in groups.
 
 A step's time is what passes between two tokens while all sequences decode, as the client sees it. Of it, the engine says what
-the device computed and what waited for the cache service, in a load of its own, because asking costs the engine's loop; the rest
-is the host's own. Tokens a second are of the whole load, prompts included. Swap is forced by a pool that holds half of the
+the device computed and what waited for the cache service, in a load of its own, because asking costs the engine's loop; what is
+left is the host's own. Tokens a second are of the whole load, prompts included. Swap is forced by a pool that holds half of the
 sequences.
 """
 
