@@ -7,13 +7,16 @@ behind it in the thread or on the device.
 """
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from kvkeeper.common.service.threads import start_thread
 
 from ..compute.device.device_errors import lost_by
 from ..compute.device.device_queue import Moves
@@ -47,15 +50,7 @@ class InFlight:
 
     def end(self, outcome: Computed | BaseException | None) -> None:
         """Hand over what came of it; called in a thread."""
-        self.computing.get_loop().call_soon_threadsafe(self._end, outcome)
-
-    def _end(self, outcome: Computed | BaseException | None) -> None:
-        if self.computing.done():  # no turn waits any more
-            return
-        if isinstance(outcome, BaseException):
-            self.computing.set_exception(outcome)
-        else:
-            self.computing.set_result(outcome)
+        self.computing.get_loop().call_soon_threadsafe(_settle, self.computing, outcome)
 
     @property
     def seconds(self) -> float:
@@ -94,10 +89,8 @@ class StepWorker:
     """Computes steps' work in a thread, and reads what a device did in another. in_flight is None while nothing is computed."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "forward")
-        self._reader = ThreadPoolExecutor(1, "results")
-        for executor in (self._thread, self._reader):  # now, because a step that has begun cannot wait for a thread
-            executor.submit(_nothing)
+        # Now, because a step that has begun cannot wait for a thread.
+        self._thread, self._reader = _Thread("forward"), _Thread("results")
         self._flights: deque[InFlight] = deque()  # the one that is computed, and one that runs ahead
         # A step with a prompt takes many times as long as one that only decodes: with one mean for both, decoding steps behind
         # it would end before their successors' blocks were asked for. So each kind has its own; prompts count by the token.
@@ -130,7 +123,7 @@ class StepWorker:
         flight = InFlight(step_id, work, self._cache_wait, is_guessing, idle_since, moves is not None)
         flight.computing = asyncio.get_running_loop().create_future()
         self._flights.append(flight)
-        self._thread.submit(self._compute, flight, compute, how, moves)
+        self._thread.submit(partial(self._compute, flight, compute, how, moves))
         self._cache_wait = 0.0
 
     def _compute(
@@ -203,7 +196,9 @@ class StepWorker:
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run something else in the thread, after the steps that are computed."""
-        return asyncio.get_running_loop().run_in_executor(self._thread, function)
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._thread.submit(partial(_call, function, future))
+        return future
 
     async def drop_step(self) -> DeviceLost | None:
         """Wait for the steps that are computed, and drop them. Returns whether the device was lost in one of them."""
@@ -216,8 +211,8 @@ class StepWorker:
 
     def close(self) -> None:
         """No more calls."""
-        self._thread.shutdown()
-        self._reader.shutdown()
+        self._thread.close()
+        self._reader.close()
 
 
 def _whole_ticks(seconds: float) -> float:
@@ -225,8 +220,46 @@ def _whole_ticks(seconds: float) -> float:
     return max(int(seconds * _TICKS_PER_S), 0) / _TICKS_PER_S
 
 
-def _nothing() -> None:
-    pass
+class _Thread:
+    """Runs what it is given, in order. An executor's futures and locks would cost each step a tenth of a millisecond."""
+
+    def __init__(self, name: str) -> None:
+        """Raises NoThread."""
+        self._waiting = SimpleQueue[Callable[[], None] | None]()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        start_thread(self._thread)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """work: raises nothing."""
+        self._waiting.put(work)
+
+    def close(self) -> None:
+        """Returns once all that was given is done."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._waiting.get()) is not None:
+            work()
+            del work  # it may refer to the arena, which is unmapped between two steps
+
+
+def _call(function: Callable[[], T], future: asyncio.Future[T]) -> None:
+    try:
+        outcome: Any = function()
+    except BaseException as error:
+        outcome = error
+    future.get_loop().call_soon_threadsafe(_settle, future, outcome)
+
+
+def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
+    """An outcome that is an exception is raised where it is awaited."""
+    if future.done():  # no turn waits any more
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 def _read(flight: InFlight, launched: Launched) -> None:

@@ -84,3 +84,20 @@ def test_a_step_that_ran_ahead_counts_from_the_end_of_the_one_before(launched_at
     """And from its launch, where that was over later still. A processor computes in the launch."""
     flight = InFlight(2, Any, 0.0, False, None, started_at=0.010, launched_at=launched_at, ended_at=0.020)  # type: ignore[arg-type]
     assert round(flight.device_seconds, 6) == computed_ms / 1e3
+
+
+async def test_what_is_called_beside_steps_runs_in_order_and_its_error_is_raised() -> None:
+    worker, ran = StepWorker(), list[int]()
+
+    def fail() -> None:
+        ran.append(1)
+        raise KeyError("it failed")
+
+    failing, following = worker.call(fail), worker.call(lambda: ran.append(2))
+    with pytest.raises(KeyError, match="it failed"):
+        await failing
+    await following
+    worker.call(lambda: ran.append(3)).cancel()  # nothing waits for it any more
+    worker.close()
+    assert ran == [1, 2, 3]
+    await asyncio.sleep(0)
