@@ -24,7 +24,7 @@ from .between_steps import Wake, wait_for
 from .tracing import EngineTracing
 
 _MOST_CALLS = 4  # under way at once
-_MOST_IN_CALL = 256  # sequences
+_MOST_IN_CALL = 32  # sequences: a step waits behind no more, and the first of a burst starts while the rest is created
 _MOST_TOKENS_IN_CALL = 1 << 16  # of their prompts, 256 KiB; a prompt that has more goes alone
 _RETRY_S = 0.05  # another engine that frees a slot does not notify this one
 _USUAL_WAIT_S = 1.0  # for a slot; what lasts longer is logged
@@ -61,7 +61,8 @@ class SequenceCreator:
         """There may be something to create, or a slot for it. Raises the error that ended the task, if one has."""
         if self._task.done():
             self._task.result()
-        self._wake.creator.set()
+        if self._calls or self._held is not None or self._scheduler.num_waiting:
+            self._wake.creator.set()
 
     async def close(self) -> None:
         self._task.cancel()

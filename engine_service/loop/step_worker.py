@@ -2,18 +2,21 @@
 
 The loop puts the next step together while one is computed. It begins as late as it can, so that requests that arrive
 meanwhile are part of it, and early enough to be ready in time: the moment follows from how long the last steps of the same kind
-took, and the last ones' preparation. The next step may be started before this one has ended: it runs ahead, behind it
-in the thread or on the device.
+took, their launches, and the last ones' preparation. The next step may be started before this one has ended: it runs ahead,
+behind it in the thread or on the device.
 """
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from kvkeeper.common.service.threads import start_thread
 
 from ..compute.device.device_errors import lost_by
 from ..compute.device.device_queue import Moves
@@ -40,20 +43,14 @@ class InFlight:
     idle_since: float | None  # without computing, for any reason but that there was nothing to compute; None: it was not
     has_transfers: bool = False
     started_at: float | None = None  # None: it waits for the step before
+    launch_seconds: float = 0.0  # of a device, which computes by itself once the launch has returned
+    launched_at: float | None = None
     ended_at: float | None = None
     computing: asyncio.Future[Computed | None] = field(init=False)
 
     def end(self, outcome: Computed | BaseException | None) -> None:
         """Hand over what came of it; called in a thread."""
-        self.computing.get_loop().call_soon_threadsafe(self._end, outcome)
-
-    def _end(self, outcome: Computed | BaseException | None) -> None:
-        if self.computing.done():  # no turn waits any more
-            return
-        if isinstance(outcome, BaseException):
-            self.computing.set_exception(outcome)
-        else:
-            self.computing.set_result(outcome)
+        self.computing.get_loop().call_soon_threadsafe(_settle, self.computing, outcome)
 
     @property
     def seconds(self) -> float:
@@ -63,24 +60,41 @@ class InFlight:
         return (time.perf_counter() if self.ended_at is None else self.ended_at) - self.started_at
 
     @property
+    def device_seconds(self) -> float:
+        """The same without its launch, as far as nothing else was computed meanwhile."""
+        if self.launched_at is None or self.ended_at is None:
+            return self.seconds
+        return min(self.seconds, self.ended_at - self.launched_at)
+
+    @property
     def idle_seconds(self) -> float:
         """Seconds that nothing was computed before it."""
         is_known = self.idle_since is not None and self.started_at is not None
         return max(self.started_at - self.idle_since, 0.0) if is_known else 0.0  # type: ignore[operator]
 
 
+@dataclass(slots=True)
+class _Usual:
+    """Means of the last steps of one kind, in seconds: of the computation, by token where it has prompts, and of the launch."""
+
+    computation: float = 0.0
+    launch: float = 0.0
+
+    def note(self, seconds: float, launch_seconds: float) -> None:
+        self.computation += _SMOOTHING * (seconds - self.computation)
+        self.launch += _SMOOTHING * (launch_seconds - self.launch)
+
+
 class StepWorker:
     """Computes steps' work in a thread, and reads what a device did in another. in_flight is None while nothing is computed."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "forward")
-        self._reader = ThreadPoolExecutor(1, "results")
-        for executor in (self._thread, self._reader):  # now, because a step that has begun cannot wait for a thread
-            executor.submit(_nothing)
+        # Now, because a step that has begun cannot wait for a thread.
+        self._thread, self._reader = _Thread("forward"), _Thread("results")
         self._flights: deque[InFlight] = deque()  # the one that is computed, and one that runs ahead
         # A step with a prompt takes many times as long as one that only decodes: with one mean for both, decoding steps behind
         # it would end before their successors' blocks were asked for. So each kind has its own; prompts count by the token.
-        self._usual_decode = self._usual_token = self._usual_preparation = 0.0
+        self._usual_decode, self._usual_prefill, self._usual_preparation = _Usual(), _Usual(), 0.0
         self._due_at: float | None = None  # when the preparation of the next step began, beside one that was computed
         self._cache_wait = 0.0
         self._idle_since: float | None = None  # None: there was nothing to compute
@@ -109,7 +123,7 @@ class StepWorker:
         flight = InFlight(step_id, work, self._cache_wait, is_guessing, idle_since, moves is not None)
         flight.computing = asyncio.get_running_loop().create_future()
         self._flights.append(flight)
-        self._thread.submit(self._compute, flight, compute, how, moves)
+        self._thread.submit(partial(self._compute, flight, compute, how, moves))
         self._cache_wait = 0.0
 
     def _compute(
@@ -120,7 +134,7 @@ class StepWorker:
         moves: Moves | None,
     ) -> None:
         """Runs in the thread. What a device has done is read in the other, so that the next step can be launched meanwhile."""
-        flight.started_at = time.perf_counter()
+        flight.started_at = began = time.perf_counter()
         try:
             launched = compute.launch(flight.work, how, moves)
         except BaseException as error:
@@ -130,6 +144,8 @@ class StepWorker:
         if compute.is_immediate:
             read()
         else:
+            flight.launched_at = time.perf_counter()
+            flight.launch_seconds = flight.launched_at - began
             self._reader.submit(read)
 
     def take_step(self) -> InFlight:
@@ -141,9 +157,9 @@ class StepWorker:
             following.idle_since = done.ended_at
             following.started_at = max(following.started_at or 0.0, done.ended_at)
         if done.work.num_prompt_tokens:
-            self._usual_token += _SMOOTHING * (done.seconds / done.work.num_tokens - self._usual_token)
+            self._usual_prefill.note(done.device_seconds / done.work.num_tokens, done.launch_seconds)
         elif done.work.batch is not None:
-            self._usual_decode += _SMOOTHING * (done.seconds - self._usual_decode)
+            self._usual_decode.note(done.device_seconds, done.launch_seconds)
         return done
 
     def rest(self) -> None:
@@ -158,9 +174,10 @@ class StepWorker:
         """Wait until it is time to prepare the next step, but no longer than so many seconds."""
         flight, self._due_at = self.in_flight, None
         if flight is not None:
-            work = flight.work
-            usual = work.num_tokens * self._usual_token if work.num_prompt_tokens else self._usual_decode
-            left = usual - flight.seconds - _NUM_PREPARATIONS * self._usual_preparation - _MARGIN_S
+            work, has_prompts = flight.work, flight.work.num_prompt_tokens
+            usual = self._usual_prefill if has_prompts else self._usual_decode
+            left = usual.computation * (work.num_tokens if has_prompts else 1) - flight.seconds
+            left -= _NUM_PREPARATIONS * (self._usual_preparation + usual.launch) + _MARGIN_S
             if (whole := _whole_ticks(left)) > 0:
                 await asyncio.wait({flight.computing}, timeout=min(whole, longest))
             self._due_at = time.perf_counter()
@@ -179,7 +196,9 @@ class StepWorker:
 
     def call(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run something else in the thread, after the steps that are computed."""
-        return asyncio.get_running_loop().run_in_executor(self._thread, function)
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._thread.submit(partial(_call, function, future))
+        return future
 
     async def drop_step(self) -> DeviceLost | None:
         """Wait for the steps that are computed, and drop them. Returns whether the device was lost in one of them."""
@@ -192,8 +211,8 @@ class StepWorker:
 
     def close(self) -> None:
         """No more calls."""
-        self._thread.shutdown()
-        self._reader.shutdown()
+        self._thread.close()
+        self._reader.close()
 
 
 def _whole_ticks(seconds: float) -> float:
@@ -201,8 +220,46 @@ def _whole_ticks(seconds: float) -> float:
     return max(int(seconds * _TICKS_PER_S), 0) / _TICKS_PER_S
 
 
-def _nothing() -> None:
-    pass
+class _Thread:
+    """Runs what it is given, in order. An executor's futures and locks would cost each step a tenth of a millisecond."""
+
+    def __init__(self, name: str) -> None:
+        """Raises NoThread."""
+        self._waiting = SimpleQueue[Callable[[], None] | None]()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        start_thread(self._thread)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """work: raises nothing."""
+        self._waiting.put(work)
+
+    def close(self) -> None:
+        """Returns once all that was given is done."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._waiting.get()) is not None:
+            work()
+            del work  # it may refer to the arena, which is unmapped between two steps
+
+
+def _call(function: Callable[[], T], future: asyncio.Future[T]) -> None:
+    try:
+        outcome: Any = function()
+    except BaseException as error:
+        outcome = error
+    future.get_loop().call_soon_threadsafe(_settle, future, outcome)
+
+
+def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
+    """An outcome that is an exception is raised where it is awaited."""
+    if future.done():  # no turn waits any more
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 def _read(flight: InFlight, launched: Launched) -> None:

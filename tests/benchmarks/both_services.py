@@ -35,11 +35,12 @@ async def both_services(
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """When each chunk of a request came, in seconds from its submission, and what it was."""
+    """When each chunk of a request came, in seconds from its submission, how many tokens there were then, and which."""
 
     times: list[float]
     token_ids: list[int]
     num_cached: int
+    counts: list[int]
 
     @property
     def first_token_seconds(self) -> float:
@@ -67,14 +68,15 @@ async def ask(
     """num_new tokens behind the prompt, streamed."""
     sampling = Sampling(max_tokens=num_new, temperature=temperature, seed=seed, repetition_penalty=1.0, ignore_eos=True)
     options = GenerateOptions(sampling=sampling, skip_look_up=skip_look_up)
-    begin, times, token_ids = time.perf_counter(), list[float](), list[int]()
+    begin, times, token_ids, counts = time.perf_counter(), list[float](), list[int](), list[int]()
     async with client.generate(prompt, options) as chunks:
         async for chunk in chunks:
             times.append(time.perf_counter() - begin)
             token_ids += chunk.token_ids
+            counts.append(len(token_ids))
     assert len(token_ids) == num_new, "every token was asked for"
     assert chunks.usage is not None, "a request that ended well has usage"
-    return Reply(times, token_ids, chunks.usage.cached_tokens)
+    return Reply(times, token_ids, chunks.usage.cached_tokens, counts)
 
 
 async def ask_all(
@@ -83,3 +85,15 @@ async def ask_all(
     """All of them at once."""
     pairs = zip(prompts, nums_new, strict=True)
     return await asyncio.gather(*(ask(client, *pair, skip_look_up=skip_look_up) for pair in pairs))
+
+
+def step_seconds(replies: Sequence[Reply]) -> float:
+    """Seconds of a step in which all of them decode: a token of the one that began last, until the first one ends.
+
+    0 where all of that one came at once.
+    """
+    latest, end = max(replies, key=lambda reply: reply.first_token_seconds), min(reply.seconds for reply in replies)
+    last = max([1, *(place for place, at in enumerate(latest.times) if at <= end)])
+    if last >= len(latest.times):
+        return 0.0
+    return (latest.times[last] - latest.times[0]) / (latest.counts[last] - latest.counts[0])
