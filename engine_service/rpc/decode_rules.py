@@ -18,6 +18,8 @@ _MAX_WORDS, _MAX_WORD_BYTES, _MAX_WORD_TOKENS = 64, 2048, 64
 def parse_rules(sampling: pb.SamplingParams, ending_ids: frozenset[int], text: ModelText, vocab_size: int) -> TokenRules | None:
     """ending_ids: the tokens that end an output. None: nothing is said of single tokens."""
     bias, words, allowed_ids = sampling.logit_bias, sampling.bad_words, sampling.allowed_token_ids
+    if not (bias or words or allowed_ids or sampling.bad_words_token_ids or sampling.min_tokens):
+        return None
     _check_count("sampling.logit_bias", len(bias), _MAX_BIASES)
     if not all(-_MOST_BIAS <= amount <= _MOST_BIAS for amount in bias.values()):  # NaN is refused, too
         raise InvalidField(f"logit_bias: -{_MOST_BIAS} to {_MOST_BIAS}", field="sampling.logit_bias", limit=_MOST_BIAS)
@@ -28,8 +30,6 @@ def parse_rules(sampling: pb.SamplingParams, ending_ids: frozenset[int], text: M
     token_array(list(bias), vocab_size, "sampling.logit_bias")
     allowed = np.unique(token_array(allowed_ids, vocab_size, "sampling.allowed_token_ids"))
     bad_words = tuple(dict.fromkeys([*_listed(sampling, vocab_size), *_spelled(sampling, text)]))
-    if not (bias or len(allowed) or bad_words or sampling.min_tokens):
-        return None
     ending_ids = frozenset(token_id for token_id in ending_ids if token_id < vocab_size)
     return TokenRules(dict(bias), allowed if len(allowed) else None, bad_words, sampling.min_tokens, ending_ids)
 

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextvars import Context
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any, Final, Protocol, cast
 
 from kvkeeper.common.trust.caller import Caller, Role
@@ -193,17 +194,29 @@ def _to_json(value: Any) -> bytes:
 
 
 def _message_to_bytes(message: Message) -> bytes:
-    caller = message.caller
-    head = _to_json((message.path, caller.name, caller.tenant, caller.role, message.peer, message.trace))
+    head = _head_to_bytes(message.path, message.caller, message.peer, message.trace)
     return b"".join((_HEAD_LENGTH.pack(len(head)), head, message.raw))
 
 
 def _parse_message(raw: bytes) -> Message:
     (length,) = _HEAD_LENGTH.unpack_from(raw)
     start = _HEAD_LENGTH.size
-    path, name, tenant, role, peer, trace = json.loads(raw[start : start + length])
-    caller = Caller(name, tenant, Role(role))
-    return Message(path, caller, peer, raw[start + length :], tuple((key, value) for key, value in trace))
+    path, caller, peer, trace = _parse_head(raw[start : start + length])
+    return Message(path, caller, peer, raw[start + length :], trace)
+
+
+_Trace = tuple[tuple[str, str], ...]
+
+
+@lru_cache  # the calls of a connection have the same, but for traces
+def _head_to_bytes(path: str, caller: Caller, peer: str, trace: _Trace) -> bytes:
+    return _to_json((path, caller.name, caller.tenant, caller.role, peer, trace))
+
+
+@lru_cache
+def _parse_head(raw: bytes) -> tuple[str, Caller, str, _Trace]:
+    path, name, tenant, role, peer, trace = json.loads(raw)
+    return path, Caller(name, tenant, Role(role)), peer, tuple((key, value) for key, value in trace)
 
 
 def _chunk_to_bytes(chunk: OutputChunk) -> bytes:

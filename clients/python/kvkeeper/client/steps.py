@@ -6,7 +6,6 @@ of sequences. Decoded arrays are read-only views of the received message.
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import compress
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
@@ -125,8 +124,6 @@ def _marks(values: type) -> list[tuple[str, str, np.dtype[Any] | None]]:
 
 
 _REQUEST_COLUMNS = tuple((name, mark, dtype) for name, mark, dtype in _marks(StepItems) if dtype is not None)
-_ANSWER_COLUMNS = tuple((name, mark, dtype) for name, mark, dtype in _marks(StepResult) if dtype is not None)
-_ANSWER_NUMBERS = tuple((name, mark) for name, mark, dtype in _marks(StepResult) if dtype is None)
 
 # A StepRequest is written here byte by byte, in the order of its field numbers, as protobuf writes it: a field is its tag, its
 # length or value as a varint, and its bytes. So columns that are not there cost nothing, and no message is made.
@@ -157,15 +154,11 @@ _TAGS = tuple(_tag(field, _LENGTH_DELIMITED) for _, field, _ in _WRITTEN)
 _REQUEST_DTYPES = tuple(dtype for _, _, dtype in _WRITTEN)
 _columns_of_items = attrgetter(*_NAMES)
 
-# Of an answer: where each column and number stands in StepResult, and what stands there without one.
-_raw_columns = attrgetter(*(field for _, field, _ in _ANSWER_COLUMNS))
-_raw_numbers = attrgetter(*(field for _, field in _ANSWER_NUMBERS))
-_PLACES = tuple(StepResult._fields.index(name) for name, _, _ in _ANSWER_COLUMNS)
-_NUMBER_PLACES = tuple(StepResult._fields.index(name) for name, _ in _ANSWER_NUMBERS)
-_DTYPES = tuple(dtype for _, _, dtype in _ANSWER_COLUMNS)
-_ALL_COLUMNS = range(len(_ANSWER_COLUMNS))
-_EMPTY_OF = {name: _EMPTY64 if dtype == _INT64 else _EMPTY32 for name, _, dtype in _ANSWER_COLUMNS}
-_NO_VALUES: list[Any] = [_EMPTY_OF.get(name, 0) for name in StepResult._fields]
+# Of an answer: for each field's number its place in StepResult and its dtype, and what stands in the places without a field.
+_ANSWER_FIELDS = pb.StepResponse.DESCRIPTOR.fields_by_name
+_PLACES = {_ANSWER_FIELDS[field].number: (place, dtype) for place, (_, field, dtype) in enumerate(_marks(StepResult))}
+_EMPTY_OF = {None: 0, _INT32: _EMPTY32, _INT64: _EMPTY64}
+_NO_VALUES: list[Any] = [_EMPTY_OF[dtype] for _, dtype in _PLACES.values()]
 
 
 @lru_cache
@@ -201,11 +194,9 @@ def encode(items: StepItems, session_id: str, epoch: int, step_id: int, complete
 
 def decode(raw: bytes) -> StepResult:
     """The columns of a serialised StepResponse. Raises ValueError for a column whose size is not that of whole items."""
-    response = pb.StepResponse.FromString(raw)
     values = _NO_VALUES.copy()
-    columns = _raw_columns(response)
-    for at in compress(_ALL_COLUMNS, columns):
-        values[_PLACES[at]] = np.frombuffer(columns[at], _DTYPES[at])
-    for place, number in zip(_NUMBER_PLACES, _raw_numbers(response), strict=True):
-        values[place] = number
+    for told, value in pb.StepResponse.FromString(raw).ListFields():
+        if told.number in _PLACES:  # the epoch is the session's
+            place, dtype = _PLACES[told.number]
+            values[place] = value if dtype is None else np.frombuffer(value, dtype)
     return StepResult._make(values)
