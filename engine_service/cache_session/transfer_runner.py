@@ -1,11 +1,14 @@
 """TransferRunner: runs the transfer orders of the cache service between the device and the host tier, a step's together.
 
-Orders run in the worker thread, or in the order of the device; which of them ended is kept until the cache service has
-learned of it. When such a report is lost, so is the session, and its orders with it: nothing is reported twice.
+Orders run in the worker thread, or in the order of the device. Of each step that is computed, and of one that runs ahead, it
+keeps which of them ended; once the step is computed, these wait until the cache service has learned of them. When such a report
+is lost, so is the session, and its orders with it: nothing is reported twice.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -15,9 +18,19 @@ from kvkeeper.client.steps import StepResult
 from kvkeeper.kernels.quantised.host_blocks import HostBlocks
 
 from ..compute.device.device_queue import Moves
-from ..ranks.block_copies import SWAP_OUT, BlockMover, copies_for
+from ..ranks.block_copies import SWAP_IN, SWAP_OUT, BlockMover, copies_for
 from ..ranks.ranked_runner import RankedRunner
 from ..scheduler.headroom import Moved
+
+
+@dataclass(slots=True, eq=False)
+class _Ended:
+    """Of a step's orders: those that ended, and how long they took. The worker thread's until the step has ended."""
+
+    done: list[int] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+    moving_seconds: Callable[[], float] = float
+
 
 _NO_BLOCKS = torch.empty((0, 1), dtype=torch.uint8)
 
@@ -41,10 +54,8 @@ class TransferRunner:
         self._mover = BlockMover(device_blocks, host_blocks, copies_for(packing, device_blocks.device, host_blocks))
         self._done: list[int] = []  # orders that ended, and that the cache service does not know of yet
         self._failed: list[int] = []
-        self._done_now: list[int] = []  # of the step that is computed: the worker thread's until it has ended
-        self._failed_now: list[int] = []
-        self._num_moved_bytes = 0  # by the orders of the step that is computed
-        self._moving_seconds: Callable[[], float] = float  # that this took
+        self._of_steps: deque[_Ended] = deque()  # that are computed and have orders
+        self._moved = Moved()  # by those of the step that was computed last
 
     def make_ready(self) -> None:
         """Once the host tier is pinned, and before the first order; on this rank."""
@@ -61,37 +72,36 @@ class TransferRunner:
             return None
         are_out = np.asarray(answer.transfer_kinds) == SWAP_OUT
         sources, destinations = answer.transfer_sources, answer.transfer_destinations
-        return Moves(partial(self._run, answer), sources[are_out], destinations[~are_out])
+        ended = _Ended()
+        self._of_steps.append(ended)
+        return Moves(partial(self._run, answer, ended), sources[are_out], destinations[~are_out])
 
-    def _run(self, answer: StepResult) -> None:
+    def _run(self, answer: StepResult, ended: _Ended) -> None:
         stop_clock = _start_clock(self._device_blocks.device)
         if self._other_ranks is not None:
             self._other_ranks.run_transfers(answer)
         columns = (answer.transfer_ids, answer.transfer_kinds, answer.transfer_sources, answer.transfer_destinations)
         orders = zip(*(column.tolist() for column in columns), strict=True)
-        done, failed = self._mover.move(orders)
-        self._done_now += done
-        self._failed_now += failed
+        ended.done, ended.failed = self._mover.move(orders)
         if self._other_ranks is not None:
             self._other_ranks.synchronize()  # a step without a batch counts as done when this returns
-        self._num_moved_bytes = len(self._done_now) * self._device_blocks.shape[1]
-        self._moving_seconds = stop_clock()
+        ended.moving_seconds = stop_clock()
 
     def note_computed(self) -> bool:
-        """The step has been computed: its orders are to be reported. Whether one of them failed."""
-        if self._other_ranks is not None and (elsewhere := set(self._other_ranks.take_failed()) - set(self._failed_now)):
-            self._done_now = [order for order in self._done_now if order not in elsewhere]
-            self._failed_now += elsewhere
-        has_failed = bool(self._failed_now)
-        self._done += self._done_now
-        self._failed += self._failed_now
-        self._done_now, self._failed_now = [], []
-        return has_failed
+        """The first of the steps that have orders has been computed: these are to be reported. Whether one of them failed."""
+        ended = self._of_steps.popleft()
+        if num_bytes := len(ended.done) * self._device_blocks.shape[1]:
+            self._moved = Moved(num_bytes, ended.moving_seconds())
+        if self._other_ranks is not None and (elsewhere := set(self._other_ranks.take_failed()) - set(ended.failed)):
+            ended.done = [order for order in ended.done if order not in elsewhere]
+            ended.failed += elsewhere
+        self._done += ended.done
+        self._failed += ended.failed
+        return bool(ended.failed)
 
     def take_moved(self) -> Moved:
         """The bytes that the computed step's orders have moved, and the seconds. The next call starts from zero."""
-        moved = Moved(self._num_moved_bytes, self._moving_seconds()) if self._num_moved_bytes else Moved()
-        self._num_moved_bytes = 0
+        moved, self._moved = self._moved, Moved()
         return moved
 
     def take_ended(self) -> tuple[list[int], list[int]]:
@@ -105,6 +115,11 @@ class TransferRunner:
         self._other_ranks = None
         self._device_blocks = _NO_BLOCKS
         self._mover = BlockMover(_NO_BLOCKS, _NO_BLOCKS)
+
+
+def has_loads(answer: StepResult) -> bool:
+    """Whether a step's orders bring blocks from the host tier, which sequences wait for."""
+    return bool((np.asarray(answer.transfer_kinds) == SWAP_IN).any()) if len(answer.transfer_ids) else False
 
 
 def _start_clock(device: torch.device) -> Callable[[], Callable[[], float]]:

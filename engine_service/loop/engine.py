@@ -18,6 +18,7 @@ import structlog
 from kvkeeper.client.steps import StepResult
 
 from ..cache_session.kv_memory import KvMemory, create_sequences
+from ..cache_session.transfer_runner import has_loads
 from ..compute.step_compute import StepCompute
 from ..outputs.generation import Generation
 from ..scheduler.limits import Limits
@@ -250,11 +251,9 @@ class Engine:
         """Why the step before has to be finished before the planned one is started; None: it need not."""
         if not self._runs_ahead:
             return StepWait.OVERLAP_OFF
-        if before.has_transfers or len(answer.transfer_ids):
+        if before.has_loads or has_loads(answer):
             return StepWait.TRANSFERS
-        if (wait := self.scheduler.find_wait(plan, answer)) is not None:
-            return wait
-        return None if self.requests.may_run_ahead(plan) else StepWait.CONSTRAINTS
+        return self.scheduler.find_wait(plan, answer)
 
     def _start(self, memory: KvMemory, plan: Plan, answer: StepResult, *, is_guessing: bool) -> bool:
         """Copy, forward, sample, in the worker thread from now on. False where nothing was granted."""
@@ -265,7 +264,8 @@ class Engine:
         self._tracing.note_computing(work.sequences)
         rows = self.requests.rows(work)
         moves, step_id = memory.transfers.make_moves(answer), memory.session.step_id
-        self._step_worker.start(step_id, work, self._compute, rows, moves, is_guessing=is_guessing)
+        options = {"is_guessing": is_guessing, "has_loads": has_loads(answer)}
+        self._step_worker.start(step_id, work, self._compute, rows, moves, **options)
         return not (work.batch is None and plan.only_asks and not len(answer.transfer_ids) and not len(answer.ready_ids))
 
     async def _finish(self, memory: KvMemory, step: InFlight | None, wait: StepWait | None = None) -> None:
@@ -280,7 +280,7 @@ class Engine:
         await memory.require_lease()  # if the lease is lost, blocks may hold other engines' K and V: computed again
         self._step_worker.take_step()
         work = step.work
-        if memory.transfers.note_computed():
+        if step.has_transfers and memory.transfers.note_computed():
             self.scheduler.give_up_loads()
         self.scheduler.note_step(work, step.seconds, memory.transfers.take_moved())
         self._tracing.end_step(step)
@@ -349,7 +349,7 @@ def make_engine(
 ) -> Engine:
     """An engine with its parts. proposer None: no guesses; waiting None: by arrival; runs_ahead: see Engine."""
     tracing, stats, wake = tracing or EngineTracing(None), EngineStats(), Wake()
-    scheduler = Scheduler(NO_POOL, waiting)
+    scheduler = Scheduler(NO_POOL, waiting, runs_ahead=runs_ahead)
     requests = OpenRequests(scheduler, stats, tracing, max_waiting, wake.all)
     speculator = None if proposer is None else Speculator(proposer, requests.may_guess)
     return Engine(scheduler, requests, stats, tracing, wake, speculator, runs_ahead=runs_ahead)

@@ -17,7 +17,7 @@ from ..compute.step_compute import Computed, StepRows
 from ..outputs.generation import Generation
 from ..outputs.unread_tokens import Histories, SlotDraws, UnreadTokens
 from ..scheduler.limits import Limits
-from ..scheduler.plan import NewTokens, Plan, Work
+from ..scheduler.plan import NewTokens, Work
 from ..scheduler.scheduler import NO_BLOCKS, Scheduler
 from ..values.errors import DuplicateRequest, EngineError, NeverFits, QueueFull, RequestFailed, UnknownRequest
 from ..values.request import NO_SLOT, Request, Sequence, SequenceState, TakenBlocks
@@ -43,7 +43,6 @@ class OpenRequests:
         self._stopped: list[tuple[Request, int]] = []  # continuations that ended outside of a step, of requests that go on
         self._undelivered: dict[Generation, None] = {}  # those with chunks that their streams do not have yet
         self.unread, self._draws = UnreadTokens(), SlotDraws()
-        self._num_constrained = 0  # of the open ones
         self._num_completed = 0  # when have_got_on was called last
         self._num_taken: dict[str, int] = {}  # tokens of each open one, then
 
@@ -82,7 +81,6 @@ class OpenRequests:
         generation.take_slot(self.unread)
         self._draws.set(request.slot, generation.plain_params if request.slot != NO_SLOT else None, generation.seed)
         self.generations[request.request_id] = self._by_request[request] = generation
-        self._num_constrained += bool(generation.constraints)
         self._scheduler.add(request, time.monotonic(), taken)
         self._wake_up()
         self._tracing.begin_request(generation)
@@ -155,17 +153,6 @@ class OpenRequests:
         self._num_taken = {each.request_id: each.num_taken for each in self.generations.values()}
         has_more = any(count > num_taken.get(request_id, 0) for request_id, count in self._num_taken.items())
         return has_more or self._num_completed > num_completed
-
-    def may_run_ahead(self, plan: Plan) -> bool:
-        """Whether the next tokens of the planned step can be drawn without those that are drawn now.
-
-        What a constraint allows next follows from its last token.
-        """
-        if not self._num_constrained:
-            return True
-        running = self._scheduler.running
-        drawing = running.at(plan.reserve_rows[running.num_drawing[plan.reserve_rows] > 0])
-        return not any(self._by_request[sequence.request].constraints for sequence in drawing)
 
     def rows(self, work: Work) -> StepRows:
         """How each of the step's tokens is drawn, and the tokens of each list that a search extends."""
@@ -316,7 +303,6 @@ class OpenRequests:
     def _note_close(self, generation: Generation) -> None:
         """A request ended, in a step or outside of one."""
         del self.generations[generation.request.request_id]
-        self._num_constrained -= bool(generation.constraints)
         if generation.timer is not None:
             generation.timer.cancel()
         self._closed.append(generation)

@@ -42,6 +42,7 @@ class InFlight:
     is_guessing: bool
     idle_since: float | None  # without computing, for any reason but that there was nothing to compute; None: it was not
     has_transfers: bool = False
+    has_loads: bool = False  # among them, of blocks from the host tier
     started_at: float | None = None  # None: it waits for the step before
     launch_seconds: float = 0.0  # of a device, which computes by itself once the launch has returned
     launched_at: float | None = None
@@ -113,14 +114,16 @@ class StepWorker:
         moves: Moves | None,
         *,
         is_guessing: bool = False,
+        has_loads: bool = False,
     ) -> None:
         """Compute a step's work, with its transfer orders; the step before may not have been taken yet, but the one before it.
 
         is_guessing: the loop waited for the step before, for the sake of guesses, whether there are any or not.
+        has_loads: whether its orders bring blocks from the host tier.
         """
         assert len(self._flights) < 2, "one step runs ahead"
         idle_since = None if self._flights else self._idle_since
-        flight = InFlight(step_id, work, self._cache_wait, is_guessing, idle_since, moves is not None)
+        flight = InFlight(step_id, work, self._cache_wait, is_guessing, idle_since, moves is not None, has_loads)
         flight.computing = asyncio.get_running_loop().create_future()
         self._flights.append(flight)
         self._thread.submit(partial(self._compute, flight, compute, how, moves))

@@ -75,6 +75,7 @@ class Generation:
         needs_logprobs = self.num_logprobs is not None or self.best_of is not None
         is_plain = not (needs_logprobs or self.constraints or self.rules) and self.search is None
         self.plain_params = self.params if is_plain else None
+        self.request.is_constrained = bool(self.constraints)
 
     @property
     def request_id(self) -> str:

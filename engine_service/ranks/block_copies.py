@@ -149,7 +149,7 @@ class PackedCopies:
                 copy_spans(self._packing.unpack(packed), target, [(at, to_id) for at, (_, to_id) in enumerate(some)])
 
 
-SWAP_OUT = 1  # TransferKind of the protocol
+SWAP_OUT, SWAP_IN = 1, 2  # TransferKinds of the protocol
 Order = tuple[int, int, int, int]  # id, kind, source, destination
 
 

@@ -30,15 +30,19 @@ class AnswerApplier:
         """Why this may not be applied while the step before is still computed; None: it may.
 
         Where blocks are short, what the step before says may spare a sequence that would give way. Where sequences move between
-        tiers, an order may fail. The tokens of beam searches and guesses decide what follows.
+        tiers, an order may fail. The tokens of beam searches and guesses decide what follows, and those of rows with
+        constraints what these may draw next.
         """
-        state = self._state
+        state, running = self._state, self._state.running
         if len(plan.swap_out_ids) or len(plan.swap_in_ids) or len(answer.ready_ids) or state.loads_have_failed:
             return StepWait.TRANSFERS
         if plan.guesses:
             return StepWait.GUESSES
-        if state.running.num_searching:
+        if running.num_searching:
             return StepWait.BEAM_SEARCHES
+        rows = plan.reserve_rows
+        if running.num_constrained and (running.constrained[rows] & (running.num_drawing[rows] > 0)).any():
+            return StepWait.CONSTRAINTS
         if answer.num_reclaim_hint:
             return StepWait.CLAIMS
         return StepWait.BLOCKS if np.count_nonzero(answer.reserve_reserved != plan.reserve_max) else None

@@ -109,14 +109,30 @@ class Planner:
         running, limits = self._state.running, self._state.limits
         num_drawing = running.num_drawing[live]
         live, num_drawing = choose(running.num_left[live] > num_drawing, live, num_drawing)
+        if num_waiting := self._count_constrained(live, num_drawing):
+            live, num_drawing = choose((num_drawing == 0) | ~running.constrained[live], live, num_drawing)
         computed = running.num_computed[live] + running.num_computing[live]
         remaining = running.num_tokens[live] + num_drawing - computed
         num_new, budget = share_budget(self._state, live, computed, remaining, num_forks, may_start=may_start)
+        if num_waiting:
+            budget.waits.append(StepWait.CONSTRAINTS)
         if limits.has_states and self._compute_all_granted(live, num_new):
             budget.waits.append(StepWait.FORKS)
         if (running.num_retaining or running.num_groups > 1) and self._hold_back(live, num_new):
             budget.waits.append(StepWait.BLOCKS)
         return *choose(num_new > 0, live, computed, num_new), budget
+
+    def _count_constrained(self, live: IndexArray, num_drawing: Int32Array) -> int:
+        """How many of these rows the step leaves out, because what they may draw follows from tokens that are drawn now.
+
+        The step can then be started before those are known. Where these rows are the most, it waits for their tokens instead:
+        in turns, each would get a token in every second step.
+        """
+        state = self._state
+        if not (state.running.num_constrained and state.runs_ahead):
+            return 0
+        count = int(np.count_nonzero(state.running.constrained[live] & (num_drawing > 0)))
+        return count if 2 * count <= len(live) else 0
 
     def _fit_guesses(
         self, guesses: Mapping[int, Int32Array], rows: IndexArray, num_new: Int32Array, budget: int

@@ -57,6 +57,8 @@ class RunningSequences:
         self.swapping = np.zeros(num_rows, bool)  # preempted, and to be swapped out then, not released
         self.searches = np.zeros(num_rows, bool)  # lists of beam searches
         self.num_searching = 0  # of them
+        self.constrained = np.zeros(num_rows, bool)  # see Request.is_constrained
+        self.num_constrained = 0  # of them
         self.clients = np.zeros(num_rows, np.int32)  # a number for each client that has rows
         self._numbers: dict[str, int] = {}
         self._num_rows_of: Counter[str] = Counter()
@@ -124,6 +126,8 @@ class RunningSequences:
         self.ended[row] = self.kept[row] = self.swapping[row] = self.discarded[row] = False
         self.searches[row] = is_search = sequence.request.num_beams is not None
         self.num_searching += is_search
+        self.constrained[row] = sequence.request.is_constrained
+        self.num_constrained += sequence.request.is_constrained
         self.num_sink[row] = self.num_window[row] = 0
         if (retention := sequence.request.retention) is not None:
             self.num_sink[row], self.num_window[row] = retention.num_sink_tokens, retention.num_window_tokens
@@ -143,6 +147,7 @@ class RunningSequences:
         self.sequences[row] = None
         self._forget_row(sequence.request.client)
         self.num_searching -= int(self.searches[row])
+        self.num_constrained -= int(self.constrained[row])
         self.num_retaining -= int(self.num_window[row] > 0)
         self.group_tables[row, :, : self.num_blocks[row]] = 0
         self._free_rows.append(row)

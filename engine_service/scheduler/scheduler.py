@@ -40,9 +40,9 @@ NO_BLOCKS: Mapping[int, TakenBlocks] = MappingProxyType({})
 class Scheduler:
     """Waiting and running sequences of one engine."""
 
-    def __init__(self, limits: Limits, waiting: WaitingSequences | None = None) -> None:
-        """waiting: by default in order of arrival, all tenants as one."""
-        state = self.state = SchedulerState(limits, waiting)
+    def __init__(self, limits: Limits, waiting: WaitingSequences | None = None, *, runs_ahead: bool = True) -> None:
+        """As SchedulerState, with all tenants as one by default."""
+        state = self.state = SchedulerState(limits, waiting, runs_ahead=runs_ahead)
         self.forks = Forks(state)
         self.preemptor = Preemptor(state, self.forks)
         self.planner = Planner(state, self.forks)

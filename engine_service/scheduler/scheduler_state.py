@@ -15,8 +15,13 @@ from .waiting import WaitingSequences
 class SchedulerState:
     """All that one engine's scheduler knows. A new session replaces limits, rows and headroom, so no part keeps them."""
 
-    def __init__(self, limits: Limits, waiting: WaitingSequences | None = None) -> None:
-        """waiting: by default in order of arrival, without regard to tenants."""
+    def __init__(self, limits: Limits, waiting: WaitingSequences | None = None, *, runs_ahead: bool = True) -> None:
+        """
+        Args:
+            waiting: by default in order of arrival, without regard to tenants.
+            runs_ahead: whether a step may be started before the tokens of the one before are known.
+        """
+        self.runs_ahead = runs_ahead
         self.waiting = waiting or WaitingSequences()
         self.loading: dict[int, Sequence] = {}  # by sequence id; each is to get a row
         self.unforked: dict[Sequence, None] = {}  # with a token of their own behind what their parents have committed

@@ -1,6 +1,7 @@
 """The host tier through both services: prompts that the pool has no room for come back from there, token for token."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -44,11 +45,11 @@ async def test_loads_that_fail_are_computed_instead(world: Services, monkeypatch
         await generate(client, prompt)
     run = TransferRunner._run
 
-    def failing(transfers: TransferRunner, answer: StepResult) -> None:
+    def failing(transfers: TransferRunner, answer: StepResult, ended: Any) -> None:
         """Every second load is aimed past the end of the host tier."""
         sources = answer.transfer_sources.copy()
         sources[(answer.transfer_kinds == 2) & (answer.transfer_ids % 2 == 0)] = 10**6
-        run(transfers, answer._replace(transfer_sources=sources))
+        run(transfers, answer._replace(transfer_sources=sources), ended)
 
     monkeypatch.setattr(TransferRunner, "_run", failing)
     for prompt in PROMPTS:

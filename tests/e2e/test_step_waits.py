@@ -67,6 +67,16 @@ async def test_constraints(world: Services) -> None:
     assert waits(running) == {StepWait.CONSTRAINTS}
 
 
+async def test_blocks_that_are_demoted_hold_up_no_step(world: Services) -> None:
+    await world.start_cache(num_blocks=17, num_host_blocks=129)
+    running = await world.start_engine(overlap=True)
+    client = await world.client(running)
+    for first in range(6):
+        await generate(client, [first, *PROMPT], 30)
+    assert (await world.pool()).num_demoted_blocks > 0
+    assert StepWait.TRANSFERS not in waits(running)
+
+
 async def test_a_lease_that_may_have_ended(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lease, "is_certain", False)
     running = await run(world)

@@ -77,8 +77,8 @@ async def test_the_iterations_name_the_sequences_swapped_out_and_in(world: Servi
 
 
 async def test_orders_that_move_nothing_would_show(world: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    def idle(transfers: TransferRunner, answer: StepResult) -> None:
-        transfers._done_now += answer.transfer_ids.tolist()
+    def idle(transfers: TransferRunner, answer: StepResult, ended: Any) -> None:
+        ended.done = answer.transfer_ids.tolist()
 
     monkeypatch.setattr(TransferRunner, "_run", idle)
     await world.start_cache(num_blocks=17, num_host_blocks=129)
@@ -90,11 +90,11 @@ async def test_orders_that_move_nothing_would_show(world: Services, monkeypatch:
 async def test_transfers_that_fail_end_in_computing_again(world: Services, monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
     run = TransferRunner._run
 
-    def failing(transfers: TransferRunner, answer: StepResult) -> None:
+    def failing(transfers: TransferRunner, answer: StepResult, ended: Any) -> None:
         """Every second order of a kind is aimed past the end of a tier."""
         sources = answer.transfer_sources.copy()
         sources[(answer.transfer_kinds == kind) & (answer.transfer_ids % 2 == 0)] = 10**6
-        run(transfers, answer._replace(transfer_sources=sources))
+        run(transfers, answer._replace(transfer_sources=sources), ended)
 
     monkeypatch.setattr(TransferRunner, "_run", failing)
     await world.start_cache(num_blocks=17, num_host_blocks=129)

@@ -227,8 +227,8 @@ class World:
         return work
 
     def _may_run_ahead(self, before: Flight, plan: Plan, answer: Any) -> bool:
-        moves = len(before.answer.transfer_ids) or len(answer.transfer_ids)
-        return not moves and self.scheduler.find_wait(plan, answer) is None
+        has_loads = any((each.transfer_kinds != _SWAP_OUT).any() for each in (before.answer, answer))
+        return not has_loads and self.scheduler.find_wait(plan, answer) is None
 
     def _launch(self, work: Work, answer: Any) -> Flight:
         histories = [tuple(history.tolist()) for history in self.scheduler.histories(work)]

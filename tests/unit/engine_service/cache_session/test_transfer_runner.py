@@ -64,6 +64,18 @@ def test_an_order_that_fails_is_reported_so_and_the_others_run(tiers: tuple[torc
     assert (device[0].tolist(), host[0].tolist()) == ([101] * BLOCK_BYTES, [100] * BLOCK_BYTES)
 
 
+def test_orders_of_a_step_that_runs_ahead_are_reported_with_that_step(tiers: tuple[torch.Tensor, torch.Tensor]) -> None:
+    transfers = TransferRunner(*tiers)
+    run(transfers, (1, SWAP_OUT, 1, 1))
+    run(transfers, (2, SWAP_OUT, 3, 0), (3, SWAP_OUT, 2, 2))  # there is no block 3
+    assert not transfers.note_computed()
+    assert transfers.take_ended() == ([1], [])
+    assert transfers.take_moved().num_bytes == BLOCK_BYTES
+    assert transfers.note_computed()
+    assert transfers.take_ended() == ([3], [2])
+    assert transfers.take_moved().num_bytes == BLOCK_BYTES
+
+
 def test_what_moved_is_counted_for_one_step(tiers: tuple[torch.Tensor, torch.Tensor]) -> None:
     transfers = TransferRunner(*tiers)
     run(transfers, (1, SWAP_OUT, 1, 1), (2, SWAP_OUT, 2, 2))

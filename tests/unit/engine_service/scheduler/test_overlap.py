@@ -6,7 +6,7 @@ Those that run ahead are launched then, too: their tokens come from the device, 
 import numpy as np
 import pytest
 
-from kvkeeper.engine_service.values.request import SequenceState
+from kvkeeper.engine_service.values.request import Request, SequenceState
 from tests.support.worlds.core_cache import CoreCache
 from tests.support.worlds.scheduler_world import World, make_request
 
@@ -108,3 +108,44 @@ def test_what_is_drawn_for_a_sequence_that_has_ended_is_not_its() -> None:
     assert [own.tolist() for own in scheduler.advance(works[1], np.array([1], np.int32))] == [[]]
     assert (sequence.num_output, scheduler.get_tokens(sequence).tolist()) == (1, [1, 2, 0, 2])
     assert request.sequences[0].token_ids.tolist() == [1, 2, 0, 2]
+
+
+def constrained(prompt: list[int], max_new_tokens: int) -> Request:
+    request = make_request(prompt, max_new_tokens)
+    request.is_constrained = True
+    return request
+
+
+def test_a_sequence_with_a_constraint_draws_in_every_second_step_and_the_others_run_ahead() -> None:
+    world = overlapping(num_blocks=200, ahead=True)
+    others = [world.submit(make_request([1, 2, first % 3], 40)) for first in range(3)]
+    one = world.submit(constrained([2, 0], 40))
+    while any(len(world.outputs[other.sequences[0]]) < 40 for other in others):
+        world.step()
+    assert world.num_ahead >= 0.9 * world.num_steps
+    assert 15 <= len(world.outputs[one.sequences[0]]) <= 25
+    world.run()
+    world.check_outputs()
+    assert max(world.computed.values()) == 1, "nothing twice"
+
+
+def test_where_most_have_constraints_all_wait_for_their_tokens() -> None:
+    world = overlapping(num_blocks=200, ahead=True)
+    for first in range(3):
+        world.submit(constrained([1, 2, first], 20))
+    world.submit(make_request([2, 0], 20))
+    world.run()
+    world.check_outputs()
+    assert world.num_ahead <= 3
+    assert world.num_steps <= 30, "each gets a token in every step"
+
+
+def test_without_steps_that_run_ahead_a_constraint_holds_up_nothing() -> None:
+    world = overlapping(num_blocks=200)
+    world.scheduler.state.runs_ahead = False
+    for first in range(3):
+        world.submit(make_request([1, 2, first], 20))
+    world.submit(constrained([2, 0], 20))
+    world.run()
+    world.check_outputs()
+    assert world.num_steps <= 30
