@@ -13,6 +13,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
+from kvkeeper.kernels.find_likeliest import NOT_FINITE, find_likeliest
 from kvkeeper.kernels.philox import uniforms, uniforms_there
 from kvkeeper.kernels.sampling import SamplingTensors, sample_rows
 
@@ -21,8 +22,6 @@ from .device.token_counts import Counted, LastTokens
 from .device.upload import at_device
 from .penalties import apply_penalties, counted_logits, penalised_logits
 from .token_changes import apply_rules
-
-NOT_FINITE = -1  # in the place of a token: the logits are not finite
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,9 +48,7 @@ class StepLogits:
 
 def with_likeliest(values: torch.Tensor) -> StepLogits:
     """These logits with the first of the likeliest tokens of each row."""
-    likeliest = values.argmax(dim=1)
-    is_finite = torch.isfinite(values.amax(dim=1))  # NaN and +inf win a maximum; -inf only if all are
-    return StepLogits(values, likeliest, torch.where(is_finite, likeliest, NOT_FINITE))
+    return StepLogits(values, *find_likeliest(values))
 
 
 log = structlog.get_logger()

@@ -21,6 +21,7 @@ from kvkeeper.kernels.activations.rotary import rotary
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks
+from kvkeeper.kernels.find_likeliest import find_likeliest
 from kvkeeper.kernels.penalise_counted import penalise_counted
 from kvkeeper.kernels.philox import uniforms_there
 from kvkeeper.kernels.rotary_store_kv import rotary_store_kv
@@ -99,6 +100,7 @@ def _cases(
     yield "sampling", partial(_sampling, device, 4096)
     yield "sampling_large", partial(_sampling, device, 9000 if device == "cpu" else 131_072)
     yield "uniforms", partial(_uniforms, device)
+    yield "likeliest", partial(_likeliest, device, 9000 if device == "cpu" else 131_072)
     yield "penalties", partial(_penalties, device)
     yield "penalties_counted", partial(_penalties_counted, device)
     yield "rotary_store_kv", partial(_rotary_store, dtype, device, with_norm=False)
@@ -271,6 +273,13 @@ def _gates(dtype: torch.dtype, device: str, length: int) -> float:
     x = random_queries(40, 1, 2 * length, dtype).view(40, 2 * length)
     pairs = [(op(x.to(device)), getattr(reference, op.__name__)(x)) for op in (silu_and_mul, gelu_and_mul)]
     return max(error(own, other) for own, other in pairs)
+
+
+def _likeliest(device: str, vocab_size: int) -> float:
+    """Rows with many logits that are equal, and some that are not finite: other tokens than on the host are an error of one."""
+    logits = torch.randint(-4, 9, (67, vocab_size), generator=torch.Generator().manual_seed(4)).float()
+    logits[3, 7], logits[5, 0], logits[8] = float("nan"), float("inf"), float("-inf")
+    return error(find_likeliest(logits.to(device))[1].float(), find_likeliest(logits)[1].float())
 
 
 def _penalties(device: str) -> float:

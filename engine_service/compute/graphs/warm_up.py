@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...values.batch import Batch, BatchRetention
-from ...values.sampling_params import GREEDY, PenalisedRows, PlainDraws, SamplingParams, SamplingRow
+from ...values.sampling_params import GREEDY, LIKELIEST, PenalisedRows, PlainDraws, SamplingParams, SamplingRow
 from ..device.token_counts import LastTokens, TokenCounts
 from ..sampler import StepLogits, draw, sample
 
@@ -56,6 +56,7 @@ def warm_up_sampling(logits: torch.Tensor, counts: TokenCounts) -> None:
     """Draw from logits [R, V] in each of the ways that a row can be drawn. counts: of no sequence yet."""
     history = np.zeros(2, np.int32)
     shaped = SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1, frequency_penalty=0.5)
+    draw(StepLogits(logits), [LIKELIEST] * len(logits))
     for params in (GREEDY, shaped):
         sample(logits, [SamplingRow(params, 1, 0, history, 1)] * len(logits))
     one = PlainDraws.of([SamplingRow(shaped, 1, 0, history, 1)])

@@ -14,6 +14,7 @@ from kvkeeper.kernels.attention.latent_attention import latent_attention_decode,
 from kvkeeper.kernels.attention.paged_attention_decode import paged_attention_decode
 from kvkeeper.kernels.attention.paged_attention_prefill import paged_attention_prefill
 from kvkeeper.kernels.copy_blocks import copy_blocks, move_blocks
+from kvkeeper.kernels.find_likeliest import find_likeliest
 from kvkeeper.kernels.gpu import decode_work
 from kvkeeper.kernels.gpu import paged_attention_prefill as paged_attention_prefill_kernels
 from kvkeeper.kernels.layout import KvLayout
@@ -174,6 +175,10 @@ def _penalise(counts: torch.dtype, num_rows: int = 128) -> None:
     penalise_counted(logits, rows, CountedTensors(*longs, nowhere(3, 256, dtype=torch.float64)[:, :num_rows]))
 
 
+def _find_likeliest(num_rows: int) -> None:
+    find_likeliest(nowhere(num_rows, 131_072, dtype=torch.float32))
+
+
 def _attend_chunks(num_seqs: int, width: int) -> None:
     """Decode of Llama 4: 5 queries for each head of K and V, tables of a chunk of 8192 tokens, gathered from wider ones."""
     q, layer = nowhere(num_seqs, 40, 128), _arena(128, 16, torch.bfloat16)[:, 1]
@@ -256,11 +261,13 @@ VARIANTS: dict[str, tuple[int, list[Callable[[], object]]]] = {
                           for n in (16, 31, 33) for w in (64, 99)]),
     "store": (1, [partial(_store, 128, n, torch.bfloat16) for n in (1, 7, 16, 64)]),
     "norm": (1, [partial(_head_norm, 128, torch.bfloat16, num_tokens=n) for n in (1, 7, 16)]),
+    "likeliest": (2, [partial(_find_likeliest, n) for n in (1, 7, 128)]),
     "penalise": (1, [partial(_penalise, torch.int16, num_rows=n) for n in (1, 7, 128)]),
     "copies": (1, [partial(copy_blocks, _arena(128, 16, torch.bfloat16), [(0, 1 + at) for at in range(n)]) for n in (1, 2, 7)]),
 }  # fmt: skip
 for head_dim in _HEAD_DIMS:
     _add(f"rotary d{head_dim} bf16", _rotary, head_dim, torch.bfloat16)
+_add("likeliest of 131072", _find_likeliest, 128)
 _add("rotary d128 fp16", _rotary, _COMMON, torch.float16)
 for length in (1024, 4096, 14336):
     _add(f"rows of {length} bf16", _rows, length, torch.bfloat16)

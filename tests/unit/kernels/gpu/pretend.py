@@ -37,6 +37,7 @@ def pretend_inputs_on_cuda(monkeypatch):
     def all_tensors(self, num_rows):
         return {name: tensor.as_subclass(PretendCuda) for name, tensor in tensors(self, num_rows).items()}
 
+    look = graphed_steps.with_likeliest
     draw, penalised, penalise = graphed_steps.draw_plain, graphed_steps.draw_penalised, graphed_steps.penalise_counted
 
     def draw_there(step, *drawing):
@@ -49,6 +50,7 @@ def pretend_inputs_on_cuda(monkeypatch):
         return on_cuda(penalise(*on_cuda(logits, counts), CountedTensors(*on_cuda(*rows))))[0]
 
     monkeypatch.setattr(StepInputs, "tensors", all_tensors)
+    monkeypatch.setattr(graphed_steps, "with_likeliest", lambda values: look(on_cuda(values)[0]))
     monkeypatch.setattr(graphed_steps, "draw_plain", draw_there)
     monkeypatch.setattr(graphed_steps, "draw_penalised", draw_penalised_there)
     for module in (graphed_steps, penalties):
