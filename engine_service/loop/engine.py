@@ -274,7 +274,7 @@ class Engine:
             return
         if wait is not None:
             self.stats.num_waits[wait] += 1
-        computed = await self._while_renewing(memory, step.computing)
+        computed = await self._while_renewing(memory, step.computing, step.wait)
         if not memory.lease.is_certain:
             self.stats.num_waits[StepWait.LEASE] += 1
         await memory.require_lease()  # if the lease is lost, blocks may hold other engines' K and V: computed again
@@ -310,7 +310,10 @@ class Engine:
         asking = self.speculator.ask(self.scheduler.running)
         if asking is None:
             return NO_GUESSES
-        return await self._while_renewing(memory, self._step_worker.call(asking)) if self.speculator.is_slow else asking()
+        if not self.speculator.is_slow:
+            return asking()
+        guessing = self._step_worker.call(asking)
+        return await self._while_renewing(memory, guessing, lambda seconds: asyncio.wait({guessing}, timeout=seconds))
 
     # -- waiting
 
@@ -327,10 +330,13 @@ class Engine:
         if not await wait_for(self._wake.loop, memory.lease.renew_s):
             await memory.renew()
 
-    async def _while_renewing(self, memory: KvMemory, work: asyncio.Future[T]) -> T:
-        """The work's result. The lease is renewed while the work goes on; work that is done costs no turn of asyncio's loop."""
+    async def _while_renewing(self, memory: KvMemory, work: asyncio.Future[T], wait: Callable[[float], Awaitable[object]]) -> T:
+        """The work's result. The lease is renewed while the work goes on; work that is done costs no turn of asyncio's loop.
+
+        wait: for the work, for at most so many seconds.
+        """
         while not work.done():
-            await asyncio.wait({work}, timeout=memory.lease.renew_s)
+            await wait(memory.lease.renew_s)
             if not work.done():
                 await memory.renew()
         return work.result()

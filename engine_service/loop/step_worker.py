@@ -47,11 +47,30 @@ class InFlight:
     launch_seconds: float = 0.0  # of a device, which computes by itself once the launch has returned
     launched_at: float | None = None
     ended_at: float | None = None
-    computing: asyncio.Future[Computed | None] = field(init=False)
+    computing: asyncio.Future[Computed | None] = field(
+        init=False, default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    _waiter: asyncio.Future[None] | None = field(init=False, default=None)
 
     def end(self, outcome: Computed | BaseException | None) -> None:
         """Hand over what came of it; called in a thread."""
-        self.computing.get_loop().call_soon_threadsafe(_settle, self.computing, outcome)
+        self.computing.get_loop().call_soon_threadsafe(self._end, outcome)
+
+    def _end(self, outcome: Computed | BaseException | None) -> None:
+        _settle(self.computing, outcome)
+        if self._waiter is not None:
+            _settle(self._waiter, None)
+
+    async def wait(self, seconds: float) -> None:
+        """Wait until it has ended, for at most so many seconds. What asyncio.wait does beside costs a step one more turn."""
+        if not self.computing.done():
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(seconds, _settle, self._waiter, None)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
 
     @property
     def seconds(self) -> float:
@@ -124,7 +143,6 @@ class StepWorker:
         assert len(self._flights) < 2, "one step runs ahead"
         idle_since = None if self._flights else self._idle_since
         flight = InFlight(step_id, work, self._cache_wait, is_guessing, idle_since, moves is not None, has_loads)
-        flight.computing = asyncio.get_running_loop().create_future()
         self._flights.append(flight)
         self._thread.submit(partial(self._compute, flight, compute, how, moves))
         self._cache_wait = 0.0
@@ -182,7 +200,7 @@ class StepWorker:
             left = usual.computation * (work.num_tokens if has_prompts else 1) - flight.seconds
             left -= _NUM_PREPARATIONS * (self._usual_preparation + usual.launch) + _MARGIN_S
             if (whole := _whole_ticks(left)) > 0:
-                await asyncio.wait({flight.computing}, timeout=min(whole, longest))
+                await flight.wait(min(whole, longest))
             self._due_at = time.perf_counter()
 
     async def time_reply(self, reply: Awaitable[T]) -> T:

@@ -99,7 +99,7 @@ class UnreadTokens:
         if len(ending := self._sorted_ending):
             found = ending[np.minimum(np.searchsorted(ending, token_ids), len(ending) - 1)]
             is_added &= found != token_ids
-        if not is_added.all():
+        if np.count_nonzero(is_added) < len(slots):
             slots, token_ids, counts = slots[is_added], token_ids[is_added], counts[is_added]
         self.tokens[slots, counts] = token_ids
         self.counts[slots] = counts + 1
@@ -260,9 +260,9 @@ class SlotDraws:
     def rows(self, slots: npt.NDArray[np.int64], histories: Histories) -> SampledRows | None:
         """The rows of slots [R] that draw behind these tokens; None: some are their requests' to make."""
         kinds = self._kinds[slots]
-        if not kinds.all():
+        if np.count_nonzero(kinds) < len(slots):
             return None
-        if (kinds == _Kind.LIKELIEST).all():
+        if np.count_nonzero(kinds == _Kind.LIKELIEST) == len(slots):
             return [LIKELIEST] * len(slots)
         zeros = np.zeros(len(slots), np.uint64)  # one continuation each
         positions = (histories.num_known + histories.awaited).astype(np.uint64)

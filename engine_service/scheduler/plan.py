@@ -86,14 +86,12 @@ class Plan(NamedTuple):
     @property
     def is_empty(self) -> bool:
         """Nothing to report to the cache service, nothing to compute."""
-        columns = (self.start_ids, self.reserve_ids, self.swap_in_ids)
-        return self.only_asks and not any(len(column) for column in columns)
+        return not (len(self.reserve_ids) or len(self.start_ids) or len(self.swap_in_ids)) and self.only_asks
 
     @property
     def only_asks(self) -> bool:
         """Whether the plan reports nothing new: if nothing is granted either, the same plan would follow at once."""
-        columns = (self.commit_ids, self.fork_parents, self.release_ids, self.swap_out_ids)
-        return not any(len(column) for column in columns)
+        return not (len(self.commit_ids) or len(self.fork_parents) or len(self.release_ids) or len(self.swap_out_ids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,8 +195,8 @@ def encode(items: StepItems, session_id: str, epoch: int, step_id: int, complete
 def decode(raw: bytes) -> StepResult:
     """The columns of a serialised StepResponse. Raises ValueError for a column whose size is not that of whole items."""
     values = _NO_VALUES.copy()
-    for told, value in pb.StepResponse.FromString(raw).ListFields():
-        if told.number in _PLACES:  # the epoch is the session's
-            place, dtype = _PLACES[told.number]
+    for wire_field, value in pb.StepResponse.FromString(raw).ListFields():
+        if wire_field.number in _PLACES:  # the epoch is the session's
+            place, dtype = _PLACES[wire_field.number]
             values[place] = value if dtype is None else np.frombuffer(value, dtype)
     return StepResult._make(values)

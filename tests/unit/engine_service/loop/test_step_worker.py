@@ -1,8 +1,9 @@
 """When the loop begins to prepare the next step beside one that is computed."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -10,7 +11,7 @@ from kvkeeper.engine_service.compute.step_compute import StepRows
 from kvkeeper.engine_service.loop import step_worker
 from kvkeeper.engine_service.loop.step_worker import InFlight, StepWorker, _Usual
 
-STARTED_AT = 100.0
+STARTED_AT, DEADLINE_S = 100.0, 20.0
 
 
 @pytest.mark.parametrize(
@@ -30,17 +31,16 @@ async def test_a_wait_ends_before_the_next_step_is_due(
     """The event loop rounds each wait up to whole milliseconds, and a device's step may be as short as one."""
     waits: list[float] = []
 
-    async def note_wait(_: object, **options: float) -> None:
-        waits.append(options["timeout"])
+    async def note_wait(_: InFlight, seconds: float) -> None:
+        waits.append(seconds)
 
     work: Any = SimpleNamespace(num_prompt_tokens=0, num_tokens=1)
     worker, flight = StepWorker(), InFlight(1, work, 0.0, False, None, started_at=STARTED_AT)
-    flight.computing = asyncio.get_running_loop().create_future()
     worker._flights.append(flight)
     worker._usual_decode, worker._usual_preparation = _Usual(usual_ms / 1e3, launch_ms / 1e3), preparation_ms / 1e3
     with monkeypatch.context() as patched:
         patched.setattr(step_worker.time, "perf_counter", lambda: STARTED_AT)
-        patched.setattr(step_worker.asyncio, "wait", note_wait)
+        patched.setattr(InFlight, "wait", note_wait)
         await worker.wait_until_due(10.0)
     worker.close()
     assert [round(seconds * 1e3, 6) for seconds in waits] == waited_ms
@@ -80,7 +80,7 @@ async def test_a_step_that_found_the_device_idle_counts_without_its_launch(monke
 
 
 @pytest.mark.parametrize(("launched_at", "computed_ms"), [(0.004, 10), (0.012, 8), (None, 10)])
-def test_a_step_that_ran_ahead_counts_from_the_end_of_the_one_before(launched_at: float | None, computed_ms: int) -> None:
+async def test_a_step_that_ran_ahead_counts_from_the_end_of_the_one_before(launched_at: float | None, computed_ms: int) -> None:
     """And from its launch, where that was over later still. A processor computes in the launch."""
     flight = InFlight(2, Any, 0.0, False, None, started_at=0.010, launched_at=launched_at, ended_at=0.020)  # type: ignore[arg-type]
     assert round(flight.device_seconds, 6) == computed_ms / 1e3
@@ -101,3 +101,15 @@ async def test_what_is_called_beside_steps_runs_in_order_and_its_error_is_raised
     worker.close()
     assert ran == [1, 2, 3]
     await asyncio.sleep(0)
+
+
+async def test_a_wait_for_a_step_ends_with_it_or_with_its_time() -> None:
+    flight = InFlight(1, cast(Any, None), 0.0, False, None)
+    await flight.wait(0.0)
+    assert not flight.computing.done()
+    threading.Timer(0.0, flight.end, (KeyError("it failed"),)).start()
+    async with asyncio.timeout(DEADLINE_S):
+        await flight.wait(10 * DEADLINE_S)
+    with pytest.raises(KeyError):
+        flight.computing.result()
+    await flight.wait(DEADLINE_S)  # it has ended
