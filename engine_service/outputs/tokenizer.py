@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import tokenizers
 
 from ..model.checkpoint.errors import TokenizerError
-from .tokenizer_folder import read_tokenizer
+from .tokenizer_folder import find_template, read_tokenizer
 
 if TYPE_CHECKING:
     from .chat_template import ChatTemplate
@@ -83,6 +83,14 @@ class Tokenizer:
         if chat.plain_user_text:
             return self.plain_text.encode_chat(chat, self.apply_chat_template)
         return self.encode(chat.render(self.apply_chat_template), add_special_tokens=False)
+
+    @property
+    def chat_template(self) -> str:
+        """Of several the one for tools. Empty: the model has none."""
+        try:
+            return find_template(self._settings.get("chat_template"), "tool_use")
+        except TokenizerError:
+            return ""
 
     @cached_property
     def plain_text(self) -> "PlainText":

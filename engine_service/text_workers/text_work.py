@@ -30,6 +30,7 @@ log = structlog.get_logger()
 BYTES_PER_TOKEN: Final = 32  # English has 4 to 5, the longest run of blanks in one token mostly 32
 # 1 ms of the worst text that was tried, where the way to a worker and back takes 0.2 ms.
 _SHORT_BYTES, _SHORT_TOKENS, _SHORT_CHAT = 2048, 512, 16
+MAX_PIECES: Final = 4096
 _CONSTRAINT_FLAG: Final = "--max-constraint-bytes"
 
 
@@ -92,6 +93,12 @@ class TextWork:
             return self._text.decode(token_ids.tolist())
         body = token_ids.astype(TOKEN_DTYPE).tobytes()
         return (await self._run(self._workers, client, Kind.DECODE, body, "token_ids")).decode()
+
+    def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
+        """What each token stands for by itself, at most MAX_PIECES. For a tokenizer without constraints, as text."""
+        if (vocabulary := self._vocabulary) is not None:
+            return [vocabulary.tokens.decode_bytes([token_id]) for token_id in token_ids]
+        return [self._text.decode([token_id]).encode() for token_id in token_ids]
 
     async def constraint(self, client: str, kind: str, source: str | Sequence[str]) -> Constraint:
         """kind: json_schema, regex or choices. Raises InvalidField, TooComplex, QueueFull."""

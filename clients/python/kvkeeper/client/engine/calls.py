@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from kvkeeper.client.engine.prompts import Prompt, set_prompt
+from kvkeeper.client.engine.prompts import Chat, Prompt, set_chat, set_prompt
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
@@ -179,6 +179,14 @@ def submit_request(prompt: Prompt, options: GenerateOptions) -> pb.SubmitRequest
     request = generate_request(prompt, options)
     request.request_id = request.request_id or str(uuid.uuid4())
     return pb.SubmitRequestRequest(request=request)
+
+
+def tokenize_request(prompt: str | Chat) -> pb.TokenizeRequest:
+    if isinstance(prompt, str):
+        return pb.TokenizeRequest(text=prompt)
+    request = pb.TokenizeRequest()
+    set_chat(request.chat, prompt)
+    return request
 
 
 def stream_request(request_id: str, received: Iterable[pb.ReceivedOutput]) -> pb.StreamRequestRequest:
