@@ -1,0 +1,1 @@
+"""kvkeeper http: the engine service for clients that speak HTTP."""
