@@ -22,12 +22,16 @@ _ANY_OBJECT = '{"type": "object"}'
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt as the engine is asked to continue it. ids: its tokens, where they are known; where: the field it came in."""
+    """One prompt as the engine is asked to continue it.
+
+    ids: its tokens, where they are known; where: the field that it came in; form: that of the output's form.
+    """
 
     prompt: Prompt
     ids: tuple[int, ...] | None
     options: GenerateOptions
     where: str
+    form: str
 
     def start(self, engine: Engine) -> AsyncGeneration:
         """Raises HttpError."""
@@ -37,10 +41,10 @@ class Asked:
             raise _wrong(error, self.where) from None
 
     def failure(self, error: KvkeeperError) -> HttpError:
-        return of_engine(error, self.where, self.options.sampling.max_tokens or 1)
+        return of_engine(error, self.where, self.options.sampling.max_tokens or 1, self.form)
 
 
-async def ask(engine: Engine, prompt: Prompt, options: GenerateOptions, where: str, *, shows_ids: bool) -> Asked:
+async def ask(engine: Engine, prompt: Prompt, options: GenerateOptions, where: str, form: str, *, shows_ids: bool) -> Asked:
     """shows_ids: the prompt's tokens are told. Raises HttpError."""
     ids = None if isinstance(prompt, str | Chat) else tuple(prompt)
     if ids is None and (shows_ids or options.sampling.max_tokens is None):
@@ -50,7 +54,7 @@ async def ask(engine: Engine, prompt: Prompt, options: GenerateOptions, where: s
         if len(ids) >= limit:
             raise too_long(limit, len(ids), 1, where)
         options = replace(options, sampling=replace(options.sampling, max_tokens=limit - len(ids)))
-    return Asked(prompt, ids, options, where)
+    return Asked(prompt, ids, options, where, form)
 
 
 async def tokens_of(engine: Engine, prompt: Prompt, where: str) -> tuple[int, ...]:
@@ -107,8 +111,8 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
         raise refused("logit_bias", "its names are token ids") from None
 
 
-def constraint_of(request: Generating) -> Constraint:
-    """Raises HttpError where there are several."""
+def constraint_of(request: Generating) -> tuple[Constraint, str]:
+    """With the field that asks for it. Raises HttpError where several do."""
     form, structured = request.response_format, request.structured_outputs
     found: dict[str, tuple[str, Any]] = {}
     if form is not None and form.type != "text":
@@ -124,7 +128,7 @@ def constraint_of(request: Generating) -> Constraint:
             found[f"guided_{name}"] = (name, value)
     if len(found) > 1:
         raise refused(max(found), f"not together with {min(found)}")
-    return {_KINDS[kind]: _text(value) for kind, value in found.values()}
+    return {_KINDS[kind]: _text(value) for kind, value in found.values()}, "".join(found)
 
 
 _KINDS = {"json_schema": "json_schema", "json": "json_schema", "regex": "regex", "choice": "choices"}

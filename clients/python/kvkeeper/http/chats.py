@@ -27,9 +27,9 @@ async def converse(call: Call) -> Work:
     chat = chat_of(request, has_tools=request.tool_choice != "none", **arguments)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    constraint = _constraint(request, engine, chat.tools, chat.template_arguments)
+    constraint, form = _constraint(request, engine, chat.tools, chat.template_arguments)
     options = make_options(request, request_id, constraint, max_tokens, num_logprobs)
-    asked = await ask(engine, chat, options, "messages", shows_ids=bool(request.return_token_ids))
+    asked = await ask(engine, chat, options, "messages", form, shows_ids=bool(request.return_token_ids))
     is_forced = _is_forced(request)
 
     def make_reader() -> Reader:
@@ -61,14 +61,15 @@ def _is_forced(request: ChatRequest) -> bool:
 
 def _constraint(
     request: ChatRequest, engine: Engine, tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
-) -> Constraint:
-    """What the output is held to: a call where one is required, or an answer of a form. Raises HttpError."""
-    found = constraint_of(request)
+) -> tuple[Constraint, str]:
+    """What the output is held to: a call where one is required, or an answer of a form; and the field. Raises HttpError."""
+    found, field = constraint_of(request)
     if not _is_forced(request):
-        return engine.form.answer(found, template_arguments=arguments) if found else {}
+        return engine.form.answer(found, template_arguments=arguments) if found else {}, field
     if found:
         raise refused("tool_choice", "a required call does not go together with a form of the answer")
-    return engine.form.forced(tools, request.tool_choice.function.name if isinstance(request.tool_choice, NamedTool) else None)
+    name = request.tool_choice.function.name if isinstance(request.tool_choice, NamedTool) else None
+    return engine.form.forced(tools, name), "tools"
 
 
 class _Writer:

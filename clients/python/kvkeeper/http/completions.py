@@ -30,13 +30,13 @@ async def complete(call: Call) -> Work:
         request.prompt_logprobs, tells_prompt = request.logprobs, False
     else:
         tells_prompt = request.prompt_logprobs is not None
-    constraint = constraint_of(request)
+    constraint, form = constraint_of(request)
     asked = []
     for place, prompt in enumerate(prompts):
         own_id = request_id if len(prompts) == 1 else f"{request_id}-{place}"
         options = make_options(request, own_id, constraint, max_tokens, request.logprobs, best_of=request.best_of)
         shows_ids = bool(request.echo or request.return_token_ids or request.prompt_logprobs is not None)
-        asked.append(await ask(engine, prompt, options, "prompt", shows_ids=shows_ids))
+        asked.append(await ask(engine, prompt, options, "prompt", form, shows_ids=shows_ids))
     if request.echo and request.logprobs is not None:
         await engine.spell(token for each in asked for token in each.ids or ())
     echoed = [await _text(engine, prompt) for prompt in prompts] if request.echo else None

@@ -27,8 +27,8 @@ _STATUSES = {
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
           413: "invalid_request_error", 429: "rate_limit_error"}  # fmt: skip
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-_NAMES = {"num_logprobs": "logprobs", "num_prompt_logprobs": "prompt_logprobs", "json_schema": "response_format",
-          "choices": "guided_choice", "regex": "guided_regex"}  # fmt: skip
+_NAMES = {"num_logprobs": "logprobs", "num_prompt_logprobs": "prompt_logprobs", "num_beams": "n"}
+_CONSTRAINTS = {"json_schema", "regex", "choices"}
 _REPEATED = (429, 503)
 
 
@@ -64,8 +64,8 @@ def too_long(limit: int, num_prompt: int, num_new: int, where: str) -> HttpError
     return HttpError(400, text, where, "context_length_exceeded")
 
 
-def of_engine(error: KvkeeperError, where: str = "prompt", num_new: int = 1) -> HttpError:
-    """where: the field with the prompt; num_new: tokens that were asked for."""
+def of_engine(error: KvkeeperError, where: str = "prompt", num_new: int = 1, form: str = "") -> HttpError:
+    """where: the field with the prompt; num_new: tokens that were asked for; form: the field with the form of the output."""
     metadata = error.metadata
     if error.reason == "NEVER_FITS" and "requested" in metadata:
         return too_long(int(metadata["limit"]), int(metadata["requested"]) - num_new, num_new, where)
@@ -75,6 +75,7 @@ def of_engine(error: KvkeeperError, where: str = "prompt", num_new: int = 1) -> 
         return HttpError(400, text, where, "context_length_exceeded")
     if field.startswith("chat.") or field in ("text", "token_ids", "chat"):
         return HttpError(_STATUSES.get(error.code, 500), error.message, field.removeprefix("chat.") if "." in field else where)
-    name = field.removeprefix("sampling.")
-    text = error.message.replace("sampling.", "") or error.code.name.lower().replace("_", " ")
-    return HttpError(_STATUSES.get(error.code, 500), text, _NAMES.get(name, name) or None, retry_after=error.retry_after)
+    last = field.rpartition(".")[2]
+    name = form if last in _CONSTRAINTS and form else _NAMES.get(last, last)
+    text = error.message.replace(field, name) if field else error.message or error.code.name.lower().replace("_", " ")
+    return HttpError(_STATUSES.get(error.code, 500), text, name or None, retry_after=error.retry_after)
