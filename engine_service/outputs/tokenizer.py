@@ -35,13 +35,16 @@ class Tokenizer:
         eos_ids: ids that end a sequence, from the first of generation_config.json, config.json and tokenizer_config.json that
             has them, as in transformers.
         vocab_size: every id is below it.
+        added_ids: of the tokens that were added to what the tokenizer learned, special ones among them.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any], eos_ids: frozenset[int]) -> None:
         """settings: chat_template and special_tokens, as FolderTokenizer has them."""
         self._backend = backend
         self._settings = settings
-        self._skipped = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        added = backend.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
+        self._skipped = frozenset(i for i, token in added.items() if token.special)
         self._templates: dict[bool, ChatTemplate] = {}  # by whether there are tools
         self.eos_ids = eos_ids
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -100,8 +100,13 @@ class TextWork:
             return [vocabulary.tokens.decode_bytes([token_id]) for token_id in token_ids]
         return [self._text.decode([token_id]).encode() for token_id in token_ids]
 
-    async def constraint(self, client: str, kind: str, source: str | Sequence[str]) -> Constraint:
-        """kind: json_schema, regex or choices. Raises InvalidField, TooComplex, QueueFull."""
+    async def constraint(
+        self, client: str, kind: str, source: str | Sequence[str], thought: tuple[str, str] | None = None
+    ) -> Constraint:
+        """kind: json_schema, regex or choices. thought: what is around one before the output, if there may be one.
+
+        Raises InvalidField, TooComplex, QueueFull.
+        """
         field = f"sampling.{kind}"
         if self._workers is None or self._vocabulary is None:
             raise InvalidField(self._no_constraints, field=field)
@@ -110,7 +115,7 @@ class TextWork:
         limit = self._inputs.constraint_bytes
         if not 1 <= sum(len(part.encode()) for part in source) <= limit:
             raise InvalidField(f"{field}: 1 to {limit} bytes", field=field, limit=limit, flag=_CONSTRAINT_FLAG)
-        job = json.dumps([kind, source if isinstance(source, str) else list(source), limit]).encode()
+        job = json.dumps([kind, source if isinstance(source, str) else list(source), limit, *(thought or ())]).encode()
         grammar = (await self._run(self._workers, client, Kind.CONSTRAINT, job, field)).decode()
         return await in_thread(compile_grammar, self._vocabulary, grammar, field)
 

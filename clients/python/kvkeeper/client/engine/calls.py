@@ -54,6 +54,14 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """Any text between two texts, before an output that a constraint is about. opens: empty if the prompt has begun it."""
+
+    opens: str
+    closes: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen; the protocol's SamplingParams explains each. None: the model's sampling_defaults apply."""
 
@@ -80,6 +88,8 @@ class Sampling:
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[Sequence[int], ...] = ()
     allowed_token_ids: Sequence[int] = ()
+    thought: Thought | None = None
+    keep_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +172,8 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         raise ValueError(f"one constraint at most, not {' and '.join(constraints)}")  # the message would keep the last alone
     if "choices" in sampling:
         sampling["choices"] = pb.Choices(texts=sampling["choices"])
+    if "thought" in sampling:
+        sampling["thought"] = pb.Thought(**asdict(sampling["thought"]))
     sampling["bad_words_token_ids"] = [pb.TokenIds(ids=word) for word in options.sampling.bad_words_token_ids]
     request = pb.GenerateRequest(
         **{name: getattr(options, name) for name in _PLAIN},

@@ -1,13 +1,16 @@
-"""The forms in which families of models write thoughts and calls of tools, as data, and the choice of one."""
+"""The forms in which families of models write thoughts and calls of tools, as data, and the choice of one for a model."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .calls import CallSyntax
 from .reader import Reader
 
 Tool = Mapping[str, Any]  # as OpenAI's chats have it: {"type": "function", "function": {"name": ..., "parameters": ...}}
-Constraint = Mapping[str, Any]  # one field of the protocol's SamplingParams.constraint, by name
+Constraint = Mapping[str, Any]  # fields of the protocol's SamplingParams
 
 
 class UnknownForm(ValueError):
@@ -18,34 +21,152 @@ class UnknownForm(ValueError):
 class Form:
     """How a family writes thoughts and calls.
 
-    keeps_special_tokens: whether the text has to come with its special tokens (SamplingParams.keep_special_tokens).
+    shown_by: what a chat template has in it if its model writes so; one of them is enough.
+    thought: what is around a thought.
+    calls: for one that has several ways, in the order in which they are tried.
+    dropped: markers that say nothing themselves.
+    id_chars: letters and digits of a call's id, where the template takes no others.
+    is_thought_free: whether a thought stays free where the answer is constrained. Not where more markers are behind it.
     """
 
     name: str
-    keeps_special_tokens: bool = False
+    shown_by: tuple[str, ...] = ()
+    thought: tuple[str, str] | None = None
+    calls: tuple[CallSyntax, ...] = ()
+    dropped: tuple[str, ...] = ()
+    id_chars: int | None = None
+    is_thought_free: bool = True
 
-    def reader(
-        self, tools: Sequence[Tool], *, template_arguments: Mapping[str, Any] | None = None, is_forced: bool = False
-    ) -> Reader:
-        """Of one continuation. template_arguments: of its chat. is_forced: the answer has the form that `forced` asked for."""
-        return Reader()
+    @property
+    def keeps_special_tokens(self) -> bool:
+        """Whether the text has to come with special tokens, such as some markers are."""
+        return bool(self.thought or self.calls)
+
+    def reader(self, tools: Sequence[Tool], prompt_end: str = "", *, is_forced: bool = False) -> Reader:
+        """Of one continuation.
+
+        Args:
+            prompt_end: what the chat template writes last, without blanks behind it: it may begin a thought.
+            is_forced: the answer is what `forced` asked for.
+        """
+        calls = (CallSyntax(""),) if is_forced else self.calls if tools else ()
+        is_thinking = self.thought is not None and prompt_end.endswith(self.thought[0])
+        parameters = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        return Reader(self.thought, calls, self.dropped, parameters, is_thinking=is_thinking, id_chars=self.id_chars)
 
     def forced(self, tools: Sequence[Tool], choice: str | None) -> Constraint:
-        """An answer that calls tools. choice: the name of the one tool to call; None: one or more of any."""
-        return {"json_schema": "{}"}
+        """An answer of calls alone. choice: the one tool that is called; None: one call or more, of any of them.
 
-    def answer(self, constraint: Constraint, *, template_arguments: Mapping[str, Any] | None = None) -> Constraint:
-        """The constraint for the answer alone: what the model thinks before it stays free."""
-        return constraint
+        It is a JSON list without markers, whatever the family's form, for a reader with is_forced.
+        """
+        functions = [tool["function"] for tool in tools if choice in (None, tool["function"]["name"])]
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": function["name"]},
+                    "arguments": function.get("parameters") or {"type": "object"},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for function in functions
+        ]
+        most = {} if choice is None else {"maxItems": 1}
+        return {"json_schema": json.dumps({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})}
+
+    def answer(self, constraint: Constraint, prompt_end: str = "") -> Constraint:
+        """The constraint for an answer alone: the thought before it stays free."""
+        if self.thought is None or not self.is_thought_free or prompt_end.endswith(self.thought[1]):
+            return constraint
+        opens, closes = self.thought
+        return {**constraint, "thought": {"opens": "" if prompt_end.endswith(opens) else opens, "closes": closes}}
 
 
-FORMS = {form.name: form for form in (Form("plain"),)}
+_THINK = ("<think>", "</think>")
+_NAME = r"(?P<name>[\w.-]+)"
+_HARMONY = re.compile(
+    rf"(?:functions\.)?{_NAME}(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>\s*(?=\{{)"
+)
+_CODER = re.compile(r"\s*<function=(?P<name>[^>\s]+)>")
+_DEEPSEEK = tuple(
+    f"<\uff5ctool\u2581{what}\uff5c>"
+    for what in ("call\u2581begin", "call\u2581end", "calls\u2581begin", "calls\u2581end", "sep")
+)
+
+FORMS = (
+    Form(
+        "harmony",
+        ("<|channel|>",),
+        ("<|channel|>analysis<|message|>", "<|end|>"),
+        tuple(
+            CallSyntax(opens, "<|call|>", _HARMONY)
+            for opens in ("<|channel|>commentary to=", "<|start|>assistant to=", "to=functions.")
+        ),
+        (
+            *("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
+            *("<|end|>", "<|return|>", "<|call|>"),
+        ),
+        is_thought_free=False,
+    ),
+    Form(
+        "gemma4",
+        ("<|tool_call>",),
+        ("<|channel>thought", "<channel|>"),
+        (CallSyntax("<|tool_call>", "<tool_call|>", re.compile(rf"\s*call:{_NAME}(?=\{{)"), "loose", '<|"|>'),),
+    ),
+    Form(
+        "function-gemma",
+        ("<start_function_call>",),
+        calls=(
+            CallSyntax(
+                *("<start_function_call>", "<end_function_call>"), re.compile(rf"\s*call:{_NAME}(?=\{{)"), "loose", "<escape>"
+            ),
+        ),
+    ),
+    Form(
+        "deepseek",
+        _DEEPSEEK[2:3],
+        _THINK,
+        (
+            CallSyntax(_DEEPSEEK[0], f"```{_DEEPSEEK[1]}", re.compile(rf"\s*function{_DEEPSEEK[4]}{_NAME}\n```json\n(?=\{{)")),
+            CallSyntax(_DEEPSEEK[0], _DEEPSEEK[1], re.compile(rf"\s*{_NAME}{_DEEPSEEK[4]}\s*(?=\{{)")),
+        ),
+        _DEEPSEEK[2:4],
+    ),
+    Form(
+        "mistral",
+        ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]"),
+        ("[THINK]", "[/THINK]"),
+        (
+            CallSyntax("[TOOL_CALLS]"),
+            CallSyntax("[TOOL_CALLS]", header=re.compile(rf"\s*{_NAME}(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*(?=\{{)")),
+        ),
+        id_chars=9,
+    ),
+    Form(
+        "qwen",
+        ("<tool_call>",),
+        _THINK,
+        (
+            CallSyntax("<tool_call>", "</tool_call>"),
+            CallSyntax("<tool_call>", "</tool_call>", _CODER, "parameters"),
+        ),
+    ),
+    Form(
+        "llama3",
+        ("<|python_tag|>", '{"name": function name, "parameters"'),
+        calls=(CallSyntax("<|python_tag|>"), CallSyntax("")),
+    ),
+    Form("think", ("<think>", "</think>"), _THINK),
+    Form("plain"),
+)
 
 
 def choose_form(chat_template: str | None, named: str | None) -> Form:
-    """The form of this name; else the one that the chat template shows. Raises UnknownForm."""
-    if named is not None:
-        if named not in FORMS:
-            raise UnknownForm(f"{named!r} is none of {', '.join(sorted(FORMS))}")
-        return FORMS[named]
-    return FORMS["plain"]
+    """The form of this name; else the first that the model's chat template shows. Raises UnknownForm."""
+    forms = {form.name: form for form in FORMS}
+    if named is not None and named not in forms:
+        raise UnknownForm(f"{named!r} is none of {', '.join(forms)}")
+    shown = (form.name for form in FORMS if any(text in (chat_template or "") for text in form.shown_by))
+    return forms[named or next(shown, "plain")]
