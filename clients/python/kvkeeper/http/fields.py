@@ -87,6 +87,7 @@ class Generating(_Fields):
     repetition_penalty: float | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputs | None = None
     top_k: int | None = None
@@ -172,11 +173,9 @@ _ANY_TEXT = {
     "truncate_prompt_tokens": "prompts are taken whole",
     "vllm_xargs": "not served",
 }
-_NOT_SERVED = {name: Refused(why, harmless=False) for name, why in _ANY_TEXT.items()} | {
-    "skip_special_tokens": Refused("texts come without special tokens", harmless=True),
-}
+_NOT_SERVED = {name: Refused(why, harmless=False) for name, why in _ANY_TEXT.items()}
 _ALWAYS_SO = {
-    "spaces_between_special_tokens": "texts come without special tokens",
+    "spaces_between_special_tokens": "the tokenizer knows where blanks are",
     "user": "the bearer token says who asks",
 }
 
