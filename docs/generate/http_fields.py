@@ -6,20 +6,21 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from docs.generate.markdown import code_span, prose, table
-from kvkeeper.http.fields import NO_EFFECT, NO_EFFECT_OF_MESSAGES, REFUSED, ChatRequest, CompletionRequest
+from kvkeeper.http.fields import NO_EFFECT, NO_EFFECT_OF_MESSAGES, NO_EFFECT_WITHIN, REFUSED, ChatRequest, CompletionRequest
 
 _PAGE = Path(__file__).resolve().parents[1] / "operate" / "http.md"
-_TABLES = {"completions": CompletionRequest, "chats": ChatRequest}
+_TABLES: dict[str, type[BaseModel]] = {"completions": CompletionRequest, "chats": ChatRequest}
 
 
 def page() -> str:
     """The page as it is, with the tables of today."""
     text = _PAGE.read_text()
     for name, kind in _TABLES.items():
-        begin, end = f"<!-- Fields of {name}, by `make docs`; edits are lost. -->\n\n", "\n<!-- end -->"
+        begin, end = f"<!-- Fields of {name}, by `make docs`; edits are lost. -->\n\n", "<!-- end -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        assert pattern.search(text), f"docs/operate/http.md has no table of the fields of {name}"
-        text = pattern.sub(lambda _, new=begin + _rows(kind) + end: new, text)  # type: ignore[misc]
+        found = pattern.search(text)
+        assert found, f"docs/operate/http.md has no table of the fields of {name}"
+        text = text.replace(found[0], f"{begin}{_rows(kind)}\n{end}")
     return text
 
 
@@ -31,6 +32,7 @@ def _rows(kind: type[BaseModel]) -> str:
     rows |= {name: ["", "", prose(why)] for name, why in NO_EFFECT[kind].items()}
     if kind is ChatRequest:
         rows |= {f"messages[].{name}": ["", "", prose(why)] for name, why in NO_EFFECT_OF_MESSAGES.items()}
+    rows |= {name: ["", "", prose(why)] for name, why in NO_EFFECT_WITHIN.items() if re.split(r"\W", name)[0] in rows}
     header = ["field", "takes effect", "refused with 400 and its name", "told to have no effect"]
     return "\n".join(table(header, [[code_span(name), *cells] for name, cells in sorted(rows.items())]))
 

@@ -83,11 +83,14 @@ def make_options(
     keeps_special_tokens: bool,
     best_of: int | None = None,
 ) -> GenerateOptions:
-    """max_tokens: of 0, one token is drawn and not told."""
+    """max_tokens: of 0, one token is drawn and not told. Raises HttpError."""
     n = request.n or 1
+    if not request.use_beam_search and (request.early_stopping is not None or request.length_penalty is not None):
+        raise refused("length_penalty" if request.early_stopping is None else "early_stopping", "of a beam search alone")
     return GenerateOptions(
         request_id=request_id,
         n=n,
+        cache_salt=request.cache_salt or "",
         priority=-(request.priority or 0),  # vLLM's lower numbers come first
         beam_search=BeamSearch(n, request.length_penalty, bool(request.early_stopping)) if request.use_beam_search else None,
         sampling=Sampling(

@@ -52,9 +52,11 @@ def _check(request: ChatRequest) -> None:
     check_streaming(request)
     if not request.messages:
         raise refused("messages", "one or more")
+    if request.max_tokens is not None and request.max_completion_tokens is not None:
+        raise refused("max_tokens", "not together with max_completion_tokens")
     if request.max_tokens == 0:
         raise refused("max_tokens", "1 or more")
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise refused("top_logprobs", "with logprobs alone")
     choice = request.tool_choice
     names = {tool.function.name for tool in request.tools or ()}
