@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvkeeper.client import KvkeeperError
 from kvkeeper.common.service import VERSION
-from kvkeeper.http import pages
+from kvkeeper.http import page, pages
 from kvkeeper.http.answering import Work, event, stream, whole
 from kvkeeper.http.calls import Call
 from kvkeeper.http.chats import converse
@@ -71,6 +71,7 @@ def make_app(engines: Engines) -> Starlette:
         Route(path, Endpoint(path, engines, figures, handler), methods=[method]) for method, path, handler in handlers
     ]
     routes += [
+        *page.routes(),
         Route("/v1/models/{name:path}", Endpoint("/v1/models", engines, figures, pages.show_model), methods=["GET"]),
         Route("/health", health),
         Route("/version", version),
