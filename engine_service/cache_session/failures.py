@@ -35,8 +35,8 @@ def has_ended_session(error: KvkeeperError) -> bool:
 
 
 def is_invalid(error: KvkeeperError) -> bool:
-    """The message itself was refused: the same message would be refused again."""
-    return error.code is grpc.StatusCode.INVALID_ARGUMENT
+    """The message itself was refused: the same message would be refused again. One with a salt is, by an old service."""
+    return error.code is grpc.StatusCode.INVALID_ARGUMENT or error.reason == "PROTOCOL_VERSION_UNSUPPORTED"
 
 
 def is_out_of_sequences(error: KvkeeperError) -> bool:

@@ -185,7 +185,9 @@ async def create_sequences(session: AsyncCacheSession, sequences: SequenceOf[Seq
     except KvkeeperError as error:
         if not is_invalid(error):
             raise
-        return [error] * len(sequences)  # a prompt alone that no message can carry
+        if len(sequences) == 1:
+            return [error]
+        return [one for sequence in sequences for one in await create_sequences(session, [sequence])]  # which of them was it?
     return [each if isinstance(each, KvkeeperError) else each.start_number for each in created]
 
 
@@ -202,6 +204,7 @@ def _new_sequence(sequence: Sequence) -> NewSequence:
         request.start_number,
         int(request.reuse_hint),  # type: ignore[arg-type]  # the numbers are the protocol's
         request.retain_ms,
+        cache_salt=request.cache_salt,
     )
 
 

@@ -178,6 +178,7 @@ class Admission:
             retention=None if keeps_all else options.retention,
             reuse_hint=options.reuse_hint,
             retain_ms=options.retain_ms,
+            cache_salt=options.cache_salt,
         )
         context, min_tokens = prompt.tolist(), message.sampling.min_tokens
         keep_special = message.sampling.keep_special_tokens

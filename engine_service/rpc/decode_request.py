@@ -25,6 +25,7 @@ MAX_WAIT_MS = 60_000
 MAX_RETAIN_MS = 3_600_000
 MAX_CONTINUATIONS = 64
 _MAX_NAME_CHARS = 64
+_MAX_SALT_CHARS = 256
 _MAX_METADATA, _MAX_VALUE_CHARS = 16, 256
 _MAX_LOGPROBS = 20
 _MAX_BEAMS, _MAX_LENGTH_PENALTY = 64, 10
@@ -57,6 +58,7 @@ class RequestOptions:
     retention: Retention | None
     reuse_hint: ReuseHint
     retain_ms: int
+    cache_salt: str
 
 
 def parse_options(request: pb.GenerateRequest, defaults: SamplingParams, limits: InputLimits) -> RequestOptions:
@@ -76,6 +78,9 @@ def parse_options(request: pb.GenerateRequest, defaults: SamplingParams, limits:
     _check_range("priority", request.priority, -1000, 1000)
     _check_range("reuse_hint", request.reuse_hint, 0, max(ReuseHint))
     _check_range("retain_ms", request.retain_ms, 0, 0 if request.reuse_hint == ReuseHint.NONE else MAX_RETAIN_MS)
+    if len(request.cache_salt) > _MAX_SALT_CHARS or not request.cache_salt.isprintable():
+        text = f"cache_salt: at most {_MAX_SALT_CHARS} printable characters"
+        raise InvalidField(text, field="cache_salt", limit=_MAX_SALT_CHARS)
     if timeout_ms is not None:
         _check_range("timeout_ms", timeout_ms, 1, 3_600_000)
     if max_tokens is not None:
@@ -107,6 +112,7 @@ def parse_options(request: pb.GenerateRequest, defaults: SamplingParams, limits:
         retention=_parse_retention(request),
         reuse_hint=ReuseHint(request.reuse_hint),
         retain_ms=request.retain_ms,
+        cache_salt=request.cache_salt,
     )
 
 

@@ -171,6 +171,7 @@ class Request:
     retention: Retention | None = None  # None: everything is kept
     reuse_hint: ReuseHint = ReuseHint.UNSPECIFIED
     retain_ms: int = 0  # within which its next turn is expected; 0: none is known
+    cache_salt: str = ""  # nothing cached is shared between two of them
     arrival: int = 0  # place in the order of arrivals, given by Scheduler.add
     arrived_at: float = 0.0  # seconds of the engine's clock
     start_number: int = 0  # place among all engines' arrivals, given by the cache service; kept when it is preempted

@@ -184,9 +184,9 @@ def test_what_a_request_is_marked_with_is_asked_for(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("kvkeeper.cli.generation.generate.EngineClient.generate", note)
     marks = ["--session-id", "talk", "--metadata", "a=b=c", "--metadata", "d=", "--reuse-hint", "soon", "--retain-ms", "9"]
-    assert main(["generate", "x", *marks]) == 1
+    assert main(["generate", "x", *marks, "--cache-salt", "s"]) == 1
     assert (asked[0].session_id, asked[0].metadata) == ("talk", {"a": "b=c", "d": ""})
-    assert (asked[0].reuse_hint, asked[0].retain_ms) == ("soon", 9)
+    assert (asked[0].reuse_hint, asked[0].retain_ms, asked[0].cache_salt) == ("soon", 9, "s")
 
 
 def test_sink_and_window_are_asked_for_together(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

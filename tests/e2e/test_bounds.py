@@ -54,6 +54,8 @@ BAD = {
     "retain_ms low": pb.GenerateRequest(token_ids=TOKENS, retain_ms=-1),
     "retain_ms high": pb.GenerateRequest(token_ids=TOKENS, retain_ms=3_600_001),
     "retain_ms of none": pb.GenerateRequest(token_ids=TOKENS, retain_ms=1, reuse_hint=pb.REUSE_HINT_NONE),
+    "cache_salt long": pb.GenerateRequest(token_ids=TOKENS, cache_salt="s" * 257),
+    "cache_salt not printable": pb.GenerateRequest(token_ids=TOKENS, cache_salt="s\n"),
     "metadata many": pb.GenerateRequest(token_ids=TOKENS, metadata={f"k{place}": "" for place in range(17)}),
     "metadata no key": pb.GenerateRequest(token_ids=TOKENS, metadata={"": "x"}),
     "metadata long key": pb.GenerateRequest(token_ids=TOKENS, metadata={"k" * 65: ""}),
@@ -182,7 +184,7 @@ async def test_what_is_at_a_bound_is_taken(channel: grpc.aio.Channel) -> None:
         allowed_token_ids=[*range(512)],
     )
     request.n, request.priority, request.timeout_ms, request.tenant = 64, -1000, 3_600_000, "t" * 64
-    request.session_id = "s" * 64
+    request.session_id, request.cache_salt = "s" * 64, "é" * 256
     request.metadata.update({f"{place:064}": "é" * 256 for place in range(16)})
     answers = [answer async for answer in pb_grpc.EngineServiceStub(channel).Generate(request, timeout=10)]
     assert len(answers) == 64

@@ -379,7 +379,7 @@ def test_a_prompt_that_does_not_fit_has_the_usual_words_and_numbers(client: open
         ({"n": 65}, "n"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"guided_grammar": 'root ::= "a"'}, "guided_grammar"),
-        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),

@@ -45,6 +45,7 @@ test('a conversation and metadata are bounded by name', async () => {
   };
   await take({ sessionId: 's'.repeat(64), metadata: { user: 'ada' } });
   await assert.rejects(take({ sessionId: 's'.repeat(65) }), (error) => error.metadata.field === 'session_id');
+  await assert.rejects(take({ cacheSalt: 's'.repeat(257) }), (error) => error.metadata.field === 'cache_salt');
   await assert.rejects(take({ metadata: { user: 'a'.repeat(257) } }), (error) => error.metadata.field === 'metadata');
 });
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvkeeper.client import AsyncGeneration, BeamSearch, Chat, GenerateOptions, KvkeeperError, Sampling
+from kvkeeper.client import AsyncGeneration, BeamSearch, Chat, GenerateOptions, KvkeeperError, Sampling, Thought
 from kvkeeper.http.engines import Engine
 from kvkeeper.http.errors import HttpError, of_engine, refused, too_long
 from kvkeeper.http.fields import NO_EFFECT_OF_MESSAGES, Conversation, Generating
@@ -80,18 +80,23 @@ def make_options(
     constraint: Constraint,
     max_tokens: int | None,
     num_logprobs: int | None,
+    keeps_special_tokens: bool,
     best_of: int | None = None,
 ) -> GenerateOptions:
-    """max_tokens: of 0, one token is drawn and not told."""
+    """max_tokens: of 0, one token is drawn and not told. Raises HttpError."""
     n = request.n or 1
+    if not request.use_beam_search and (request.early_stopping is not None or request.length_penalty is not None):
+        raise refused("length_penalty" if request.early_stopping is None else "early_stopping", "of a beam search alone")
     return GenerateOptions(
         request_id=request_id,
         n=n,
+        cache_salt=request.cache_salt or "",
         priority=-(request.priority or 0),  # vLLM's lower numbers come first
         beam_search=BeamSearch(n, request.length_penalty, bool(request.early_stopping)) if request.use_beam_search else None,
         sampling=Sampling(
             **{name: value for name in _AS_THEY_ARE if (value := getattr(request, name)) is not None},
-            **constraint,
+            **_with_thought(constraint),
+            keep_special_tokens=keeps_special_tokens or request.skip_special_tokens is False,
             max_tokens=None if max_tokens is None else max(1, max_tokens),
             top_k=None if request.top_k is None else max(0, request.top_k),  # -1 is off in vLLM
             seed=None if request.seed is None else request.seed - (request.seed >= 2**63) * 2**64,
@@ -102,6 +107,11 @@ def make_options(
         ),
         best_of=best_of,
     )
+
+
+def _with_thought(constraint: Constraint) -> Constraint:
+    thought = constraint.get("thought")
+    return constraint if thought is None else {**constraint, "thought": Thought(**thought)}
 
 
 def _bias(given: Mapping[str, float]) -> dict[int, float]:

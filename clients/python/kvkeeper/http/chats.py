@@ -6,7 +6,7 @@ from typing import Any
 
 from kvkeeper.client import OutputChunk
 from kvkeeper.http.answering import Work, check_streaming
-from kvkeeper.http.asking import Asked, Constraint, ask, chat_of, constraint_of, make_options
+from kvkeeper.http.asking import Asked, Constraint, Prompt, ask, chat_of, constraint_of, make_options, tokens_of
 from kvkeeper.http.calls import Call
 from kvkeeper.http.engines import Engine
 from kvkeeper.http.errors import refused
@@ -14,6 +14,7 @@ from kvkeeper.http.fields import ChatRequest, NamedTool, read
 from kvkeeper.http.responses import CallArguments, CallStart, Content, Piece, Reader, Reasoning
 from kvkeeper.http.tokens import Pieces, chat_logprobs, prompt_logprobs
 
+_NUM_LAST = 16  # tokens of a prompt: more than any marker has
 _REASONS = {"length": "length", "stop": "stop", "end_of_sequence": "stop", None: None}
 
 
@@ -25,27 +26,37 @@ async def converse(call: Call) -> Work:
     request_id = request.request_id or f"chatcmpl-{uuid.uuid4().hex}"
     arguments = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
     chat = chat_of(request, has_tools=request.tool_choice != "none", **arguments)
+    prompt: Prompt = chat
+    prompt_end = ""
+    if engine.form.thought is not None:
+        prompt = await tokens_of(engine, chat, "messages")
+        prompt_end = await _end(engine, prompt)
+    constraint, form = _constraint(request, engine, chat.tools, prompt_end)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    constraint, form = _constraint(request, engine, chat.tools, chat.template_arguments)
-    options = make_options(request, request_id, constraint, max_tokens, num_logprobs)
-    asked = await ask(engine, chat, options, "messages", form, shows_ids=bool(request.return_token_ids))
+    options = make_options(request, request_id, constraint, max_tokens, num_logprobs, engine.form.keeps_special_tokens)
+    asked = await ask(engine, prompt, options, "messages", form, shows_ids=bool(request.return_token_ids))
     is_forced = _is_forced(request)
+    readers = [engine.form.reader(chat.tools, prompt_end, is_forced=is_forced) for _ in range(request.n or 1)]
+    return Work(request_id, engine, [asked], request, _Writer(request, asked, readers))
 
-    def make_reader() -> Reader:
-        return engine.form.reader(chat.tools, template_arguments=chat.template_arguments, is_forced=is_forced)
 
-    writer = _Writer(request, asked, [make_reader() for _ in range(request.n or 1)])
-    return Work(request_id, engine, [asked], request, writer)
+async def _end(engine: Engine, prompt: Sequence[int]) -> str:
+    """What the template writes last, which may begin a thought."""
+    last = prompt[-_NUM_LAST:]
+    pieces = await engine.spell(last)
+    return b"".join(pieces[token] for token in last).decode(errors="replace").rstrip()
 
 
 def _check(request: ChatRequest) -> None:
     check_streaming(request)
     if not request.messages:
         raise refused("messages", "one or more")
+    if request.max_tokens is not None and request.max_completion_tokens is not None:
+        raise refused("max_tokens", "not together with max_completion_tokens")
     if request.max_tokens == 0:
         raise refused("max_tokens", "1 or more")
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise refused("top_logprobs", "with logprobs alone")
     choice = request.tool_choice
     names = {tool.function.name for tool in request.tools or ()}
@@ -60,12 +71,12 @@ def _is_forced(request: ChatRequest) -> bool:
 
 
 def _constraint(
-    request: ChatRequest, engine: Engine, tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+    request: ChatRequest, engine: Engine, tools: Sequence[Mapping[str, Any]], prompt_end: str
 ) -> tuple[Constraint, str]:
     """What the output is held to: a call where one is required, or an answer of a form; and the field. Raises HttpError."""
     found, field = constraint_of(request)
     if not _is_forced(request):
-        return engine.form.answer(found, template_arguments=arguments) if found else {}, field
+        return engine.form.answer(found, prompt_end) if found else {}, field
     if found:
         raise refused("tool_choice", "a required call does not go together with a form of the answer")
     name = request.tool_choice.function.name if isinstance(request.tool_choice, NamedTool) else None
@@ -114,7 +125,7 @@ class _Writer:
         reader = self._readers[chunk.index]
         pieces = reader.feed(chunk.text)
         if chunk.finish_reason is not None:
-            pieces = [*pieces, *reader.end(chunk.finish_reason)]
+            pieces = [*pieces, *reader.end()]
         if self._request.parallel_tool_calls is False:  # the first alone
             pieces = [piece for piece in pieces if not isinstance(piece, CallStart | CallArguments) or piece.index == 0]
         if any(isinstance(piece, CallStart) for piece in pieces):

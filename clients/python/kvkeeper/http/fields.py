@@ -87,6 +87,7 @@ class Generating(_Fields):
     repetition_penalty: float | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
     stop_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputs | None = None
     top_k: int | None = None
@@ -159,45 +160,47 @@ class DetokenizeRequest(_Fields):
     tokens: list[int]
 
 
-_ANY_TEXT = {
-    "add_special_tokens": "tokens around a text are the tokenizer's, those of a chat its template's",
-    "allowed_words": "not served",
-    "guided_decoding_backend": "there is one",
-    "guided_grammar": "grammars are not served; a JSON schema, a regular expression and choices are",
-    "guided_whitespace_pattern": "JSON comes without white space to choose",
+_SWITCHES = {
     "include_stop_str_in_output": "a text ends before its stop string",
-    "kv_transfer_params": "engines hand K and V over by themselves",
-    "logits_processors": "not served",
     "return_tokens_as_token_ids": "return_token_ids tells them",
-    "truncate_prompt_tokens": "prompts are taken whole",
-    "vllm_xargs": "not served",
 }
-_NOT_SERVED = {name: Refused(why, harmless=False) for name, why in _ANY_TEXT.items()} | {
-    "skip_special_tokens": Refused("texts come without special tokens", harmless=True),
+_NOT_SERVED = {name: Refused(why, harmless=False) for name, why in _SWITCHES.items()} | {
+    "guided_decoding_backend": Refused("there is one"),
+    "guided_grammar": Refused("grammars are not served; a JSON schema, a regular expression and choices are"),
+    "guided_whitespace_pattern": Refused("JSON comes without white space to choose"),
+    "kv_transfer_params": Refused("engines hand K and V over by themselves"),
+    "logits_processors": Refused("not served"),
+    "truncate_prompt_tokens": Refused("prompts are taken whole"),
+    "vllm_xargs": Refused("not served"),
+}
+_OF_TEXT = {"add_special_tokens": Refused("tokens around a text are the tokenizer's", harmless=True)}
+_OF_CHAT = {
+    "add_special_tokens": Refused("its tokens are the template's", harmless=False),
+    "chat_template": Refused("the model's own is used"),
+    "mm_processor_kwargs": Refused("prompts are text"),
 }
 _ALWAYS_SO = {
-    "spaces_between_special_tokens": "texts come without special tokens",
+    "spaces_between_special_tokens": "the tokenizer knows where blanks are",
     "user": "the bearer token says who asks",
 }
 
 REFUSED: Mapping[type[BaseModel], Mapping[str, Refused]] = {
-    CompletionRequest: _NOT_SERVED | {"suffix": Refused("a text is continued, and not filled in", harmless="")},
+    CompletionRequest: _NOT_SERVED | _OF_TEXT | {"suffix": Refused("a text is continued, and not filled in", harmless="")},
     ChatRequest: _NOT_SERVED
+    | _OF_CHAT
     | {
         "audio": Refused("the output is text"),
-        "chat_template": Refused("the model's own is used"),
         "echo": Refused("for completions alone", harmless=False),
         "function_call": Refused("deprecated; tool_choice has taken its place", harmless="auto"),
         "functions": Refused("deprecated; tools have taken its place"),
-        "mm_processor_kwargs": Refused("prompts are text"),
         "modalities": Refused("the output is text", harmless=["text"]),
         "moderation": Refused("nothing is moderated here"),
         "prediction": Refused("speculation is the engine's own"),
         "verbosity": Refused("no model here knows it; chat_template_kwargs reach the template", harmless="medium"),
         "web_search_options": Refused("nothing is searched for"),
     },
-    TextToTokenize: {"add_special_tokens": Refused("they are the tokenizer's", harmless=True)},
-    ChatToTokenize: {"add_special_tokens": Refused("they are the template's", harmless=False)},
+    TextToTokenize: _OF_TEXT,
+    ChatToTokenize: _OF_CHAT,
     DetokenizeRequest: {},
 }
 NO_EFFECT: Mapping[type[BaseModel], Mapping[str, str]] = {
@@ -217,8 +220,17 @@ NO_EFFECT: Mapping[type[BaseModel], Mapping[str, str]] = {
     ChatToTokenize: {},
     DetokenizeRequest: {},
 }
-# Of a message, beside what clients/python/kvkeeper/client/engine/prompts.py takes: clients send answers back as they came.
-NO_EFFECT_OF_MESSAGES = {"annotations": "links of an answer", "reasoning_content": "a thought of an earlier turn"}
+NO_EFFECT_OF_MESSAGES = {  # clients send answers back as they came
+    "annotations": "links of an answer",
+    "reasoning_content": "a thought of an earlier turn",
+}
+NO_EFFECT_WITHIN = {
+    "response_format.json_schema.description": "a schema says it all",
+    "response_format.json_schema.name": "a schema says it all",
+    "response_format.json_schema.strict": "a schema always holds",
+    "stream_options.include_obfuscation": "nothing is sent but the text",
+    "tools[].function.strict": "arguments fit the schema where a call is required",
+}
 
 
 def read(kind: type[Request], body: bytes) -> Request:

@@ -48,12 +48,12 @@ async def test_all_go_in_one_call_with_what_their_requests_say() -> None:
     session = Session()
     one = sequence(1, tenant="acme", priority=3, retention=Retention(4, 8))
     two = sequence(2)
-    two.request.start_number, two.request.retain_ms = 7, 9
+    two.request.start_number, two.request.retain_ms, two.request.cache_salt = 7, 9, "s"
     assert await create(session, one, two) == [11, REFUSED]
     assert session.num_calls == 1
     retention = pb.Retention(num_sink_tokens=4, num_window_tokens=8)
     first = (1, [1, 5], 8, "acme", 3, retention, 0, 0, 0, "", "")
-    assert session.created == [first, (2, [2, 5], 8, "", 0, None, 7, 0, 9, "", "")]
+    assert session.created == [first, (2, [2, 5], 8, "", 0, None, 7, 0, 9, "", "s")]
 
 
 async def test_a_prompt_that_no_message_can_carry_is_refused_alone() -> None:

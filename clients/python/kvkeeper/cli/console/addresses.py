@@ -52,7 +52,7 @@ def _variable(flag: str) -> str:
 
 
 def add_scope_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags for the adapter and the salt of a prompt; only clients of the cache service have them."""
+    """Flags for the adapter and the salt of a prompt, as clients of the cache service name them."""
     parser.add_argument("--adapter", default="", metavar="DIGEST", help="adapter of the prompt, 64 hex digits")
     parser.add_argument("--cache-salt", default="", metavar="TEXT", help="salt of the prompt")
 

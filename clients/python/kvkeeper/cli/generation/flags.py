@@ -163,6 +163,7 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="time within which the next turn is expected, which keeps its KV",
     )
+    parser.add_argument("--cache-salt", default="", type=utf8, metavar="TEXT", help="share KV with prompts of this salt alone")
 
 
 def _add_token_flags(parser: argparse.ArgumentParser) -> None:

@@ -138,6 +138,7 @@ class GenerateOptions:
     reuse_hint: what is known of the next use of its KV: "none" (a single question, or the last turn of a conversation) or
         "soon" (its next turn is certain, as with a tool call); empty: nothing.
     retain_ms: within what time its next turn is expected; 0: none is known.
+    cache_salt: nothing cached is shared between requests with two salts.
     session_id: conversation that it belongs to; metadata: returned with the request, and used for nothing else.
     resubmit_s: seconds to keep asking again, for what has not come yet, after the engine went away; 0: not at all.
     """
@@ -153,6 +154,7 @@ class GenerateOptions:
     retention: Retention | None = None
     reuse_hint: str = ""
     retain_ms: int = 0
+    cache_salt: str = ""
     session_id: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict)
     resubmit_s: float = 0.0
