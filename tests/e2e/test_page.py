@@ -165,10 +165,12 @@ def test_with_the_real_services(browser: Browser) -> None:
     with serving() as served, browser.new_page() as page:
         page.goto(served.ready["http"].removesuffix("/v1"))
         expect(page.locator("#model")).to_have_text(MODEL)
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("Most tokens").fill("40")
         say(page, "def fibonacci(n):\n" * 4)
         until_ready(page)
         say(page, "again")
-        expect(page.locator(".figures").nth(1)).to_have_text(
+        expect(page.locator(".figures").last).to_have_text(
             re.compile(r"tokens/s · .* · [1-9]\d* of \d+ prompt tokens cached")
         )
-        expect(page.locator(".figures").first).to_have_text(re.compile(r"tokens/s · .* · 0 of \d+ prompt tokens cached"))
+        expect(page.locator(".figures").first).to_have_text(re.compile(r"^40 tokens · .* tokens/s · .* · 0 of \d+ prompt tokens cached"))

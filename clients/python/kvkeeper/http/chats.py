@@ -80,7 +80,7 @@ def _constraint(
     if found:
         raise refused("tool_choice", "a required call does not go together with a form of the answer")
     name = request.tool_choice.function.name if isinstance(request.tool_choice, NamedTool) else None
-    return engine.form.forced(tools, name), "tools"
+    return engine.form.answer(engine.form.forced(tools, name), prompt_end), "tools"
 
 
 class _Writer:
