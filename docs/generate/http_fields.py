@@ -33,7 +33,7 @@ def _rows(kind: type[BaseModel]) -> str:
     if kind is ChatRequest:
         rows |= {f"messages[].{name}": ["", "", prose(why)] for name, why in NO_EFFECT_OF_MESSAGES.items()}
     rows |= {name: ["", "", prose(why)] for name, why in NO_EFFECT_WITHIN.items() if re.split(r"\W", name)[0] in rows}
-    header = ["field", "takes effect", "refused with 400 and its name", "told to have no effect"]
+    header = ["field", "takes effect", "refused with 400 and its name", "has no effect here"]
     return "\n".join(table(header, [[code_span(name), *cells] for name, cells in sorted(rows.items())]))
 
 

@@ -18,6 +18,7 @@ from kvkeeper.http import app as http_app
 from kvkeeper.http import server as http_server
 from kvkeeper.http.engines import Engine
 from kvkeeper.http.responses import choose_form
+from tests.support.stand_ins.asgi import Answer, post
 
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "world"}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -82,50 +83,6 @@ class Engines:
 
     async def is_serving(self) -> bool:
         return self._error is None
-
-
-@dataclass
-class Answer:
-    status: int
-    headers: dict[str, str]
-    parts: list[bytes]
-
-    @property
-    def json(self) -> Any:
-        return json.loads(b"".join(self.parts))
-
-    @property
-    def events(self) -> list[Any]:
-        """Without the last, which is told apart."""
-        texts = [part.decode().removeprefix("data: ").strip() for part in self.parts if part]
-        return [text if text == "[DONE]" else json.loads(text) for text in texts]
-
-
-async def post(engines: Any, path: str, body: Any, headers: dict[str, str] | None = None, leave: Any = None) -> Answer:
-    """leave: an event; the client goes away when it is set."""
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = Answer(0, {}, [])
-    received = [{"type": "http.request", "body": raw, "more_body": False}]
-
-    async def receive() -> Any:
-        if received:
-            return received.pop()
-        await (leave or asyncio.Event()).wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            answer.status = message["status"]
-            answer.headers = {name.decode(): value.decode() for name, value in message["headers"]}
-        else:
-            answer.parts.append(message.get("body", b""))
-
-    sent = {"content-length": str(len(raw)), **(headers or {})}
-    scope = {"type": "http", "http_version": "1.1", "method": "POST" if body else "GET", "path": path,
-             "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http", "server": ("x", 80),
-             "client": ("y", 1), "headers": [(name.encode(), value.encode()) for name, value in sent.items()]}  # fmt: skip
-    await http_app.make_app(engines)(scope, receive, send)
-    return answer
 
 
 async def chat(*told: Told, form: str = "qwen", **fields: Any) -> Answer:

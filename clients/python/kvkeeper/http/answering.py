@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from pydantic_core import to_json
 
 from kvkeeper.client import KvkeeperError, OutputChunk, Usage
-from kvkeeper.http.asking import Asked
+from kvkeeper.http.asking import EngineRequest
 from kvkeeper.http.engines import Engine
 from kvkeeper.http.errors import HttpError, refused
 from kvkeeper.http.fields import Generating
@@ -37,7 +37,7 @@ class Writer(Protocol):
     part_kind: str
 
     def part(self, place: int, chunk: OutputChunk, pieces: Pieces) -> dict[str, Any] | None:
-        """The choice in an event of a stream, without its index; None: there is nothing to tell. place: of the prompt."""
+        """The choice in an event of a stream, without its index; None: there is nothing new. place: of the prompt."""
 
     def whole(self, place: int, chunk: OutputChunk, pieces: Pieces) -> dict[str, Any]:
         """The choice of an answer, which has all of it in one chunk."""
@@ -52,7 +52,7 @@ class Work:
 
     id: str
     engine: Engine
-    asked: Sequence[Asked]
+    asked: Sequence[EngineRequest]
     request: Generating
     writer: Writer
     created: int = field(default_factory=lambda: int(time.time()))

@@ -82,12 +82,12 @@ def make_app(engines: Engines) -> Starlette:
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = HttpError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-    return Response(to_json(told.body()), error.status_code, error.headers, "application/json")
+    failure = HttpError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return Response(to_json(failure.body()), error.status_code, error.headers, "application/json")
 
 
 class Endpoint:
-    """One path. Its handler reads the call, and says what is to be answered."""
+    """One path. Its handler makes the answer of a call."""
 
     def __init__(self, path: str, engines: Engines, figures: Figures, handler: Callable[..., Awaitable[Any]]) -> None:
         self._path, self._engines, self._figures, self._handler = path, engines, figures, handler

@@ -1,6 +1,6 @@
 """From the fields of a request to what the engine is asked: prompts, options, and whether the prompt's tokens are needed first.
 
-They are where they are told (echo, return_token_ids), and where no max_tokens is given: as many as fit then.
+They are where the answer has them (echo, return_token_ids), and where no max_tokens is given: as many as fit then.
 """
 
 import json
@@ -21,7 +21,7 @@ _ANY_OBJECT = '{"type": "object"}'
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EngineRequest:
     """One prompt as the engine is asked to continue it.
 
     ids: its tokens, where they are known; where: the field that it came in; form: that of the output's form.
@@ -44,20 +44,22 @@ class Asked:
         return of_engine(error, self.where, self.options.sampling.max_tokens or 1, self.form)
 
 
-async def ask(engine: Engine, prompt: Prompt, options: GenerateOptions, where: str, form: str, *, shows_ids: bool) -> Asked:
-    """shows_ids: the prompt's tokens are told. Raises HttpError."""
+async def ask(
+    engine: Engine, prompt: Prompt, options: GenerateOptions, where: str, form: str, *, shows_ids: bool
+) -> EngineRequest:
+    """shows_ids: the answer has the prompt's tokens. Raises HttpError."""
     ids = None if isinstance(prompt, str | Chat) else tuple(prompt)
     if ids is None and (shows_ids or options.sampling.max_tokens is None):
-        prompt = ids = await tokens_of(engine, prompt, where)
+        prompt = ids = await get_tokens(engine, prompt, where)
     if options.sampling.max_tokens is None and ids is not None:
         limit = engine.model.max_tokens_per_sequence
         if len(ids) >= limit:
             raise too_long(limit, len(ids), 1, where)
         options = replace(options, sampling=replace(options.sampling, max_tokens=limit - len(ids)))
-    return Asked(prompt, ids, options, where, form)
+    return EngineRequest(prompt, ids, options, where, form)
 
 
-async def tokens_of(engine: Engine, prompt: Prompt, where: str) -> tuple[int, ...]:
+async def get_tokens(engine: Engine, prompt: Prompt, where: str) -> tuple[int, ...]:
     """Raises HttpError."""
     try:
         return await engine.client.tokenize(prompt) if isinstance(prompt, str | Chat) else tuple(prompt)
@@ -83,7 +85,7 @@ def make_options(
     keeps_special_tokens: bool,
     best_of: int | None = None,
 ) -> GenerateOptions:
-    """max_tokens: of 0, one token is drawn and not told. Raises HttpError."""
+    """max_tokens: of 0, one token is drawn and dropped. Raises HttpError."""
     n = request.n or 1
     if not request.use_beam_search and (request.early_stopping is not None or request.length_penalty is not None):
         raise refused("length_penalty" if request.early_stopping is None else "early_stopping", "of a beam search alone")
@@ -121,12 +123,12 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
         raise refused("logit_bias", "its names are token ids") from None
 
 
-def constraint_of(request: Generating) -> tuple[Constraint, str]:
+def find_constraint(request: Generating) -> tuple[Constraint, str]:
     """With the field that asks for it. Raises HttpError where several do."""
     form, structured = request.response_format, request.structured_outputs
     found: dict[str, tuple[str, Any]] = {}
     if form is not None and form.type != "text":
-        found["response_format"] = ("json_schema", _schema_of(form))
+        found["response_format"] = ("json_schema", _get_schema(form))
     if structured is not None:
         for name, value in (("json", structured.json_), ("regex", structured.regex), ("choice", structured.choice)):
             if value is not None:
@@ -144,7 +146,7 @@ def constraint_of(request: Generating) -> tuple[Constraint, str]:
 _KINDS = {"json_schema": "json_schema", "json": "json_schema", "regex": "regex", "choice": "choices"}
 
 
-def _schema_of(form: Any) -> Any:
+def _get_schema(form: Any) -> Any:
     if form.type == "json_object":
         return _ANY_OBJECT
     if form.json_schema is None:
@@ -158,7 +160,7 @@ def _text(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def chat_of(request: Conversation, *, has_tools: bool = True, **arguments: Any) -> Chat:
+def make_chat(request: Conversation, *, has_tools: bool = True, **arguments: Any) -> Chat:
     """has_tools: the template is given them. arguments: of the template, beside those that the request has."""
     given = {**arguments, **(request.chat_template_kwargs or {})}
     if request.documents is not None:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation by the model's template, with tools, and what the model thought told apart."""
+"""POST /v1/chat/completions: a conversation by the model's template, with tools, and what the model thought apart from it."""
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from kvkeeper.client import OutputChunk
 from kvkeeper.http.answering import Work, check_streaming
-from kvkeeper.http.asking import Asked, Constraint, Prompt, ask, chat_of, constraint_of, make_options, tokens_of
+from kvkeeper.http.asking import Constraint, EngineRequest, Prompt, ask, find_constraint, get_tokens, make_chat, make_options
 from kvkeeper.http.calls import Call
 from kvkeeper.http.engines import Engine
 from kvkeeper.http.errors import refused
@@ -25,11 +25,11 @@ async def converse(call: Call) -> Work:
     _check(request)
     request_id = request.request_id or f"chatcmpl-{uuid.uuid4().hex}"
     arguments = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
-    chat = chat_of(request, has_tools=request.tool_choice != "none", **arguments)
+    chat = make_chat(request, has_tools=request.tool_choice != "none", **arguments)
     prompt: Prompt = chat
     prompt_end = ""
     if engine.form.thought is not None:
-        prompt = await tokens_of(engine, chat, "messages")
+        prompt = await get_tokens(engine, chat, "messages")
         prompt_end = await _end(engine, prompt)
     constraint, form = _constraint(request, engine, chat.tools, prompt_end)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
@@ -74,7 +74,7 @@ def _constraint(
     request: ChatRequest, engine: Engine, tools: Sequence[Mapping[str, Any]], prompt_end: str
 ) -> tuple[Constraint, str]:
     """What the output is held to: a call where one is required, or an answer of a form; and the field. Raises HttpError."""
-    found, field = constraint_of(request)
+    found, field = find_constraint(request)
     if not _is_forced(request):
         return engine.form.answer(found, prompt_end) if found else {}, field
     if found:
@@ -86,10 +86,10 @@ def _constraint(
 class _Writer:
     kind, part_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest, asked: Asked, readers: Sequence[Reader]) -> None:
+    def __init__(self, request: ChatRequest, asked: EngineRequest, readers: Sequence[Reader]) -> None:
         """readers: of each continuation."""
         self._request, self._asked, self._readers = request, asked, readers
-        self._begun: set[int] = set()  # continuations of which something was told
+        self._begun: set[int] = set()  # continuations of which something was sent
         self._calling: set[int] = set()  # those that called a tool
         self._of_prompt: OutputChunk | None = None
 
@@ -133,7 +133,7 @@ class _Writer:
         return pieces
 
     def _beside(self, chunk: OutputChunk, pieces: Pieces) -> dict[str, Any]:
-        """Of a choice beside what was said. A call that was cut is of the length."""
+        """The choice without what was said. A call that was cut has the reason of the length."""
         reason = _REASONS[chunk.finish_reason]
         found: dict[str, Any] = {
             "logprobs": chat_logprobs(chunk.logprobs, pieces) if self._request.logprobs else None,

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvkeeper.client import KvkeeperError, OutputChunk
 from kvkeeper.http.answering import Work, check_streaming
-from kvkeeper.http.asking import Asked, ask, constraint_of, make_options
+from kvkeeper.http.asking import EngineRequest, ask, find_constraint, make_options
 from kvkeeper.http.calls import Call
 from kvkeeper.http.engines import Engine
 from kvkeeper.http.errors import of_engine, refused
@@ -27,10 +27,10 @@ async def complete(call: Call) -> Work:
     request_id = request.request_id or f"cmpl-{uuid.uuid4().hex}"
     max_tokens = _DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if request.echo and request.logprobs is not None:
-        request.prompt_logprobs, tells_prompt = request.logprobs, False
+        request.prompt_logprobs, shows_prompt = request.logprobs, False
     else:
-        tells_prompt = request.prompt_logprobs is not None
-    constraint, form = constraint_of(request)
+        shows_prompt = request.prompt_logprobs is not None
+    constraint, form = find_constraint(request)
     asked = []
     for place, prompt in enumerate(prompts):
         own_id = request_id if len(prompts) == 1 else f"{request_id}-{place}"
@@ -40,7 +40,7 @@ async def complete(call: Call) -> Work:
     if request.echo and request.logprobs is not None:
         await engine.spell(token for each in asked for token in each.ids or ())
     echoed = [await _text(engine, prompt) for prompt in prompts] if request.echo else None
-    return Work(request_id, engine, asked, request, _Writer(request, asked, echoed, tells_prompt=tells_prompt))
+    return Work(request_id, engine, asked, request, _Writer(request, asked, echoed, shows_prompt=shows_prompt))
 
 
 def _prompts(given: Any) -> list[Any]:
@@ -72,10 +72,10 @@ class _Writer:
     kind = part_kind = "text_completion"
 
     def __init__(
-        self, request: CompletionRequest, asked: Sequence[Asked], echoed: Sequence[str] | None, *, tells_prompt: bool
+        self, request: CompletionRequest, asked: Sequence[EngineRequest], echoed: Sequence[str] | None, *, shows_prompt: bool
     ) -> None:
-        """echoed: texts of the prompts, where they are told."""
-        self._request, self._asked, self._echoed, self._tells_prompt = request, asked, echoed, tells_prompt
+        """echoed: texts of the prompts, where they are part of the answer."""
+        self._request, self._asked, self._echoed, self._shows_prompt = request, asked, echoed, shows_prompt
         self._logprobs: dict[tuple[int, int], CompletionLogprobs] = {}  # of choices that have begun
         self._of_prompt: dict[int, OutputChunk] = {}  # by place, the chunk with the prompt's log probabilities
 
@@ -103,7 +103,7 @@ class _Writer:
 
     def whole(self, place: int, chunk: OutputChunk, pieces: Pieces) -> dict[str, Any]:
         found = self.part(place, chunk, pieces)
-        if self._tells_prompt:
+        if self._shows_prompt:
             of_prompt = self._of_prompt.get(place)
             found["prompt_logprobs"] = prompt_logprobs(() if of_prompt is None else of_prompt.prompt_logprobs, pieces)
         return found

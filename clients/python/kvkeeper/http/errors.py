@@ -1,4 +1,4 @@
-"""What clients are told when a request fails: a status, and an object `error` as OpenAI's has it.
+"""What clients get when a request fails: a status, and an object `error` as OpenAI's has it.
 
 400 is never worth a repeat, 429 and 503 say after how many seconds one is. What the engine refuses keeps its text, with the
 names that the fields have over HTTP.
@@ -33,7 +33,7 @@ _REPEATED = (429, 503)
 
 
 class HttpError(Exception):
-    """An answer that is no success. param: the field that is wrong; code: what programs tell errors apart by."""
+    """An answer that is no success. param: the field that is wrong; code: a name of the error for programs."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: float | None = None

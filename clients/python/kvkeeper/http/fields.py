@@ -1,4 +1,4 @@
-"""The fields of requests: which take effect, which are refused by name, and which are told to have no effect here.
+"""The fields of requests: which take effect, which are refused by name, and which are listed as having no effect here.
 
 A field that is in none of the three is refused, too: none is ignored in silence. docs/operate/http.md has the table. A field of
 None counts as absent. The engine knows the ranges.
@@ -162,7 +162,7 @@ class DetokenizeRequest(_Fields):
 
 _SWITCHES = {
     "include_stop_str_in_output": "a text ends before its stop string",
-    "return_tokens_as_token_ids": "return_token_ids tells them",
+    "return_tokens_as_token_ids": "return_token_ids has them",
 }
 _NOT_SERVED = {name: Refused(why, harmless=False) for name, why in _SWITCHES.items()} | {
     "guided_decoding_backend": Refused("there is one"),
@@ -207,7 +207,7 @@ NO_EFFECT: Mapping[type[BaseModel], Mapping[str, str]] = {
     CompletionRequest: _ALWAYS_SO,
     ChatRequest: _ALWAYS_SO
     | {
-        "include_reasoning": "what a model thought is told as reasoning_content",
+        "include_reasoning": "what a model thought comes as reasoning_content",
         "metadata": "nothing is stored",
         "prompt_cache_key": "prefixes are found by their tokens",
         "prompt_cache_options": "prefixes are found by their tokens",

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from kvkeeper.http.asking import chat_of, tokens_of
+from kvkeeper.http.asking import get_tokens, make_chat
 from kvkeeper.http.calls import Call
 from kvkeeper.http.errors import HttpError
 from kvkeeper.http.fields import ChatToTokenize, DetokenizeRequest, TextToTokenize, read, read_json
@@ -29,8 +29,8 @@ async def tokenize(call: Call) -> dict[str, Any]:
     request = read(ChatToTokenize, call.body) if is_chat else read(TextToTokenize, call.body)
     engine = await call.engine(request.model)
     where = "messages" if is_chat else "prompt"
-    prompt = chat_of(request) if isinstance(request, ChatToTokenize) else request.prompt
-    tokens = await tokens_of(engine, prompt, where)
+    prompt = make_chat(request) if isinstance(request, ChatToTokenize) else request.prompt
+    tokens = await get_tokens(engine, prompt, where)
     found = {"count": len(tokens), "max_model_len": engine.model.max_tokens_per_sequence, "tokens": tokens}
     if request.return_token_strs:
         pieces = await engine.spell(tokens)
