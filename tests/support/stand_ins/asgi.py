@@ -23,8 +23,8 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        """Without the last, which is told apart."""
-        texts = [part.decode().removeprefix("data: ").strip() for part in self.parts if part]
+        """The last of a stream that did not break is [DONE]."""
+        texts = [text.removeprefix("data: ") for text in b"".join(self.parts).decode().split("\n\n") if text]
         return [text if text == "[DONE]" else json.loads(text) for text in texts]
 
 

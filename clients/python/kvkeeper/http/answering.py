@@ -21,7 +21,7 @@ from kvkeeper.http.errors import HttpError, refused
 from kvkeeper.http.fields import Generating
 from kvkeeper.http.tokens import Pieces, shown_ids
 
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"  # ends a stream
 _BROKEN = {
     "cancelled": (503, "the request was cancelled"),
     "error": (500, "the request failed"),
@@ -146,9 +146,7 @@ async def stream(work: Work) -> AsyncGenerator[bytes, None]:
             part = work.writer.part(place, chunk, await work.spell(chunk))
             if part is not None:
                 yield event(envelope | {"choices": [{"index": work.index(place, chunk), **part}]})
-    if with_usage:
-        yield event(envelope | {"choices": [], "usage": _usage(work, usages)})
-    yield _DONE
+    yield (event(envelope | {"choices": [], "usage": _usage(work, usages)}) if with_usage else b"") + DONE
 
 
 def event(value: Mapping[str, Any]) -> bytes:

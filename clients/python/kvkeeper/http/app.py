@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from kvkeeper.client import KvkeeperError
 from kvkeeper.common.service import VERSION
 from kvkeeper.http import page, pages
-from kvkeeper.http.answering import Answer, event
+from kvkeeper.http.answering import DONE, Answer, event
 from kvkeeper.http.calls import Call
 from kvkeeper.http.chats import converse
 from kvkeeper.http.completions import complete
@@ -204,12 +204,15 @@ class _Sender:
         return status
 
     async def send_events(self, events: AsyncIterator[bytes]) -> int:
+        has_more = True
         async for each in events:
             if not self._is_streaming:
                 self._is_streaming = True
                 await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
-            await self._send({"type": "http.response.body", "body": each, "more_body": True})
-        await self._send({"type": "http.response.body", "body": b""})
+            has_more = not each.endswith(DONE)
+            await self._send({"type": "http.response.body", "body": each, "more_body": has_more})
+        if has_more:
+            await self._send({"type": "http.response.body", "body": b""})
         return 200
 
     async def fail(self, error: HttpError) -> int:

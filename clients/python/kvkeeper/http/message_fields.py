@@ -109,7 +109,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_fields(request: CountRequest) -> dict[str, Any]:
-    """Of a request for the tokens of the same chat, or for its answer. Raises HttpError."""
+    """The fields of a request for the tokens of the same chat, as fields.py has it. Raises HttpError."""
     system = [] if request.system is None else _turns("system", request.system, "system")
     turns = [turn for i, each in enumerate(request.messages) for turn in _turns(each.role, each.content, f"messages[{i}]")]
     functions = [(tool.name, tool.description, tool.input_schema) for tool in request.tools or ()]
@@ -129,7 +129,7 @@ def chat_fields(request: CountRequest) -> dict[str, Any]:
 
 
 def answer_fields(request: MessageRequest) -> dict[str, Any]:
-    """Of a chat with an answer. Raises HttpError."""
+    """The fields of the same chat as OpenAI has it. Raises HttpError."""
     found = chat_fields(request)
     for name in ("max_tokens", "temperature", "top_k", "top_p"):
         found[name] = getattr(request, name)

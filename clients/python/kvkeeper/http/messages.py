@@ -166,7 +166,7 @@ def _block(piece: Piece) -> tuple[str, dict[str, Any], dict[str, Any]]:
 
 
 def _input(arguments: str) -> Any:
-    """Of a call that was cut, what is whole of it."""
+    """The arguments of a call; what is whole of them, if it was cut."""
     try:
         found = pydantic_core.from_json(arguments or "{}", allow_partial=True)
     except ValueError:

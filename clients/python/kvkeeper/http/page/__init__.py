@@ -1,4 +1,7 @@
-"""The page for a person: a chat with the model that is served. Its files are sent as they are here; no step builds them."""
+"""The page for a person: a chat with the model that is served.
+
+Owns its files (index.html, chat.css, chat.js), which are sent as they are; no step builds them. May import starlette.
+"""
 
 from importlib import resources
 
