@@ -31,7 +31,7 @@ _BROKEN = {
 
 
 class Answer(Protocol):
-    """What is told of a request for text, as one JSON object or as a stream of events. Raises HttpError."""
+    """What a client gets for a request for text: one JSON object, or a stream of events. Both raise HttpError."""
 
     @property
     def is_streamed(self) -> bool: ...

@@ -41,7 +41,7 @@ _EVENTS = [
 
 log = structlog.get_logger()
 Handler = Callable[[Call], Awaitable[Answer | dict[str, Any]]]
-BodyOf = Callable[[HttpError], Mapping[str, Any]]  # what a client is told of a failure
+BodyOf = Callable[[HttpError], Mapping[str, Any]]  # the body that reports a failure
 
 
 def make_app(engines: Engines) -> Starlette:

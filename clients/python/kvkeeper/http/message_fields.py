@@ -134,7 +134,7 @@ def answer_fields(request: MessageRequest) -> dict[str, Any]:
     for name in ("max_tokens", "temperature", "top_k", "top_p"):
         found[name] = getattr(request, name)
     found["stop"] = request.stop_sequences
-    found["return_token_ids"] = True  # their number is told first
+    found["return_token_ids"] = True  # the first event has their number
     if (choice := request.tool_choice) is not None:
         named = {"type": "function", "function": {"name": choice.name or ""}}
         found["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]

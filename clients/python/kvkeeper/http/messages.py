@@ -32,7 +32,7 @@ _KINDS = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error
 
 
 def anthropic_body(error: HttpError) -> Mapping[str, Any]:
-    """What a client is told of a failure."""
+    """The body that reports a failure."""
     kind = "api_error" if error.kind == "server_error" else error.kind
     is_too_long = error.code == "context_length_exceeded"
     text = f"prompt is too long: {error.message}" if is_too_long else error.message  # the words that agents look for

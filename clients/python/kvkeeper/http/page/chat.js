@@ -99,16 +99,16 @@ class Answer {
   }
 
   show(isStopped) {
-    const told = [];
+    const shown = [];
     const { usage, firstAt, lastAt } = this;
     const num = usage?.completion_tokens ?? this.numParts;
-    if (num) told.push(`${usage ? "" : "about "}${num} tokens`);
-    if (num > 1 && lastAt > firstAt) told.push(`${(((num - 1) * 1000) / (lastAt - firstAt)).toFixed(1)} tokens/s`);
-    if (firstAt) told.push(`first after ${Math.round(firstAt - this.askedAt)} ms`);
-    if (usage) told.push(`${usage.prompt_tokens_details?.cached_tokens ?? 0} of ${usage.prompt_tokens} prompt tokens cached`);
-    if (isStopped) told.push("stopped");
-    else if (this.reason === "length") told.push("cut: no more tokens are allowed");
-    this.figures.textContent = told.join(" \u00b7 ");
+    if (num) shown.push(`${usage ? "" : "about "}${num} tokens`);
+    if (num > 1 && lastAt > firstAt) shown.push(`${(((num - 1) * 1000) / (lastAt - firstAt)).toFixed(1)} tokens/s`);
+    if (firstAt) shown.push(`first after ${Math.round(firstAt - this.askedAt)} ms`);
+    if (usage) shown.push(`${usage.prompt_tokens_details?.cached_tokens ?? 0} of ${usage.prompt_tokens} prompt tokens cached`);
+    if (isStopped) shown.push("stopped");
+    else if (this.reason === "length") shown.push("cut: no more tokens are allowed");
+    this.figures.textContent = shown.join(" \u00b7 ");
     this.figures.title = "Cached: whole blocks of tokens that an earlier prompt had begun with. What follows them is computed.";
   }
 
