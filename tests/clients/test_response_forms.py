@@ -125,6 +125,10 @@ WHOLE = {
     ],
     "harmony": [
         (
+            "So.<|start|>assistant to=weather<|message|>" + '{"city": "Oslo", "days": 2}',  # a marker that goes on
+            [("content", "So."), *CALL],
+        ),
+        (
             "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
             '<|constrain|>json<|message|>{"city": "Oslo", "days": 2}<|call|>',
             [("thought", "hm"), *CALL],
@@ -178,6 +182,7 @@ def test_a_cut_text_says_what_there_is_of_it(form: str, text: str, rows: list[An
         ("llama3", '{"name": "Bob", "parameters": {}}'),  # none of the tools
         ("llama3", '[1, 2] and {"name": "weather", "parameters": {}}'),
         ("mistral", "[TOOL_CALLS] are [TOOL_CALLS]weather[ARGS] without any"),
+        ("mistral", f"[TOOL_CALLS]{'a' * 300}[ARGS]{{}}"),  # no tool has such a name
         ("gemma4", "<|tool_call>weather{}<tool_call|>"),
         ("harmony", "plain words to=functions.weather and more"),
     ],

@@ -30,6 +30,17 @@ _BROKEN = {
 }
 
 
+class Answer(Protocol):
+    """What a client gets for a request for text: one JSON object, or a stream of events. Both raise HttpError."""
+
+    @property
+    def is_streamed(self) -> bool: ...
+
+    def events(self) -> AsyncGenerator[bytes, None]: ...
+
+    async def whole(self) -> Mapping[str, Any]: ...
+
+
 class Writer(Protocol):
     """Makes choices of one kind of answer. kind: what its JSON calls it; part_kind: and a part of a stream."""
 
@@ -62,6 +73,16 @@ class Work:
         return {"id": self.id, "object": kind, "created": self.created, "model": model.model_id,
                 "system_fingerprint": f"fp_{model.revision[:12]}"}  # fmt: skip
 
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.request.stream)
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        return stream(self)
+
+    async def whole(self) -> Mapping[str, Any]:
+        return await whole(self)
+
     def index(self, place: int, chunk: OutputChunk) -> int:
         return place * (self.request.n or 1) + chunk.index
 
@@ -85,7 +106,7 @@ async def whole(work: Work) -> dict[str, Any]:
     """The answer of a request that is not streamed. Raises HttpError."""
     parts: dict[tuple[int, int], list[OutputChunk]] = defaultdict(list)
     usages = []
-    async with aclosing(_read(work)) as found:
+    async with aclosing(read_chunks(work)) as found:
         async for place, chunk in found:
             if isinstance(chunk, Usage):
                 usages.append(chunk)
@@ -94,13 +115,13 @@ async def whole(work: Work) -> dict[str, Any]:
     pieces: Pieces = {}
     choices = []
     for (place, _), chunks in sorted(parts.items()):
-        chunk = _merged(chunks)
+        chunk = merged(chunks)
         pieces = await work.spell(chunk)
         choices.append({"index": work.index(place, chunk), **work.writer.whole(place, chunk, pieces)})
     return {**work.envelope(work.writer.kind), "choices": choices, "usage": _usage(work, usages), **work.writer.further(pieces)}
 
 
-def _merged(chunks: Sequence[OutputChunk]) -> OutputChunk:
+def merged(chunks: Sequence[OutputChunk]) -> OutputChunk:
     return OutputChunk(
         chunks[0].index,
         "".join(chunk.text for chunk in chunks),
@@ -117,7 +138,7 @@ async def stream(work: Work) -> AsyncGenerator[bytes, None]:
     with_usage = options is not None and bool(options.include_usage)
     envelope = work.envelope(work.writer.part_kind) | ({"usage": None} if with_usage else {})
     usages = []
-    async with aclosing(_read(work)) as found:
+    async with aclosing(read_chunks(work)) as found:
         async for place, chunk in found:
             if isinstance(chunk, Usage):
                 usages.append(chunk)
@@ -129,8 +150,9 @@ async def stream(work: Work) -> AsyncGenerator[bytes, None]:
 
 
 def event(value: Mapping[str, Any]) -> bytes:
-    """As a server-sent event."""
-    return b"data: " + to_json(value) + b"\n\n"
+    """As a server-sent event, which has a name where the value has a type."""
+    name = b"event: %s\n" % value["type"].encode() if "type" in value else b""
+    return name + b"data: " + to_json(value) + b"\n\n"
 
 
 def _usage(work: Work, usages: Sequence[Usage]) -> dict[str, Any]:
@@ -144,7 +166,7 @@ def _usage(work: Work, usages: Sequence[Usage]) -> dict[str, Any]:
     }
 
 
-async def _read(work: Work) -> AsyncGenerator[tuple[int, OutputChunk | Usage], None]:
+async def read_chunks(work: Work) -> AsyncGenerator[tuple[int, OutputChunk | Usage], None]:
     """What comes of each prompt, by its place. Raises HttpError."""
     if len(work.asked) == 1:
         async with aclosing(_read_one(work, 0)) as found:

@@ -5,7 +5,7 @@ A request ends when its client goes away, whether it waits or streams. A body is
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import structlog
@@ -19,14 +19,15 @@ from starlette.types import Receive, Scope, Send
 
 from kvkeeper.client import KvkeeperError
 from kvkeeper.common.service import VERSION
-from kvkeeper.http import pages
-from kvkeeper.http.answering import DONE, Work, event, stream, whole
+from kvkeeper.http import page, pages
+from kvkeeper.http.answering import DONE, Answer, event
 from kvkeeper.http.calls import Call
 from kvkeeper.http.chats import converse
 from kvkeeper.http.completions import complete
 from kvkeeper.http.engines import Engines
 from kvkeeper.http.errors import HttpError, of_engine
 from kvkeeper.http.figures import Figures
+from kvkeeper.http.messages import anthropic_body, count_tokens, create_message
 
 MOST_BODY_BYTES = 16 << 20
 _BODY_S = 60.0
@@ -39,7 +40,8 @@ _EVENTS = [
 ]
 
 log = structlog.get_logger()
-Handler = Callable[[Call], Awaitable[Work | dict[str, Any]]]
+Handler = Callable[[Call], Awaitable[Answer | dict[str, Any]]]
+BodyOf = Callable[[HttpError], Mapping[str, Any]]  # the body that reports a failure
 
 
 def make_app(engines: Engines) -> Starlette:
@@ -67,10 +69,15 @@ def make_app(engines: Engines) -> Starlette:
         ("POST", "/tokenize", pages.tokenize),
         ("POST", "/detokenize", pages.detokenize),
     ]
+    anthropic: list[tuple[str, Handler]] = [("/v1/messages", create_message), ("/v1/messages/count_tokens", count_tokens)]
     routes: list[BaseRoute] = [
         Route(path, Endpoint(path, engines, figures, handler), methods=[method]) for method, path, handler in handlers
     ]
     routes += [
+        Route(path, Endpoint(path, engines, figures, handler, anthropic_body), methods=["POST"]) for path, handler in anthropic
+    ]
+    routes += [
+        *page.routes(),
         Route("/v1/models/{name:path}", Endpoint("/v1/models", engines, figures, pages.show_model), methods=["GET"]),
         Route("/health", health),
         Route("/version", version),
@@ -88,11 +95,18 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
 class Endpoint:
     """One path. Its handler makes the answer of a call."""
 
-    def __init__(self, path: str, engines: Engines, figures: Figures, handler: Callable[..., Awaitable[Any]]) -> None:
-        self._path, self._engines, self._figures, self._handler = path, engines, figures, handler
+    def __init__(
+        self,
+        path: str,
+        engines: Engines,
+        figures: Figures,
+        handler: Callable[..., Awaitable[Any]],
+        body_of: BodyOf = HttpError.body,
+    ) -> None:
+        self._path, self._engines, self._figures, self._handler, self._body_of = path, engines, figures, handler, body_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answering = asyncio.create_task(self._answer(scope, receive, _Sender(send)))
+        answering = asyncio.create_task(self._answer(scope, receive, _Sender(send, self._body_of)))
         self._figures.open.inc()
         try:
             status = await answering
@@ -119,10 +133,12 @@ class Endpoint:
     async def _work(self, scope: Scope, body: bytes, sender: "_Sender") -> int:
         try:
             found = await self._handler(Call(self._engines, body, _key(scope)), **scope["path_params"])
-            if isinstance(found, Work) and found.request.stream:
-                async with contextlib.aclosing(stream(found)) as events:
-                    return await sender.send_events(events)
-            return await sender.send_json(200, await whole(found) if isinstance(found, Work) else found)
+            if isinstance(found, dict):
+                return await sender.send_json(200, found)
+            if not found.is_streamed:
+                return await sender.send_json(200, await found.whole())
+            async with contextlib.aclosing(found.events()) as events:
+                return await sender.send_events(events)
         except HttpError as error:
             return await sender.fail(error)
         except KvkeeperError as error:
@@ -176,8 +192,8 @@ async def _until_left(receive: Receive) -> None:
 class _Sender:
     """What goes to the client. A failure behind the first event of a stream is an event, and the stream's last."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, body_of: BodyOf) -> None:
+        self._send, self._body_of = send, body_of
         self._is_streaming = False
 
     async def send_json(self, status: int, value: Any, headers: list[tuple[bytes, bytes]] | None = None) -> int:
@@ -188,22 +204,25 @@ class _Sender:
         return status
 
     async def send_events(self, events: AsyncIterator[bytes]) -> int:
+        has_more = True
         async for each in events:
             if not self._is_streaming:
                 self._is_streaming = True
                 await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
             has_more = not each.endswith(DONE)
             await self._send({"type": "http.response.body", "body": each, "more_body": has_more})
+        if has_more:
+            await self._send({"type": "http.response.body", "body": b""})
         return 200
 
     async def fail(self, error: HttpError) -> int:
         if self._is_streaming:
-            await self._send({"type": "http.response.body", "body": event(error.body())})
+            await self._send({"type": "http.response.body", "body": event(self._body_of(error))})
         elif error.status != _LEFT:
             further = [] if error.retry_after is None else [(b"retry-after", str(error.retry_after).encode())]
             if error.status in (408, 413):
                 further.append((b"connection", b"close"))  # the rest of the body is not read
             if error.status == 401:
                 further.append((b"www-authenticate", b"Bearer"))
-            await self.send_json(error.status, error.body(), further)
+            await self.send_json(error.status, self._body_of(error), further)
         return error.status

@@ -21,7 +21,11 @@ _REASONS = {"length": "length", "stop": "stop", "end_of_sequence": "stop", None:
 async def converse(call: Call) -> Work:
     """Raises HttpError, KvkeeperError."""
     request = read(ChatRequest, call.body)
-    engine = await call.engine(request.model)
+    return (await prepare(await call.engine(request.model), request))[0]
+
+
+async def prepare(engine: Engine, request: ChatRequest) -> "tuple[Work, ChatWriter]":
+    """Raises HttpError."""
     _check(request)
     request_id = request.request_id or f"chatcmpl-{uuid.uuid4().hex}"
     arguments = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
@@ -38,7 +42,8 @@ async def converse(call: Call) -> Work:
     asked = await ask(engine, prompt, options, "messages", form, shows_ids=bool(request.return_token_ids))
     is_forced = _is_forced(request)
     readers = [engine.form.reader(chat.tools, prompt_end, is_forced=is_forced) for _ in range(request.n or 1)]
-    return Work(request_id, engine, [asked], request, _Writer(request, asked, readers))
+    writer = ChatWriter(request, asked, readers)
+    return Work(request_id, engine, [asked], request, writer), writer
 
 
 async def _end(engine: Engine, prompt: Sequence[int]) -> str:
@@ -80,10 +85,10 @@ def _constraint(
     if found:
         raise refused("tool_choice", "a required call does not go together with a form of the answer")
     name = request.tool_choice.function.name if isinstance(request.tool_choice, NamedTool) else None
-    return engine.form.forced(tools, name), "tools"
+    return engine.form.answer(engine.form.forced(tools, name), prompt_end), "tools"
 
 
-class _Writer:
+class ChatWriter:
     kind, part_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, request: ChatRequest, asked: EngineRequest, readers: Sequence[Reader]) -> None:
@@ -93,8 +98,12 @@ class _Writer:
         self._calling: set[int] = set()  # those that called a tool
         self._of_prompt: OutputChunk | None = None
 
+    @property
+    def has_called(self) -> bool:
+        return bool(self._calling)
+
     def part(self, place: int, chunk: OutputChunk, pieces: Pieces) -> dict[str, Any] | None:
-        delta = _delta(self._read(chunk))
+        delta = _delta(self.read(chunk))
         is_first = chunk.index not in self._begun
         if is_first:
             self._begun.add(chunk.index)
@@ -109,7 +118,7 @@ class _Writer:
     def whole(self, place: int, chunk: OutputChunk, pieces: Pieces) -> dict[str, Any]:
         if chunk.prompt_logprobs:
             self._of_prompt = chunk
-        message = _message(self._read(chunk))
+        message = _message(self.read(chunk))
         return {"message": message, **self._beside(chunk, pieces)}
 
     def further(self, pieces: Pieces) -> dict[str, Any]:
@@ -121,7 +130,7 @@ class _Writer:
             found["prompt_token_ids"] = self._asked.ids
         return found
 
-    def _read(self, chunk: OutputChunk) -> list[Piece]:
+    def read(self, chunk: OutputChunk) -> list[Piece]:
         reader = self._readers[chunk.index]
         pieces = reader.feed(chunk.text)
         if chunk.finish_reason is not None:

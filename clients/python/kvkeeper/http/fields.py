@@ -24,16 +24,16 @@ class Refused:
     harmless: Any = None
 
 
-class _Fields(BaseModel):
+class Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class StructuredOutputs(_Fields):
+class StructuredOutputs(Fields):
     """As vLLM has it."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
@@ -42,19 +42,19 @@ class StructuredOutputs(_Fields):
     json_object: bool | None = None
 
 
-class JsonSchema(_Fields):
+class JsonSchema(Fields):
     name: str
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(_Fields):
+class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class Generating(_Fields):
+class Generating(Fields):
     """What requests for text have in common."""
 
     model: str | None = None
@@ -102,28 +102,28 @@ class CompletionRequest(Generating):
     logprobs: int | None = None
 
 
-class Function(_Fields):
+class Function(Fields):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(_Fields):
+class Tool(Fields):
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(_Fields):
+class FunctionName(Fields):
     name: str
 
 
-class NamedTool(_Fields):
+class NamedTool(Fields):
     type: Literal["function"]
     function: FunctionName
 
 
-class Conversation(_Fields):
+class Conversation(Fields):
     """What becomes the prompt of a chat."""
 
     model: str | None = None
@@ -145,7 +145,7 @@ class ChatRequest(Generating, Conversation):
     top_logprobs: int | None = None
 
 
-class TextToTokenize(_Fields):
+class TextToTokenize(Fields):
     model: str | None = None
     prompt: str
     return_token_strs: bool | None = None
@@ -155,7 +155,7 @@ class ChatToTokenize(Conversation):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(_Fields):
+class DetokenizeRequest(Fields):
     model: str | None = None
     tokens: list[int]
 
@@ -233,14 +233,21 @@ NO_EFFECT_WITHIN = {
 }
 
 
-def read(kind: type[Request], body: bytes) -> Request:
+def read(
+    kind: type[Request],
+    body: bytes,
+    not_served: Mapping[str, Refused] | None = None,
+    without_effect: Mapping[str, str] | None = None,
+) -> Request:
     """The request in a body. Raises HttpError, which names a field that is wrong or not served."""
     given = read_json(body)
+    not_served = REFUSED[kind] if not_served is None else not_served
+    without_effect = NO_EFFECT[kind] if without_effect is None else without_effect
     kept = {}
     for name, value in given.items():
-        if value is None or name in NO_EFFECT[kind]:
+        if value is None or name in without_effect:
             continue
-        if (no := REFUSED[kind].get(name)) is not None:
+        if (no := not_served.get(name)) is not None:
             if value != no.harmless:
                 raise refused(name, f"not served: {no.why}")
             continue

@@ -43,7 +43,7 @@ class Form:
         return bool(self.thought or self.calls)
 
     def reader(self, tools: Sequence[Tool], prompt_end: str = "", *, is_forced: bool = False) -> Reader:
-        """Of one continuation.
+        """A reader of one continuation.
 
         Args:
             prompt_end: what the chat template writes last, without blanks behind it: it may begin a thought.

@@ -54,7 +54,7 @@ class Source:
             yield
 
     def starts(self, *literals: str) -> Reading[str]:
-        """The longest of the literals that the text goes on with, which stays there; empty: with none."""
+        """The longest of the literals that come next, which stays there; empty: none does."""
         while not self.has_ended and any(len(self.rest) < len(one) and one.startswith(self.rest) for one in literals):
             yield
         return max((one for one in literals if self.rest.startswith(one)), key=len, default="")
