@@ -160,6 +160,13 @@ async def test_a_call_that_is_required_has_the_arguments_that_are_named(paramete
     assert (call["properties"]["arguments"].get("additionalProperties") is False) == is_closed
 
 
+async def test_an_assistant_that_said_nothing_has_the_empty_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for message in ({"content": None, "tool_calls": [call]}, {"tool_calls": [call]}, {"content": None}):
+        asked = await seen("chats", {"messages": [{"role": "assistant", **message}]})
+        assert 'content: ""' in asked
+
+
 async def test_another_model_is_refused() -> None:
     for name in KINDS:
         with pytest.raises(HttpError) as error:
