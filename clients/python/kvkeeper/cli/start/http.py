@@ -47,24 +47,30 @@ def service(listen: str, engine: str, typed: Sequence[str]) -> Service:
     return Service(NAME, start, partial(until_serving, listen))
 
 
-def not_installed() -> str:
-    """What to type, where the extra is not installed; else nothing."""
-    return f"the HTTP front is not installed; install it with: {install_command('http')}" if missing(*MODULES) else ""
+def refuse(args: argparse.Namespace, flag: str, listen: str, modules: Sequence[str] = MODULES, extra: str = NAME) -> int | None:
+    """The exit code where a front cannot listen there, which is reported; else None.
 
-
-def refusal(listen: str) -> str:
-    """What is wrong with an address; nothing: it is right."""
+    modules: those that it needs, of this extra.
+    """
+    from kvkeeper.common.service.listen import AddressInUse, check_free
     from kvkeeper.common.service.settings import METRICS_ADDRESS
 
-    return (METRICS_ADDRESS.refusal(listen) or "") if listen else "host:port"
+    if wrong := METRICS_ADDRESS.refusal(listen) if listen else "host:port":
+        args.usage_error(f"{flag}: {wrong}")
+    text = f"{' and '.join(missing(*modules))}: not installed; install with: {install_command(extra)}"
+    if not missing(*modules):
+        try:
+            check_free(listen)
+            return None
+        except AddressInUse as error:
+            text = f"{flag} {listen}: {error}"
+    complain(text, reason="NOT_STARTED", is_json=getattr(args, "json", False))
+    return EXIT_FAILED
 
 
 def run(args: argparse.Namespace) -> int:
-    if text := not_installed():
-        complain(text, reason="NOT_STARTED", is_json=False)
-        return EXIT_FAILED
-    if wrong := refusal(args.listen):
-        args.usage_error(f"--listen: {wrong}")
+    if (exit_code := refuse(args, "--listen", args.listen)) is not None:
+        return exit_code
     from kvkeeper.http.responses import UnknownForm, choose_form
 
     try:

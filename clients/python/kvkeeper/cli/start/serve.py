@@ -7,7 +7,6 @@ import argparse
 import json
 from functools import partial
 
-from kvkeeper.cli.console.problems import EXIT_FAILED, complain
 from kvkeeper.cli.console.tables import facts
 from kvkeeper.cli.show.status import model_line
 from kvkeeper.cli.start import gateway, http, up
@@ -15,7 +14,6 @@ from kvkeeper.cli.start.processes import ServiceProcess
 from kvkeeper.cli.start.supervisor import Service
 from kvkeeper.cli.start.together import Together
 from kvkeeper.client import AsyncEngineClient
-from kvkeeper.common.service.extras import install_command, missing
 
 _GATEWAY = "gateway"
 _PROMPT = "def fibonacci(n):"
@@ -36,29 +34,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if text := _not_installed(args):
-        complain(text, reason="NOT_STARTED", is_json=args.json)
-        return EXIT_FAILED
+    needed = ((gateway.MODULE, "smg_grpc_proto"), _GATEWAY) if args.gateway else (http.MODULES, http.NAME)
+    if (exit_code := http.refuse(args, "--http", args.http, *needed)) is not None:
+        return exit_code
     # Not by argparse, which would take the value of a service's flag for the model.
     has_model = args.other_flags and not args.other_flags[0].startswith("-")
     args.model = args.other_flags.pop(0) if has_model else None
 
-    if wrong := http.refusal(args.http):
-        args.usage_error(f"--http: {wrong}")
     flags = up.checked_flags(args, _GATEWAY if args.gateway else http.NAME)
     if isinstance(flags, int):
         return flags
     front = _gateway(args, flags) if args.gateway else http.service(args.http, args.engine_listen, flags[http.NAME])
     together = Together([*up.make_services(args, flags), front], partial(_ready_text, args), is_json=args.json)
     return together.run(f"stopped; the {front.name} and both services have ended")
-
-
-def _not_installed(args: argparse.Namespace) -> str:
-    """What to type, where the front is not installed; else nothing."""
-    if not args.gateway:
-        return http.not_installed()
-    is_missing = missing(gateway.MODULE, "smg_grpc_proto")
-    return f"the gateway is not installed; install it with: {install_command('gateway')}" if is_missing else ""
 
 
 def _gateway(args: argparse.Namespace, flags: dict[str, list[str]]) -> Service:

@@ -72,12 +72,8 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.http is not None:
-        if text := http.not_installed():
-            complain(text, reason="NOT_STARTED", is_json=args.json)
-            return EXIT_FAILED
-        if wrong := http.refusal(args.http):
-            args.usage_error(f"--http: {wrong}")
+    if args.http is not None and (exit_code := http.refuse(args, "--http", args.http)) is not None:
+        return exit_code
     flags = checked_flags(args, *([http.NAME] if args.http else []))
     if isinstance(flags, int):
         return flags
