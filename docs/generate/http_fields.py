@@ -18,6 +18,7 @@ from kvkeeper.http.fields import (
     Refused,
 )
 from kvkeeper.http.message_fields import MESSAGES_NO_EFFECT, MESSAGES_NO_EFFECT_WITHIN, MESSAGES_REFUSED, MessageRequest
+from kvkeeper.http.reply_fields import REPLIES_NO_EFFECT, REPLIES_NO_EFFECT_WITHIN, REPLIES_REFUSED, ReplyRequest
 
 _PAGE = Path(__file__).resolve().parents[1] / "operate" / "http.md"
 _OF_CHATS = {f"messages[].{name}": why for name, why in NO_EFFECT_OF_MESSAGES.items()}
@@ -35,6 +36,7 @@ class _Columns(NamedTuple):
 _TABLES = {
     "completions": _Columns(CompletionRequest, REFUSED[CompletionRequest], NO_EFFECT[CompletionRequest], NO_EFFECT_WITHIN),
     "chats": _Columns(ChatRequest, REFUSED[ChatRequest], NO_EFFECT[ChatRequest], NO_EFFECT_WITHIN | _OF_CHATS),
+    "responses": _Columns(ReplyRequest, REPLIES_REFUSED, REPLIES_NO_EFFECT, REPLIES_NO_EFFECT_WITHIN),
     "messages": _Columns(MessageRequest, MESSAGES_REFUSED, MESSAGES_NO_EFFECT, MESSAGES_NO_EFFECT_WITHIN),
 }
 

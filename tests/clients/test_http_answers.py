@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog
 
 from kvkeeper.client import KvkeeperError, OutputChunk, Usage
 from kvkeeper.http import app as http_app
@@ -209,8 +210,16 @@ async def test_a_stream_that_breaks_ends_with_an_event_that_says_so() -> None:
 
 async def test_a_fault_of_the_front_is_told_without_what_it_was() -> None:
     engines = Engines(Client([]), error=ZeroDivisionError("secret"))
-    found = await post(engines, "/v1/completions", {"prompt": "x"})
+    with structlog.testing.capture_logs() as logged:
+        found = await post(engines, "/v1/completions", {"prompt": "canary"})
     assert (found.status, "secret" in found.json["error"]["message"]) == (500, False)
+    ((name, at),) = [(line["error"], line["at"]) for line in logged]
+    assert (name, "app.py:" in at, "secret" in str(logged), "canary" in str(logged)) == (
+        "ZeroDivisionError",
+        True,
+        False,
+        False,
+    )
 
 
 async def test_bodies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ A request ends when its client goes away, whether it waits or streams. A body is
 
 import asyncio
 import contextlib
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -28,6 +30,7 @@ from kvkeeper.http.engines import Engines
 from kvkeeper.http.errors import HttpError, of_engine
 from kvkeeper.http.figures import Figures
 from kvkeeper.http.messages import anthropic_body, count_tokens, create_message
+from kvkeeper.http.replies import reply
 
 MOST_BODY_BYTES = 16 << 20
 _BODY_S = 60.0
@@ -65,6 +68,7 @@ def make_app(engines: Engines) -> Starlette:
     handlers: list[tuple[str, str, Handler]] = [
         ("POST", "/v1/chat/completions", converse),
         ("POST", "/v1/completions", complete),
+        ("POST", "/v1/responses", reply),
         ("GET", "/v1/models", pages.list_models),
         ("POST", "/tokenize", pages.tokenize),
         ("POST", "/detokenize", pages.detokenize),
@@ -143,8 +147,9 @@ class Endpoint:
             return await sender.fail(error)
         except KvkeeperError as error:
             return await sender.fail(of_engine(error))
-        except Exception:
-            log.exception("request_failed", path=self._path)
+        except Exception as error:  # its text and its variables may hold a prompt
+            frames = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+            log.error("request_failed", path=self._path, error=type(error).__name__, at=" ".join(frames))
             return await sender.fail(HttpError(500, "the front has failed; its log says more"))
 
 
