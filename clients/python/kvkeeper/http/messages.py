@@ -12,9 +12,8 @@ from typing import Any
 import pydantic_core
 
 from kvkeeper.client import Usage
-from kvkeeper.http.answering import Work, event
+from kvkeeper.http.answering import Work, event, read_chunks
 from kvkeeper.http.asking import get_tokens, make_chat
-from kvkeeper.http.blocks import Add, Begin, End, Finish, read_blocks
 from kvkeeper.http.calls import Call
 from kvkeeper.http.chats import ChatWriter, prepare
 from kvkeeper.http.errors import HttpError
@@ -27,7 +26,7 @@ from kvkeeper.http.message_fields import (
     answer_fields,
     chat_fields,
 )
-from kvkeeper.http.responses import Reasoning
+from kvkeeper.http.responses import CallArguments, CallStart, Content, Piece, Reasoning
 
 _KINDS = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
@@ -101,24 +100,31 @@ class Message:
         return message
 
     async def _parts(self) -> AsyncGenerator[dict[str, Any], None]:
-        index, added = -1, ("", "")
-        has_thoughts = self.request.thinking is None or self.request.thinking.display != "omitted"
-        async with aclosing(read_blocks(self.work, self.writer, with_thoughts=has_thoughts)) as steps:
-            async for step in steps:
-                match step:
-                    case None:
-                        yield {"type": "message_start", "message": self._begun()}
-                    case Begin():
-                        index += 1
-                        block, added = _begun_block(step)
-                        yield {"type": "content_block_start", "index": index, "content_block": block}
-                    case Add(text):
-                        delta = {"type": added[0], added[1]: text}
-                        yield {"type": "content_block_delta", "index": index, "delta": delta}
-                    case End():
+        open_kind, index = "", -1
+        reason: str | None = None
+        is_begun = False
+        async with aclosing(read_chunks(self.work)) as found:
+            async for _, chunk in found:
+                if not is_begun:
+                    is_begun = True
+                    yield {"type": "message_start", "message": self._begun()}
+                if isinstance(chunk, Usage):
+                    if open_kind:
                         yield {"type": "content_block_stop", "index": index}
-                    case Finish(reason, usage):
-                        yield {"type": "message_delta", "delta": self._ending(reason), "usage": _usage(usage)}
+                    yield {"type": "message_delta", "delta": self._ending(reason), "usage": _usage(chunk)}
+                    continue
+                reason = chunk.finish_reason or reason
+                for piece in self.writer.read(chunk):
+                    kind, block, delta = _block(piece)
+                    if kind == "thinking" and self.request.thinking is not None and self.request.thinking.display == "omitted":
+                        continue
+                    if kind != open_kind or isinstance(piece, CallStart):
+                        if open_kind:
+                            yield {"type": "content_block_stop", "index": index}
+                        open_kind, index = kind, index + 1
+                        yield {"type": "content_block_start", "index": index, "content_block": block}
+                    if delta:
+                        yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "message_stop"}
 
     def _begun(self) -> dict[str, Any]:
@@ -145,14 +151,18 @@ class Message:
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _begun_block(step: Begin) -> tuple[dict[str, Any], tuple[str, str]]:
-    """The block, and of what is added to it the type and the field."""
-    if step.call is not None:
-        block = {"type": "tool_use", "id": step.call.id, "name": step.call.name, "input": {}}
-        return block, ("input_json_delta", "partial_json")
-    if step.kind is Reasoning:
-        return {"type": "thinking", "thinking": "", "signature": ""}, ("thinking_delta", "thinking")
-    return {"type": "text", "text": ""}, ("text_delta", "text")
+def _block(piece: Piece) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The kind of the block that a piece belongs to, the block as it begins, and what the piece adds to it."""
+    match piece:
+        case Content(text):
+            return "text", {"type": "text", "text": ""}, {"type": "text_delta", "text": text}
+        case Reasoning(text):
+            begun = {"type": "thinking", "thinking": "", "signature": ""}
+            return "thinking", begun, {"type": "thinking_delta", "thinking": text}
+        case CallStart(_, call_id, name):
+            return "tool_use", {"type": "tool_use", "id": call_id, "name": name, "input": {}}, {}
+        case CallArguments(_, text):
+            return "tool_use", {}, {"type": "input_json_delta", "partial_json": text}
 
 
 def _input(arguments: str) -> Any:
