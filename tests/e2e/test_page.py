@@ -69,10 +69,14 @@ def test_a_conversation(page: Page, front: PageFront) -> None:
     expect(answers(page)).to_have_text("Hello é😀")
     until_ready(page)
     expect(page.locator(".user .said")).to_have_text("one\ntwo")
-    expect(page.locator(".figures")).to_have_text(
+    expect(page.locator(".figures summary")).to_have_text(
         re.compile(r"^3 tokens · .*first after \d+ ms · 32 of 48 prompt tokens cached$")
     )
     expect(page.get_by_label("Message")).to_be_focused()
+    why = page.get_by_text("The first 32 tokens of the prompt were cached")
+    expect(why).to_be_hidden()
+    page.locator(".figures summary").click()
+    expect(why).to_contain_text("The other 16 were computed")
     say(page, "three")
     expect(answers(page).nth(1)).to_have_text("Again.")
     assert front.asked[1]["messages"] == [
@@ -109,7 +113,7 @@ def test_an_answer_is_stopped(page: Page, front: PageFront, by: str) -> None:
     assert front.left.wait(WAIT_S), "the front has heard of it"
     until_ready(page)
     if by != "New chat":
-        expect(page.locator(".figures")).to_have_text(re.compile("stopped$"))
+        expect(page.locator(".figures summary")).to_have_text(re.compile("stopped$"))
     say(page, "on")
     expect(answers(page).last).to_have_text("next")
     kept = [] if by == "New chat" else [{"role": "user", "content": "go"}, {"role": "assistant", "content": "so far"}]
@@ -171,6 +175,6 @@ def test_with_the_real_services(browser: Browser) -> None:
         say(page, "def fibonacci(n):\n" * 4)
         until_ready(page)
         say(page, "again")
-        last, first = page.locator(".figures").last, page.locator(".figures").first
+        last, first = page.locator(".figures summary").last, page.locator(".figures summary").first
         expect(last).to_have_text(re.compile(r"tokens/s · .* · [1-9]\d* of \d+ prompt tokens cached"))
         expect(first).to_have_text(re.compile(r"^40 tokens · .* tokens/s · .* · 0 of \d+ prompt tokens cached"))

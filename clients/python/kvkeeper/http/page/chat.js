@@ -59,12 +59,22 @@ async function wrong(response) {
   }
 }
 
+// Why no more of a prompt was cached.
+function why(num, numCached) {
+  const found = numCached
+    ? `The first ${numCached} tokens of the prompt were cached: an earlier prompt had begun with the same whole blocks.`
+    : "No block of the prompt was cached: no earlier prompt had begun so, or what it left has been evicted.";
+  return `${found} The other ${num - numCached} were computed: new text, a last block that is not whole, or what was evicted.`;
+}
+
 class Answer {
   constructor() {
     this.turn = addTurn("assistant");
     this.turn.classList.add("running");
     this.said = this.turn.firstElementChild;
-    this.figures = element(this.turn, "div", "figures");
+    const details = element(this.turn, "details", "figures");
+    this.figures = element(details, "summary", "");
+    this.why = element(details, "div", "");
     this.askedAt = performance.now();
     this.numParts = 0;
   }
@@ -109,7 +119,7 @@ class Answer {
     if (isStopped) shown.push("stopped");
     else if (this.reason === "length") shown.push("cut: no more tokens are allowed");
     this.figures.textContent = shown.join(" \u00b7 ");
-    this.figures.title = "Cached: whole blocks of tokens that an earlier prompt had begun with. What follows them is computed.";
+    if (usage) this.why.textContent = why(usage.prompt_tokens, usage.prompt_tokens_details?.cached_tokens ?? 0);
   }
 
   end() {

@@ -10,13 +10,13 @@ from typing import Any, Literal
 from .pieces import CallArguments, CallStart, Piece
 from .source import NotThis, Reading, Source, markers
 
-_MAX_WORD = 1 << 16
+_MAX_WORD = 4096
 _MAX_NAME = 256  # characters of a name, with what may stand around it
 _KEY = re.compile(r'\s*"(\w+)"\s*:\s*(?=\S)')
 _STRING, _SCALAR = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL), re.compile(r"[^\s,}\]]+(?=[\s,}\]])")
 _KEYS = ("name", "arguments", "parameters", "id", "type")
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>")
-_WORD = re.compile(r"[^\s{}\[\],:]+(?=\s*([{}\[\],:]))")
+_WORD = re.compile(r"[^\s{}\[\],:]++(?=\s*([{}\[\],:]))")
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,11 +113,12 @@ class Reader:
     def _say_until(self, kind: type[Content] | type[Reasoning], ends: Markers) -> Reading[tuple[str, str] | None]:
         """Say the text before a marker, which is taken, with the blanks before it. None: the text ended."""
         while True:
-            num_chars, found = ends.find(self._source)
+            num_chars, marker = ends.find(self._source)
             if num_chars:
                 self._pieces.append(kind(self._source.take(num_chars)))
-            if found is not None:
-                return self._source.take(len(found.group())), found.group(1)
+            if marker:
+                num_blanks = len(self._source.rest) - len(self._source.rest.lstrip())
+                return self._source.take(num_blanks + len(marker)), marker
             if self._source.has_ended:
                 return None
             yield

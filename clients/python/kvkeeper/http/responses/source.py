@@ -77,23 +77,24 @@ class Markers:
 
     def __init__(self, literals: tuple[str, ...]) -> None:
         longest_first = sorted(set(literals), key=len, reverse=True)
-        self._whole = re.compile(rf"\s*({'|'.join(map(re.escape, longest_first))})") if literals else None
-        self._begun = re.compile(rf"\s*(?:{'|'.join(map(_beginnings, longest_first))})\Z")
+        self._whole = re.compile("|".join(map(re.escape, longest_first))) if literals else None
+        self._begun = re.compile(rf"(?:{'|'.join(map(_beginnings, longest_first))})\Z")
 
-    def find(self, source: Source) -> tuple[int, re.Match[str] | None]:
-        """How many characters are before any marker, and the marker behind them, if it is whole."""
+    def find(self, source: Source) -> tuple[int, str]:
+        """How many characters are before any marker and its blanks, and the marker, if it is whole; else empty."""
+        rest = source.rest
         if self._whole is None:
-            return len(source.rest), None
-        found = self._whole.search(source.rest)
-        before = len(source.rest) if source.has_ended else self.begun(source.rest)
-        if found is not None and (source.has_ended or found.start() < before):
-            return found.start(), found
-        return before, None
+            return len(rest), ""
+        found = self._whole.search(rest)
+        before = len(rest) if source.has_ended else self.begun(rest)
+        if found is None or not (source.has_ended or found.start() < before):
+            return before, ""
+        return len(rest[: found.start()].rstrip()), found.group()
 
     def begun(self, text: str) -> int:
         """Where the end of a text begins that may become a marker, or the text's length."""
         found = self._begun.search(text)
-        return len(text) if found is None else found.start()
+        return len(text) if found is None else len(text[: found.start()].rstrip())
 
 
 @lru_cache(maxsize=64)
