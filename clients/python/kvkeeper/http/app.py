@@ -110,10 +110,9 @@ class Endpoint:
         self._path, self._engines, self._figures, self._handler, self._body_of = path, engines, figures, handler, body_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answering = asyncio.create_task(self._answer(scope, receive, _Sender(send, self._body_of)))
         self._figures.open.inc()
         try:
-            status = await answering
+            status = await self._answer(scope, receive, _Sender(send, self._body_of))
         finally:
             self._figures.open.dec()
         self._figures.requests.labels(self._path, str(status)).inc()
