@@ -24,7 +24,7 @@ class Form:
     shown_by: what a chat template has in it if its model writes so; one of them is enough.
     thought: what is around a thought.
     calls: for one that has several ways, in the order in which they are tried.
-    dropped: markers that say nothing themselves.
+    dropped: markers that say nothing themselves, such as those that end a turn where they are not the model's last token.
     id_chars: letters and digits of a call's id, where the template takes no others.
     is_thought_free: whether a thought stays free where the answer is constrained. Not where more markers are behind it.
     """
@@ -114,6 +114,7 @@ FORMS = (
         ("<|tool_call>",),
         ("<|channel>thought", "<channel|>"),
         (CallSyntax("<|tool_call>", "<tool_call|>", re.compile(rf"\s*call:{_NAME}(?=\{{)"), "loose", '<|"|>'),),
+        ("<turn|>", "<|tool_response>", "<eos>"),
     ),
     Form(
         "function-gemma",
@@ -152,11 +153,13 @@ FORMS = (
             CallSyntax("<tool_call>", "</tool_call>"),
             CallSyntax("<tool_call>", "</tool_call>", _CODER, "parameters"),
         ),
+        ("<|im_end|>", "<|endoftext|>"),
     ),
     Form(
         "llama3",
         ("<|python_tag|>", '{"name": function name, "parameters"'),
         calls=(CallSyntax("<|python_tag|>"), CallSyntax("")),
+        dropped=("<|eot_id|>", "<|eom_id|>"),
     ),
     Form("think", ("<think>", "</think>"), _THINK),
     Form("plain"),
