@@ -144,6 +144,29 @@ async def two_calls_become_one() -> None:
     assert [text.count("'arguments'") for text in told] == [2, 1]
 
 
+@pytest.mark.parametrize(
+    ("parameters", "is_closed"),
+    [
+        ({"type": "object", "properties": {"a": {}}}, True),
+        ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, False),
+        ({"type": "object"}, False),
+    ],
+)
+async def test_a_call_that_is_required_has_the_arguments_that_are_named(parameters: Any, is_closed: bool) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    asked = await seen("chats", {"tools": [tool], "tool_choice": "required"})
+    (schema,) = re.findall(r'json_schema: "(.*)"', asked.replace("\\\\", "\\"))
+    (call,) = json.loads(schema.replace('\\"', '"'))["items"]["anyOf"]
+    assert (call["properties"]["arguments"].get("additionalProperties") is False) == is_closed
+
+
+async def test_an_assistant_that_said_nothing_has_the_empty_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for message in ({"content": None, "tool_calls": [call]}, {"tool_calls": [call]}, {"content": None}):
+        asked = await seen("chats", {"messages": [{"role": "assistant", **message}]})
+        assert 'content: ""' in asked
+
+
 async def test_another_model_is_refused() -> None:
     for name in KINDS:
         with pytest.raises(HttpError) as error:

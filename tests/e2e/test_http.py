@@ -322,6 +322,38 @@ def test_priorities_are_vllms(client: openai.OpenAI, own: EngineClient) -> None:
     stream.close()
 
 
+# -- tools and responses
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "decide"}}], ids=["required", "named"]
+)
+def test_a_tool_that_has_to_be_called_is_called_with_its_arguments(client: openai.OpenAI, choice: Any, is_stream: bool) -> None:
+    tool: Any = {"type": "function", "function": {"name": "decide", "description": "decides", "parameters": SCHEMA}}
+    found = chat(client, max_tokens=60, tools=[tool], tool_choice=choice, stream=is_stream)
+    if is_stream:
+        parts = [chunk.choices[0] for chunk in found]
+        calls = [call for part in parts for call in part.delta.tool_calls or ()]
+        assert {call.index for call in calls} == {0}
+        assert [call.function.name for call in calls if call.id] == ["decide"]
+        arguments, reason = "".join(call.function.arguments or "" for call in calls), parts[-1].finish_reason
+    else:
+        (call,) = found.choices[0].message.tool_calls
+        assert call.function.name == "decide"
+        arguments, reason = call.function.arguments, found.choices[0].finish_reason
+    assert set(json.loads(arguments)) == {"yes"}
+    assert reason == "tool_calls"
+
+
+def test_a_response_is_the_chats_text(client: openai.OpenAI) -> None:
+    found = client.responses.create(model=MODEL, input=PROMPT, max_output_tokens=16, temperature=0)
+    assert found.output_text == chat(client).choices[0].message.content
+    assert found.status == "incomplete"
+    with client.responses.stream(model=MODEL, input=PROMPT, max_output_tokens=16, temperature=0) as stream:
+        assert "".join(each.delta for each in stream if each.type == "response.output_text.delta") == found.output_text
+
+
 # -- tokens
 
 

@@ -175,8 +175,8 @@ def make_chat(request: Conversation, *, has_tools: bool = True, **arguments: Any
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without fields that say nothing; an assistant that said nothing has the empty text."""
+    """Without fields that say nothing; an assistant that said nothing has the empty text, which templates expect."""
     kept = {name: value for name, value in message.items() if value is not None and name not in NO_EFFECT_OF_MESSAGES}
-    if "content" in message and "content" not in kept and not kept.get("tool_calls"):
-        kept["content"] = ""
+    if message.get("role") == "assistant":
+        kept.setdefault("content", "")
     return kept

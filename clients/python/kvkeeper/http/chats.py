@@ -85,7 +85,16 @@ def _constraint(
     if found:
         raise refused("tool_choice", "a required call does not go together with a form of the answer")
     name = request.tool_choice.function.name if isinstance(request.tool_choice, NamedTool) else None
-    return engine.form.answer(engine.form.forced(tools, name), prompt_end), "tools"
+    return engine.form.answer(engine.form.forced([_closed(tool) for tool in tools], name), prompt_end), "tools"
+
+
+def _closed(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tool without arguments that its schema does not name, unless it speaks of them: small models invent some."""
+    function = tool["function"]
+    parameters = function.get("parameters") or {}
+    if "properties" not in parameters or "additionalProperties" in parameters:
+        return tool
+    return {**tool, "function": {**function, "parameters": {**parameters, "additionalProperties": False}}}
 
 
 class ChatWriter:
