@@ -63,17 +63,19 @@ class Form:
         calls = [
             {
                 "type": "object",
-                "properties": {
-                    "name": {"const": function["name"]},
-                    "arguments": function.get("parameters") or {"type": "object"},
-                },
+                "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/{number}"}},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for function in functions
+            for number, function in enumerate(functions)
         ]
+        arguments = {
+            str(number): _moved(function.get("parameters") or {"type": "object"}, f"#/$defs/{number}")
+            for number, function in enumerate(functions)
+        }
         most = {} if choice is None else {"maxItems": 1}
-        return {"json_schema": json.dumps({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})}
+        schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": arguments}
+        return {"json_schema": json.dumps(schema)}
 
     def answer(self, constraint: Constraint, prompt_end: str = "") -> Constraint:
         """The constraint for an answer alone: the thought before it stays free."""
@@ -81,6 +83,19 @@ class Form:
             return constraint
         opens, closes = self.thought
         return {**constraint, "thought": {"opens": "" if prompt_end.endswith(opens) else opens, "closes": closes}}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that stands at this place of another one, which its own references follow."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {name: _moved(value, place) for name, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
 
 
 _THINK = ("<think>", "</think>")
