@@ -89,7 +89,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The one for tools, where there are several; empty: the model has none."""
+        """The template, of several the one for tools. Empty: the model has none."""
         try:
             return find_template(self._settings.get("chat_template"), "tool_use")
         except TokenizerError:
