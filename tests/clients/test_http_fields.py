@@ -156,8 +156,8 @@ async def test_a_call_that_is_required_has_the_arguments_that_are_named(paramete
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     asked = await seen("chats", {"tools": [tool], "tool_choice": "required"})
     (schema,) = re.findall(r'json_schema: "(.*)"', asked.replace("\\\\", "\\"))
-    (call,) = json.loads(schema.replace('\\"', '"'))["items"]["anyOf"]
-    assert (call["properties"]["arguments"].get("additionalProperties") is False) == is_closed
+    (arguments,) = json.loads(schema.replace('\\"', '"'))["$defs"].values()
+    assert (arguments.get("additionalProperties") is False) == is_closed
 
 
 async def test_an_assistant_that_said_nothing_has_the_empty_text() -> None:

@@ -234,6 +234,20 @@ async def test_a_prompt_that_is_too_long_has_the_words_that_agents_look_for() ->
         await answer(TooSmall("a"), False)
 
 
+async def test_what_the_engine_refuses_has_the_name_that_it_has_here() -> None:
+    class Picky(EngineClient):
+        async def __aiter__(self) -> Any:
+            field = {"field": "sampling.stop"}
+            raise KvkeeperError(
+                grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "sampling.stop: 1 to 256 bytes, not 0", field
+            )
+            yield
+
+    with pytest.raises(anthropic.BadRequestError) as error:
+        await answer(Picky("a"), False, stop_sequences=[""])
+    assert error.value.body["error"]["message"] == "stop_sequences: 1 to 256 bytes, not 0"  # type: ignore[index]
+
+
 async def test_a_stream_that_breaks_ends_with_an_error() -> None:
     with pytest.raises(anthropic.APIStatusError, match="the request took too long"):
         await answer(EngineClient("a", "b", reason="timed_out"), True)

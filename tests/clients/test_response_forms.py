@@ -290,6 +290,28 @@ def test_forced_calls(form: str) -> None:
     assert read(form, list(json.dumps(calls, separators=(",", ":"))), is_forced=True) == rows
 
 
+def test_a_forced_call_keeps_the_references_of_its_schema() -> None:
+    tree = {
+        "type": "object",
+        "properties": {"tree": {"$ref": "#/$defs/Node"}},
+        "required": ["tree"],
+        "$defs": {
+            "Node": {
+                "type": "object",
+                "properties": {"leaf": {"type": "integer"}, "$ref": {"type": "string"}, "next": {"$ref": "#/$defs/Node"}},
+                "required": ["leaf"],
+            }
+        },
+    }
+    tools = [*TOOLS, {"type": "function", "function": {"name": "grow", "parameters": tree}}]
+    schema = json.loads(choose_form(None, "qwen").forced(tools, None)["json_schema"])
+    good = {"tree": {"leaf": 1, "$ref": "x", "next": {"leaf": 2}}}
+    jsonschema.validate([{"name": "grow", "arguments": good}], schema)
+    for wrong in ({"tree": {}}, {"tree": {"leaf": 1, "next": {"leaf": "2"}}}, {"tree": {"leaf": 1, "$ref": 1}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate([{"name": "grow", "arguments": wrong}], schema)
+
+
 def test_the_constraint_is_for_the_answer_alone() -> None:
     qwen, constraint = choose_form(None, "qwen"), {"regex": "yes|no"}
     assert qwen.answer(constraint) == {**constraint, "thought": {"opens": "<think>", "closes": "</think>"}}

@@ -28,6 +28,7 @@ from kvkeeper.http.message_fields import (
 )
 from kvkeeper.http.responses import CallArguments, CallStart, Content, Piece, Reasoning
 
+_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}  # what a chat calls otherwise
 _KINDS = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
 
@@ -36,6 +37,8 @@ def anthropic_body(error: HttpError) -> Mapping[str, Any]:
     kind = "api_error" if error.kind == "server_error" else error.kind
     is_too_long = error.code == "context_length_exceeded"
     text = f"prompt is too long: {error.message}" if is_too_long else error.message  # the words that agents look for
+    for name, own in _NAMES.items():
+        text = own + text.removeprefix(name) if error.param == name else text
     return {"type": "error", "error": {"type": _KINDS.get(error.status, kind), "message": text}}
 
 

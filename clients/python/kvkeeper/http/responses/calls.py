@@ -184,6 +184,8 @@ class CallReader:
                 depth += (char in "{[") - (char in "}]")
                 if depth <= 0 and char in "}]":
                     return
+            elif char == '"':
+                say((yield from self.source.match(_STRING, _MAX_WORD)).group())
             else:
                 found = yield from self.source.match(_WORD, _MAX_WORD)  # which is known with what is behind it
                 is_value = found.group(1) != ":" and _is_json(found.group())

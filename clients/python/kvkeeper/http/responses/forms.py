@@ -24,7 +24,7 @@ class Form:
     shown_by: what a chat template has in it if its model writes so; one of them is enough.
     thought: what is around a thought.
     calls: for one that has several ways, in the order in which they are tried.
-    dropped: markers that say nothing themselves.
+    dropped: markers that say nothing themselves, such as those that end a turn where they are not the model's last token.
     id_chars: letters and digits of a call's id, where the template takes no others.
     is_thought_free: whether a thought stays free where the answer is constrained. Not where more markers are behind it.
     """
@@ -63,17 +63,19 @@ class Form:
         calls = [
             {
                 "type": "object",
-                "properties": {
-                    "name": {"const": function["name"]},
-                    "arguments": function.get("parameters") or {"type": "object"},
-                },
+                "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/{number}"}},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for function in functions
+            for number, function in enumerate(functions)
         ]
+        arguments = {
+            str(number): _moved(function.get("parameters") or {"type": "object"}, f"#/$defs/{number}")
+            for number, function in enumerate(functions)
+        }
         most = {} if choice is None else {"maxItems": 1}
-        return {"json_schema": json.dumps({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})}
+        schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": arguments}
+        return {"json_schema": json.dumps(schema)}
 
     def answer(self, constraint: Constraint, prompt_end: str = "") -> Constraint:
         """The constraint for an answer alone: the thought before it stays free."""
@@ -81,6 +83,19 @@ class Form:
             return constraint
         opens, closes = self.thought
         return {**constraint, "thought": {"opens": "" if prompt_end.endswith(opens) else opens, "closes": closes}}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that stands at this place of another one, which its own references follow."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {name: _moved(value, place) for name, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
 
 
 _THINK = ("<think>", "</think>")
@@ -114,6 +129,7 @@ FORMS = (
         ("<|tool_call>",),
         ("<|channel>thought", "<channel|>"),
         (CallSyntax("<|tool_call>", "<tool_call|>", re.compile(rf"\s*call:{_NAME}(?=\{{)"), "loose", '<|"|>'),),
+        ("<turn|>", "<|tool_response>", "<eos>"),
     ),
     Form(
         "function-gemma",
@@ -152,11 +168,13 @@ FORMS = (
             CallSyntax("<tool_call>", "</tool_call>"),
             CallSyntax("<tool_call>", "</tool_call>", _CODER, "parameters"),
         ),
+        ("<|im_end|>", "<|endoftext|>"),
     ),
     Form(
         "llama3",
         ("<|python_tag|>", '{"name": function name, "parameters"'),
         calls=(CallSyntax("<|python_tag|>"), CallSyntax("")),
+        dropped=("<|eot_id|>", "<|eom_id|>"),
     ),
     Form("think", ("<think>", "</think>"), _THINK),
     Form("plain"),
