@@ -78,7 +78,7 @@ lint: $(VENV)/.dev $(GENERATED)  ## ruff, buf, mypy, directions of imports
 	$(BIN)/mypy -p kvkeeper.cache_service -p kvkeeper.engine_service -p kvkeeper.kernels
 	$(BIN)/mypy tests/benchmarks tests/gpu tests/model_check
 	$(BIN)/mypy -p docs.generate
-	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.common -p kvkeeper.vllm
+	$(BIN)/mypy -p kvkeeper.client -p kvkeeper.cli -p kvkeeper.common -p kvkeeper.http -p kvkeeper.vllm
 	$(BIN)/lint-imports
 
 format: $(VENV)/.dev  ## let ruff format

@@ -7,7 +7,7 @@ but its test.
 
 from collections.abc import Callable, Mapping
 
-from docs.generate import api, configuration, fork_picture, imports, models, roles, states
+from docs.generate import api, configuration, fork_picture, http_fields, imports, models, roles, states
 
 # By path in docs/.
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -16,6 +16,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "api/api.md": api.page,
     "operate/configuration.md": configuration.page,
     "inside/imports.md": imports.page,
+    "operate/http.md": http_fields.page,
     "operate/models.md": models.page,
     "inside/states.md": states.page,
 }

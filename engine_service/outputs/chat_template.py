@@ -6,7 +6,7 @@ raise whatever it likes; it runs in a worker process alone (text_workers), whose
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -18,6 +18,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 from ..model.checkpoint.errors import TokenizerError
+from .tokenizer_folder import find_template
 
 _MOST_REASON_CHARS = 200  # of an error's text, which goes to the client
 
@@ -31,7 +32,7 @@ class ChatTemplate:
             source: one template, or several by name or as a list of names with templates, of which the default is used.
             with_tools: the one that is named tool_use goes before the default.
         """
-        text = _find(source, "tool_use" if with_tools else "default")
+        text = find_template(source, "tool_use" if with_tools else "default")
         try:
             self._template = _environment().from_string(text)
         except (MemoryError, RecursionError):
@@ -52,18 +53,6 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template can raise anything that an expression of Python can
             raise _refusal(error) from error
-
-
-def _find(source: object, name: str) -> str:
-    if isinstance(source, Sequence) and not isinstance(source, str):
-        source = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, Mapping)}
-    if isinstance(source, Mapping):
-        if source and "default" not in source and name not in source:
-            raise TokenizerError("the model has several chat templates, and none is called default")
-        source = source.get(name, source.get("default"))
-    if not isinstance(source, str):
-        raise TokenizerError("the model has no chat template")
-    return source
 
 
 def _refusal(error: Exception) -> TokenizerError:

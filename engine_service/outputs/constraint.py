@@ -154,6 +154,28 @@ def write_grammar(kind: str, source: str | Sequence[str], max_bytes: int) -> str
     return str(llguidance.LLMatcher.grammar_from_regex(pattern))
 
 
+def behind_thought(grammar: str, tokenizer: Tokenizer, opens: str, closes: str) -> str:
+    """The grammar behind a thought between two texts. opens: empty if the prompt has begun it. Raises BadGrammar.
+
+    An added token is no text to the library, but is known by its id.
+    """
+    first, last = (tokenizer.encode(text, add_special_tokens=False) if text else [] for text in (opens, closes))
+    if last[0] in tokenizer.added_ids and len(last) == 1:
+        others = ",".join(map(str, sorted({*last, *tokenizer.eos_ids})))
+        thought, rule = f"free <[{last[0]}]>", f"free: (<[^{others}]>)*"
+    elif tokenizer.added_ids.isdisjoint(last):
+        thought, rule = "free", f"free[lazy]: /(?s:.*){_literal(closes)}/"
+    else:
+        raise BadGrammar("what closes a thought is one added token, or has none in it")
+    if opens:
+        has_added = not tokenizer.added_ids.isdisjoint(first)
+        thought = f"@answer | {' '.join(f'<[{i}]>' for i in first) if has_added else f'/{_literal(opens)}/'} {thought}"
+    whole = json.loads(grammar)
+    whole["grammars"][0]["name"] = "answer"
+    whole["grammars"].insert(0, {"lark_grammar": f"start: {thought} /[ \\t\\r\\n]{{0,8}}/ @answer\n{rule}"})
+    return json.dumps(whole)
+
+
 def compile_grammar(vocabulary: Vocabulary, grammar: str, field: str = "") -> Constraint:
     """The constraint at its start, its first mask computed once for all copies. Raises BadGrammar, GrammarTooComplex."""
     limits = llguidance.LLParserLimits(

@@ -81,14 +81,18 @@ class ModelText:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._require("token_ids").decode(token_ids, skip_special_tokens=False)
 
-    def output(self, prompt: Sequence[int], stops: Sequence[str], min_tokens: int) -> TextOutput:
+    def output(
+        self, prompt: Sequence[int], stops: Sequence[str], min_tokens: int, keep_special_tokens: bool = False
+    ) -> TextOutput:
         """For one continuation of the prompt. Stops are not searched for before the last of its first min_tokens tokens."""
         if self.tokenizer is None:
-            return self.no_output(prompt, stops, min_tokens)
-        detokenizer = Detokenizer(self.tokenizer, prompt[-_NUM_CONTEXT_TOKENS:])
+            return self.no_output(prompt, stops, min_tokens, keep_special_tokens)
+        detokenizer = Detokenizer(self.tokenizer, prompt[-_NUM_CONTEXT_TOKENS:], skip_special_tokens=not keep_special_tokens)
         return _Text(detokenizer, StopStrings(stops) if stops else None, min_tokens)
 
-    def no_output(self, prompt: Sequence[int], stops: Sequence[str], min_tokens: int) -> TextOutput:
+    def no_output(
+        self, prompt: Sequence[int], stops: Sequence[str], min_tokens: int, keep_special_tokens: bool = False
+    ) -> TextOutput:
         """For one continuation of which another process makes the text."""
         if stops:
             self._require("sampling.stop")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import tokenizers
 
 from ..model.checkpoint.errors import TokenizerError
-from .tokenizer_folder import read_tokenizer
+from .tokenizer_folder import find_template, read_tokenizer
 
 if TYPE_CHECKING:
     from .chat_template import ChatTemplate
@@ -35,13 +35,16 @@ class Tokenizer:
         eos_ids: ids that end a sequence, from the first of generation_config.json, config.json and tokenizer_config.json that
             has them, as in transformers.
         vocab_size: every id is below it.
+        added_ids: of the tokens that were added to what the tokenizer learned, special ones among them.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any], eos_ids: frozenset[int]) -> None:
         """settings: chat_template and special_tokens, as FolderTokenizer has them."""
         self._backend = backend
         self._settings = settings
-        self._skipped = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        added = backend.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
+        self._skipped = frozenset(i for i, token in added.items() if token.special)
         self._templates: dict[bool, ChatTemplate] = {}  # by whether there are tools
         self.eos_ids = eos_ids
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -83,6 +86,14 @@ class Tokenizer:
         if chat.plain_user_text:
             return self.plain_text.encode_chat(chat, self.apply_chat_template)
         return self.encode(chat.render(self.apply_chat_template), add_special_tokens=False)
+
+    @property
+    def chat_template(self) -> str:
+        """The template, of several the one for tools. Empty: the model has none."""
+        try:
+            return find_template(self._settings.get("chat_template"), "tool_use")
+        except TokenizerError:
+            return ""
 
     @cached_property
     def plain_text(self) -> "PlainText":

@@ -4,7 +4,7 @@ The files beside it name special tokens, declare tokens that tokenizer.json may 
 templates. A token that is new gets the next id, as in transformers, whatever id its file says.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -135,6 +135,19 @@ def _token(value: object, file: str, **default: bool) -> AddedToken:
 def _get_text(value: object) -> str | None:
     text = value.get("content") if isinstance(value, Mapping) else value
     return text if isinstance(text, str) else None
+
+
+def find_template(source: object, name: str) -> str:
+    """The template of that name, or the default. source: as ChatTemplate takes it. Raises TokenizerError."""
+    if isinstance(source, Sequence) and not isinstance(source, str):
+        source = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, Mapping)}
+    if isinstance(source, Mapping):
+        if source and "default" not in source and name not in source:
+            raise TokenizerError("the model has several chat templates, and none is called default")
+        source = source.get(name, source.get("default"))
+    if not isinstance(source, str):
+        raise TokenizerError("the model has no chat template")
+    return source
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> object:

@@ -181,10 +181,11 @@ class Admission:
             cache_salt=options.cache_salt,
         )
         context, min_tokens = prompt.tolist(), message.sampling.min_tokens
+        keep_special = message.sampling.keep_special_tokens
         makes_text = makes_text or bool(options.stop and (options.best_of is not None or beams is not None))
         text = self._model.text
         output = text.output if makes_text else text.no_output
-        outputs = [output(context, options.stop, min_tokens) for _ in range(num_computed)]
+        outputs = [output(context, options.stop, min_tokens, keep_special) for _ in range(num_computed)]
         return Generation(
             request,
             options.params,
@@ -216,10 +217,11 @@ class Admission:
     async def _constraints(self, sampling: pb.SamplingParams, client: str, n: int) -> list[Constraint]:
         """One for each continuation, or none. Raises EngineError."""
         kind = sampling.WhichOneof("constraint")
+        thought = (sampling.thought.opens, sampling.thought.closes) if sampling.HasField("thought") else None
         if kind is None:
             return []
         source = sampling.choices.texts if kind == "choices" else getattr(sampling, kind)
-        compiled = await self._text_work.constraint(client, kind, source)
+        compiled = await self._text_work.constraint(client, kind, source, thought)
         return [compiled, *(compiled.copy() for _ in range(n - 1))]
 
     async def _prompt(self, message: pb.GenerateRequest, client: str, max_len: int) -> Int32Array:

@@ -29,6 +29,7 @@ _MAX_SALT_CHARS = 256
 _MAX_METADATA, _MAX_VALUE_CHARS = 16, 256
 _MAX_LOGPROBS = 20
 _MAX_BEAMS, _MAX_LENGTH_PENALTY = 64, 10
+_MAX_THOUGHT_BYTES = 64  # of what begins one, and of what ends it
 _MAX_STOP_IDS = 64
 
 
@@ -86,6 +87,7 @@ def parse_options(request: pb.GenerateRequest, defaults: SamplingParams, limits:
         _check_range("sampling.max_tokens", max_tokens, 1, 2**31 - 1)
     _check_range("sampling.min_tokens", sampling.min_tokens, 0, 2**31 - 1 if max_tokens is None else max_tokens)
     _check_stops(sampling.stop, limits)
+    _check_thought(sampling)
     if len(sampling.stop_token_ids) > _MAX_STOP_IDS:
         raise InvalidField(f"at most {_MAX_STOP_IDS} stop token ids", field="sampling.stop_token_ids", limit=_MAX_STOP_IDS)
     return RequestOptions(
@@ -125,6 +127,15 @@ def _check_stops(stops: Sequence[str], limits: InputLimits) -> None:
         if num_bytes > most:
             text = f"{field}: at most {most} bytes, not {num_bytes}"
             raise InvalidField(text, field=field, limit=most, flag="--max-stop-bytes")
+
+
+def _check_thought(sampling: pb.SamplingParams) -> None:
+    if not sampling.HasField("thought"):
+        return
+    if sampling.WhichOneof("constraint") is None:
+        raise InvalidField("sampling.thought: there is no constraint that is about what follows it", field="sampling.thought")
+    for name, least in (("opens", 0), ("closes", 1)):
+        _check_range(f"sampling.thought.{name}", len(getattr(sampling.thought, name).encode()), least, _MAX_THOUGHT_BYTES)
 
 
 def _parse_beams(request: pb.GenerateRequest, n: int) -> BeamOptions:

@@ -24,12 +24,13 @@ from ..movement.take_over import Queue, RequestHandover, TakeOver
 from ..outputs.generation import Generation
 from ..outputs.model_text import ModelText
 from ..outputs.unread_tokens import UnreadTokens
-from ..text_workers.text_work import TextWork
+from ..text_workers.text_work import MAX_PIECES, TextWork
 from ..values.errors import InvalidField
 from ..values.output_chunk import Send
 from ..values.request import Int32Array
 from ..values.sampling_params import SamplingParams
 from .admission import Admission
+from .decode_chat import parse_chat
 from .decode_request import (
     parse_page,
     parse_received,
@@ -201,9 +202,15 @@ class EngineService:
         return pb.ListRequestsResponse(requests=rows, next_page_token=token)
 
     async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        if request.HasField("chat") and request.text:
+            raise InvalidField("text: not together with chat", field="text")
+        client, max_len = peer.get(), self._admission.max_len
         held = self._admission.memory.hold(request.ByteSize())
         try:
-            ids = await self._text_work.encode(peer.get(), request.text, "text", self._admission.max_len)
+            if request.HasField("chat"):
+                ids = await self._text_work.encode_chat(client, parse_chat(request.chat), max_len)
+            else:
+                ids = await self._text_work.encode(client, request.text, "text", max_len)
         finally:
             held.release()
         return pb.TokenizeResponse(token_ids=_as_list(ids))
@@ -211,13 +218,16 @@ class EngineService:
     async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         if len(request.token_ids) > (limit := self._admission.max_len):
             raise InvalidField(f"token_ids: at most {limit}, the length of a sequence", field="token_ids", limit=limit)
+        if request.with_pieces and len(request.token_ids) > MAX_PIECES:
+            raise InvalidField(f"token_ids: at most {MAX_PIECES} with pieces", field="token_ids", limit=MAX_PIECES)
         token_ids = token_array(request.token_ids, self._model.vocab_size, "token_ids")
         held = self._admission.memory.hold(request.ByteSize())
         try:
             text = await self._text_work.decode(peer.get(), token_ids, with_added=request.keep_special_tokens)
         finally:
             held.release()
-        return pb.DetokenizeResponse(text=text)
+        pieces = self._text_work.pieces(request.token_ids) if request.with_pieces else ()
+        return pb.DetokenizeResponse(text=text, pieces=pieces)
 
     async def get_model(self, request: pb.GetModelRequest) -> pb.GetModelResponse:
         model, memory = self._model, self._engine.memory
@@ -242,6 +252,7 @@ class EngineService:
             max_constraint_bytes=self._config.max_constraint_bytes,
             max_stop_strings=self._config.max_stop_strings,
             max_stop_bytes=self._config.max_stop_bytes,
+            chat_template="" if self.text.tokenizer is None else self.text.tokenizer.chat_template,
         )
 
     async def get_stats(self, request: pb.GetStatsRequest) -> pb.GetStatsResponse:

@@ -36,6 +36,7 @@ class FrontRequest:
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked, self._unread, self._text = asked, unread, text
         self._stops, self._min_tokens = tuple(message.sampling.stop), message.sampling.min_tokens
+        self._keep_special = message.sampling.keep_special_tokens
         self._makes_text = False
         self._context: list[int] = []
         self._outputs: dict[int, TextOutput] = {}  # by continuation
@@ -162,7 +163,7 @@ class FrontRequest:
     def _output(self, index: int) -> TextOutput:
         output = self._outputs.get(index)
         if output is None:
-            output = self._outputs[index] = self._text.output(self._context, self._stops, self._min_tokens)
+            output = self._outputs[index] = self._text.output(self._context, self._stops, self._min_tokens, self._keep_special)
         return output
 
     def _usage(self, usage: Usage | None) -> Usage | None:

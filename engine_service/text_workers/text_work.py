@@ -30,6 +30,7 @@ log = structlog.get_logger()
 BYTES_PER_TOKEN: Final = 32  # English has 4 to 5, the longest run of blanks in one token mostly 32
 # 1 ms of the worst text that was tried, where the way to a worker and back takes 0.2 ms.
 _SHORT_BYTES, _SHORT_TOKENS, _SHORT_CHAT = 2048, 512, 16
+MAX_PIECES: Final = 4096
 _CONSTRAINT_FLAG: Final = "--max-constraint-bytes"
 
 
@@ -93,8 +94,19 @@ class TextWork:
         body = token_ids.astype(TOKEN_DTYPE).tobytes()
         return (await self._run(self._workers, client, Kind.DECODE, body, "token_ids")).decode()
 
-    async def constraint(self, client: str, kind: str, source: str | Sequence[str]) -> Constraint:
-        """kind: json_schema, regex or choices. Raises InvalidField, TooComplex, QueueFull."""
+    def pieces(self, token_ids: Sequence[int]) -> list[bytes]:
+        """What each token stands for by itself, at most MAX_PIECES. For a tokenizer without constraints, as text."""
+        if (vocabulary := self._vocabulary) is not None:
+            return [vocabulary.tokens.decode_bytes([token_id]) for token_id in token_ids]
+        return [self._text.decode([token_id]).encode() for token_id in token_ids]
+
+    async def constraint(
+        self, client: str, kind: str, source: str | Sequence[str], thought: tuple[str, str] | None = None
+    ) -> Constraint:
+        """kind: json_schema, regex or choices. thought: what is around one before the output, if there may be one.
+
+        Raises InvalidField, TooComplex, QueueFull.
+        """
         field = f"sampling.{kind}"
         if self._workers is None or self._vocabulary is None:
             raise InvalidField(self._no_constraints, field=field)
@@ -103,7 +115,7 @@ class TextWork:
         limit = self._inputs.constraint_bytes
         if not 1 <= sum(len(part.encode()) for part in source) <= limit:
             raise InvalidField(f"{field}: 1 to {limit} bytes", field=field, limit=limit, flag=_CONSTRAINT_FLAG)
-        job = json.dumps([kind, source if isinstance(source, str) else list(source), limit]).encode()
+        job = json.dumps([kind, source if isinstance(source, str) else list(source), limit, *(thought or ())]).encode()
         grammar = (await self._run(self._workers, client, Kind.CONSTRAINT, job, field)).decode()
         return await in_thread(compile_grammar, self._vocabulary, grammar, field)
 

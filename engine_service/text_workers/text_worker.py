@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from ..model.checkpoint.errors import TokenizerError
-from ..outputs.constraint import BadGrammar, GrammarTooComplex, Vocabulary, try_out, write_grammar
+from ..outputs.constraint import BadGrammar, GrammarTooComplex, Vocabulary, behind_thought, try_out, write_grammar
 from ..outputs.conversation import Chat, WrongChat
 from ..outputs.tokenizer import Tokenizer
 
@@ -125,7 +125,10 @@ class Worker:
         if kind is Kind.DECODE:
             return self._tokenizer.decode(np.frombuffer(body, TOKEN_DTYPE).tolist(), skip_special_tokens=False).encode()
         assert kind is Kind.CONSTRAINT
-        grammar = write_grammar(*json.loads(body))
+        kind_of_constraint, source, max_bytes, *thought = json.loads(body)
+        grammar = write_grammar(kind_of_constraint, source, max_bytes)
+        if thought:
+            grammar = behind_thought(grammar, self._tokenizer, *thought)
         try_out(self._vocabulary, grammar)
         return grammar.encode()
 

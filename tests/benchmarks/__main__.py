@@ -42,7 +42,7 @@ NAMES = (
     "hints",
     "policies",
     "roles",
-    "gateway",
+    "http",
     "reports",
     "hostile",
     "nodes",

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from kvkeeper.cli import main
-from kvkeeper.client import Chat, GenerateOptions, KvkeeperError, OutputChunk, Sampling, TokenLogprobs, Usage
+from kvkeeper.client import Chat, GenerateOptions, KvkeeperError, OutputChunk, Sampling, Thought, TokenLogprobs, Usage
 
 SCHEMA = '{"type": "integer"}'
 
@@ -123,6 +123,7 @@ def test_rules_about_tokens_are_asked_for(engine: Engine) -> None:
         "a b",
         "--bad-token-ids",
         "7,8",
+        *("--keep-special-tokens", "--regex", "a+", "--thought", "<think>", "</think>"),
     )
     assert main(["generate", "x", *flags, "--bad-token-ids", "9", "--allowed-token-ids", "1,2"]) == 0
     ((_, options),) = engine.asked
@@ -132,6 +133,9 @@ def test_rules_about_tokens_are_asked_for(engine: Engine) -> None:
         bad_words=("a b",),
         bad_words_token_ids=([7, 8], [9]),
         allowed_token_ids=(1, 2),
+        keep_special_tokens=True,
+        regex="a+",
+        thought=Thought("<think>", "</think>"),
     )
 
 
@@ -156,6 +160,7 @@ def test_constraints_are_refused_with_a_reason(capsys: pytest.CaptureFixture[str
         (["--json-schema", binary], f"the file {binary!r} is not UTF-8 text"),
         (["--regex", ""], "argument --regex: a text of 1 byte or more, not an empty one"),
         (["--choice", ""], "argument --choice: a text of 1 byte or more, not an empty one"),
+        (["--thought", "a", "b"], "--thought goes with --json-schema, --regex or --choice"),
         (["--regex", "a", "--choice", "b"], "give one of --json-schema, --regex and --choice"),
         (["--json-schema", SCHEMA, "--regex", "a"], "give one of --json-schema, --regex and --choice"),
     ):

@@ -113,17 +113,22 @@ BAD = {
     "sampling.bad_words_token_ids empty": sampling(bad_words_token_ids=[pb.TokenIds()]),
     "sampling.bad_words_token_ids long": sampling(bad_words_token_ids=[pb.TokenIds(ids=[1] * 65)]),
     "sampling.allowed_token_ids many": sampling(allowed_token_ids=[1] * 513),
+    "sampling.thought alone": sampling(thought=pb.Thought(closes="a")),
+    "sampling.thought.closes": sampling(regex="a", thought=pb.Thought(closes="")),
+    "sampling.thought.closes long": sampling(regex="a", thought=pb.Thought(closes="a" * 65)),
+    "sampling.thought.opens": sampling(regex="a", thought=pb.Thought(opens="a" * 65, closes="a")),
     "sampling no token is left": sampling(allowed_token_ids=[1], bad_words_token_ids=[pb.TokenIds(ids=[1])]),
 }
 
 
 NO_BOUNDS = {  # any value is in their bounds, or their bounds are another test's
-    *("typical_p", "seed", "ignore_eos", "num_logprobs", "num_prompt_logprobs", "json_schema", "regex", "choices")
+    *("typical_p", "seed", "ignore_eos", "num_logprobs", "num_prompt_logprobs", "json_schema", "regex", "choices"),
+    "keep_special_tokens",
 }
 
 
 def test_every_sampling_field_is_held_to_its_bounds() -> None:
-    named = {name.split()[0].removeprefix("sampling.") for name in BAD if name.startswith("sampling.")}
+    named = {name.split()[0].split(".")[1] for name in BAD if name.startswith("sampling.")}
     assert named | NO_BOUNDS == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
     assert not named & NO_BOUNDS
 

@@ -6,7 +6,7 @@ import re
 import grpc
 import pytest
 
-from kvkeeper.client import AsyncEngineClient, Sampling
+from kvkeeper.client import AsyncEngineClient, Sampling, Thought
 from kvkeeper.engine_service.compute.served_model import ServedModel
 from tests.support.processes.service_pair import Output, Services, generate
 from tests.support.worlds.cache_api import failure
@@ -58,6 +58,16 @@ async def test_choices_are_taken_as_they_are_written(client: AsyncEngineClient) 
     assert set(output.texts) <= set(texts)
     assert len(set(output.texts)) > 1
     assert set(output.reasons) == {"stop"}
+
+
+async def test_a_thought_before_it_is_free(client: AsyncEngineClient) -> None:
+    begun = await run(client, regex="[a-c]{3}", thought=Thought("", ")"))
+    ended = [text for text, reason in zip(begun.texts, begun.reasons, strict=True) if reason == "stop"]
+    assert ended and all(re.fullmatch(r"(?s)[^)]*\)\s{0,8}[a-c]{3}", text) for text in ended)
+    assert all(")" not in text for text, reason in zip(begun.texts, begun.reasons, strict=True) if reason == "length")
+    either = await run(client, n=16, regex="[a-c]{3}", thought=Thought("x", ")"))
+    assert all(re.match(r"x|[a-c]{3}\Z", text) for text in either.texts)
+    assert {text[0] == "x" for text in either.texts} == {True, False}
 
 
 async def test_max_tokens_comes_first(client: AsyncEngineClient) -> None:

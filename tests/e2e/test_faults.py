@@ -165,7 +165,9 @@ async def test_text_that_fails_when_it_is_cancelled_is_cancelled_all_the_same(wo
 
         no_output = staticmethod(ModelText(None).no_output)
 
-        def output(self, prompt: list[int], stops: tuple[str, ...], min_tokens: int) -> Broken:
+        def output(
+            self, prompt: list[int], stops: tuple[str, ...], min_tokens: int, keep_special_tokens: bool = False
+        ) -> Broken:
             return Broken()
 
     await world.start_cache()

@@ -42,6 +42,9 @@ def cases(stop: str, stop_token: int) -> dict[str, GenerateOptions]:
         "stop strings of several": GenerateOptions(sampling=replace(WILD, stop=("e", "st")), n=3),
         "stop string with log probabilities": GenerateOptions(sampling=replace(stopped, **told), n=2),
         "held back at the end": GenerateOptions(sampling=replace(FREE, stop=(stop[0] + "\0",), max_tokens=1)),
+        "special tokens": GenerateOptions(
+            sampling=replace(WILD, keep_special_tokens=True, allowed_token_ids=(*range(4), stop_token), stop=(stop,))
+        ),
         "one token": GenerateOptions(sampling=replace(FREE, max_tokens=1)),
         "stop string behind the fewest tokens": GenerateOptions(sampling=replace(stopped, min_tokens=20), n=2),
         "bad words": GenerateOptions(sampling=replace(FREE, bad_words=(stop.strip() or "self",), logit_bias={stop_token: -9})),

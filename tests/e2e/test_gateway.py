@@ -1,4 +1,4 @@
-"""The real gateway and the clients that people have, on `kvkeeper serve` with the demo model.
+"""The real gateway and the clients that people have, on `kvkeeper serve --gateway` with the demo model.
 
 What the gateway gives is held against what our own client gets from the same engine, with the model's own defaults. Everything
 is greedy or seeded.
@@ -33,7 +33,7 @@ TOOL: Any = {"type": "function", "function": {"name": "decide", "description": "
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving() as found:
+    with serving("--gateway") as found:
         yield found
 
 
@@ -317,7 +317,7 @@ def test_without_the_gateway_one_line_says_how_to_get_it(tmp_path: Path) -> None
     hide.write_text("import sys\nsys.modules['smg'] = None\n")
     env = {**environment(tmp_path), "PYTHONPATH": f"{tmp_path}:{environment(tmp_path)['PYTHONPATH']}"}
     found = subprocess.run(
-        [sys.executable, "-m", "kvkeeper.cli", "serve"], env=env, capture_output=True, text=True, timeout=END_S
+        [sys.executable, "-m", "kvkeeper.cli", "serve", "--gateway"], env=env, capture_output=True, text=True, timeout=END_S
     )
     assert found.returncode == 1
     assert found.stderr.count("\n") == 1
@@ -329,9 +329,10 @@ def test_without_the_gateway_one_line_says_how_to_get_it(tmp_path: Path) -> None
     [
         (("--http", "0.0.0.0:8000"), "loopback"),
         (("--http", "unix:/tmp/x"), "--http"),
-        (("--engine-listen", "unix:/tmp/x"), "--engine-listen"),
+        (("--gateway", "--engine-listen", "unix:/tmp/x"), "--engine-listen"),
         (("no/such/model",), "no/such/model"),
-        (("--http", "127.0.0.1:8000", "--wrong-flag", "3"), "--gateway-..."),
+        (("--gateway", "--wrong-flag", "3"), "--gateway-..."),
+        (("--http", "127.0.0.1:8000", "--wrong-flag", "3"), "--http-..."),
     ],
 )
 def test_wrong_flags_are_told_before_anything_starts(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:

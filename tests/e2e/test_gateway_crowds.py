@@ -32,7 +32,7 @@ Read = tuple[str, list[tuple[str, Any]], list[float]]  # text, calls with their 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving("--gateway-tool-call-parser", "qwen") as found:
+    with serving("--gateway", "--gateway-tool-call-parser", "qwen") as found:
         yield found
 
 

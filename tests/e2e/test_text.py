@@ -63,6 +63,15 @@ async def test_a_stop_string_ends_the_text_before_it(client: AsyncEngineClient) 
     assert output.usage.new_tokens == len(output.token_ids[0]) < 40
 
 
+async def test_special_tokens_are_part_of_the_text_on_request(client: AsyncEngineClient) -> None:
+    eos = (await client.model()).eos_token_ids[0]
+    special = dataclasses.replace(FREE, allowed_token_ids=(eos,))
+    name = await client.detokenize([eos])
+    assert name
+    assert (await generate(client, PROMPT, 3, special)).texts == [""]
+    assert (await generate(client, PROMPT, 3, dataclasses.replace(special, keep_special_tokens=True))).texts == [3 * name]
+
+
 async def test_a_stop_token_is_not_part_of_the_output(client: AsyncEngineClient) -> None:
     free = await generate(client, PROMPT, 40, FREE)
     stop = free.token_ids[0][9]

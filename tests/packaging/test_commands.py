@@ -24,7 +24,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
 ROWS = {int(row) for row in re.findall(r"^    Row\((\d+),", (ROOT / "tests/soak/rows.py").read_text(), re.MULTILINE)}
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 PAGES = pages()
-_OF_SERVICES = {"up": ("--cache-", "--engine-"), "serve": ("--cache-", "--engine-", "--gateway-")}
+_OF_SERVICES = {"up": ("--cache-", "--engine-", "--http-"), "serve": ("--cache-", "--engine-", "--http-", "--gateway-")}
 _PLACEHOLDERS = {"FILE", "PATH", "NAME", "PROMPT", "conversation_trace.jsonl", "hit_rate.png", "tier_hits.png"}
 
 
@@ -72,8 +72,8 @@ def _check_kvkeeper(words: list[str]) -> None:
         return _require(not others, f"unknown flags {others}")
     for name in ("cache", "engine"):
         _check_service(name, _flags_of(name, others))
-    if words[0] == "serve":
-        _check_gateway(_flags_of("gateway", others))
+    _check_kvkeeper(["http", *_flags_of("http", others)])
+    _check_gateway(_flags_of("gateway", others))
     _require(all(word.startswith(_OF_SERVICES[words[0]]) for word in others if word.startswith("-")), str(others))
     return None
 
@@ -210,6 +210,8 @@ def test_commands_are_found() -> None:
         "kvkeeper serve --nothing 1",
         "kvkeeper serve --gateway-nothing 1",
         "kvkeeper serve --gateway-policy nothing",
+        "kvkeeper serve --http-nothing 1",
+        "kvkeeper http --nothing 1",
         "smg launch --nothing 1",
         "kvkeeper engine --policy nothing",
         ".venv/bin/python -m nothing",

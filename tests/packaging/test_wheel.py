@@ -26,7 +26,7 @@ PACKAGE_ROOTS = ("cache_service", "engine_service", "kernels", "common", "client
 
 
 OF_THE_ENGINE = ("kvkeeper.engine_service", "kvkeeper.kernels")  # modules that need the extra
-OF_OTHER_EXTRAS = (  # `cpu`, `gateway`, `remote`, `events`, `gguf`
+OF_OTHER_EXTRAS = (  # `cpu`, `http`, `gateway`, `remote`, `events`, `gguf`
     *(
         f"kvkeeper.kernels.cpu.{name}"
         for name in (
@@ -34,6 +34,7 @@ OF_OTHER_EXTRAS = (  # `cpu`, `gateway`, `remote`, `events`, `gguf`
             *("attention_tiles", "kernel_parts", "key_tiles", "number_formats", "tiles"),
         )
     ),
+    "kvkeeper.http",
     "kvkeeper.engine_service.rpc.gateway",
     "kvkeeper.cache_service.memory.remote.redis_link",
     "kvkeeper.cache_service.memory.remote.cluster_link",
@@ -155,5 +156,5 @@ def test_wheel_holds_and_imports_every_module(tmp_path: Path) -> None:
     link(extras["engine"], site)
     engine = [name for name in modules if not name.startswith(OF_OTHER_EXTRAS)]
     run(python, "-W", "error", "-c", IMPORT_ALL, *engine, cwd=tmp_path)
-    link(extras["cpu"] + extras["gateway"] + extras["remote"] + extras["events"] + extras["gguf"], site)
+    link(extras["cpu"] + extras["http"] + extras["gateway"] + extras["remote"] + extras["events"] + extras["gguf"], site)
     run(python, "-W", "error", "-c", IMPORT_ALL, *(name for name in modules if name.startswith(OF_OTHER_EXTRAS)), cwd=tmp_path)

@@ -54,8 +54,10 @@ def serving(*flags: str) -> Iterator[Served]:
         model = snapshot(folder)
         command = [sys.executable, "-m", "kvkeeper.cli", "serve", str(model), "--json", "--pool-memory", "64MiB", *flags]
         command += ["--http", http, "--cache-listen", cache, "--engine-listen", engine]
+        if "--gateway" in flags:
+            command += ["--gateway-prometheus-port", metrics.rpartition(":")[2]]
         process = subprocess.Popen(
-            [*command, "--gateway-prometheus-port", metrics.rpartition(":")[2]],
+            command,
             env=environment(folder) | stand_in.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
             text=True,
         )  # fmt: skip
@@ -65,6 +67,6 @@ def serving(*flags: str) -> Iterator[Served]:
             assert line, told
             yield Served(json.loads(line), process, folder / "log", told, model, stand_in)
         finally:
-            for _ in range(2):  # the second one ends it at once, where the gateway would wait for seconds
+            for _ in range(2 if "--gateway" in flags else 1):  # the second one ends it at once: the gateway waits for seconds
                 process.send_signal(signal.SIGINT)
             process.communicate(timeout=END_S)

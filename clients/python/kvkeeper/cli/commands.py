@@ -19,7 +19,8 @@ from kvkeeper.cli.start import services
 
 COMMANDS = {
     "up": "run both services",
-    "serve": "run both services, and a gateway for OpenAI's and Anthropic's clients",
+    "serve": "run both services, and a front for OpenAI's and Anthropic's clients",
+    "http": "serve OpenAI's HTTP from an engine",
     "doctor": "say what on this host would keep the services from starting",
     "convert": "make a folder that an engine serves of a GGUF file",
     "drain": "ask the service at an address to stop, and wait until it has ended",
@@ -43,7 +44,7 @@ COMMANDS = {
     "completion": "print a script that completes commands and flags in a shell",
 }
 _FOLDERS = {
-    "start": ("up", "serve", "doctor", "drain", "demo"),
+    "start": ("up", "serve", "http", "doctor", "drain", "demo"),
     "models": ("convert",),
     "generation": ("generate", "chat", "hint"),
     "show": ("explain", "status", "stats", "misses", "curve", "tiers", "top", "requests", "sequences", "config"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Result,
         Retention,
         Sampling,
+        Thought,
         TokenLogprobs,
         Usage,
     )
@@ -60,6 +61,7 @@ __all__ = [
     "Sampling",
     "StepItems",
     "StepResult",
+    "Thought",
     "TokenLogprobs",
     "Usage",
     "decode",
@@ -81,6 +83,7 @@ _HOMES = {
         "Result",
         "Retention",
         "Sampling",
+        "Thought",
         "TokenLogprobs",
         "Usage",
     ),

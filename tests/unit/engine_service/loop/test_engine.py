@@ -133,7 +133,7 @@ async def test_text_that_fails_ends_its_request_alone() -> None:
         tokenizer = None
         no_output = staticmethod(good_text.no_output)
 
-        def output(self, prompt: list[int], stops: tuple[str, ...], min_tokens: int) -> Any:
+        def output(self, prompt: list[int], stops: tuple[str, ...], min_tokens: int, keep_special_tokens: bool = False) -> Any:
             return Broken() if prompt[0] == 7 else good_text.output(prompt, stops, min_tokens)
 
     async with services() as world:

@@ -10,6 +10,7 @@ from kvkeeper.engine_service.outputs.constraint import (
     BadGrammar,
     Constraint,
     Vocabulary,
+    behind_thought,
     compile_grammar,
     try_out,
     write_grammar,
@@ -73,3 +74,46 @@ def test_all_continuations_draw_on_one_account() -> None:
     for each in (first, second):
         assert not allowed(each)
         assert isinstance(each.refusal(), TooComplex)
+
+
+THINKING = "abx<>/"  # of which the tokens <x> and </x> are tokens of their own, and <end> ends a sequence
+
+
+def with_thought(opens: str, closes: str) -> tuple[Tokenizer, Constraint]:
+    backend = tokenizers.Tokenizer(models.BPE({char: place for place, char in enumerate(THINKING)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    backend.add_tokens(["<x>", "</x>"])
+    tokenizer = Tokenizer(backend, {}, frozenset({len(THINKING)}))
+    grammar = behind_thought(write_grammar("regex", "ab", 1 << 16), tokenizer, opens, closes)
+    return tokenizer, compile_grammar(Vocabulary.of(tokenizer, len(THINKING) + 3), grammar, "sampling.regex")
+
+
+@pytest.mark.parametrize(
+    ("opens", "closes", "text", "is_allowed"),
+    [
+        ("", "</x>", "bb<x>a</x>ab", True),
+        ("", "</x>", "bb<x>a</x>b", False),  # behind the thought, it has to have the form
+        ("", "</x>", "b<end>", False),  # a thought has to be closed
+        ("", "</x>", "</x>ab", True),
+        ("<x>", "</x>", "ab", True),
+        ("<x>", "</x>", "<x>ba</x>ab", True),
+        ("<x>", "</x>", "<x>ab<end>", False),
+        ("<x>a", "</x>", "<x>ab</x>ab", True),
+        ("<x>a", "</x>", "<x>b", False),
+        ("<x>", "</x>", "b", False),  # without a thought, it has to have the form at once
+        ("", "/b/", "aaa/b/ab", True),  # a text that no token spells
+        ("", "/b/", "aaa/b/bb", False),
+        ("/a/", "/b/", "/a/bb/b/ab", True),
+        ("/a/", "/b/", "ab", True),
+        ("/a/", "/b/", "bb/b/ab", False),
+    ],
+)
+def test_what_a_constraint_is_about_comes_behind_a_thought(opens: str, closes: str, text: str, is_allowed: bool) -> None:
+    tokenizer, constraint = with_thought(opens, closes)
+    for token_id in tokenizer.encode(text, add_special_tokens=False):
+        if not constraint.allowed()[token_id]:
+            assert not is_allowed
+            return
+        constraint.take_token(token_id)
+    assert is_allowed and constraint.is_complete

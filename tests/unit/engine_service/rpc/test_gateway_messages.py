@@ -66,8 +66,9 @@ def test_an_absent_field_is_none_and_not_the_models_default() -> None:
         temperature=1, top_p=1, top_k=0, min_p=0, repetition_penalty=1, frequency_penalty=0, presence_penalty=0
     )
     left = {field.name for field in sampling.DESCRIPTOR.fields if field.has_presence and not sampling.HasField(field.name)}
-    # No gateway can ask for a typical_p, so the model's applies.
-    assert left == {"typical_p", "max_tokens", "seed", "num_logprobs", "num_prompt_logprobs", "json_schema", "regex", "choices"}
+    # No gateway can ask for a typical_p, so the model's applies, and none for a thought before an output.
+    constraint = {"json_schema", "regex", "choices", "thought"}
+    assert left == {"typical_p", "max_tokens", "seed", "num_logprobs", "num_prompt_logprobs"} | constraint
 
 
 async def test_every_field_arrives() -> None:

@@ -38,7 +38,7 @@ Outputs = dict[int, tuple[str, list[int], str | None]]  # of each continuation t
 
 
 class LettersText:
-    def output(self, prompt: list[int], stops: tuple[str, ...], min_tokens: int) -> Letters:
+    def output(self, prompt: list[int], stops: tuple[str, ...], min_tokens: int, keep_special_tokens: bool = False) -> Letters:
         return Letters(stops)
 
 

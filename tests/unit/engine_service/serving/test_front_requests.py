@@ -50,7 +50,9 @@ class Letters:
 
 
 class LettersText:
-    def output(self, prompt: list[int], stops: tuple[str, ...], min_tokens: int) -> TextOutput:
+    def output(
+        self, prompt: list[int], stops: tuple[str, ...], min_tokens: int, keep_special_tokens: bool = False
+    ) -> TextOutput:
         return Letters(stops)
 
 

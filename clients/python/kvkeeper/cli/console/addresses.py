@@ -18,30 +18,32 @@ def add_cache_flag(parser: argparse.ArgumentParser) -> None:
     _add_address(parser, "cache", cache_address())
 
 
-def add_engine_flag(parser: argparse.ArgumentParser) -> None:
-    _add_address(parser, "engine", engine_address())
+def add_engine_flag(parser: argparse.ArgumentParser, *, shows_token: bool = True) -> None:
+    """shows_token: the command has a token of its own."""
+    _add_address(parser, "engine", engine_address(), shows_token=shows_token)
 
 
-def _add_address(parser: argparse.ArgumentParser, service: str, default: str) -> None:
+def _add_address(parser: argparse.ArgumentParser, service: str, default: str, *, shows_token: bool = True) -> None:
     text = f"{service} service, host:port or unix:/path (default: %(default)s)"
     parser.add_argument(f"--{service}", metavar="ADDRESS", default=default, help=text)
     parser.set_defaults(asks=service)  # where a call failed; a command that asks both says which
-    add_credentials_flags(parser)
+    add_credentials_flags(parser, shows_token=shows_token)
 
 
-def add_credentials_flags(parser: argparse.ArgumentParser) -> None:
+def add_credentials_flags(parser: argparse.ArgumentParser, *, shows_token: bool = True) -> None:
     """What the command shows the services; each flag stands for the variable of its name. Added once to a parser."""
     if parser.get_default(_CREDENTIALS) is not None:
         return
     parser.set_defaults(**{_CREDENTIALS: True})
     for flag, text in _FLAGS.items():
-        parser.add_argument(flag, metavar="FILE", help=f"{text} (or {_variable(flag)})")
+        if shows_token or flag != "--token-file":
+            parser.add_argument(flag, metavar="FILE", help=f"{text} (or {_variable(flag)})")
 
 
 def set_credentials(args: argparse.Namespace) -> None:
     """Flags over environment: the clients of this process, and of those that it starts, read the environment."""
     if hasattr(args, _CREDENTIALS):
-        given = {flag: getattr(args, flag.removeprefix("--").replace("-", "_")) for flag in _FLAGS}
+        given = {flag: getattr(args, flag.removeprefix("--").replace("-", "_"), None) for flag in _FLAGS}
         os.environ.update({_variable(flag): value for flag, value in given.items() if value})
 
 

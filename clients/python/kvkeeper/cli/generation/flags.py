@@ -20,7 +20,7 @@ from kvkeeper.cli.console.arguments import (
     utf8,
     whole,
 )
-from kvkeeper.client import BeamSearch, Chat, GenerateOptions, Retention, Sampling
+from kvkeeper.client import BeamSearch, Chat, GenerateOptions, Retention, Sampling, Thought
 
 _DEFAULT_SINK = 4  # tokens; models that were not trained with a sink of their own need so many (arXiv 2309.17453)
 
@@ -64,6 +64,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--regex", type=filled, metavar="PATTERN", help="the whole output matches this regular expression")
     parser.add_argument(
         "--choice", action="append", type=filled, metavar="TEXT", help="the output is one of these; may be repeated"
+    )
+    parser.add_argument(
+        "--thought", nargs=2, metavar=("OPENS", "CLOSES"), help="a thought between these texts may come before such an output"
     )
     parser.add_argument(
         "--logprobs",
@@ -178,6 +181,7 @@ def _add_token_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allowed-token-ids", type=token_list, default=[], metavar="ID,ID", help="the only tokens that may come (default: all)"
     )
+    parser.add_argument("--keep-special-tokens", action="store_true", help="show the text of special tokens, too")
 
 
 def wrong_together(args: argparse.Namespace) -> str | None:
@@ -193,6 +197,8 @@ def wrong_together(args: argparse.Namespace) -> str | None:
         return "give a prompt, or --prompt-file PATH, not both"
     if sum(constraint is not None for constraint in (args.json_schema, args.regex, args.choice)) > 1:
         return "give one of --json-schema, --regex and --choice"
+    if args.thought is not None and all(one is None for one in (args.json_schema, args.regex, args.choice)):
+        return "--thought goes with --json-schema, --regex or --choice"
     return None
 
 
@@ -202,6 +208,7 @@ def make_options(args: argparse.Namespace) -> GenerateOptions:
         chosen[name] = tuple(getattr(args, name))
     chosen["logit_bias"], chosen["min_tokens"] = dict(args.logit_bias), args.min_tokens or 0
     chosen["choices"] = None if args.choice is None else tuple(args.choice)
+    chosen["thought"] = None if args.thought is None else Thought(*args.thought)
     options = {field.name: getattr(args, field.name) for field in fields(GenerateOptions) if hasattr(args, field.name)}
     options["beam_search"] = None if args.beams is None else BeamSearch(args.beams, args.length_penalty, args.early_stopping)
     options["metadata"] = dict(args.metadata)

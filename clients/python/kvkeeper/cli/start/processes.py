@@ -18,7 +18,7 @@ GATEWAY = "kvkeeper.cli.start.gateway"  # the module that runs it
 
 
 class ServiceProcess:
-    """One running service. name is "cache", "engine" or "gateway"."""
+    """One running service. name is "cache", "engine", "http" or "gateway"."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name = name

@@ -1,62 +1,60 @@
-"""`kvkeeper serve`: both services, and before them a gateway for the clients of OpenAI and Anthropic.
+"""`kvkeeper serve`: both services, and before them a front for clients that speak HTTP: our own, or a gateway.
 
-What `up` does, and one process more, which starts last and ends first. There is no HTTP server of our own.
+What `up` does, and one process more, which starts last and ends first.
 """
 
 import argparse
 import json
 from functools import partial
 
-from kvkeeper.cli.console.problems import EXIT_FAILED, complain
 from kvkeeper.cli.console.tables import facts
 from kvkeeper.cli.show.status import model_line
-from kvkeeper.cli.start import gateway, up
+from kvkeeper.cli.start import gateway, http, up
 from kvkeeper.cli.start.processes import ServiceProcess
 from kvkeeper.cli.start.supervisor import Service
 from kvkeeper.cli.start.together import Together
 from kvkeeper.client import AsyncEngineClient
-from kvkeeper.common.service.extras import install_command, missing
 
 _GATEWAY = "gateway"
-_HTTP = "127.0.0.1:8000"
 _PROMPT = "def fibonacci(n):"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [MODEL] [flags]"
     parser.description = (
-        "Runs both services and a gateway that speaks HTTP, until Ctrl-C; what dies is started again. MODEL is a"
+        "Runs both services and a front that speaks HTTP, until Ctrl-C. MODEL is a"
         " Hugging Face folder, or smollm2, which is fetched once (default: the embedded demo model, a toy). Any flag of one of"
-        " the three is written with its name in front: --cache-max-sequences 64, --engine-dtype int8,"
-        " --gateway-prometheus-port 29001 (see kvkeeper cache --help, kvkeeper engine --help, smg launch --help)."
+        " the three is written with its name in front: --cache-max-sequences 64, --engine-dtype int8, --http-workers 2"
+        " (see kvkeeper cache --help, kvkeeper engine --help, kvkeeper http --help). With --gateway, which is for fleets, the"
+        " gateway smg speaks HTTP instead: --gateway-prometheus-port 29001 (see smg launch --help)."
     )
-    parser.add_argument("--http", metavar="ADDRESS", default=_HTTP, help="where clients find it (default: %(default)s)")
+    parser.add_argument("--http", metavar="ADDRESS", default=http.LISTEN, help="where clients find it (default: %(default)s)")
+    parser.add_argument("--gateway", action="store_true", help="start the gateway smg instead of the front of our own")
     up.add_service_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if missing(gateway.MODULE, "smg_grpc_proto"):
-        text = f"the gateway is not installed; install it with: {install_command('gateway')}"
-        complain(text, reason="NOT_STARTED", is_json=args.json)
-        return EXIT_FAILED
-    from kvkeeper.common.service.settings import METRICS_ADDRESS
-
+    needed = ((gateway.MODULE, "smg_grpc_proto"), _GATEWAY) if args.gateway else (http.MODULES, http.NAME)
+    if (exit_code := http.refuse(args, "--http", args.http, *needed)) is not None:
+        return exit_code
     # Not by argparse, which would take the value of a service's flag for the model.
     has_model = args.other_flags and not args.other_flags[0].startswith("-")
     args.model = args.other_flags.pop(0) if has_model else None
 
-    if not args.http or (refusal := METRICS_ADDRESS.refusal(args.http)):
-        args.usage_error(f"--http: {refusal if args.http else 'host:port'}")
-    flags = up.checked_flags(args, _GATEWAY)
+    flags = up.checked_flags(args, _GATEWAY if args.gateway else http.NAME)
     if isinstance(flags, int):
         return flags
+    front = _gateway(args, flags) if args.gateway else http.service(args.http, args.engine_listen, flags[http.NAME])
+    together = Together([*up.make_services(args, flags), front], partial(_ready_text, args), is_json=args.json)
+    return together.run(f"stopped; the {front.name} and both services have ended")
+
+
+def _gateway(args: argparse.Namespace, flags: dict[str, list[str]]) -> Service:
     if args.engine_listen.startswith("unix:"):
         args.usage_error("--engine-listen: host:port, which the gateway can reach")
     flags["engine"] += ["--gateway", "on"]
     start = partial(ServiceProcess.start, _GATEWAY, gateway.flags(args.http, args.engine_listen, flags[_GATEWAY]))
-    services = [*up.make_services(args, flags), Service(_GATEWAY, start, partial(gateway.until_serving, args.http))]
-    together = Together(services, partial(_ready_text, args), is_json=args.json)
-    return together.run("stopped; the gateway and both services have ended")
+    return Service(_GATEWAY, start, partial(gateway.until_serving, args.http))
 
 
 async def _ready_text(args: argparse.Namespace) -> str:

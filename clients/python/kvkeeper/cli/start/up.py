@@ -20,6 +20,7 @@ from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_USAGE, UsageFailure,
 from kvkeeper.cli.console.tables import facts
 from kvkeeper.cli.show.readiness import until_serving
 from kvkeeper.cli.show.status import model_line, pool_line
+from kvkeeper.cli.start import http
 from kvkeeper.cli.start.processes import ServiceProcess
 from kvkeeper.cli.start.supervisor import Service
 from kvkeeper.cli.start.together import Together, say
@@ -42,6 +43,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="PATH",
         help="Hugging Face folder, or smollm2: a small real model, fetched once (default: the embedded demo model, a toy)",
+    )
+    parser.add_argument(
+        "--http", metavar="ADDRESS", nargs="?", const=http.LISTEN, help=f"also speak HTTP, there or at {http.LISTEN}"
     )
     add_service_flags(parser)
 
@@ -68,11 +72,16 @@ def add_service_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    flags = checked_flags(args)
+    if args.http is not None and (exit_code := http.refuse(args, "--http", args.http)) is not None:
+        return exit_code
+    flags = checked_flags(args, *([http.NAME] if args.http else []))
     if isinstance(flags, int):
         return flags
-    together = Together(make_services(args, flags), partial(_ready_text, args), is_json=args.json)
-    return together.run("stopped; both services have ended")
+    services = make_services(args, flags)
+    if args.http:
+        services.append(http.service(args.http, args.engine_listen, flags[http.NAME]))
+    together = Together(services, partial(_ready_text, args), is_json=args.json)
+    return together.run("stopped; all services have ended" if args.http else "stopped; both services have ended")
 
 
 def checked_flags(args: argparse.Namespace, *others: str) -> dict[str, list[str]] | int:
@@ -128,6 +137,7 @@ async def _ready_text(args: argparse.Namespace) -> str:
             "ready": True,
             "cache": args.cache_listen,
             "engine": args.engine_listen,
+            **({"http": f"http://{args.http}/v1"} if args.http else {}),
             "model": model.model_id,
             "max_tokens_per_sequence": model.max_tokens_per_sequence,
             "pools": pools,
@@ -137,6 +147,7 @@ async def _ready_text(args: argparse.Namespace) -> str:
     rows = [
         ("cache service", args.cache_listen),
         ("engine service", args.engine_listen),
+        *([("http", f"http://{args.http}/v1")] if args.http else []),
         ("model", model_line(model)),
         ("longest", f"{model.max_tokens_per_sequence:,} tokens, prompt and output"),
         ("pool", "; ".join(pools)),

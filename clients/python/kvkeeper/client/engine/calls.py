@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from kvkeeper.client.engine.prompts import Prompt, set_prompt
+from kvkeeper.client.engine.prompts import Chat, Prompt, set_chat, set_prompt
 from kvkeeper.client.retry import CallOptions
 from kvkeeper.engine.v1 import engine_service_pb2 as pb
 
@@ -54,6 +54,14 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """Any text between two texts, before an output that a constraint is about. opens: empty if the prompt has begun it."""
+
+    opens: str
+    closes: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen; the protocol's SamplingParams explains each. None: the model's sampling_defaults apply."""
 
@@ -80,6 +88,8 @@ class Sampling:
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: tuple[Sequence[int], ...] = ()
     allowed_token_ids: Sequence[int] = ()
+    thought: Thought | None = None
+    keep_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +174,8 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         raise ValueError(f"one constraint at most, not {' and '.join(constraints)}")  # the message would keep the last alone
     if "choices" in sampling:
         sampling["choices"] = pb.Choices(texts=sampling["choices"])
+    if "thought" in sampling:
+        sampling["thought"] = pb.Thought(**asdict(sampling["thought"]))
     sampling["bad_words_token_ids"] = [pb.TokenIds(ids=word) for word in options.sampling.bad_words_token_ids]
     request = pb.GenerateRequest(
         **{name: getattr(options, name) for name in _PLAIN},
@@ -181,6 +193,14 @@ def submit_request(prompt: Prompt, options: GenerateOptions) -> pb.SubmitRequest
     request = generate_request(prompt, options)
     request.request_id = request.request_id or str(uuid.uuid4())
     return pb.SubmitRequestRequest(request=request)
+
+
+def tokenize_request(prompt: str | Chat) -> pb.TokenizeRequest:
+    if isinstance(prompt, str):
+        return pb.TokenizeRequest(text=prompt)
+    request = pb.TokenizeRequest()
+    set_chat(request.chat, prompt)
+    return request
 
 
 def stream_request(request_id: str, received: Iterable[pb.ReceivedOutput]) -> pb.StreamRequestRequest:

@@ -25,9 +25,10 @@ from kvkeeper.client.engine.calls import (
     stream_options,
     stream_request,
     submit_request,
+    tokenize_request,
 )
 from kvkeeper.client.engine.many import ManyStreams
-from kvkeeper.client.engine.prompts import Prompt
+from kvkeeper.client.engine.prompts import Chat, Prompt
 from kvkeeper.client.engine.resubmit import PAUSE_S, Received, address_in, repeatable
 from kvkeeper.client.engine.spans import GenerateSpan, begin_generate
 from kvkeeper.client.errors import KvkeeperError
@@ -136,13 +137,19 @@ class AsyncEngineClient:
         """End a request that waits or runs."""
         await self._transport.call_by_name("CancelRequest", pb.CancelRequestRequest(request_id=request_id))
 
-    async def tokenize(self, text: str) -> tuple[int, ...]:
-        return tuple((await self._transport.call_by_name("Tokenize", pb.TokenizeRequest(text=text))).token_ids)
+    async def tokenize(self, prompt: str | Chat) -> tuple[int, ...]:
+        """The tokens of a text, or of a conversation."""
+        return tuple((await self._transport.call_by_name("Tokenize", tokenize_request(prompt))).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
         """The text of these tokens. keep_special_tokens includes the tokens that `tokenize` puts around a text."""
         request = pb.DetokenizeRequest(token_ids=token_ids, keep_special_tokens=keep_special_tokens)
         return (await self._transport.call_by_name("Detokenize", request)).text
+
+    async def pieces(self, token_ids: Sequence[int]) -> tuple[bytes, ...]:
+        """What each of at most 4096 tokens stands for by itself; it may be a part of a character."""
+        request = pb.DetokenizeRequest(token_ids=token_ids, with_pieces=True, keep_special_tokens=True)
+        return tuple((await self._transport.call_by_name("Detokenize", request)).pieces)
 
     async def model(self) -> pb.GetModelResponse:
         return await self._transport.call_by_name("GetModel", pb.GetModelRequest())

@@ -57,6 +57,7 @@ class EngineClient(Closing):
     cancel = blocking(AsyncEngineClient.cancel)
     tokenize = blocking(AsyncEngineClient.tokenize)
     detokenize = blocking(AsyncEngineClient.detokenize)
+    pieces = blocking(AsyncEngineClient.pieces)
     model = blocking(AsyncEngineClient.model)
     stats = blocking(AsyncEngineClient.stats)
     list_requests = blocking(AsyncEngineClient.list_requests)

@@ -55,19 +55,19 @@ def set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, Mapping):
         raise TypeError(f"{_WHAT}, not {_kind(prompt)}; put a single message into a list")
     if isinstance(prompt, Chat):
-        _set_chat(request.chat, prompt)
+        set_chat(request.chat, prompt)
         return
     items: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(items, Sequence):
         raise TypeError(f"{_WHAT}, not {_kind(prompt)}")
     if items and isinstance(items[0], Mapping):
-        _set_chat(request.chat, Chat(items))
+        set_chat(request.chat, Chat(items))
     else:
         request.token_ids.SetInParent()
         _extend(request.token_ids, items)
 
 
-def _set_chat(message: pb.Chat, chat: Chat) -> None:
+def set_chat(message: pb.Chat, chat: Chat) -> None:
     message.SetInParent()
     message.messages.extend(_turn(turn, f"messages[{number}]") for number, turn in enumerate(chat.messages))
     message.tools = json.dumps(list(chat.tools)) if chat.tools else ""

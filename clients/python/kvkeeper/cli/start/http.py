@@ -1,0 +1,120 @@
+"""`kvkeeper http`: the engine service for clients that speak HTTP, as OpenAI's and Anthropic's do.
+
+A process of its own, which holds nothing but its clients' connections: it may be killed and started again at any time.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from kvkeeper.cli.console.addresses import add_engine_flag
+from kvkeeper.cli.console.problems import EXIT_FAILED, EXIT_OK, complain
+from kvkeeper.cli.start.processes import ServiceProcess
+from kvkeeper.cli.start.services import PARENT_VARIABLE, end_with_parent
+from kvkeeper.cli.start.supervisor import Service
+from kvkeeper.common.service.extras import install_command, missing
+
+NAME = "http"
+MODULES = ("starlette", "uvicorn", "httptools", "pydantic")
+LISTEN = "127.0.0.1:8000"
+_POLL_S = 0.02
+_ANSWER_S = 5.0
+_ENGINE_VARIABLE, _FORM_VARIABLE = "KVKEEPER_ENGINE_LISTEN", "KVKEEPER_HTTP_RESPONSE_FORM"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Serves OpenAI's HTTP from an engine, until Ctrl-C. Clients show the engine their own keys, as bearer tokens; it has"
+        " no key of its own."
+    )
+    parser.add_argument("--listen", metavar="ADDRESS", default=LISTEN, help="where clients find it (default: %(default)s)")
+    parser.add_argument("--workers", metavar="NUM", type=int, default=1, help="processes that serve (default: %(default)s)")
+    parser.add_argument(
+        "--response-form", metavar="NAME", help="how the model writes thoughts and calls (default: as its chat template shows)"
+    )
+    add_engine_flag(parser, shows_token=False)
+
+
+def service(listen: str, engine: str, typed: Sequence[str]) -> Service:
+    """The front beside both services. engine: address of its engine; typed: flags of its own."""
+    start = partial(ServiceProcess.start, NAME, ["--listen", listen, "--engine", engine, *typed])
+    return Service(NAME, start, partial(until_serving, listen))
+
+
+def refuse(args: argparse.Namespace, flag: str, listen: str, modules: Sequence[str] = MODULES, extra: str = NAME) -> int | None:
+    """The exit code where a front cannot listen there, which is reported; else None.
+
+    modules: those that it needs, of this extra.
+    """
+    from kvkeeper.common.service.listen import AddressInUse, check_free
+    from kvkeeper.common.service.settings import METRICS_ADDRESS
+
+    if wrong := METRICS_ADDRESS.refusal(listen) if listen else "host:port":
+        args.usage_error(f"{flag}: {wrong}")
+    text = f"{' and '.join(missing(*modules))}: not installed; install with: {install_command(extra)}"
+    if not missing(*modules):
+        try:
+            check_free(listen)
+            return None
+        except AddressInUse as error:
+            text = f"{flag} {listen}: {error}"
+    complain(text, reason="NOT_STARTED", is_json=getattr(args, "json", False))
+    return EXIT_FAILED
+
+
+def run(args: argparse.Namespace) -> int:
+    if (exit_code := refuse(args, "--listen", args.listen)) is not None:
+        return exit_code
+    from kvkeeper.http.responses import UnknownForm, choose_form
+
+    try:
+        choose_form(None, args.response_form)
+    except UnknownForm as error:
+        args.usage_error(f"--response-form: {error}")
+    if args.workers < 1:
+        args.usage_error("--workers: 1 or more")
+    if not end_with_parent():
+        return EXIT_FAILED
+    from kvkeeper.http.server import serve
+
+    os.environ[_ENGINE_VARIABLE] = args.engine  # workers read it
+    if args.response_form is not None:
+        os.environ[_FORM_VARIABLE] = args.response_form
+    if args.workers == 1:
+        serve(make(), args.listen)
+    else:
+        os.environ[PARENT_VARIABLE] = str(os.getpid())
+        serve(f"{__name__}:make", args.listen, num_workers=args.workers)
+    return EXIT_OK
+
+
+def make() -> Any:
+    """The application of one process, for the engine that the environment names."""
+    from kvkeeper.common.service import log
+    from kvkeeper.http.app import make_app
+    from kvkeeper.http.engines import Engines
+
+    if not end_with_parent():
+        sys.exit(EXIT_FAILED)
+    log.configure("info", "http")
+    return make_app(Engines(os.environ[_ENGINE_VARIABLE], os.environ.get(_FORM_VARIABLE)))
+
+
+async def until_serving(listen: str) -> None:
+    """Returns when it serves; the caller limits the time."""
+    while not await asyncio.to_thread(_is_ready, listen):  # noqa: ASYNC110  the event is in another process
+        await asyncio.sleep(_POLL_S)
+
+
+def _is_ready(listen: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{listen}/health", timeout=_ANSWER_S):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False
