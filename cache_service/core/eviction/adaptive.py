@@ -22,11 +22,11 @@ Nothing is fitted to a workload: classes are counts, ages are octaves, and weigh
 turnovers.
 
 What it costs. A step pays for little more than the stamps of its blocks: events are noted and counted in batches, and victims
-are ranked, after the reply to a step (`prepare`) or when they run out, because array operations cost the same for one block as
-for hundreds. A ranked block that was hit meanwhile stays, and what began to wait meanwhile gets its place among the ranked
-ones. No call does work in proportion to the pool: of many leaves a sample is compared. Hit densities are computed anew every
-half turnover, in about a millisecond. At most 64 bytes a block: 16 for the tree, 8 each for stamp and
-prefix hash, 3 for the past, 28 for ghosts.
+are ranked, as many as the steps before took at once, after the reply to a step (`prepare`) or when they run out, because array
+operations cost the same for one block as for hundreds. A ranked block that was hit meanwhile stays, and what began to wait or
+became a leaf meanwhile gets its place among the ranked ones. No call does work in proportion to the pool: of many leaves a
+sample is compared. Hit densities are computed anew every half turnover, in about a millisecond. At most 64 bytes a block: 16
+for the tree, 8 each for stamp and prefix hash, 3 for the past, 28 for ghosts.
 """
 
 from typing import NamedTuple
@@ -46,9 +46,11 @@ from .use_history import MOST_IN_BATCH, History
 _LEAST_LESSON = 256  # blocks between two lessons
 _LESSON_SAMPLE = 4096  # waiting blocks and ghosts looked at in a lesson, so that it does not grow with the pool
 _SAMPLE = 1024  # leaves looked at in a choice, likewise
-_AT_ONCE = 16  # of so many leaves one is ranked before they are compared anew
+_AT_ONCE, _AT_ONCE_LATE = 16, 12  # of so many leaves one is ranked before they are compared anew; more where a step waits
 _LEAST_RANKED, _MOST_RANKED = 16, 1024  # victims ranked at once,
 _RANKED_SHARE = 32  # about the cache divided by this
+_KEPT_OF_MOST = 0.99  # what is left of the most victims of one step after the next one
+_FEWER = 4  # times fewer ranked victims will do while what runs is not ranked
 _MOST_PENDING = 2048  # blocks whose events are put off
 _UNCOUNTED_SHARE = 64  # where blocks are evicted, the cache divided by this is the number of waiting ones that may be unknown
 _NEARLY_NONE = 1e-300  # hit density, any multiple of which is a number
@@ -79,6 +81,8 @@ class AdaptivePolicy:
         self._ranked = _Ranked(NO_INT32, NO_INT64, NO_KEYS)  # the next victims
         self._num_ranked = min(_MOST_RANKED, max(_LEAST_RANKED, num_blocks // _RANKED_SHARE))
         self._least_ranked = 1  # what may be left of them before more are ranked
+        self._has_ended = False  # whether blocks began to wait since then
+        self._most_taken = 0.0  # victims of late, at once
         self._trust = ANY_DIFFERENCE  # in hit densities when they were ranked, see Credit
         self._limit = np.inf  # the hit density from which on the time of the last use ranked them
         self._unused = BlockQueue(self._stamps)  # waiting blocks that no ended sequence had
@@ -115,6 +119,7 @@ class AdaptivePolicy:
         if len(blocks):
             self._num_waiting += len(blocks)
             self._num_added += len(blocks)
+            self._has_ended = True
             self._added.append((blocks, self._stamps.give(blocks)))
             self._note(len(blocks))
 
@@ -141,6 +146,7 @@ class AdaptivePolicy:
 
     def take_victims(self, count: int) -> Int32Array:
         assert count <= self._num_waiting, "asked for more victims than are evictable"
+        self._most_taken = max(count, _KEPT_OF_MOST * self._most_taken)
         victims = [NO_INT32]
         while count > 0:
             if len(unused := self._unused.pop(count)):  # ranking may have found some
@@ -150,7 +156,7 @@ class AdaptivePolicy:
                 if not (live := self._stamps.are_live(taken.blocks, taken.stamps)).all():
                     taken = taken.where(live)
             else:
-                self._rank(count + self._num_ranked)
+                self._rank(count + self._num_ranked, _AT_ONCE_LATE)
                 continue
             self._evict(taken.blocks, taken.stamps)
             victims.append(taken.blocks)
@@ -162,8 +168,10 @@ class AdaptivePolicy:
         most_added = self._num_blocks // _UNCOUNTED_SHARE if self._is_full else _MOST_PENDING
         if self._num_added > most_added or 2 * self._num_pending > _MOST_PENDING:
             self._catch_up()
-        if self._removed and len(self._ranked.blocks) < self._least_ranked:
-            self._rank(self._num_ranked)
+        # What a running sequence holds competes once it ends: until then fewer will do.
+        least = min(self._most_taken, self._least_ranked) / (1 if self._has_ended else _FEWER)
+        if self._is_full and len(self._ranked.blocks) < least:
+            self._rank(self._num_ranked + min(int(self._most_taken), _MOST_RANKED), _AT_ONCE)
 
     def order(self) -> Order:
         """Blocks that an ended sequence had are in the set of the leaves, or have children."""
@@ -199,13 +207,15 @@ class AdaptivePolicy:
         """Counts the events that were put off. Events that depend on each other are counted in the order of their time."""
         now = self._stamps.clock
         num_used, self._is_full = sum(len(use.blocks) for use in self._new_uses), bool(self._evicted)
-        self._settle()
+        bared = self._settle()
+        bared = bared[self._stamps.newest[bared] <= self._counted_until]  # the others were added
         if self._evicted:
             self._make_ghosts(now)
         num_lost = self._record_uses(now) if self._new_uses else 0
         self._counted_until = now
-        if self._added:
-            self._queue_added()
+        added = self._queue_added() if self._added else NO_INT32
+        if len(self._ranked.blocks):
+            self._merge(np.concatenate([bared, added]) if self._trust else bared)
         self._reused += [(self._history.traces(blocks, stamps), then) for blocks, stamps, then in self._reused_soon]
         self._reused_soon = []
         num_gained = num_kept = 0
@@ -243,7 +253,8 @@ class AdaptivePolicy:
         self._leaves.link(np.concatenate([use.blocks[:-1] for use in uses]), np.concatenate([use.blocks[1:] for use in uses]))
         return self._lru_shadow.leave_ghosts(found.stamps, self._ghosts.every)
 
-    def _queue_added(self) -> None:
+    def _queue_added(self) -> Int32Array:
+        """Returns those of the added blocks that wait and that ended sequences had."""
         blocks = np.concatenate([blocks for blocks, _ in self._added])
         stamps = np.concatenate([stamps for _, stamps in self._added])
         self._added = []
@@ -253,9 +264,8 @@ class AdaptivePolicy:
         is_used = self._history.turns[blocks] > 0
         self._unused.push(blocks[~is_used], stamps[~is_used])
         self._leaves.add(blocks[is_used])
-        if self._trust and len(self._ranked.blocks):
-            self._merge(blocks[is_used])
         self._unused.shrink_to(0 if is_used.all() else self._num_waiting)
+        return blocks[is_used]
 
     def _learn(self) -> None:
         now = self._stamps.clock
@@ -282,14 +292,13 @@ class AdaptivePolicy:
     def _forget_ranks(self) -> None:
         self._ranked = self._ranked.where(slice(0))
 
-    def _settle(self) -> None:
-        """The parents of what was evicted may be leaves now."""
-        if self._removed:
-            self._leaves.remove(np.concatenate(self._removed))
-            self._removed = []
+    def _settle(self) -> Int32Array:
+        """The parents of what was evicted may be leaves now. Returns those that are."""
+        removed, self._removed = self._removed, []
+        return self._leaves.remove(np.concatenate(removed)) if removed else NO_INT32
 
-    def _rank(self, count: int) -> None:
-        """Ranks 1 victim or more, and up to count."""
+    def _rank(self, count: int, at_once: int) -> None:
+        """Ranks 1 victim or more, and up to count; of so many leaves one."""
         self._settle()
         leaves = self._leaves.sample(_SAMPLE, self._counted_until, self._rng)
         if not len(leaves) and self._num_pending:
@@ -297,33 +306,39 @@ class AdaptivePolicy:
             leaves = self._leaves.sample(_SAMPLE, self._counted_until, self._rng)
         self._trust, self._limit = self._new_trust(), np.inf
         stamps = self._stamps.newest[leaves]
+        keys = self._keys(leaves)
         if self._trust and len(leaves):
-            keys = self._densities(leaves)
             self._limit = self._trust * max(keys[np.argmin(stamps)], _NEARLY_NONE)
             keys = np.minimum(keys, self._limit)
-        else:
-            keys = stamps.astype(np.float64)
-        order = np.lexsort((stamps, keys))[: max(1, len(leaves) // _AT_ONCE)]
+        order = np.lexsort((stamps, keys))[: max(1, len(leaves) // at_once)]
         blocks, keys = self._with_parents(leaves[order], keys[order], count)
         if not len(blocks):  # children are in use, or move: their parents wait alone under retention only
             waiting = self._stamps.newest.nonzero()[0].astype(np.int32)
             blocks = waiting[np.argsort(self._stamps.newest[waiting])[:count]]
             keys = np.full(len(blocks), -np.inf)
         self._ranked = _Ranked(blocks, self._stamps.newest[blocks], keys)
-        self._least_ranked = max(1, len(blocks) // 4)
+        self._least_ranked, self._has_ended = max(1, len(blocks) // 2), False
 
     def _merge(self, blocks: Int32Array) -> None:
         """Gives those of these waiting blocks their place that are leaves and go before the last ranked one."""
+        ranked = self._ranked.where(self._stamps.are_live(self._ranked.blocks, self._ranked.stamps))
         leaves = self._leaves.among(blocks)
-        keys = np.minimum(self._densities(leaves), self._limit)
-        goes_before = keys < self._ranked.keys[-1]
-        if np.count_nonzero(goes_before):
-            blocks, keys = self._with_parents(leaves[goes_before], keys[goes_before], self._num_ranked)
-            keys = np.concatenate([self._ranked.keys, keys])
-            blocks = np.concatenate([self._ranked.blocks, blocks])
-            order = np.argsort(keys, kind="stable")[: self._num_ranked]
-            stamps = np.concatenate([self._ranked.stamps, self._stamps.newest[blocks[len(self._ranked.blocks) :]]])
+        keys = self._keys(leaves)
+        chosen = keys < self._ranked.keys[-1]
+        if np.count_nonzero(chosen):
+            chosen &= ~np.isin(leaves, ranked.blocks)
+            blocks, keys = self._with_parents(leaves[chosen], keys[chosen], self._num_ranked)
+            keys = np.concatenate([ranked.keys, keys])
+            blocks = np.concatenate([ranked.blocks, blocks])
+            stamps = self._stamps.newest[blocks]
+            order = np.argsort(keys, kind="stable")[: max(self._num_ranked, len(ranked.blocks))]
             self._ranked = _Ranked(blocks[order], stamps[order], keys[order])
+
+    def _keys(self, leaves: Int32Array) -> FloatArray:
+        """[n] the lowest goes first; among equals, the least recently used one."""
+        if not self._trust:
+            return self._stamps.newest[leaves].astype(np.float64)
+        return np.minimum(self._densities(leaves), self._limit)
 
     def _densities(self, blocks: Int32Array) -> FloatArray:
         return self._hit_density.of(self._history.traces(blocks, self._stamps.newest[blocks]), self._stamps.clock)
@@ -331,17 +346,18 @@ class AdaptivePolicy:
     def _with_parents(self, leaves: Int32Array, keys: FloatArray, count: int) -> tuple[Int32Array, FloatArray]:
         """At most count blocks: these leaves, each with the blocks above it that wait as long, are like it and have no other
         child. With the keys of the leaves."""
-        newest, classes = self._stamps.newest, self._history.classes
-        parents, num_children = self._leaves.parents, self._leaves.num_children
+        # Single numbers are read from a memoryview in a third of the time that an array takes.
+        newest, classes = self._stamps.newest.data, self._history.classes.data
+        parents, num_children = self._leaves.parents.data, self._leaves.num_children.data
+        until = self._counted_until  # what waits since later gets its place once it is counted
         chosen: list[int] = []
         lens: list[int] = []
         for block in leaves.tolist():
             before = len(chosen)
             while len(chosen) < count:
                 chosen.append(block)
-                parent = int(parents[block])
-                is_alike = classes[parent] == classes[block] and newest[parent] == newest[block] + 1
-                is_alike &= newest[parent] <= self._counted_until  # else it gets its place once it is counted
+                parent, since, kind = parents[block], newest[block] + 1, classes[block]
+                is_alike = classes[parent] == kind and newest[parent] == since <= until
                 if not parent or num_children[parent] > 1 or not is_alike:
                     break
                 block = parent

@@ -9,6 +9,7 @@ they are looked at. All operations are a fixed number of array operations for an
 import numpy as np
 import numpy.typing as npt
 
+from ..values.distinct import distinct
 from ..values.types import Int32Array
 from .block_queue import Stamps
 
@@ -39,7 +40,7 @@ class Leaves:
         self.parents[children] = parents[unknown][first]
         np.add.at(self.num_children, self.parents[children], 1)
         if len(former):
-            self.add(np.unique(former[self._are_leaves(former)]))
+            self.add(distinct(former[self._are_leaves(former)]))
 
     def add(self, blocks: Int32Array) -> None:
         """These distinct blocks wait."""
@@ -49,11 +50,13 @@ class Leaves:
         self._places[new] = np.arange(self._size, end)
         self._size = end
 
-    def remove(self, blocks: Int32Array) -> None:
-        """These distinct blocks are evicted: their parents may be leaves now."""
+    def remove(self, blocks: Int32Array) -> Int32Array:
+        """These distinct blocks are evicted. Returns those of their parents that are leaves now."""
         self._drop(blocks)
         parents = self._count_off(blocks)
-        self.add(np.unique(parents[self._are_leaves(parents)]))
+        leaves = distinct(parents[self._are_leaves(parents)])
+        self.add(leaves)
+        return leaves
 
     def forget_blocks(self, blocks: Int32Array) -> None:
         """The contents of these removed blocks are gone."""
