@@ -62,9 +62,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self) -> None:
         self._end_head()
         if not self.transport.is_closing():
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-            )
+            self.transport.write(_REFUSAL)
             self.transport.close()
 
 
