@@ -7,16 +7,14 @@ behind it in the thread or on the device.
 """
 
 import asyncio
-import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from kvkeeper.common.service.threads import start_thread
+from kvkeeper.common.service.threads import WorkThread
 
 from ..compute.device.device_errors import lost_by
 from ..compute.device.device_queue import Moves
@@ -110,7 +108,7 @@ class StepWorker:
 
     def __init__(self) -> None:
         # Now, because a step that has begun cannot wait for a thread.
-        self._thread, self._reader = _Thread("forward"), _Thread("results")
+        self._thread, self._reader = WorkThread("forward"), WorkThread("results")
         self._flights: deque[InFlight] = deque()  # the one that is computed, and one that runs ahead
         # A step with a prompt takes many times as long as one that only decodes: with one mean for both, decoding steps behind
         # it would end before their successors' blocks were asked for. So each kind has its own; prompts count by the token.
@@ -239,30 +237,6 @@ class StepWorker:
 def _whole_ticks(seconds: float) -> float:
     """The wait that ends before so many seconds are over. A step of a device may be as short as a tick or two."""
     return max(int(seconds * _TICKS_PER_S), 0) / _TICKS_PER_S
-
-
-class _Thread:
-    """Runs what it is given, in order. An executor's futures and locks would cost each step a tenth of a millisecond."""
-
-    def __init__(self, name: str) -> None:
-        """Raises NoThread."""
-        self._waiting = SimpleQueue[Callable[[], None] | None]()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        start_thread(self._thread)
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """work: raises nothing."""
-        self._waiting.put(work)
-
-    def close(self) -> None:
-        """Returns once all that was given is done."""
-        self._waiting.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (work := self._waiting.get()) is not None:
-            work()
-            del work  # it may refer to the arena, which is unmapped between two steps
 
 
 def _call(function: Callable[[], T], future: asyncio.Future[T]) -> None:

@@ -46,7 +46,7 @@ def own(served: Served) -> Iterator[EngineClient]:
         yield client
 
 
-def read(own: EngineClient, prompt: Any, n: int | None = None, **sampling: Any) -> list[str]:
+def own_texts(own: EngineClient, prompt: Any, n: int | None = None, **sampling: Any) -> list[str]:
     """The texts that our own client gets."""
     options = GenerateOptions(n=n, sampling=Sampling(**{**GREEDY, **sampling}))
     texts = [""] * (n or 1)
@@ -56,7 +56,7 @@ def read(own: EngineClient, prompt: Any, n: int | None = None, **sampling: Any) 
 
 
 def text_of(own: EngineClient, prompt: Any, **sampling: Any) -> str:
-    return read(own, prompt, **sampling)[0]
+    return own_texts(own, prompt, **sampling)[0]
 
 
 def complete(client: openai.OpenAI, prompt: Any = PROMPT, **fields: Any) -> Any:
@@ -105,7 +105,7 @@ def test_a_streamed_completion_is_the_same_and_tells_cached_tokens(client: opena
 def test_prompts_may_be_many_and_of_token_ids(client: openai.OpenAI, own: EngineClient) -> None:
     texts = [PROMPT, "import os\n", "class A:"]
     ids = [list(own.tokenize(text)) for text in texts]
-    expected = [text for prompt in texts for text in read(own, prompt, n=2, temperature=1, seed=5)]
+    expected = [text for prompt in texts for text in own_texts(own, prompt, n=2, temperature=1, seed=5)]
     for prompt in (texts, ids):
         found = complete(client, prompt, n=2, temperature=1, seed=5)
         assert [choice.index for choice in found.choices] == list(range(6))

@@ -6,9 +6,10 @@ another try. So a cache that deviates in vain loses a thousandth, and what was w
 Where it is a little below 0, only a block that is worth clearly less than the least recently used one goes before it: a false
 alarm costs hits, and a real difference between what returns and what does not is a multiple.
 
-Two things are learned sooner than by wins and losses. While nearly nothing comes back that LRU has, as in a cycle longer than
-the cache, nothing can be lost by deviating. And where hits break off that were usual, something new has begun, of which
-nothing is known: until more is known, no more may be missing of what LRU has than the credit would cover.
+Three things are learned sooner than by wins and losses. While nearly nothing comes back that LRU has, as in a cycle longer than
+the cache, nothing can be lost by deviating. Where hits break off that were usual, something new has begun, of which nothing is
+known: until more is known, no more may be missing of what LRU has than the credit would cover. And while there are less than
+half as many hits as LRU would have, as in a cycle that just fits it, the order is LRU's whatever was won before.
 """
 
 from math import exp, inf
@@ -20,6 +21,7 @@ _USELESS_SHARE = 0.02  # of the blocks used; where LRU has fewer hits, it is of 
 _USELESS_SPAN = 0.4  # turnovers in which LRU's hits are forgotten: from usual shares to useless takes more than one turnover
 _RECENT_SPAN, _USUAL_SPAN = 0.25, 4  # turnovers that recent and usual hits are about
 _BROKEN_OFF = 0.25  # of the usual share of hits
+_FAR_BEHIND = 0.5  # of the recent share of LRU's hits
 
 
 class _Share:
@@ -50,7 +52,7 @@ class Credit:
         self._most = num_blocks
         self._credit = 0.0
         self._recent, self._usual = _Share(_RECENT_SPAN * num_blocks), _Share(_USUAL_SPAN * num_blocks)
-        self._of_lru = _Share(_USELESS_SPAN * num_blocks)
+        self._of_lru, self._recent_of_lru = _Share(_USELESS_SPAN * num_blocks), _Share(_RECENT_SPAN * num_blocks)
 
     def count(self, num_used: int, num_hits: int, num_lru_hits: int, num_gained: int) -> None:
         """num_gained: hits that LRU would not have had, minus those that it would have had in vain."""
@@ -59,6 +61,7 @@ class Credit:
             self._recent.count(num_used, num_hits)
             self._usual.count(num_used, num_hits)
             self._of_lru.count(num_used, num_lru_hits)
+            self._recent_of_lru.count(num_used, num_lru_hits)
 
     def trust(self, num_missing: int, request_len: float) -> float:
         """The share of the hit density of the least recently used block below which another goes before it; 0 where none does.
@@ -67,6 +70,8 @@ class Credit:
         """
         if self._of_lru.is_whole and self._of_lru.value < _USELESS_SHARE:
             return ANY_DIFFERENCE
+        if self._recent.value < _FAR_BEHIND * self._recent_of_lru.value:
+            return 0
         left = self._credit + _ALLOWED_REQUESTS * request_len + _ALLOWED_SHARE * self._most
         has_broken_off = self._recent.value < _BROKEN_OFF * self._usual.value
         if left < (num_missing if has_broken_off else 0):
