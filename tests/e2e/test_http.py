@@ -95,7 +95,6 @@ def test_a_completion_is_what_the_engine_gives(client: openai.OpenAI, own: Engin
 def test_a_streamed_completion_is_the_same_and_tells_cached_tokens(client: openai.OpenAI, own: EngineClient) -> None:
     for is_cached in (False, True):
         *chunks, last = complete(client, LONG_PROMPT, stream=True, stream_options={"include_usage": True})
-        assert len(chunks) > 2
         assert "".join(chunk.choices[0].text for chunk in chunks) == text_of(own, LONG_PROMPT)
         assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
         assert (last.choices, last.usage.completion_tokens) == ([], 16)

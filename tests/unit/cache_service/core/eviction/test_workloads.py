@@ -11,9 +11,7 @@ from tests.support.reference.policy_replay import replay_policy
 from tests.support.reference.workloads import WORKLOADS, loop, multi_turn, recency, scan, zipf
 from tests.support.slices import todays
 
-# What is promised; in `phases` a cycle that just fits follows on what won: test_adaptive_recovers_from_a_change bounds that.
-NEVER_BELOW_LRU = [name for name in WORKLOADS if name != "phases"]
-_CASES = [(name, num_blocks) for name in NEVER_BELOW_LRU for num_blocks in (60, 250, 1000)]
+_CASES = [(name, num_blocks) for name in WORKLOADS for num_blocks in (60, 250, 1000)]
 _PASSES = 16  # of a cycle
 
 
@@ -31,9 +29,11 @@ def test_adaptive_keeps_returning_blocks_during_a_scan() -> None:
 
 
 def test_adaptive_recovers_from_a_change() -> None:
-    requests = WORKLOADS["phases"](1)
-    lru, adaptive = (replay_policy(requests, 800, policy) for policy in ("lru", "adaptive"))
-    assert lru.num_hits - adaptive.num_hits < 300
+    """A cycle that just fits follows on what won."""
+    for seed in (0, 1, 2):
+        requests = WORKLOADS["phases"](seed)
+        lru, adaptive = (replay_policy(requests, 800, policy).hit_rate for policy in ("lru", "adaptive"))
+        assert adaptive >= lru - 0.002
 
 
 @pytest.mark.parametrize("num_blocks", [250, 1000])
