@@ -286,8 +286,7 @@ class EngineConfig(ServiceConfig):
         True,
         "capture steps as CUDA graphs, which spares the host most of a step; without effect on several ranks",
         details="On a CUDA device, and native families. Graphs are captured at start, after a run of every kernel, and again"
-        " when the cache service's memory is mapped anew. Steps with more than 2,048 tokens of prompts, or with sink and"
-        " window, go without.",
+        " when the arena is mapped anew. Steps with more than 2,048 tokens of prompts, or with sink and window, go without.",
     )
     overlap: bool = _model(
         True,

@@ -25,7 +25,7 @@ from ..scheduler.headroom import Moved
 
 @dataclass(slots=True, eq=False)
 class _Ended:
-    """Of a step's orders: those that ended, and how long they took. The worker thread's until the step has ended."""
+    """The orders of a step that ended, and how long they took. The worker thread has it until the step has ended."""
 
     done: list[int] = field(default_factory=list)
     failed: list[int] = field(default_factory=list)
