@@ -13,8 +13,7 @@ import pytest
 from anthropic import types
 from anthropic.types import message_count_tokens_params, message_create_params
 
-from kvkeeper.client import KvkeeperError, OutputChunk, Thought, Usage
-from kvkeeper.client.engine.calls import generate_request, tokenize_request
+from kvkeeper.client import KvkeeperError, Thought
 from kvkeeper.http.app import make_app
 from kvkeeper.http.engines import Engine
 from kvkeeper.http.message_fields import (
@@ -30,6 +29,7 @@ from kvkeeper.http.message_fields import (
 )
 from kvkeeper.http.responses import choose_form
 from tests.support.documents.markdown import ROOT
+from tests.support.stand_ins.asked_engine import AskedEngine
 
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "w\\"orld"}}</tool_call>'
 TOOL: Any = {
@@ -40,41 +40,8 @@ TOOL: Any = {
 ASKED: Any = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
 
 
-class EngineClient:
-    """Remembers what it was asked. text: of each answer, a token for each part of it."""
-
-    def __init__(self, *text: str, reason: str = "end_of_sequence") -> None:
-        self.text, self.reason = text, reason
-        self.asked: list[Any] = []
-        self.usage = Usage(12, 8, len(text), 0, 0)
-
-    async def tokenize(self, prompt: Any) -> tuple[int, ...]:
-        self.asked.append(tokenize_request(prompt))
-        return (1, 2, 3)
-
-    async def pieces(self, token_ids: Any) -> list[bytes]:
-        return [b"t" for _ in token_ids]
-
-    def generate(self, prompt: Any, options: Any) -> "EngineClient":
-        self.asked.append(generate_request(prompt, options))
-        return self
-
-    async def __aenter__(self) -> "EngineClient":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
-
-    async def __aiter__(self) -> Any:
-        for place, part in enumerate(self.text):
-            yield OutputChunk(0, part, (place,), self.reason if place == len(self.text) - 1 else None)
-
-    async def close(self) -> None:
-        pass
-
-
 @asynccontextmanager
-async def connected(engine_client: EngineClient, form: str = "qwen") -> AsyncIterator[anthropic.AsyncAnthropic]:
+async def connected(engine_client: AskedEngine, form: str = "qwen") -> AsyncIterator[anthropic.AsyncAnthropic]:
     engine = Engine(engine_client, form)  # type: ignore[arg-type]
     engine.model = SimpleNamespace(model_id="m", max_tokens_per_sequence=100, revision="r" * 64)  # type: ignore[assignment]
     engine.form, engine._asked_at = choose_form(None, form), float("inf")
@@ -91,7 +58,7 @@ async def connected(engine_client: EngineClient, form: str = "qwen") -> AsyncIte
         yield client
 
 
-async def answer(engine: EngineClient, is_stream: bool, **fields: Any) -> types.Message:
+async def answer(engine: AskedEngine, is_stream: bool, **fields: Any) -> types.Message:
     """What the client makes of it, either way."""
     async with connected(engine) as client:
         if not is_stream:
@@ -103,7 +70,7 @@ async def answer(engine: EngineClient, is_stream: bool, **fields: Any) -> types.
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_thoughts_texts_and_calls_are_blocks(is_stream: bool) -> None:
     text = f"<think>\nhm\n</think>\n\nSo: {CALL}{CALL} done"
-    found = await answer(EngineClient(*text), is_stream, tools=[TOOL])
+    found = await answer(AskedEngine(*text), is_stream, tools=[TOOL])
     call = {"type": "tool_use", "name": "look", "input": {"at": 'w"orld'}}
     blocks = [block.model_dump(exclude_none=True, exclude={"id"}) for block in found.content]
     assert blocks == [
@@ -130,21 +97,21 @@ async def test_thoughts_texts_and_calls_are_blocks(is_stream: bool) -> None:
     ],
 )
 async def test_why_it_ended(reason: str, fields: Any, said: Any, is_stream: bool) -> None:
-    found = await answer(EngineClient("a", reason=reason), is_stream, **fields)
+    found = await answer(AskedEngine("a", reason=reason), is_stream, **fields)
     assert (found.stop_reason, found.stop_sequence) == said
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_call_that_is_cut_has_what_is_whole_of_it(is_stream: bool) -> None:
     cut = '<tool_call>{"name": "look", "arguments": {"at": "here", "to": "the'
-    found = await answer(EngineClient(cut, reason="length"), is_stream, tools=[TOOL])
+    found = await answer(AskedEngine(cut, reason="length"), is_stream, tools=[TOOL])
     assert found.stop_reason == "max_tokens"
     (block,) = found.content
     assert block.type == "tool_use" and block.input in ({"at": "here"}, {"at": "here", "to": "the"})
 
 
 async def test_events_come_in_anthropics_order() -> None:
-    async with connected(EngineClient("<think>a", "b</think>", "c")) as client:
+    async with connected(AskedEngine("<think>a", "b</think>", "c")) as client:
         events = [event async for event in await client.messages.create(**ASKED, stream=True)]
     assert [event.type for event in events] == [
         *("message_start", "content_block_start", "content_block_delta", "content_block_delta", "content_block_stop"),
@@ -155,7 +122,7 @@ async def test_events_come_in_anthropics_order() -> None:
 
 
 async def test_a_conversation_with_tools_becomes_a_chat() -> None:
-    engine = EngineClient("a")
+    engine = AskedEngine("a")
     blocks: Any = [
         {"type": "thinking", "thinking": "hm", "signature": ""},
         {"type": "text", "text": "I look."},
@@ -218,14 +185,14 @@ async def test_a_conversation_with_tools_becomes_a_chat() -> None:
 async def test_errors_are_as_anthropic_has_them(fields: Any, status: int, kind: str, text: str) -> None:
     for is_stream in (False, True):
         with pytest.raises(anthropic.APIStatusError) as error:
-            await answer(EngineClient("a"), is_stream, **fields)
+            await answer(AskedEngine("a"), is_stream, **fields)
         assert error.value.status_code == status
         body: Any = error.value.body
         assert (body["type"], body["error"]["type"]) == ("error", kind) and text in body["error"]["message"]
 
 
 async def test_a_prompt_that_is_too_long_has_the_words_that_agents_look_for() -> None:
-    class TooSmall(EngineClient):
+    class TooSmall(AskedEngine):
         async def __aiter__(self) -> Any:
             raise KvkeeperError(grpc.StatusCode.INVALID_ARGUMENT, "NEVER_FITS", "", {"requested": "209", "limit": "100"})
             yield
@@ -235,7 +202,7 @@ async def test_a_prompt_that_is_too_long_has_the_words_that_agents_look_for() ->
 
 
 async def test_what_the_engine_refuses_has_the_name_that_it_has_here() -> None:
-    class Picky(EngineClient):
+    class Picky(AskedEngine):
         async def __aiter__(self) -> Any:
             field = {"field": "sampling.stop"}
             raise KvkeeperError(
@@ -250,14 +217,14 @@ async def test_what_the_engine_refuses_has_the_name_that_it_has_here() -> None:
 
 async def test_a_stream_that_breaks_ends_with_an_error() -> None:
     with pytest.raises(anthropic.APIStatusError, match="the request took too long"):
-        await answer(EngineClient("a", "b", reason="timed_out"), True)
+        await answer(AskedEngine("a", "b", reason="timed_out"), True)
 
 
 # -- every field
 
 
 async def seen(kind: Any, **fields: Any) -> str:
-    engine = EngineClient("<think>hm</think>", CALL)
+    engine = AskedEngine("<think>hm</think>", CALL)
     path = "/v1/messages" if kind is MessageRequest else "/v1/messages/count_tokens"
     body = {name: value for name, value in ASKED.items() if kind is MessageRequest or name != "max_tokens"}
     async with connected(engine) as client:
@@ -304,7 +271,7 @@ async def test_what_is_within_fields_takes_effect() -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "look"}, {"type": "none"}):
         assert await seen(MessageRequest, tools=[TOOL], tool_choice=choice) != plain
     schema = {"type": "object", "properties": {"yes": {"type": "boolean"}}}
-    engine = EngineClient("a")
+    engine = AskedEngine("a")
     await answer(engine, False, output_config={"format": {"type": "json_schema", "schema": schema}})
     sampling = engine.asked[-1].sampling
     assert json.loads(sampling.json_schema) == schema
@@ -319,10 +286,10 @@ async def test_what_is_within_fields_takes_effect() -> None:
         assert engine.asked[-2].chat.template_arguments == arguments
     text = f"<think>hm</think>{CALL}{CALL}"
     omitted: Any = {"type": "adaptive", "display": "omitted"}
-    found = await answer(EngineClient(text), True, tools=[TOOL], thinking=omitted)
+    found = await answer(AskedEngine(text), True, tools=[TOOL], thinking=omitted)
     assert [block.type for block in found.content] == ["tool_use", "tool_use"]
     single: Any = {"type": "auto", "disable_parallel_tool_use": True}
-    found = await answer(EngineClient(text), False, tools=[TOOL], tool_choice=single)
+    found = await answer(AskedEngine(text), False, tools=[TOOL], tool_choice=single)
     assert [block.type for block in found.content] == ["thinking", "tool_use"]
 
 

@@ -12,58 +12,20 @@ import pytest
 from openai.types import responses
 from openai.types.responses import response_create_params
 
-from kvkeeper.client import OutputChunk, TokenLogprobs, Usage
-from kvkeeper.client.engine.calls import generate_request, tokenize_request
 from kvkeeper.http.app import make_app
 from kvkeeper.http.engines import Engine
 from kvkeeper.http.reply_fields import REPLIES_NO_EFFECT, REPLIES_REFUSED, ReplyRequest
 from kvkeeper.http.responses import choose_form
 from tests.support.documents.markdown import ROOT
+from tests.support.stand_ins.asked_engine import AskedEngine
 
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "world"}}</tool_call>'
 TOOL: Any = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}, "strict": False}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-LOGPROBS = TokenLogprobs(5, -0.5, 1, ((5, -0.5), (6, -1.0)))
-
-
-class EngineClient:
-    """Remembers what it was asked. text: of each answer, a token for each part of it."""
-
-    usage = Usage(12, 8, 5, 0, 0)
-
-    def __init__(self, *text: str, reason: str = "end_of_sequence") -> None:
-        self.text, self.reason = text, reason
-        self.asked: list[Any] = []
-
-    async def tokenize(self, prompt: Any) -> tuple[int, ...]:
-        self.asked.append(tokenize_request(prompt))
-        return (1, 2, 3)
-
-    async def pieces(self, token_ids: Any) -> list[bytes]:
-        return [b"t" for _ in token_ids]
-
-    def generate(self, prompt: Any, options: Any) -> "EngineClient":
-        self.asked.append(generate_request(prompt, options))
-        return self
-
-    async def __aenter__(self) -> "EngineClient":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
-
-    async def __aiter__(self) -> Any:
-        for place, part in enumerate(self.text):
-            reason = self.reason if place == len(self.text) - 1 else None
-            has_logprobs = self.asked[-1].sampling.HasField("num_logprobs")
-            yield OutputChunk(0, part, (place,), reason, (LOGPROBS,) if has_logprobs else ())
-
-    async def close(self) -> None:
-        pass
 
 
 @asynccontextmanager
-async def connected(engine_client: EngineClient) -> AsyncIterator[openai.AsyncOpenAI]:
+async def connected(engine_client: AskedEngine) -> AsyncIterator[openai.AsyncOpenAI]:
     engine = Engine(engine_client, "qwen")  # type: ignore[arg-type]
     engine.model = SimpleNamespace(model_id="m", max_tokens_per_sequence=100, revision="r" * 64)  # type: ignore[assignment]
     engine.form, engine._asked_at = choose_form(None, "qwen"), float("inf")
@@ -79,7 +41,7 @@ async def connected(engine_client: EngineClient) -> AsyncIterator[openai.AsyncOp
         yield client
 
 
-async def respond(engine: EngineClient, is_stream: bool, **fields: Any) -> responses.Response:
+async def respond(engine: AskedEngine, is_stream: bool, **fields: Any) -> responses.Response:
     """What the client makes of it, either way; a stream's events are whole and in order."""
     asked: Any = {"model": "m", "input": "x", "max_output_tokens": 9, **fields}
     async with connected(engine) as client:
@@ -104,7 +66,7 @@ async def respond(engine: EngineClient, is_stream: bool, **fields: Any) -> respo
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_thoughts_texts_and_calls_are_items(is_stream: bool) -> None:
     text = f"<think>\nhm\n</think>\n\nSo.{CALL}{CALL}"
-    found = await respond(EngineClient(*text), is_stream, tools=[TOOL])
+    found = await respond(AskedEngine(*text), is_stream, tools=[TOOL])
     assert [item.type for item in found.output] == ["reasoning", "message", "function_call", "function_call"]
     thought, message, *calls = found.output
     assert thought.type == "reasoning" and thought.content and thought.content[0].text == "hm"
@@ -115,12 +77,12 @@ async def test_thoughts_texts_and_calls_are_items(is_stream: bool) -> None:
     assert len({call.id for call in calls}) == 2
     assert (found.status, found.incomplete_details) == ("completed", None)
     assert found.usage is not None
-    assert (found.usage.input_tokens, found.usage.output_tokens, found.usage.input_tokens_details.cached_tokens) == (12, 5, 8)
+    assert (found.usage.input_tokens, found.usage.output_tokens, found.usage.input_tokens_details.cached_tokens) == (12, len(text), 8)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_what_is_cut_is_incomplete(is_stream: bool) -> None:
-    found = await respond(EngineClient(*CALL[:55], reason="length"), is_stream, tools=[TOOL])
+    found = await respond(AskedEngine(*CALL[:55], reason="length"), is_stream, tools=[TOOL])
     (call,) = found.output
     assert call.type == "function_call"
     assert '{"at": "world"}'.startswith(call.arguments) and call.arguments.startswith('{"at": "')
@@ -129,7 +91,7 @@ async def test_what_is_cut_is_incomplete(is_stream: bool) -> None:
 
 
 async def test_an_answer_can_be_sent_back_with_what_its_calls_gave() -> None:
-    first = await respond(EngineClient(f"<think>hm</think>So.{CALL}"), False, tools=[TOOL])
+    first = await respond(AskedEngine(f"<think>hm</think>So.{CALL}"), False, tools=[TOOL])
     call = first.output[-1]
     assert call.type == "function_call"
     sent = [
@@ -137,7 +99,7 @@ async def test_an_answer_can_be_sent_back_with_what_its_calls_gave() -> None:
         *(item.model_dump() for item in first.output),
         {"type": "function_call_output", "call_id": call.call_id, "output": "seen"},
     ]
-    engine = EngineClient("Good.")
+    engine = AskedEngine("Good.")
     await respond(engine, False, input=sent, instructions="Be brief.", tools=[TOOL])
     turns = engine.asked[0].chat.messages
     assert [turn.role for turn in turns] == ["system", "user", "assistant", "tool"]
@@ -146,18 +108,18 @@ async def test_an_answer_can_be_sent_back_with_what_its_calls_gave() -> None:
 
 
 async def test_fields_reach_the_engine() -> None:
-    engine = EngineClient("{}")
+    engine = AskedEngine("{}")
     form = {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}}
     await respond(engine, False, temperature=0.5, top_p=0.25, text=form, reasoning={"effort": "low"})
     sampling = engine.asked[-1].sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.5, 0.25, 9)
     assert json.loads(sampling.json_schema) == SCHEMA
     assert json.loads(engine.asked[0].chat.template_arguments) == {"reasoning_effort": "low"}
-    called = EngineClient("[]")
+    called = AskedEngine("[]")
     await respond(called, False, tools=[TOOL], tool_choice={"type": "function", "name": "look"})
     assert called.asked[-1].sampling.json_schema
     assert json.loads(called.asked[0].chat.tools)[0]["function"]["description"] == "Looks."
-    single = await respond(EngineClient(CALL + CALL), False, tools=[TOOL], parallel_tool_calls=False)
+    single = await respond(AskedEngine(CALL + CALL), False, tools=[TOOL], parallel_tool_calls=False)
     assert len(single.output) == 1
 
 
@@ -165,7 +127,7 @@ async def test_fields_reach_the_engine() -> None:
 async def test_log_probabilities_come_where_they_are_asked_for(is_stream: bool) -> None:
     for include, num in ((["message.output_text.logprobs"], 3), (["reasoning.encrypted_content"], 0)):
         top = {"top_logprobs": 2} if num else {}
-        found = await respond(EngineClient("a", "b", "c"), is_stream, include=include, **top)
+        found = await respond(AskedEngine("a", "b", "c"), is_stream, include=include, **top)
         (message,) = found.output
         assert message.type == "message" and message.content[0].type == "output_text"
         told = message.content[0].logprobs or []
@@ -188,16 +150,16 @@ def test_every_field_of_openais_client_is_in_one_column() -> None:
 @pytest.mark.parametrize("field", REPLIES_REFUSED)
 async def test_a_field_that_is_not_served_is_refused_by_its_name(field: str) -> None:
     no = REPLIES_REFUSED[field]
-    assert (await respond(EngineClient("a"), False, extra_body={field: no.harmless})).output_text == "a"
+    assert (await respond(AskedEngine("a"), False, extra_body={field: no.harmless})).output_text == "a"
     for value in (not no.harmless, "some", {"a": 1}):
         with pytest.raises(openai.BadRequestError, match=f"{field}: not served: ") as error:
-            await respond(EngineClient("a"), False, extra_body={field: value})
+            await respond(AskedEngine("a"), False, extra_body={field: value})
         assert error.value.param == field
 
 
 @pytest.mark.parametrize("field", REPLIES_NO_EFFECT)
 async def test_a_field_without_an_effect_has_none(field: str) -> None:
-    engines = EngineClient("a"), EngineClient("a")
+    engines = AskedEngine("a"), AskedEngine("a")
     for engine, body in zip(engines, ({}, {field: "some"}), strict=True):
         await respond(engine, False, extra_body=body)
         for request in engine.asked:
@@ -224,5 +186,5 @@ async def test_a_field_without_an_effect_has_none(field: str) -> None:
 )
 async def test_any_other_field_is_refused_by_its_path(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as error:
-        await respond(EngineClient("a"), False, extra_body=fields)
+        await respond(AskedEngine("a"), False, extra_body=fields)
     assert (error.value.param or "").startswith(param), error.value
