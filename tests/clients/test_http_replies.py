@@ -77,7 +77,11 @@ async def test_thoughts_texts_and_calls_are_items(is_stream: bool) -> None:
     assert len({call.id for call in calls}) == 2
     assert (found.status, found.incomplete_details) == ("completed", None)
     assert found.usage is not None
-    assert (found.usage.input_tokens, found.usage.output_tokens, found.usage.input_tokens_details.cached_tokens) == (12, len(text), 8)
+    assert (found.usage.input_tokens, found.usage.output_tokens, found.usage.input_tokens_details.cached_tokens) == (
+        12,
+        len(text),
+        8,
+    )
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
